@@ -136,8 +136,8 @@ class EngineLoop:
                 self.engine.abort(request)
         except Exception as e:
             log.exception("the engine stopped")
-            reason = str(e) if isinstance(e, MegakernelError) else "its log says why"
-            self._die(f"the engine stopped, restart the server: {reason}")
+            reason = str(e) if isinstance(e, MegakernelError) else "the server's log has the reason"
+            self._die(f"the engine has stopped, restart the server: {reason}")
 
     def _die(self, why: str) -> None:
         """Tell every frontend that the engine is dead, and answer later messages with that too, until Close comes."""

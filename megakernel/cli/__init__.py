@@ -1,4 +1,4 @@
-"""What a person can type: one console script, a verb each."""
+"""The command line: the console script `megakernel`, with a module for each verb or group of verbs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import MegakernelError
 
 FAILED, INTERRUPTED = 1, 130
 LOG_LEVELS = ("debug", "info", "warning", "error")
-# Modules with a verb each, or several; a verb with a space in its name is one of a group's.
+# Modules that register one or more verbs. A verb with a space in its name belongs to a group.
 _VERBS = (
     "demo", "pull", "generate", "chat", "serve", "programs", "simulate", "bench", "bench_throughput", "bench_serve",
     "timeline", "roofline", "doctor", "completion",
@@ -25,25 +25,25 @@ _GROUP = "measure speed"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line. Returns its exit status; usage errors exit with 2 through argparse."""
+    """Run one command line. Returns the exit status. Usage errors exit with status 2 through argparse."""
     try:
         args = parser().parse_args(arguments)
         logging.basicConfig(level=args.log_level.upper(), format="megakernel: %(levelname)s: %(message)s")
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another
+            sys.stdout.reconfigure(errors="replace")  # replace characters that the terminal cannot show
         status: int = args.run(args)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader left; without this the interpreter complains when it flushes at exit.
+        # The reader of the pipe has closed it. Without this, Python prints an error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except MegakernelError as e:
         return _fail(str(e))
     except MemoryError:
-        return _fail("out of memory: take a smaller model or --context")
+        return _fail("out of memory: use a smaller model or a smaller --context")
     except OSError as e:
         remedy = ": free some space" if e.errno == errno.ENOSPC else ""
         return _fail(f"{e.filename}: {e.strerror}{remedy}" if e.filename else f"{e.strerror or e}{remedy}")
@@ -55,15 +55,15 @@ def _fail(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of a whole command line; `args.run(args)` executes it."""
-    # Imported here, where Ctrl-C already has a handler.
+    """The parser of the whole command line. `args.run(args)` runs the parsed verb."""
+    # Imported here, so that Ctrl-C during the imports is handled by `main`.
     from importlib.metadata import version
 
     from ..settings import SETTINGS
 
     level = SETTINGS["log level"]
     if level.value() not in LOG_LEVELS:
-        raise MegakernelError(f"{level.env}={level.value()} is none of {', '.join(LOG_LEVELS)}")
+        raise MegakernelError(f"{level.env}={level.value()} is not a log level: choose from {', '.join(LOG_LEVELS)}")
     top = argparse.ArgumentParser(
         prog="megakernel",
         description="Compile a language model's forward pass into one program, run it, and see where the time goes.",
@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("-V", "--version", action="version", version=f"megakernel {version('megakernel')}")
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", action="store_true", help="print one JSON object; all else goes to standard error")
+    common.add_argument("--json", action="store_true", help="print the result as one JSON object")
     common.add_argument(
         "--log-level",
         choices=LOG_LEVELS,

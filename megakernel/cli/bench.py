@@ -1,4 +1,4 @@
-"""`megakernel bench latency`: tokens per second of one sequence, how far that is from the limit, and others beside."""
+"""`megakernel bench latency`: the speed of one sequence, its distance from the roofline, and comparisons with peers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _PHASES: tuple[Phase, ...] = ("decode", "prefill")
 
 
 def register(add: AddVerb) -> None:
-    bench = add("bench latency", "decode of one sequence, and its prefill", "megakernel bench latency --tokens 64")
+    bench = add("bench latency", "measure decode and prefill of one sequence", "megakernel bench latency --tokens 64")
     add_model_run(bench)
     add_speculate(bench)
     prompt = bench.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="prompt (default: English text, or random ids)")
     prompt.add_argument("--prompt-ids", type=token_ids, metavar="1,2,3", help="prompt as token ids")
     add_count(prompt, "--prompt-tokens", 256, "length of the default prompt")
-    add_count(bench, "--tokens", 64, "decode steps a run")
-    add_count(bench, "--runs", 5, "runs, after one to warm up")
+    add_count(bench, "--tokens", 64, "decode steps per run")
+    add_count(bench, "--runs", 5, "measured runs, after one warm-up run")
     versus.add_versus(bench)
     bench.set_defaults(run=run)
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measured_ceilings(llm: LLM) -> Ceilings:
-    """What this machine can do with the engine's threads; of GPUs, what their datasheet says."""
+    """This machine's measured ceilings with the engine's threads, or the datasheet's ceilings of GPUs."""
     from ..serving.ceilings import device_ceilings
 
     if llm.engine.backend.name == "cuda":
@@ -60,7 +60,7 @@ def measured_ceilings(llm: LLM) -> Ceilings:
 
 
 def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
-    """What this machine can do with so many threads, as it was measured before or `anew`."""
+    """This machine's ceilings with so many threads, from an earlier measurement or measured `anew`."""
     from ..serving import ceilings
 
     with output.busy("measuring this machine's ceilings"):
@@ -71,7 +71,7 @@ def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
 
 
 def host_machine(workers: int, ranks: int) -> Machine:
-    """A rank of this machine at its measured rates, which its `workers` and the other ranks' share."""
+    """This machine at its measured rates as one of `ranks` ranks of `workers` workers, which share these rates."""
     from .. import machine as machines
     from ..serving.ceilings import share_of
 
@@ -82,7 +82,7 @@ def host_machine(workers: int, ranks: int) -> Machine:
 def latency(
     llm: LLM, ids: list[int], tokens: int, runs: int, ceilings: Ceilings, peers: Sequence[Contest] = ()
 ) -> dict[str, Any]:
-    """The figures of `bench latency`, ceilings included. `peers` run after each run of ours that counts."""
+    """The figures of `bench latency` with the ceilings. `peers` run after each of our measured runs."""
     from ..serving.latency import measure, report
 
     with output.progress("measuring decode and prefill") as advance:
@@ -100,7 +100,7 @@ def latency(
 
 
 def speculated(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """A line on proposed tokens, where there were any."""
+    """A line about speculation, if any tokens were proposed."""
     if not figures["proposed"]:
         return []
     right = f"{figures['accepted']:,} of {figures['proposed']:,} proposed tokens were right"

@@ -1,4 +1,4 @@
-"""`megakernel bench serve`: load on any OpenAI-compatible server, or on two in turn."""
+"""`megakernel bench serve`: benchmarks any OpenAI-compatible server, or two in alternation."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ _rate = above_zero("a rate above 0", math.inf)
 def register(add: AddVerb) -> None:
     parser = add(
         "bench serve",
-        "load on any OpenAI-compatible server: latencies, throughput, and how far from the limit",
+        "benchmark any OpenAI-compatible server: latencies, throughput, and the fraction of the roofline",
         "megakernel bench serve --base-url http://127.0.0.1:8000 --num-prompts 64 --max-concurrency 16",
     )
     url = "http://127.0.0.1:8000"
     parser.add_argument("--base-url", default=url, metavar="URL", help=f"the server (default: {url})")
-    parser.add_argument("--vs", metavar="URL", help="another server: runs alternate between the two")
+    parser.add_argument("--vs", metavar="URL", help="a second server; runs alternate between the two")
     add_setting(parser, "model", optional=True)
-    parser.add_argument("--served-model-name", metavar="NAME", help="name in requests (default: the server's first)")
+    parser.add_argument("--served-model-name", metavar="NAME", help="model in requests (default: the server's first)")
     parser.add_argument(
         "--dtype",
         choices=("bf16", "f32"),
         default="bf16",
-        help="of KV, and of weights that the model's file has in no other type, for the roofline (default: bf16)",
+        help="type of the KV cache and of unquantised weights, for the roofline (default: bf16)",
     )
-    parser.add_argument("--machine", metavar="NAME", help="whose ceilings count; host measures (default: the server's)")
+    parser.add_argument("--machine", metavar="NAME", help="machine for the roofline (default: the server's own)")
     add_workload(parser, prompts=256)
     parser.add_argument(
         "--request-rate",
         type=_rate,
         default=math.inf,
         metavar="R",
-        help="requests per second at random moments (Poisson), or inf (default: inf)",
+        help="requests per second as a Poisson process, or inf for all at once (default: inf)",
     )
-    add_count(parser, "--max-concurrency", None, "requests in flight (default: no limit)")
+    add_count(parser, "--max-concurrency", None, "maximum requests in flight (default: no limit)")
     add_count(parser, "--processes", 1, "processes that send the requests")
     add_count(parser, "--runs", 1, "runs of each server")
     parser.add_argument(
@@ -62,9 +62,9 @@ def register(add: AddVerb) -> None:
         type=_limit,
         nargs="+",
         metavar="NAME:MS",
-        help=f"count requests within these limits ({', '.join(_LIMITS)}; milliseconds), such as ttft:500 tpot:50",
+        help=f"also count the requests within these limits in ms ({', '.join(_LIMITS)}), such as ttft:500 tpot:50",
     )
-    parser.add_argument("--disable-stream", action="store_true", help="ask for whole answers: no latencies of tokens")
+    parser.add_argument("--disable-stream", action="store_true", help="request whole answers, without token latencies")
     parser.set_defaults(run=run)
 
 
@@ -133,7 +133,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _ceilings(args: argparse.Namespace, servers: list[Server]) -> Ceilings | None:
-    """The machine that the user names; else the one that a server has measured."""
+    """The ceilings of the machine that the user names, or those that a server reports. None if there are none."""
     from .. import machine
     from ..roofline import Ceilings, machine_ceilings
 
@@ -149,12 +149,14 @@ async def _ceilings(args: argparse.Namespace, servers: list[Server]) -> Ceilings
 
 
 def _workload(args: argparse.Namespace, server: Server) -> tuple[str, ModelConfig, Workload]:
-    """The model, its sizes and the requests. A server's own word is trusted only where it is a name we know."""
+    """The model's name and sizes, and the requests. A model name from the server is used only if it is a known one."""
     from ..model import PACKAGES, load_config, load_tokenizer
 
     name = args.model or server.model or ""
     if not args.model and name not in PACKAGES and not name.startswith("random:"):
-        raise MegakernelError(f"{server.url} serves {name!r}, of unknown sizes: name a model of the same with --model")
+        raise MegakernelError(
+            f"{server.url} serves {name!r}, whose sizes are unknown: give a model of the same sizes with --model"
+        )
     fetch(name)
     config = load_config(name)
     tokenizer = None
@@ -163,28 +165,30 @@ def _workload(args: argparse.Namespace, server: Server) -> tuple[str, ModelConfi
         nonlocal tokenizer
         tokenizer = tokenizer or load_tokenizer(name)
         if tokenizer is None:
-            raise MegakernelError(f"{name} has no tokenizer to count tokens with: take another --model or --dataset")
+            raise MegakernelError(f"{name} has no tokenizer to count tokens: choose another --model or --dataset")
         return tokenizer.encode(text)
 
     return name, config, workload(args, config.vocab, encode)
 
 
 def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run of median throughput."""
+    """The run with the median throughput."""
     middle = median(one["tokens_per_s"] for one in runs)
     return min(runs, key=lambda one: abs(float(one["tokens_per_s"]) - middle))
 
 
 def _limit(text: str) -> tuple[str, float]:
-    """`ttft:500`, for argparse; milliseconds become seconds."""
+    """Parse `ttft:500` for argparse, in milliseconds. Returns the name and seconds."""
     name, _, value = text.partition(":")
     if name not in _LIMITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME:MILLISECONDS with a name of {', '.join(_LIMITS)}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME:MILLISECONDS, where NAME is one of {', '.join(_LIMITS)}"
+        )
     return name, _rate(value) / 1e3
 
 
 def show(figures: dict[str, Any]) -> None:
-    """The figures as a person reads them; of several runs, the median one's."""
+    """Print the figures for a person. Of several runs, it shows the one with the median throughput."""
     settings = figures["settings"]
     others = f", {figures['input_tokens_per_s']:.1f} in, {figures['requests_per_s']:.2f} requests/s"
     lines: list[tuple[str, str | Text]] = [

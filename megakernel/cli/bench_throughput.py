@@ -1,4 +1,4 @@
-"""`megakernel bench throughput`: the time to finish many prompts offline, through the engine alone."""
+"""`megakernel bench throughput`: measures the time to finish many prompts offline, in the engine without a server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .workload import add_workload, workload
 if TYPE_CHECKING:
     from ..serving.bench import Workload
 
-# Of a comparison: what others can run, a batch of equal prompts, and enough runs for a median.
+# Defaults with --vs: a batch of equally long prompts, which every peer can run, and enough runs for a median.
 _BATCH = {"dataset": "random", "num_prompts": 32, "random_input_len": 64, "random_output_len": 96}
 _RUNS, _COMPARED_RUNS = 1, 5
 
@@ -24,7 +24,7 @@ _RUNS, _COMPARED_RUNS = 1, 5
 def register(add: AddVerb) -> None:
     parser = add(
         "bench throughput",
-        "time to finish many prompts, offline",
+        "measure the time to finish many prompts offline",
         "megakernel bench throughput --num-prompts 64 --dataset random --random-input-len 128",
     )
     add_model_run(parser)
@@ -32,7 +32,7 @@ def register(add: AddVerb) -> None:
     add_workload(parser, prompts=64)
     for name in ("max num seqs", "max num batched tokens"):
         add_setting(parser, name)
-    add_count(parser, "--runs", None, f"runs, after a short one (default: {_RUNS}; {_COMPARED_RUNS} with --vs)")
+    add_count(parser, "--runs", None, f"runs, after a short warm-up (default: {_RUNS}; {_COMPARED_RUNS} with --vs)")
     versus.add_versus(parser)
     parser.set_defaults(run=run)
 
@@ -77,18 +77,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _batch(load: Workload, most: int) -> tuple[int, int, int]:
-    """Sequences, tokens of each prompt, and decode steps after it. Raises MegakernelError where prompts differ."""
+    """(sequences, tokens of each prompt, decode steps).
+
+    Raises MegakernelError unless all prompts have equal lengths.
+    """
     lengths = {(job.prompt_tokens, job.output_tokens) for job in load.jobs}
     if len(lengths) > 1:
         raise MegakernelError(
-            "--vs compares a batch of prompts of one length, and these differ: take --dataset random and a range "
+            "--vs needs prompts and answers of equal lengths, but these differ: use --dataset random with a range "
             "ratio of 0, or compare servers with `bench serve --vs URL`"
         )
     [(prompt, answer)] = lengths
     if answer < 2:
-        raise MegakernelError("--vs times the tokens after the first: take --random-output-len 2 or more")
+        raise MegakernelError("--vs times the tokens after the first one: set --random-output-len to 2 or more")
     if len(load.jobs) > most:
-        raise MegakernelError(f"--vs compares one batch: {len(load.jobs)} prompts are more than --max-num-seqs {most}")
+        raise MegakernelError(f"--vs runs one batch, but {len(load.jobs)} prompts exceed --max-num-seqs {most}")
     return len(load.jobs), prompt, answer - 1
 
 

@@ -1,4 +1,4 @@
-"""`megakernel demo`: the whole way once, from a checkpoint to text, figures and a timeline."""
+"""`megakernel demo`: downloads a model, generates text, measures its speed and writes a timeline."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from .generate import as_json, show_token
 from .options import AddVerb, add_model_run, open_llm, prompt_ids
 
 _PROMPT = "What is the capital of France?"
-_PROMPT_TOKENS, _TOKENS, _RUNS = 256, 48, 3  # steady medians within seconds on two cores
+_PROMPT_TOKENS, _TOKENS, _RUNS = 256, 48, 3  # enough for stable medians within seconds on two cores
 
 
 def register(add: AddVerb) -> None:
     parser = add(
         "demo",
-        "fetch the default model, answer a question, measure, and write a timeline",
+        "fetch the default model, answer a question, measure the speed, and write a timeline",
         'megakernel demo --prompt "Name three rivers."',
     )
     add_model_run(parser)
     parser.add_argument("--prompt", default=_PROMPT, metavar="TEXT", help=f"the question (default: {_PROMPT})")
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path("timeline.html"), metavar="FILE.html", help="the timeline's page"
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("timeline.html"),
+        metavar="FILE.html",
+        help="where to write the timeline (default: timeline.html)",
     )
     parser.set_defaults(run=run)
 

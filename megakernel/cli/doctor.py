@@ -1,4 +1,4 @@
-"""`megakernel doctor`: what this machine has, and what that means for the rest."""
+"""`megakernel doctor`: reports versions, settings, cores, measured ceilings and GPUs, and checks GPU operations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PACKAGES = (
     "megakernel", "numpy", "safetensors", "gguf", "tokenizers", "huggingface_hub", "perfetto", "torch", "cuda-bindings",
     "cupy-cuda13x",
 )  # fmt: skip
-_SEEDS, _REPEATS = 3, 20  # of each case: other data, and runs that must give the same bits
+_SEEDS, _REPEATS = 3, 20  # per case: sets of random data, and runs on each that must give the same bits
 _COMPILERS = ("c++", "g++", "clang++", "nvcc")
 
 
@@ -35,7 +35,7 @@ def register(add: AddVerb) -> None:
         "--calibrate",
         type=Path,
         metavar="FILE.toml",
-        help="measure all that the simulator needs of this machine (a minute), and write it for --machine FILE.toml",
+        help="measure this machine's costs for the simulator (takes a minute) and write a file for --machine FILE.toml",
     )
     parser.set_defaults(run=run)
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from ..runtime.cpu import native
 
     if args.calibrate and args.calibrate.suffix != ".toml":
-        raise MegakernelError(f"cannot calibrate to {args.calibrate}: its name must end in .toml")
+        raise MegakernelError(f"cannot write the machine file {args.calibrate}: its name must end in .toml")
     findings: list[str] = []
     versions = {name: _version(name) for name in _PACKAGES}
     compilers = {name: path for name in _COMPILERS if (path := shutil.which(name))}
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _calibrate(path: Path, ceilings: Ceilings) -> None:
-    """Write the machine file `path`."""
+    """Calibrate this machine and write the machine file `path`."""
     from ..serving.calibration import calibrate, write_machine
 
     alone = host_ceilings(1, anew=True)
@@ -131,13 +131,13 @@ def _calibrate(path: Path, ceilings: Ceilings) -> None:
     write_machine(path, found)
     if not found.quiet:
         output.stderr.print(
-            f"megakernel: warning: others took {found.others:.0%} of the cores meanwhile: calibrate when it is quiet"
+            f"megakernel: warning: other processes used {found.others:.0%} of the cores: calibrate an idle machine"
         )
     output.stderr.print(f"wrote {path}")
 
 
 def _shown(setting: Setting) -> str:
-    """The value in force, without passwords: reports end up in public issues."""
+    """The effective value of a setting, without passwords, because reports end up in public issues."""
     if setting.secret and setting.env and os.environ.get(setting.env):
         return "set"
     return re.sub(r"//[^/@]*@", "//***@", setting.value())

@@ -1,4 +1,4 @@
-"""What `megakernel doctor` says of GPUs: what there is, what stands in the way, and whether the instructions work."""
+"""The GPU part of `megakernel doctor`: the devices, what the cuda backend lacks, and a check of every operation."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from ..program import Program
 
 _SMI = ("driver_version", "mig.mode.current", "memory.used", "memory.total", "compute_mode")
-_TIMEOUT_S = 2.0  # of a wait in a check: no instruction takes a thousandth of it
-_MOST_DIFFERENCES = 8  # that a case tells: each may be a launch that is given up after three such times
-_BUSY_SHARE = 0.05  # of a GPU's memory that others hold, from which on it is worth a line
+_TIMEOUT_S = 2.0  # timeout of a wait in a check; no instruction takes a thousandth of it
+_MOST_DIFFERENCES = 8  # differences reported per case; each may be a launch that is abandoned after three timeouts
+_BUSY_SHARE = 0.05  # a note appears if other processes use more than this part of a GPU's memory
 
 
 def report() -> dict[str, Any]:
@@ -39,7 +39,7 @@ def report() -> dict[str, Any]:
 
 
 def line(facts: dict[str, Any]) -> str:
-    """The same for a person."""
+    """The devices in one line, for a person."""
     if not facts["devices"]:
         return f"none: {facts['missing']}"
     names = ", ".join(f"{d['name']} ({d['sms']} SMs)" for d in facts["devices"])
@@ -47,12 +47,12 @@ def line(facts: dict[str, Any]) -> str:
 
 
 def backend(facts: dict[str, Any]) -> str:
-    """What `--backend auto` takes here, and what it would take with a GPU."""
+    """Which backend `--backend auto` chooses here, and what it needs to choose cuda."""
     if not facts["missing"]:
-        return "auto takes cuda"
+        return "auto uses cuda"
     ready = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
     also = "its packages are installed" if ready else f"after {INSTALL}"
-    return f"auto takes cpu; it would take cuda on an H100 or H200 with driver {DRIVER_NAME} or newer, {also}"
+    return f"auto uses cpu; it would use cuda on an H100 or H200 with driver {DRIVER_NAME} or newer, {also}"
 
 
 def _nvidia_smi() -> list[dict[str, str]]:
@@ -70,23 +70,25 @@ def _nvidia_smi() -> list[dict[str, str]]:
 def _notes(smi: list[dict[str, str]]) -> Iterator[str]:
     for number, gpu in enumerate(smi):
         if gpu["mig.mode.current"] == "Enabled":
-            yield f"GPU {number} is cut by MIG: a program needs every SM it was compiled for"
+            yield f"GPU {number} is partitioned by MIG, but a program needs all SMs: turn MIG off"
         if gpu["compute_mode"] not in ("Default", "0"):
-            yield f"GPU {number} is in compute mode {gpu['compute_mode']}: one process at a time"
+            yield f"GPU {number} is in compute mode {gpu['compute_mode']}, which may refuse a second process"
         used, total = gpu["memory.used"], gpu["memory.total"]
         if used.isdigit() and total.isdigit() and int(used) > _BUSY_SHARE * int(total):
-            yield f"GPU {number} has {used} of {total} MiB in use by others: speeds vary, and less fits"
+            yield f"other processes use {used} of {total} MiB on GPU {number}: speed varies and memory may not suffice"
     if os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"):
-        yield "MPS is on: if it limits this process to a part of the SMs, programs for all of them are refused"
+        yield "MPS is on: if it limits this process to some of the SMs, programs for all SMs are refused"
 
 
-# -- every instruction against the reference
+# -- compare every instruction with the reference
 
 
 @dataclass(frozen=True)
 class Case:
-    """A shape and a bucket whose step has every operation: dots or tensor cores, one rank or several, norms where
-    `norm` says."""
+    """A model shape and a bucket whose step has every operation.
+
+    `matmul` chooses dots or tensor cores, `norm` where norms are computed, and `tp` the number of ranks.
+    """
 
     name: str
     config: ModelConfig
@@ -97,7 +99,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Few and small, but no size is a multiple of a tile; groups of 1, 3, 4 and 8 query heads."""
+    """Small cases whose sizes are no multiples of a tile, with 1, 3, 4 and 8 query heads per KV head."""
     from ..model import ModelConfig
 
     biased = ModelConfig(331, 136, 200, 2, 6, 2, 64, 512, qkv_bias=True, o_bias=True, mlp_bias=True)
@@ -117,7 +119,7 @@ def cases() -> list[Case]:
 
 
 def check(case: Case, *, seeds: int, repeats: int) -> list[str]:
-    """The first differences from the reference, one sentence each; the last may be that there is no GPU any more."""
+    """The first differences from the reference, one sentence each. The last may say that the GPU stopped working."""
     wrong: list[str] = []
     try:
         for difference in islice(_differences(case, seeds, repeats), _MOST_DIFFERENCES):
@@ -169,7 +171,7 @@ def _compile(case: Case) -> Program:
 
 
 def _step(program: Program, seed: int) -> Any:
-    """A long context, whose attention is split, beside a short prompt."""
+    """A step table with a decode token at the end of a long context, whose attention is split, and a short prompt."""
     import numpy as np
 
     from ..runtime import Chunk, SampleRow, build_step

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..serving import RequestOutput, SamplingParams
     from ..serving.engine import Token
 
-MAX_TOKENS = 256  # enough for an answer; the API's 16 cuts one short
+MAX_TOKENS = 256  # enough for an answer; the API's default of 16 would cut it short
 
 
 def register(add: AddVerb) -> None:
@@ -25,18 +25,22 @@ def register(add: AddVerb) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompt.add_argument("--prompt-ids", type=token_ids, metavar="1,2,3", help="token ids to continue")
-    prompt.add_argument("--chat", metavar="TEXT", help="a user's message, put through the model's chat template")
+    prompt.add_argument("--chat", metavar="TEXT", help="a user's message, formatted by the model's chat template")
     add_model_run(parser)
     add_speculate(parser)
     sampling = parser.add_argument_group("sampling, as in the OpenAI API and vLLM")
     for name, what in _HELP.items():
         kind = float if name in _REAL else int
         sampling.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X", help=what)
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text (repeatable)")
     sampling.add_argument("--stop-token-ids", type=token_ids, metavar="1,2,3", help="end at any of these ids")
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on past the end of the text")
+    sampling.add_argument("--ignore-eos", action="store_true", help="continue after the end-of-sequence token")
     sampling.add_argument(
-        "--logit-bias", action="append", type=_bias, metavar="ID=X", help="add X to an id's logit; may be repeated"
+        "--logit-bias",
+        action="append",
+        type=_bias,
+        metavar="ID=X",
+        help="add X to the logit of this token id (repeatable)",
     )
     parser.set_defaults(run=run)
 
@@ -44,18 +48,18 @@ def register(add: AddVerb) -> None:
 _REAL = {"temperature", "top-p", "min-p", "presence-penalty", "frequency-penalty", "repetition-penalty"}
 _HELP = {
     "temperature": "0 is greedy (default: 1)",
-    "top-p": "keep the most likely tokens of this total probability (default: 1, all)",
-    "min-p": "drop tokens below this share of the likeliest one's probability (default: 0, none)",
-    "presence-penalty": "subtract this from the logit of tokens generated before (default: 0)",
+    "top-p": "keep the most likely tokens with this total probability (default: 1, all)",
+    "min-p": "drop tokens with less than this fraction of the highest probability (default: 0, none)",
+    "presence-penalty": "subtract this from the logits of tokens that were generated before (default: 0)",
     "frequency-penalty": "subtract this for each time a token was generated (default: 0)",
     "repetition-penalty": "divide positive logits of seen tokens by this, multiply negative ones (default: 1)",
     "top-k": "keep this many of the most likely tokens (default: 0, all)",
-    "seed": "for the same random choices again (default: drawn by the system)",
+    "seed": "seed of the random numbers, for repeatable results (default: random)",
     "n": "choices to generate (default: 1)",
     "max-tokens": f"end after this many tokens (default: {MAX_TOKENS})",
     "min-tokens": "do not end before this many tokens (default: 0)",
-    "logprobs": "report this many most likely tokens of each position (default: none)",
-    "prompt-logprobs": "score the prompt, with this many most likely tokens of each position (default: no)",
+    "logprobs": "report this many of the most likely tokens at each position (default: none)",
+    "prompt-logprobs": "score the prompt, with this many of the most likely tokens at each position (default: off)",
 }
 
 
@@ -64,11 +68,11 @@ def _bias(text: str) -> tuple[int, float]:
         token, value = text.split("=")
         return int(token), float(value)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an id and a value, like 42=-1.5") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a token id and a value like 42=-1.5") from None
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """The parameters that the flags give; SamplingParams has the defaults and the checks."""
+    """The sampling parameters that the flags give. SamplingParams has the defaults and the checks."""
     from ..serving import SamplingParams
 
     names = [name.replace("-", "_") for name in _HELP] + ["stop", "stop_token_ids"]
@@ -79,7 +83,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def run(args: argparse.Namespace) -> int:
-    params = sampling_params(args)  # before a model is loaded: a wrong flag fails at once
+    params = sampling_params(args)  # before the model is loaded, so that an invalid flag fails at once
     with open_llm(args, max_seqs=params.n) as llm:
         prompt = args.prompt_ids if args.prompt is None else args.prompt
         if args.chat is not None:
@@ -99,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_json(result: RequestOutput) -> dict[str, Any]:
-    """A result as `--json` prints it: the first choice's fields, and all of them where there are several."""
+    """A result as `--json` prints it: the first choice's fields, and a list of all choices if there are several."""
     out: dict[str, Any] = {"prompt_ids": result.prompt_token_ids, **vars(result.choices[0])}
     if len(result.choices) > 1:
         out["choices"] = [vars(choice) for choice in result.choices]

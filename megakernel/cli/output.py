@@ -1,4 +1,4 @@
-"""What a person sees: results on standard output, everything else on standard error."""
+"""Terminal output: results go to standard output, everything else to standard error."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from rich.table import Table
 from rich.text import Text
 
-# Text may hold a user's own words, so nothing in it is markup. A file or a pipe gets lines that are not cut at 80.
+# Text may contain user input, so markup is off. In files and pipes, lines are not wrapped at 80 characters.
 _WIDE = 160
 stdout = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else _WIDE)
 stderr = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def emit(result: dict[str, Any]) -> None:
-    """One JSON object on standard output. Numbers that JSON lacks become null."""
+    """Print one JSON object on standard output. Infinite numbers and NaN become null."""
     sys.stdout.write(json.dumps(_finite(result), allow_nan=False, ensure_ascii=False) + "\n")
 
 
@@ -34,12 +34,12 @@ def _finite(value: Any) -> Any:
 
 
 def bold(figure: str, rest: str) -> Text:
-    """What matters most of a line, and the rest of it."""
+    """A line whose first part is bold."""
     return Text.assemble((figure, "bold"), rest)
 
 
 def speed(tokens: int | None, finish_reason: str | None, ttft_s: float | None, tpot_s: float | None) -> str:
-    """How fast an answer came, in one line; what nobody knows is left out."""
+    """One line on an answer's length and speed. Unknown values are left out."""
     said = [] if tokens is None else [f"{tokens} tokens"]
     said.append(f"finish: {finish_reason}")
     if ttft_s is not None:
@@ -50,14 +50,14 @@ def speed(tokens: int | None, finish_reason: str | None, ttft_s: float | None, t
 
 
 def rates(figures: dict[str, Any]) -> str:
-    """The rates that were reached, of the ceilings: GB/s and GFLOP/s."""
+    """The measured rates next to the ceilings, in GB/s and GFLOP/s."""
     ceilings = figures["ceilings"]
     read = f"{figures['read_GBps']:.1f} of {ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s"
     return f"{read}, {figures['gflops']:.0f} of {ceilings['flops'] / 1e9:.0f} GFLOP/s"
 
 
 def rows(*pairs: tuple[str, str | Text]) -> None:
-    """Name and value lines, aligned."""
+    """Print aligned lines of names and values."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -70,7 +70,7 @@ _TEXT = ("phase", "family", "layout", "why", "bound by")
 
 
 def table(*names: str) -> Table:
-    """A table of figures, to the right, and of the columns that are words, to the left."""
+    """A table with right-aligned numbers and left-aligned words."""
     made = Table(box=None, pad_edge=False, header_style="dim")
     for i, name in enumerate(names):
         made.add_column(name, justify="left" if name in _TEXT else "right", overflow="fold", no_wrap=i == 0)
@@ -79,7 +79,7 @@ def table(*names: str) -> Table:
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """A spinner while the block runs, on a terminal."""
+    """On a terminal, show a spinner while the block runs."""
     if not stderr.is_terminal:
         yield
         return
@@ -89,7 +89,7 @@ def busy(what: str) -> Iterator[None]:
 
 @contextmanager
 def progress(what: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
-    """A bar that is gone when done, moved by calls with (done, total); nothing where there is no terminal."""
+    """A progress bar, updated by calls with (done, total). It disappears at the end, and shows only on a terminal."""
     counted = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     bar = Progress(
         TextColumn("{task.description}"),
@@ -106,7 +106,7 @@ def progress(what: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
 
 
 def lowering_text(lowering: dict[str, str]) -> str:
-    """What `describe` says of it: O sharded, residual dealt, norm own."""
+    """The lowering as text: O sharded, residual dealt, norm own."""
     return ", ".join(f"{'O' if name == 'o' else name} {how}" for name, how in lowering.items())
 
 
@@ -119,5 +119,5 @@ def bytes_text(count: float) -> str:
 
 
 def ms_text(seconds: float) -> str:
-    """A time with a unit: 12.35 ms, or seconds from ten on."""
+    """A time with a unit: 12.35 ms, or seconds from 10 s on."""
     return f"{seconds:,.2f} s" if seconds >= 10 else f"{seconds * 1e3:,.4g} ms"

@@ -1,4 +1,4 @@
-"""`megakernel compile`, `disasm`, `verify`: programs as files, as text, as proofs."""
+"""`megakernel compile`, `disasm` and `verify`: write a program to a file, print it as text, and prove it correct."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from ..program import Program
     from ..scheduler.tune import Found
 
-# What an engine also runs with; more logit rows than this in one program are rarely meant.
+# The default of max_seqs of an engine too; more logit rows than that are rarely intended.
 _SEQUENCES = 64
 
 
 class Compiled(NamedTuple):
-    """A program, what it is of, and what a search for it found."""
+    """A compiled program with its model and machine, and the result of `--search` if there was a search."""
 
     program: Program
     config: ModelConfig
@@ -35,7 +35,7 @@ class Compiled(NamedTuple):
 def register(add: AddVerb) -> None:
     compile = add(
         "compile",
-        "compile a model for a machine into a program file; no weights are read",
+        "compile a model for a machine into a program file, without reading weights",
         "megakernel compile --model random:llama-3.1-70b --machine h100 --tokens 2048 -o llama.mkp",
     )
     add_setting(compile, "model")
@@ -44,7 +44,7 @@ def register(add: AddVerb) -> None:
         "--search",
         type=above_zero("a number of seconds above 0"),
         metavar="SECONDS",
-        help="look for faster tiles, panels, lags, slots and queues with the simulator, for so long",
+        help="search for faster tiles, panels, lags, slots and queues with the simulator for this time",
     )
     compile.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to write the program")
     compile.set_defaults(run=run_compile)
@@ -54,7 +54,7 @@ def register(add: AddVerb) -> None:
 
     verify = add(
         "verify",
-        "prove that a program has no deadlock, no race and no lost write, or show where it has",
+        "prove that a program has no deadlock, race or lost write, or show where it has one",
         "megakernel verify --model random:llama-3.2-1b --machine h100 --tokens 512",
     )
     verify.set_defaults(run=run_verify)
@@ -64,31 +64,32 @@ def register(add: AddVerb) -> None:
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
-    """What a program is compiled for, and how."""
+    """Add the flags for the machine that a program is compiled for, and for how it is compiled."""
     for name in ("machine", "tp"):
         add_setting(parser, name)
     add_paper_model(parser)
     add_lowering(parser)
-    add_count(parser, "--workers", None, "workers of a rank (default: the machine's)")
+    add_count(parser, "--workers", None, "workers per rank (default: the machine's)")
 
 
 def _add_bucket(parser: argparse.ArgumentParser) -> None:
     add_machine(parser)
     add_count(parser, "--tokens", 1, "token rows of a step")
     add_count(parser, "--logit-rows", None, f"rows that get logits (default: as many as tokens, up to {_SEQUENCES})")
-    add_count(parser, "--context", None, "tokens a sequence may reach (default: the model's limit)")
+    add_count(parser, "--context", None, "maximum tokens of a sequence (default: the model's limit)")
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """A program file, or a model to compile."""
+    """Add the arguments for a program: a program file, or a model to compile."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("file", type=Path, nargs="?", metavar="FILE", help="a program file")
     add_setting(source, "model", optional=True)
 
 
 def compile_for(args: argparse.Namespace, **sizes: Any) -> Compiled:
-    """The program that the flags of `add_machine` describe, with these `sizes` (of `compile_program`) where given, else
-    with those that the flags of `_add_bucket` say.
+    """Compile the program that the flags of `add_machine` describe.
+
+    Its bucket is given by `sizes`, which are arguments of `compile_program`, or else by the flags of `_add_bucket`.
     """
     from .. import machine as machines
     from ..scheduler.tune import Fastest, search
@@ -109,12 +110,14 @@ def compile_for(args: argparse.Namespace, **sizes: Any) -> Compiled:
 def _bucket(args: argparse.Namespace) -> dict[str, int]:
     logit_rows = args.logit_rows or min(args.tokens, _SEQUENCES)
     if logit_rows > args.tokens:
-        raise MegakernelError(f"{logit_rows} logit rows are more than the {args.tokens} token rows: lower --logit-rows")
+        raise MegakernelError(
+            f"--logit-rows {logit_rows} exceeds the {args.tokens} token rows of --tokens: lower --logit-rows"
+        )
     return {"tokens": args.tokens, "logit_rows": logit_rows, "max_seqs": min(args.tokens, _SEQUENCES)}
 
 
 def load(args: argparse.Namespace) -> Program:
-    """The program of `FILE`, or of `--model`."""
+    """The program in FILE, or the program compiled from --model."""
     from ..program import Program
 
     return Program.load(args.file) if args.file else compile_for(args).program
@@ -131,7 +134,7 @@ def run_compile(args: argparse.Namespace) -> int:
     needed = max(weight_bytes(program.forward, program.rank_dims(r), tied=config.tied) for r in range(program.ranks))
     if needed > machine.memory_bytes:
         output.stderr.print(
-            f"megakernel: warning: a rank's weights take {output.bytes_text(needed)} and {machine.name} has"
+            f"megakernel: warning: the weights of a rank take {output.bytes_text(needed)}, but {machine.name} has"
             f" {output.bytes_text(machine.memory_bytes)}"
         )
     facts = describe(program) | {

@@ -1,4 +1,4 @@
-"""`megakernel pull`: fetch a model into the cache."""
+"""`megakernel pull`: downloads a model into the cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from .options import AddVerb
 
 
 def register(add: AddVerb) -> None:
-    parser = add("pull", "fetch a model into the cache and check its SHA-256; resumes", "megakernel pull smollm2-135m")
+    parser = add(
+        "pull",
+        "download a model into the cache and check its SHA-256; a broken download is resumed",
+        "megakernel pull smollm2-135m",
+    )
     parser.add_argument("name", metavar="NAME", help="a known model, such as smollm2-135m")
     parser.set_defaults(run=run)
 

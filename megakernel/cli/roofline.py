@@ -16,63 +16,61 @@ if TYPE_CHECKING:
 
 _CONTEXT, _TRAINING_CONTEXT = 128, 4096
 _WEIGHT_BITS = 16
-_DIGITS = 9  # of the ways of a layout
+_DIGITS = 9  # maximum digits of a number in a layout
 _price = above_zero("a positive number")
 
 
 def register(add: AddVerb) -> None:
     parser = add(
         "roofline",
-        "least time of a step on a machine and what binds it; ways to share a model over many GPUs; a fleet's cost",
+        "show a step's least time on a machine and what limits it, ways to shard a model over GPUs, or a fleet's cost",
         "megakernel roofline --model random:llama-3.1-70b --machine h100x8 --tp 8 --tokens 1024 --plot roof.svg",
     )
     for name in ("model", "machine", "tp", "o lowering", "residual", "norm"):
         add_setting(parser, name)
     add_paper_model(parser)
-    rows = "rows of a step, one for each sequence; in a plan for training tokens of a batch"
-    context = f"KV tokens of each sequence (default: {_CONTEXT}), or length of one in training ({_TRAINING_CONTEXT})"
+    rows = "rows of a step, one for each sequence; with --training, tokens of a batch"
+    context = f"KV tokens of each sequence (default: {_CONTEXT}); with --training, its length ({_TRAINING_CONTEXT})"
     add_count(parser, "--tokens", 1, rows, "B")
     add_count(parser, "--context", None, context, "C")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the figure as .svg or .html")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the roofline plot as .svg or .html")
     parser.add_argument(
         "--achieved",
         type=Path,
         action="append",
         default=[],
         metavar="FILE",
-        help="add a measured point to the figure: a file with what `bench latency --json` printed",
+        help="add the measured points of a file with the output of `bench latency --json` to the plot (repeatable)",
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--plan", action="store_true", help="rank all ways to share the model over --gpus")
-    what.add_argument("--fleet", action="store_true", help="serve with --gpus: tokens per second, what binds, cost")
+    what.add_argument("--plan", action="store_true", help="rank all ways to shard the model over --gpus")
+    what.add_argument("--fleet", action="store_true", help="serve with --gpus: show speed, its limit and cost")
     parser.add_argument(
         "--layout",
         type=_layout,
         metavar="tp=8,pp=16,dp=128",
-        help="plan: price this layout too (tp, ep, pp, dp, zero), and say why it loses to the best",
+        help="with --plan: also evaluate this layout (tp, ep, pp, dp, zero) and say why it is slower than the best",
     )
     parser.add_argument(
         "--weight-bits",
         type=int,
         choices=(16, 8, 4),
         default=_WEIGHT_BITS,
-        help="of a weight, decoding (default: 16)",
+        help="bits of a weight when decoding (default: 16)",
     )
-    add_count(parser, "--router-nodes", None, "most nodes of a token's experts (default: the model's own limit)")
-    add_count(parser, "--gpus", None, "GPUs of a plan or fleet (default: a node)")
-    parser.add_argument("--training", action="store_true", help="plan a step of training")
+    add_count(parser, "--router-nodes", None, "maximum nodes with experts of one token (default: the model's limit)")
+    add_count(parser, "--gpus", None, "GPUs of a plan or fleet (default: one node)")
+    parser.add_argument("--training", action="store_true", help="with --plan: plan a training step")
+    parser.add_argument("--usd-per-gpu-hour", type=_price, metavar="USD", help="with --fleet: price per GPU-hour")
     parser.add_argument(
-        "--usd-per-gpu-hour", type=_price, metavar="USD", help="price that a fleet's tokens are reckoned with"
-    )
-    parser.add_argument(
-        "--token-ms", type=_price, metavar="MS", help="fleet: most milliseconds between a sequence's tokens"
+        "--token-ms", type=_price, metavar="MS", help="with --fleet: maximum milliseconds between a sequence's tokens"
     )
     parser.set_defaults(run=run)
     roofline_ask.register(parser)
 
 
 def _layout(text: str) -> dict[str, int]:
-    """`tp=8,pp=16,dp=128`, for argparse; `Layout` of it is made where that is needed."""
+    """Parse `tp=8,pp=16,dp=128` for argparse. The caller makes a `Layout` of it."""
     found: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
@@ -81,7 +79,9 @@ def _layout(text: str) -> dict[str, int]:
             raise argparse.ArgumentTypeError(f"{text!r} is not a layout like tp=8,ep=1,pp=16,dp=128,zero=1")
         found[name] = int(value[:_DIGITS])
         if not least <= found[name] or len(value) > _DIGITS or (name == "zero" and found[name] not in (0, 1, 3)):
-            raise argparse.ArgumentTypeError(f"{part!r} in {text!r} cannot be: ways are from 1, zero is 0, 1 or 3")
+            raise argparse.ArgumentTypeError(
+                f"{part!r} in {text!r} is out of range: zero must be 0, 1 or 3, and the others at least 1"
+            )
     return found
 
 
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measured_hardware() -> Hardware:
-    """This machine at its ceilings."""
+    """This machine's hardware description, with its measured ceilings."""
     from .. import machine as machines
 
     measured = host_ceilings(machines.cpu_count())
@@ -108,22 +108,22 @@ def measured_hardware() -> Hardware:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """What cannot be said together. Silence about a flag would be a wrong answer."""
+    """Raise MegakernelError for flags that do not go together, because a silently ignored flag would mislead."""
     paper = args.plan or args.fleet
     decoding = paper and not args.training
     for flag, given, needed, there in (
-        ("--gpus", args.gpus, "--plan or --fleet", paper),
-        ("--training", args.training, "--plan", args.plan),
-        ("--usd-per-gpu-hour", args.usd_per_gpu_hour, "--fleet", args.fleet),
-        ("--token-ms", args.token_ms, "--fleet", args.fleet),
-        ("--layout", args.layout, "--plan", args.plan),
-        ("--weight-bits", args.weight_bits != _WEIGHT_BITS, "--plan or --fleet, and no --training", decoding),
-        ("--router-nodes", args.router_nodes, "--plan or --fleet", paper),
-        ("--achieved", args.achieved, "--plot", args.plot),
-        ("--weights", args.weights != "auto" and paper, "neither --plan nor --fleet", False),
-        ("--plot", args.plot and paper, "neither --plan nor --fleet", False),
+        ("--gpus", args.gpus, "needs --plan or --fleet", paper),
+        ("--training", args.training, "needs --plan", args.plan),
+        ("--usd-per-gpu-hour", args.usd_per_gpu_hour, "needs --fleet", args.fleet),
+        ("--token-ms", args.token_ms, "needs --fleet", args.fleet),
+        ("--layout", args.layout, "needs --plan", args.plan),
+        ("--weight-bits", args.weight_bits != _WEIGHT_BITS, "needs --plan or --fleet, without --training", decoding),
+        ("--router-nodes", args.router_nodes, "needs --plan or --fleet", paper),
+        ("--achieved", args.achieved, "needs --plot", args.plot),
+        ("--weights", args.weights != "auto" and paper, "does not go with --plan or --fleet", False),
+        ("--plot", args.plot and paper, "does not go with --plan or --fleet", False),
     ):
         if given and not there:
-            raise MegakernelError(f"{flag} needs {needed}")
+            raise MegakernelError(f"{flag} {needed}")
     if args.plot and args.plot.suffix not in (".svg", ".html"):
         raise MegakernelError(f"cannot plot to {args.plot}: its name must end in .svg or .html")

@@ -1,4 +1,4 @@
-"""`megakernel roofline ask`: the questions of the roofline, each answered from its inputs."""
+"""`megakernel roofline ask`: roofline questions about chips, collectives and parallelism, answered by formulas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNITS = ("flops_per_s", "bytes_per_s", "per_s", "bytes", "hz", "s")
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Below `roofline`. What may be asked is looked up when somebody asks."""
+    """Add the verb `ask` to `roofline`. Its questions are imported only when it runs, which keeps start-up fast."""
     what = "answer a question about chips, collectives or parallelism; alone, list the questions"
     verbs = parser.add_subparsers(metavar="ask", prog="megakernel roofline")
     ask = verbs.add_parser("ask", help=what, description=what[0].upper() + what[1:] + ".", add_help=False)
@@ -56,12 +56,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _example(number: int, args: argparse.Namespace) -> int:
-    """A question of the book with the book's own figures."""
+    """Answer a question of the book with the book's own inputs."""
     from ..roofline import EXAMPLES
     from . import parser
 
     if number not in EXAMPLES or set(args.words[1:]) - {"--json"}:
-        raise MegakernelError(f"the book's questions are 1 to {max(EXAMPLES)}, and take no inputs but --json")
+        raise MegakernelError(f"the book's questions are numbered 1 to {max(EXAMPLES)} and accept no flag but --json")
     words = ["roofline", *EXAMPLES[number].split()]
     output.stderr.print(f"question {number}: megakernel {' '.join(words)}")
     again = parser().parse_args([*words, *(["--json"] if args.json or "--json" in args.words else [])])
@@ -72,7 +72,8 @@ def _example(number: int, args: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     from ..roofline import QUESTIONS
 
-    top = argparse.ArgumentParser(prog="megakernel roofline ask", epilog="A number from 1 asks what the book asks.")
+    numbered = "Instead of QUESTION, give a number to ask the question of the book with that number."
+    top = argparse.ArgumentParser(prog="megakernel roofline ask", epilog=numbered)
     _add_json(top, False)
     questions = top.add_subparsers(metavar="QUESTION", dest="question")
     for question in QUESTIONS.values():
@@ -106,7 +107,7 @@ def _add_input(parser: argparse.ArgumentParser, one: Input) -> None:
 
 
 def _machines(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The machine that an input names; this one is measured."""
+    """The hardware that the input `machine` names. For `host`, this machine's measured rates."""
     from .. import machine as machines
     from .roofline import measured_hardware
 

@@ -1,4 +1,4 @@
-"""`megakernel roofline --plan` and `--fleet`: a model on many GPUs, on paper: ways to share it, and what it costs."""
+"""`megakernel roofline --plan` and `--fleet`: how to shard a model over many GPUs, and its cost, by formulas alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run_plan(args: argparse.Namespace, hardware: Hardware) -> int:
     layout = Layout(**args.layout) if args.layout else None
     gpus = args.gpus or (layout.gpus if layout else hardware.node.gpus)
     if layout and layout.gpus > gpus:
-        raise MegakernelError(f"{layout} takes {layout.gpus:,} GPUs and there are {gpus:,}: raise --gpus")
+        raise MegakernelError(f"{layout} needs {layout.gpus:,} GPUs, but there are {gpus:,}: raise --gpus")
     step = (args.tokens, args.context)
     found = plan(shape, hardware, gpus, *step, training=args.training)
     loss = asked(shape, hardware, layout, found, *step, training=args.training) if layout else None
@@ -56,7 +56,7 @@ def run_plan(args: argparse.Namespace, hardware: Hardware) -> int:
         ("machine", f"{gpus:,} x {hardware.name}"),
         ("step", f"{args.tokens:,} {what} ({per_gpu}), sequences of {args.context:,}"),
     )
-    # State that is sharded less takes as long and more memory: one line for each way to cut the work.
+    # Layouts that differ only in ZeRO take the same time. Show one of them: the one that shards its state the most.
     cuts = {replace(t.layout, zero=0): t for t in reversed(found.ranked)}
     shown = sorted(cuts.values(), key=found.ranked.index)[:_SHOWN]
     table = output.table("layout", "step", "tokens/s", "math", "memory", "network", "bubble, hops", "GB per GPU", "why")
@@ -104,10 +104,10 @@ def _time_json(time: LayoutTime, gpus: int) -> dict[str, Any]:
 
 
 def _shape(args: argparse.Namespace) -> Shape:
-    """Of the model, its weights and its router as the flags say."""
+    """The model's shape, with the weight bits and router nodes of the flags."""
     shape = paper_shape(args.model)
     if args.router_nodes and shape.experts == 1:
-        raise MegakernelError(f"--router-nodes needs a model with experts, which {args.model} is not")
+        raise MegakernelError(f"--router-nodes needs a mixture-of-experts model, which {args.model} is not")
     nodes = args.router_nodes or shape.router_nodes
     return replace(shape, weight_bytes=args.weight_bits / 8, router_nodes=nodes)
 
@@ -164,7 +164,7 @@ def run_fleet(args: argparse.Namespace, hardware: Hardware) -> int:
 
 
 def _group(serving: Serving) -> str:
-    """As layouts are named."""
+    """The group's name, in the style of layouts."""
     return f"TP {serving.tp} x EP {serving.ep}" if serving.ep > 1 else f"TP {serving.tp}"
 
 

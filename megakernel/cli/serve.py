@@ -37,7 +37,7 @@ def _tool_parser(text: str) -> str:
     from ..serving.tool_calls import FORMATS
 
     if text not in FORMATS:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(FORMATS)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a tool call format: choose from {', '.join(FORMATS)}")
     return text
 
 
@@ -84,13 +84,16 @@ def register(add: AddVerb) -> None:
             help=f"{setting.what} (default: {setting.default}{env})",
         )
     parser.add_argument(
-        "--config", action=_Config, metavar="FILE", help="a YAML file of these flags, such as `port: 8000`; flags win"
+        "--config",
+        action=_Config,
+        metavar="FILE",
+        help="a YAML file with these flags, such as `port: 8000`; flags on the command line take precedence",
     )
     parser.set_defaults(run=run)
 
 
 class _Config(argparse.Action):
-    """Takes from a file what no flag has given. Flags that come later overwrite it as they overwrite each other."""
+    """Sets every flag that is not given yet from a file. A flag later on the command line overwrites it."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, flag: str | None = None
@@ -102,7 +105,7 @@ class _Config(argparse.Action):
 
 
 def _flags(path: Path) -> list[str]:
-    """A configuration file as the command line that says the same."""
+    """A configuration file as the equivalent command line."""
     import yaml
 
     try:
@@ -111,13 +114,13 @@ def _flags(path: Path) -> list[str]:
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise MegakernelError(f"{path} is not YAML: {e}") from e
     if not isinstance(content, dict):
-        raise MegakernelError(f"{path} must hold flags and their values, such as `port: 8000`")
+        raise MegakernelError(f"{path} must contain flags and their values, such as `port: 8000`")
     known = {flag.lstrip("-") for name in _TYPES if (flag := SETTINGS[name].flag)}
     line: list[str] = []
     for key, value in content.items():
         name = str(key).replace("_", "-")
         if name not in known:
-            raise MegakernelError(f"{path}: {key} is no flag of serve; see megakernel serve --help")
+            raise MegakernelError(f"{path}: {key} is not a flag of serve: see megakernel serve --help")
         values = value if isinstance(value, list) else [value]
         line += [f"--{name}", *(str(item) for item in values)]
     return line
@@ -132,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     from ..serving.engine_host import EngineHost
 
     given = {name: _value(args, name) for name in _TYPES}
-    sock = listen(given["host"], given["port"])  # before the model is loaded: a port in use fails at once
+    sock = listen(given["host"], given["port"])  # before the model is loaded, so that a port in use fails at once
     allow_connections()
     how = {name: given[name] for name in ("tp", "backend", "dtype", "weights", "threads", "speculate")}
     how |= {"max_context": given["max model len"], "max_seqs": given["max num seqs"]}
@@ -174,7 +177,9 @@ def run(args: argparse.Namespace) -> int:
             ),
             on_gone=lambda identity: host.loop.forget(identity.encode()),
             on_ready=lambda: _ready(args.json, address, name, llm),
-            on_drain=lambda name: output.stderr.print(f"{name}: finishing what has begun; again to end at once"),
+            on_drain=lambda name: output.stderr.print(
+                f"{name}: finishing the requests in progress; repeat the signal to end at once"
+            ),
         )
         host.loop.on_death = frontends.engine_died
         host.start()
@@ -190,7 +195,7 @@ def _names(hosts: list[str]) -> frozenset[str] | None:
 
 
 def _value(args: argparse.Namespace, name: str) -> Any:
-    """A flag's value, or the environment's, or the default; None where the default says that there is none."""
+    """A flag's value, or the environment's, or the default. None if the default is a description such as `none`."""
     value = getattr(args, name)
     if value is not None:
         return value
@@ -204,7 +209,7 @@ def _value(args: argparse.Namespace, name: str) -> Any:
 
 
 def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
-    """Say that connections are accepted, and how to try it."""
+    """Print that the server accepts connections, and a command to try it."""
     dims = llm.engine.dims
     kv_tokens = llm.engine.stats.pages * dims.kv_page
     facts = {

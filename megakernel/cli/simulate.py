@@ -1,4 +1,4 @@
-"""`megakernel simulate`: a step in virtual time on a machine that need not be here."""
+"""`megakernel simulate`: simulates a step in virtual time on any machine that a machine file describes."""
 
 from __future__ import annotations
 
@@ -27,15 +27,20 @@ _CONTEXT = 128
 def register(add: AddVerb) -> None:
     parser = add(
         "simulate",
-        "predict a step's time: run a program in virtual time on a machine",
+        "predict the time of a step by simulating the program on a machine",
         "megakernel simulate --model random:llama-3.1-70b --machine h100 --tp 8 --tokens 8192 --queue attention",
     )
     add_source(parser)
     add_machine(parser)
-    add_count(parser, "--tokens", None, "rows of the step, of as many sequences as may be (default: 1, or the file's)")
-    add_count(parser, "--context", None, f"KV tokens of each sequence afterwards (default: {_CONTEXT})", "C")
+    add_count(
+        parser,
+        "--tokens",
+        None,
+        "token rows of the step, spread over as many sequences as possible (default: 1, or the file's)",
+    )
+    add_count(parser, "--context", None, f"KV tokens of each sequence after the step (default: {_CONTEXT})", "C")
     parser.add_argument(
-        "--no-pipelining", action="store_true", help="a worker begins an instruction when the one before has ended"
+        "--no-pipelining", action="store_true", help="a worker begins an instruction after its previous one has ended"
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="write the step's timeline")
     parser.add_argument("--perfetto", type=Path, metavar="FILE.pftrace", help="write a trace for ui.perfetto.dev")
@@ -44,9 +49,10 @@ def register(add: AddVerb) -> None:
 
 
 def decode_step(dims: Dims, tokens: int, context: int) -> StepTable:
-    """A step of `tokens` rows, dealt to as many sequences as the program takes, with `context` KV tokens afterwards.
+    """A step of `tokens` rows, spread over as many sequences as the program allows.
 
-    As many sequences get logits as the program has room for.
+    Each sequence has `context` KV tokens afterwards. The program's number of logit rows limits how many sequences get
+    logits.
     """
     from ..runtime import Chunk, SampleRow, build_step
 
@@ -79,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     seconds = perf_counter() - begin
     trace = done.trace
     if trace is None:
-        raise AssertionError("a trace was asked for")
+        raise AssertionError("simulate returned no trace")
     with output.busy("adding up"):
         summary = summarise(program, trace, machine)
     if args.save:
@@ -120,14 +126,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
-    """The program, the machine with as many workers, and whether embeddings are tied, which they may be in a file."""
+    """The program, the machine with its number of workers, and whether embeddings are tied.
+
+    A program file does not say whether they are, so the result is True, which needs less memory.
+    """
     from .. import machine as machines
     from ..program import Program
 
     if args.file:
         if args.weights != SETTINGS["weights"].default:
             raise MegakernelError(
-                f"{args.file} is compiled for its weights already: give --weights with --model, or leave it out"
+                f"{args.file} is compiled for its weights already: leave --weights out, or give --model instead of FILE"
             )
         program = Program.load(args.file)
         _check_size(args.machine, args.workers or program.workers, program.ranks)
@@ -142,25 +151,25 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
 
 
 def _measured(machine: Machine, ranks: int) -> Machine:
-    """`machine` with the rates that were measured of it, where it is this one."""
+    """`machine`, with its measured rates if it is this machine."""
     from ..machine import HOST
 
     return host_machine(machine.workers, ranks) if machine.name == HOST else machine
 
 
 def _check_size(name: str, workers: int, ranks: int) -> None:
-    """Raise MegakernelError where the machine has fewer."""
+    """Raise MegakernelError if the machine has fewer workers or ranks."""
     from .. import machine as machines
 
     hardware = machines.hardware(name)
     if workers > hardware.chip.sms:
-        raise MegakernelError(f"{name} has {hardware.chip.sms} workers a rank, not {workers}: lower --workers")
+        raise MegakernelError(f"{name} has {hardware.chip.sms} workers per rank, not {workers}: lower --workers")
     if ranks > hardware.node.gpus:
         raise MegakernelError(f"{name} has {hardware.node.gpus} devices in a node, not {ranks}: lower --tp")
 
 
 def _fit(program: Program, machine: Machine, tied: bool, sequences: int, context: int) -> Fit:
-    """What the step needs of each rank's memory; a warning where that is more than there is."""
+    """The memory that the step needs on each rank. Prints a warning if it exceeds the machine's memory."""
     from ..roofline import memory_fit
     from ..serving.memory import weight_bytes
 
@@ -169,8 +178,8 @@ def _fit(program: Program, machine: Machine, tied: bool, sequences: int, context
     fit = memory_fit(ranks, weights, machine.memory_bytes, sequences, context)
     if not fit.fits:
         output.stderr.print(
-            f"megakernel: warning: a rank needs {output.bytes_text(fit.needed_bytes)}, of which weights take"
-            f" {output.bytes_text(weights)}, and {machine.name} has {output.bytes_text(machine.memory_bytes)}:"
-            " the step cannot run there"
+            f"megakernel: warning: a rank needs {output.bytes_text(fit.needed_bytes)} of memory, including"
+            f" {output.bytes_text(weights)} of weights, but {machine.name} has"
+            f" {output.bytes_text(machine.memory_bytes)}: the step cannot run there"
         )
     return fit

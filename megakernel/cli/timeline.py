@@ -1,4 +1,4 @@
-"""`megakernel timeline`: where the time of a step went, as a page, a Perfetto file and a table; two steps compared."""
+"""`megakernel timeline`: shows where the time of a step went, as a page, Perfetto file or table, and compares steps."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def register(add: AddVerb) -> None:
         "--phase", choices=("prefill", "decode"), default="decode", help="which step to trace (default: decode)"
     )
     add_count(parser, "--prompt-tokens", 128, "tokens before the step")
-    add_count(parser, "--launches", 5, "decode steps to record, of which the median is shown")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="write a page that opens from a file")
+    add_count(parser, "--launches", 5, "decode steps to record; the median one is shown")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="write a self-contained HTML page")
     parser.add_argument("--perfetto", type=Path, metavar="FILE.pftrace", help="write a trace for ui.perfetto.dev")
     parser.add_argument(
         "--compare",
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="set another trace beside it: TRACE of the same program, or PROGRAM TRACE",
+        help="compare with another trace: TRACE of the same program, or PROGRAM TRACE",
     )
     parser.add_argument("--save", type=Path, metavar="STEM", help="keep the step as STEM.program and STEM.trace")
     parser.set_defaults(run=run)
@@ -66,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
         launches = compare_launches([summarise(program, one, machine) for one in traces])
         trace = traces[launches.median]
     elif args.trace is None:
-        raise MegakernelError(f"a timeline of {args.program} needs its trace file too: give both, or --model")
+        raise MegakernelError(
+            f"a timeline of {args.program} also needs a trace file: give PROGRAM TRACE, or use --model"
+        )
     else:
         program, trace = Program.load(args.program), Trace.load(args.trace)
         if program.machine not in MACHINES:
@@ -102,9 +104,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _traced(args: argparse.Namespace) -> tuple[Program, list[Trace], Machine]:
-    """A program, its traces and a rank of what ran it.
+    """Run the model with tracing. Returns a program, its traces, and the machine of one rank.
 
-    The traces are of the last step of a prompt, or of as many decode steps of one bucket as are wanted.
+    The trace is of a prompt's last prefill step, or there are traces of up to `--launches` decode steps of one bucket.
     """
     from ..serving.ceilings import share_of
 
@@ -116,5 +118,5 @@ def _traced(args: argparse.Namespace) -> tuple[Program, list[Trace], Machine]:
         program = steps[-1].program
         traces = [step.output.trace for step in steps if step.output.trace and step.program.hash == program.hash]
         if not traces:
-            raise MegakernelError(f"backend {llm.engine.backend.name} made no trace: take another")
+            raise MegakernelError(f"the backend {llm.engine.backend.name} recorded no trace: choose another --backend")
         return program, traces, machine

@@ -1,4 +1,4 @@
-"""`--vs`: other programs that run the same model in turn with us."""
+"""`--vs`: compares us with other inference programs that run the same model, in alternating runs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def add_versus(parser: argparse.ArgumentParser) -> None:
-    """The flags that name peers."""
+    """Add the flags that choose peers, the programs to compare with."""
     parser.add_argument(
         "--vs",
         action="extend",
         type=lambda text: text.split(","),
         default=[],
         metavar="NAME",
-        help="run llama.cpp or torch in turn with us: same weights, its best settings (may be repeated)",
+        help="also run llama.cpp or torch, in alternation, with the same weights and its best settings (repeatable)",
     )
     parser.add_argument(
         "--llama-bench",
@@ -36,9 +36,9 @@ def add_versus(parser: argparse.ArgumentParser) -> None:
 
 
 def find_peers(args: argparse.Namespace, *, batched: bool) -> list[Found]:
-    """The peers that the flags name. Raises MegakernelError where one is missing."""
+    """The peers that the flags name. Raises MegakernelError if one is not installed."""
     if not args.vs and args.llama_bench is None:
-        return []  # nothing is imported
+        return []  # before the import, which takes time
     from ..serving.bench.peers import find
 
     return find(list(dict.fromkeys(args.vs)), args.llama_bench, batched=batched)
@@ -48,14 +48,14 @@ def find_peers(args: argparse.Namespace, *, batched: bool) -> list[Found]:
 def opened(
     found: Sequence[Found], llm: LLM, args: argparse.Namespace, sizes: tuple[int, int, int], phases: Sequence[Phase]
 ) -> Iterator[list[Contest]]:
-    """The peers with their best settings. `sizes`: see `Work`."""
+    """Open the peers and find their best settings. `sizes` are the fields of `Work`."""
     if not found:
         yield []
         return
     from ..serving.bench.peers import Work, contests
 
     with ExitStack() as stack:
-        with output.busy("writing the weights for others"):
+        with output.busy("writing the weights for the other programs"):
             peers = stack.enter_context(contests(found, llm, args.model, args.weights, Work(*sizes), phases))
         for one in peers:
             with output.progress(f"searching the best settings of {one.peer.name}") as advance:
@@ -64,7 +64,7 @@ def opened(
 
 
 def rows(vs: dict[str, Any]) -> list[tuple[str, str | Text]]:
-    """What a person reads of each peer."""
+    """Lines for a person: each peer's speed, ratio and settings."""
     lines: list[tuple[str, str | Text]] = []
     for name, other in vs.items():
         prefill = other.get("prefill")

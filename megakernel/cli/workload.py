@@ -1,4 +1,4 @@
-"""The flags that choose a benchmark's requests, with the names of vLLM's where it has them, and what they make."""
+"""The flags for a benchmark's workload, with vLLM's names if it has them, and the workload that they describe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNLESS = {"dataset": _SHAREGPT, "random_input_len": 1024, "random_output_len": 
 
 
 def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
-    """`args.unless` has what holds where a flag is not given; a verb may change it until it calls `workload`."""
+    """Add the flags. `args.unless` holds their defaults, which a verb may change before it calls `workload`."""
     parser.set_defaults(unless=_UNLESS | {"num_prompts": prompts})
     parser.add_argument(
         "--dataset",
@@ -27,16 +27,20 @@ def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
         f"or a .csv file of prompt and output tokens (default: {_SHAREGPT})",
     )
     add_count(parser, "--num-prompts", None, f"requests (default: {prompts})")
-    add_count(parser, "--random-input-len", None, f"random: tokens in (default: {_UNLESS['random_input_len']})")
-    add_count(parser, "--random-output-len", None, f"random: tokens out (default: {_UNLESS['random_output_len']})")
+    add_count(parser, "--random-input-len", None, f"random: tokens per prompt (default: {_UNLESS['random_input_len']})")
+    add_count(
+        parser, "--random-output-len", None, f"random: tokens per answer (default: {_UNLESS['random_output_len']})"
+    )
     parser.add_argument(
         "--random-range-ratio",
         type=float,
         default=0.0,
         metavar="R",
-        help="random: lengths vary by this share up and down (default: 0)",
+        help="random: lengths vary up and down by this fraction (default: 0)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the choice, order and ids of the prompts (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed for the choice, order and token ids of the prompts (default: 0)"
+    )
 
 
 def workload(args: argparse.Namespace, vocab: int, encode: Callable[[str], Sequence[int]]) -> Workload:

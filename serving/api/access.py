@@ -1,4 +1,4 @@
-"""Who may ask: keys, the names that a server is addressed by, and pages of other sites."""
+"""Access control: API keys, allowed Host headers, and allowed origins of web pages."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _HEALTH, _METRICS = "/health", "/metrics"
 
 @dataclass(frozen=True)
 class Access:
-    """What a request must show before its body is read. `/health` and the page at `/chat` need no key.
+    """What a request must present before its body is read. `/health` and the page at `/chat` need no key.
 
-    keys          one of them must come with the request; without any, none is asked for
-    open_metrics  `/metrics` asks for no key
-    hosts         names that the header Host may have, in lower case; None admits any name
-    origins       sites whose pages may read answers in a browser; `*` is any site
+    keys          the request must carry one of them; without any keys, none is required
+    open_metrics  `/metrics` needs no key
+    hosts         allowed values of the Host header without port, in lower case; None allows any
+    origins       sites whose pages may read answers in a browser; `*` means any site
     """
 
     keys: tuple[str, ...] = ()
@@ -33,20 +33,20 @@ class Access:
     origins: tuple[str, ...] = ()
 
     def check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
-        """Raises a 403 for a wrong host, a 401 for a missing or wrong key."""
+        """Raise a 403 for a Host header that is not allowed, and a 401 for a missing or wrong key."""
         host = headers.get(b"host", b"").decode("latin-1")
         if self.hosts is not None and path != _HEALTH and _name(host) not in self.hosts:
-            raise APIError(403, f"the host {quoted(host)} is not served here: name it in --allowed-hosts")
+            raise APIError(403, f"the Host {quoted(host)} is not allowed: start the server with it in --allowed-hosts")
         if self.guards(path):
             self._authorise(headers.get(b"authorization", b""))
 
     def guards(self, path: str) -> bool:
-        """Whether a path asks for a key."""
+        """Whether a path requires a key."""
         return bool(self.keys) and path not in (_HEALTH, CHAT_PAGE) and not (self.open_metrics and path == _METRICS)
 
     def _authorise(self, header: bytes) -> None:
         given = _digest(_key(header))
-        # Every key is compared, in time that depends on none of them.
+        # All keys are compared in constant time, so the time says nothing about any key.
         matches = [hmac.compare_digest(given, known) for known in self._digests]
         if not any(matches):
             raise APIError(
@@ -61,10 +61,10 @@ class Access:
 
 
 def local_names(host: str, address: str) -> frozenset[str] | None:
-    """Names of a server that only its own machine can reach; None where `address` can be reached from elsewhere.
+    """The allowed Host names of a server on a loopback address; None if other machines can reach `address`.
 
-    A page on the web can have its own name resolve to 127.0.0.1 and then read from such a server (DNS rebinding). The
-    browser still sends the page's name, which is not among these.
+    A web page can let its own domain name resolve to 127.0.0.1 and then read from a local server (DNS rebinding). The
+    browser still sends that domain name as Host, and it is not among these names.
     """
     if not ip_address(address).is_loopback:
         return None
@@ -72,14 +72,14 @@ def local_names(host: str, address: str) -> frozenset[str] | None:
 
 
 def _name(host: str) -> str:
-    """The header Host without its port and the brackets of an IPv6 address."""
+    """The Host header without the port and without the brackets of an IPv6 address."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()
 
 
 def _key(header: bytes) -> bytes:
-    """The key in the header Authorization. A browser asks a person for it and sends it as the password of Basic."""
+    """The key in the Authorization header. With the Basic scheme, which browsers use, the password is the key."""
     scheme, _, value = header.partition(b" ")
     if scheme.lower() == b"bearer":
         return value.strip()
@@ -92,5 +92,5 @@ def _key(header: bytes) -> bytes:
 
 
 def _digest(key: bytes) -> bytes:
-    """Keys of any length become equally long."""
+    """A hash, so that keys of any length are compared at equal length."""
     return hashlib.sha256(key).digest()

@@ -1,4 +1,4 @@
-"""From the tokens that an engine generates to what a client sees of them."""
+"""Collects the engine's tokens of one HTTP request into the text of its choices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REASONS: dict[str | None, FinishReason | None] = {"stop": "stop", "length": "le
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one choice; `index` counts the choices of all prompts. `text` is only what became certain."""
+    """An increment of one choice. `index` counts the choices of all prompts. `text` has only text that is certain."""
 
     index: int
     prompt: int
@@ -31,7 +31,7 @@ class Delta:
 
 
 class Answers:
-    """The choices of one HTTP request. Whoever stops before they are `finished` must `close`."""
+    """The choices of one HTTP request. A caller that stops before they are `finished` must call `close`."""
 
     def __init__(
         self,
@@ -41,7 +41,10 @@ class Answers:
         params: SamplingParams,
         transcripts: Callable[[], list[Transcript]],
     ) -> None:
-        """Submits the prompts; `transcripts` makes those of one prompt's choices. Raises as EngineClient.submit."""
+        """Submit the prompts. `transcripts` creates the transcripts of one prompt's choices.
+
+        Raises what `EngineClient.submit` raises.
+        """
         self.completion_tokens = 0
         self.job = engine.submit(prompts, params, CLIENT.get())
         self._engine, self._metrics, self._params = engine, metrics, params
@@ -56,26 +59,26 @@ class Answers:
         return not self._left
 
     async def take(self) -> list[Delta]:
-        """What is new since the last call, at most one delta per choice: a late reader gets tokens merged."""
+        """Wait for new tokens. Returns at most one delta per choice with all that is new since the last call."""
         deltas: dict[int, Delta] = {}
         while not deltas:
             await self._take(deltas)
         return list(deltas.values())
 
     async def collect(self) -> list[Delta]:
-        """Every choice as a whole, in order."""
+        """Wait until all choices are complete, and return them in order."""
         choices: dict[int, Delta] = {}
         while not self.finished:
             await self._take(choices)
         return [choices[index] for index in sorted(choices)]
 
     def close(self) -> None:
-        """Give up what is not finished."""
+        """Abort the choices that are not finished."""
         self._engine.abort(self.job)
 
     async def _take(self, deltas: dict[int, Delta]) -> None:
         taken = await self.job.take()
-        if self._prompts:  # the engine has taken them
+        if self._prompts:  # the first tokens show that the engine has accepted them
             self._metrics.prompts(self._prompts)
             self._prompts = ()
         if self._params.prompt_logprobs is not None:
@@ -84,7 +87,7 @@ class Answers:
             self._add(index, pieces, deltas)
 
     def _with_scores(self, taken: dict[int, list[Piece]]) -> dict[int, list[Piece]]:
-        """The pieces whose prompt's scores are known: when its first choice begins."""
+        """Hold back the tokens of prompts whose scores are not known yet. They come when the first choice begins."""
         for index, pieces in taken.items():
             self._held.setdefault(index, []).extend(pieces)
         known = [index for index in self._held if index // self._params.n in self.job.scores]
@@ -93,7 +96,7 @@ class Answers:
     def _add(self, index: int, pieces: list[Piece], deltas: dict[int, Delta]) -> None:
         transcript = self._transcripts[index]
         if transcript.finish_reason is not None:
-            return  # generated before the engine knew of the stop string
+            return  # generated before the engine learned of the stop string
         if (delta := deltas.get(index)) is None:
             delta = deltas[index] = Delta(index, index // self._params.n)
         metrics, last_at, before = self._metrics, self._last_at[index], len(delta.tokens)
@@ -109,7 +112,7 @@ class Answers:
             if transcript.finish_reason is not None:
                 delta.finish_reason = reason = _REASONS[transcript.finish_reason]
                 assert reason is not None
-                self._engine.stop(self.job, index)  # nothing, where the engine ended it
+                self._engine.stop(self.job, index)  # does nothing if the engine has ended it
                 self._left -= 1
                 metrics.finished(reason, at - self.job.submitted_at, len(transcript.token_ids))
                 break

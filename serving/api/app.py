@@ -1,4 +1,4 @@
-"""The routes."""
+"""The HTTP routes of the server."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ from .service import Service
 _ERROR = {"model": ErrorResponse}
 _POST: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 404, 408, 413, 503), _ERROR)
 _GENERATE: dict[int | str, dict[str, Any]] = _POST | {
-    200: {"content": {"text/event-stream": {}}, "description": "the answer, or its stream"}
+    200: {"content": {"text/event-stream": {}}, "description": "the answer, whole or as a stream"}
 }
 
 
 def create_app(service: Service) -> FastAPI:
-    """The server as an ASGI application; its lifespan is that of the connection to the engine."""
+    """Create the server's ASGI application. Its lifespan opens and closes the connection to the engine."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.openapi()  # It is made once, which takes a tenth of a second: before others would have to wait for it.
+        app.openapi()  # It is generated once, which takes 0.1 s. Do that before requests wait.
         service.engine.start()
         yield
         service.engine.close()
 
-    # The interactive pages load their scripts from elsewhere.
+    # FastAPI's interactive pages are off, because they load scripts from other sites.
     app = FastAPI(
         title="megakernel",
         version=version("megakernel"),
@@ -75,10 +75,10 @@ def create_app(service: Service) -> FastAPI:
 
     @app.exception_handler(404)
     async def nothing_there(request: Request, error: Exception) -> Response:
-        """Name what is served."""
+        """List the routes that exist."""
         listed = [f"{'/'.join(r.methods or ())} {r.path}" for r in app.routes if isinstance(r, APIRoute)]
         where = shortened(f"{request.method} {request.url.path}")
-        return APIError(404, f"there is no {where} here: this server has {', '.join(listed)}").response()
+        return APIError(404, f"there is no route {where}: this server has {', '.join(listed)}").response()
 
     @app.post("/v1/completions", response_model=CompletionResponse, responses=_GENERATE)
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -92,17 +92,17 @@ def create_app(service: Service) -> FastAPI:
 
     @app.post("/v1/responses", response_model=ResponseObject, responses=_GENERATE)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        """Answer a conversation; nothing is stored."""
+        """Answer a conversation. Nothing is stored."""
         return await while_connected(request.receive, respond(service, body))
 
     @app.get("/v1/models", response_model=ModelList)
     async def models() -> ModelList:
-        """The names that `model` may have."""
+        """List the model names that requests may use."""
         return ModelList(data=[_model(service, name) for name in service.names])
 
     @app.get("/v1/models/{name:path}", response_model=Model, responses={404: _ERROR})
     async def model(name: str) -> Model:
-        """One of them."""
+        """Describe one model."""
         return _model(service, service.model(name))
 
     @app.post("/tokenize", response_model=TokenizeResponse, responses=_POST)
@@ -124,18 +124,18 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/tokenizer_info", response_model=TokenizerInfo)
     async def tokenizer_info() -> TokenizerInfo:
-        """The special tokens; harnesses ask for them that have no tokenizer of their own."""
+        """The BOS and EOS tokens, for evaluation harnesses without a tokenizer of their own."""
         special = service.tokenizer.special if service.tokenizer else {}
         return TokenizerInfo(bos_token=special.get("bos_token"), eos_token=special.get("eos_token"))
 
     @app.get("/health", responses={200: {"content": None}, 503: _ERROR})
     async def health() -> Response:
-        """Empty where all is well; 503 where the engine stopped, or work waits and no step ends."""
+        """An empty answer if all is well; 503 if the engine has stopped, or if there is work but no step ends."""
         if service.engine.dead:
             raise service.engine.dead
         stalled = service.engine.stalled_for()
         if stalled > service.limits.stall_timeout:
-            raise APIError(503, f"work waits, and no step has ended for {stalled:.0f} s")
+            raise APIError(503, f"the engine is stalled: it has work, but no step has ended for {stalled:.0f} s")
         return Response()
 
     @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}})
@@ -157,7 +157,7 @@ def create_app(service: Service) -> FastAPI:
         takes_body={route.path for route in app.routes if isinstance(route, APIRoute) and route.body_field},
     )
     if origins := service.access.origins:
-        # It comes before the gate, because a browser first asks without a key whether a page may send one.
+        # CORS runs before the gate, because a browser's preflight request carries no key.
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     describe(app, service)
     return app

@@ -17,7 +17,7 @@ _DEFAULT_TOKENS = 16
 
 
 async def complete(service: Service, body: CompletionRequest) -> Response:
-    """A whole completion, or its stream once the first token is there."""
+    """Answer a request with the whole completion, or with a stream that begins when the first token exists."""
     model = service.model(body.model)
     prompts = await service.encode_prompts(body.prompt, body.add_special_tokens is not False)
     prompts = [service.truncated(prompt, body, body.max_tokens) for prompt in prompts]
@@ -37,13 +37,13 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
 
 
 def _scored(body: CompletionRequest) -> list[int]:
-    """How many likeliest tokens of each position of the prompt are wanted, by either field that asks for them."""
+    """How many top tokens of each prompt position are asked for, by prompt_logprobs and by echo with logprobs."""
     asked = (body.prompt_logprobs, body.logprobs if body.echo else None)
     return [count for count in asked if count is not None]
 
 
 async def _texts(service: Service, given: Prompt | list[list[int]], prompts: list[list[int]]) -> list[str]:
-    """The prompts as text: as they were sent, or decoded."""
+    """The prompts as text. A prompt that was sent as token ids is decoded."""
     if service.tokenizer is None:
         return [""] * len(prompts)
     parts = [given] if isinstance(given, str) else given
@@ -63,10 +63,10 @@ class _Completion(Answer):
         texts: list[str],
         answers: Answers,
     ) -> None:
-        """`texts` are the prompts' own, where echo is wanted."""
+        """`texts` holds the prompts' texts if echo is set, and is empty otherwise."""
         super().__init__(service, "cmpl", body, model, prompts, answers)
         self._body, self._texts = body, texts
-        self._offsets: dict[int, int] = {}  # of the next token of each choice that has begun
+        self._offsets: dict[int, int] = {}  # choice -> text offset of its next token; only choices that have begun
 
     async def whole(self) -> bytes:
         choices = [self._choice(delta) for delta in await self._answers.collect()]
@@ -100,7 +100,7 @@ class _Completion(Answer):
         return self._usage(0 if self._body.max_tokens == 0 else self._answers.completion_tokens)
 
     def _choice(self, delta: Delta) -> CompletionChoice:
-        """A choice or a part of one; with the prompt before its first tokens where echo is wanted."""
+        """A whole choice, or one chunk of it. With echo, its first chunk begins with the prompt."""
         text, generated, reason = delta.text, delta.tokens, delta.finish_reason
         if self._body.max_tokens == 0:
             text, generated, reason = "", [], "length"
@@ -129,7 +129,7 @@ class _Completion(Answer):
         return logprobs
 
     def _prompt_scores(self, index: int) -> list[Score]:
-        """The first token has none: nothing comes before it."""
+        """The prompt's tokens with their log-probabilities. The first token has none, because no token precedes it."""
         prompt, (logprobs, tops) = self._prompts[index], self._answers.job.scores[index]
         count = self._body.logprobs or 0
         later = zip(prompt[1:], logprobs, tops, strict=True)

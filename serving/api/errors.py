@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong: one shape, the OpenAI API's, with vLLM's names and codes."""
+"""The error answers of the server, in the OpenAI API's format with vLLM's type names and codes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from ...errors import MegakernelError
 from ..engine_client import EngineDead, Overloaded
 
-_SHOWN = 120  # characters of a client's own input that an error repeats
+_SHOWN = 120  # maximum characters of a client's input that an error quotes
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -41,7 +41,7 @@ class ErrorResponse(BaseModel):
 
 
 class APIError(Exception):
-    """A request that ends with `status`; `param` is the field that is wrong."""
+    """Ends a request with the HTTP status `status`. `param` names the invalid field."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
@@ -50,7 +50,7 @@ class APIError(Exception):
         self.status, self.message, self.param, self.headers = status, message, param, dict(headers or {})
 
     def body(self) -> bytes:
-        """The error as JSON; characters that UTF-8 cannot hold are escaped."""
+        """The error as JSON. Characters that UTF-8 cannot represent are escaped."""
         kind = _TYPES.get(self.status) or HTTPStatus(self.status).phrase
         info = ErrorInfo(message=printable(self.message), type=kind, param=self.param, code=self.status)
         return ErrorResponse(error=info).model_dump_json().encode()
@@ -60,7 +60,7 @@ class APIError(Exception):
 
 
 def as_api_error(error: Exception) -> APIError:
-    """What a client is told about an exception that ended its request."""
+    """Translate the exception that ended a request into an error for the client."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, RequestValidationError):
@@ -71,7 +71,7 @@ def as_api_error(error: Exception) -> APIError:
         return APIError(503, str(error), headers={"Retry-After": "1" if isinstance(error, Overloaded) else "30"})
     if isinstance(error, MegakernelError):
         return APIError(400, str(error))
-    return APIError(500, "the server failed on this request; its log says how")
+    return APIError(500, "internal error: the server's log has the details")
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
@@ -79,13 +79,13 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 
 def shortened(text: str) -> str:
-    """A client's text as an error repeats it."""
+    """A client's text, cut to a length that an error may quote."""
     shown = printable(text[:_SHOWN])
     return shown if len(text) <= _SHOWN else f"{shown}... ({len(text)} characters)"
 
 
 def quoted(value: object) -> str:
-    """A client's value as an error repeats it; of a text, the rest is not even looked at."""
+    """A client's value as an error quotes it. A long text is cut before it is formatted, which would take long."""
     if isinstance(value, str):
         return repr(value[:_SHOWN]) + (f"... ({len(value)} characters)" if len(value) > _SHOWN else "")
     return shortened(repr(value))
@@ -95,7 +95,7 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-# What the value of a field must be, by the validator's name of the error.
+# What an error says for each of pydantic's error types.
 _MUST = {
     "less_than_equal": "must be at most {le}",
     "greater_than_equal": "must be at least {ge}",
@@ -121,7 +121,7 @@ _MUST = {
 
 
 def _validation(errors: Sequence[Any]) -> APIError:
-    """The first thing wrong with a body, in one line."""
+    """The first validation error of a body, in one line."""
     first = errors[0]
     path = [part for part in first["loc"] if part != "body" and not str(part).startswith("(")]
     if first["type"] == "json_invalid":

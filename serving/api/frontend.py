@@ -1,6 +1,6 @@
-"""The process of a frontend: `python -m megakernel.serving.api.frontend`, with its `Start` on standard input.
+"""The frontend process: `python -m megakernel.serving.api.frontend` reads its `Start` from standard input.
 
-It ends when it is told to (SIGTERM), or when the process that started it is gone.
+It ends on SIGTERM, or when its parent process has ended.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .limits import Limits
 from .server import Server, allow_connections
 from .service import Service
 
-_GC_THRESHOLD = 5_000  # objects, of Python's default 700; to collect 50,000 took 95 ms, and every request waited
-READY = b"R"  # what a frontend says to its parent when it accepts connections
+_GC_THRESHOLD = 5_000  # objects; Python's default is 700. With 50,000 a collection stopped every request for 95 ms.
+READY = b"R"  # a frontend sends it to its parent when it accepts connections
 
 
 class Start(msgspec.Struct, frozen=True):
-    """What a frontend is told.
+    """The configuration that a frontend gets from its parent.
 
-    number    its row on the board
-    identity  its name at the engine
-    listener  file descriptor of the socket that all frontends accept connections from
-    parent    file descriptor of a socket whose other end the parent keeps open while it lives
-    tool_parser  how the model writes calls; None: what its chat template says
+    number    the frontend's row on the board
+    identity  its name in messages to the engine
+    listener  file descriptor of the listening socket that all frontends share
+    parent    file descriptor of a socket whose other end stays open while the parent lives
+    tool_parser  name of the tool call format; None: found from the chat template
     """
 
     description: Description
@@ -51,7 +51,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 def main(start: Start) -> int:
-    """Serve until the end: the exit status."""
+    """Serve until SIGTERM or until the parent ends. Returns the exit status."""
     logging.basicConfig(level=start.log_level, format="megakernel: %(levelname)s: %(message)s")
     allow_connections()
     parent = socket.socket(fileno=start.parent)
@@ -66,21 +66,21 @@ def main(start: Start) -> int:
         start.limits,
         start.tool_parser,
     )
-    gc.set_threshold(_GC_THRESHOLD)  # Nothing that a token makes is part of a cycle.
+    gc.set_threshold(_GC_THRESHOLD)  # The objects made per token form no cycles.
     orphaned = False
 
     def gone() -> None:
         nonlocal orphaned
         orphaned = True
         asyncio.get_running_loop().remove_reader(parent)
-        service.engine.die("the engine's process ended, restart the server")
+        service.engine.die("the engine's process has ended: restart the server")
         server.end()
 
     def ready() -> None:
         gc.collect()
-        gc.freeze()  # What is there now stays; to look through it takes tens of milliseconds.
+        gc.freeze()  # Existing objects stay alive; scanning them takes tens of milliseconds.
         asyncio.get_running_loop().add_reader(parent, gone)
-        with contextlib.suppress(OSError):  # then it is gone, and that is what is read
+        with contextlib.suppress(OSError):  # the parent has ended, which `gone` notices
             parent.send(READY)
 
     server = Server(service, on_ready=ready, drain_seconds=start.drain_seconds)

@@ -1,4 +1,4 @@
-"""Starts a server's frontends, replaces those that die, and ends them all."""
+"""Starts a server's frontend processes, replaces those that die, and ends them all."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from .frontend import READY, Start
 
 log = logging.getLogger(__name__)
 
-_DIED = b"D"  # the engine did
+_DIED = b"D"  # the message that the engine has died
 
 
 @dataclass(eq=False)
 class _Frontend:
     start: Start
     process: subprocess.Popen[bytes]
-    line: socket.socket  # which ends with the process
+    line: socket.socket  # the process's end of this connection closes when the process ends
     ready: bool = False
 
 
 @dataclass(eq=False)
 class Frontends:
-    """`count` processes that accept connections from `listener`; `start` says what they are told but for their number.
+    """`count` frontend processes that accept connections from `listener`. `start` is their common configuration.
 
-    `on_gone` is told the identity of each that has ended, `on_ready` that all accept connections, `on_drain` which
-    signal lets them finish what they have begun.
+    `on_gone` is called with the identity of each frontend that has ended, `on_ready` when all accept connections, and
+    `on_drain` with the name of the signal that ends the server, after which frontends only finish their requests.
     """
 
     listener: socket.socket
@@ -59,11 +59,14 @@ class Frontends:
         self._selector.register(self._wake, selectors.EVENT_READ)
 
     def engine_died(self) -> None:
-        """End the frontends, once they have told their clients. For any thread."""
+        """End the frontends after they have answered their clients with the error. Any thread may call it."""
         self._waker.send(_DIED)
 
     def run(self) -> None:
-        """Start them all and wait until they have ended. Raises MegakernelError where that is not by a signal."""
+        """Start all frontends and wait until they have ended.
+
+        Raises MegakernelError if anything but a signal ends them.
+        """
         with self._signals():
             try:
                 for number in range(1, self.count + 1):
@@ -91,7 +94,7 @@ class Frontends:
             stdout=subprocess.DEVNULL,
             pass_fds=(start.listener, start.parent),
             env=os.environ | {"PYTHONPATH": path},
-            process_group=0,  # so that Ctrl-C reaches the server's own process alone
+            process_group=0,  # Ctrl-C must reach only the server's main process
         )
         theirs.close()
         assert process.stdin is not None
@@ -99,7 +102,7 @@ class Frontends:
             process.stdin.write(msgspec.msgpack.encode(start))
             process.stdin.close()
         except BrokenPipeError:
-            pass  # its line has ended too
+            pass  # the process has died, which `_heard` notices
         frontend = _Frontend(start, process, ours)
         self._running.append(frontend)
         self._selector.register(ours, selectors.EVENT_READ, frontend)
@@ -123,23 +126,25 @@ class Frontends:
         if self._draining:
             return
         if frontend.ready:
-            log.error("a frontend ended with status %d, and another one takes its place", status)
+            log.error("a frontend process ended with status %d; starting another one", status)
             self._spawn(frontend.start.number)
         else:
-            self._failed = f"a frontend ended with status {status} before it accepted connections"
+            self._failed = (
+                f"a frontend process ended with status {status} before it accepted connections: see its messages above"
+            )
             self._drain()
 
     def _wakened(self) -> None:
         said = self._wake.recv(1)
         if said == _DIED:
-            self._failed = "the engine stopped: its log says why"
+            self._failed = "the engine has stopped: the reason is in the log above"
         if not self._draining:
             if self.ended_by:
                 self.on_drain(self.ended_by.name)
             self._drain()
 
     def _drain(self) -> None:
-        """Accept nothing more; a frontend that gets SIGTERM finishes what it has begun."""
+        """Stop accepting connections and send SIGTERM to all frontends, which then finish their requests."""
         self._draining = True
         self.listener.close()
         for frontend in self._running:

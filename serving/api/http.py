@@ -1,4 +1,4 @@
-"""HTTP below the routes: access and limits before a body is parsed, clients that leave, server-sent events."""
+"""The HTTP layer below the routes: access checks and body limits, disconnected clients, and server-sent events."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .turns import CLIENT
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-_MOST_ID = 256  # characters of a request's own id
-_DIRECT = "megakernel.send"  # in a scope: the server's own `send`, which middleware has not wrapped
+_MOST_ID = 256  # maximum characters of a client's X-Request-Id
+_DIRECT = "megakernel.send"  # key of an ASGI scope: the server's own `send`, not wrapped by middleware
 
 
 class ClientGone(Exception):
-    """The client closed the connection; nobody reads what is sent now."""
+    """The client has closed the connection, so nobody reads the answer."""
 
 
 class Gate:
-    """ASGI middleware: who may not ask is refused, and so is a body that is too large, too slow or too many values.
+    """ASGI middleware that refuses clients without access, and bodies that are too large, too slow or too complex.
 
-    A body is read only for the paths in `takes_body`, and only once its sender was let in. The application gets it in
-    one piece.
+    It reads a body only for the paths in `takes_body`, and only after the access check. The application gets the whole
+    body at once.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Gate:
         self._app, self._access, self._takes_body = app, access, takes_body
         self._max_body, self._max_values = limits.max_body, max_values
         self._max_bodies = max(limits.max_bodies, limits.max_body)
-        self._held = 0  # bytes of all bodies
+        self._held = 0  # bytes of all bodies in memory
         self._large = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,12 +65,12 @@ class Gate:
             await e.response()(scope, receive, send)
 
     async def _with_body(self, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application. The request's share of the memory for bodies is free again when its answer ends."""
+        """Read the body and call the application. The body counts against `max_bodies` until its answer has ended."""
         body = await self._read(headers, receive)
         size = len(body)
         try:
             if size > LARGE_BODY:
-                async with self._large:  # one by one
+                async with self._large:  # parse large bodies one at a time
                     for _ in range(TURNS):
                         await asyncio.sleep(0)
             if has_more_values(body, self._max_values):
@@ -86,7 +86,7 @@ class Gate:
             self._held -= size
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        """The whole body, which then counts among the bytes that are held."""
+        """The whole body. Its bytes are added to `_held`."""
         declared = headers.get(b"content-length", b"0")
         body = bytearray()
         try:
@@ -110,7 +110,7 @@ class Gate:
             raise
 
     def _admit(self, size: int, more: int) -> None:
-        """Raises a 413 for a body of `size` bytes that is too large, a 503 where nobody may send `more` bytes now."""
+        """Raise a 413 if a body of `size` bytes is too large, and a 503 if `more` bytes exceed the total limit."""
         if size > self._max_body:
             raise APIError(413, f"the body is larger than {self._max_body} bytes: send less")
         if self._held + more > self._max_bodies:
@@ -122,10 +122,10 @@ class Gate:
 
 
 def _answered_to_the_end(receive: Receive, send: Send) -> tuple[Receive, Send]:
-    """Both as they are, but an answer does not end before the body has come, or the time for that is over.
+    """Wrap `receive` and `send` so that an answer ends only after the whole body has arrived, or after BODY_SECONDS.
 
-    A connection that is closed while its client still sends is reset, and then the client never reads the answer. What
-    still comes is dropped.
+    If a connection is closed while its client still sends, the connection is reset, and the client never reads the
+    answer. The rest of the body is dropped.
     """
     more = True
 
@@ -149,7 +149,7 @@ def _answered_to_the_end(receive: Receive, send: Send) -> tuple[Receive, Send]:
 
 
 def _with_id(send: Send, given: bytes) -> Send:
-    """`send` that gives an answer the header X-Request-Id: the request's own, or a new one."""
+    """Wrap `send` so that it adds the header X-Request-Id: the client's own value, or a new one."""
     known = given if 0 < len(given) <= _MOST_ID and given.isascii() else secrets.token_hex(16).encode()
 
     async def send_with_id(message: Message) -> None:
@@ -161,7 +161,7 @@ def _with_id(send: Send, given: bytes) -> Send:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled, and ClientGone raised, when the client closes the connection."""
+    """The result of `work`. If the client closes the connection, `work` is cancelled and ClientGone is raised."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -186,10 +186,10 @@ def event(data: bytes) -> bytes:
 
 
 class EventStream(Response):
-    """Server-sent events, then `end`. Each part has one event or several, and is one write. An error that comes
-    after the start is an event too.
+    """A stream of server-sent events that ends with `end`. Each part has one or more events and is one write.
 
-    The first part is there before this is made, so that a failure until then has a status of its own.
+    An error after the start is sent as an event. The first part exists before the stream is created, so an error before
+    that still sets the HTTP status.
     """
 
     media_type = "text/event-stream"
@@ -202,7 +202,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._rest):
-            # Middleware looks at the start of an answer only, and a stream has many parts.
+            # Middleware only needs the start of an answer, so the many parts of a stream bypass it.
             await while_connected(receive, self._send(scope.get(_DIRECT, send)))
 
     async def _send(self, send: Send) -> None:

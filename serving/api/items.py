@@ -1,4 +1,4 @@
-"""What an answer of POST /v1/responses consists of, text and function calls, and the events that tell of it."""
+"""The output items of POST /v1/responses (messages and function calls), and the stream events for them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OutputCall(BaseModel):
 
 
 class Events:
-    """Makes the events of one stream, which are numbered."""
+    """Creates the events of one stream and numbers them."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -55,16 +55,16 @@ class Events:
 
 
 class Items:
-    """The items of one answer in order, of which the last one may be open. Methods return their events."""
+    """The output items of one answer in order. Only the last one may be open. Each method returns its events."""
 
     def __init__(self, events: Events, *, scored: bool) -> None:
-        """`scored`: the text's tokens have log-probabilities."""
+        """`scored` says that text comes with log-probabilities."""
         self.all: list[OutputMessage | OutputCall] = []
         self._events, self._scored = events, scored
         self._open = False
 
     def add(self, text: str, calls: Sequence[CallDelta] = (), logprobs: Sequence[TokenLogprob] = ()) -> bytes:
-        """Append text, which opens a message if none is open, and then calls."""
+        """Append text, which opens a message if none is open, and then append calls."""
         events = []
         if text or logprobs:
             if not self._open or not isinstance(self.all[-1], OutputMessage):
@@ -89,14 +89,14 @@ class Items:
         return b"".join(events)
 
     def open_message(self) -> bytes:
-        """Begin a message that has no text yet."""
+        """Open a message without text."""
         message = OutputMessage(id=f"msg_{secrets.token_hex(12)}", content=[])
         events = self._add(message)
         message.content = [OutputText(logprobs=[] if self._scored else None)]
         return events + self._tell("content_part.added", content_index=0, part=OutputText().model_dump())
 
     def close(self, status: Status = "completed") -> bytes:
-        """End the item that is open, if one is."""
+        """Close the open item, if there is one."""
         if not self._open:
             return b""
         item, self._open = self.all[-1], False

@@ -1,4 +1,4 @@
-"""Scores of tokens in the two shapes of the OpenAI API."""
+"""Log-probabilities of tokens in the OpenAI API's formats for completions and for chat."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from ...model.tokenizer import Tokenizer
 from ..engine_client import Piece
 from .responses import ChatLogprobs, CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
 
-_LOWEST = -9999.0  # stands for minus infinity, which JSON lacks; as in vLLM
+_LOWEST = -9999.0  # replaces minus infinity, which JSON lacks, as vLLM does
 
-Score = tuple[int, float | None, dict[int, float] | None]  # token, its log-probability, the likeliest ones
+Score = tuple[int, float | None, dict[int, float] | None]  # token id, its log-probability, the most likely ids
 
 
 def scores(tokens: Iterable[Piece]) -> list[Score]:
@@ -18,7 +18,7 @@ def scores(tokens: Iterable[Piece]) -> list[Score]:
 
 
 def completion_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], offset: int) -> CompletionLogprobs:
-    """`offset` is where the first of these tokens begins in its text."""
+    """The format of completions. `offset` is where the first of these tokens begins in its text."""
     out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for token, logprob, top in tokens:
         text = _text(tokenizer, token)
@@ -26,7 +26,7 @@ def completion_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], offset
         out.token_logprobs.append(None if logprob is None else max(logprob, _LOWEST))
         likeliest: dict[str, float] = {}
         for other, value in (top or {}).items():
-            likeliest.setdefault(_text(tokenizer, other), max(value, _LOWEST))  # two ids may have the same text
+            likeliest.setdefault(_text(tokenizer, other), max(value, _LOWEST))  # different ids may have the same text
         out.top_logprobs.append(None if logprob is None else likeliest)
         out.text_offset.append(offset)
         offset += len(text)
@@ -34,7 +34,7 @@ def completion_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], offset
 
 
 def chat_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], count: int) -> ChatLogprobs:
-    """`count` likeliest tokens of each position."""
+    """The format of chat, with the `count` most likely tokens at each position."""
     content = []
     for token, logprob, top in tokens:
         best = [_chat_token(tokenizer, other, value) for other, value in list((top or {}).items())[:count]]
@@ -44,14 +44,14 @@ def chat_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], count: int) 
 
 
 def likeliest(top: dict[int, float], count: int, token: int) -> dict[int, float]:
-    """The `count` likeliest ids of a position, and `token`."""
+    """The `count` most likely ids of a position, and `token`."""
     return {other: value for rank, (other, value) in enumerate(top.items()) if rank < count or other == token}
 
 
 def prompt_logprobs(
     tokenizer: Tokenizer | None, prompt: list[int], tops: list[dict[int, float]], count: int
 ) -> PromptLogprobs:
-    """The `count` likeliest ids of each position of a prompt, and its own. `tops` begin with the second token."""
+    """The prompt's own token and the `count` most likely ids at each position. `tops` begins with the second token."""
     found: PromptLogprobs = [None]
     for token, top in zip(prompt[1:], tops, strict=True):
         best = enumerate(likeliest(top, count, token).items(), 1)
@@ -75,5 +75,5 @@ def _chat_token(tokenizer: Tokenizer | None, token: int, logprob: float) -> TopL
 
 
 def _text(tokenizer: Tokenizer | None, token: int) -> str:
-    """A token alone; half a character is U+FFFD. Without a tokenizer, vLLM's stand-in."""
+    """The text of a single token, with U+FFFD for incomplete characters. Without a tokenizer, vLLM's `token_id:N`."""
     return f"token_id:{token}" if tokenizer is None else tokenizer.token_bytes(token).decode("utf-8", "replace")

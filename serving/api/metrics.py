@@ -1,4 +1,4 @@
-"""Prometheus metrics, under the names that routers and dashboards made for vLLM read."""
+"""Prometheus metrics, with the names that routers and dashboards for vLLM expect."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 
 _HISTOGRAMS = {
-    "time_to_first_token_seconds": ("from arrival to the first token", _SECONDS),
-    "inter_token_latency_seconds": ("between tokens of a choice", _SECONDS),
-    "e2e_request_latency_seconds": ("from arrival to a choice's end", _SECONDS),
-    "request_prompt_tokens": ("tokens of a prompt", _TOKENS),
-    "request_generation_tokens": ("tokens of a choice", _TOKENS),
+    "time_to_first_token_seconds": ("time from the request's arrival to the first token", _SECONDS),
+    "inter_token_latency_seconds": ("time between two tokens of a choice", _SECONDS),
+    "e2e_request_latency_seconds": ("time from the request's arrival to the end of a choice", _SECONDS),
+    "request_prompt_tokens": ("tokens per prompt", _TOKENS),
+    "request_generation_tokens": ("generated tokens per choice", _TOKENS),
 }
 _REASONS = ("stop", "length")
-# What a frontend writes on the board: of a histogram the sum, then how many values lie up to each bound and above.
+# The fields of a frontend's row on the board. A histogram has its sum, then one count per bucket, the last one +Inf.
 _FIELDS = [(name, 1) for name in ("cpu_s", "prompt_tokens", "generation_tokens", *_REASONS)]
 _FIELDS += [(name, len(bounds) + 2) for name, (_, bounds) in _HISTOGRAMS.items()]
 
 
 class Metrics(Collector):
-    """What the frontends of a server count, this one in row `number` of the board; told on its event loop alone."""
+    """Counts this frontend's requests in row `number` of the board, and reports the sums over all frontends.
+
+    Only the frontend's event loop may call it.
+    """
 
     def __init__(self, board: Board, number: int, *, kv_page: int, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -54,7 +57,7 @@ class Metrics(Collector):
         self._observe("time_to_first_token_seconds", seconds)
 
     def next_token(self, seconds: float) -> None:
-        # Called for each token, so it does itself what `_add` and `_observe` do.
+        # Called for each token, so `_add` and `_observe` are inlined for speed.
         numbers, at = self.row.numbers, self._itl
         numbers[self._generated] += 1
         numbers[at] += seconds
@@ -77,19 +80,19 @@ class Metrics(Collector):
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """What a scrape reads."""
+        """The metrics for one scrape."""
         self.row.count_cpu()
         engine = self._engine.get
         names, values = list(self._labels), list(self._labels.values())
         for name, what, value in (
             ("num_requests_running", "sequences in the batch", engine("running")),
             ("num_requests_waiting", "sequences that wait for their first step", engine("waiting")),
-            ("kv_cache_usage_perc", "share of the KV pages in use, 0 to 1", engine("pages_used") / engine("pages")),
+            ("kv_cache_usage_perc", "part of the KV pages in use, 0 to 1", engine("pages_used") / engine("pages")),
         ):
             gauge = GaugeMetricFamily(f"vllm:{name}", what, labels=names)
             gauge.add_metric(values, value)
             yield gauge
-        what = "tokens that a step gives a sequence, on average since the start"
+        what = "average tokens per step and sequence since the start"
         gauge = GaugeMetricFamily("megakernel:tokens_per_step", what, labels=names)
         gauge.add_metric(values, Counts(int(engine("generated")), int(engine("turns"))).tokens_per_step)
         yield gauge
@@ -100,11 +103,11 @@ class Metrics(Collector):
         for name, what, value in (
             ("prompt_tokens", "prompt tokens accepted", self._total("prompt_tokens")),
             ("generation_tokens", "tokens generated", self._total("generation_tokens")),
-            ("num_preemptions", "sequences that gave up their pages and wait again", engine("preemptions")),
+            ("num_preemptions", "preemptions: a sequence gave up its KV pages and waits again", engine("preemptions")),
             ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", engine("prefix_queries")),
-            ("prefix_cache_hits", "of them, those that it held", engine("prefix_hits")),
+            ("prefix_cache_hits", "prompt tokens found in the prefix cache", engine("prefix_hits")),
             ("spec_decode_num_draft_tokens", "proposed tokens that steps verified", engine("proposed")),
-            ("spec_decode_num_accepted_tokens", "of them, those that were right", engine("accepted")),
+            ("spec_decode_num_accepted_tokens", "proposed tokens that were accepted", engine("accepted")),
         ):
             counter = CounterMetricFamily(f"vllm:{name}", what, labels=names)
             counter.add_metric(values, value)
@@ -115,7 +118,7 @@ class Metrics(Collector):
         yield success
         for name, (what, bounds) in _HISTOGRAMS.items():
             yield self._histogram(name, what, bounds)
-        # The record of steps: the quotient of two rates is the roofline fraction of any time.
+        # The record of steps: rate(step_bound_seconds) / rate(step_seconds) is the roofline fraction of any period.
         for name, what, value in (
             ("steps", "steps run", engine("steps")),
             ("step_seconds", "wall time of steps", engine("wall_s")),
@@ -130,8 +133,12 @@ class Metrics(Collector):
         cpu.add_metric(["frontends"], self._total("cpu_s"))
         yield cpu
         for name, what, value in (
-            ("ceiling_flops_per_second", "multiply-adds that this machine does, as FLOPs", engine("ceiling_flops")),
-            ("ceiling_bytes_per_second", "bytes that this machine reads", engine("ceiling_bytes")),
+            (
+                "ceiling_flops_per_second",
+                "measured peak FLOP/s of the machine's multiply-adds",
+                engine("ceiling_flops"),
+            ),
+            ("ceiling_bytes_per_second", "measured peak memory read bandwidth of the machine", engine("ceiling_bytes")),
         ):
             yield GaugeMetricFamily(f"megakernel:{name}", what, value=value)
 

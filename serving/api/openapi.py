@@ -1,4 +1,4 @@
-"""The OpenAPI schema, true for the model that is served."""
+"""Adapts the OpenAPI schema to the served model and to the server's configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorRes
 
 
 def describe(app: FastAPI, service: Service) -> None:
-    """Let `app` describe itself as it answers: token ids end with the vocabulary, and no 422."""
+    """Correct the schema of `app`: bound token ids by the vocabulary, remove status 422, and add API keys if used."""
     made = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -29,7 +29,7 @@ def describe(app: FastAPI, service: Service) -> None:
             for name, path in schema["paths"].items():
                 for operation in path.values() if service.access.guards(name) else ():
                     operation["security"] = [{"key": []}]
-                    operation["responses"]["401"] = {"description": "no key, or a wrong one", "content": _ERROR}
+                    operation["responses"]["401"] = {"description": "missing or wrong API key", "content": _ERROR}
             app.openapi_schema = schema
         return app.openapi_schema
 

@@ -1,4 +1,7 @@
-"""uvicorn's HTTP/1.1 protocol, with errors in the server's shape and limits on how large and how late a head may be."""
+"""uvicorn's HTTP/1.1 protocol with JSON errors, and with limits on the size and the arrival time of a request's header.
+
+The header is the request line and all header fields.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .errors import APIError
 
-_MOST_HEAD = 1 << 16  # bytes
-_FIELD = 32  # bytes that a header counts beside its own, as in HTTP/2: short ones take as long as others
+_MOST_HEAD = 1 << 16  # maximum bytes of a header
+_FIELD = 32  # bytes added for each header field, as in HTTP/2, because short fields take as long to parse as long ones
 
 
 class _HeadTooLarge(Exception):
@@ -17,21 +20,24 @@ class _HeadTooLarge(Exception):
 
 
 class Protocol(HttpToolsProtocol):
-    """A connection is closed when a head is not there `timeout_keep_alive` seconds after the last answer, or at all."""
+    """Closes a connection if no complete header arrives within `timeout_keep_alive` seconds.
 
-    _head = 0  # bytes of a head so far
+    The time counts from the end of the last answer, or from the beginning of a new connection.
+    """
+
+    _head = 0  # bytes of the current header so far
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def data_received(self, data: bytes) -> None:
-        # uvicorn's would end the wait with the first byte.
+        # uvicorn's own method would cancel the timer at the first byte of a header.
         waiting, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
         super().data_received(data)
         if waiting is None:
             return
-        # Nothing waits for an answer: a head is still to come, or the rest of a body that was refused.
+        # If no answer is pending, the header is incomplete, or this is the rest of a refused body: keep the timer.
         idle = self.cycle is None or self.cycle.response_complete
         if idle and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = waiting
@@ -56,7 +62,7 @@ class Protocol(HttpToolsProtocol):
             raise _HeadTooLarge
 
     def send_400_response(self, msg: str) -> None:
-        body = APIError(400, "this is no HTTP request, or its head is too large").body()
+        body = APIError(400, f"the request is not valid HTTP, or its header is larger than {_MOST_HEAD} bytes").body()
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
         self.transport.close()

@@ -1,7 +1,7 @@
-"""The bodies that clients send. Every range that a field has stands here and reaches OpenAPI from here.
+"""The request bodies. The range of every field is declared here, and the OpenAPI schema takes it from here.
 
-Names and defaults are vLLM's and the OpenAI API's, and null is as good as absent. `fields.py` has every other field
-that clients send.
+Names and defaults are those of vLLM and the OpenAI API. null counts as absent. `fields.py` lists all fields that the
+server ignores or refuses.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .tools import MOST_TOOLS, Called, Tool, ToolChoice
 
 INT32, _SEED = 2**31 - 1, 2**63
 
-# Marks for `openapi.py`, which puts the model's own bounds in their place.
+# `openapi.py` replaces this mark by the vocabulary size of the served model.
 VOCABULARY = {"x-vocabulary": True}
 
 
 def _whole(value: Any) -> Any:
-    """JSON does not tell 1.0 from 1."""
+    """Accept 1.0 as 1, because JSON does not distinguish them."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _whole_list(value: Any) -> Any:
-    """The same for a list, at once: prompts are long."""
+    """`_whole` for a list. A list without floats is returned as it is, because prompts may be long."""
     return [_whole(item) for item in value] if isinstance(value, list) and float in set(map(type, value)) else value
 
 
@@ -40,7 +40,7 @@ _WHOLE_LIST = BeforeValidator(_whole_list)
 
 
 def one_message(text: str) -> WrapValidator:
-    """One sentence in place of one per member of a union."""
+    """Replace pydantic's errors for each member of a union by the one sentence `text`."""
 
     def validate(value: Any, inner: Any) -> Any:
         try:
@@ -55,11 +55,11 @@ def contradiction(field: str, text: str) -> PydanticCustomError:
     return PydanticCustomError("contradiction", text, {"field": field})
 
 
-# Behind the bounds, which would be lost from the schema before it.
+# Use it after the bounds: before them, it would remove the bounds from the schema.
 WHOLE = BeforeValidator(_whole)
 TokenId = Annotated[int, Field(ge=0, le=INT32, json_schema_extra=VOCABULARY)]
 Text = Annotated[str, Field(min_length=1)]
-# The first item that does not fit is enough: describing each of many takes tens of milliseconds.
+# Validation stops at the first invalid item, because describing many takes tens of milliseconds.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), _WHOLE_LIST]
 Prompt = Annotated[
     Text
@@ -72,7 +72,7 @@ Prompt = Annotated[
 ]
 Bias = dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]]
 AddSpecial = Annotated[
-    bool, Field(description="BOS, where the model has one; where absent, true for a text and false for messages")
+    bool, Field(description="add the BOS token if the model has one; default: true for text, false for messages")
 ]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stop = Annotated[
@@ -82,13 +82,11 @@ Stop = Annotated[
 
 
 class Body(Strict):
-    model: Annotated[str, Field(description="a name that /v1/models lists; the first of them where absent")] | None = (
-        None
-    )
+    model: Annotated[str, Field(description="a name that /v1/models lists; default: the first one")] | None = None
 
 
 class Sampled(Body):
-    """What every generating endpoint takes."""
+    """The fields that every generating endpoint accepts."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -106,17 +104,18 @@ class Sampled(Body):
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT32), WHOLE] | None = None
     include_stop_str_in_output: bool | None = None
-    skip_special_tokens: Annotated[bool, Field(description="special tokens have no text; true if absent")] | None = None
+    skip_special_tokens: Annotated[bool, Field(description="leave out special tokens; default: true")] | None = None
     truncate_prompt_tokens: (
-        Annotated[int, Field(ge=-1, le=INT32, description="the last so many; -1: as many as have room"), WHOLE] | None
+        Annotated[int, Field(ge=-1, le=INT32, description="keep so many last tokens; -1: as many as fit"), WHOLE] | None
     ) = None
     stream: bool | None = None
 
     def sampling(
         self, max_tokens: int, structured: StructuredOutputsParams | None = None, **more: Any
     ) -> SamplingParams:
-        """As the engine takes it; `structured` is what the answer must match. Raises MegakernelError where fields
-        contradict each other.
+        """The engine's sampling parameters. `structured` is the format that the answer must match.
+
+        Raises MegakernelError if fields contradict each other.
         """
         names = (
             "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty stop stop_token_ids"
@@ -136,25 +135,25 @@ class StreamOptions(Strict):
 
 
 class Choices(Sampled, Constrained):
-    """What completions and chat take."""
+    """The fields that completions and chat accept."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="not of a stream"), WHOLE] | None = (
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="not for streams"), WHOLE] | None = (
         None
     )
     stream_options: StreamOptions | None = None
     add_special_tokens: AddSpecial | None = None
-    return_token_ids: Annotated[bool, Field(description="also give token ids, in `token_ids`")] | None = None
+    return_token_ids: Annotated[bool, Field(description="also return `token_ids`")] | None = None
     return_tokens_as_token_ids: (
-        Annotated[bool, Field(description="`token_id:N` in place of text in log-probabilities")] | None
+        Annotated[bool, Field(description="write `token_id:N` instead of text in log-probabilities")] | None
     ) = None
 
     @model_validator(mode="after")
     def _fields_belong_to_streams(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise contradiction("stream_options", "stream_options need stream=true")
+            raise contradiction("stream_options", "stream_options requires stream=true")
         if self.prompt_logprobs is not None and self.stream:
-            raise contradiction("prompt_logprobs", "prompt_logprobs are not part of a stream: ask without stream")
+            raise contradiction("prompt_logprobs", "prompt_logprobs cannot be streamed: set stream to false")
         return self
 
     @property
@@ -166,17 +165,15 @@ class CompletionRequest(Choices):
     body = fields.COMPLETIONS
 
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0, le=INT32, description="16 where absent; 0 only with echo"), WHOLE] | None = (
-        None
-    )
+    max_tokens: Annotated[int, Field(ge=0, le=INT32, description="default: 16; 0 only with echo"), WHOLE] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="only as many as n"), WHOLE] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="must equal n"), WHOLE] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise contradiction("best_of", "best_of must equal n: choices are not ranked here")
+            raise contradiction("best_of", "best_of must equal n, because this server does not rank choices")
         if self.max_tokens == 0 and not self.echo:
             raise contradiction("max_tokens", "max_tokens may be 0 only with echo, to score a prompt")
         return self
@@ -201,7 +198,7 @@ class Message(Strict):
     name: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The message as chat templates read it."""
+        """The message in the form that chat templates read."""
         content = self.content
         text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
         more: dict[str, Any] = {"tool_call_id": self.tool_call_id, "name": self.name}
@@ -215,14 +212,14 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES,
 
 
 class Conversation(Strict):
-    """A conversation, and how the model's chat template makes a prompt of it."""
+    """A conversation, and how the model's chat template turns it into a prompt."""
 
     messages: Messages
     add_generation_prompt: (
-        Annotated[bool, Field(description="begin an answer; true if absent, unless continue_final_message")] | None
+        Annotated[bool, Field(description="let an answer begin; default: true, unless continue_final_message")] | None
     ) = None
-    continue_final_message: Annotated[bool, Field(description="the last message is not complete")] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(description="more names for the template")] | None = None
+    continue_final_message: Annotated[bool, Field(description="the answer continues the last message")] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(description="more variables for the template")] | None = None
     add_special_tokens: AddSpecial | None = None
 
     @model_validator(mode="after")
@@ -232,7 +229,9 @@ class Conversation(Strict):
                 "continue_final_message", "continue_final_message and add_generation_prompt exclude each other"
             )
         for name in sorted(OWN_NAMES & set(self.chat_template_kwargs or ())):
-            raise contradiction("chat_template_kwargs", f"chat_template_kwargs may not have the name {name}")
+            raise contradiction(
+                "chat_template_kwargs", f"chat_template_kwargs must not contain {name}: the server sets it"
+            )
         return self
 
 
@@ -240,14 +239,14 @@ class ChatRequest(Conversation, Choices):
     body = fields.CHAT
 
     max_completion_tokens: (
-        Annotated[int, Field(ge=1, le=INT32, description="up to the context's end where absent"), WHOLE] | None
+        Annotated[int, Field(ge=1, le=INT32, description="default: up to the context limit"), WHOLE] | None
     ) = None
     max_tokens: (
         Annotated[int, Field(ge=1, le=INT32, description="the older name of max_completion_tokens"), WHOLE] | None
     ) = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="needs logprobs"), WHOLE] | None = None
-    echo: Annotated[bool, Field(description="begin with the last message, where it is the assistant's")] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="requires logprobs"), WHOLE] | None = None
+    echo: Annotated[bool, Field(description="begin with the last message if it is the assistant's")] | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Annotated[ToolChoice | None, one_message(_CHOICES)] = None
     parallel_tool_calls: bool | None = None
@@ -255,7 +254,7 @@ class ChatRequest(Conversation, Choices):
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise contradiction("top_logprobs", "top_logprobs needs logprobs=true")
+            raise contradiction("top_logprobs", "top_logprobs requires logprobs=true")
         return self
 
 
@@ -274,7 +273,7 @@ def _which(given: Any) -> str:
     return "(messages)" if isinstance(given, dict) and "messages" in given else "(text)"
 
 
-# Errors leave out the names in parentheses.
+# Names in parentheses do not appear in errors.
 TokenizeRequest = Annotated[
     Annotated[TokenizeText, Tag("(text)")] | Annotated[TokenizeMessages, Tag("(messages)")], Discriminator(_which)
 ]

@@ -1,4 +1,4 @@
-"""The bodies that the server sends."""
+"""The response bodies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class PromptDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """`cached_tokens` were in the prefix cache, and were not computed again."""
+    """Token counts of a request. `cached_tokens` of the prompt came from the prefix cache and were not computed."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -23,18 +23,23 @@ class Usage(BaseModel):
 
 
 class PromptLogprob(BaseModel):
-    """`rank` 1 is the likeliest; None: it is not among those that were asked for."""
+    """One token's log-probability.
+
+    `rank` 1 is the most likely token; None: it is not among the requested top tokens.
+    """
 
     logprob: float
     rank: int | None
     decoded_token: str
 
 
-PromptLogprobs = list[dict[int, PromptLogprob] | None]  # of each token but the first, before which nothing comes
+PromptLogprobs = list[dict[int, PromptLogprob] | None]  # per token; None for the first, which no token precedes
 
 
 class CompletionLogprobs(BaseModel):
-    """Per token. The first prompt token has no probability; `text_offset` counts the characters of `tokens`."""
+    """Lists with one element per token. The first prompt token has no log-probability. `text_offset` is a token's start
+    in the text, in characters.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -89,7 +94,7 @@ class ToolCall(BaseModel):
 
 
 class _Part(BaseModel):
-    """Clients put parts together, and to some of them null is a value that replaces an earlier one: it is left out."""
+    """A part of a streamed answer. Null fields are left out, because some clients let a null replace earlier values."""
 
     @model_serializer(mode="wrap")
     def _said(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -102,7 +107,7 @@ class FunctionDelta(_Part):
 
 
 class ToolCallDelta(_Part):
-    """A part of a call: at first its id and the name, then pieces of the arguments."""
+    """A part of a tool call: first its id and name, then pieces of its arguments."""
 
     index: int
     id: str | None = None

@@ -1,4 +1,4 @@
-"""The server around the application: its socket, and how it begins and ends."""
+"""The uvicorn server of one frontend: its listening socket, start and shutdown."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .protocol import Protocol
 from .service import Service
 
 _BACKLOG = 4096
-_IDLE = 75  # seconds that an idle connection is kept: longer than the pools of clients and proxies keep theirs
-_UNREAD = 60_000  # ms after which a connection is dropped whose client reads nothing
+_IDLE = 75  # seconds until an idle connection is closed: longer than clients and proxies keep theirs in their pools
+_UNREAD = 60_000  # ms until a connection is dropped if its client does not read
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound TCP socket; port 0 takes a free one. Raises MegakernelError where it cannot be had."""
+    """A bound TCP socket. Port 0 takes a free port. Raises MegakernelError if the address cannot be bound."""
     try:
         [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -35,26 +35,26 @@ def listen(host: str, port: int) -> socket.socket:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD)
         sock.bind(address)
     except OSError as e:
-        raise MegakernelError(f"cannot listen on {host} port {port}: {e.strerror or e}; take another --port") from e
+        raise MegakernelError(f"cannot listen on {host} port {port}: {e.strerror or e}: choose another --port") from e
     return sock
 
 
 def url(sock: socket.socket) -> str:
-    """Where a client on this machine finds the server."""
+    """The server's URL for clients on this machine."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-# It warns of every request that is no HTTP, so that anybody could fill the log. Errors are the server's own.
+# uvicorn warns about every request that is not valid HTTP, so any client could fill the log. Only errors are logged.
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
 
 class Server(uvicorn.Server):
-    """One frontend's server: it serves until SIGTERM or `end`, then finishes what it has begun.
+    """One frontend's server. It serves until SIGTERM or `end`, and then finishes the requests that it has.
 
-    `on_ready` is called on the event loop when connections are accepted. What is not finished `drain_seconds` after
-    the end gets a 503.
+    `on_ready` is called on the event loop when connections are accepted. Requests that are not finished after
+    `drain_seconds` get a 503.
     """
 
     def __init__(self, service: Service, *, on_ready: Callable[[], None], drain_seconds: float) -> None:
@@ -82,7 +82,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
-        over = Overloaded("the server shuts down: ask another one")
+        over = Overloaded("the server is shutting down: send the request to another server")
         timer = loop.call_later(self._drain_seconds, self._service.engine.fail_all, over)
         try:
             await super().shutdown(sockets)
@@ -91,7 +91,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Only SIGTERM ends it, and is not raised again."""
+        """Handle SIGTERM only, and do not raise it again after the shutdown as uvicorn would."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda number, frame: self.end())
         yield
@@ -101,7 +101,7 @@ class Server(uvicorn.Server):
 
 
 def allow_connections() -> None:
-    """Raise this process's limit of open files, which is often 1,024, to what it may be."""
+    """Raise this process's limit of open files from the soft limit, often 1,024, to the hard limit."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 

@@ -1,4 +1,4 @@
-"""What the routes share: one model behind its names, and the way from a prompt to answers."""
+"""The code that all endpoints share: model names, tokenization, checks of prompts, and the start of generation."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from .turns import Turns
 
 T = TypeVar("T")
 encode_json = msgspec.json.Encoder().encode
-_MARK = secrets.token_hex(16)  # where a text stands in a chunk
+_MARK = secrets.token_hex(16)  # a placeholder for the text of a chunk
 
 
 class Service:
-    """What one frontend serves: a model behind its names, with limits. The first of `names` is what answers carry."""
+    """One frontend's service: the model with its names, access and limits. Answers carry the first of `names`."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class Service:
         limits: Limits | None = None,
         tool_parser: str | None = None,
     ) -> None:
-        """`number` is the frontend's row on the board, `identity` its name at the engine, which none had before.
+        """`number` is the frontend's row on the board. `identity` is its name in messages to the engine, never reused.
 
-        `tool_parser` is how the model writes calls; None: what its chat template says.
+        `tool_parser` names the tool call format; None: found from the chat template.
         """
         self.description = description
         self.codec = Codec(description.name, tokenizer, tool_parser)
@@ -71,17 +71,17 @@ class Service:
 
     @property
     def max_context(self) -> int:
-        """Tokens that a prompt and its continuation may reach."""
+        """Maximum tokens of a prompt and its continuation together."""
         return self.description.max_context
 
     def model(self, name: str | None) -> str:
-        """The name to answer with. Raises a 404 for one that is not served."""
+        """The model name for the answer. Raises a 404 for a name that is not served."""
         if name is None:
             return self.names[0]
         if name not in self.names:
             raise APIError(
                 404,
-                f"the model {quoted(name)} is not served here: known are {', '.join(self.names)}",
+                f"the model {quoted(name)} is not served here: the models are {', '.join(self.names)}",
                 param="model",
             )
         return name
@@ -96,7 +96,7 @@ class Service:
         return self.tokenizer.encode(text, add_special=False)
 
     async def encode_prompts(self, prompt: Prompt, add_special: bool = True) -> list[list[int]]:
-        """Token ids of a completion's prompts."""
+        """Token ids of each prompt of a completion request."""
         if isinstance(prompt, str):
             return [await self.encode(prompt, add_special)]
         ids = [part for part in prompt if isinstance(part, int)]
@@ -131,7 +131,7 @@ class Service:
     async def decode(self, ids: list[int]) -> str:
         tokenizer = self.tokenizer
         if tokenizer is None:
-            raise MegakernelError(f"{self.names[0]} has no tokenizer: token ids have no text")
+            raise MegakernelError(f"{self.names[0]} has no tokenizer, so token ids cannot be converted to text")
         self.check_count(ids)
         vocab = self.description.vocab
         if (wrong := next((token for token in ids if token >= vocab), None)) is not None:
@@ -139,16 +139,16 @@ class Service:
         return await self._turns.run(partial(tokenizer.decode, ids, skip_special=False))
 
     def check_count(self, ids: list[int]) -> None:
-        """Raises a 400 for more tokens than the context has, which no answer lists and no request decodes."""
+        """Raise a 400 if there are more tokens than the context has room for."""
         if len(ids) > self.max_context:
             raise APIError(
-                400, f"This model's maximum context length is {self.max_context} tokens, and these are {len(ids)}"
+                400, f"This model's maximum context length is {self.max_context} tokens, but the request has {len(ids)}"
             )
 
     def _check_text(self, *texts: str) -> None:
-        """Raises a 400 for a text that is too long for the context, however it is split into tokens.
+        """Raise a 400 for a text that exceeds the context even if every token were the longest one.
 
-        Without this check, a text would be encoded to its end before it is refused.
+        Without this check, the whole text would be encoded before it is refused.
         """
         most = self.max_context * self._longest
         size = max((len(text.encode("utf-8", "surrogatepass")) for text in texts), default=0)
@@ -160,13 +160,15 @@ class Service:
             )
 
     def room(self, prompts: list[list[int]], wanted: int | None) -> None:
-        """Raises a 400 where a prompt and the tokens `wanted` after it (at least one) exceed the context.
+        """Raise a 400 if a prompt and the `wanted` tokens after it (at least one) exceed the context.
 
-        It is also raised where all prompts together are more than one request may hold.
+        It is also raised if all prompts of the request together have too many tokens.
         """
         most, total = max_values(self.max_context), sum(map(len, prompts))
         if total > most:
-            raise APIError(400, f"a request's prompts may have {most} tokens together, not {total}: send several")
+            raise APIError(
+                400, f"a request's prompts may have {most} tokens together, not {total}: send several requests"
+            )
         longest = max(map(len, prompts))
         if longest + (wanted or 1) > self.max_context:
             asked = f"asks for {wanted} more" if wanted else "must have at least one more"
@@ -177,7 +179,9 @@ class Service:
             )
 
     def truncated(self, prompt: list[int], body: Sampled, wanted: int | None) -> list[int]:
-        """The end of a prompt that `truncate_prompt_tokens` asks for; -1 leaves room for `wanted` tokens, or one."""
+        """The last tokens of a prompt, as many as `truncate_prompt_tokens` says. -1 keeps as many as leave room for
+        `wanted` tokens, or for one.
+        """
         most = body.truncate_prompt_tokens
         if most is None:
             return prompt
@@ -189,16 +193,19 @@ class Service:
         return prompt[-most:]
 
     def answers(self, prompts: list[list[int]], params: SamplingParams, *, special: bool = False) -> Answers:
-        """Start to generate. Raises EngineDead, and MegakernelError for stop strings that cannot be found.
+        """Submit prompts to the engine. Raises EngineDead, or MegakernelError for stop strings without a tokenizer.
 
-        The text of `special` tokens is in the answers, or not.
+        `special` keeps the text of special tokens in the answers.
         """
         self.codec.check(params)
         transcripts = partial(self.codec.transcripts, params, special=special)
         return Answers(self.engine, self.metrics, prompts, params, transcripts)
 
     async def respond(self, answers: Answers, answer: Answer, stream: bool) -> Response:
-        """The whole answer, or its stream once the first event is there. Whatever fails, nothing goes on generating."""
+        """The whole answer, or a stream that begins when its first event exists.
+
+        On any failure, generation is aborted.
+        """
         try:
             if not stream:
                 return Response(await self._in_time(answer.whole()), media_type="application/json")
@@ -222,9 +229,9 @@ class Service:
 
 
 class Answer(ABC):
-    """An endpoint's way to put answers into JSON. `_head` is what every body of it begins with.
+    """Formats answers as an endpoint's JSON. `_head` holds the fields that every body begins with.
 
-    `last` is what every stream ends with.
+    `last` is the final event of every stream.
     """
 
     last = event(b"[DONE]")
@@ -233,13 +240,13 @@ class Answer(ABC):
         self, service: Service, kind: str, body: Sampled, model: str, prompts: list[list[int]], answers: Answers
     ) -> None:
         self._service, self._prompts, self._answers = service, prompts, answers
-        # Whose text stands in log-probabilities.
+        # The tokenizer for tokens in log-probabilities, or None to write them as ids.
         choices = body if isinstance(body, Choices) else None
         self._tokenizer = None if choices and choices.return_tokens_as_token_ids else service.tokenizer
         self._head: dict[str, Any] = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time())}
         self._head["model"] = model
         self._shows_ids = bool(choices and choices.return_token_ids) or service.tokenizer is None
-        self._around: dict[int, list[bytes]] = {}  # what stands before and after a text in the chunks of a choice
+        self._around: dict[int, list[bytes]] = {}  # choice -> the bytes of its chunks before and after the text
 
     @abstractmethod
     async def whole(self) -> bytes: ...
@@ -249,17 +256,20 @@ class Answer(ABC):
 
     @abstractmethod
     def _text_chunk(self, index: int, text: str) -> bytes:
-        """The chunk of a choice that brings text and nothing else."""
+        """A chunk of a choice that contains only new text."""
 
     def _text_event(self, index: int, text: str) -> bytes:
-        """The same as an event, fast: only the text differs from one to the next."""
+        """`_text_chunk` as an event. It is fast, because it only replaces the text in a cached chunk."""
         if (around := self._around.get(index)) is None:
             around = self._around[index] = event(self._text_chunk(index, _MARK)).split(f'"{_MARK}"'.encode())
         before, after = around
         return before + encode_json(text) + after
 
     def _prompt_logprobs(self, index: int, count: int | None) -> PromptLogprobs | None:
-        """Of the prompt with this number, once all of it is computed, where `count` likeliest tokens are asked for."""
+        """The log-probabilities of prompt number `index` with `count` top tokens; None if `count` is None.
+
+        The whole prompt must have been computed.
+        """
         if count is None:
             return None
         return prompt_logprobs(self._tokenizer, self._prompts[index], self._answers.job.scores[index][1], count)

@@ -1,4 +1,4 @@
-"""What all parts of a request's body have in common."""
+"""The base class of all request bodies and their parts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from . import fields
 
 
 def _describe(schema: dict[str, Any], model: type[Any]) -> None:
-    """OpenAPI has what is supported; of other fields it admits null."""
+    """The OpenAPI schema lists supported fields; other fields may only be null."""
     if model.body:
         schema["additionalProperties"] = {"type": "null"}
 
 
 class Strict(BaseModel):
-    """`body` names its part of the table of fields; without a name, fields that the model lacks are ignored."""
+    """A strictly validated object. `body` names its entry in the table of `fields.py`, which decides on other fields.
 
-    # "5" is not a number and 1 is not true. JSON knows no infinity.
+    If `body` is empty, other fields are ignored.
+    """
+
+    # "5" is not accepted as a number, nor 1 as true. JSON has no infinity.
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, json_schema_extra=_describe)
     body: ClassVar[str] = ""
 

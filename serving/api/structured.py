@@ -1,4 +1,4 @@
-"""The fields of a request that say what its answer must look like, in the names of three APIs."""
+"""The request fields for structured outputs, with the names of OpenAI, vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .errors import APIError
 from .strict import Strict
 
 _MOST_CHOICES = 1024
-Schema = Annotated[dict[str, Any] | str, Field(description="a JSON schema, or its text")]
+Schema = Annotated[dict[str, Any] | str, Field(description="a JSON schema as an object or as text")]
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=_MOST_CHOICES)]
 Text = Annotated[str, Field(min_length=1)]
 _BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_CHARACTERS)]
@@ -27,7 +27,7 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """The OpenAI API's; the answer follows the schema whether `strict` says so or not. `schema` is llama.cpp's."""
+    """The OpenAI API's field. The answer always follows the schema, whatever `strict` says. `schema` is llama.cpp's."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -35,7 +35,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """vLLM's."""
+    """vLLM's field `structured_outputs`."""
 
     json_: Annotated[Schema | None, Field(alias="json")] = None
     regex: Text | None = None
@@ -45,7 +45,7 @@ class StructuredOutputs(Strict):
 
 
 class Constrained(Strict):
-    """The fields of both generating endpoints: vLLM's, its older ones, and SGLang's."""
+    """The fields that completions and chat share: OpenAI's, vLLM's current and older ones, and SGLang's."""
 
     structured_outputs: StructuredOutputs | None = None
     allowed_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
@@ -59,7 +59,7 @@ class Constrained(Strict):
     response_format: ResponseFormat | None = None
 
     def structured(self) -> StructuredOutputsParams | None:
-        """What the answer must match, if anything. Raises a 400 where two fields say it, and MegakernelError."""
+        """The format that the answer must match, or None. Raises a 400 if it is invalid or if two fields give one."""
         given: dict[str, dict[str, Any]] = {
             name: {field: value} for name, field in _PLAIN.items() if (value := getattr(self, name)) is not None
         }
@@ -73,7 +73,7 @@ class Constrained(Strict):
                 schema = wanted.json_schema.schema_
                 given["response_format"] = {"json": {} if schema is None else schema}
         if len(given) > 1:
-            raise APIError(400, f"{' and '.join(given)} say what the answer must match: give one", param=list(given)[1])
+            raise APIError(400, f"{' and '.join(given)} exclude each other: give one of them", param=list(given)[1])
         for name, fields in given.items():
             try:
                 return StructuredOutputsParams(**fields)

@@ -1,4 +1,4 @@
-"""Threads for what would hold up the event loop, in which clients take turns."""
+"""Worker threads for work that would block the event loop. Clients take turns in using them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 T = TypeVar("T")
-CLIENT: ContextVar[str] = ContextVar("client", default="")  # the address that the request at hand comes from
+CLIENT: ContextVar[str] = ContextVar("client", default="")  # the client address of the current request
 
 
 class Turns:
-    """Runs work in `threads`. Clients with work that waits get a thread in turn, however much each has sent.
+    """Runs work in `threads` threads. Clients with waiting work get a thread in turn, however much each has sent.
 
-    A client never has the last thread beside others of its own. So one whose work takes long leaves one for the others.
+    A client that has a thread already never gets the last free one. So a client with long work leaves one for others.
     """
 
     def __init__(self, threads: int) -> None:
@@ -27,7 +27,7 @@ class Turns:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # by client, the next one first
 
     async def run(self, work: Callable[[], T]) -> T:
-        """The result of `work`, once it was the turn of the client that asks."""
+        """Wait for the client's turn, run `work` in a thread, and return its result."""
         client, loop = CLIENT.get(), asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         self._waiting.setdefault(client, deque()).append(turn)
@@ -35,7 +35,7 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it was given a thread at the same time
+            if not turn.cancelled():  # it got a thread at the same moment
                 self._end(client)
             raise
         done = self._pool.submit(work)
@@ -44,7 +44,7 @@ class Turns:
             with contextlib.suppress(RuntimeError):  # the loop may be closed
                 loop.call_soon_threadsafe(self._end, client)
 
-        done.add_done_callback(ended)  # also where nobody waits for the result any more
+        done.add_done_callback(ended)  # runs even if the caller was cancelled
         return await asyncio.wrap_future(done)
 
     def _end(self, client: str) -> None:

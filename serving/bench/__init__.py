@@ -1,4 +1,4 @@
-"""Load on a server or an engine: which requests, sent when, and what came of them."""
+"""Load generation for a server or an engine: workloads, a client, and the figures of a run."""
 
 from .client import Server
 from .compare import Load, alternate, describe

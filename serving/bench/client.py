@@ -1,6 +1,6 @@
-"""A client of any OpenAI-compatible server, on asyncio streams alone: HTTP/1.1, kept-alive connections, SSE.
+"""A minimal client for OpenAI-compatible servers on asyncio streams: HTTP/1.1, keep-alive, server-sent events.
 
-A benchmark's client must not be what is measured, so nothing here does more than the protocol needs.
+It does no more than the protocol needs, so that the benchmark measures the server and not the client.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ...errors import MegakernelError
 from .report import Outcome
 from .workload import Job
 
-_LINE_LIMIT = 1 << 24  # bytes of one event
+_LINE_LIMIT = 1 << 24  # maximum bytes of a line
 _CONNECT_S = 30.0
 _READ = 1 << 16
 _CPU = 'megakernel:cpu_seconds_total{process="'
 
 
 class Server:
-    """One server. `url` with or without `/v1`; `model` is the name it serves, None until `discover`."""
+    """One server. `url` may end with `/v1`. `model` is the name that requests carry; `discover` finds it if None."""
 
     def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -40,31 +40,34 @@ class Server:
             self._headers += f"Authorization: Bearer {api_key}\r\n"
         self._key = api_key
         self._free: list[_Connection] = []
-        self.events = 0  # answers and pieces of answers so far, as a sign of life
+        self.events = 0  # answers and pieces of answers so far; `drive` watches it to notice a dead server
 
     @property
     def spec(self) -> dict[str, Any]:
-        """What makes another one like it."""
+        """The arguments that create an equal object."""
         return {"url": self.url + self._path, "model": self.model, "api_key": self._key}
 
     async def cpu_seconds(self) -> dict[str, float]:
-        """CPU seconds of the server's processes so far, by kind, where it says so."""
+        """CPU seconds of the server's processes so far, by kind of process.
+
+        Empty if the server does not report them.
+        """
         _, body = await self.get("/metrics")
         lines = [line for line in body.decode(errors="replace").splitlines() if line.startswith(_CPU)]
         return {line.removeprefix(_CPU).partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
 
     async def discover(self) -> None:
-        """Take the first model that the server names where none was given."""
+        """Set `model` to the first model that the server lists, unless it is given."""
         status, body = await self.get("/v1/models")
         try:
             self.model = self.model or str(json.loads(body)["data"][0]["id"])
         except (ValueError, KeyError, IndexError, TypeError):
             raise MegakernelError(
-                f"{self.url}/v1/models answered {status} and named no model: {_short(body)}"
+                f"{self.url}/v1/models answered {status} without a model name: {_short(body)}"
             ) from None
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """(status, body). MegakernelError where nobody answers."""
+        """Send a GET request. Returns (status, body). Raises MegakernelError if the server does not answer."""
         try:
             connection, status = await self._ask("GET", path, b"")
             body = b"".join([piece async for piece in connection.body()])
@@ -74,7 +77,7 @@ class Server:
         return status, body
 
     async def get_json(self, path: str) -> dict[str, Any] | None:
-        """A JSON object, None where the server has none there."""
+        """The JSON object at `path`, or None if the server has none there."""
         status, body = await self.get(path)
         try:
             found = json.loads(body) if status == 200 else None
@@ -83,7 +86,7 @@ class Server:
         return found if isinstance(found, dict) else None
 
     async def complete(self, job: Job, *, stream: bool = True) -> Outcome:
-        """Send one completion request and read the answer; a failure is an outcome too."""
+        """Send one completion request and read the answer. A failure is returned as an outcome with `error`."""
         request: dict[str, Any] = {
             "model": self.model,
             "prompt": job.prompt if isinstance(job.prompt, str) else job.prompt.tolist(),
@@ -121,7 +124,7 @@ class Server:
         self._free.clear()
 
     async def _read_events(self, connection: _Connection, outcome: Outcome) -> None:
-        """Server-sent events of a streamed completion: a moment for each that carries a choice, and the usage."""
+        """Read the events of a streamed completion: record the time of each one with a choice, and the usage."""
         held, done = b"", False
         async for piece in connection.body():
             now = perf_counter()
@@ -143,7 +146,7 @@ class Server:
             outcome.error = "the stream ended without [DONE]"
 
     async def _ask(self, method: str, path: str, body: bytes) -> tuple[_Connection, int]:
-        """Send a request and read the head of the answer, on a free connection or a new one."""
+        """Send a request on a free or new connection, and read the status and headers of the answer."""
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}"
         if body:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
@@ -170,7 +173,7 @@ class Server:
 
 
 class _Connection:
-    """One HTTP/1.1 connection; `reusable` once a body was read to its end."""
+    """One HTTP/1.1 connection. It is `reusable` after a body was read to its end."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -202,7 +205,7 @@ class _Connection:
             while left:
                 piece = await reader.read(min(left, _READ))
                 if not piece:
-                    raise EOFError("the answer was cut short")
+                    raise EOFError("the connection closed before the end of the answer")
                 left -= len(piece)
                 yield piece
         else:

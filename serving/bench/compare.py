@@ -1,4 +1,4 @@
-"""One server under load, or several in turn: A B A B, so that what the machine does meanwhile falls on all alike."""
+"""Benchmarks one server, or several in alternation (A B A B), so that disturbances of the machine affect all alike."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from .processes import drive_from
 from .report import cpu_time, report
 from .workload import Workload
 
-_WARM_UP_TOKENS = 4  # output tokens of the requests that warm a server up
+_WARM_UP_TOKENS = 4  # output tokens of each warm-up request
 
 
 @dataclass(frozen=True)
 class Load:
-    """How the jobs are sent (see `drive`) and what counts as served well (see `report`)."""
+    """How the jobs are sent (see `drive`), and the limits for goodput (see `report`)."""
 
     rate: float = math.inf
     max_concurrency: int | None = None
     stream: bool = True
     goodput: dict[str, float] | None = None
     seed: int = 0
-    warm_up: int = 8  # requests before each server's first run, with short answers
-    processes: int = 1  # that send
+    warm_up: int = 8  # requests with short answers before each server's first run
+    processes: int = 1  # client processes
 
 
 async def alternate(
     servers: list[Server], workload: Workload, load: Load, runs: int, on_done: Callable[[int, int], None] | None = None
 ) -> list[list[dict[str, Any]]]:
-    """Figures of `runs` runs of each server, in the order of `servers`; they take turns, a run at a time.
+    """Run each server `runs` times, in alternation. Returns the figures of the runs, in the order of `servers`.
 
-    Every run has its own ids where ids are random, so that what a server has cached does not help it.
+    If the prompts are random token ids, every run has different ones, so that no server profits from its prefix cache.
 
-    A run has `server`, the change of its own record of steps (`/roofline`), where the server keeps one.
+    The figures contain `server`, which says what the server's own record (`/roofline`) reports of the run's steps, or
+    None if the server keeps no such record.
     """
     some = workload.again(runs).jobs[: load.warm_up]
     short = [replace(job, output_tokens=min(job.output_tokens, _WARM_UP_TOKENS)) for job in some]
@@ -74,7 +75,7 @@ def _shifted(on_done: Callable[[int, int], None], before: int, total: int, done:
 
 
 def _steps(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What a server's own record says of the time between two looks at it."""
+    """What a server's own record reports of the steps between two snapshots of it."""
     if not before or not after or "total" not in before or "total" not in after:
         return None
     steps, wall, bound = (after["total"][name] - before["total"][name] for name in ("steps", "wall_s", "bound_s"))
@@ -85,7 +86,7 @@ def _steps(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[
 
 
 async def describe(server: Server) -> dict[str, Any]:
-    """What a server says of itself."""
+    """A server's address, model and version."""
     version = await server.get_json("/version") or {}
-    props = await server.get_json("/props") or {}  # llama-server's
+    props = await server.get_json("/props") or {}  # of llama-server
     return {"url": server.url, "model": server.model, "version": version.get("version") or props.get("build_info")}

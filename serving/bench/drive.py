@@ -1,4 +1,4 @@
-"""When requests are sent: all at once, at random moments of a mean rate, and never more than so many at a time."""
+"""Sends a workload's requests: all at once or as a Poisson process, with a limit on concurrent requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .client import Server
 from .report import Outcome
 from .workload import Workload
 
-_STALL_S = 1800.0  # without one event from any request, a server counts as dead
+_STALL_S = 1800.0  # a server counts as dead after so many seconds without an event from any request
 _SPARE_FILES = 64  # descriptors that a process needs besides its connections
 
 
@@ -28,13 +28,13 @@ async def drive(
     stream: bool = True,
     on_done: Callable[[int, int], None] | None = None,
 ) -> list[Outcome]:
-    """Send every job once; outcomes in the order of the jobs.
+    """Send every job once. Returns the outcomes in the order of the jobs.
 
-    rate             requests per second, a Poisson process; infinite: as soon as `max_concurrency` lets them
-    max_concurrency  requests in flight at most; None is no limit
-    on_done          is told (answered, all)
+    rate             requests per second as a Poisson process; infinite: as fast as `max_concurrency` allows
+    max_concurrency  maximum number of requests in flight; None means no limit
+    on_done          called with (answered requests, all requests)
 
-    Raises MegakernelError where no request gets anything for _STALL_S.
+    Raises MegakernelError if no request receives anything for _STALL_S.
     """
     jobs = workload.jobs
     slots = asyncio.Semaphore(max_concurrency or len(jobs))
@@ -60,7 +60,9 @@ async def drive(
             if server.events != seen:
                 seen, since = server.events, perf_counter()
             elif perf_counter() - since > _STALL_S:
-                raise MegakernelError(f"{server.url} sent nothing for {_STALL_S:.0f} s; {finished} of {len(jobs)} done")
+                raise MegakernelError(
+                    f"{server.url} sent nothing for {_STALL_S:.0f} s; {finished} of {len(jobs)} requests are done"
+                )
 
     async def send() -> None:
         start = perf_counter()
@@ -85,7 +87,7 @@ async def drive(
 
 
 def _allow_connections(count: int) -> None:
-    """Raise this process's limit of open files to what `count` connections need."""
+    """Raise this process's limit on open files to what `count` connections need."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -93,6 +95,6 @@ def _allow_connections(count: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < needed:
         if hard != resource.RLIM_INFINITY and hard < needed:
             raise MegakernelError(
-                f"{count} connections need more files than this system's {hard}: lower --max-concurrency"
+                f"{count} connections exceed the system's limit of {hard} open files: lower --max-concurrency"
             )
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

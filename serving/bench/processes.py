@@ -1,4 +1,4 @@
-"""The same load from several processes, because one may not keep up with a server; and what it costs in CPU time."""
+"""Sends a load from several client processes, because one may be too slow for a server, and counts their CPU time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .drive import drive
 from .report import Outcome
 from .workload import Workload
 
-_LOOK_S = 0.2  # between two looks at how far the processes are
+_LOOK_S = 0.2  # interval between two progress reports
 
 
 async def drive_from(
@@ -30,9 +30,9 @@ async def drive_from(
     stream: bool,
     on_done: Callable[[int, int], None] | None,
 ) -> tuple[list[Outcome], float]:
-    """As `drive`, from so many processes: the outcomes, and the CPU seconds of the clients.
+    """Call `drive` in so many processes. Returns the outcomes and the CPU seconds of the clients.
 
-    Each process sends every `processes`th job, with its share of the rate and of the requests in flight.
+    Each of n processes sends every n-th job at 1/n of the rate, with 1/n of the requests in flight.
     """
     how: dict[str, Any] = {"rate": rate / processes, "stream": stream}
     processes = min(processes, len(workload.jobs), max_concurrency or len(workload.jobs))
@@ -47,7 +47,7 @@ async def drive_from(
     shares = [replace(workload, jobs=workload.jobs[i::processes]) for i in range(processes)]
     loop = asyncio.get_running_loop()
     with ProcessPoolExecutor(processes, context, _share, (count,)) as pool:
-        await asyncio.gather(*(loop.run_in_executor(pool, time.sleep, _LOOK_S) for _ in shares))  # all have started
+        await asyncio.gather(*(loop.run_in_executor(pool, time.sleep, _LOOK_S) for _ in shares))  # until all run
         parts = [
             loop.run_in_executor(
                 pool,
@@ -76,13 +76,13 @@ _count: Synchronized[int]
 
 
 def _share(count: Synchronized[int]) -> None:
-    """In each process: where all of them count the answered requests."""
+    """Initialise a client process with the shared counter of answered requests."""
     global _count
     _count = count
 
 
 def _part(spec: dict[str, Any], share: Workload, how: dict[str, Any]) -> tuple[list[Outcome], float]:
-    """One process's part of the load."""
+    """Send one process's part of the load. Returns the outcomes and the process's CPU seconds."""
 
     def count(done: int, of: int) -> None:
         with _count.get_lock():

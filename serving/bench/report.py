@@ -1,4 +1,4 @@
-"""What came of the requests, as `vllm bench serve` counts, and how far the whole is from the hardware's limit."""
+"""Figures of a benchmark run, defined as in `vllm bench serve`, and their distance from the hardware's limit."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from ...isa import Dims, Forward
 from ...roofline import Ceilings, Work, bound, fraction_error, step_work
 from .workload import Job
 
-_MOST_ERRORS = 5  # kinds that a report names
-_BUSY = 0.9  # share of a process's time from which on it counts as the limit
+_MOST_ERRORS = 5  # maximum number of different errors in a report
+_BUSY = 0.9  # a client process that computes for more than this part of the time may be the bottleneck
 
 
 @dataclass
 class Outcome:
-    """One request. Times are seconds of one clock; `moments` are those of streamed pieces, about one per token."""
+    """The outcome of one request. All times are seconds of one clock.
+
+    `moments` holds the arrival times of streamed events, of which there is about one per token.
+    """
 
     job: Job
     start: float
     end: float = 0.0
     moments: array[float] = field(default_factory=lambda: array("d"))
     prompt_tokens: int | None = None
-    output_tokens: int | None = None  # None: the server did not say
+    output_tokens: int | None = None  # None: the server did not report it
     error: str | None = None
 
     @property
@@ -50,10 +53,10 @@ class Outcome:
 
 
 def report(outcomes: Sequence[Outcome], goodput: dict[str, float] | None = None) -> dict[str, Any]:
-    """Figures of one run; rates are per second from the first request's start to the last answer.
+    """The figures of one run. Rates are per second between the first request's start and the last answer.
 
-    `goodput` has limits in seconds (`ttft`, `tpot`, `e2e`); requests that keep all of them are counted apart.
-    `short` requests were answered with another number of tokens than asked for.
+    `goodput` holds limits in seconds (`ttft`, `tpot`, `e2e`); `goodput_per_s` counts only requests within all of them.
+    `short` counts requests whose answer had another number of tokens than asked for.
     """
     good = [o for o in outcomes if o.error is None]
     duration = max(o.end for o in outcomes) - min(o.start for o in outcomes)
@@ -84,14 +87,14 @@ def report(outcomes: Sequence[Outcome], goodput: dict[str, float] | None = None)
 
 
 def cpu_time(spent: dict[str, float], tokens: int, duration: float, processes: int) -> dict[str, Any]:
-    """CPU time of each side of a run by what it generated, and how busy the client's processes were, 0 to 1.
+    """CPU time of client and server, in total and per generated token, and how busy the client's processes were.
 
-    `client_error` says that the client, and not the server, may have been the limit.
+    `client_busy` is from 0 to 1. `client_error` warns that the client may have been the bottleneck.
     """
     busy = spent["client"] / processes / duration
     error = (
-        f"the client computed for {busy:.0%} of the time, so it may have been the limit, not the server: take more"
-        " --processes"
+        f"the client was busy for {busy:.0%} of the time, so it may have been the bottleneck instead of the server:"
+        " raise --processes"
     )
     return {
         "cpu_s": spent,
@@ -107,7 +110,7 @@ def _keeps(outcome: Outcome, limits: dict[str, float]) -> bool:
 
 
 def spread(values: ArrayLike) -> dict[str, float | None]:
-    """Mean, median and 99th percentile; None of nothing."""
+    """Mean, median and 99th percentile, each None if there are no values."""
     array = np.asarray(values, dtype=np.float64)
     if not array.size:
         return {"mean": None, "median": None, "p99": None}
@@ -115,13 +118,14 @@ def spread(values: ArrayLike) -> dict[str, float | None]:
 
 
 def least_work(forward: Forward, dims: Dims, jobs: Sequence[Job], in_flight: int, *, tied: bool) -> Work:
-    """The work that any server cannot avoid which answers `jobs` token by token, `in_flight` at a time at most.
+    """The least work of any server that answers `jobs` token by token, with at most `in_flight` requests at a time.
 
-    FLOPs and KV bytes are those of every prompt in one piece and of every later token alone. All weights are read in
-    every step, and there are at least max(longest output, outputs / in_flight) steps. Of `dims` only the model counts.
+    FLOPs and KV bytes are counted as if each prompt were computed in one step and each later token in its own step.
+    Every step reads all weights, and there are at least max(longest output, all output tokens / in_flight) steps.
+    Only the model's sizes in `dims` are used, not the bucket's.
     """
     prompts, outputs = np.array([(job.prompt_tokens, job.output_tokens) for job in jobs]).T
-    last = prompts + outputs - 1  # the last token generated is never fed back
+    last = prompts + outputs - 1  # the last generated token is never an input
     steps = max(int(outputs.max()), -(-int(outputs.sum()) // in_flight))
     whole = step_work(forward, dims, last.tolist(), last.tolist(), int(outputs.sum()), tied=tied)
     step = step_work(forward, dims, [1], [1], 1, tied=tied)
@@ -132,22 +136,22 @@ def least_work(forward: Forward, dims: Dims, jobs: Sequence[Job], in_flight: int
 def against_roofline(
     work: Work, ceilings: Ceilings, seconds: float, server: dict[str, Any] | None
 ) -> dict[str, float | str | None]:
-    """`roofline_fraction` = least time of `work` / `seconds`, and the rates at which the necessary work was done.
+    """`roofline_fraction`, which is the least time of `work` divided by `seconds`, and the rates of that work.
 
-    `roofline_error` says why a fraction above 1 means nothing. `server` is its own record. Where that has proposed
-    tokens there are no figures: `work` has a step for each token, and none for what was proposed in vain.
+    `roofline_error` says why a fraction above 1 is invalid. `server` is the server's own record of its steps. If it
+    shows speculation there are no figures, because `work` assumes one step per token and no rejected tokens.
     """
     if server and server["proposed"]:
         why = (
-            f"steps gave a sequence {server['tokens_per_step']:.2f} tokens, so the least time of one token a step does"
-            f" not apply; the server's own steps reached {server['roofline_fraction']:.0%} of the roofline"
+            f"steps generated {server['tokens_per_step']:.2f} tokens per sequence, so the least time for one token per"
+            f" step does not apply; the server's own steps reached {server['roofline_fraction']:.0%} of the roofline"
         )
         return {"roofline_fraction": None, "roofline_error": why, "read_GBps": None, "gflops": None}
     fraction = bound(work, ceilings) / seconds
     error = fraction_error(fraction, ceilings)
     return {
         "roofline_fraction": fraction,
-        "roofline_error": error and f"{error}, or the server gives several tokens a step",
+        "roofline_error": error and f"{error}, or the server generates several tokens per step",
         "read_GBps": work.bytes / seconds / 1e9,
         "gflops": work.flops / seconds / 1e9,
     }

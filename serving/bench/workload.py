@@ -1,6 +1,6 @@
-"""Which requests a benchmark sends: prompts and how many tokens each is answered with.
+"""Workloads of benchmarks: the prompts, and the number of output tokens of each.
 
-Outputs always have the recorded length (greedy, end of sequence ignored), so two servers do the same work.
+Every answer has exactly that many tokens (greedy sampling, ignore_eos), so two servers do the same work.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Workload:
-    """Jobs in the order in which they are sent; `name` says what they are, for people.
+    """Jobs in the order in which they are sent. `name` describes them for people.
 
-    `vocab` and `seed` are of random ids, None of text.
+    `vocab` and `seed` generate random token ids. `vocab` is None if the prompts are text.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Workload:
     seed: int = 0
 
     def again(self, number: int) -> Workload:
-        """The same lengths with other ids, so that no server answers from a cache. Text stays what it is."""
+        """The same lengths with other random ids, so that no prefix cache helps. Text prompts do not change."""
         if self.vocab is None:
             return self
         pairs = [(job.prompt_tokens, job.output_tokens) for job in self.jobs]
@@ -51,16 +51,17 @@ class Workload:
 
 
 def sharegpt_lengths(count: int, vocab: int, seed: int) -> Workload:
-    """Random ids with the lengths of ShareGPT conversations: first two turns, Llama-2 tokens, vLLM's filter.
+    """Random ids with the lengths of ShareGPT conversations: their first two turns in Llama-2 tokens, vLLM's filter.
 
-    15,277 pairs, mean 246 in and 235 out; more jobs than pairs begin again with the first, with other ids.
+    There are 15,277 pairs of lengths, on average 246 input and 235 output tokens. If `count` is larger, the pairs
+    repeat with other ids.
     """
     text = (files(__package__) / "sharegpt_lengths.csv").read_text(encoding="utf-8")
     return _from_csv("ShareGPT lengths, random ids", text, "sharegpt_lengths.csv", count, vocab, seed)
 
 
 def length_pairs(path: Path, count: int, vocab: int, seed: int) -> Workload:
-    """Random ids with the lengths of a CSV file: a header, then prompt and output tokens in each line."""
+    """Random ids with the lengths of a CSV file: a header line, then prompt and output tokens on each line."""
     return _from_csv(f"lengths of {path.name}, random ids", _read(path), str(path), count, vocab, seed)
 
 
@@ -79,17 +80,18 @@ def uniform(prompt: int, output: int, range_ratio: float, count: int, vocab: int
 
 
 def sharegpt_file(path: Path, encode: Callable[[str], Sequence[int]], count: int, seed: int) -> Workload:
-    """The first two turns of conversations of a ShareGPT-format file, shuffled: prompt, and length of the answer.
+    """Shuffled conversations of a ShareGPT file: the first turn is the prompt, the second gives the answer's length.
 
-    vLLM's filter: both at least 4 tokens, prompt at most 1,024, together at most 2,048. A file with fewer
-    conversations than `count` begins again.
+    vLLM's filter applies: both have at least 4 tokens, the prompt at most 1,024, and both together at most 2,048. If
+    the file has fewer conversations than `count`, they repeat.
     """
     try:
         conversations = json.loads(_read(path))
         turns = [[str(t["value"]) for t in c["conversations"][:2]] for c in conversations]
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise MegakernelError(
-            f'{path} is no ShareGPT file, a JSON list of {{"conversations": [{{"from", "value"}}, ...]}}: {e!r}'
+            f'{path} is not a ShareGPT file, which is a JSON list of {{"conversations": [{{"from", "value"}}, ...]}}:'
+            f" {e!r}"
         ) from e
     turns = [t for t in turns if len(t) == 2]
     random.Random(seed).shuffle(turns)
@@ -102,7 +104,7 @@ def sharegpt_file(path: Path, encode: Callable[[str], Sequence[int]], count: int
         if not few and job.prompt_tokens <= 1024 and job.prompt_tokens + job.output_tokens <= 2048:
             jobs.append(job)
     if not jobs:
-        raise MegakernelError(f"{path} has no conversation of two turns and fitting length: take another file")
+        raise MegakernelError(f"{path} has no conversation with two turns of suitable length: choose another file")
     return Workload(f"ShareGPT conversations of {path.name}", [jobs[i % len(jobs)] for i in range(count)])
 
 
@@ -121,7 +123,7 @@ def _from_csv(name: str, text: str, source: str, count: int, vocab: int, seed: i
     except ValueError as e:
         raise MegakernelError(f"{source} is not a CSV file of prompt and output tokens with a header: {e}") from e
     if not pairs or any(prompt < 1 or output < 1 for prompt, output in pairs):
-        raise MegakernelError(f"{source}: there must be pairs, and all lengths at least 1")
+        raise MegakernelError(f"{source} must have at least one line of lengths, and every length must be at least 1")
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(pairs))
     return Workload(name, _jobs([pairs[order[i % len(pairs)]] for i in range(count)], vocab, rng), vocab, seed)

@@ -194,7 +194,7 @@ def test_throughput_against_llama_batched_bench(capsys: pytest.CaptureFixture[st
     ("answer", "message"),
     [
         ("crash", "ended with status 1: llama_model_load: it does not fit"),
-        ("hello", "printed no result that is understood: hello"),
+        ("hello", "printed an unexpected result: hello"),
         ("[]", "samples_ts = None"),
         ('[{"samples_ts": [0]}]', "samples_ts = 0"),
         ('[{"samples_ts": ["x"]}]', "samples_ts = 'x'"),
@@ -223,7 +223,7 @@ def test_a_batched_program_that_prints_nonsense(
 ) -> None:
     monkeypatch.setenv("FAKE_ANSWER", '{"t_pp": 1}')
     flags = ["bench", "throughput", "--model", model, "--vs", "llama.cpp", "--llama-bench", str(native)]
-    assert "printed no result that is understood: nothing" in fails(capsys, *flags)
+    assert "printed an unexpected result: nothing" in fails(capsys, *flags)
 
 
 # -- peers in processes
@@ -250,7 +250,7 @@ def test_a_peer_in_a_process(process: Callable[[], Process]) -> None:
 
 def test_what_a_process_says_is_checked(process: Callable[[], Process]) -> None:
     peer = process()
-    with pytest.raises(MegakernelError, match=r"fake says that a run took -1\.0 seconds"):
+    with pytest.raises(MegakernelError, match=r"fake reported an invalid time of a run: -1\.0 seconds"):
         peer.seconds("decode", {"answer": -1})
     peer.close()
 
@@ -280,11 +280,11 @@ def test_missing_peers_are_one_line(
         ("--vs llama.cpp", "pip install llama-cpp-python, or name a native build with --llama-bench PATH"),
         ("--vs torch,llama.cpp", "torch is not installed"),
         ("--vs llama.cpp --vs torch", "llama.cpp is not installed"),
-        ("--vs vllm", "no program 'vllm' to compare with: known are llama.cpp, torch"),
+        ("--vs vllm", "cannot compare with 'vllm': choose from llama.cpp, torch"),
         ("--vs torch --llama-bench x", "add --vs llama.cpp"),
         ("--llama-bench x", "add --vs llama.cpp"),
-        (f"--vs llama.cpp --llama-bench {tmp_path}", "bench is no program"),
-        (f"--vs llama.cpp --llama-bench {tmp_path}/none/llama-bench", "bench is no program"),
+        (f"--vs llama.cpp --llama-bench {tmp_path}", "bench is not a program"),
+        (f"--vs llama.cpp --llama-bench {tmp_path}/none/llama-bench", "bench is not a program"),
     ):
         for verb in ("latency", "throughput"):
             assert message in fails(capsys, "bench", verb, "--model", "./nowhere", *flags.split())
@@ -293,9 +293,9 @@ def test_missing_peers_are_one_line(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--dataset sharegpt", "prompts of one length"),
-        ("--random-output-len 1", "--random-output-len 2 or more"),
-        ("--num-prompts 65", "65 prompts are more than --max-num-seqs 64"),
+        ("--dataset sharegpt", "of equal lengths"),
+        ("--random-output-len 1", "--random-output-len to 2 or more"),
+        ("--num-prompts 65", "65 prompts exceed --max-num-seqs 64"),
     ],
 )
 def test_work_that_peers_do_not_do(
@@ -408,7 +408,7 @@ def test_the_loop_through_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one[1:] for one in fake.decoded[3]] == [(s, 1001, True) for s in range(3)]
     assert all(0 <= one[0] < 100 for tokens in fake.decoded for one in tokens)
     assert seconds("decode", settings) > 0 and len(fake.decoded) == 12, "the same context is warm"
-    with pytest.raises(RuntimeError, match="llama_decode returns 1"):
+    with pytest.raises(RuntimeError, match="llama_decode failed with status 1"):
         seconds("decode", settings | {"flash_attention": True})
     assert (len(fake.contexts), fake.freed) == (2, 1)
     with pytest.raises(RuntimeError, match=r"cannot read x\.gguf"):

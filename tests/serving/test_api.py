@@ -120,7 +120,7 @@ def test_chat_stream_by_sdk(client: openai.OpenAI) -> None:
 
 
 def test_errors_by_sdk(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="'gpt-5' is not served here: known are bytes"):
+    with pytest.raises(openai.NotFoundError, match="'gpt-5' is not served here: the models are bytes"):
         client.completions.create(model="gpt-5", prompt="x")
     with pytest.raises(openai.BadRequestError) as e:
         client.completions.create(model="bytes", prompt="x", temperature=3)
@@ -290,13 +290,13 @@ def test_max_tokens_meet_the_context(live: Live) -> None:
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"260": 1}}, None, "token 260 is outside the vocabulary"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias.1", "must be at most 100"),
         (COMPLETIONS, {"prompt": "a", "min_tokens": 5, "max_tokens": 4}, None, "must not exceed max_tokens"),
-        (COMPLETIONS, {"prompt": "a", "stream_options": {}}, "stream_options", "need stream=true"),
+        (COMPLETIONS, {"prompt": "a", "stream_options": {}}, "stream_options", "requires stream=true"),
         (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop", "each of 1 to 1024 characters"),
         (
             COMPLETIONS,
             {"prompt": "a", "suffix": "b"},
             "suffix",
-            "suffix is not supported: the models here do not fill a gap",
+            "suffix is not supported: this server's models cannot fill in the middle of a text",
         ),
         (COMPLETIONS, {"prompt": "a", "top_k": "y" * 500}, "top_k", "(500 characters)"),
         (COMPLETIONS, b'{"prompt": "a", "temperature": NaN}', "temperature", "finite number"),
@@ -309,7 +309,7 @@ def test_max_tokens_meet_the_context(live: Live) -> None:
         (CHAT, {"messages": []}, "messages", "must have at least 1 entries"),
         (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role", "not 'king'"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "text"),
-        (CHAT, {**HELLO, "top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
+        (CHAT, {**HELLO, "top_logprobs": 2}, "top_logprobs", "requires logprobs=true"),
         (CHAT, {**HELLO, "max_tokens": 0}, "max_tokens", "must be at least 1"),
         (CHAT, {**HELLO, "tools": [{}]}, "tools.0.type", "is required"),
         (CHAT, {**HELLO, "response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
@@ -570,7 +570,7 @@ def test_an_engine_that_dies_says_so(
         status, _, data = server.request("POST", COMPLETIONS, {**LONG, "stream": stream})
         assert status == (200 if stream else 503)
         error = error_of(data.removesuffix(b"\n\ndata: [DONE]\n\n").rpartition(b"data: ")[2])
-        assert error["code"] == 503 and "the engine stopped, restart the server" in error["message"]
+        assert error["code"] == 503 and "the engine has stopped, restart the server" in error["message"]
         assert "secret" not in error["message"] and "secret" in caplog.text
         assert server.request("GET", "/health")[0] == 503
         assert server.request("POST", COMPLETIONS, {"prompt": "x"})[0] == 503

@@ -290,7 +290,7 @@ def test_the_longest_that_fits_is_tokenised(live: Live) -> None:
     assert live.post(TOKENIZE, {"prompt": "a" * CONTEXT})["count"] == CONTEXT
     assert live.post(DETOKENIZE, {"tokens": [7] * CONTEXT})["prompt"]
     chat = live.post(TOKENIZE, {"messages": [{"role": "user", "content": "a" * CONTEXT}]}, 400)
-    assert f"{TOO_LONG}, and these are {CONTEXT + len('<user><assistant>')}" in chat["error"]["message"]
+    assert f"{TOO_LONG}, but the request has {CONTEXT + len('<user><assistant>')}" in chat["error"]["message"]
 
 
 @pytest.mark.parametrize(

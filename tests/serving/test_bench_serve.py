@@ -281,7 +281,7 @@ def test_a_server_that_speculates_has_its_own_roofline_only(capsys: pytest.Captu
     assert [found[name] for name in ("roofline_fraction", "read_GBps", "gflops")] == [None] * 3
     assert "gave a sequence 2.00 tokens" in said and "own steps reached 50% of the roofline" in said
     found, said = figures(0)
-    assert found["roofline_fraction"] > 1 and "or the server gives several tokens a step" in said
+    assert found["roofline_fraction"] > 1 and "or the server generates several tokens per step" in said
 
 
 def test_bound_counts_weights_as_the_file_stores_them(capsys: pytest.CaptureFixture[str], smollm2: Path) -> None:
@@ -384,6 +384,6 @@ def test_an_answer_in_an_error_has_two_hundred_characters() -> None:
 def test_a_client_that_was_the_limit_says_so() -> None:
     figures = cpu_time({"engine": 1.0, "client": 9.5}, tokens=1000, duration=5.0, processes=2)
     assert figures["cpu_us_per_token"] == pytest.approx({"engine": 1000, "client": 9500})
-    assert figures["client_busy"] == pytest.approx(0.95) and "take more --processes" in figures["client_error"]
+    assert figures["client_busy"] == pytest.approx(0.95) and "raise --processes" in figures["client_error"]
     idle = cpu_time({"client": 2.0}, tokens=0, duration=5.0, processes=1)
     assert idle["client_error"] is None and idle["cpu_us_per_token"] is None

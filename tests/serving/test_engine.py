@@ -301,7 +301,7 @@ def test_kv_capacity() -> None:
         *((4 * 100 * per_token, None, (100, 100)), (4 * 100 * per_token, 200, (200, 200))),
     ):
         assert kv_capacity(CONFIG, Dtype.F32, free, context, 4) == found
-    for free, context, message in ((1e9, 257, "more than the 256"), (100 * per_token, 200, "more than memory")):
+    for free, context, message in ((1e9, 257, "model's limit of 256"), (100 * per_token, 200, "more than the memory")):
         with pytest.raises(MegakernelError, match=message):
             kv_capacity(CONFIG, Dtype.F32, free, context, 4)
 
@@ -367,7 +367,7 @@ def test_prompts_and_parameters_are_checked_before_anything_runs() -> None:
         ({"dtype": "int4"}, "unknown dtype 'int4'"),
         ({"backend": "tpu"}, "unknown backend 'tpu'"),
         ({"threads": 0}, "threads=0"),
-        ({"max_context": 257}, "more than the 256"),
+        ({"max_context": 257}, "exceeds the model's limit of 256"),
         ({"step_tokens": 8, "max_seqs": 9}, "step_tokens=8 must be at least max_seqs=9"),
     ],
 )

@@ -140,7 +140,7 @@ def test_a_harmless_field_is_taken_with_any_value(live: Live, body: str) -> None
 def test_a_field_that_nobody_knows_is_named(live: Live, body: str) -> None:
     path, plain = BODIES[body]
     error = live.post(path, {**plain, "temprature": 0}, 400)["error"]
-    assert error["param"] == "temprature" and error["message"].startswith("temprature is no field of ")
+    assert error["param"] == "temprature" and error["message"].startswith("temprature is not a field of ")
     assert live.post(path, {**plain, "temprature": None})
     assert "y..." in live.post(path, {**plain, "y" * 100_000: 1}, 400)["error"]["message"]
 
@@ -148,29 +148,29 @@ def test_a_field_that_nobody_knows_is_named(live: Live, body: str) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "param", "message"),
     [
-        (COMPLETIONS, {"use_beam_search": 0}, "use_beam_search", "beams are not searched"),  # 0 is not false
+        (COMPLETIONS, {"use_beam_search": 0}, "use_beam_search", "no beam search"),  # 0 is not false
         (
             CHAT,
             {"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]},
             "messages.0.tool_calls.0.function",
             "is required",
         ),
-        (CHAT, {"messages": [{"role": "user", "content": "x", "prefix": True}]}, "messages.0.prefix", "is no field of"),
-        (CHAT, {"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "is no field of"),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "prefix": True}]}, "messages.0.prefix", "not a field of"),
+        (CHAT, {"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "is not a field of"),
         (CHAT, {"modalities": ["text", "audio"]}, "modalities", "text only"),
         (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
-        (CHAT, {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "may not have the name tools"),
+        (CHAT, {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "must not contain tools"),
         (CHAT, {"messages": [{"role": "user", "content": " "}], "continue_final_message": True}, None, "has no text"),
         (COMPLETIONS, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1, not 0"),
         (COMPLETIONS, {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "must be at least -1, not -2"),
-        (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not part of a stream"),
-        (RESPONSES, {"previous_response_id": "resp-1"}, "previous_response_id", "nothing is stored here"),
+        (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "cannot be streamed"),
+        (RESPONSES, {"previous_response_id": "resp-1"}, "previous_response_id", "this server stores nothing"),
         (RESPONSES, {"input": []}, "input", "must have at least 1 entries"),
         (RESPONSES, {"input": ""}, "input", "must have at least 1 characters"),
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content", "parts"),
         (RESPONSES, {"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id", "is required"),
         (RESPONSES, {"input": [{"type": "reasoning"}]}, "input.0.type", "must be 'message'"),
-        (RESPONSES, {"input": [{"role": "user", "content": "x", "call_id": "1"}]}, "input.0.call_id", "belong"),
+        (RESPONSES, {"input": [{"role": "user", "content": "x", "call_id": "1"}]}, "input.0.call_id", "not allowed in"),
         (
             RESPONSES,
             {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]},
@@ -314,7 +314,7 @@ def test_each_answer_names_its_request(live: Live, given: str) -> None:
 def test_a_404_names_what_is_served(live: Live) -> None:
     status, _, data = live.request("POST", "/v1/embeddings", {"input": "x"})
     message = json.loads(data)["error"]["message"]
-    assert status == 404 and message.startswith("there is no POST /v1/embeddings here: this server has ")
+    assert status == 404 and message.startswith("there is no route POST /v1/embeddings: this server has ")
     assert "POST /v1/chat/completions" in message and "GET /v1/models" in message
 
 

@@ -1,4 +1,4 @@
-"""Other programs on the same model and machine: which there are, and how they get our weights."""
+"""Peers: other inference programs that run the same model on the same machine, with our weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .process import Process
 
 __all__ = ["Contest", "Found", "Phase", "Work", "contests", "find"]
 
-# Name, the packages that run it, and how to install them.
+# A peer's name, the packages that it needs, and how to install them.
 _PACKAGES = {
     llama_cpp.NAME: (("llama_cpp",), "pip install llama-cpp-python, or name a native build with --llama-bench PATH"),
     torch_llama.NAME: (("torch", "transformers"), "pip install torch transformers"),
@@ -29,7 +29,7 @@ _PACKAGES = {
 
 @dataclass(frozen=True)
 class Found:
-    """A peer that can be opened; `gguf`: it reads the model from such a file."""
+    """An installed peer. `gguf` says that it reads the model from a GGUF file."""
 
     name: str
     open: Callable[[Task], Peer]
@@ -37,15 +37,15 @@ class Found:
 
 
 def find(names: Sequence[str], llama_bench: Path | None, *, batched: bool) -> list[Found]:
-    """The peers of these names. `llama_bench`: a native build's program or folder; `batched`: for many sequences.
+    """The peers with these names. `llama_bench` is the program or folder of a native llama.cpp build.
 
-    Raises MegakernelError where one is missing.
+    `batched` selects the peer's benchmark for many sequences. Raises MegakernelError if a peer is not installed.
     """
     for name in names:
         if name not in _PACKAGES:
-            raise MegakernelError(f"no program {name!r} to compare with: known are {', '.join(_PACKAGES)}")
+            raise MegakernelError(f"cannot compare with {name!r}: choose from {', '.join(_PACKAGES)}")
     if llama_bench is not None and llama_cpp.NAME not in names:
-        raise MegakernelError(f"--llama-bench names llama.cpp's own benchmark: add --vs {llama_cpp.NAME}")
+        raise MegakernelError(f"--llama-bench selects llama.cpp's own benchmark, so it needs --vs {llama_cpp.NAME}")
     return [_find(name, llama_bench, batched) for name in names]
 
 
@@ -64,13 +64,14 @@ def _find(name: str, llama_bench: Path | None, batched: bool) -> Found:
 def contests(
     found: Sequence[Found], llm: LLM, model: str, weights: str, work: Work, phases: Sequence[Phase]
 ) -> Iterator[list[Contest]]:
-    """The peers, ready to run what `llm` has loaded: `model`, with `weights` as the flag of that name says.
+    """Open the peers to run the model that `llm` has loaded. `weights` is the value of the flag --weights.
 
-    A GGUF file goes to them as it is, if its weights are not converted; anything else is written into one, once.
+    Peers that read GGUF get our GGUF file if we use its weights unconverted. Otherwise the weights are written to a
+    temporary GGUF file.
     """
     dtype = llm.dtype.name.lower()
     with ExitStack() as stack:
-        file, kind = None, next(iter(llm.weight_bytes))  # that of most of our bytes
+        file, kind = None, next(iter(llm.weight_bytes))  # the type of most of our weights
         if any(one.gguf for one in found):
             file = gguf_path(model) if weights == "auto" else None
             if file is not None:

@@ -1,4 +1,4 @@
-"""One peer against us: the best of its settings is searched, then it runs in turn with us, then both are compared."""
+"""Compares a peer (another inference program) with us: finds its fastest settings, then alternates runs of both."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from typing import Any, Literal, Protocol
 
 from ....errors import MegakernelError
 
-# What is timed: the prompts, the decode steps after them (the prompts come before the clock starts), or both together.
+# What is timed: the prompts, the decode steps after them (without the time of the prompts), or both together.
 Phase = Literal["prefill", "decode", "batch"]
 Settings = dict[str, Any]
 
-_TRIALS = 2  # runs of one choice of settings while the best is searched; the faster one counts
+_TRIALS = 2  # runs of each combination of settings during the search; the faster one counts
 
 
 @dataclass(frozen=True)
 class Work:
-    """`sequences` prompts of `prompt_tokens` each, all at once; then `decode_steps` steps of one token each."""
+    """`sequences` prompts of `prompt_tokens` tokens each, computed together, then `decode_steps` steps for all."""
 
     sequences: int
     prompt_tokens: int
     decode_steps: int
 
     def tokens(self, phase: Phase) -> int:
-        """The tokens that count in a phase: those of the prompts, or those that come out."""
+        """The tokens that count for a phase's rate: prompt tokens for prefill, otherwise generated tokens."""
         if phase == "prefill":
             return self.sequences * self.prompt_tokens
-        # The step that ends a prompt makes a token as well.
+        # The step that completes the prompts generates a token for each of them.
         return self.sequences * (self.decode_steps + (phase == "batch"))
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a peer is to do, with as much of the machine as we use.
+    """What a peer has to do, with the same threads or GPU as we use.
 
-    `gguf` is the model for peers that read such files, and `weights` the type in it. We compute in `dtype`: bf16, f32.
+    `gguf` is the model file for peers that read GGUF, and `weights` the type of its weights. `dtype` is our own compute
+    type, bf16 or f32.
     """
 
     model: str
@@ -49,25 +50,25 @@ class Task:
 
 
 class Peer(Protocol):
-    """A program that runs the same model. Its methods raise MegakernelError where it fails."""
+    """Another program that runs the same model. Its methods raise MegakernelError if it fails."""
 
     name: str
 
     @property
     def about(self) -> dict[str, Any]:
-        """What it is: versions and the like. Known after its first run."""
+        """Its version and other properties. They are known after its first run."""
 
     def settings(self, phase: Phase) -> tuple[Settings, list[Settings]]:
-        """Where the search begins, and changes to try one after the other, each on the best so far."""
+        """The initial settings of the search, and changes to try in turn, each applied to the best settings so far."""
 
     def seconds(self, phase: Phase, settings: Settings) -> float:
-        """What one run of a phase takes, after one to warm up where it must."""
+        """Seconds of one run of a phase. A peer that needs a warm-up runs once before."""
 
     def close(self) -> None: ...
 
 
 class Contest:
-    """A peer and what it took. The first of `phases` is the one that its main figures are of."""
+    """A peer and the times of its runs. Its main figures are those of the first of `phases`."""
 
     def __init__(self, peer: Peer, work: Work, phases: Sequence[Phase]) -> None:
         self.peer = peer
@@ -77,7 +78,7 @@ class Contest:
         self._search: list[dict[str, Any]] = []
 
     def search(self, advance: Callable[[int, int], None]) -> None:
-        """Finds the fastest settings of each phase. `advance` is told (choices tried, all)."""
+        """Find the fastest settings of each phase. `advance` is called with (combinations tried, all combinations)."""
         total = sum(1 + len(self.peer.settings(phase)[1]) for phase in self._phases)
         for phase in self._phases:
             first, changes = self.peer.settings(phase)
@@ -87,7 +88,7 @@ class Contest:
                 tried = best | change
                 try:
                     seconds = self._try(phase, tried)
-                except MegakernelError as e:  # not every build has every setting
+                except MegakernelError as e:  # a build may lack a setting
                     self._search.append({"phase": phase, "settings": tried, "error": str(e)})
                     seconds = least
                 if seconds < least:
@@ -102,11 +103,14 @@ class Contest:
         return seconds
 
     def run(self) -> None:
-        """The peer's turn: every phase once."""
+        """Run every phase once with its best settings, and record the seconds."""
         self.runs.append({f"{phase}_s": self.peer.seconds(phase, self._best[phase]) for phase in self._phases})
 
     def figures(self, ours: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-        """Medians and spreads of both sides, and ratios, ours ÷ theirs. `ours` are seconds of our runs by phase."""
+        """Median, least and greatest rates of both sides, and their ratio, ours divided by theirs.
+
+        `ours` holds the seconds of our runs by phase.
+        """
         by_phase = {phase: self._compare(phase, ours[phase]) for phase in self._phases}
         first, *others = self._phases
         best: dict[str, Any] = {phase: self._best[phase] for phase in self._phases}

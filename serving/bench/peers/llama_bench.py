@@ -1,4 +1,4 @@
-"""llama.cpp as its own benchmarks measure it: `llama-bench` for one sequence, `llama-batched-bench` for many."""
+"""The peer llama.cpp, timed by its own benchmarks: `llama-bench` for one sequence, `llama-batched-bench` for many."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ from . import llama_cpp
 from .contest import Phase, Settings, Task
 
 _BATCHED = "llama-batched-bench"
-_SAID = 120  # characters of an output that an error repeats
+_SAID = 120  # maximum characters of an output that an error quotes
 
 
 def tool(given: Path, batched: bool) -> Path:
-    """The benchmark in the folder of a native build, or beside one that is given. Raises MegakernelError."""
+    """The path of the benchmark: in the folder `given`, or in the folder of the program `given`.
+
+    Raises MegakernelError if there is none.
+    """
     folder = given if given.is_dir() else given.parent
     path = folder / _BATCHED if batched else folder / "llama-bench" if given.is_dir() else given
     if not path.is_file() or not os.access(path, os.X_OK):
         raise MegakernelError(
-            f"{path} is no program: build llama.cpp's target {path.name}, or leave --llama-bench out to run the wheel"
+            f"{path} is not a program: build llama.cpp's target {path.name}, or leave --llama-bench out to use the"
+            " package llama-cpp-python"
         )
     return path
 
 
 class LlamaBench:
-    """See `Peer`. Every run is a process, which warms up before it measures."""
+    """A `Peer`. Every run is a new process, which warms up before it measures."""
 
     name = llama_cpp.NAME
 
@@ -47,7 +51,7 @@ class LlamaBench:
         if self._path.name == _BATCHED:
             command += ["-tb", str(settings["threads"]), "-c", str(llama_cpp.context(work)), "--output-format", "jsonl"]
             command += ["-npp", str(work.prompt_tokens), "-ntg", str(work.decode_steps)]
-            # Twice the same: it warms up with a few tokens only.
+            # The same measurement twice, because the tool itself warms up with a few tokens only; the second counts.
             command += ["-npl", f"{work.sequences},{work.sequences}"]
             lines = [line for line in self._output(command).splitlines() if line.startswith("{")]
             last = self._json(lines[-1] if len(lines) == 2 else "")
@@ -74,7 +78,7 @@ class LlamaBench:
         except OSError as e:
             raise MegakernelError(f"cannot run {self._path}: {e.strerror}") from e
         if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it says nothing"]
+            lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
             raise MegakernelError(f"{self._path} ended with status {done.returncode}: {lines[-1][:_SAID]}")
         return done.stdout
 
@@ -85,7 +89,7 @@ class LlamaBench:
             raise self._nonsense(text) from None
 
     def _positive(self, result: Any, key: str) -> float:
-        """A number, or the last one of a list."""
+        """The positive number under `key`, or the last one if there is a list."""
         value = result.get(key) if isinstance(result, dict) else None
         value = value[-1] if isinstance(value, list) and value else value
         if not isinstance(value, int | float) or not 0 < value < float("inf"):
@@ -93,6 +97,4 @@ class LlamaBench:
         return float(value)
 
     def _nonsense(self, text: str) -> MegakernelError:
-        return MegakernelError(
-            f"{self._path} printed no result that is understood: {text.strip()[:_SAID] or 'nothing'}"
-        )
+        return MegakernelError(f"{self._path} printed an unexpected result: {text.strip()[:_SAID] or 'nothing'}")

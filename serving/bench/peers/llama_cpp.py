@@ -1,4 +1,4 @@
-"""llama.cpp through the PyPI package `llama-cpp-python`, which has no benchmark: a loop over the library's calls."""
+"""The peer llama.cpp from the package `llama-cpp-python`. It has no benchmark, so this file calls the library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from .contest import Phase, Settings, Task, Work
 
 NAME = "llama.cpp"
-_UBATCHES = (128, 2048)  # tokens that are computed at once, beside the default
+_UBATCHES = (128, 2048)  # values of n_ubatch (tokens computed at once) that the search tries besides the default
 _PADDING = 256
 
 
@@ -21,17 +21,17 @@ def settings(task: Task, phase: Phase) -> tuple[Settings, list[Settings]]:
         tokens = task.work.tokens("prefill")
         changes += [{"ubatch": size} for size in _UBATCHES if size < 512 or tokens > 512]
     if task.threads > 1 and not task.gpu:
-        changes.append({"threads": task.threads // 2})  # a core's two threads may be in each other's way
+        changes.append({"threads": task.threads // 2})  # the two hardware threads of a core may slow each other down
     return first, changes
 
 
 def context(work: Work) -> int:
-    """Tokens that llama.cpp must have room for. It rounds each sequence's part up to its padding."""
+    """The context size that llama.cpp needs. It pads each sequence's part to a multiple of _PADDING."""
     return work.sequences * -(-(work.prompt_tokens + work.decode_steps) // _PADDING) * _PADDING
 
 
 def load(task: Task) -> tuple[Callable[[Phase, Settings], float], dict[str, Any]]:
-    """What times a run, and what it is. For a process of its own: see `process`."""
+    """The function that times a run, and the peer's description. Called in the peer's own process (see `process`)."""
     model = _Model(task)
     return model.seconds, {
         "program": f"llama-cpp-python {model.version}",
@@ -68,7 +68,7 @@ class _Model:
         return {"prefill": prefill, "decode": decode, "batch": prefill + decode}[phase]
 
     def _open(self, settings: Settings) -> None:
-        """A context with these settings."""
+        """Create a llama.cpp context with these settings."""
         if self._context:
             self._c.llama_batch_free(self._batch)
             self._c.llama_free(self._context)
@@ -83,12 +83,12 @@ class _Model:
         params.flash_attn_type = int(settings["flash_attention"])
         self._context = self._c.llama_init_from_model(self._model, params)
         if not self._context:
-            raise RuntimeError(f"llama.cpp takes no context with {settings}")
+            raise RuntimeError(f"llama.cpp cannot create a context with {settings}")
         self._batch = self._c.llama_batch_init(self._size, 0, 1)
         self._settings = settings
 
     def _run(self) -> tuple[float, float]:
-        """Seconds of the prompts, and of the decode steps."""
+        """Seconds of the prompts, and seconds of the decode steps."""
         work, c = self._task.work, self._c
         c.llama_memory_clear(c.llama_get_memory(self._context), True)
         began = perf_counter()
@@ -100,7 +100,7 @@ class _Model:
         return middle - began, perf_counter() - middle
 
     def _compute(self, tokens: Iterator[tuple[int, int, bool]]) -> None:
-        """Tokens (sequence, position, whether its logits are wanted), as many at once as a batch holds."""
+        """Compute tokens, given as (sequence, position, whether its logits are needed), in batches of `_size`."""
         batch, count = self._batch, 0
         for sequence, position, wanted in tokens:
             batch.token[count] = (sequence * 7919 + position * 104729) % self._vocab
@@ -118,4 +118,4 @@ class _Model:
         self._batch.n_tokens = count
         status = self._c.llama_decode(self._context, self._batch)
         if status:
-            raise RuntimeError(f"llama_decode returns {status}")
+            raise RuntimeError(f"llama_decode failed with status {status}")

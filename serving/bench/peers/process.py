@@ -1,7 +1,7 @@
-"""A peer that is Python code, in a process of its own: what it loads, keeps spinning or breaks stays there.
+"""Runs a peer that is a Python library in a process of its own, so that its threads, memory and crashes stay there.
 
-The process reads JSON lines and answers each with one: first the task, then runs. The code is a module with `settings`
-and `load` (see `llama_cpp`).
+The process reads lines of JSON, first the task and then one line per run, and answers each with a line of JSON. The
+library is wrapped by a module with `settings` and `load` (see `llama_cpp`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .contest import Phase, Settings, Task, Work
 
 
 class Process:
-    """See `Peer`."""
+    """A `Peer` in a process of its own. `module` is the name of the Python module that wraps it."""
 
     def __init__(self, name: str, module: str, task: Task) -> None:
         self.name = name
@@ -42,7 +42,7 @@ class Process:
         value = self._ask({"phase": phase, "settings": settings}).get("seconds")
         if not isinstance(value, int | float) or not 0 < value < float("inf"):
             self._end()
-            raise MegakernelError(f"{self.name} says that a run took {value!r} seconds")
+            raise MegakernelError(f"{self.name} reported an invalid time of a run: {value!r} seconds")
         return float(value)
 
     def close(self) -> None:
@@ -74,9 +74,9 @@ class Process:
 
 
 def serve(module: str) -> None:
-    """The other end."""
+    """The main function of the peer's process: answer the lines on standard input."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries must not mix with the answers
 
     def answer(value: dict[str, Any]) -> None:
         answers.write(json.dumps(value) + "\n")

@@ -1,4 +1,4 @@
-"""torch: the model as transformers computes it, on the same weights; eager, or compiled where there is a compiler."""
+"""The peer `torch`: transformers' model on the same weights, eager or, if there is a C++ compiler, compiled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def settings(task: Task, phase: Phase) -> tuple[Settings, list[Settings]]:
     first = {"threads": task.threads, "dtype": task.dtype, "compiled": False}
     changes: list[Settings] = []
     if task.dtype == "bf16" and not task.gpu:
-        changes.append({"dtype": "f32"})  # the same values, wider: not every CPU multiplies bf16
+        changes.append({"dtype": "f32"})  # same values, wider type: not every CPU multiplies bf16
     if task.threads > 1 and not task.gpu:
         changes.append({"threads": task.threads // 2})
     if any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++", "cl")):
@@ -33,7 +33,7 @@ def settings(task: Task, phase: Phase) -> tuple[Settings, list[Settings]]:
 
 
 def load(task: Task) -> tuple[Callable[[Phase, Settings], float], dict[str, Any]]:
-    """What times a run, and what it is. For a process of its own: see `process`."""
+    """The function that times a run, and the peer's description. Called in the peer's own process (see `process`)."""
     import torch
     import transformers
 
@@ -42,13 +42,13 @@ def load(task: Task) -> tuple[Callable[[Phase, Settings], float], dict[str, Any]
 
 
 def build(checkpoint: Checkpoint, dtype: str) -> Any:
-    """The model of transformers with the weights of `checkpoint`, in `dtype`."""
+    """transformers' model with the weights of `checkpoint`, in `dtype`."""
     import torch
     import transformers
 
     config = checkpoint.config
     kind = getattr(transformers, FAMILIES[config.family].architecture)
-    with torch.device("meta"):  # nothing is initialised
+    with torch.device("meta"):  # no memory is allocated or initialised
         model = kind(
             kind.config_class(
                 vocab_size=config.vocab,
@@ -85,26 +85,26 @@ class _Model:
         self._device = "cuda" if task.gpu else "cpu"
         self._dtype, self._model = "", None
         self._warm: list[Settings] = []
-        self._compiled: Any = None  # the function and its cache, whose addresses are compiled in
+        self._compiled: Any = None  # the compiled function and its cache, whose addresses are part of the compiled code
 
     def seconds(self, phase: Phase, settings: Settings) -> float:
         import torch
 
         torch.set_num_threads(settings["threads"])
         if settings["dtype"] != self._dtype:
-            self._model = self._compiled = None  # one at a time
+            self._model = self._compiled = None  # free the old model before the new one is built
             self._dtype, self._warm = settings["dtype"], []
             self._model = build(self._checkpoint, self._dtype).to(self._device)
         if settings not in self._warm:
             before, took = math.inf, sum(self._run(settings["compiled"]))
-            while took < before / 2:  # the second run may compile as well
+            while took < before / 2:  # the second run may still compile
                 before, took = took, sum(self._run(settings["compiled"]))
             self._warm.append(settings)
         prefill, decode = self._run(settings["compiled"])
         return {"prefill": prefill, "decode": decode, "batch": prefill + decode}[phase]
 
     def _run(self, compiled: bool) -> tuple[float, float]:
-        """Seconds of the prompts, and of greedy decode steps after them."""
+        """Seconds of the prompts, and seconds of the greedy decode steps after them."""
         import torch
         from transformers import DynamicCache, StaticCache
 
