@@ -1,10 +1,11 @@
-"""What the CUDA interpreter's machine code allows: the hot paths of each role, and programs that run on them.
+"""Finds the speed limits in the CUDA interpreter's machine code: the hot paths of each role, and what they cost a step.
 
     python benchmarks/calibration/machine_code.py
 
-Of each path the instructions of a warp and the cycles by their stall counts, of the shortest way through it: a floor,
-to which waits for memory and for barriers come. Roles of a worker work at the same time, so the slowest is its rate.
-The simulator has these figures from the machines' files ([issue]); tests compare them.
+For the shortest way through each path, it prints the instructions of a warp and the cycles by their stall counts. This
+is a lower bound, because waits for memory and barriers are not included. The roles of a worker run concurrently, so the
+slowest role limits the worker. The simulator reads these figures from the machine files ([issue]), and tests compare
+both.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from megakernel.scheduler import Options
 from megakernel.scheduler.simulate.costs import costs_of
 
 CONSUMING = ("dot_pair", "dot_pairs", "dot_row", "dot_unit", "k_step", "sample_step")
-SCHEDULERS = 4  # of an SM: each issues an instruction of one of its warps in a cycle
+SCHEDULERS = 4  # warp schedulers of an SM; each issues one instruction per cycle
 CONSUMERS = WARPS - len(SERVICE_WARPS)
 LANES = THREADS // WARPS
-VECTORS = DOT_PIECE // 8 // LANES  # of a piece, that each lane multiplies
-PRODUCTS = 16  # of a vector, for both columns
-AHEAD = 2  # loads of a row of logits that a thread has under way while it adds what came before them
+VECTORS = DOT_PIECE // 8 // LANES  # vectors of a piece that each lane multiplies
+PRODUCTS = 16  # products of a vector, for both columns
+AHEAD = 2  # loads of logits that a thread has in flight while it processes earlier ones
 _WAIT = "SYNCS.PHASECHK"
 
 
 class Paths:
-    """The hot paths of a cubin, found by the source lines that they pass. Raises MegakernelError where one is lost."""
+    """The hot paths of a cubin, found by their source lines. Raises MegakernelError if one is not found."""
 
     def __init__(self, code: Code, units: Units) -> None:
         self._code, self._units = code, units
@@ -57,10 +58,10 @@ class Paths:
         }
 
     def _at(self, file: str, text: str, opcode: str = "") -> set[int]:
-        """Instructions of the lines of a source that contain `text`, or of what is inlined there."""
+        """The instructions of those source lines that contain `text`, including code that is inlined there."""
         places = {(file, n) for n, line in enumerate(self._text[file], 1) if text in line}
         if not places:
-            raise MegakernelError(f"{file} has no line with {text!r}, which a path is found by")
+            raise MegakernelError(f"{file} has no line with {text!r}, by which a hot path is found: update this script")
         return {i for i in self._code.find(opcode) if places & self._code.instructions[i].lines}
 
     def _floor(self, what: str, starts: Iterable[int], *visits: Iterable[int], ends: Iterable[int] = ()) -> Floor:
@@ -82,40 +83,42 @@ class Paths:
             "dot_unit": self.unit(),
         }
 
-    # -- loaders: from one page's wait to the next
+    # -- loaders: from the wait for one page to the wait for the next
 
     def passing(self) -> Floor:
-        """A page of a matmul that the other loader fills."""
+        """The path for a page of a matmul that the other loader fills."""
         waits, here = self._walk()
         return self._floor("passing a page", waits, here & self._at("loaders.h", "p.arrive(block.full[at.slot])"))
 
     def tiles(self) -> Floor:
-        """A page of a tile of a matmul."""
+        """The path for a page of a matmul tile."""
         return self._filled("p.load_tile(page, map", "x += kTileInner")
 
     def columns(self) -> Floor:
-        """A page of weights of dots, with another one for the cache."""
+        """The path for a page of weights of dots, including the prefetch of a later page into the L2."""
         ahead = self._at("loaders.h", "p.prefetch_columns(", "UTMAPF")
         return self._filled("p.load_columns(", "if (member) x += kPiece", visits=(ahead,))
 
     def _walk(self) -> tuple[set[int], set[int]]:
-        """Waits for a page to be free, on the walk over a matmul's pages; all of the walk."""
+        """The waits for a free page in the loop over a matmul's pages, and all instructions of that loop."""
         here = self._at("plan.h", "dot_pages(d, task, each) : tensor_pages(d, task, each)")
         return here & self._at("loaders.h", "p.wait(block.empty[at.slot]", _WAIT), here
 
     def _filled(self, copy: str, text: str, copies: int = 1, visits: Sequence[set[int]] = ()) -> Floor:
-        """A page that so many copies fill; `text`: in the line that goes on to the next page of its kind.
-        `visits`: what else the way there passes."""
+        """The path for a page that is filled by so many copies.
+
+        `text` is part of the source line that advances to the next page of its kind. The path also passes `visits`.
+        """
         waits, here = self._walk()
         copying = self._at("loaders.h", copy) & {*self._code.find("UBLKCP"), *self._code.find("UTMALDG")}
         page = self._floor("filling a page", waits, here & copying, *visits, here & self._at("plan.h", text))
-        # Lanes take turns: the way back to the copy is to the next lane's.
+        # The lanes copy in turn, so the way from a copy back to a copy is the next lane's.
         return page + (self._floor("a copy", here & copying) * (copies - 1) if copies > 1 else Floor(0, 0))
 
     # -- consumer warps
 
     def pair(self, rows: int) -> Floor:
-        """Both pages of a piece, for so many rows."""
+        """The path for both pages of a piece, for so many rows."""
         if rows == 1:
             last, products = self._whole_piece()
             return self._floor("a pair of pages", last, *products)
@@ -125,7 +128,7 @@ class Paths:
         return self._floor("a pair of pages", self._pairs(), *vector) + inner * (VECTORS - 1)
 
     def unit(self) -> Floor:
-        """What a unit of columns takes beside its pages, of one row."""
+        """The path of a unit of columns besides its pages, for one row."""
         shuffles = self._at("dots.h", "sums.reduce(p, rows)", "SHFL")
         last, products = self._whole_piece()
         return self._floor("a unit of columns", last, shuffles, *products) - self.pair(1)
@@ -134,35 +137,35 @@ class Paths:
         return self._at("dots.h", "second = pages.full(page + 1)", _WAIT)
 
     def _whole_piece(self) -> tuple[set[int], list[set[int]]]:
-        """Of a row's whole piece, which no loop has, the last product, and all others."""
+        """The last product of one row's whole piece, which is fully unrolled, and all other products."""
         products = self._at("dots.h", "multiply(sum_[0],", "FFMA")
         return {max(products)}, [products] * (PRODUCTS * VECTORS - 1)
 
     def step(self) -> Floor:
-        """A k step of a whole chunk on the tensor cores."""
+        """The path of a k step of a whole chunk on the tensor cores."""
         wide = self._at("gemm.h", "page = multiply<2>(pages, page, steps, acc)", "HGMMA")
         last = {i for i in wide if "gsb0" in self._code.instructions[i].operands}
         return self._floor("a k step", last)
 
     def sample(self) -> Floor:
-        """As many logits as are under way together."""
+        """The path for as many logits as are in flight together."""
         loads = self._logits()
         return self._floor("sampling", {max(loads)}, self._at("sample.h", "expf(held.v[k] - top)", "MUFU.EX2")) * AHEAD
 
     def sample_entries(self) -> int:
-        """Of a row, that all consumer warps have under way."""
+        """How many logits of a row all consumer warps have in flight together."""
         words = sum(4 if ".128" in self._code.instructions[i].opcode else 1 for i in self._logits())
         return AHEAD * words * CONSUMERS * LANES
 
     def _logits(self) -> set[int]:
-        """Loads of the last batch, where all of it lies in the row."""
+        """The loads of a batch of logits that lies completely inside the row."""
         whole = self._at("sample.h", "out.v[j] = load_float(z + begin")
         return whole & self._at("sample.h", "after = load(z, begin", "LDG")
 
     # -- all roles, one after the other
 
     def handoff(self) -> Floor:
-        """From the end of an instruction's arithmetic to the first page of one that waits for it."""
+        """The path from the end of one instruction's arithmetic to the first page of another that waits for it."""
         matmul = "gemm<P>(c, m, pages)" if self._units == Units.TENSOR else "dots(p, c, m, pages)"
         fence = self._at("consumer.h", "p.fence_async()")
         poll = self._at("loaders.h", "wait_words(") & self._at("device.cuh", "value = load_acquire(need.value", "LDG")
@@ -182,13 +185,13 @@ class Paths:
 
 
 def cycles(name: str, floor: Floor) -> int:
-    """Of a path, where all warps of its role are at it: a scheduler issues for several consumer warps in turn."""
+    """Cycles of a path when all warps of its role run it: a warp scheduler serves several consumer warps in turn."""
     together = CONSUMERS // SCHEDULERS if name in CONSUMING else 1
     return max(floor.stalls, together * floor.instructions)
 
 
 def issue_of(codes: dict[Units, Code]) -> Issue:
-    """What the machines' files should say: of what both cubins have, the slower one's."""
+    """The [issue] figures for the machine files. For paths in both cubins, the slower one counts."""
     paths = {units: Paths(code, units) for units, code in codes.items()}
     found: dict[str, float] = {}
     for one in paths.values():
@@ -198,10 +201,10 @@ def issue_of(codes: dict[Units, Code]) -> Issue:
 
 
 def compile_codes() -> dict[Units, Code]:
-    """The untraced cubins of both numerics classes. Raises MegakernelError where a tool is missing."""
+    """Compile the cubins of both numerics classes, without tracing. Raises MegakernelError if a tool is missing."""
     tool = disassembler()
     if tool is None:
-        raise MegakernelError("there is no nvdisasm: pip install nvidia-cuda-nvdisasm")
+        raise MegakernelError("nvdisasm was not found: pip install nvidia-cuda-nvdisasm")
     codes = {}
     with tempfile.TemporaryDirectory() as folder:
         for units in (Units.DOTS, Units.TENSOR):
@@ -229,7 +232,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Load:
-    """Of the matmuls of a step, for a worker on average: seconds by role, of its share of memory, and of MMA."""
+    """The matmuls of a step for an average worker: seconds of each role, of its memory traffic, and of its MMA."""
 
     weight_loader: float
     input_loader: float
@@ -243,7 +246,10 @@ class Load:
 
 
 def load(program: Program, machine: Machine, issue: Issue) -> Load:
-    """`issue` in seconds. Memory has each weight once, at the rate that is reached; MMA the datasheet's rate."""
+    """The load of a program's matmuls; `issue` is in seconds.
+
+    Memory reads each weight once at the attainable rate, and MMA runs at the datasheet's rate.
+    """
     total, bytes_, flops = np.zeros(3), 0.0, 0.0
     for segment, runs in enumerate((1, program.dims.layers, 1)):
         for phase, dims, _, columns in program.by_phase(segment):

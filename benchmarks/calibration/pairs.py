@@ -1,11 +1,12 @@
-"""What clusters of two SMs would gain that load half a weight tile each and multicast it, according to the simulator.
+"""Simulates clusters of two SMs, where each SM loads half of a weight tile and multicasts it to the other one.
 
     python benchmarks/calibration/pairs.py -o benchmarks/results/pairs.json
 
-Nothing of it is built. A pair is simulated as one worker of twice everything, with tiles of twice the rows: it loads a
-weight tile once for two row blocks, each of its loaders asks for half of the weight pages and for its own rows, and it
-goes on when both halves can. The last column shows what fewer loads would gain if pairs waited for nothing: the machine
-with an L2 of 1.5 times the rate, as two tiles of 128 x 256 that share their weights load a third less.
+Such clusters are not implemented. A pair is simulated as one worker with twice the resources and tiles of twice the
+rows: it loads a weight tile once for two row blocks, each of its loaders requests half of the weight pages and its own
+rows, and it continues when both halves can. The last column is an upper bound for the gain, without waits between the
+two SMs: the machine with 1.5 times the L2 bandwidth, because two tiles of 128 x 256 that share their weights load a
+third less.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _LOGIT_ROWS, _CONTEXT, _LESS_L2 = 64, 128, 1.5
 
 
 def paired(machine: Machine) -> Machine:
-    """`machine` with its workers in pairs."""
+    """`machine` with each pair of workers replaced by one worker of twice the size."""
     assert machine.issue
     issue = replace(machine.issue, tile_page=machine.issue.tile_page / 2, pass_page=machine.issue.pass_page / 2)
     return replace(

@@ -1,9 +1,10 @@
-"""Predicted steps of GPUs that are not here, beside what others have published.
+"""Compares predicted step times on GPUs with figures that others have published.
 
     python benchmarks/calibration/predictions.py -o benchmarks/results/predictions.json
 
-Llama-3.1-70B on eight H100s, differently compiled; Llama-3.2-1B with one sequence on three GPUs; what an H200 would
-show with parts of the design switched off. Nothing is measured: the constants are the simulator's table.
+There are three tables: Llama-3.1-70B on eight H100s with several compiler options, Llama-3.2-1B with one sequence on
+three GPUs, and an H200 with parts of the design switched off. Nothing is measured. All constants are those of the
+simulator.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megakernel.scheduler.simulate.costs import Costs, costs_of
 from megakernel.timeline import summarise
 
 CONTEXT = 128
-# Tokens/s on eight H100s: HazyResearch's megakernel (September 2025); the losses as quoted by two others.
+# Tokens/s on eight H100s of HazyResearch's megakernel (September 2025). The losses are quoted from two other sources.
 PUBLISHED_70B = {
     "all on": {"tokens_per_s": 31516},
     "no pipelining": {"tokens_per_s": 29607, "loss": 0.061},
@@ -40,8 +41,8 @@ PUBLISHED_70B = {
     "sharded O": {},
     "own norm": {},
 }
-# Microseconds a token: HazyResearch's kernel as msaroufim/megakernels-vs-cuda-graphs measured it; the B200's is
-# their own figure.
+# Microseconds per token of HazyResearch's kernel, measured by msaroufim/megakernels-vs-cuda-graphs. The figure for the
+# B200 is HazyResearch's own.
 PUBLISHED_1B = {"h100": 972.78, "h200": 759.83, "b200": 680.0}
 
 
@@ -64,7 +65,7 @@ VARIANTS_70B = {
     "sharded O": Variant(replace(ON, o="sharded")),
     "own norm": Variant(replace(ON, norm="own")),
 }
-# One GPU drains queues for attention only; dense work is static.
+# On one GPU only attention uses queues. Matmuls are in static streams.
 ALONE = Options(queue="attention")
 VARIANTS_H200 = {
     "all on": Variant(ALONE),
@@ -75,7 +76,7 @@ VARIANTS_H200 = {
 
 
 def mixed_step(dims: Dims) -> StepTable:
-    """Two prompts of 512 tokens and 64 sequences that add a token to 1,024."""
+    """A step with two prompts of 512 tokens and 64 decode tokens that have 1,024 KV tokens each."""
     prompts = [Chunk(i, 0, [0] * 512, range(dims.pages_per_seq), [SampleRow(511)]) for i in range(2)]
     rows = [Chunk(2 + i, 1023, [0], range(dims.pages_per_seq), [SampleRow(0)]) for i in range(64)]
     return build_step(dims, [*prompts, *rows])
@@ -101,7 +102,7 @@ def predict(
     costs = variant.costs(machine)
     done = simulate(program, machine, table, costs=costs, trace=True)
     if done.trace is None:
-        raise AssertionError("a trace was asked for")
+        raise AssertionError("simulate returned no trace")
     summary = summarise(program, done.trace, machine)
     facts = {name: value for name, value in vars(done).items() if name != "trace"}
     moved = {

@@ -1,12 +1,12 @@
-"""Predicted and measured steps of this machine, side by side.
+"""Compares predicted and measured step times on this machine.
 
     python benchmarks/calibration/predictions_host.py --machine FILE.toml -o benchmarks/results/predictions-host.json
 
-SmolLM2-135M's and Llama-3.2-1B's shapes with random weights, prefill and decode, one worker and two. The machine file
-is what `megakernel doctor --calibrate FILE.toml` has written here, from measurements of another shape. Its figures are
-the best of several runs, the machine undisturbed; so the fastest launch is what a prediction is compared with. The
-median, which has the disturbances of a shared machine in it, stands beside it, and so does the least time that the
-machine's ceilings allow. The cases take turns, so that a disturbed minute meets all of them.
+The cases are prefill and decode of the shapes of SmolLM2-135M and Llama-3.2-1B with random weights, on one worker and
+on all cores. `megakernel doctor --calibrate FILE.toml` has written the machine file on this machine, from measurements
+of another shape. Its figures are the best of several runs, without disturbances, so a prediction is compared with the
+fastest launch. The median, which includes the disturbances of a shared machine, and the least time by the machine's
+ceilings are shown as well. The cases alternate, so that a disturbance affects all of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TURN_S = 2.0
 
 @dataclass
 class Case:
-    """A step, predicted; `backend` is None where nothing is measured."""
+    """A step with its prediction and its measured launches. `backend` is None if nothing is measured."""
 
     model: str
     phase: str
@@ -51,7 +51,7 @@ class Case:
     runs_s: list[float] = field(default_factory=list)
 
     def turn(self) -> None:
-        """Launches for TURN_S, at least one."""
+        """Launch the step repeatedly for TURN_S seconds, at least once."""
         stop = perf_counter() + TURN_S
         while True:
             begin = perf_counter()
@@ -73,7 +73,10 @@ class Case:
 
 
 def cases(model: str, workers: int, file: str, measured: bool) -> list[Case]:
-    """Of one model by so many workers, which share a backend. Programs are those that this machine runs."""
+    """The cases of one model with so many workers.
+
+    They share a backend, and their programs are those of this machine.
+    """
     config, machine, cpu, found = load_config(model), machines.load(file, workers), None, []
     ceilings = machine_ceilings(machine)
     for phase, tokens, start in (("decode", 1, PROMPT), ("prefill", PROMPT, 0)):
@@ -92,7 +95,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--machine", metavar="FILE.toml", required=True)
     parser.add_argument("--models", nargs="*", default=MODELS)
-    parser.add_argument("--seconds", type=float, default=600.0, help="of measuring, all cases together")
+    parser.add_argument("--seconds", type=float, default=600.0, help="total seconds to measure (default: 600)")
     parser.add_argument("--predict-only", action="store_true")
     arguments = parser.parse_args()
     all_cases = [

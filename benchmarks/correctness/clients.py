@@ -1,8 +1,8 @@
-"""What clients ask of structured outputs and tools: `python benchmarks/correctness/clients.py --url URL [-o FILE]`.
+"""Checks structured outputs and tool calls with common clients: `python benchmarks/correctness/clients.py --url URL`.
 
-The script needs no megakernel, only clients, so it runs in an environment of its own (`pip install openai instructor
-langchain-openai "pydantic-ai-slim[openai]"`), against a server that runs somewhere (`megakernel serve --model
-smollm2-135m`). Each case is tried once. A client that is not installed is told and not counted. Exit status 1 says that
+The script needs only the clients, not megakernel, so it runs in an environment of its own (`pip install openai
+instructor langchain-openai "pydantic-ai-slim[openai]"`), against a running server (`megakernel serve --model
+smollm2-135m`). Each case runs once. A client that is not installed is reported and not counted. The exit status is 1 if
 a case failed.
 """
 
@@ -52,7 +52,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Bob is 31 years old and live
 
 
 class Cases:
-    """The cases, by name; a case fails by an exception."""
+    """The cases are the public methods. A case fails if it raises an exception."""
 
     def __init__(self, url: str, model: str) -> None:
         self.url, self.model = url, model
@@ -79,7 +79,7 @@ class Cases:
         assert answer.finish_reason == "length" or isinstance(json.loads(answer.message.content), dict)
 
     def _calls(self, **given: Any) -> list[tuple[str, str]]:
-        """The calls of a stream, put together by hand, of which the package's own way finds as many."""
+        """The calls of a stream, assembled by hand. The openai package must be able to assemble a stream as well."""
         calls: list[list[str]] = []
         reason = None
         for event in self._ask(tools=TOOLS, stream=True, **given):
@@ -122,7 +122,7 @@ class Cases:
                 raise AssertionError(f"{given} was not refused")
 
     def vllm_example(self) -> None:
-        """The forms of vLLM's example of structured outputs, in its names of today and of before."""
+        """The formats of vLLM's example of structured outputs, with its current and its older field names."""
         schema = Person.model_json_schema()
         mail = r"[a-z0-9.]{1,20}@[a-z]{2,10}\.com\n"
         forms = {"choice": ["positive", "negative"], "regex": mail, "json": schema, "grammar": SQL}
@@ -178,7 +178,7 @@ class Cases:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True, help="such as http://127.0.0.1:8000/v1")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the outcome here, as JSON")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the results to FILE as JSON")
     args = parser.parse_args()
     model = openai.OpenAI(base_url=args.url, api_key="none").models.list().data[0].id
     cases = Cases(args.url, model)

@@ -1,13 +1,13 @@
-"""Fuzzing of program files that is guided by coverage: libFuzzer, as atheris brings it, changes files that are right.
+"""Coverage-guided fuzzing of program files: libFuzzer, from the package atheris, mutates valid files.
 
     pip install -e '.[fuzz]'
     python benchmarks/correctness/fuzz_programs.py -max_total_time=600 CORPUS
 
-What it finds to reach new code it keeps in the folder CORPUS, and goes on from there the next time. A file in its place
-is tried once. Each file gets the
-right checksum, so that more than the checksum is tried. A file that loads is verified, disassembled, simulated and
-launched without arithmetic. Anything but a MegakernelError ends the run and leaves the file. The coverage is that of
-`megakernel.program`, which checks files; that of the native library needs a build by clang.
+Inputs that reach new code are kept in the folder CORPUS, where the next run continues. If CORPUS is a file, only that
+file is tried. Each input gets a correct checksum, so that the fuzzer gets past the checksum test. A program that loads
+is verified, disassembled, simulated and launched without arithmetic. Any exception other than MegakernelError ends the
+run and saves the input. Coverage is measured in `megakernel.program`, which checks files. Coverage of the native
+library would need a build with clang.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Does any file crash its readers? Changes files of every kind at random, and reads each in a child process.
+"""Checks that no file crashes its readers: changes files of every kind at random, and reads each in a child process.
 
     python benchmarks/correctness/hostile_files.py --count 18000 -o benchmarks/results/hostile-files.json
 
-A mutant follows from its kind and number alone: `--kind traces --first 17 --count 1` makes one again. Every reader must
-take it or refuse it with one line. A signal, a traceback, a hang, a lack of memory, or a line that cannot be printed
-makes the run end with exit status 1. Such a mutant is shrunk to the changed bytes that are enough. `--sanitized` does
-it all with a native library that AddressSanitizer and UndefinedBehaviorSanitizer watch.
+A mutant is determined by its kind and number: `--kind traces --first 17 --count 1` creates one again. Every reader must
+accept a mutant or refuse it with a one-line error. Any signal, traceback, hang, lack of memory or unprintable error
+fails the run with exit status 1. Such a mutant is reduced to the fewest changed bytes that still cause the failure.
+`--sanitized` uses a native library built with AddressSanitizer and UndefinedBehaviorSanitizer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KINDS = hostile_models.KINDS | hostile_files.KINDS
 
 
 def smallest(kind: Kind, mutant: Mutant, stages: dict[str, str], folder: Path) -> list[tuple[int, str, str]]:
-    """The changes that are enough for the same reader to fail."""
+    """The fewest changes with which one of the failing readers still fails."""
 
     def fails(data: bytes) -> bool:
         found = try_data(kind, replace(mutant, data=data), folder)
@@ -41,7 +41,7 @@ def smallest(kind: Kind, mutant: Mutant, stages: dict[str, str], folder: Path) -
 
 
 def sanitized() -> int:
-    """The same command with another library."""
+    """Run the same command with a sanitized native library."""
     with tempfile.TemporaryDirectory() as name:
         environment = os.environ | build(Path(name), "address,undefined")
         command = [sys.executable, *(a for a in sys.argv if a != "--sanitized")]
@@ -52,16 +52,16 @@ def sanitized() -> int:
 
 def main() -> int:
     parser = options(__doc__)
-    parser.add_argument("--kind", choices=KINDS, action="append", help="only this one; may be repeated")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="only this kind of files (repeatable)")
     parser.add_argument(
-        "--count", type=int, default=1000, help="mutants of each kind (default: 1000), a tenth of templates"
+        "--count", type=int, default=1000, help="mutants of each kind (default: 1000), fewer of slow kinds"
     )
     parser.add_argument("--first", type=int, default=0, help="number of the first mutant (default: 0)")
-    parser.add_argument("--sanitized", action="store_true", help="with sanitizers in the native library")
+    parser.add_argument("--sanitized", action="store_true", help="use a native library with sanitizers")
     args = parser.parse_args()
     if args.sanitized:
         return sanitized()
-    hostile_files.good_programs()  # before children are made
+    hostile_files.good_programs()  # before children are forked, which share it
     found: dict[str, dict[str, int]] = {}
     mutants: dict[str, int] = {}
     failures = []
@@ -77,7 +77,7 @@ def main() -> int:
                 if bad:
                     changes = smallest(KINDS[kind], KINDS[kind].make(rng_of(kind, seed), seed), stages, folder)
                     failures.append({"kind": kind, "number": seed, "readers": bad, "changes": changes})
-                    print(f"{kind} {seed}: {bad}; enough is {changes[:8]}", flush=True)
+                    print(f"{kind} {seed}: {bad}; reduced to {changes[:8]}", flush=True)
             found[kind] = dict(sorted(counts.items()))
             lines = (f"{count:6} {what}" for what, count in found[kind].items())
             print(f"{kind}: {mutants[kind]} mutants", *lines, sep="\n  ", flush=True)
@@ -89,7 +89,7 @@ def main() -> int:
                 "readers": found,
                 "failures": failures,
             }
-            write(args.output, figures)  # those of the kinds so far
+            write(args.output, figures)  # after each kind, so that an interrupted run keeps its figures
     return 1 if failures else 0
 
 

@@ -1,13 +1,15 @@
-"""Does any HTTP request hold up the others, take memory for good, or get a 5xx?
+"""Checks that no hostile HTTP request delays others, leaks memory or gets a 5xx answer.
 
     python benchmarks/correctness/hostile_http.py --count 10000 -o benchmarks/results/hostile-http.json
 
-Starts `megakernel serve --api-key` on a small random model and sends it hostile requests: odd bodies, heads and bytes,
-sizes beyond every limit, clients that send slowly or leave; most with the key, some with a wrong one or none. A request
-follows from the seed and its number: `--first 17 --count 1` sends one again. Another process asks for `/health` all the
-while, on a connection that it keeps and on new ones. Memory is that of the server's processes together. Fails
-where an answer is a 5xx, where the server ends, and, with --quiet (for a machine that does nothing else), where
-`/health` takes longer than 100 ms. Fails, too, where memory has grown by 100 MB.
+Starts `megakernel serve --api-key` on a small random model and sends it hostile requests: malformed bodies, headers and
+bytes, sizes beyond every limit, clients that send slowly or disconnect. Most have the key, some have a wrong one or
+none. A request is determined by the seed and its number: `--first 17 --count 1` sends one again. Meanwhile another
+process requests `/health` continuously, on a kept-alive connection and on new ones. Memory is that of all the server's
+processes together.
+
+The run fails if an answer is a 5xx, if the server ends, or if memory grows by 100 MB. With --quiet, for an otherwise
+idle machine, it also fails if `/health` takes longer than 100 ms.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ print(json.dumps(times))
 
 @dataclass
 class Outcome:
-    """Of one request: its status, 0 where no answer came, and from when to when it was under way."""
+    """The status of one request, 0 if no answer came, and when it began and ended."""
 
     number: int
     kind: str
@@ -66,7 +68,7 @@ class Outcome:
 
 
 async def status_of(reader: asyncio.StreamReader) -> int:
-    """Of the answer that comes, which is read to its end where its length is known; 0 where the connection ends."""
+    """Read an answer, to its end if its length is known, and return its status."""
     head = await reader.readuntil(b"\r\n\r\n")
     fields = dict(line.split(b": ", 1) for line in head.lower().split(b"\r\n")[1:-2])
     await reader.readexactly(int(fields.get(b"content-length", b"0")))
@@ -74,7 +76,7 @@ async def status_of(reader: asyncio.StreamReader) -> int:
 
 
 async def send(port: int, sent: Attempt) -> int:
-    """The status of the answer; 0 where there was none."""
+    """Send a request and return the status of its answer, 0 if there was none."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
     try:
         with suppress(TimeoutError, ConnectionError, asyncio.IncompleteReadError):
@@ -83,7 +85,7 @@ async def send(port: int, sent: Attempt) -> int:
                     if i:
                         await asyncio.sleep(sent.pause)
                     writer.write(part)
-                with suppress(ConnectionError):  # who was refused may be told so first
+                with suppress(ConnectionError):  # the server may refuse and close the connection first
                     await writer.drain()
                 return await status_of(reader)
         return 0
@@ -106,14 +108,14 @@ async def attack(port: int, seed: int, numbers: range, clients: int) -> list[Out
 
 
 def by_kind(outcomes: list[Outcome]) -> dict[str, dict[str, int]]:
-    """How many requests of a kind got which status."""
+    """The number of requests by kind and status."""
     counts = Counter((one.kind, str(one.status or "none")) for one in outcomes)
     kinds = sorted({kind for kind, _ in counts})
     return {kind: {status: n for (k, status), n in sorted(counts.items()) if k == kind} for kind in kinds}
 
 
 def slowest(times: list[tuple[float, int, float]], outcomes: list[Outcome]) -> list[dict[str, Any]]:
-    """The longest waits for `/health`, with the numbers of the requests that were under way."""
+    """The longest waits for `/health`, with the requests that were in progress."""
     return [
         {
             "ms": round(1000 * seconds, 1),
@@ -139,12 +141,12 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         before, begin = taken(server.pid), time.monotonic()
         command = [sys.executable, "-c", POLLER, str(port)]
         poller = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        os.nice(10)  # as if it ran elsewhere: the server has the cores where both want them
+        os.nice(10)  # the clients yield to the server, as if they ran on another machine
         numbers = range(args.first, args.first + args.count)
         outcomes = asyncio.run(attack(port, args.seed, numbers, args.clients))
         seconds = time.monotonic() - begin
         times = json.loads(poller.communicate(b"\n")[0])
-        time.sleep(1)  # what was left is cleared away
+        time.sleep(1)  # let the server clean up
         after = taken(server.pid)
         ended = server.poll()
         server.terminate()
@@ -180,8 +182,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10_000, help="requests (default: 10000)")
     parser.add_argument("--first", type=int, default=0, help="number of the first request (default: 0)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--clients", type=int, default=8, help="at a time (default: 8)")
-    parser.add_argument("--quiet", action="store_true", help="also fail where /health takes longer than 100 ms")
+    parser.add_argument("--clients", type=int, default=8, help="concurrent clients (default: 8)")
+    parser.add_argument("--quiet", action="store_true", help="also fail if /health takes longer than 100 ms")
     parser.add_argument("serve", nargs="*", help="flags of megakernel serve, after --")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,9 +1,9 @@
-"""lm-eval's `local-completions` against `megakernel serve`, on a small task file: log-likelihoods and generation.
+"""Runs lm-eval's `local-completions` against `megakernel serve` on a small task and checks its log-likelihoods.
 
     pip install lm_eval[api] && python benchmarks/correctness/lm_eval_check.py [--model smollm2-135m]
 
-lm-eval is unchanged: it finds the server's tokenizer by /tokenizer_info and sends batches of token ids with echo and
-logprobs. Its log-likelihoods are compared with those of the engine without HTTP. Fails where one differs.
+lm-eval is unmodified: it finds the server's tokenizer with /tokenizer_info and sends batches of token ids with echo and
+logprobs. Its log-likelihoods are compared with those of the engine without HTTP. The exit status is 1 if they differ.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def write_task(folder: Path) -> Path:
 
 
 def evaluate(url: str, model: str, task: Path) -> tuple[list[float], float]:
-    """Log-likelihood of each choice of each question, and the accuracy, as lm-eval finds them."""
+    """The log-likelihood of each choice of each question, and the accuracy, as lm-eval computes them."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 

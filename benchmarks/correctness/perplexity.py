@@ -1,11 +1,13 @@
-"""Perplexity of a text under a model: with the weights as the file stores them, widened to float32, and in llama.cpp.
+"""Measures the perplexity of a text: with weights as the file stores them, with float32 weights, and in llama.cpp.
 
     python benchmarks/correctness/perplexity.py --llama-perplexity llama/build/bin/llama-perplexity -o FILE
 
-The text is the beginning of the Constitution of the United States. As in llama.cpp's `llama-perplexity`: the tokens are
-cut into chunks, each computed alone; where the model has a token for the beginning of a text it takes the place of a
-chunk's first one; of a chunk the tokens after the first half and one more are scored. Fails where widening the weights
-changes the perplexity by more than 0.1 %; with the same compute type it is expected to change no bit.
+The text is the beginning of the Constitution of the United States. The method is that of llama.cpp's
+`llama-perplexity`: the tokens are cut into chunks that are computed separately. If the model has a BOS token, it
+replaces the first token of each chunk. The first half of a chunk and one more token are not scored.
+
+The exit status is 1 if float32 weights change the perplexity by more than 0.1 %. With the same compute type no bit is
+expected to change.
 """
 
 from __future__ import annotations
@@ -29,18 +31,18 @@ from megakernel.model import gguf_path
 
 TEXT = Path(__file__).with_name("constitution.txt")
 CHUNK = 512
-MOST_DIFFERENCE = 1e-3  # of the perplexity with widened weights
+MOST_DIFFERENCE = 1e-3  # maximum relative change of the perplexity by float32 weights
 
 
 def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--chunks", type=positive, metavar="N", help=f"chunks of {CHUNK} tokens (default: all)")
-    parser.add_argument("--llama-perplexity", type=Path, metavar="PATH", help="llama.cpp's program, to compare with")
+    parser.add_argument("--llama-perplexity", type=Path, metavar="PATH", help="compare with this program of llama.cpp")
     args = parser.parse_args()
     file = gguf_path(args.model)
     if args.llama_perplexity and file is None:
-        parser.error(f"llama.cpp reads GGUF files only, and {args.model} is none")
+        parser.error(f"--llama-perplexity needs a GGUF file, which {args.model} is not")
     stored, about = scores(args.model, "auto", args.chunks)
     widened, _ = scores(args.model, "f32", args.chunks)
     ours, same = perplexity(stored), perplexity(widened)
@@ -66,7 +68,7 @@ def main() -> int:
 
 
 def scores(model: str, weights: str, chunks: int | None) -> tuple[NDArray[np.float64], dict[str, str | int]]:
-    """Log-probabilities of the scored tokens, a row for each chunk, and what computed them."""
+    """The log-probabilities of the scored tokens, with a row per chunk, and a description of the model."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     with LLM(model, weights=weights, max_context=CHUNK + 1, prefix_cache=False) as llm:
         ids, begin = llm.encode(TEXT.read_text()), llm.encode("")
@@ -83,19 +85,19 @@ def perplexity(logprobs: NDArray[np.float64]) -> float:
 
 
 def llama_cpp(program: Path, model: Path, chunks: int) -> dict[str, object]:
-    """What llama.cpp says of the same file, text and chunks, and which llama.cpp it is."""
+    """llama.cpp's perplexity with the same file, text and chunks, and llama.cpp's version."""
     command = [str(program), "-m", str(model), "-f", str(TEXT), "-c", str(CHUNK), "--chunks", str(chunks)]
     version = run([str(program), "--version"])
     said = run(command)
     rows = re.findall(r"\[\d+\](\d+\.\d+),", said)
     if len(rows) != chunks:
-        raise SystemExit(f"{program} gave {len(rows)} chunks instead of {chunks}: {said[-300:]}")
+        raise SystemExit(f"{program} printed {len(rows)} chunks instead of {chunks}: {said[-300:]}")
     up_to = [float(row) for row in rows]
     return {"version": version.splitlines()[0], "perplexity": up_to[-1], "perplexity_up_to_chunk": up_to}
 
 
 def run(command: list[str]) -> str:
-    """Everything that a program prints."""
+    """Run a program and return all that it prints."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     except OSError as e:

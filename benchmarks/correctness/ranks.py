@@ -1,4 +1,6 @@
-"""Do several ranks say what one says? SmolLM2 in float32, greedy, on thread and process ranks.
+"""Compares the tokens and log-probabilities of several ranks with those of one rank, on thread and process ranks.
+
+The model is SmolLM2 in float32, sampled greedily.
 
 python benchmarks/correctness/ranks.py -o benchmarks/results/ranks.json
 """

@@ -1,13 +1,15 @@
-"""Mixed traffic that a server must survive: every minute of it, everything that clients do wrong.
+"""Soak test: a server must survive a long run of mixed traffic, including everything that clients do wrong.
 
     python benchmarks/correctness/soak.py --minutes 60 --rounds 12 -o benchmarks/results/soak.json
 
-Starts `megakernel serve` (by default on a small random model whose tokens are bytes), sends well-formed requests beside
-clients that leave while queued, prefilling or decoding, malformed and huge bodies, prompts that are too long, readers
-that stall and ids that repeat; then 2,000 connections at once; then SIGTERM in the middle of traffic. Meanwhile it
-samples what the server's processes take, and asks for one prompt again and again, whose answer may never change by a
-bit. Fails where it does, where an answer is a 5xx other than 503, an error is not in the documented shape, a request
-hangs, or a KV page is missing in the end.
+Starts `megakernel serve` (by default on a small random model whose tokens are bytes). Sends well-formed requests mixed
+with clients that disconnect while queued, in prefill or in decode, malformed and huge bodies, prompts that are too
+long, readers that stall, and repeated request ids. Then it opens 2,000 connections at once, and at last it sends
+SIGTERM in the middle of traffic. Meanwhile it samples the resources of the server's processes, and repeats one request
+whose answer must never change by a bit.
+
+The run fails if that answer changes, if an answer is a 5xx other than 503, if an error does not have the documented
+format, if a request hangs, or if a KV page is leaked.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ from servers import megakernel
 from megakernel.serving.api.server import allow_connections
 
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
-HANG = 600.0  # seconds without an answer that count as stuck
-SAMPLES = 720  # of what the server takes, in all
+HANG = 600.0  # a request counts as hung after so many seconds without an answer
+SAMPLES = 720  # number of resource samples in the whole run
 
 
 @dataclass
 class Target:
-    """A server and what was seen of it. One that is `ending` may refuse and close connections."""
+    """The tested server, and what was observed. While it is `ending`, it may refuse and close connections."""
 
     host: str
     port: int
@@ -61,7 +63,7 @@ class Target:
     async def send(
         self, path: str, body: bytes | None, headers: str = ""
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection on which one request was sent."""
+        """Open a connection and send one request on it."""
         reader, writer = await self.open()
         head = (
             f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{headers}"
@@ -72,7 +74,7 @@ class Target:
         return reader, writer
 
     async def ask(self, path: str, body: bytes | None, headers: str = "") -> tuple[int, bytes]:
-        """Status and body of one request, checked: the status is none that a server is to blame for."""
+        """Send a request and return its status and body. Complains about any failure that is the server's fault."""
         reader, writer = await self.send(path, body, headers)
         try:
             async with asyncio.timeout(HANG):
@@ -91,7 +93,7 @@ class Target:
         return status, content
 
     def check_error(self, status: int, content: bytes) -> None:
-        """The documented shape, and no status that a client cannot have caused but 503."""
+        """Complain unless an error has the documented format and its status is a 4xx or 503."""
         try:
             error = json.loads(content)["error"]
             fine = isinstance(error["message"], str) and isinstance(error["type"], str) and error["code"] == status
@@ -99,13 +101,13 @@ class Target:
         except (ValueError, KeyError, TypeError):
             fine = False
         if not fine:
-            self.complain(f"{status} in another shape: {content[:200]!r}")
+            self.complain(f"{status} in an undocumented format: {content[:200]!r}")
         if status >= 500 and status != 503:
             self.complain(f"{status}: {content[:200]!r}")
 
 
 def parse(data: bytes) -> tuple[int, bytes]:
-    """Status and body of an HTTP/1.1 answer that ends with its connection; 0 where there is none."""
+    """Status and body of an HTTP/1.1 answer that ends with its connection. The status is 0 if there is no answer."""
     head, _, body = data.partition(b"\r\n\r\n")
     if not head.startswith(b"HTTP/1.1 "):
         return 0, b""
@@ -121,7 +123,7 @@ def parse(data: bytes) -> tuple[int, bytes]:
 
 
 class Traffic:
-    """Kinds of clients. Each call is one client, from connection to end."""
+    """Kinds of clients. Each method call is one client, from its connection to its end."""
 
     def __init__(self, target: Target, facts: dict[str, Any], seed: int) -> None:
         self.target, self.random = target, random.Random(seed)
@@ -159,7 +161,7 @@ class Traffic:
             if "error" in last:
                 self.target.check_error(last["error"]["code"], events[-1].removeprefix("data: ").encode())
             elif done != "data: [DONE]" or last["usage"]["completion_tokens"] != json.loads(body)["max_tokens"]:
-                self.target.complain(f"a stream ended with {events[-1][:200]} and {done[:100]}")
+                self.target.complain(f"a stream ended unexpectedly, with {events[-1][:200]} and {done[:100]}")
 
     async def several(self) -> None:
         prompts = [[self.random.randrange(self.vocab) for _ in range(8)] for _ in range(self.random.randint(1, 20))]
@@ -193,7 +195,7 @@ class Traffic:
         await self.target.ask(CHAT, json.dumps({"messages": messages, "max_tokens": 8}).encode())
 
     async def huge(self) -> None:
-        """Bodies beyond a limit, or as near to it as may be."""
+        """Bodies that exceed a limit or come close to it."""
         word, many = b"a" * self.random.choice((100_000, 8_000_000, 17_000_000)), self.random.choice((1000, 200_000))
         path, body = self.random.choice(
             (
@@ -215,10 +217,10 @@ class Traffic:
             tokens = json.dumps({"tokens": json.loads(content)["tokens"]}).encode()
             status, content = await self.target.ask("/detokenize", tokens)
             if status == 200 and json.loads(content)["prompt"] != prompt:
-                self.target.complain("a text came back as another one")
+                self.target.complain("a text changed after tokenize and detokenize")
 
     async def asks_again(self) -> None:
-        """A prompt with a seed of its own: ids, scores and text are the same each time."""
+        """The same prompt and seed each time: ids, log-probabilities and text must be identical."""
         wanted = {"prompt": "Once upon a time", "max_tokens": 24, "seed": 7, "temperature": 0.9, "top_p": 0.95}
         body = json.dumps(wanted | {"logprobs": 5, "return_token_ids": True, "ignore_eos": True}).encode()
         status, content = await self.target.ask(COMPLETIONS, body)
@@ -228,7 +230,7 @@ class Traffic:
                 self.target.complain(f"one prompt has {len(self.same)} answers")
 
     async def leaves(self) -> None:
-        """At once, and a little later, whatever its request does then: waits, is prefilled, decodes."""
+        """Disconnect at once or a little later, when the request waits, or is in prefill or decode."""
         long = {"prompt": [1] * (self.context // 2), "max_tokens": self.context // 3}
         stream = self.random.random() < 0.5
         _, writer = await self.target.send(COMPLETIONS, self.body(**long, n=self.random.choice((1, 4)), stream=stream))
@@ -244,7 +246,7 @@ class Traffic:
         self.target.seen["left"] += 1
 
     async def stalls(self) -> None:
-        """Reads a few bytes of a stream, then nothing for a while, then leaves."""
+        """Read a few bytes of a stream, then nothing for a while, then disconnect."""
         reader, writer = await self.target.send(COMPLETIONS, self.body(stream=True, n=4, logprobs=5))
         await asyncio.wait_for(reader.read(100), HANG)
         await asyncio.sleep(self.random.random() * 2)
@@ -252,7 +254,7 @@ class Traffic:
         self.target.seen["stalled"] += 1
 
     async def same_id(self) -> None:
-        """Two requests at once with one id."""
+        """Send two concurrent requests with the same id."""
         body, header = self.body(request_id="same"), "X-Request-Id: same\r\n"
         answers = await asyncio.gather(*(self.target.ask(COMPLETIONS, body, header) for _ in range(2)))
         bodies = [json.loads(content) for status, content in answers if status == 200]
@@ -267,7 +269,7 @@ class Traffic:
 
 
 async def mixed(traffic: Traffic, seconds: float, clients: int) -> int:
-    """`clients` at a time, of random kinds, for a while: how many there were."""
+    """Run `clients` concurrent clients of random kinds for `seconds`. Returns how many clients there were."""
     deadline, count = time.monotonic() + seconds, 0
 
     async def one_after_another() -> None:
@@ -286,7 +288,7 @@ async def mixed(traffic: Traffic, seconds: float, clients: int) -> int:
 
 
 async def burst(traffic: Traffic, connections: int) -> None:
-    """That many connections at once, each with a request."""
+    """Open so many connections at once, each with one request."""
 
     async def one() -> None:
         try:
@@ -298,7 +300,7 @@ async def burst(traffic: Traffic, connections: int) -> None:
 
 
 async def gauges(target: Target) -> dict[str, float]:
-    """Sequences that run and wait, and the share of KV pages in use."""
+    """The numbers of running and waiting sequences, and the fraction of KV pages in use."""
     _, content = await target.ask("/metrics", None)
     found = {}
     for line in content.decode().splitlines():
@@ -309,24 +311,24 @@ async def gauges(target: Target) -> dict[str, float]:
 
 
 async def at_rest(target: Target) -> dict[str, float]:
-    """The gauges once nothing runs or waits, or as they are a minute later."""
+    """Wait until no sequence runs or waits, for at most a minute, and return the gauges."""
     for _ in range(600):
         found = await gauges(target)
         if not any(found[name] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")):
             return found
         await asyncio.sleep(0.1)
-    target.complain(f"not at rest after a minute: {found}")
+    target.complain(f"sequences or KV pages are left after a minute: {found}")
     return found
 
 
 async def watch(pid: int, target: Target, every: float, samples: list[dict[str, float]]) -> None:
-    """Add what the server takes and holds, once in a while, until cancelled."""
+    """Sample the server's resources and gauges every `every` seconds until cancelled."""
     begin = time.monotonic()
     while True:
         try:
             held = await gauges(target)
         except (OSError, KeyError):
-            return  # it has ended
+            return  # the server has ended
         samples.append({"at": round(time.monotonic() - begin, 1)} | asdict(taken(pid)) | held)
         await asyncio.sleep(every)
 
@@ -384,10 +386,10 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     parser = options(__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0, help="of mixed traffic (default: 10)")
-    parser.add_argument("--rounds", type=int, default=5, help="pauses in which all must come to rest (default: 5)")
-    parser.add_argument("--clients", type=int, default=64, help="at a time (default: 64)")
-    parser.add_argument("--connections", type=int, default=2000, help="of the burst (default: 2000)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="minutes of mixed traffic (default: 10)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds; all sequences must end after each (default: 5)")
+    parser.add_argument("--clients", type=int, default=64, help="concurrent clients (default: 64)")
+    parser.add_argument("--connections", type=int, default=2000, help="connections of the burst (default: 2000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("serve", nargs="*", help="flags of megakernel serve, after --")
     args = parser.parse_args()

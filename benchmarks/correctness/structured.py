@@ -1,7 +1,7 @@
-"""Answers to random JSON schemas, each validated: `python benchmarks/correctness/structured.py [-o FILE]`.
+"""Validates answers to random JSON schemas: `python benchmarks/correctness/structured.py [-o FILE]`.
 
-Validity comes from the grammar, so any model will do. Exit status 1 says that an answer is not valid, or did not end
-within `--tokens`, or that a schema was refused.
+The grammar makes answers valid, so any model will do. The exit status is 1 if an answer is invalid or does not end
+within `--tokens`, or if a schema is refused.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megakernel import LLM, MegakernelError, SamplingParams, StructuredOutputsPa
 
 
 def wrong(schema: dict[str, Any], answer: str, finish_reason: str) -> str:
-    """What is wrong with an answer; nothing where it is valid."""
+    """What is wrong with an answer, or an empty string if it is valid."""
     if finish_reason != "stop":
-        return f"ended for {finish_reason}"
+        return f"ended with the reason {finish_reason}"
     try:
         jsonschema.validate(json.loads(answer), schema)
     except (ValueError, jsonschema.ValidationError) as e:
@@ -38,7 +38,7 @@ def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--schemas", type=int, default=1000)
-    parser.add_argument("--tokens", type=int, default=700, help="tokens of an answer at most (default 700)")
+    parser.add_argument("--tokens", type=int, default=700, help="maximum tokens of an answer (default: 700)")
     args = parser.parse_args()
     rng = random.Random(0)
     schemas = [random_root(rng) for _ in range(args.schemas)]

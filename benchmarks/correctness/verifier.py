@@ -1,10 +1,10 @@
-"""How good is the verifier? Breaks good programs in every way, and finds out by running them which are really unsafe.
+"""Tests the verifier by mutation: breaks correct programs in many ways, and runs each mutant to see if it is unsafe.
 
     python benchmarks/correctness/verifier.py --per-kind 5500 --processes 2 -o benchmarks/results/verifier.json
 
-Every mutant of a small program is settled by visiting every state that its counters allow, for several step tables;
-one of a larger program by adversarial runs. A mutant that the verifier accepts and that is unsafe ends the run with
-exit status 1, as does a good program that it rejects.
+For a mutant of a small program, every state that its counters allow is visited, for several step tables. A mutant of a
+larger program is executed several times in adversarial orders. The exit status is 1 if the verifier accepts an unsafe
+mutant or rejects a correct program.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from small_programs import large, small
 from megakernel.program import Program
 from megakernel.scheduler.verify import verify
 
-STEPS, TABLES = 4, 2  # of each base program, and tried on a mutant
+STEPS, TABLES = 4, 2  # step tables of each base program, and how many of them are tried on a mutant
 STATES = 20_000
 RUNS = 2
 OUTCOMES = {
@@ -43,7 +43,7 @@ OUTCOMES = {
 
 
 class Base:
-    """A good program, steps of it with their right outputs, and how many states it has (0: too many to visit)."""
+    """A correct program, steps of it with their expected outputs, and its number of states (0: too many to visit)."""
 
     def __init__(self, name: str, program: Program, exhaustive: bool) -> None:
         self.name, self.program = name, program
@@ -52,7 +52,7 @@ class Base:
 
 
 def settle(base: Base, mutant: Program, exhaustive: bool, seed: int) -> Verdict:
-    """What the mutant does in several steps: unsafe if it is in one."""
+    """Decide whether a mutant is safe, by running several steps. It is unsafe if any step goes wrong."""
     verdict = Verdict(True, "", 0)
     for number in range(seed, seed + TABLES):
         table, want = base.steps[number % STEPS]
@@ -65,10 +65,10 @@ def settle(base: Base, mutant: Program, exhaustive: bool, seed: int) -> Verdict:
 
 
 def work(share: tuple[int, int, int, float, list[str]]) -> tuple[Counter[tuple[str, str, bool]], list[str]]:
-    """Every `processes`-th mutant of each kind from `number` on."""
+    """Test every n-th mutant of each kind, for n processes. `share` holds this process's number and the options."""
     number, processes, per_kind, large_part, kinds = share
     bases = [[Base(name, program, not n) for name, program in group] for n, group in enumerate((small(), large()))]
-    # Small ones are tried more often: the time for a mutant is the number of its states.
+    # Programs with few states are tried more often, because a mutant takes time in proportion to its states.
     weights = [np.array([1 / max(base.states, 1) for base in group]) for group in bases]
     counts: Counter[tuple[str, str, bool]] = Counter()
     failures: list[str] = []
@@ -95,7 +95,7 @@ def work(share: tuple[int, int, int, float, list[str]]) -> tuple[Counter[tuple[s
 
 
 def good_programs() -> tuple[int, list[str]]:
-    """Good programs that were checked, and those that the verifier or the judge does not accept."""
+    """How many correct programs were checked, and those that the verifier rejects or whose runs go wrong."""
     wrong, count = [], 0
     for exhaustive, group in ((True, small()), (False, large())):
         for name, program in group:
@@ -111,7 +111,7 @@ def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--per-kind", type=int, default=200)
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
-    parser.add_argument("--large-part", type=float, default=0.1, help="share of mutants of larger programs")
+    parser.add_argument("--large-part", type=float, default=0.1, help="part of larger programs (default: 0.1)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
     arguments = parser.parse_args()
     begin = time.perf_counter()

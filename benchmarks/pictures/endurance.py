@@ -1,4 +1,4 @@
-"""The picture of docs/reliability.md: what a server took during an hour of mixed traffic.
+"""Draws the picture of docs/reliability.md: a server's resources during an hour of mixed traffic.
 
 python benchmarks/correctness/soak.py --minutes 60 --rounds 12 -o benchmarks/results/soak.json
 python benchmarks/pictures/endurance.py
@@ -20,7 +20,7 @@ WIDTH, HEIGHT, LEFT, GAP = 720, 90, 60, 34
 
 
 def panel(name: str, title: str, samples: list[dict[str, float]], top: int) -> str:
-    """One curve from zero to its maximum."""
+    """One curve over time, scaled from zero to its maximum."""
     end, most = samples[-1]["at"], max(max(s[name] for s in samples), 1e-9)
     points = " ".join(f"{LEFT + WIDTH * s['at'] / end:.1f},{top + HEIGHT * (1 - s[name] / most):.1f}" for s in samples)
     bottom = top + HEIGHT

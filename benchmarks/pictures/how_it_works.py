@@ -1,4 +1,4 @@
-"""The drawings of docs/how-a-megakernel-works.md, from programs that are compiled and simulated here.
+"""Draws the pictures of docs/how-a-megakernel-works.md from programs that it compiles and simulates.
 
 python benchmarks/pictures/how_it_works.py
 """
@@ -24,7 +24,7 @@ from megakernel.scheduler import Options
 from megakernel.trace import IntervalKind
 
 DOCS = Path(__file__).parents[2] / "docs"
-WORKER = 5  # the SM that the roles and the ring are drawn for
+WORKER = 5  # the SM whose roles and ring are drawn
 LAYER = 1  # the second of three simulated layers is drawn
 COLOURS = {
     "next_norm": "yellow",
@@ -39,12 +39,12 @@ COLOURS = {
     "gate_up_silu": "orange",
     "down_proj": "green",
 }
-LEFT, RIGHT = 150, WIDTH - 14  # of a time axis
+LEFT, RIGHT = 150, WIDTH - 14  # the x range of a time axis
 WAITS = IntervalKind.COUNTER_WAIT, IntervalKind.PAGE_WAIT
 
 
 class Axis:
-    """Time from `begin` to `end`, in microseconds, on a picture."""
+    """A time axis on a picture, from `begin` to `end` in microseconds."""
 
     def __init__(self, out: Picture, begin: float, end: float) -> None:
         self.out, self.begin, self.end = out, begin, end
@@ -53,7 +53,7 @@ class Axis:
         return LEFT + (min(max(at, self.begin), self.end) - self.begin) / (self.end - self.begin) * (RIGHT - LEFT)
 
     def lane(self, y: float, label: str, shown: Sequence[tuple[Interval, str]], height: float = 26) -> None:
-        """Intervals, each with its label; waits are hatched."""
+        """Draw one row of intervals with their labels. Waits are hatched."""
         self.out.text(LEFT - 10, y + height / 2 + 4.5, label, anchor="end")
         self.out.line((LEFT, y + height + 2), (RIGHT, y + height + 2))
         for one, words in shown:
@@ -70,7 +70,7 @@ class Axis:
 
 
 def labelled(shown: Sequence[Interval], names: dict[str, str], *kinds: IntervalKind) -> list[tuple[Interval, str]]:
-    """The intervals of some kinds, each with the name of its phase."""
+    """The intervals of the given kinds, each with the name of its phase."""
     return [(one, names[one.phase]) for one in shown if one.kind in kinds]
 
 
@@ -137,7 +137,7 @@ def pipeline() -> Picture:
 
 
 def roles() -> Picture:
-    """The same layer of the same program on one SM, with and without loads ahead of the instruction before."""
+    """The same layer on one SM twice: with and without loads that begin before the previous instruction has ended."""
     out = Picture(494, "The roles of one block during one layer")
     short = {"qkv_rope": "QKV", "o_proj": "O", "gate_up_silu": "gate, up", "down_proj": "down"}
     entries = [(COLOURS[phase], words) for phase, words in short.items()]
@@ -150,7 +150,7 @@ def roles() -> Picture:
 
 
 def _roles_of(out: Picture, y: float, title: str, run: Run, short: dict[str, str]) -> None:
-    """A layer, from the end of one down projection to that of the next, and what comes just before."""
+    """Draw a layer, from the end of one down projection to the end of the next."""
     shown = [one for one in run.of(0, WORKER) if one.phase in short]
     before, last = (
         one
@@ -178,7 +178,7 @@ def _roles_of(out: Picture, y: float, title: str, run: Run, short: dict[str, str
 
 
 def overlap() -> Picture:
-    """One layer of a large batch on rank 0 of eight."""
+    """One layer of a large batch on rank 0 of eight ranks."""
     run = Run(batch("llama-3.1-70b", 8, 4096, Options(o="replicated", queue="body")))
     rows = run.rows
     mine = (rows["rank"] == 0) & (rows["layer"] == LAYER) & (rows["kind"] == IntervalKind.COMPUTE)
@@ -227,7 +227,7 @@ def overlap() -> Picture:
 
 
 def page_order(program: Program, record: Records) -> str:
-    """The pages of a matmul by dots, in order: W of weights, X of the instruction's rows."""
+    """The pages of a `dots` matmul in order: W for a page of weights, X for a page of the instruction's input rows."""
     phase, dims = program.forward.by_number[int(phase_number(record))], program.dims
     operands: dict[str, Any] = phase.columns(record[None])
     rows, cols = operands["rows"], operands["cols"]
@@ -274,7 +274,10 @@ def ring() -> Picture:
 
 
 def ranks() -> Picture:
-    """Two row blocks. Each rank owns one: it adds both ranks' partial sums of its rows, and normalises them."""
+    """Two ranks and two row blocks.
+
+    Each rank owns one row block: it adds both ranks' partial sums and normalises them.
+    """
     options = Options(o="sharded", residual="dealt", norm="own", queue="none")
     run = Run(batch("llama-3.1-8b", 2, 256, options))
     out = Picture(506, "Two ranks exchange partial sums")
@@ -291,7 +294,7 @@ def ranks() -> Picture:
     waits = [
         next(one for one in shown if one.phase == "o_reduce" and one.kind is IntervalKind.COUNTER_WAIT) for shown in own
     ]
-    # The interval that released the wait of each rank is a store by the other.
+    # The wait of each rank was released by a store of the other rank.
     sent = [run.at(int(run.releasers[wait.number])) for wait in waits][::-1]
     [end] = [one.end for one in own[0] if one.phase == "mlp_norm" and one.kind is IntervalKind.STORE]
     axis = Axis(out, sent[0].begin - 7, end + 0.5)
@@ -307,7 +310,7 @@ def ranks() -> Picture:
         work = labelled(own[rank], short, IntervalKind.COUNTER_WAIT, IntervalKind.COMPUTE)
         axis.lane(top + 118, "SM 0, consumers", work)
         axis.lane(top + 150, "SM 0, storer", labelled(own[rank], short, IntervalKind.STORE))
-    for rank, foot in ((0, 0), (1, 26)):  # an arrow ends at the top or at the foot of the other rank's wait
+    for rank, foot in ((0, 0), (1, 26)):  # the arrow ends at the top or bottom of the other rank's wait
         x = axis.x(waits[1 - rank].end)
         out.line((axis.x(sent[rank].end), tops[rank] + 59), (x, tops[1 - rank] + 118 + foot), arrow=True)
     axis.ticks(tops[1] + 182, 2)

@@ -1,9 +1,9 @@
-"""Pages of steps on this machine's CPU, of which benchmarks/pictures/timeline.py takes pictures.
+"""Records timeline pages of steps on this machine's CPU, for the screenshots of benchmarks/pictures/timeline.py.
 
     python benchmarks/pictures/record_cpu.py FOLDER
 
-Writes decode.html and prefill.html with `megakernel timeline`, and speculation.html of a step in which proposed tokens
-of a passage that repeats are verified. Nothing else should run meanwhile.
+Writes decode.html and prefill.html with `megakernel timeline`. speculation.html shows a step that verifies proposed
+tokens of a repeated passage. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MODEL, TOKENS = "smollm2-135m", 64
 
 
 def verifying_step(speculate: int = 7) -> Step:
-    """Of the steps that verify proposed tokens, one of the usual program and of the median time."""
+    """A traced step that verifies proposed tokens: the median step of the most frequent program."""
     prompt, sampling = TEXTS["repeats"]
     params = SamplingParams(**sampling, max_tokens=TOKENS, ignore_eos=True)
     with LLM(MODEL, backend="cpu", max_context=2048, max_seqs=1, speculate=speculate) as llm:
         ids = llm.chat_ids([{"role": "user", "content": prompt}])
-        llm.generate([ids], params)  # caches and threads are warm afterwards
+        llm.generate([ids], params)  # warms caches and threads
         llm.engine.reset_prefix_cache()
         request, steps = llm.engine.add(ids, params), []
         while not request.done:

@@ -1,14 +1,14 @@
-"""Pictures as SVG text, readable in light and dark mode."""
+"""Draws SVG pictures that are readable in light and dark mode."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
 
-WIDTH = 830  # of a document's column on GitHub
-_CHARACTER = 6.9  # of text of 13 pixels, on average
+WIDTH = 830  # width of the text column on GitHub, in pixels
+_CHARACTER = 6.9  # mean width of a character of 13-pixel text
 
-# Colours in light and in dark mode. Fills are named; text on them has the colour of all text.
+# Colours in light and dark mode. Text on a filled shape has the colour of all other text.
 _THEMES = {
     "light": {
         "page": "#ffffff",
@@ -86,7 +86,10 @@ class Picture:
         )
 
     def rect(self, x: float, y: float, width: float, height: float, fill: str, label: str = "") -> None:
-        """A rectangle, with a label in its middle where that fits. `fill`: a colour of the themes, or wait."""
+        """Draw a rectangle, with a label in its middle if it fits.
+
+        `fill` is a colour of the themes, or `wait` (hatched).
+        """
         look = 'fill="url(#wait)"' if fill == "wait" else f'class="{fill} edge"'
         outline = ' class="edge" stroke-width="1"' if fill == "wait" else ' stroke-width="1"'
         self._parts.append(

@@ -1,10 +1,10 @@
-"""Decode steps of many sequences against llama.cpp's own `llama-batched-bench`, on the same weights, in turn.
+"""Compares decode of many sequences with llama.cpp's own `llama-batched-bench`, in alternation, on the same weights.
 
     python benchmarks/speed/batched_decode.py --llama-bench DIR -o FILE
 
-A step of ours counts when it adds one token to every sequence and computes no prompt; its time includes the engine's
-own work between launches. `llama-batched-bench` computes all prompts first and then times the same number of steps.
-Its flash attention is switched on or off, whichever is faster. Leave the machine alone meanwhile.
+One of our steps counts if it adds one token to every sequence and computes no prompt. Its time includes the engine's
+work between launches. `llama-batched-bench` computes all prompts first and then times the same number of steps. Its
+flash attention is on or off, whichever is faster. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def our_steps(llm: LLM, work: Work, seed: int) -> list[float]:
             steps.append(moment - before)
 
     ids = np.random.default_rng(seed).integers(0, llm.config.vocab, (work.sequences, work.prompt_tokens)).tolist()
-    # The first sequence decodes while the last one's prompt is computed, one prompt a step.
+    # Each step computes one prompt, so the first sequences decode already while later prompts are computed.
     params = SamplingParams(temperature=0.0, max_tokens=work.decode_steps + work.sequences + 1, ignore_eos=True)
     llm.generate(ids, params, on_step=note)
     return steps[: work.decode_steps]
@@ -83,7 +83,7 @@ def main() -> None:
         our_steps(llm, work, 0)
         for run in range(args.runs):
             ours = our_steps(llm, work, run + 1)
-            assert len(ours) == work.decode_steps, "too few steps had every sequence"
+            assert len(ours) == work.decode_steps, "too few steps contained every sequence"
             runs.append({"ours_step_s": ours, "theirs_s": peer.seconds("decode", best)})
             print({"ours": sum(ours), "theirs": runs[-1]["theirs_s"]}, file=sys.stderr)
     rates = {

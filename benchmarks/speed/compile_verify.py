@@ -1,8 +1,8 @@
-"""Seconds and memory to compile and verify Llama-3.1-70B for eight GPUs, against tokens, layers and ranks.
+"""Measures the time and memory to compile and verify Llama-3.1-70B, by numbers of tokens, layers and ranks.
 
     python benchmarks/speed/compile_verify.py -o benchmarks/results/compile-verify-70b.json
 
-Each line is a process of its own, so that its peak memory is its own; repeated, the median is shown.
+Each measurement runs in its own process, so that its peak memory is not that of others. The table shows medians.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     rows = []
     for shape in SHAPES:
-        # One task per process.
+        # Each run has a new process.
         with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
             runs = [pool.apply(measure, (shape,)) for _ in range(arguments.repeat)]
         rows.append({"runs": runs} | {k: statistics.median(r[k] for r in runs) for k in runs[0]})

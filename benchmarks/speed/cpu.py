@@ -1,10 +1,10 @@
-"""The CPU backend against llama.cpp on every kind of work: `python benchmarks/speed/cpu.py --llama-bench DIR -o FILE`.
+"""Compares the CPU backend with llama.cpp in many cases: `python benchmarks/speed/cpu.py --llama-bench DIR -o FILE`.
 
-Each case is one call of `megakernel bench ... --vs llama.cpp --json`, in which both sides run in turn on the same
-weights, llama.cpp with the fastest settings that a search finds. Where a case says so, another process keeps one core
-busy meanwhile. `--simd avx2` runs ours without AVX-512; then DIR must have a build without it as well. `--only TEXT`
-picks the cases whose names contain it; cases that FILE has from an earlier call stay there. Leave the machine alone
-meanwhile.
+Each case is one call of `megakernel bench ... --vs llama.cpp --json`, in which both sides alternate on the same
+weights, llama.cpp with the fastest settings that a search finds. In some cases another process keeps one core busy.
+`--simd avx2` runs our side without AVX-512; DIR must then contain a build without it too. `--only TEXT` selects the
+cases whose names contain TEXT. Other cases in FILE, from an earlier call, are kept. Run it on an otherwise idle
+machine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ CASES = {
 
 @contextmanager
 def busy() -> Iterator[None]:
-    """While it lasts, a process uses as much of one core as it gets."""
+    """While the block runs, another process uses as much of one core as it can."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         yield
@@ -68,7 +68,7 @@ def busy() -> Iterator[None]:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--llama-bench", type=Path, required=True, metavar="DIR", help="folder of a native build")
-    parser.add_argument("--simd", help="MEGAKERNEL_SIMD of our side (default: the best that the CPU has)")
+    parser.add_argument("--simd", help="MEGAKERNEL_SIMD for our side (default: the best of this CPU)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this in their names")
     args = parser.parse_args()
     if args.simd:

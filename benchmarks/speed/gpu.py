@@ -1,28 +1,30 @@
-"""Everything that a Hopper GPU has to show, as one JSON and one trace.
+"""Runs all measurements on a Hopper GPU, and writes one JSON file and one trace.
 
     PYTHONPATH=. python benchmarks/speed/gpu.py -o FILE -t FILE
 
-Runs from a checkout (PYTHONPATH where the package is not installed) with torch, cuda-python and CuPy, in under
-eight minutes. Each part is a process of its own; one that fails, hangs or finds no time left is named, and the others
-go on. Whatever has been measured is in the JSON at once and stays there: a variant that gives other bits, or fails, has
-an `error` beside its figures. `--only NAME`, as often as wanted, runs those; `--part NAME` runs one in this process.
+It runs from a checkout (PYTHONPATH is for a package that is not installed) with torch, cuda-python and CuPy, and takes
+less than eight minutes. Each part runs in a process of its own. If a part fails, hangs or has no time left, it is
+reported and the others continue. All figures are written to the JSON file at once. A variant that fails or gives
+different bits has an `error` next to its figures. `--only NAME` (repeatable) runs some parts, and `--part NAME` runs
+one in this process.
 
-probe          ceilings: bytes per second of a read-only stream, torch.matmul on random data, hand-off between SMs
-check-CASE     every instruction against the reference, of one of doctor's cases; `check` is all of them in one process
-decode-MODEL   32-token prompt, 127 decode steps of one sequence: as it is, by phases (a graph of one launch per phase,
-               whose ratio stands first), without cross-instruction pipelining, with tracing; the bits must not differ.
-               kernel_s: the GPU's time, by events round the launch; own_clock_s: the same by the interpreter's own
-               clock, where it traces; table_s: building the step table; step_s: wall time of a step, with its table.
+probe          ceilings: read bandwidth of a stream, torch.matmul on random data, hand-off between SMs
+check-CASE     compares every instruction with the reference in one of doctor's cases; `check` runs all cases
+decode-MODEL   32-token prompt, 127 decode steps of one sequence: normal, by phases (a CUDA graph with one launch per
+               phase; phases_ratio compares it), without cross-instruction pipelining, and with tracing. The bits must
+               be equal. kernel_s: GPU time by events around the launch; own_clock_s: the same by the interpreter's own
+               clock, with tracing; table_s: time to build the step table; step_s: wall time of a step with its table;
                `engine`: time per token of a request
-mixed-8b       a step of 15 prompts of 512 tokens and 512 decode rows with 512 KV tokens each, likewise
-ablate-PART    the same step with something left out: no instruction waits for another (unsynchronised); besides,
+mixed-8b       the same for a step of 15 prompts of 512 tokens and 512 decode rows with 512 KV tokens each
+ablate-PART    the same step with parts left out: no instruction waits for another (unsynchronised); in addition,
                loaders copy nothing (no_copies: the consumers' ceiling), or consumers compute nothing (no_compute: the
                loaders' ceiling)
-numerics       KL divergence and NLL against float32 of ours and of torch in bf16; tokens within the reference's margin
+numerics       KL divergence and NLL of our results and of torch in bf16, compared with float32; tokens within the
+               reference's margin
 torch-MODEL    decode by torch.compile(mode="max-autotune", fullgraph=True) with a static cache, on the same weights.
-               ours, torch, torch, ours: `decode-1b` and `torch-1b` run twice each
+               `decode-1b` and `torch-1b` run twice each, in the order ours, torch, torch, ours
 partitions     2 and 4 ranks on parts of the GPU: exposed communication
-delay          one instruction stalled by 5 ms: the trace shows it, and the step takes as much longer
+delay          delays one instruction by 5 ms: the trace must show it, and the step must take 5 ms longer
 """
 
 from __future__ import annotations
@@ -57,26 +59,26 @@ MODELS = {"1b": "random:llama-3.2-1b", "8b": "random:llama-3.1-8b"}
 DEVICE = "cuda"  # torch's
 PROMPT, STEPS, RUNS = 32, 127, 5
 ABLATIONS = {"unsynchronised": Ablation.NONE, "no_copies": Ablation.COPIES, "no_compute": Ablation.COMPUTE}
-LAUNCHES = 20  # of an ablation, or of a step of many rows
+LAUNCHES = 20  # launches of an ablation, or of a step of many rows
 MIXED = 15, 512, 512, 512  # prompts, tokens of each; decode rows, KV tokens of each
 PARTITION_ROWS, PARTITION_RUNS = (1, 256), 20
 SEQUENCE, SCORED = 256, 64  # tokens, and the positions at their end whose log-probabilities are compared
-PREFILL = 2  # tokens of a prefill step, as few as dots of the 8B shape hold
+PREFILL = 2  # tokens of a prefill step: the most rows for which the 8B shape uses dots
 CASES = [case.name for case in doctor_gpu.cases()]
 LIMIT_S = 460.0
-PART_LIMIT_S = 180.0  # so that one that hangs leaves time for others
+PART_LIMIT_S = 180.0  # a part that hangs must leave time for others
 _ERROR_LINES = 15
 _SEED = 1
 
 
 def prompt(vocab: int, length: int) -> list[int]:
-    """Token ids, the same for everybody."""
+    """Random token ids, the same in every part."""
     ids: list[int] = np.random.default_rng(_SEED).integers(0, vocab, length).tolist()
     return ids
 
 
 class Report:
-    """What a part has measured. It is in the part's file after every measurement, whatever becomes of the process."""
+    """The measurements of a part. They are saved after each one, so that they survive if the process fails."""
 
     def __init__(self, output: Path | None = None) -> None:
         self.values: Json = {}
@@ -89,7 +91,7 @@ class Report:
 
 
 class Times(NamedTuple):
-    """Seconds of steps, as the docstring of this file explains them."""
+    """Seconds of steps. The docstring of this file explains the fields."""
 
     kernel_s: list[float]
     table_s: list[float]
@@ -100,8 +102,7 @@ class Times(NamedTuple):
 
 
 def measured(report: Report, name: str, runs: int, run: Callable[[], tuple[Json, bytes]], expected: bytes) -> None:
-    """Keep the median figures of `runs` runs under `name`, and what is wrong with them: other bits, or the error that
-    ended them."""
+    """Save the median figures of `runs` runs under `name`, with an error if a run fails or its bits differ."""
     rows: list[Json] = []
     wrong: Json = {}
     for _ in range(runs):
@@ -112,7 +113,7 @@ def measured(report: Report, name: str, runs: int, run: Callable[[], tuple[Json,
             break
         rows.append(row)
         if bits != expected:
-            wrong = {"error": "gave other bits than the first run"}
+            wrong = {"error": "the bits differ from those of the first run"}
         medians = {key: statistics.median(row[key] for row in rows) for key in row}
         report.keep(**{name: medians | wrong | {"runs": rows}})
     report.keep(**{name: report.values.get(name, {}) | wrong})
@@ -122,19 +123,19 @@ def measured(report: Report, name: str, runs: int, run: Callable[[], tuple[Json,
 
 
 class Decode:
-    """One sequence on the backend itself: a prompt, then one token at a time."""
+    """Runs one sequence directly on the backend: a prompt, then one token at a time."""
 
     def __init__(self, model: str) -> None:
         from megakernel import LLM
 
-        # Steps of so few tokens make it an engine for few rows: matmuls as dots.
+        # With such a small step size the engine is compiled for few rows, with dots instead of tensor cores.
         self.llm = LLM(MODELS[model], backend="cuda", max_seqs=1, max_context=1024, step_tokens=PREFILL)
         self.backend: Any = self.llm.engine.backend
         self.program = self.llm.engine.programs.get(1, 1)
         self.pages = list(range(self.program.dims.pages_per_seq))
 
     def prefill(self) -> Any:
-        """The prompt, in chunks: what the last one gave."""
+        """Compute the prompt in chunks and return the output of the last one."""
         program, ids = self.llm.engine.programs.get(PREFILL, 1), prompt(self.llm.config.vocab, PROMPT)
         for start in range(0, PROMPT, PREFILL):
             chunk = Chunk(0, start, ids[start : start + PREFILL], self.pages, [SampleRow(PREFILL - 1)])
@@ -142,7 +143,7 @@ class Decode:
         return out
 
     def tables(self) -> Iterator[Any]:
-        """Of the decode steps: the token is the one that the step before has sampled."""
+        """The step tables of the decode steps. Each step's token is the one that the previous step sampled."""
         for i in range(STEPS):
             yield build_step(self.program.dims, [Chunk(0, PROMPT + i, [-1], self.pages, [SampleRow(0)])])
 
@@ -163,7 +164,7 @@ class Decode:
 
 
 def _bits(out: Any) -> bytes:
-    """Of a launch's tokens and log-probabilities."""
+    """The bytes of a launch's tokens and log-probabilities."""
     return bytes(out.tokens.tobytes() + out.logprobs.tobytes())
 
 
@@ -202,7 +203,7 @@ def decode(model: str, report: Report, trace_file: Path | None) -> None:
 
 
 def each_way(report: Report, backend: Any, measure: Callable[[str], None]) -> None:
-    """As it is, by phases, and without cross-instruction pipelining."""
+    """Measure the normal launch, the launch by phases, and the launch without cross-instruction pipelining."""
     measure("megakernel")
     backend.by_phases = True
     measure("by_phases")
@@ -213,18 +214,18 @@ def each_way(report: Report, backend: Any, measure: Callable[[str], None]) -> No
 
 
 def ratio(report: Report, name: str) -> float | None:
-    """How many times as long as the megakernel its kernel takes."""
+    """The kernel time of the variant `name` divided by that of the megakernel."""
     times = [report.values[key].get("kernel_s") for key in (name, "megakernel")]
     return times[0] / times[1] if all(times) else None
 
 
 def own_clock(trace: Any) -> float:
-    """Seconds from the first interval's begin to the last one's end."""
+    """Seconds from the begin of the first interval to the end of the last."""
     return float(trace.intervals["end"].max() - trace.intervals["begin"].min()) * float(trace.header.tick_s)
 
 
 def ablate(report: Report, backend: Any, program: Any, table: Any) -> None:
-    """A step with something left out."""
+    """Measure a step with parts of the interpreter's work left out."""
     backend.time_launches()
 
     def run() -> tuple[Json, bytes]:
@@ -252,7 +253,7 @@ def ablate_mixed(report: Report, _: Path | None) -> None:
 
 
 def engine(it: Decode) -> Json:
-    """The same work through the engine, as a request."""
+    """Time the same work as a request to the engine."""
     from megakernel import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=STEPS + 1, ignore_eos=True)
@@ -261,7 +262,7 @@ def engine(it: Decode) -> Json:
 
 
 def timeline(program: Any, trace: Any) -> Json:
-    """The summary of a traced step, and the share of neighbours on an SM of which the next one's load begins first."""
+    """The summary of a traced step, with `loads_ahead` and `handoffs`."""
     import dataclasses
 
     from megakernel.timeline import summarise
@@ -274,8 +275,10 @@ def timeline(program: Any, trace: Any) -> Json:
 
 
 def loads_ahead(trace: Any) -> float | None:
-    """Of consecutive instructions of a worker that load and compute: how often the next one's first load begins before
-    the last compute of the one before ends."""
+    """How often an instruction's first load begins before the previous instruction of its worker has ended computing.
+
+    The result is a fraction of all pairs of consecutive instructions that load and compute, None without such pairs.
+    """
     from megakernel.trace import IntervalKind
 
     rows = trace.intervals
@@ -295,7 +298,7 @@ def loads_ahead(trace: Any) -> float | None:
 
 
 def handoffs(program: Any, trace: Any) -> Json:
-    """Seconds from the end of what a wait was released by to the end of the wait: signal to consumer, loaded."""
+    """Seconds from the end of a wait's releaser to the end of the wait: the latency of a signal under load."""
     from megakernel.timeline.resolve import WAIT, resolve
     from megakernel.timeline.waits import finishes, releasers
 
@@ -330,7 +333,7 @@ def torch_decode(model: str, report: Report, _: Path | None) -> None:
         begin = time.perf_counter()
         for i in range(STEPS):
             token = compiled(token, positions[:1] + PROMPT + i).argmax(-1).clone()
-            found.append(int(token))  # the host learns each token, as with ours
+            found.append(int(token))  # the host reads each token, as in our measurement
             end = time.perf_counter()
             seconds.append(end - begin)
             begin = end
@@ -358,7 +361,7 @@ def _rows(bits: bytes) -> list[bytes]:
 
 
 def mixed_step() -> tuple[Any, Any, Any]:
-    """8,192 rows, prompts and decode together as a server has them: (LLM, program, table)."""
+    """A step of 8,192 rows with prompts and decode rows mixed, as in a server. Returns (LLM, program, table)."""
     from megakernel import LLM
 
     prompts, rows, decodes, context = MIXED
@@ -412,7 +415,10 @@ def mixed(report: Report, _: Path | None) -> None:
 
 
 def partitions(report: Report, _: Path | None) -> None:
-    """Ranks on parts of one GPU: what they wait for each other. There is no link, so this is synchronisation alone."""
+    """Measure how long ranks on parts of one GPU wait for each other.
+
+    There is no link, so only synchronisation counts.
+    """
     from megakernel import LLM
 
     for tp in (2, 4):
@@ -436,11 +442,11 @@ def partitions(report: Report, _: Path | None) -> None:
             llm.close()
 
 
-# -- right?
+# -- correctness
 
 
 def check(report: Report, _: Path | None, name: str | None = None) -> None:
-    """All of doctor's cases, or one."""
+    """Run all of doctor's cases, or only the case `name`."""
     cases, differences = [], []
     for case in doctor_gpu.cases():
         if name in (None, case.name):
@@ -448,17 +454,17 @@ def check(report: Report, _: Path | None, name: str | None = None) -> None:
             cases.append(case.name)
             report.keep(cases=cases, differences=differences)
     if differences:
-        report.keep(error=f"{len(differences)} differ: {differences[0]}")
+        report.keep(error=f"{len(differences)} differences from the reference; the first: {differences[0]}")
 
 
 def numerics(report: Report, _: Path | None) -> None:
-    """Log-probabilities of the last positions of a sequence of the 1B shape: a step of all tokens, and steps of few."""
+    """Compare log-probabilities at the end of a sequence of the 1B shape, for one large step and for small ones."""
     for name, step in (("many_rows", SEQUENCE), ("few_rows", PREFILL)):
         report.keep(**{name: _scores(step)})
 
 
 def _scores(step: int) -> Json:
-    """With `step` tokens of the sequence at a time."""
+    """The comparison when the sequence is computed `step` tokens at a time."""
     import torch
     from torch_llama import TorchLlama
 
@@ -505,7 +511,7 @@ def _scores(step: int) -> Json:
 
 
 def delay(report: Report, _: Path | None) -> None:
-    """A stall of 5 ms of one instruction in the middle of the 1B decode step."""
+    """Delay one instruction in the middle of the 1B decode step by 5 ms."""
     it = Decode("1b")
     table = next(it.tables())
     it.prefill()
@@ -542,7 +548,7 @@ PARTS: dict[str, Part] = {
     "partitions": partitions,
     "delay": delay,
 }
-# The most telling first: what finds no time left is the least.
+# The most important parts run first, because the last ones may have no time left.
 PLAN = (
     "probe",
     *(part for part in PARTS if part.startswith("check-")),
@@ -552,7 +558,7 @@ PLAN = (
 
 
 def run_all(plan: Sequence[str], trace: Path | None, save: Callable[[Json], None]) -> None:
-    """Each part in a process of its own; `save` gets what there is after each."""
+    """Run each part in a process of its own. `save` is called with all results after each part."""
     begin = time.perf_counter()
     out: Json = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -568,10 +574,10 @@ def run_all(plan: Sequence[str], trace: Path | None, save: Callable[[Json], None
             else:
                 try:
                     done = subprocess.run(command, capture_output=True, text=True, timeout=left)
-                    lines = done.stderr.strip().splitlines()[-_ERROR_LINES:] or ["no word"]
+                    lines = done.stderr.strip().splitlines()[-_ERROR_LINES:] or ["no message"]
                     wrong = {"error": lines[-1], "stderr": lines} if done.returncode else {}
                 except subprocess.TimeoutExpired:
-                    wrong = {"error": f"not done after {left:.0f} s"}
+                    wrong = {"error": f"not finished after {left:.0f} s"}
             result: Json = (json.loads(target.read_text()) if target.exists() else {}) | wrong
             seconds = time.perf_counter() - started
             print(f"gpu: {name} {seconds:.1f} s{headline(result)}", file=sys.stderr, flush=True)
@@ -580,7 +586,7 @@ def run_all(plan: Sequence[str], trace: Path | None, save: Callable[[Json], None
 
 
 def headline(result: Json) -> str:
-    """Of a part: the ratio that a megakernel must win, kernels' times, and what went wrong."""
+    """One line on a part: the time by phases relative to the megakernel, the kernels' times, and errors."""
     said = f", by phases / megakernel {result['phases_ratio']:.3f}" if result.get("phases_ratio") else ""
     for name, found in result.items():
         if isinstance(found, dict) and "kernel_s" in found:
@@ -592,9 +598,9 @@ def headline(result: Json) -> str:
 
 def main() -> int:
     parser = options(__doc__)
-    parser.add_argument("--part", choices=PARTS, help="only this, in this process")
-    parser.add_argument("--only", choices=PARTS, action="append", help="this part and others so named, in their order")
-    parser.add_argument("-t", "--trace", type=Path, metavar="FILE", help="where the trace of a decode step goes")
+    parser.add_argument("--part", choices=PARTS, help="run only this part, in this process")
+    parser.add_argument("--only", choices=PARTS, action="append", help="run only this part (repeatable, in order)")
+    parser.add_argument("-t", "--trace", type=Path, metavar="FILE", help="write the trace of a decode step to FILE")
     arguments = parser.parse_args()
     from megakernel.runtime.cuda.availability import missing
 

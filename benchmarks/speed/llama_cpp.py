@@ -1,13 +1,14 @@
-"""Against llama.cpp's own server: same bf16 weights, same cores, ShareGPT lengths, many requests in flight.
+"""Compares our server with llama.cpp's: same bf16 weights, same cores, ShareGPT lengths, many requests in flight.
 
     pip download --no-deps --no-binary :all: llama-cpp-python==0.3.36    # its sdist carries llama.cpp's source
     python benchmarks/speed/llama_cpp.py build llama_cpp_python-0.3.36.tar.gz llama/
     python benchmarks/speed/llama_cpp.py run llama/ -o benchmarks/results/llama-cpp-smollm2-135m.json
 
 `build` compiles `llama-server` for this machine's instruction set (cmake and a C++ compiler; minutes to an hour).
-`run` writes the model's weights as bf16 GGUF, which both sides load; tries llama-server's settings on a part of the
-workload (slots, flash attention, batch sizes, threads; one after the other) and keeps what is faster; alternates that
-with our server, the idle one of the two asleep; then times our engine offline. Leave the machine alone meanwhile.
+`run` writes the model's weights to a bf16 GGUF file, which both sides load. It tries llama-server's settings on a part
+of the workload (slots, flash attention, batch sizes, threads; one after the other) and keeps the faster ones. Then it
+alternates runs of llama-server and our server, while the other one sleeps. At last it times our engine offline. Run it
+on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ OPTIONS = [
 
 
 def build(sdist: Path, folder: Path, jobs: int) -> None:
-    """`folder`/build/bin/llama-server from the sdist of llama-cpp-python."""
+    """Build `folder`/build/bin/llama-server from the sdist of llama-cpp-python."""
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
@@ -58,12 +59,12 @@ def build(sdist: Path, folder: Path, jobs: int) -> None:
 
 
 def first_settings(threads: int) -> dict[str, str]:
-    """Where the search begins; its own defaults otherwise, f16 KV among them."""
+    """The initial settings of the search. Everything else has llama-server's defaults, including the f16 KV cache."""
     return {"-np": "16", "-fa": "on", "-ub": "512", "-b": "2048", "-t": str(threads), "-tb": str(threads)}
 
 
 def changes(threads: int) -> list[dict[str, str]]:
-    """What is tried, one after the other, each on the best so far."""
+    """The changes that the search tries in turn, each applied to the best settings so far."""
     fewer = str(max(threads // 2, 1))
     return [{}, {"-np": "64"}, {"-fa": "off"}, {"-ub": "2048"}, {"-b": "512", "-ub": "512"}, {"-t": fewer}]
 
@@ -153,7 +154,7 @@ def main() -> None:
     ran.add_argument("--model", default="smollm2-135m", help="a known model that comes as GGUF")
     ran.add_argument("--num-prompts", type=int, default=256)
     ran.add_argument("--max-concurrency", type=int, default=64)
-    ran.add_argument("--search-prompts", type=int, default=64, help="prompts with which settings are tried")
+    ran.add_argument("--search-prompts", type=int, default=64, help="prompts for the search of settings")
     ran.add_argument("--runs", type=int, default=2)
     ran.add_argument("--serve-flags", nargs=argparse.REMAINDER, default=[], help="more flags for our server")
     ran.add_argument("-o", "--output", type=Path, required=True)
@@ -161,7 +162,7 @@ def main() -> None:
     if args.verb == "build":
         build(args.sdist, args.folder, args.jobs)
         return
-    result = json.loads(json.dumps(run(args)).replace(f"{args.folder / 'work'}{os.sep}", ""))  # a machine's own paths
+    result = json.loads(json.dumps(run(args)).replace(f"{args.folder / 'work'}{os.sep}", ""))  # no local paths
     write(args.output, result)
     print(text({name: result[name] for name in ("http", "offline")} | {"settings": result["llama_cpp"]["settings"]}))
 

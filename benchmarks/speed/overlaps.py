@@ -1,9 +1,9 @@
-"""Three overlaps on a CPU with 2 and 4 ranks, each with its cause switched off in turn.
+"""Measures three kinds of overlap on a CPU with 2 and 4 ranks, and each of them with its mechanism switched off.
 
     python benchmarks/speed/overlaps.py -o benchmarks/results/overlaps-cpu.json
 
-A traced prefill step of eight layers of SmolLM2's shape with random weights, on all cores. Variants alternate in one
-process; the table has medians over the rounds.
+The case is a traced prefill step of eight layers of SmolLM2's shape with random weights, on all cores. The variants
+alternate in one process, and the table shows medians over the rounds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""What a server costs beside its launches: `python benchmarks/speed/serving_overhead.py [--before PYTHON] -o FILE`.
+"""Measures a server's CPU time besides launches.
 
-The null backend computes nothing, so all of the server's processor time is the host's. Requests have the lengths of
-ShareGPT's and are streamed. `--before` names the interpreter of another installation, whose server takes turns with
-this one's. The client computes on the same cores, so tokens per second are those of both.
+    python benchmarks/speed/serving_overhead.py [--before PYTHON] -o FILE
+
+The null backend computes nothing, so all of the server's CPU time is overhead. The requests have ShareGPT lengths and
+are streamed. `--before` names the Python interpreter of another installation, whose server alternates with this one's.
+The client runs on the same cores, so tokens per second are those of client and server together.
 """
 
 from __future__ import annotations
@@ -24,27 +26,27 @@ SERVE += ["--max-num-batched-tokens", "1024"]
 
 
 def cpu_seconds(session: int) -> float:
-    """What all processes of a session have computed."""
+    """The CPU seconds of all processes of a session."""
     ticks = 0
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # the process has ended
         if int(fields[3]) == session:
             ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def run(python: str, args: Any, log: Path) -> dict[str, Any]:
-    """A fresh server of that interpreter's installation, and one load."""
+    """Start a fresh server with an installation's interpreter, and measure one load."""
     in_flight = str(args.max_concurrency)
     command = [python, *megakernel(*SERVE, "--model", args.model, "--max-num-seqs", in_flight)[1:]]
     with server(command, log) as peer:
         load = ["bench", "serve", "--base-url", peer.url, "--model", args.model, "--seed", "1"]
         load += ["--num-prompts", str(args.num_prompts), "--max-concurrency", in_flight]
         load += ["--processes", str(args.processes)]
-        measured(*load)  # meanwhile the server compiles its programs
+        measured(*load)  # warm-up, in which the server compiles its programs
         before = cpu_seconds(peer.pid)
         done = measured(*load)
         spent = cpu_seconds(peer.pid) - before
@@ -65,7 +67,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--num-prompts", type=int, default=512)
     parser.add_argument("--max-concurrency", type=int, default=256)
-    parser.add_argument("--processes", type=int, default=1, help="of the client")
+    parser.add_argument("--processes", type=int, default=1, help="client processes (default: 1)")
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
     sides = {"now": sys.executable} | ({"before": args.before} if args.before else {})

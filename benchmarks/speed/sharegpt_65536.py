@@ -1,11 +1,11 @@
-"""65,536 requests with ShareGPT lengths: the comparison that tensor-parallel megakernels are known by.
+"""Serves 65,536 requests with ShareGPT lengths, the usual benchmark of tensor-parallel megakernels.
 
     python benchmarks/speed/sharegpt_65536.py --model meta-llama/Llama-3.1-8B-Instruct --num-prompts 4096 -o h200.json
-    python benchmarks/speed/sharegpt_65536.py --backend null --repetitions 1 -o null.json    # all but arithmetic
+    python benchmarks/speed/sharegpt_65536.py --backend null --repetitions 1 -o null.json    # without arithmetic
 
-Our server, and SGLang's or vLLM's where one is installed, take turns, each repetition the whole workload: whole
-answers (no streams), greedy, recorded lengths, up to 8,192 requests in flight. The first repetition warms up and
-counts for nothing. The server's memory is sampled meanwhile. Reference: HazyResearch, throughput megakernel (2025-09),
+Our server alternates with SGLang's or vLLM's, if one is installed. Each repetition is the whole workload: whole answers
+(no streams), greedy, with the recorded lengths and up to 8,192 requests in flight. The first repetition is a warm-up
+and does not count. The server's memory is sampled meanwhile. Reference: HazyResearch, throughput megakernel (2025-09),
 Llama-70B on 8 x H100, tensor parallel.
 """
 
@@ -38,7 +38,7 @@ PEERS = {
     "vllm": ["-m", "vllm.entrypoints.openai.api_server", "--model", "{model}", "-tp", "{tp}", "--port", "{port}"],
 }
 SAMPLE_S = 1.0
-FLAT = 0.02  # growth of memory, as a share, that is called flat
+FLAT = 0.02  # memory that grows by at most this fraction counts as flat
 
 
 def installed() -> str | None:
@@ -47,7 +47,7 @@ def installed() -> str | None:
 
 @contextmanager
 def memory_of(child: Child) -> Iterator[list[tuple[float, int]]]:
-    """(seconds, resident bytes) of a process, sampled until the block ends."""
+    """Sample (seconds, resident bytes) of a process until the block ends."""
     samples: list[tuple[float, int]] = []
     stop = threading.Event()
     start = time.monotonic()
@@ -71,7 +71,7 @@ def memory_of(child: Child) -> Iterator[list[tuple[float, int]]]:
 
 
 def flatness(samples: list[tuple[float, int]]) -> dict[str, Any]:
-    """Growth from the second quarter of the time to the last: the first quarter warms up."""
+    """The growth of memory from the second quarter of the time to the last. The first quarter is the warm-up."""
     quarters = [samples[len(samples) * i // 4 : len(samples) * (i + 1) // 4] for i in range(4)]
     means = [sum(size for _, size in quarter) / len(quarter) if quarter else None for quarter in quarters]
     growth = means[3] / means[1] - 1 if means[3] and means[1] else None
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def counted(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of the repetitions behind the first, or that one's where there is no other."""
+    """Medians of all repetitions but the first, or the figures of the first if it is the only one."""
     names = ("tokens_per_s", "total_tokens_per_s", "requests_per_s", "duration_s")
     return {name: median(one[name] for one in runs[1:] or runs) for name in names} | {"repetitions": len(runs)}
 

@@ -1,12 +1,12 @@
-"""Decode of one sequence with `--speculate N` and without, on a text that repeats and on one that does not.
+"""Measures decode of one sequence with and without `--speculate N`, on a text that repeats and on one that does not.
 
     python benchmarks/speed/speculation.py -o FILE
 
-`repeats` asks for a passage of the prompt again, greedily; `does not repeat` asks for a story, sampled at temperature
-1. End-of-sequence tokens are ignored, so that every run makes as many tokens. Two engines with the same weights take
-turns, A B A B, after a run each that is not counted. A run's rate is tokens after the first divided by the time from it
-to the last. Tokens and log-probabilities of all runs of a text must be equal, bit for bit; exit status 1 says that they
-were not.
+`repeats` asks greedily for a passage of the prompt again. `does not repeat` asks for a story, sampled at temperature 1.
+End-of-sequence tokens are ignored, so that all runs generate the same number of tokens. Two engines with the same
+weights alternate (A B A B), after one warm-up run each. The rate of a run is its number of tokens after the first,
+divided by the time from the first token to the last. Tokens and log-probabilities of all runs of a text must be equal,
+bit for bit; otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TEXTS = {
 
 
 def run(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[dict[str, Any], RequestOutput]:
-    """The figures of one continuation, and what it is."""
+    """Continue a prompt. Returns the figures of the run, and its result."""
     before = llm.engine.stats.counts
     result = llm.generate([ids], params)[0]
     assert result.tpot_s is not None
@@ -47,7 +47,7 @@ def run(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[dict[str, Any
 
 
 def compare(sides: dict[str, LLM], prompt: str, params: SamplingParams, rounds: int) -> dict[str, Any]:
-    """Runs of all sides in turn, and by how much speculation is faster."""
+    """Run all sides in alternation, and compute the speed-up by speculation."""
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     results: list[RequestOutput] = []
     for round_ in range(rounds + 1):

@@ -1,15 +1,15 @@
-"""What masks and forced tokens do to the speed of a batch: `python benchmarks/speed/structured.py -o FILE`.
+"""Measures how masks and forced tokens affect the speed of a batch: `python benchmarks/speed/structured.py -o FILE`.
 
-32 sequences are continued by as many tokens each, five ways in turn, after a run that is not counted:
+32 sequences generate the same number of tokens in five ways, which alternate after a warm-up run:
 
-    free     as the model likes
-    masked   text after a regular expression that forces nothing, so every token has a mask
-    schema   a list of records after a JSON schema, whose names and punctuation are forced
-    half     half of them free, half masked
-    greedy   free, at temperature 0, as the unmasked way of the sampling instruction is shorter for these
+    free     without constraints
+    masked   text by a regular expression that forces nothing, so every token needs a mask
+    schema   a list of records by a JSON schema, whose names and punctuation are forced
+    half     one half is free, the other half masked
+    greedy   free at temperature 0, where the sampling instruction takes a shorter path
 
-A rate counts the tokens after the first step that gave any, and the time since. `free_tpot_s` is the mean time for a
-token of a free sequence.
+A rate counts the tokens and the time after the first step that generated any. `free_tpot_s` is the mean time per token
+of a free sequence.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A Llama in plain torch over the CUDA backend's own weights: what it is compared with, and checked against.
+"""A Llama in plain torch on the CUDA backend's own weights, for speed comparisons and as a numerical reference.
 
-Weights come as CuPy arrays by DLPack, without a copy in bf16, widened in f32. The decode step is written as
-torch.compile likes it: fixed shapes, a static KV cache in buffers, everything in one graph.
+Weights come as CuPy arrays by DLPack: in bf16 without a copy, in f32 widened. The decode step is written for
+torch.compile: fixed shapes, a static KV cache in buffers, everything in one graph.
 
-The model of `bench latency --vs torch` cannot stand in for it: transformers rounds the residual to bf16 after each
-layer's parts, which here stays in float32 as in ours, so as a judge of ours it is two to four times as lenient (KL
-divergence from float32).
+The model of `bench latency --vs torch` cannot replace it. transformers rounds the residual to bf16 within each layer,
+while here it stays in float32 as in our backends. As a reference for ours it would be two to four times as lenient (in
+KL divergence from float32).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _B = Buffer
 
 
 def device_array(backend: Any, buffer: Buffer, layer: int, dims: Dims) -> Any:
-    """A CuPy array over a CUDA backend's weights as rank `dims.rank` has them; torch takes it by DLPack."""
+    """A CuPy array that shares the memory of a CUDA backend's weights on rank `dims.rank`, for torch by DLPack."""
     import cupy
 
     spec = BUFFERS[buffer]
@@ -37,9 +37,9 @@ def device_array(backend: Any, buffer: Buffer, layer: int, dims: Dims) -> Any:
 
 
 class TorchLlama(torch.nn.Module):
-    """`capacity` tokens of one sequence. Computes in `dtype`, bfloat16 or float32.
+    """A Llama for one sequence of up to `capacity` tokens. It computes in `dtype`, bfloat16 or float32.
 
-    `device_array` gives a weight as something that torch takes by DLPack, bfloat16 as 16-bit integers.
+    `device_array` returns a weight that torch imports by DLPack. bfloat16 comes as 16-bit integers.
     """
 
     cos: torch.Tensor
@@ -74,11 +74,11 @@ class TorchLlama(torch.nn.Module):
         return weight
 
     def _biased(self, x: torch.Tensor, buffer: Buffer, layer: int) -> torch.Tensor:
-        """With a bias where the model has one, in the type of `x`."""
+        """Add the bias to `x`, in the type of `x`, if the model has one."""
         return x + self._weight(buffer, layer).to(x.dtype) if hasattr(self, f"{buffer.name}_{layer}") else x
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits, float32, of every token. tokens and positions are [n]; the tokens before them are in the cache."""
+        """The float32 logits of every token. `tokens` and `positions` are [n]; earlier tokens are in the KV cache."""
         d = self.dims
         x = functional.embedding(tokens, self._weight(_B.EMBED)).float()
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
@@ -112,6 +112,6 @@ class TorchLlama(torch.nn.Module):
         return (x * scale * self._weight(buffer, layer)).to(self.dtype)
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """RoPE pairs are neighbours."""
+        """Apply RoPE, where neighbouring elements form a pair."""
         a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(self.dtype)

@@ -1,13 +1,14 @@
-"""Script time of the timeline's frames, in a headless browser.
+"""Measures the script time of the timeline page's frames in a headless browser.
 
     python benchmarks/speed/viewer.py -o benchmarks/results/viewer.json
 
-Makes a trace of two layers of a 70B-like model over eight ranks of 132 workers with four roles each, writes its page
-and opens it from the disk. For every way to look at it (as it opens, a rank open, all roles of all workers open,
-searched; from all of the trace in sight to a thousandth) it draws frames at moments all over the trace and prints the
-time inside the page's draw function, without the browser's own compositing. Then it pans with all open, as fast as
-frames come, and types a search; its answer counts from the last key to the frame that shows it, the pause in which the
-page waits for another key included. --program and --trace take a saved pair.
+Creates a trace of two layers of a 70B-like model on eight ranks of 132 workers with four roles each, writes its page
+and opens the page from disk. It measures several views: as the page opens, with one rank expanded, with all roles of
+all workers expanded, and with a search; each from the whole trace down to a thousandth of it. In each view it draws
+frames all over the trace and prints the time inside the page's draw function, without the browser's compositing.
+
+Then it pans with everything expanded, as fast as frames come. A search is timed from the last key to the frame that
+shows its result, including the pause in which the page waits for another key. --program and --trace use a saved trace.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ import synthetic
 from browser import Browser, browser
 from record import options, write
 
-FRAMES = 25  # of each way to look
-PANNED = 180  # frames
-SPANS = (1.0, 0.3, 0.1, 0.03, 0.01, 0.001)  # parts of the trace in sight
+FRAMES = 25  # frames per view
+PANNED = 180  # frames of a pan
+SPANS = (1.0, 0.3, 0.1, 0.03, 0.01, 0.001)  # visible parts of the trace
 SIZE = (1600, 1000)
 
 
 def frames(page: Browser, span: float, total_s: float) -> list[float]:
-    """Milliseconds of frames that show `span` of the trace from different moments on."""
+    """Milliseconds of frames that show the part `span` of the trace, at different positions."""
     return [
         float(
             page.run(
@@ -77,7 +78,7 @@ wait();
 
 
 def timed(page: Browser, script: str, *arguments: object) -> float:
-    """What a script leaves in `window.done`."""
+    """Run a script and wait for the value that it stores in `window.done`."""
     page.run(script, *arguments)
     while (found := page.run("return window.done")) is None:
         time.sleep(0.1)
@@ -98,7 +99,7 @@ def look(page: Browser, what: str, total_s: float) -> list[dict[str, object]]:
             }
         )
         print(
-            f"  {what:<28} {span:>6.1%} in sight: median {found[-1]['median_ms']} ms, worst {found[-1]['worst_ms']} ms"
+            f"  {what:<28} {span:>6.1%} visible: median {found[-1]['median_ms']} ms, worst {found[-1]['worst_ms']} ms"
         )
     return found
 
@@ -133,14 +134,14 @@ def main() -> None:
         rows += look(page, "all open", total_s)
         pans = {str(span): timed(page, PAN, span, total_s, PANNED) for span in SPANS[1:]}
         searches = {text: timed(page, SEARCH, text) for text in ("gate_up_silu", "qkv layer=1 rank=1", "H[96]")}
-        print(f"panning, frames per second by part in sight: {pans}")
+        print(f"panning, frames per second by visible part: {pans}")
         print(f"a search, ms after the last key: {searches}")
         page.run("timeline.find('gate_up_silu')")
         rows += look(page, "all open, a search", total_s)
         worst = max(float(str(r["worst_ms"])) for r in rows)
         print(f"worst frame {worst} ms")
         figures = {
-            "load_average": round(os.getloadavg()[0], 1),  # of the last minute: 1 is this script's own
+            "load_average": round(os.getloadavg()[0], 1),  # of the last minute; this script itself causes 1
             "intervals": len(trace.intervals),
             "page_bytes": size,
             "written_s": round(written_s, 2),

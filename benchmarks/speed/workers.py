@@ -1,14 +1,15 @@
-"""What more workers and more threads cost: `python benchmarks/speed/workers.py [-o FILE]`, one JSON.
+"""Measures the cost of more workers and more threads: `python benchmarks/speed/workers.py [-o FILE]`.
 
-Everything but `decode` is without arithmetic, so that only the interpreter is timed; best of several launches.
+All parts but `decode` run without arithmetic, so that they time only the interpreter. The best of several launches
+counts.
 
-instruction  seconds of an empty instruction of one worker, and of a launch
-barrier      seconds of a phase in which every worker, each with a thread of its own, signals one counter and waits for
-             all: up to as many workers as there are cores. What exceeds an instruction grows with arrivals and waiters
-streams      seconds of a thread for each instruction, where as many threads as cores serve more and more workers: what
-             it costs to look at streams that are blocked
-decode       SmolLM2-135M's shape in bf16: a step by threads, from one to four times as many as cores. An engine
-             compiles no more workers than cores; programs with a worker for each thread are the harder case beside it
+instruction  seconds of an empty instruction on one worker, and of a launch
+barrier      seconds of a phase in which every worker signals one counter and waits for all, each worker on a thread of
+             its own, up to as many workers as cores. The excess over an instruction grows with arrivals and waiters
+streams      thread seconds per instruction when as many threads as cores serve more and more workers: the cost of
+             looking at blocked streams
+decode       a step of SmolLM2-135M's shape in bf16 with one to four times as many threads as cores. An engine compiles
+             no more workers than cores; programs with a worker for each thread are shown as the harder case
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ MOST_STREAMS = 64
 
 
 def layer(workers: int, threads: int) -> tuple[float, float, float, int]:
-    """Seconds of a layer, instructions of each worker in it, seconds of a launch without layers, and phases of a layer.
+    """(seconds of a layer, its instructions per worker, seconds of a launch without layers, phases of a layer).
 
-    A layer of one row is a chain of phases that each wait for all workers of the one before.
+    A layer of one row is a chain of phases, each of which waits for all workers of the previous one.
     """
     (few_s, few, phases), (many_s, many, _) = (null_step(workers, n, threads=threads) for n in (FEW, MANY))
     layers = MANY - FEW
@@ -68,7 +69,7 @@ def streams() -> list[dict[str, float]]:
 
 @dataclass
 class Case:
-    """Launches of a decode step with so many threads."""
+    """Launches of a decode step with a number of threads and workers."""
 
     threads: int
     workers: int
@@ -77,7 +78,7 @@ class Case:
 
 
 def decode() -> list[dict[str, Any]]:
-    """The cases take turns, so that a disturbed second meets all of them."""
+    """Time all cases in alternation, so that a disturbance affects all of them."""
     cores, cases, open_ = cpu_count(), [], []
     for threads, workers in [(n * cores, w) for n in (1, 2, 4) for w in sorted({cores, n * cores})]:
         config = load_config(MODEL)

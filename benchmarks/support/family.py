@@ -1,4 +1,4 @@
-"""What the processes of a server take, read from /proc: memory, open files, threads."""
+"""The resources of a server's processes, read from /proc: memory, open files and threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class Taken:
-    """Of a process and all that it has started, together. Memory that several of them share counts once."""
+    """Resources of a process and all its descendants together. Memory that several of them share counts once."""
 
     processes: int
     memory_mb: float
@@ -19,15 +19,15 @@ class Taken:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that descend from it."""
+    """The process ids of a process and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in _PROC.iterdir():
         if entry.name.isdigit():
             try:
-                # The name of a program, in parentheses, may hold anything.
+                # The program's name, in parentheses, may contain any character.
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
-                continue  # it has ended
+                continue  # the process has ended
             children.setdefault(parent, []).append(int(entry.name))
     found = [pid]
     for one in found:
@@ -36,7 +36,7 @@ def family(pid: int) -> list[int]:
 
 
 def taken(pid: int) -> Taken:
-    """What the family of a process takes now."""
+    """The current resources of a process and all its descendants."""
     memory = descriptors = threads = processes = 0
     for one in family(pid):
         try:
@@ -46,5 +46,5 @@ def taken(pid: int) -> Taken:
             threads += len(list((_PROC / str(one) / "task").iterdir()))
             processes += 1
         except (OSError, StopIteration):
-            continue  # it has ended
+            continue  # the process has ended
     return Taken(processes, round(memory * 1024 / 1e6, 1), descriptors, threads)

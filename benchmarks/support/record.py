@@ -1,4 +1,4 @@
-"""What a committed figure has beside it: the command, the machine, the raw runs."""
+"""Writes benchmark results as JSON, together with the command and the machine that produced them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megakernel.machine import cpu_count, processor
 
 
 def options(doc: str | None, *, required: bool = False) -> argparse.ArgumentParser:
-    """The options of a script whose docstring is `doc`, with -o for what `write` writes."""
+    """The parser of a script whose docstring is `doc`, with the flag -o for the file that `write` writes."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = "write the figures here, as JSON"
+    what = "write the figures to FILE as JSON"
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", required=required, help=what)
     return parser
 
 
 def made() -> dict[str, str]:
-    """The command line of this process, with its script as a checkout's root names it, and the machine.
+    """The command line of this process and the machine. The script's path is relative to the checkout's root.
 
-    Of a path outside the checkout only the name is kept.
+    Of absolute paths only the file name is kept.
     """
     script = "/".join(Path(sys.argv[0]).resolve().parts[-3:])
     machine = f"{cpu_count()} cores, {processor()}, Python {platform.python_version()}"
@@ -36,19 +36,19 @@ def _without_folder(argument: str) -> str:
 
 
 def write(path: Path | None, figures: dict[str, Any]) -> None:
-    """`figures` as JSON, after what made them, to a file where one is named."""
+    """Write `figures` as JSON after the command and the machine. Does nothing if `path` is None."""
     if path:
         put(path, made() | figures)
 
 
 def put(path: Path, figures: dict[str, Any]) -> None:
-    """A file that holds all of `figures` or, where this process ends meanwhile, what it held before."""
+    """Write `figures` atomically: if the process ends meanwhile, the file keeps its old content."""
     with whole_file(path, f"figures to {path}") as part:
         part.write_text(text(figures) + "\n")
 
 
 def text(value: Any, margin: str = "") -> str:
-    """JSON with a line for each run, which is an object in an array, and for each field beside runs."""
+    """Format JSON with one line per run (an object in an array) and one line per field next to runs."""
     inner = margin + " "
     if isinstance(value, dict) and (not margin or _holds_runs(value)):
         lines = [f"{json.dumps(str(name))}: {text(field, inner)}" for name, field in value.items()]

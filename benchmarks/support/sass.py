@@ -1,14 +1,14 @@
-"""Machine code as nvdisasm prints it: instructions, where they come from and control goes, registers they name, and how
-long a warp that has issued one must wait before the next.
+"""Parses SASS machine code from nvdisasm: instructions, source lines, control flow, registers and stall counts.
 
-The last is the stall count that the compiler writes into each instruction. Of an instruction's 128 bits, the upper ones
-are for the scheduler (Jia et al., *Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking*, arXiv
-1804.06826, section 2.1; the layout has not changed since Volta):
+The stall count of an instruction says how long a warp must wait before it issues its next instruction. The compiler
+writes it into the upper part of an instruction's 128 bits, which controls the warp scheduler (Jia et al., *Dissecting
+the NVIDIA Volta GPU Architecture via Microbenchmarking*, arXiv 1804.06826, section 2.1; the layout has not changed
+since Volta):
 
     125-122  reuse of operand caches    115-113  barrier of its reads (7: none)    109      yield
     121-116  barriers that it waits for 112-110  barrier of its result (7: none)   108-105  stall, in cycles
 
-Waiting for those barriers is not in the stall count: what a path of stalls adds up to is a floor.
+Time spent waiting for these barriers is not in the stall count, so the sum of stalls along a path is a lower bound.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from pathlib import Path
 _LABEL = re.compile(r"^(\S+):$")
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?(\S+)\s*(.*?)\s*;")
 _ENCODING = re.compile(r"/\* 0x([0-9a-f]{16}) \*/\s*$")
-_STALL_BIT = 105 - 64  # of the second half
+_STALL_BIT = 105 - 64  # position in the upper 64 bits
 _SOURCE = re.compile(r'"(?:[^"]*/)?([^"/]+)", line (\d+)')
 _INDIRECT = re.compile(r"BRANCH_TARGETS ([^\"]*)")
 _TARGET = re.compile(r"`\(([^)]+)\)")
 _REGISTER = re.compile(r"\bR(\d+)\b(\.64\b)?")
-# Who go on elsewhere: never to the instruction behind, if no predicate guards them.
+# Instructions that always jump elsewhere if no predicate guards them: the next instruction does not follow.
 _LEAVES = {"BRA", "BRX", "BRXU", "RET", "EXIT"}
 
 
 @dataclass(frozen=True)
 class Instruction:
-    at: int  # bytes from the function's first
+    at: int  # offset in the function, in bytes
     opcode: str  # with its suffixes
     operands: str
-    guarded: bool  # by a predicate
-    targets: tuple[int, ...] = ()  # indices of instructions
-    lines: frozenset[tuple[str, int]] = frozenset()  # names of files: its line, and those that this is inlined at
+    guarded: bool  # a predicate guards it
+    targets: tuple[int, ...] = ()  # indices of the instructions that it may jump to
+    lines: frozenset[tuple[str, int]] = frozenset()  # (file name, line): its own, and those that it is inlined at
     stall: int = 0  # cycles
 
     @property
@@ -53,7 +53,7 @@ class Instruction:
         return {file for file, _ in self.lines}
 
     def registers(self) -> set[int]:
-        """All that it names, pairs and longer runs included."""
+        """All registers that it uses, including those of pairs and longer vectors."""
         found: set[int] = set()
         address = re.sub(r"^.*?(?=\[)|(?<=\])[^\[]*", " ", self.operands) if "[" in self.operands else ""
         for register in _REGISTER.finditer(address):
@@ -64,7 +64,7 @@ class Instruction:
         return found
 
     def _width(self, place: int) -> int:
-        """Registers of an operand, in front of which are `place` others; at least as many as it has."""
+        """An upper bound for the number of registers of the operand at index `place`."""
         suffixes = self.opcode.split(".")[1:]
         match self.name:
             case "HGMMA":
@@ -78,7 +78,7 @@ class Instruction:
             case "CS2R":
                 return 1 if "32" in suffixes else 2
             case "SHF":
-                return 1  # of 64 bits the halves are operands of their own
+                return 1  # the halves of a 64-bit value are separate operands
         if "128" in suffixes:
             return 4
         wide = {"64", "U64", "S64", "F64", "TRANS64"} & set(suffixes)
@@ -87,7 +87,7 @@ class Instruction:
 
 @dataclass(frozen=True, order=True)
 class Floor:
-    """The least that a warp needs for a path: cycles by its stalls, and instructions that it issues."""
+    """A lower bound for a path of a warp: the sum of its stall cycles, and the instructions that it issues."""
 
     stalls: int
     instructions: int
@@ -104,7 +104,7 @@ class Floor:
 
 @dataclass
 class Code:
-    """Of all functions of a cubin."""
+    """The instructions of all functions of a cubin."""
 
     instructions: list[Instruction] = field(default_factory=list)
 
@@ -112,19 +112,22 @@ class Code:
         return [i for i, instruction in enumerate(self.instructions) if instruction.opcode.startswith(opcode)]
 
     def after(self, i: int) -> list[int]:
-        """Where control may go from instruction `i` on, other than back to a caller. A BSYNC goes where the BSSY
-        says, so that is already after the BSSY; a call comes back behind itself, so it goes to both."""
+        """The instructions that may follow instruction `i`, except for returns to a caller.
+
+        The target of a BSYNC is given by its BSSY, so it counts as a successor of the BSSY. A call is followed by its
+        target and, after the return, by the next instruction.
+        """
         instruction = self.instructions[i]
         ends = instruction.name in _LEAVES and not instruction.guarded
         return [*instruction.targets, *([] if ends else [i + 1])]
 
     def comes_back(self, call: int) -> bool:
-        """Whether someone hands out the address behind the call, for the callee to return to."""
+        """Whether a call returns: whether some instruction loads its return address."""
         address = f"0x{self.instructions[call + 1].at:x}"
         return any(i.operands.endswith(address) for i in self.instructions if "MOV" in i.opcode)
 
     def meetings(self, root: int) -> set[int]:
-        """Where those go on who meet in code from `root` on, at a barrier that was set before they came to `root`."""
+        """Where threads continue after reconverging in the code from `root` on, at a barrier that was set before it."""
 
         def by_barrier(name: str) -> dict[str, set[int]]:
             found: dict[str, set[int]] = {}
@@ -137,7 +140,7 @@ class Code:
         return {target for b in left for i in sets[b] & earlier for target in self.instructions[i].targets}
 
     def reachable(self, roots: Iterable[int], without: Iterable[int] = ()) -> set[int]:
-        """Indices of the instructions that may run from those at `roots` on, not passing those `without`."""
+        """Indices of the instructions that are reachable from `roots` without passing through `without`."""
         seen, todo, closed = set[int](), list(roots), set(without)
         while todo:
             i = todo.pop()
@@ -147,14 +150,16 @@ class Code:
         return seen
 
     def _next(self, i: int) -> list[int]:
-        """Where a warp goes on whose lanes stay together: by calls and reconvergence straight on."""
+        """The instructions that may follow `i` in a warp without divergence, where calls are not entered."""
         instruction = self.instructions[i]
         straight = instruction.name in ("BSSY", "CALL", "WARPSYNC") or instruction.opcode.startswith("BRA.DIV")
         return [i + 1] if straight else self.after(i)
 
     def floor(self, starts: Iterable[int], *visits: Iterable[int], ends: Iterable[int] = ()) -> Floor | None:
-        """Of the shortest way from one of `starts` by an instruction of each of `visits`, in this order, to one of
-        `ends`; without them to one of `starts`, where it is no sooner. None: there is no such way."""
+        """The cost of the shortest path from one of `starts`, through one instruction of each of `visits` in this
+        order, to one of `ends`. Without `ends` the path returns to one of `starts`. The result is None if there is no
+        such path.
+        """
         first, wanted = set(starts), [set(visit) for visit in visits]
         goals = set(ends) or first
         todo, seen = [(Floor(0, 0), 0, start) for start in sorted(first)], set[tuple[int, int]]()
@@ -174,7 +179,7 @@ class Code:
 
 
 def disassembler() -> str | None:
-    """Path of nvdisasm: the PATH's, CUDA's, or that of its wheel."""
+    """The path of nvdisasm: from PATH, from the CUDA toolkit, or from its Python package."""
     tool = shutil.which("nvdisasm") or shutil.which("/usr/local/cuda/bin/nvdisasm")
     wheels = (str(path) for folder in sys.path for path in Path(folder).glob("nvidia/*/bin/nvdisasm"))
     return tool or next(wheels, None)
@@ -186,8 +191,11 @@ def disassemble(tool: str, cubin: Path) -> Code:
 
 
 def parse(text: str) -> Code:
-    """Of `nvdisasm --print-code --print-line-info-inline`, with or without the instructions' encoding, which has the
-    stalls. Raises ValueError for a jump that it does not understand."""
+    """Parse the output of `nvdisasm --print-code --print-line-info-inline`.
+
+    Stall counts are known only if the output includes the instructions' encoding. Raises ValueError for an unknown kind
+    of jump.
+    """
     labels: dict[str, int] = {}
     lines: list[tuple[re.Match[str], frozenset[tuple[str, int]]]] = []
     stalls: list[int] = []

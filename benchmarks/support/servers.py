@@ -1,4 +1,4 @@
-"""Servers as child processes, for the comparisons beside this file."""
+"""Starts servers as child processes for benchmarks, and runs our own verbs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-READY_S = 1800.0  # in which a server must answer: large models load slowly
+READY_S = 1800.0  # maximum time until a server answers; large models load slowly
 SHUTDOWN_S = 30.0
 
 
@@ -34,8 +34,8 @@ class Child:
 
 @contextmanager
 def server(command: Sequence[str], log: Path) -> Iterator[Child]:
-    """A process of `command`, with `{port}` filled in, once its /health is 200. It ends with the block."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that blocks end
+    """Start `command`, with `{port}` replaced, and wait until /health answers 200. The process ends with the block."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` blocks run
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     line = [part.replace("{port}", str(port)) for part in command]
@@ -70,12 +70,12 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 
 def megakernel(*arguments: str) -> list[str]:
-    """Our own command line, of the Python that runs this."""
+    """The command that runs our command line with this Python."""
     return [sys.executable, "-P", "-c", "import sys; from megakernel.cli import main; sys.exit(main())", *arguments]
 
 
 def measured(*arguments: str) -> dict[str, Any]:
-    """The JSON object of one of our verbs."""
+    """Run one of our verbs and return its JSON object."""
     command = megakernel(*arguments, "--json")
     print("$ megakernel", *arguments, file=sys.stderr)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
@@ -86,6 +86,6 @@ def measured(*arguments: str) -> dict[str, Any]:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What a figure needs beside it to be compared."""
+    """Facts about the machine that make figures comparable."""
     report = measured("doctor")
     return {name: report[name] for name in ("system", "cpu", "cores", "simd", "gpus", "python", "ceilings")}

@@ -408,7 +408,7 @@ def test_the_verb_writes_figures_with_measured_points(capsys: pytest.CaptureFixt
         (None, "cannot read"),
         ("{", "is not JSON"),
         ("[]", "lacks gflops"),
-        ('{"gflops": 1}', "has no"),
+        ('{"gflops": 1}', "lacks"),
         ('{"gflops": "x", "read_GBps": 1}', "must be numbers"),
     ],
 )
