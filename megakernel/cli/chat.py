@@ -1,4 +1,4 @@
-"""`megakernel chat`: a conversation with a model in the terminal, or with the lines of a pipe."""
+"""`megakernel chat`: a conversation with a model. Messages come from a terminal, or as lines from a pipe."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 _HELP = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 _COMMAND = re.compile(r"/[a-z]+")
-_KEPT_FOR_ANSWERS = 0.25  # of the context, before the oldest messages are left out
-# What a terminal would obey, line ends and tabs aside.
+_KEPT_FOR_ANSWERS = 0.25  # part of the context that is kept for answers; otherwise the oldest messages are left out
+# Control characters, which a terminal would interpret, except line ends and tabs.
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "�")
 
 
 def register(add: AddVerb) -> None:
-    parser = add("chat", "talk with a model, or with one that a server runs", "megakernel chat --model smollm2-135m")
+    parser = add("chat", "talk to a model, in this process or on a server", "megakernel chat --model smollm2-135m")
     add_model_run(parser)
     add_speculate(parser)
     parser.add_argument(
         "--base-url",
         metavar="URL",
-        help="talk to the server at this address; then flags that say how a model runs here mean nothing",
+        help="talk to the server at this address; flags that say how to run a model here are ignored then",
     )
-    parser.add_argument("--api-key", metavar="KEY", help="the key that the server of --base-url asks for")
+    parser.add_argument("--api-key", metavar="KEY", help="API key for the server of --base-url")
     parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (default: 1)")
     add_count(parser, "--max-tokens", None, "end an answer after this many tokens (default: the context's end)")
     parser.set_defaults(run=run)
@@ -51,16 +51,19 @@ def run(args: argparse.Namespace) -> int:
         else:
             from ..serving import SamplingParams
 
-            # Before a model is loaded: a wrong flag fails at once.
+            # Before the model is loaded, so that an invalid flag fails at once.
             params = SamplingParams() if args.temperature is None else SamplingParams(temperature=args.temperature)
             partner = Model(open_.enter_context(open_llm(args, max_seqs=1)), params)
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")  # a pipe may hold anything
+            sys.stdin.reconfigure(errors="replace")  # a pipe may contain invalid UTF-8
         return _Talk(partner, args.max_tokens, args.json).run()
 
 
 class _Talk:
-    """A conversation. On a terminal people type it; else each line is a message, and Ctrl-C ends the program."""
+    """A conversation.
+
+    On a terminal it is interactive; otherwise each line is a message, and Ctrl-C ends the program.
+    """
 
     def __init__(self, partner: Partner, max_tokens: int | None, as_json: bool) -> None:
         self._partner, self._max_tokens, self._as_json = partner, max_tokens, as_json
@@ -81,7 +84,7 @@ class _Talk:
             signal.signal(signal.SIGINT, before)
 
     def _interrupt(self, *_: object) -> None:
-        """Ctrl-C on a terminal ends an answer or a line that is being typed. At any other moment it does nothing."""
+        """Handle Ctrl-C on a terminal: end the current answer or input line. At any other moment it does nothing."""
         if self._interruptible:
             self._interruptible = False
             raise KeyboardInterrupt
@@ -124,7 +127,10 @@ class _Talk:
             yield line
 
     def _turn(self, text: str) -> None:
-        """One message and its answer. A message without any answer is forgotten, one that was cut short is not."""
+        """Send one message and show its answer.
+
+        A message without an answer is removed from the conversation. A message with an incomplete answer stays.
+        """
         from .partners import Answer
 
         self._messages.append({"role": "user", "content": text})
@@ -152,7 +158,7 @@ class _Talk:
             output.stderr.print(output.speed(**figures), style="dim")
 
     def _fit(self) -> int | None:
-        """Leave out the oldest messages until the rest and an answer fit: how many tokens that may have."""
+        """Remove the oldest messages until the rest leaves room for an answer. Returns the answer's maximum tokens."""
         if (found := self._partner.count(self._messages)) is None:
             return self._max_tokens
         before = len(self._messages)

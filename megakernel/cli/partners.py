@@ -1,4 +1,4 @@
-"""Who answers in `megakernel chat`: a model in this process, or a server of the OpenAI API."""
+"""The two sources of answers for `megakernel chat`: a model in this process, or a server with the OpenAI API."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from ..serving import LLM, SamplingParams
 
 Messages = list[dict[str, str]]
-_SILENCE_S = 300.0  # after which a server counts as gone
-_SHOWN = 300  # characters of an answer that is not understood
+_SILENCE_S = 300.0  # a server counts as dead after so many seconds without data
+_SHOWN = 300  # maximum characters of an invalid answer that an error quotes
 
 
 @dataclass
 class Answer:
-    """What has come of an answer so far. `tokens` stays None where nobody counted them."""
+    """The part of an answer that has arrived so far. `tokens` stays None if their number is unknown."""
 
     text: str = ""
     tokens: int | None = None
@@ -51,15 +51,15 @@ class Answer:
 
 
 class Partner(Protocol):
-    """`context` tokens are what a conversation and its answer may have together; None: nobody knows."""
+    """A model or server that answers messages."""
 
     name: str
 
     def count(self, messages: Messages) -> tuple[int, int] | None:
-        """Tokens of a conversation, and of the context; None where nobody knows."""
+        """(tokens of the conversation, tokens of the context), or None if they are unknown."""
 
     def reply(self, messages: Messages, answer: Answer, show: Callable[[str], None], max_tokens: int | None) -> None:
-        """Fill `answer`, and `show` each piece of it. KeyboardInterrupt ends it with what has come."""
+        """Fill `answer` and call `show` with each piece of it. On KeyboardInterrupt `answer` keeps what has arrived."""
 
 
 class Model:
@@ -67,7 +67,7 @@ class Model:
 
     def __init__(self, llm: LLM, params: SamplingParams) -> None:
         self.name, self._llm, self._params = llm.model, llm, params
-        llm.get_tokenizer()  # raises where there is none
+        llm.get_tokenizer()  # raises if there is none
 
     def count(self, messages: Messages) -> tuple[int, int]:
         return len(self._llm.chat_ids(messages)), self._llm.engine.dims.max_context
@@ -86,7 +86,7 @@ class Model:
 
 @contextmanager
 def _interrupted_between_steps() -> Iterator[Callable[[], None]]:
-    """Ctrl-C is an exception where the yielded function is called, and nowhere else: a step is not cut in two."""
+    """Delay Ctrl-C until the yielded function is called, which raises KeyboardInterrupt. So no step is interrupted."""
     asked = False
 
     def note(*_: object) -> None:
@@ -105,11 +105,11 @@ def _interrupted_between_steps() -> Iterator[Callable[[], None]]:
 
 
 class _RefusedError(MegakernelError):
-    """A server that answers, but not with what it was asked for."""
+    """The server answered with an error."""
 
 
 class Server:
-    """A server of the OpenAI API at `url`, with or without `/v1`. `model` is one of its names; None: its first."""
+    """A server with the OpenAI API at `url`, which may end with `/v1`. `model` is a model name; None: its first one."""
 
     def __init__(self, url: str, model: str | None, key: str | None, temperature: float | None) -> None:
         given = url if "//" in url else f"http://{url}"
@@ -127,7 +127,7 @@ class Server:
                 raise MegakernelError(f"{self._url}/v1/models names no model: is this an OpenAI API?") from None
 
     def count(self, messages: Messages) -> tuple[int, int] | None:
-        """By `/tokenize`, which this server and vLLM's have, and which may refuse what is longer than the context."""
+        """Ask `/tokenize`, which our server and vLLM's have. It may refuse a conversation that exceeds the context."""
         try:
             with self._ask("/tokenize", {"model": self.name, "messages": messages}) as reply:
                 found = json.load(reply)
@@ -157,7 +157,9 @@ class Server:
 
     @contextmanager
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
-        """The answer to a request. Raises MegakernelError with the server's own words, or says that there are none."""
+        """Send a request and yield its response. Raises MegakernelError with the server's error message, or the reason
+        why the server did not answer.
+        """
         data = None if body is None else json.dumps(body).encode()
         try:
             with urlopen(Request(self._url + path, data, self._headers), timeout=_SILENCE_S) as reply:
@@ -170,7 +172,7 @@ class Server:
 
 
 def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The JSON of server-sent events, up to the one that ends a stream."""
+    """The JSON of server-sent events, up to the final event of the stream."""
     for line in reply:
         data = line[5:].strip() if line.startswith(b"data:") else b""
         if data == b"[DONE]":
@@ -183,7 +185,7 @@ def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 def _message(body: bytes | dict[str, Any]) -> str:
-    """What an error says; the body itself where it has another shape."""
+    """The message of an error response, or the body itself if it has another format."""
     try:
         return f"the server says: {(json.loads(body) if isinstance(body, bytes) else body)['error']['message']}"
     except (ValueError, KeyError, TypeError):
