@@ -61,7 +61,7 @@ class Paths:
         """The instructions of the source lines that contain `text`, or that are inlined there."""
         places = {(file, n) for n, line in enumerate(self._text[file], 1) if text in line}
         if not places:
-            raise MegakernelError(f"{file} has no line with {text!r}, which a path is found by")
+            raise MegakernelError(f"{file} has no line with {text!r}, by which a hot path is found: update this script")
         return {i for i in self._code.find(opcode) if places & self._code.instructions[i].lines}
 
     def _floor(self, what: str, starts: Iterable[int], *visits: Iterable[int], ends: Iterable[int] = ()) -> Floor:

@@ -101,7 +101,7 @@ def predict(
     costs = variant.costs(machine)
     done = simulate(program, machine, table, costs=costs, trace=True)
     if done.trace is None:
-        raise AssertionError("a trace was asked for")
+        raise AssertionError("simulate returned no trace")
     summary = summarise(program, done.trace, machine)
     facts = {name: value for name, value in vars(done).items() if name != "trace"}
     moved = {

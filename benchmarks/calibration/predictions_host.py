@@ -94,7 +94,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--machine", metavar="FILE.toml", required=True)
     parser.add_argument("--models", nargs="*", default=MODELS)
-    parser.add_argument("--seconds", type=float, default=600.0, help="of measuring, all cases together")
+    parser.add_argument("--seconds", type=float, default=600.0, help="total seconds to measure (default: 600)")
     parser.add_argument("--predict-only", action="store_true")
     arguments = parser.parse_args()
     all_cases = [

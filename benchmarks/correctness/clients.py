@@ -177,7 +177,7 @@ class Cases:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True, help="such as http://127.0.0.1:8000/v1")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the outcome here, as JSON")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the results to FILE as JSON")
     args = parser.parse_args()
     model = openai.OpenAI(base_url=args.url, api_key="none").models.list().data[0].id
     cases = Cases(args.url, model)

@@ -53,12 +53,12 @@ def sanitized() -> int:
 
 def main() -> int:
     parser = options(__doc__)
-    parser.add_argument("--kind", choices=KINDS, action="append", help="only this one; may be repeated")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="only this kind of files (repeatable)")
     parser.add_argument(
-        "--count", type=int, default=1000, help="mutants of each kind (default: 1000), a tenth of templates"
+        "--count", type=int, default=1000, help="mutants of each kind (default: 1000), fewer of slow kinds"
     )
     parser.add_argument("--first", type=int, default=0, help="number of the first mutant (default: 0)")
-    parser.add_argument("--sanitized", action="store_true", help="with sanitizers in the native library")
+    parser.add_argument("--sanitized", action="store_true", help="use a native library with sanitizers")
     args = parser.parse_args()
     if args.sanitized:
         return sanitized()
@@ -78,7 +78,7 @@ def main() -> int:
                 if bad:
                     changes = smallest(KINDS[kind], KINDS[kind].make(rng_of(kind, seed), seed), stages, folder)
                     failures.append({"kind": kind, "number": seed, "readers": bad, "changes": changes})
-                    print(f"{kind} {seed}: {bad}; enough is {changes[:8]}", flush=True)
+                    print(f"{kind} {seed}: {bad}; reduced to {changes[:8]}", flush=True)
             found[kind] = dict(sorted(counts.items()))
             lines = (f"{count:6} {what}" for what, count in found[kind].items())
             print(f"{kind}: {mutants[kind]} mutants", *lines, sep="\n  ", flush=True)

@@ -180,8 +180,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10_000, help="requests (default: 10000)")
     parser.add_argument("--first", type=int, default=0, help="number of the first request (default: 0)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--clients", type=int, default=8, help="at a time (default: 8)")
-    parser.add_argument("--quiet", action="store_true", help="also fail where /health takes longer than 100 ms")
+    parser.add_argument("--clients", type=int, default=8, help="concurrent clients (default: 8)")
+    parser.add_argument("--quiet", action="store_true", help="also fail if /health takes longer than 100 ms")
     parser.add_argument("serve", nargs="*", help="flags of megakernel serve, after --")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

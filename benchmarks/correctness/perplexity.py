@@ -30,18 +30,18 @@ from megakernel.model import gguf_path
 
 TEXT = Path(__file__).with_name("constitution.txt")
 CHUNK = 512
-MOST_DIFFERENCE = 1e-3  # of the perplexity with widened weights
+MOST_DIFFERENCE = 1e-3  # maximum relative change of the perplexity by float32 weights
 
 
 def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--chunks", type=positive, metavar="N", help=f"chunks of {CHUNK} tokens (default: all)")
-    parser.add_argument("--llama-perplexity", type=Path, metavar="PATH", help="llama.cpp's program, to compare with")
+    parser.add_argument("--llama-perplexity", type=Path, metavar="PATH", help="compare with this program of llama.cpp")
     args = parser.parse_args()
     file = gguf_path(args.model)
     if args.llama_perplexity and file is None:
-        parser.error(f"llama.cpp reads GGUF files only, and {args.model} is none")
+        parser.error(f"--llama-perplexity needs a GGUF file, which {args.model} is not")
     stored, about = scores(args.model, "auto", args.chunks)
     widened, _ = scores(args.model, "f32", args.chunks)
     ours, same = perplexity(stored), perplexity(widened)
@@ -90,13 +90,13 @@ def llama_cpp(program: Path, model: Path, chunks: int) -> dict[str, object]:
     said = run(command)
     rows = re.findall(r"\[\d+\](\d+\.\d+),", said)
     if len(rows) != chunks:
-        raise SystemExit(f"{program} gave {len(rows)} chunks instead of {chunks}: {said[-300:]}")
+        raise SystemExit(f"{program} printed {len(rows)} chunks instead of {chunks}: {said[-300:]}")
     up_to = [float(row) for row in rows]
     return {"version": version.splitlines()[0], "perplexity": up_to[-1], "perplexity_up_to_chunk": up_to}
 
 
 def run(command: list[str]) -> str:
-    """Everything that a program prints."""
+    """Run a program and return all that it prints."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     except OSError as e:

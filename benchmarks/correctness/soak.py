@@ -61,7 +61,7 @@ class Target:
     async def send(
         self, path: str, body: bytes | None, headers: str = ""
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection on which one request was sent."""
+        """Open a connection and send one request on it."""
         reader, writer = await self.open()
         head = (
             f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{headers}"
@@ -99,7 +99,7 @@ class Target:
         except (ValueError, KeyError, TypeError):
             fine = False
         if not fine:
-            self.complain(f"{status} in another shape: {content[:200]!r}")
+            self.complain(f"{status} in an undocumented format: {content[:200]!r}")
         if status >= 500 and status != 503:
             self.complain(f"{status}: {content[:200]!r}")
 
@@ -159,7 +159,7 @@ class Traffic:
             if "error" in last:
                 self.target.check_error(last["error"]["code"], events[-1].removeprefix("data: ").encode())
             elif done != "data: [DONE]" or last["usage"]["completion_tokens"] != json.loads(body)["max_tokens"]:
-                self.target.complain(f"a stream ended with {events[-1][:200]} and {done[:100]}")
+                self.target.complain(f"a stream ended unexpectedly, with {events[-1][:200]} and {done[:100]}")
 
     async def several(self) -> None:
         prompts = [[self.random.randrange(self.vocab) for _ in range(8)] for _ in range(self.random.randint(1, 20))]
@@ -215,7 +215,7 @@ class Traffic:
             tokens = json.dumps({"tokens": json.loads(content)["tokens"]}).encode()
             status, content = await self.target.ask("/detokenize", tokens)
             if status == 200 and json.loads(content)["prompt"] != prompt:
-                self.target.complain("a text came back as another one")
+                self.target.complain("a text changed after tokenize and detokenize")
 
     async def asks_again(self) -> None:
         """Sends a prompt with its own seed: ids, scores and text must be the same each time."""
@@ -315,7 +315,7 @@ async def at_rest(target: Target) -> dict[str, float]:
         if not any(found[name] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")):
             return found
         await asyncio.sleep(0.1)
-    target.complain(f"not at rest after a minute: {found}")
+    target.complain(f"sequences or KV pages are left after a minute: {found}")
     return found
 
 
@@ -326,7 +326,7 @@ async def watch(pid: int, target: Target, every: float, samples: list[dict[str, 
         try:
             held = await gauges(target)
         except (OSError, KeyError):
-            return  # it has ended
+            return  # the server has ended
         samples.append({"at": round(time.monotonic() - begin, 1)} | asdict(taken(pid)) | held)
         await asyncio.sleep(every)
 
@@ -384,10 +384,10 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     parser = options(__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0, help="of mixed traffic (default: 10)")
-    parser.add_argument("--rounds", type=int, default=5, help="pauses in which all must come to rest (default: 5)")
-    parser.add_argument("--clients", type=int, default=64, help="at a time (default: 64)")
-    parser.add_argument("--connections", type=int, default=2000, help="of the burst (default: 2000)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="minutes of mixed traffic (default: 10)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds; all sequences must end after each (default: 5)")
+    parser.add_argument("--clients", type=int, default=64, help="concurrent clients (default: 64)")
+    parser.add_argument("--connections", type=int, default=2000, help="connections of the burst (default: 2000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("serve", nargs="*", help="flags of megakernel serve, after --")
     args = parser.parse_args()

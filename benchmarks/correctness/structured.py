@@ -26,7 +26,7 @@ from megakernel import LLM, MegakernelError, SamplingParams, StructuredOutputsPa
 def wrong(schema: dict[str, Any], answer: str, finish_reason: str) -> str:
     """The fault of an answer; empty if it is valid."""
     if finish_reason != "stop":
-        return f"ended for {finish_reason}"
+        return f"ended with the reason {finish_reason}"
     try:
         jsonschema.validate(json.loads(answer), schema)
     except (ValueError, jsonschema.ValidationError) as e:
@@ -38,7 +38,7 @@ def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--schemas", type=int, default=1000)
-    parser.add_argument("--tokens", type=int, default=700, help="tokens of an answer at most (default 700)")
+    parser.add_argument("--tokens", type=int, default=700, help="maximum tokens of an answer (default: 700)")
     args = parser.parse_args()
     rng = random.Random(0)
     schemas = [random_root(rng) for _ in range(args.schemas)]

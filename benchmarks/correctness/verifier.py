@@ -112,7 +112,7 @@ def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--per-kind", type=int, default=200)
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
-    parser.add_argument("--large-part", type=float, default=0.1, help="share of mutants of larger programs")
+    parser.add_argument("--large-part", type=float, default=0.1, help="part of larger programs (default: 0.1)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
     arguments = parser.parse_args()
     begin = time.perf_counter()

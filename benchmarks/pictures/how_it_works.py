@@ -24,7 +24,7 @@ from megakernel.scheduler import Options
 from megakernel.trace import IntervalKind
 
 DOCS = Path(__file__).parents[2] / "docs"
-WORKER = 5  # the SM that the roles and the ring are drawn for
+WORKER = 5  # the SM whose roles and ring are drawn
 LAYER = 1  # the second of three simulated layers is drawn
 COLOURS = {
     "next_norm": "yellow",
@@ -39,7 +39,7 @@ COLOURS = {
     "gate_up_silu": "orange",
     "down_proj": "green",
 }
-LEFT, RIGHT = 150, WIDTH - 14  # of a time axis
+LEFT, RIGHT = 150, WIDTH - 14  # the x range of a time axis
 WAITS = IntervalKind.COUNTER_WAIT, IntervalKind.PAGE_WAIT
 
 
@@ -53,7 +53,7 @@ class Axis:
         return LEFT + (min(max(at, self.begin), self.end) - self.begin) / (self.end - self.begin) * (RIGHT - LEFT)
 
     def lane(self, y: float, label: str, shown: Sequence[tuple[Interval, str]], height: float = 26) -> None:
-        """Intervals, each with its label; waits are hatched."""
+        """Draw one row of intervals with their labels. Waits are hatched."""
         self.out.text(LEFT - 10, y + height / 2 + 4.5, label, anchor="end")
         self.out.line((LEFT, y + height + 2), (RIGHT, y + height + 2))
         for one, words in shown:
@@ -70,7 +70,7 @@ class Axis:
 
 
 def labelled(shown: Sequence[Interval], names: dict[str, str], *kinds: IntervalKind) -> list[tuple[Interval, str]]:
-    """The intervals of some kinds, each with the name of its phase."""
+    """The intervals of the given kinds, each with the name of its phase."""
     return [(one, names[one.phase]) for one in shown if one.kind in kinds]
 
 
@@ -178,7 +178,7 @@ def _roles_of(out: Picture, y: float, title: str, run: Run, short: dict[str, str
 
 
 def overlap() -> Picture:
-    """One layer of a large batch on rank 0 of eight."""
+    """One layer of a large batch on rank 0 of eight ranks."""
     run = Run(batch("llama-3.1-70b", 8, 4096, Options(o="replicated", queue="body")))
     rows = run.rows
     mine = (rows["rank"] == 0) & (rows["layer"] == LAYER) & (rows["kind"] == IntervalKind.COMPUTE)

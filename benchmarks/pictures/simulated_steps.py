@@ -1,4 +1,4 @@
-"""The simulated steps that how_it_works.py draws."""
+"""Simulates the steps that how_it_works.py draws."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MACHINE = machines.load("h100")
 
 @cache
 def decode(layers: int) -> Program:
-    """Llama-3.2-1B on one H100, one token."""
+    """A program for one token of Llama-3.2-1B on one H100."""
     config = replace(load_config("random:llama-3.2-1b"), layers=layers)
     return compile_program(config, MACHINE, dtype=Dtype.BF16, tokens=1, logit_rows=1, max_seqs=1, max_context=256)
 
@@ -50,9 +50,9 @@ def batch(model: str, tp: int, tokens: int, options: Options) -> Program:
 
 @dataclass(frozen=True)
 class Interval:
-    """An interval of the body, in microseconds."""
+    """An interval of the body. Times are in microseconds."""
 
-    number: int  # in the trace
+    number: int  # its index in the trace
     phase: str
     instruction: tuple[int, int]  # layer, record
     kind: IntervalKind
@@ -75,7 +75,7 @@ class Run:
         self.names = np.array([program.forward.by_number[n].name for n in numbers])
 
     def of(self, rank: int, worker: int) -> list[Interval]:
-        """What a worker does in all layers, in order."""
+        """The intervals of a worker in all layers, in order of time."""
         rows = self.rows
         here = (rows["rank"] == rank) & (rows["worker"] == worker) & (rows["layer"] < PROLOGUE)
         return sorted((self.at(i) for i in np.flatnonzero(here).tolist()), key=lambda one: one.begin)

@@ -1,14 +1,14 @@
-"""Pictures as SVG text, readable in light and dark mode."""
+"""Draws SVG pictures that are readable in light and dark mode."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
 
-WIDTH = 830  # of a document's column on GitHub
-_CHARACTER = 6.9  # of text of 13 pixels, on average
+WIDTH = 830  # width of the text column on GitHub, in pixels
+_CHARACTER = 6.9  # mean width of a character of 13-pixel text
 
-# Colours in light and in dark mode. Fills are named; text on them has the colour of all text.
+# Colours in light and dark mode. Text on a filled shape has the colour of all other text.
 _THEMES = {
     "light": {
         "page": "#ffffff",

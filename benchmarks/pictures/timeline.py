@@ -37,7 +37,7 @@ FIRST = "for (let i = 0; i < timeline.intervalCount; i++) { const d = timeline.d
 
 
 def first(page: Browser, which: str) -> int:
-    """The first interval whose description `d` fits."""
+    """The first interval whose description `d` satisfies the JavaScript condition `which`."""
     return int(page.run(FIRST.replace("WHICH", which)))
 
 
@@ -48,7 +48,7 @@ def take(page: Browser, name: str) -> None:
 
 
 def around(page: Browser, i: int, width_s: float) -> None:
-    """Select interval i and show this much time around its end."""
+    """Select interval `i` and show `width_s` seconds around its end."""
     page.run("timeline.select(arguments[0])", i)
     d = page.run("return timeline.describe(arguments[0])", i)
     middle = d["begin_s"] + d["duration_s"]
@@ -56,7 +56,7 @@ def around(page: Browser, i: int, width_s: float) -> None:
 
 
 def node(page: Browser, step_s: float) -> None:
-    ranks = page.run("return timeline.rows().length")  # closed at first
+    ranks = page.run("return timeline.rows().length")  # all ranks are still collapsed
     workers = int(page.run("return timeline.laneCount")) // ranks
     take(page, "node")
     remote = f"Math.floor(d.lane / {workers}) !== Math.floor(timeline.describe(d.releaser).lane / {workers})"
@@ -83,7 +83,7 @@ def prefill(page: Browser, step_s: float) -> None:
 
 
 def worst(page: Browser, name: str) -> None:
-    """The page as it opens, after a click on the first bar of the waits."""
+    """Take a picture of the page after a click on the first bar of the waits."""
     page.run("[...document.querySelectorAll('h2')].find((h) => h.innerText === 'WAITS').nextSibling.firstChild.click()")
     page.keys("0")
     take(page, name)

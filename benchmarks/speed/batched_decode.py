@@ -43,7 +43,7 @@ def our_steps(llm: LLM, work: Work, seed: int) -> list[float]:
             steps.append(moment - before)
 
     ids = np.random.default_rng(seed).integers(0, llm.config.vocab, (work.sequences, work.prompt_tokens)).tolist()
-    # The first sequence decodes while the last one's prompt is computed, one prompt a step.
+    # Each step computes one prompt, so the first sequences decode already while later prompts are computed.
     params = SamplingParams(temperature=0.0, max_tokens=work.decode_steps + work.sequences + 1, ignore_eos=True)
     llm.generate(ids, params, on_step=note)
     return steps[: work.decode_steps]
@@ -83,7 +83,7 @@ def main() -> None:
         our_steps(llm, work, 0)
         for run in range(args.runs):
             ours = our_steps(llm, work, run + 1)
-            assert len(ours) == work.decode_steps, "too few steps had every sequence"
+            assert len(ours) == work.decode_steps, "too few steps contained every sequence"
             runs.append({"ours_step_s": ours, "theirs_s": peer.seconds("decode", best)})
             print({"ours": sum(ours), "theirs": runs[-1]["theirs_s"]}, file=sys.stderr)
     rates = {

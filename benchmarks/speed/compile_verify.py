@@ -63,7 +63,7 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     rows = []
     for shape in SHAPES:
-        # One task per process.
+        # Each run has a new process.
         with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
             runs = [pool.apply(measure, (shape,)) for _ in range(arguments.repeat)]
         rows.append({"runs": runs} | {k: statistics.median(r[k] for r in runs) for k in runs[0]})

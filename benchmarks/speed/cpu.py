@@ -69,7 +69,7 @@ def busy() -> Iterator[None]:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--llama-bench", type=Path, required=True, metavar="DIR", help="folder of a native build")
-    parser.add_argument("--simd", help="MEGAKERNEL_SIMD of our side (default: the best that the CPU has)")
+    parser.add_argument("--simd", help="MEGAKERNEL_SIMD for our side (default: the best of this CPU)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this in their names")
     args = parser.parse_args()
     if args.simd:

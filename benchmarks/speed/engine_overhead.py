@@ -4,10 +4,10 @@ Everything that the host does for a step (planning, building the table, reading 
 time is the cost, whether during a launch or between two. Prompts differ in length, so that sequences fill pages and
 enter KV blocks in different steps.
 
-share     SmolLM2-135M on the CPU backend, 64 sequences that decode: host seconds of a step, and the part of a step's
-          wall time that no launch covers; `text` with the readers' detokenising, `ids` without
-flat      a tiny model on the null backend, 1 to 4,096 sequences that decode: host microseconds per token, of several
-          runs, and microseconds of a step
+share     decode of 64 sequences of SmolLM2-135M on the CPU backend: host seconds per step, and the part of a step's
+          wall time that no launch covers; `text` with detokenization, `ids` without
+flat      decode of 1 to 4,096 sequences of a tiny model on the null backend: host microseconds per token in several
+          runs, and per step
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ PARAMS = SamplingParams(temperature=0.8, seed=1, max_tokens=None, ignore_eos=Tru
 def measure(
     llm: LLM, sequences: int, steps: int, prompt: tuple[int, int], *, reading: bool = False
 ) -> dict[str, float]:
-    """Decode `steps` steps of `sequences` sequences, with prompts of so many random tokens each computed before."""
+    """Time `steps` decode steps of `sequences` sequences. Their prompts have lengths in the range `prompt`.
+
+    `reading` also converts the tokens to text.
+    """
     engine, rng = llm.engine, random.Random(0)
     vocab = engine.dims.vocab
     transcripts = {

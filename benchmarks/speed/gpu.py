@@ -1,28 +1,30 @@
-"""Everything that a Hopper GPU has to show, as one JSON and one trace.
+"""Runs all measurements on a Hopper GPU, and writes one JSON file and one trace.
 
     PYTHONPATH=. python benchmarks/speed/gpu.py -o FILE -t FILE
 
-Runs from a checkout (PYTHONPATH where the package is not installed) with torch, cuda-python and CuPy, in under
-eight minutes. Each part is a process of its own; one that fails, hangs or finds no time left is named, and the others
-go on. Whatever has been measured is in the JSON at once and stays there: a variant that gives other bits, or fails, has
-an `error` beside its figures. `--only NAME`, as often as wanted, runs those; `--part NAME` runs one in this process.
+It runs from a checkout (PYTHONPATH is for a package that is not installed) with torch, cuda-python and CuPy, and takes
+less than eight minutes. Each part runs in a process of its own. If a part fails, hangs or has no time left, it is
+reported and the others continue. All figures are written to the JSON file at once. A variant that fails or gives
+different bits has an `error` next to its figures. `--only NAME` (repeatable) runs some parts, and `--part NAME` runs
+one in this process.
 
-probe          ceilings: bytes per second of a read-only stream, torch.matmul on random data, hand-off between SMs
-check-CASE     every instruction against the reference, of one of doctor's cases; `check` is all of them in one process
-decode-MODEL   32-token prompt, 127 decode steps of one sequence: as it is, by phases (a graph of one launch per phase,
-               whose ratio stands first), without cross-instruction pipelining, with tracing; the bits must not differ.
-               kernel_s: the GPU's time, by events round the launch; own_clock_s: the same by the interpreter's own
-               clock, where it traces; table_s: building the step table; step_s: wall time of a step, with its table.
+probe          ceilings: read bandwidth of a stream, torch.matmul on random data, hand-off between SMs
+check-CASE     compares every instruction with the reference in one of doctor's cases; `check` runs all cases
+decode-MODEL   32-token prompt, 127 decode steps of one sequence: normal, by phases (a CUDA graph with one launch per
+               phase; phases_ratio compares it), without cross-instruction pipelining, and with tracing. The bits must
+               be equal. kernel_s: GPU time by events around the launch; own_clock_s: the same by the interpreter's own
+               clock, with tracing; table_s: time to build the step table; step_s: wall time of a step with its table;
                `engine`: time per token of a request
-mixed-8b       a step of 15 prompts of 512 tokens and 512 decode rows with 512 KV tokens each, likewise
-ablate-PART    the same step with something left out: no instruction waits for another (unsynchronised); besides,
+mixed-8b       the same for a step of 15 prompts of 512 tokens and 512 decode rows with 512 KV tokens each
+ablate-PART    the same step with parts left out: no instruction waits for another (unsynchronised); in addition,
                loaders copy nothing (no_copies: the consumers' ceiling), or consumers compute nothing (no_compute: the
                loaders' ceiling)
-numerics       KL divergence and NLL against float32 of ours and of torch in bf16; tokens within the reference's margin
+numerics       KL divergence and NLL of our results and of torch in bf16, compared with float32; tokens within the
+               reference's margin
 torch-MODEL    decode by torch.compile(mode="max-autotune", fullgraph=True) with a static cache, on the same weights.
-               ours, torch, torch, ours: `decode-1b` and `torch-1b` run twice each
+               `decode-1b` and `torch-1b` run twice each, in the order ours, torch, torch, ours
 partitions     2 and 4 ranks on parts of the GPU: exposed communication
-delay          one instruction stalled by 5 ms: the trace shows it, and the step takes as much longer
+delay          delays one instruction by 5 ms: the trace must show it, and the step must take 5 ms longer
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ class Report:
 
 
 class Times(NamedTuple):
-    """Seconds of steps, as the docstring of this file explains them."""
+    """Seconds of steps. The docstring of this file explains the fields."""
 
     kernel_s: list[float]
     table_s: list[float]
@@ -115,7 +117,7 @@ def measured(report: Report, name: str, runs: int, run: Callable[[], tuple[Json,
             break
         rows.append(row)
         if bits != expected:
-            wrong = {"error": "gave other bits than the first run"}
+            wrong = {"error": "the bits differ from those of the first run"}
         medians = {key: statistics.median(row[key] for row in rows) for key in row}
         report.keep(**{name: medians | wrong | {"runs": rows}})
     report.keep(**{name: report.values.get(name, {}) | wrong})
@@ -205,7 +207,7 @@ def decode(model: str, report: Report, trace_file: Path | None) -> None:
 
 
 def each_way(report: Report, backend: Any, measure: Callable[[str], None]) -> None:
-    """As it is, by phases, and without cross-instruction pipelining."""
+    """Measure the normal launch, the launch by phases, and the launch without cross-instruction pipelining."""
     measure("megakernel")
     backend.by_phases = True
     measure("by_phases")
@@ -227,7 +229,7 @@ def own_clock(trace: Any) -> float:
 
 
 def ablate(report: Report, backend: Any, program: Any, table: Any) -> None:
-    """A step with something left out."""
+    """Measure a step with parts of the interpreter's work left out."""
     backend.time_launches()
 
     def run() -> tuple[Json, bytes]:
@@ -255,7 +257,7 @@ def ablate_mixed(report: Report, _: Path | None) -> None:
 
 
 def engine(it: Decode) -> Json:
-    """The same work through the engine, as a request."""
+    """Time the same work as a request to the engine."""
     from megakernel import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=STEPS + 1, ignore_eos=True)
@@ -444,7 +446,7 @@ def partitions(report: Report, _: Path | None) -> None:
             llm.close()
 
 
-# -- right?
+# -- correctness
 
 
 def check(report: Report, _: Path | None, name: str | None = None) -> None:
@@ -456,7 +458,7 @@ def check(report: Report, _: Path | None, name: str | None = None) -> None:
             cases.append(case.name)
             report.keep(cases=cases, differences=differences)
     if differences:
-        report.keep(error=f"{len(differences)} differ: {differences[0]}")
+        report.keep(error=f"{len(differences)} differences from the reference; the first: {differences[0]}")
 
 
 def numerics(report: Report, _: Path | None) -> None:
@@ -468,7 +470,7 @@ def numerics(report: Report, _: Path | None) -> None:
 
 
 def _scores(step: int) -> Json:
-    """With `step` tokens of the sequence at a time."""
+    """The comparison when the sequence is computed `step` tokens at a time."""
     import torch
     from torch_llama import TorchLlama
 
@@ -578,10 +580,10 @@ def run_all(plan: Sequence[str], trace: Path | None, save: Callable[[Json], None
             else:
                 try:
                     done = subprocess.run(command, capture_output=True, text=True, timeout=left)
-                    lines = done.stderr.strip().splitlines()[-_ERROR_LINES:] or ["no word"]
+                    lines = done.stderr.strip().splitlines()[-_ERROR_LINES:] or ["no message"]
                     wrong = {"error": lines[-1], "stderr": lines} if done.returncode else {}
                 except subprocess.TimeoutExpired:
-                    wrong = {"error": f"not done after {left:.0f} s"}
+                    wrong = {"error": f"not finished after {left:.0f} s"}
             result: Json = (json.loads(target.read_text()) if target.exists() else {}) | wrong
             seconds = time.perf_counter() - started
             print(f"gpu: {name} {seconds:.1f} s{headline(result)}", file=sys.stderr, flush=True)
@@ -602,9 +604,9 @@ def headline(result: Json) -> str:
 
 def main() -> int:
     parser = options(__doc__)
-    parser.add_argument("--part", choices=PARTS, help="only this, in this process")
-    parser.add_argument("--only", choices=PARTS, action="append", help="this part and others so named, in their order")
-    parser.add_argument("-t", "--trace", type=Path, metavar="FILE", help="where the trace of a decode step goes")
+    parser.add_argument("--part", choices=PARTS, help="run only this part, in this process")
+    parser.add_argument("--only", choices=PARTS, action="append", help="run only this part (repeatable, in order)")
+    parser.add_argument("-t", "--trace", type=Path, metavar="FILE", help="write the trace of a decode step to FILE")
     arguments = parser.parse_args()
     from megakernel.runtime.cuda.availability import missing
 

@@ -154,7 +154,7 @@ def main() -> None:
     ran.add_argument("--model", default="smollm2-135m", help="a known model that comes as GGUF")
     ran.add_argument("--num-prompts", type=int, default=256)
     ran.add_argument("--max-concurrency", type=int, default=64)
-    ran.add_argument("--search-prompts", type=int, default=64, help="prompts with which settings are tried")
+    ran.add_argument("--search-prompts", type=int, default=64, help="prompts for the search of settings")
     ran.add_argument("--runs", type=int, default=2)
     ran.add_argument("--serve-flags", nargs=argparse.REMAINDER, default=[], help="more flags for our server")
     ran.add_argument("-o", "--output", type=Path, required=True)

@@ -1,7 +1,7 @@
 """Runs 65,536 requests with ShareGPT lengths: the usual comparison of tensor-parallel megakernels.
 
     python benchmarks/speed/sharegpt_65536.py --model meta-llama/Llama-3.1-8B-Instruct --num-prompts 4096 -o h200.json
-    python benchmarks/speed/sharegpt_65536.py --backend null --repetitions 1 -o null.json    # all but arithmetic
+    python benchmarks/speed/sharegpt_65536.py --backend null --repetitions 1 -o null.json    # without arithmetic
 
 Our server takes turns with SGLang's or vLLM's, if one is installed. Each repetition is the whole workload: whole
 answers (no streams), greedy, recorded lengths, up to 8,192 requests in flight. The first repetition is a warm-up and is
@@ -47,7 +47,7 @@ def installed() -> str | None:
 
 @contextmanager
 def memory_of(child: Child) -> Iterator[list[tuple[float, int]]]:
-    """(seconds, resident bytes) of a process, sampled until the block ends."""
+    """Sample (seconds, resident bytes) of a process until the block ends."""
     samples: list[tuple[float, int]] = []
     stop = threading.Event()
     start = time.monotonic()

@@ -98,7 +98,7 @@ def look(page: Browser, what: str, total_s: float) -> list[dict[str, object]]:
             }
         )
         print(
-            f"  {what:<28} {span:>6.1%} in sight: median {found[-1]['median_ms']} ms, worst {found[-1]['worst_ms']} ms"
+            f"  {what:<28} {span:>6.1%} visible: median {found[-1]['median_ms']} ms, worst {found[-1]['worst_ms']} ms"
         )
     return found
 
@@ -133,7 +133,7 @@ def main() -> None:
         rows += look(page, "all open", total_s)
         pans = {str(span): timed(page, PAN, span, total_s, PANNED) for span in SPANS[1:]}
         searches = {text: timed(page, SEARCH, text) for text in ("gate_up_silu", "qkv layer=1 rank=1", "H[96]")}
-        print(f"panning, frames per second by part in sight: {pans}")
+        print(f"panning, frames per second by visible part: {pans}")
         print(f"a search, ms after the last key: {searches}")
         page.run("timeline.find('gate_up_silu')")
         rows += look(page, "all open, a search", total_s)

@@ -27,7 +27,7 @@ def family(pid: int) -> list[int]:
                 # The name of a program, in parentheses, may contain any character.
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
-                continue  # it has ended
+                continue  # the process has ended
             children.setdefault(parent, []).append(int(entry.name))
     found = [pid]
     for one in found:
@@ -46,5 +46,5 @@ def taken(pid: int) -> Taken:
             threads += len(list((_PROC / str(one) / "task").iterdir()))
             processes += 1
         except (OSError, StopIteration):
-            continue  # it has ended
+            continue  # the process has ended
     return Taken(processes, round(memory * 1024 / 1e6, 1), descriptors, threads)

@@ -16,7 +16,7 @@ from megakernel.machine import cpu_count, processor
 def options(doc: str | None, *, required: bool = False) -> argparse.ArgumentParser:
     """The options of a script whose docstring is `doc`, with -o for the file that `write` writes."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = "write the figures here, as JSON"
+    what = "write the figures to FILE as JSON"
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", required=required, help=what)
     return parser
 

@@ -25,7 +25,7 @@ from pathlib import Path
 _LABEL = re.compile(r"^(\S+):$")
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?(\S+)\s*(.*?)\s*;")
 _ENCODING = re.compile(r"/\* 0x([0-9a-f]{16}) \*/\s*$")
-_STALL_BIT = 105 - 64  # of the second half
+_STALL_BIT = 105 - 64  # position in the upper 64 bits
 _SOURCE = re.compile(r'"(?:[^"]*/)?([^"/]+)", line (\d+)')
 _INDIRECT = re.compile(r"BRANCH_TARGETS ([^\"]*)")
 _TARGET = re.compile(r"`\(([^)]+)\)")
@@ -36,7 +36,7 @@ _LEAVES = {"BRA", "BRX", "BRXU", "RET", "EXIT"}
 
 @dataclass(frozen=True)
 class Instruction:
-    at: int  # bytes from the function's first
+    at: int  # offset in the function, in bytes
     opcode: str  # with its suffixes
     operands: str
     guarded: bool  # by a predicate

@@ -16,12 +16,12 @@ from megakernel.scheduler import compile_program
 def compiled(
     config: ModelConfig, machine: Machine, tokens: int, *, context: int, seqs: int = 1, **more: Any
 ) -> Program:
-    """In bf16 unless told otherwise, with a row of logits for each of `seqs` sequences."""
+    """Compile a program, in bf16 by default, with a logit row for each of `seqs` sequences."""
     sizes = {"tokens": tokens, "logit_rows": seqs, "max_seqs": seqs, "max_context": context}
     return compile_program(config, machine, **{"dtype": Dtype.BF16} | sizes | more)
 
 
 def backend(name: str, config: ModelConfig, dims: Dims, *, pages: int = 0, **more: Any) -> Any:
-    """In bf16 unless told otherwise, with room for one sequence, or for `pages`."""
+    """Create a backend, in bf16 by default, with `pages` KV pages, or enough for one sequence."""
     checkpoint = RandomCheckpoint("random", config, seed=0)
     return create(name, checkpoint, dims, pages or dims.pages_per_seq, **{"dtype": Dtype.BF16} | more)

@@ -25,7 +25,7 @@ _GROUP = "measure speed"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line. Returns its exit status; usage errors exit with 2 through argparse."""
+    """Run one command line. Returns the exit status. Usage errors exit with status 2 through argparse."""
     try:
         args = parser().parse_args(arguments)
         logging.basicConfig(level=args.log_level.upper(), format="megakernel: %(levelname)s: %(message)s")
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MegakernelError as e:
         return _fail(str(e))
     except MemoryError:
-        return _fail("out of memory: take a smaller model or --context")
+        return _fail("out of memory: use a smaller model or a smaller --context")
     except OSError as e:
         remedy = ": free some space" if e.errno == errno.ENOSPC else ""
         return _fail(f"{e.filename}: {e.strerror}{remedy}" if e.filename else f"{e.strerror or e}{remedy}")
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 
     level = SETTINGS["log level"]
     if level.value() not in LOG_LEVELS:
-        raise MegakernelError(f"{level.env}={level.value()} is none of {', '.join(LOG_LEVELS)}")
+        raise MegakernelError(f"{level.env}={level.value()} is not a log level: choose from {', '.join(LOG_LEVELS)}")
     top = argparse.ArgumentParser(
         prog="megakernel",
         description="Compile a language model's forward pass into one program, run it, and see where the time goes.",
@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("-V", "--version", action="version", version=f"megakernel {version('megakernel')}")
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", action="store_true", help="print one JSON object; all else goes to standard error")
+    common.add_argument("--json", action="store_true", help="print the result as one JSON object")
     common.add_argument(
         "--log-level",
         choices=LOG_LEVELS,

@@ -24,15 +24,15 @@ _PHASES: tuple[Phase, ...] = ("decode", "prefill")
 
 
 def register(add: AddVerb) -> None:
-    bench = add("bench latency", "decode of one sequence, and its prefill", "megakernel bench latency --tokens 64")
+    bench = add("bench latency", "measure decode and prefill of one sequence", "megakernel bench latency --tokens 64")
     add_model_run(bench)
     add_speculate(bench)
     prompt = bench.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="prompt (default: English text, or random ids)")
     prompt.add_argument("--prompt-ids", type=token_ids, metavar="1,2,3", help="prompt as token ids")
     add_count(prompt, "--prompt-tokens", 256, "length of the default prompt")
-    add_count(bench, "--tokens", 64, "decode steps a run")
-    add_count(bench, "--runs", 5, "runs, after one to warm up")
+    add_count(bench, "--tokens", 64, "decode steps per run")
+    add_count(bench, "--runs", 5, "measured runs, after one warm-up run")
     versus.add_versus(bench)
     bench.set_defaults(run=run)
 

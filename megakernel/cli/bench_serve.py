@@ -31,14 +31,14 @@ _rate = above_zero("a rate above 0", math.inf)
 def register(add: AddVerb) -> None:
     parser = add(
         "bench serve",
-        "load on any OpenAI-compatible server: latencies, throughput, and how far from the limit",
+        "benchmark any OpenAI-compatible server: latencies, throughput, and the fraction of the roofline",
         "megakernel bench serve --base-url http://127.0.0.1:8000 --num-prompts 64 --max-concurrency 16",
     )
     url = "http://127.0.0.1:8000"
     parser.add_argument("--base-url", default=url, metavar="URL", help=f"the server (default: {url})")
-    parser.add_argument("--vs", metavar="URL", help="another server: runs alternate between the two")
+    parser.add_argument("--vs", metavar="URL", help="a second server; runs alternate between the two")
     add_setting(parser, "model", optional=True)
-    parser.add_argument("--served-model-name", metavar="NAME", help="name in requests (default: the server's first)")
+    parser.add_argument("--served-model-name", metavar="NAME", help="model in requests (default: the server's first)")
     parser.add_argument(
         "--dtype",
         choices=("bf16", "f32"),
@@ -56,9 +56,9 @@ def register(add: AddVerb) -> None:
         type=_rate,
         default=math.inf,
         metavar="R",
-        help="requests per second at random moments (Poisson), or inf (default: inf)",
+        help="requests per second as a Poisson process, or inf for all at once (default: inf)",
     )
-    add_count(parser, "--max-concurrency", None, "requests in flight (default: no limit)")
+    add_count(parser, "--max-concurrency", None, "maximum requests in flight (default: no limit)")
     add_count(parser, "--processes", 1, "processes that send the requests")
     add_count(parser, "--runs", 1, "runs of each server")
     parser.add_argument(
@@ -66,7 +66,7 @@ def register(add: AddVerb) -> None:
         type=_limit,
         nargs="+",
         metavar="NAME:MS",
-        help=f"count requests within these limits ({', '.join(_LIMITS)}; milliseconds), such as ttft:500 tpot:50",
+        help=f"also count the requests within these limits in ms ({', '.join(_LIMITS)}), such as ttft:500 tpot:50",
     )
     parser.add_argument(
         "--disable-stream",
@@ -162,7 +162,9 @@ def _workload(args: argparse.Namespace, server: Server) -> tuple[str, ModelConfi
 
     name = args.model or server.model or ""
     if not args.model and name not in PACKAGES and not name.startswith("random:"):
-        raise MegakernelError(f"{server.url} serves {name!r}, of unknown sizes: name a model of the same with --model")
+        raise MegakernelError(
+            f"{server.url} serves {name!r}, whose sizes are unknown: give a model of the same sizes with --model"
+        )
     fetch(name)
     config = load_config(name)
     tokenizer = None
@@ -171,7 +173,7 @@ def _workload(args: argparse.Namespace, server: Server) -> tuple[str, ModelConfi
         nonlocal tokenizer
         tokenizer = tokenizer or load_tokenizer(name)
         if tokenizer is None:
-            raise MegakernelError(f"{name} has no tokenizer to count tokens with: take another --model or --dataset")
+            raise MegakernelError(f"{name} has no tokenizer to count tokens: choose another --model or --dataset")
         return tokenizer.encode(text)
 
     return name, config, workload(args, config.vocab, encode)
@@ -187,7 +189,9 @@ def _limit(text: str) -> tuple[str, float]:
     """Parses `ttft:500`; milliseconds become seconds."""
     name, _, value = text.partition(":")
     if name not in _LIMITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME:MILLISECONDS with a name of {', '.join(_LIMITS)}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME:MILLISECONDS, where NAME is one of {', '.join(_LIMITS)}"
+        )
     return name, _rate(value) / 1e3
 
 

@@ -25,7 +25,7 @@ _RUNS, _COMPARED_RUNS = 1, 5
 def register(add: AddVerb) -> None:
     parser = add(
         "bench throughput",
-        "time to finish many prompts, offline",
+        "measure the time to finish many prompts offline",
         "megakernel bench throughput --num-prompts 64 --dataset random --random-input-len 128",
     )
     add_model_run(parser)
@@ -33,7 +33,7 @@ def register(add: AddVerb) -> None:
     add_workload(parser, prompts=64)
     for name in ("max num seqs", "max num batched tokens"):
         add_setting(parser, name)
-    add_count(parser, "--runs", None, f"runs, after a short one (default: {_RUNS}; {_COMPARED_RUNS} with --vs)")
+    add_count(parser, "--runs", None, f"runs, after a short warm-up (default: {_RUNS}; {_COMPARED_RUNS} with --vs)")
     versus.add_versus(parser)
     parser.set_defaults(run=run)
 
@@ -84,14 +84,14 @@ def _batch(load: Workload, most: int) -> tuple[int, int, int]:
     lengths = {(job.prompt_tokens, job.output_tokens) for job in load.jobs}
     if len(lengths) > 1:
         raise MegakernelError(
-            "--vs compares a batch of prompts of one length, and these differ: take --dataset random and a range "
+            "--vs needs prompts and answers of equal lengths, but these differ: use --dataset random with a range "
             "ratio of 0, or compare servers with `bench serve --vs URL`"
         )
     [(prompt, answer)] = lengths
     if answer < 2:
-        raise MegakernelError("--vs times the tokens after the first: take --random-output-len 2 or more")
+        raise MegakernelError("--vs times the tokens after the first one: set --random-output-len to 2 or more")
     if len(load.jobs) > most:
-        raise MegakernelError(f"--vs compares one batch: {len(load.jobs)} prompts are more than --max-num-seqs {most}")
+        raise MegakernelError(f"--vs runs one batch, but {len(load.jobs)} prompts exceed --max-num-seqs {most}")
     return len(load.jobs), prompt, answer - 1
 
 

@@ -1,4 +1,4 @@
-"""`megakernel chat`: a conversation with a model in the terminal, or with the lines of a pipe."""
+"""`megakernel chat`: a conversation with a model. Messages come from a terminal, or as lines from a pipe."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "�")
 
 
 def register(add: AddVerb) -> None:
-    parser = add("chat", "talk with a model, or with one that a server runs", "megakernel chat --model smollm2-135m")
+    parser = add("chat", "talk to a model, in this process or on a server", "megakernel chat --model smollm2-135m")
     add_model_run(parser)
     add_speculate(parser)
     parser.add_argument(

@@ -13,7 +13,7 @@ SHELLS = ("bash", "zsh", "tcsh")
 def register(add: AddVerb) -> None:
     parser = add(
         "completion",
-        "print a script that lets a shell complete verbs and flags",
+        "print a script for the shell's completion of verbs and flags",
         "megakernel completion bash > ~/.local/share/bash-completion/completions/megakernel",
     )
     parser.add_argument("shell", choices=SHELLS, help="the shell that reads the script")

@@ -18,13 +18,18 @@ _PROMPT_TOKENS, _TOKENS, _RUNS = 256, 48, 3  # stable medians within seconds on 
 def register(add: AddVerb) -> None:
     parser = add(
         "demo",
-        "fetch the default model, answer a question, measure, and write a timeline",
+        "fetch the default model, answer a question, measure the speed, and write a timeline",
         'megakernel demo --prompt "Name three rivers."',
     )
     add_model_run(parser)
     parser.add_argument("--prompt", default=_PROMPT, metavar="TEXT", help=f"the question (default: {_PROMPT})")
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path("timeline.html"), metavar="FILE.html", help="the timeline's page"
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("timeline.html"),
+        metavar="FILE.html",
+        help="where to write the timeline (default: timeline.html)",
     )
     parser.set_defaults(run=run)
 

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from ..runtime.cpu import native
 
     if args.calibrate and args.calibrate.suffix != ".toml":
-        raise MegakernelError(f"cannot calibrate to {args.calibrate}: its name must end in .toml")
+        raise MegakernelError(f"cannot write the machine file {args.calibrate}: its name must end in .toml")
     findings: list[str] = []
     versions = {name: _version(name) for name in _PACKAGES}
     compilers = {name: path for name in _COMPILERS if (path := shutil.which(name))}
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _calibrate(path: Path, ceilings: Ceilings) -> None:
-    """Write the machine file `path`."""
+    """Calibrate this machine and write the machine file `path`."""
     from ..serving.calibration import calibrate, write_machine
 
     alone = host_ceilings(1, anew=True)
@@ -131,7 +131,7 @@ def _calibrate(path: Path, ceilings: Ceilings) -> None:
     write_machine(path, found)
     if not found.quiet:
         output.stderr.print(
-            f"megakernel: warning: others took {found.others:.0%} of the cores meanwhile: calibrate when it is quiet"
+            f"megakernel: warning: other processes used {found.others:.0%} of the cores: calibrate an idle machine"
         )
     output.stderr.print(f"wrote {path}")
 

@@ -49,10 +49,10 @@ def line(facts: dict[str, Any]) -> str:
 def backend(facts: dict[str, Any]) -> str:
     """The backend that `--backend auto` chooses here, and the one it would choose with a GPU."""
     if not facts["missing"]:
-        return "auto takes cuda"
+        return "auto uses cuda"
     ready = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
     also = "its packages are installed" if ready else f"after {INSTALL}"
-    return f"auto takes cpu; it would take cuda on an H100 or H200 with driver {DRIVER_NAME} or newer, {also}"
+    return f"auto uses cpu; it would use cuda on an H100 or H200 with driver {DRIVER_NAME} or newer, {also}"
 
 
 def _nvidia_smi() -> list[dict[str, str]]:
@@ -70,17 +70,17 @@ def _nvidia_smi() -> list[dict[str, str]]:
 def _notes(smi: list[dict[str, str]]) -> Iterator[str]:
     for number, gpu in enumerate(smi):
         if gpu["mig.mode.current"] == "Enabled":
-            yield f"GPU {number} is cut by MIG: a program needs every SM it was compiled for"
+            yield f"GPU {number} is partitioned by MIG, but a program needs all SMs: turn MIG off"
         if gpu["compute_mode"] not in ("Default", "0"):
-            yield f"GPU {number} is in compute mode {gpu['compute_mode']}: one process at a time"
+            yield f"GPU {number} is in compute mode {gpu['compute_mode']}, which may refuse a second process"
         used, total = gpu["memory.used"], gpu["memory.total"]
         if used.isdigit() and total.isdigit() and int(used) > _BUSY_SHARE * int(total):
-            yield f"GPU {number} has {used} of {total} MiB in use by others: speeds vary, and less fits"
+            yield f"other processes use {used} of {total} MiB on GPU {number}: speed varies and memory may not suffice"
     if os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"):
-        yield "MPS is on: if it limits this process to a part of the SMs, programs for all of them are refused"
+        yield "MPS is on: if it limits this process to some of the SMs, programs for all SMs are refused"
 
 
-# -- every instruction against the reference
+# -- compare every instruction with the reference
 
 
 @dataclass(frozen=True)

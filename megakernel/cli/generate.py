@@ -48,18 +48,18 @@ def register(add: AddVerb) -> None:
 _REAL = {"temperature", "top-p", "min-p", "presence-penalty", "frequency-penalty", "repetition-penalty"}
 _HELP = {
     "temperature": "0 is greedy (default: 1)",
-    "top-p": "keep the most likely tokens of this total probability (default: 1, all)",
-    "min-p": "drop tokens below this share of the likeliest one's probability (default: 0, none)",
-    "presence-penalty": "subtract this from the logit of tokens generated before (default: 0)",
+    "top-p": "keep the most likely tokens with this total probability (default: 1, all)",
+    "min-p": "drop tokens with less than this fraction of the highest probability (default: 0, none)",
+    "presence-penalty": "subtract this from the logits of tokens that were generated before (default: 0)",
     "frequency-penalty": "subtract this for each time a token was generated (default: 0)",
     "repetition-penalty": "divide positive logits of seen tokens by this, multiply negative ones (default: 1)",
     "top-k": "keep this many of the most likely tokens (default: 0, all)",
-    "seed": "for the same random choices again (default: drawn by the system)",
+    "seed": "seed of the random numbers, for repeatable results (default: random)",
     "n": "choices to generate (default: 1)",
     "max-tokens": f"end after this many tokens (default: {MAX_TOKENS})",
     "min-tokens": "do not end before this many tokens (default: 0)",
-    "logprobs": "report this many most likely tokens of each position (default: none)",
-    "prompt-logprobs": "score the prompt, with this many most likely tokens of each position (default: no)",
+    "logprobs": "report this many of the most likely tokens at each position (default: none)",
+    "prompt-logprobs": "score the prompt, with this many of the most likely tokens at each position (default: off)",
 }
 
 
@@ -68,7 +68,7 @@ def _bias(text: str) -> tuple[int, float]:
         token, value = text.split("=")
         return int(token), float(value)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an id and a value, like 42=-1.5") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a token id and a value like 42=-1.5") from None
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..serving import LLM
 
 
-# Makes the parser of a verb from its name, a description in one line and an example.
+# Creates a verb's parser from its name, a one-line description and an example.
 AddVerb = Callable[[str, str, str], argparse.ArgumentParser]
 
 
@@ -118,7 +118,7 @@ def above_zero(what: str, most: float = 1e300) -> Callable[[str], float]:
 
 
 def token_ids(text: str) -> list[int]:
-    """`1,2,3`, for argparse."""
+    """Parse `1,2,3` for argparse."""
     try:
         return [int(part) for part in text.split(",")] if text else []
     except ValueError:
@@ -158,7 +158,9 @@ def fetch(model: str) -> None:
 def prompt_ids(llm: LLM, count: int) -> list[int]:
     """`count` token ids that resemble a prompt: English text if there is a tokenizer, otherwise random ids."""
     if count >= llm.engine.dims.max_context:
-        raise MegakernelError(f"a prompt of {count} tokens does not fit the context of {llm.engine.dims.max_context}")
+        raise MegakernelError(
+            f"a prompt of {count} tokens exceeds the context of {llm.engine.dims.max_context}: raise --context"
+        )
     if llm.tokenizer is None:
         import numpy as np
 
@@ -194,7 +196,7 @@ def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) ->
     backend, checkpoint = backend_for(machine.target), local_checkpoint(args.model)
     config = load_config(args.model) if checkpoint is None else checkpoint.config
     if context > config.max_context:
-        raise MegakernelError(f"context {context} is more than the {config.max_context} the model was made for")
+        raise MegakernelError(f"context {context} exceeds the model's limit of {config.max_context} tokens: lower it")
     if refused := backend.refuses(args.weights):
         raise MegakernelError(refused)
     named = parse_dtype(args.dtype)

@@ -130,5 +130,5 @@ def bytes_text(count: float) -> str:
 
 
 def ms_text(seconds: float) -> str:
-    """A time with a unit: 12.35 ms, or seconds from ten on."""
+    """A time with a unit: 12.35 ms, or seconds from 10 s on."""
     return f"{seconds:,.2f} s" if seconds >= 10 else f"{seconds * 1e3:,.4g} ms"

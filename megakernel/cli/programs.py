@@ -35,7 +35,7 @@ class Compiled(NamedTuple):
 def register(add: AddVerb) -> None:
     compile = add(
         "compile",
-        "compile a model for a machine into a program file; no weights are read",
+        "compile a model for a machine into a program file, without reading weights",
         "megakernel compile --model random:llama-3.1-70b --machine h100 --tokens 2048 -o llama.mkp",
     )
     add_setting(compile, "model")
@@ -54,7 +54,7 @@ def register(add: AddVerb) -> None:
 
     verify = add(
         "verify",
-        "prove that a program has no deadlock, no race and no lost write, or show where it has",
+        "prove that a program has no deadlock, race or lost write, or show where it has one",
         "megakernel verify --model random:llama-3.2-1b --machine h100 --tokens 512",
     )
     verify.set_defaults(run=run_verify)
@@ -69,14 +69,14 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
         add_setting(parser, name)
     add_paper_model(parser)
     add_lowering(parser)
-    add_count(parser, "--workers", None, "workers of a rank (default: the machine's)")
+    add_count(parser, "--workers", None, "workers per rank (default: the machine's)")
 
 
 def _add_bucket(parser: argparse.ArgumentParser) -> None:
     add_machine(parser)
     add_count(parser, "--tokens", 1, "token rows of a step")
     add_count(parser, "--logit-rows", None, f"rows that get logits (default: as many as tokens, up to {_SEQUENCES})")
-    add_count(parser, "--context", None, "tokens a sequence may reach (default: the model's limit)")
+    add_count(parser, "--context", None, "maximum tokens of a sequence (default: the model's limit)")
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +109,9 @@ def compile_for(args: argparse.Namespace, **sizes: Any) -> Compiled:
 def _bucket(args: argparse.Namespace) -> dict[str, int]:
     logit_rows = args.logit_rows or min(args.tokens, _SEQUENCES)
     if logit_rows > args.tokens:
-        raise MegakernelError(f"{logit_rows} logit rows are more than the {args.tokens} token rows: lower --logit-rows")
+        raise MegakernelError(
+            f"--logit-rows {logit_rows} exceeds the {args.tokens} token rows of --tokens: lower --logit-rows"
+        )
     return {"tokens": args.tokens, "logit_rows": logit_rows, "max_seqs": min(args.tokens, _SEQUENCES)}
 
 
@@ -131,7 +133,7 @@ def run_compile(args: argparse.Namespace) -> int:
     needed = max(weight_bytes(program.forward, program.rank_dims(r), tied=config.tied) for r in range(program.ranks))
     if needed > machine.memory_bytes:
         output.stderr.print(
-            f"megakernel: warning: a rank's weights take {output.bytes_text(needed)} and {machine.name} has"
+            f"megakernel: warning: the weights of a rank take {output.bytes_text(needed)}, but {machine.name} has"
             f" {output.bytes_text(machine.memory_bytes)}"
         )
     facts = describe(program) | {

@@ -9,7 +9,11 @@ from .options import AddVerb
 
 
 def register(add: AddVerb) -> None:
-    parser = add("pull", "fetch a model into the cache and check its SHA-256; resumes", "megakernel pull smollm2-135m")
+    parser = add(
+        "pull",
+        "download a model into the cache and check its SHA-256; a broken download is resumed",
+        "megakernel pull smollm2-135m",
+    )
     parser.add_argument("name", metavar="NAME", help="a known model, such as smollm2-135m")
     parser.set_defaults(run=run)
 

@@ -23,17 +23,17 @@ _price = above_zero("a positive number")
 def register(add: AddVerb) -> None:
     parser = add(
         "roofline",
-        "least time of a step on a machine and what binds it; ways to share a model over many GPUs; a fleet's cost",
+        "show a step's least time on a machine and what limits it, ways to shard a model over GPUs, or a fleet's cost",
         "megakernel roofline --model random:llama-3.1-70b --machine h100x8 --tp 8 --tokens 1024 --plot roof.svg",
     )
     for name in ("model", "machine", "tp", "o lowering", "residual", "norm"):
         add_setting(parser, name)
     add_paper_model(parser)
-    rows = "rows of a step, one for each sequence; in a plan for training tokens of a batch"
-    context = f"KV tokens of each sequence (default: {_CONTEXT}), or length of one in training ({_TRAINING_CONTEXT})"
+    rows = "rows of a step, one for each sequence; with --training, tokens of a batch"
+    context = f"KV tokens of each sequence (default: {_CONTEXT}); with --training, its length ({_TRAINING_CONTEXT})"
     add_count(parser, "--tokens", 1, rows, "B")
     add_count(parser, "--context", None, context, "C")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the figure as .svg or .html")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the roofline plot as .svg or .html")
     parser.add_argument(
         "--achieved",
         type=Path,
@@ -88,7 +88,9 @@ def _layout(text: str) -> dict[str, int]:
             raise argparse.ArgumentTypeError(f"{text!r} is not a layout like tp=8,ep=1,pp=16,dp=128,zero=1")
         found[name] = int(value[:_DIGITS])
         if not least <= found[name] or len(value) > _DIGITS or (name == "zero" and found[name] not in (0, 1, 3)):
-            raise argparse.ArgumentTypeError(f"{part!r} in {text!r} cannot be: ways are from 1, zero is 0, 1 or 3")
+            raise argparse.ArgumentTypeError(
+                f"{part!r} in {text!r} is out of range: zero must be 0, 1 or 3, and the others at least 1"
+            )
     return found
 
 
@@ -119,18 +121,18 @@ def _check(args: argparse.Namespace) -> None:
     paper = args.plan or args.fleet
     decoding = paper and not args.training
     for flag, given, needed, there in (
-        ("--gpus", args.gpus, "--plan or --fleet", paper),
-        ("--training", args.training, "--plan", args.plan),
-        ("--usd-per-gpu-hour", args.usd_per_gpu_hour, "--fleet", args.fleet),
-        ("--token-ms", args.token_ms, "--fleet", args.fleet),
-        ("--layout", args.layout, "--plan", args.plan),
-        ("--weight-bits", args.weight_bits != _WEIGHT_BITS, "--plan or --fleet, and no --training", decoding),
-        ("--router-nodes", args.router_nodes, "--plan or --fleet", paper),
-        ("--achieved", args.achieved, "--plot", args.plot),
-        ("--weights", args.weights != "auto" and paper, "neither --plan nor --fleet", False),
-        ("--plot", args.plot and paper, "neither --plan nor --fleet", False),
+        ("--gpus", args.gpus, "needs --plan or --fleet", paper),
+        ("--training", args.training, "needs --plan", args.plan),
+        ("--usd-per-gpu-hour", args.usd_per_gpu_hour, "needs --fleet", args.fleet),
+        ("--token-ms", args.token_ms, "needs --fleet", args.fleet),
+        ("--layout", args.layout, "needs --plan", args.plan),
+        ("--weight-bits", args.weight_bits != _WEIGHT_BITS, "needs --plan or --fleet, without --training", decoding),
+        ("--router-nodes", args.router_nodes, "needs --plan or --fleet", paper),
+        ("--achieved", args.achieved, "needs --plot", args.plot),
+        ("--weights", args.weights != "auto" and paper, "does not go with --plan or --fleet", False),
+        ("--plot", args.plot and paper, "does not go with --plan or --fleet", False),
     ):
         if given and not there:
-            raise MegakernelError(f"{flag} needs {needed}")
+            raise MegakernelError(f"{flag} {needed}")
     if args.plot and args.plot.suffix not in (".svg", ".html"):
         raise MegakernelError(f"cannot plot to {args.plot}: its name must end in .svg or .html")

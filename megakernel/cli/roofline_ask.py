@@ -61,7 +61,7 @@ def _example(number: int, args: argparse.Namespace) -> int:
     from . import parser
 
     if number not in EXAMPLES or set(args.words[1:]) - {"--json"}:
-        raise MegakernelError(f"the book's questions are 1 to {max(EXAMPLES)}, and take no inputs but --json")
+        raise MegakernelError(f"the book's questions are numbered 1 to {max(EXAMPLES)} and accept no flag but --json")
     words = ["roofline", *EXAMPLES[number].split()]
     output.stderr.print(f"question {number}: megakernel {' '.join(words)}")
     again = parser().parse_args([*words, *(["--json"] if args.json or "--json" in args.words else [])])
@@ -72,7 +72,8 @@ def _example(number: int, args: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     from ..roofline import QUESTIONS
 
-    top = argparse.ArgumentParser(prog="megakernel roofline ask", epilog="A number from 1 asks what the book asks.")
+    numbered = "Instead of QUESTION, give a number to ask the question of the book with that number."
+    top = argparse.ArgumentParser(prog="megakernel roofline ask", epilog=numbered)
     _add_json(top, False)
     questions = top.add_subparsers(metavar="QUESTION", dest="question")
     for question in QUESTIONS.values():

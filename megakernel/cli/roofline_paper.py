@@ -25,7 +25,7 @@ def run_plan(args: argparse.Namespace, hardware: Hardware) -> int:
     layout = Layout(**args.layout) if args.layout else None
     gpus = args.gpus or (layout.gpus if layout else hardware.node.gpus)
     if layout and layout.gpus > gpus:
-        raise MegakernelError(f"{layout} takes {layout.gpus:,} GPUs and there are {gpus:,}: raise --gpus")
+        raise MegakernelError(f"{layout} needs {layout.gpus:,} GPUs, but there are {gpus:,}: raise --gpus")
     step = (args.tokens, args.context)
     found = plan(shape, hardware, gpus, *step, training=args.training)
     loss = asked(shape, hardware, layout, found, *step, training=args.training) if layout else None
@@ -107,7 +107,7 @@ def _shape(args: argparse.Namespace) -> Shape:
     """The sizes of the model, with weights and router as the flags say."""
     shape = paper_shape(args.model)
     if args.router_nodes and shape.experts == 1:
-        raise MegakernelError(f"--router-nodes needs a model with experts, which {args.model} is not")
+        raise MegakernelError(f"--router-nodes needs a mixture-of-experts model, which {args.model} is not")
     nodes = args.router_nodes or shape.router_nodes
     return replace(shape, weight_bytes=args.weight_bits / 8, router_nodes=nodes)
 

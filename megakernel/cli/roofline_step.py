@@ -1,4 +1,4 @@
-"""`megakernel roofline`: the least time of a step on a node, by phase, and the figure."""
+"""`megakernel roofline`: the least time of a step on a node, phase by phase, and a roofline plot."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def run(args: argparse.Namespace, hardware: Hardware) -> int:
     from ..serving.memory import weight_bytes
 
     if args.model in SHAPES:
-        raise MegakernelError(f"{args.model} is known on paper only: add --plan or --fleet")
+        raise MegakernelError(f"{args.model} is known by its sizes only and cannot be compiled: add --plan or --fleet")
     if args.tp > hardware.node.gpus:
-        raise MegakernelError(f"{hardware.name} has {hardware.node.gpus} devices in a node: lower --tp, or take --plan")
+        raise MegakernelError(f"{hardware.name} has {hardware.node.gpus} devices in a node: lower --tp or add --plan")
     context = args.context
     machine = machines.load(args.machine)
     model = paper_model(args, machine, context)
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, hardware: Hardware) -> int:
 
 
 def _tasks(args: argparse.Namespace, model: PaperModel, machine: Machine, context: int) -> Tasks:
-    """The instructions that the compiler would make."""
+    """The instructions that the compiler would generate."""
     from ..isa import TARGETS
     from ..scheduler import Options, with_matmul
     from ..scheduler.candidates import Candidates, program_dims, with_tiles
@@ -145,7 +145,7 @@ def _achieved(path: Path) -> list[Point]:
             raise MegakernelError(f"{path}: gflops and read_GBps must be numbers") from e
         out.append(Point(path.stem + name, flops / read if read > 0 else 0.0, flops * 1e9, Mark.ACHIEVED))
     if not out:
-        raise MegakernelError(f"{path} has no gflops and read_GBps: take what `megakernel bench latency --json` prints")
+        raise MegakernelError(f"{path} lacks gflops and read_GBps: use the output of `megakernel bench latency --json`")
     return out
 
 

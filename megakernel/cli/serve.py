@@ -39,7 +39,7 @@ def _tool_parser(text: str) -> str:
     from ..serving.tool_calls import FORMATS
 
     if text not in FORMATS:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(FORMATS)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a tool call format: choose from {', '.join(FORMATS)}")
     return text
 
 
@@ -102,7 +102,10 @@ def register(add: AddVerb) -> None:
             help=f"{setting.what} (default: {setting.default}{env})",
         )
     parser.add_argument(
-        "--config", action=_Config, metavar="FILE", help="a YAML file of these flags, such as `port: 8000`; flags win"
+        "--config",
+        action=_Config,
+        metavar="FILE",
+        help="a YAML file with these flags, such as `port: 8000`; flags on the command line take precedence",
     )
     parser.set_defaults(run=run)
 
@@ -131,13 +134,13 @@ def _flags(path: Path) -> list[str]:
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise MegakernelError(f"{path} is not YAML: {e}") from e
     if not isinstance(content, dict):
-        raise MegakernelError(f"{path} must hold flags and their values, such as `port: 8000`")
+        raise MegakernelError(f"{path} must contain flags and their values, such as `port: 8000`")
     known = {flag.lstrip("-") for name in _TYPES if (flag := SETTINGS[name].flag)}
     line: list[str] = []
     for key, value in content.items():
         name = str(key).replace("_", "-")
         if name not in known:
-            raise MegakernelError(f"{path}: {key} is no flag of serve; see megakernel serve --help")
+            raise MegakernelError(f"{path}: {key} is not a flag of serve: see megakernel serve --help")
         values = value if isinstance(value, list) else [value]
         line += [f"--{name}", *(str(item) for item in values)]
     return line
@@ -198,7 +201,9 @@ def run(args: argparse.Namespace) -> int:
             ),
             on_gone=lambda identity: host.loop.forget(identity.encode()),
             on_ready=lambda: _ready(args.json, address, name, llm),
-            on_drain=lambda name: output.stderr.print(f"{name}: finishing what has begun; again to end at once"),
+            on_drain=lambda name: output.stderr.print(
+                f"{name}: finishing the requests in progress; repeat the signal to end at once"
+            ),
         )
         host.loop.on_death = frontends.engine_died
         host.start()

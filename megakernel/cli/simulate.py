@@ -27,13 +27,18 @@ _CONTEXT = 128
 def register(add: AddVerb) -> None:
     parser = add(
         "simulate",
-        "predict a step's time: run a program in virtual time on a machine",
+        "predict the time of a step by simulating the program on a machine",
         "megakernel simulate --model random:llama-3.1-70b --machine h100 --tp 8 --tokens 8192 --queue attention",
     )
     add_source(parser)
     add_machine(parser)
-    add_count(parser, "--tokens", None, "rows of the step, of as many sequences as may be (default: 1, or the file's)")
-    add_count(parser, "--context", None, f"KV tokens of each sequence afterwards (default: {_CONTEXT})", "C")
+    add_count(
+        parser,
+        "--tokens",
+        None,
+        "token rows of the step, spread over as many sequences as possible (default: 1, or the file's)",
+    )
+    add_count(parser, "--context", None, f"KV tokens of each sequence after the step (default: {_CONTEXT})", "C")
     parser.add_argument(
         "--no-pipelining",
         action="store_true",
@@ -46,9 +51,10 @@ def register(add: AddVerb) -> None:
 
 
 def decode_step(dims: Dims, tokens: int, context: int) -> StepTable:
-    """A step of `tokens` rows, dealt to as many sequences as the program takes, with `context` KV tokens afterwards.
+    """A step of `tokens` rows, spread over as many sequences as the program allows.
 
-    As many sequences get logits as the program has room for.
+    Each sequence has `context` KV tokens afterwards. The program's number of logit rows limits how many sequences get
+    logits.
     """
     from ..runtime import Chunk, SampleRow, build_step
 
@@ -81,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     seconds = perf_counter() - begin
     trace = done.trace
     if trace is None:
-        raise AssertionError("a trace was asked for")
+        raise AssertionError("simulate returned no trace")
     with output.busy("adding up"):
         summary = summarise(program, trace, machine)
     if args.save:
@@ -132,7 +138,7 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
     if args.file:
         if args.weights != SETTINGS["weights"].default:
             raise MegakernelError(
-                f"{args.file} is compiled for its weights already: give --weights with --model, or leave it out"
+                f"{args.file} is compiled for its weights already: leave --weights out, or give --model instead of FILE"
             )
         program = Program.load(args.file)
         workers = args.workers or program.processors
@@ -160,7 +166,7 @@ def _check_size(name: str, workers: int, ranks: int) -> None:
 
     hardware = machines.hardware(name)
     if workers > hardware.chip.sms:
-        raise MegakernelError(f"{name} has {hardware.chip.sms} workers a rank, not {workers}: lower --workers")
+        raise MegakernelError(f"{name} has {hardware.chip.sms} workers per rank, not {workers}: lower --workers")
     if ranks > hardware.node.gpus:
         raise MegakernelError(f"{name} has {hardware.node.gpus} devices in a node, not {ranks}: lower --tp")
 
@@ -175,8 +181,8 @@ def _fit(program: Program, machine: Machine, tied: bool, sequences: int, context
     fit = memory_fit(ranks, weights, machine.memory_bytes, sequences, context)
     if not fit.fits:
         output.stderr.print(
-            f"megakernel: warning: a rank needs {output.bytes_text(fit.needed_bytes)}, of which weights take"
-            f" {output.bytes_text(weights)}, and {machine.name} has {output.bytes_text(machine.memory_bytes)}:"
-            " the step cannot run there"
+            f"megakernel: warning: a rank needs {output.bytes_text(fit.needed_bytes)} of memory, including"
+            f" {output.bytes_text(weights)} of weights, but {machine.name} has"
+            f" {output.bytes_text(machine.memory_bytes)}: the step cannot run there"
         )
     return fit

@@ -66,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
         launches = compare_launches([summarise(program, one, machine) for one in traces])
         trace = traces[launches.median]
     elif args.trace is None:
-        raise MegakernelError(f"a timeline of {args.program} needs its trace file too: give both, or --model")
+        raise MegakernelError(
+            f"a timeline of {args.program} also needs a trace file: give PROGRAM TRACE, or use --model"
+        )
     else:
         program, trace = Program.load(args.program), Trace.load(args.trace)
         if program.machine not in MACHINES:
@@ -116,5 +118,5 @@ def _traced(args: argparse.Namespace) -> tuple[Program, list[Trace], Machine]:
         program = steps[-1].program
         traces = [step.output.trace for step in steps if step.output.trace and step.program.hash == program.hash]
         if not traces:
-            raise MegakernelError(f"backend {llm.engine.backend.name} made no trace: take another")
+            raise MegakernelError(f"the backend {llm.engine.backend.name} recorded no trace: choose another --backend")
         return program, traces, machine

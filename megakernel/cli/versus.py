@@ -38,7 +38,7 @@ def add_versus(parser: argparse.ArgumentParser) -> None:
 def find_peers(args: argparse.Namespace, *, batched: bool) -> list[Found]:
     """The peers that the flags name. Raises MegakernelError if one is missing."""
     if not args.vs and args.llama_bench is None:
-        return []  # nothing is imported
+        return []  # before the import, which takes time
     from ..serving.bench.peers import find
 
     return find(list(dict.fromkeys(args.vs)), args.llama_bench, batched=batched)
@@ -48,14 +48,14 @@ def find_peers(args: argparse.Namespace, *, batched: bool) -> list[Found]:
 def opened(
     found: Sequence[Found], llm: LLM, args: argparse.Namespace, sizes: tuple[int, int, int], phases: Sequence[Phase]
 ) -> Iterator[list[Contest]]:
-    """The peers with their best settings. `sizes`: see `Work`."""
+    """Open the peers and find their best settings. `sizes` are the fields of `Work`."""
     if not found:
         yield []
         return
     from ..serving.bench.peers import Work, contests
 
     with ExitStack() as stack:
-        with output.busy("writing the weights for others"):
+        with output.busy("writing the weights for the other programs"):
             peers = stack.enter_context(contests(found, llm, args.model, args.weights, Work(*sizes), phases))
         for one in peers:
             with output.progress(f"searching the best settings of {one.peer.name}") as advance:

@@ -31,8 +31,10 @@ def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
         f"or a .csv file of prompt and output tokens (default: {_SHAREGPT})",
     )
     add_count(parser, "--num-prompts", None, f"requests (default: {prompts})")
-    add_count(parser, "--random-input-len", None, f"random: tokens in (default: {_UNLESS['random_input_len']})")
-    add_count(parser, "--random-output-len", None, f"random: tokens out (default: {_UNLESS['random_output_len']})")
+    add_count(parser, "--random-input-len", None, f"random: tokens per prompt (default: {_UNLESS['random_input_len']})")
+    add_count(
+        parser, "--random-output-len", None, f"random: tokens per answer (default: {_UNLESS['random_output_len']})"
+    )
     parser.add_argument(
         "--random-range-ratio",
         type=float,

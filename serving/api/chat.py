@@ -30,7 +30,7 @@ from .tools import Tools, call_id
 
 
 async def chat(service: Service, body: ChatRequest) -> Response:
-    """A whole answer, or its stream once the first token is there."""
+    """Answer a conversation with the whole answer, or with a stream that begins when the first token exists."""
     model = service.model(body.model)
     tools = Tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     structured = tools.structured(body.structured(), service.codec)
@@ -81,7 +81,7 @@ class _Chat(Answer):
         return response.model_dump_json().encode()
 
     async def chunks(self) -> AsyncGenerator[bytes]:
-        """Each choice begins with its role, and with the last message where that is to be repeated."""
+        """The events of the stream. The first chunk of a choice has its role and, with `echo`, the last message."""
         begun: set[int] = set()
         try:
             while not self._answers.finished:
@@ -100,7 +100,7 @@ class _Chat(Answer):
             self._answers.close()
 
     def _message(self, choice: Delta) -> ChatMessage:
-        """The text of a choice with the calls taken out of it."""
+        """A choice as a message, with the tool calls extracted from its text."""
         if (reader := self._tools.reader(self._service.codec)) is None:
             return ChatMessage(content=self._before + choice.text)
         text, deltas = reader.add(choice.text, True)
@@ -113,13 +113,13 @@ class _Chat(Answer):
         return ChatMessage(content=text or None if calls else text, tool_calls=calls or None)
 
     def _tool_event(self, delta: Delta) -> bytes:
-        """What is new of a choice that may call tools: nothing, where none of it is certain yet."""
+        """The events for an increment of a choice that may call tools. There are none while the text is ambiguous."""
         reader = self._readers.get(delta.index)
         if reader is None and (reader := self._tools.reader(self._service.codec)) is not None:
             self._readers[delta.index] = reader
         assert reader is not None
         text, found = reader.add(delta.text, delta.finish_reason is not None)
-        # Many clients read one call of an event, so each piece of a call has an event of its own.
+        # Many clients read only one call per event, so each piece of a call gets an event of its own.
         pieces = [ChatDelta(content=text)] if text else []
         pieces += [ChatDelta(tool_calls=[_call_delta(call)]) for call in found]
         new = self._choice(delta)

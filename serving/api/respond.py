@@ -1,4 +1,4 @@
-"""POST /v1/responses: one answer to a conversation, which is sent whole each time, because nothing is stored."""
+"""POST /v1/responses: answers a conversation. Nothing is stored, so each request contains the whole conversation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Incomplete(BaseModel):
 
 
 class ResponseObject(BaseModel):
-    """An answer, as it was asked for and as far as it is known."""
+    """The response object: the request's parameters and the answer so far."""
 
     id: str
     object: Literal["response"] = "response"
@@ -63,7 +63,7 @@ class ResponseObject(BaseModel):
 
 
 async def respond(service: Service, body: ResponsesRequest) -> Response:
-    """A whole answer, or its stream once the first token is there."""
+    """Answer a request with the whole response, or with a stream that begins when the first token exists."""
     model = service.model(body.model)
     tools = Tools(*body.chat_tools(), body.parallel_tool_calls)
     structured = tools.structured(body.structured(), service.codec)
@@ -126,7 +126,7 @@ class _Turn(Answer):
         return self._items.add(*self._reader.add(delta.text, delta.finish_reason is not None))
 
     def _close(self, reason: FinishReason | None) -> bytes:
-        """End the last item; an answer has at least one."""
+        """Close the last item. An answer without items gets an empty message."""
         events = b"" if self._items.all else self._items.open_message()
         return events + self._items.close("completed" if reason == "stop" else "incomplete")
 
@@ -134,7 +134,7 @@ class _Turn(Answer):
         raise AssertionError("every event has a number of its own")
 
     def _response(self, reason: FinishReason | None) -> ResponseObject:
-        """The answer so far; `reason` is None while it goes on."""
+        """The response object so far. `reason` is None while the answer is generated."""
         body, usage = self._body, None
         if reason is not None:
             used = self._usage(self._answers.completion_tokens)

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses, and the conversation that it holds."""
+"""The request body of POST /v1/responses, and its conversion into a conversation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class InputMessage(Strict):
 
 
 class InputCall(Strict):
-    """A function call that an earlier answer made."""
+    """A function call from an earlier answer."""
 
     body = fields.ITEM
 
@@ -52,7 +52,7 @@ class InputCall(Strict):
 
 
 class InputResult(Strict):
-    """What a called function returned."""
+    """The result of a function call."""
 
     body = fields.ITEM
 
@@ -71,7 +71,7 @@ Item = Annotated[
 
 
 def _kind(given: Any) -> str:
-    """Which kind of item this is meant to be; a message where no other kind fits, so that its error is shown."""
+    """The kind of an input item. An unknown kind counts as a message, so that the error for a message is shown."""
     kind = given.get("type") if isinstance(given, dict) else None
     return kind if isinstance(kind, str) and kind in _ITEMS else "message"
 
@@ -131,7 +131,7 @@ class ResponsesRequest(Sampled):
         return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     def structured(self) -> StructuredOutputsParams | None:
-        """What the text must match, if anything. Raises a 400 where the schema is missing."""
+        """The format that the text must match, or None. Raises a 400 if the schema is missing."""
         wanted = self.text.format if self.text else None
         if wanted is None or wanted.type == "text":
             return None
@@ -142,7 +142,7 @@ class ResponsesRequest(Sampled):
         return StructuredOutputsParams(json=wanted.schema_)
 
     def chat_tools(self) -> tuple[list[Tool], ToolChoice | None]:
-        """The tools and the choice among them, as /v1/chat/completions has them."""
+        """The tools and the tool choice in the form of /v1/chat/completions."""
         tools = [
             Tool(type="function", function=Function(**tool.model_dump(exclude={"type"}))) for tool in self.tools or ()
         ]
@@ -152,7 +152,7 @@ class ResponsesRequest(Sampled):
         return tools, choice
 
     def conversation(self) -> Conversation:
-        """The messages that a chat template reads. Calls belong to the assistant's message before them."""
+        """The conversation that a chat template reads. Calls become part of the assistant's message before them."""
         said: list[dict[str, Any]] = []
         if self.instructions:
             said.append({"role": "system", "content": self.instructions})

@@ -1,4 +1,4 @@
-"""The functions that a request lets the model call, and the calls and results in its conversation."""
+"""Tool definitions in requests, the choice among them, and earlier tool calls in a conversation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _checked_json(text: str) -> str:
     return text
 
 
-Arguments = Annotated[str, AfterValidator(_checked_json)]  # of a call, as JSON
+Arguments = Annotated[str, AfterValidator(_checked_json)]  # the arguments of a call, as JSON text
 
 
 class CalledFunction(Strict):
@@ -57,14 +57,14 @@ class CalledFunction(Strict):
 
 
 class Called(Strict):
-    """A call that an earlier answer made."""
+    """A tool call from an earlier answer."""
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
     def plain(self) -> dict[str, Any]:
-        """The call as chat templates read it: with its arguments as an object."""
+        """The call in the form that chat templates read, with its arguments as an object."""
         arguments = json.loads(self.function.arguments or "{}")
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
@@ -73,7 +73,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class Tools:
-    """What a request says of tools. Raises a 400 where it contradicts itself."""
+    """The tools of a request and the choice among them. Raises a 400 if they contradict each other."""
 
     def __init__(self, given: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> None:
         self.functions = {tool.function.name: tool.function.parameters for tool in given or ()}
@@ -102,7 +102,7 @@ class Tools:
         return StructuredOutputsParams(grammar=grammar)
 
     def reader(self, codec: Codec) -> ToolReader | None:
-        """What finds the calls in the text of one choice."""
+        """A parser that finds the calls in the text of one choice. None if the request has no tools."""
         return ToolReader(codec.tools, self._callable, None if self._several else 1) if self.used else None
 
 

@@ -77,7 +77,7 @@ def test_generate_prints_the_text(capsys: pytest.CaptureFixture[str], model: str
         (["--prompt-ids", "1,260"], "token 260 is outside the vocabulary of 260"),
         (["--prompt-ids=-1"], "token -1 is outside"),
         (["--prompt", "x" * 40, "--context", "32"], "40 tokens, but the context of 32"),
-        (["--prompt", "x", "--context", "5000"], "context 5000 is more than the 4096"),
+        (["--prompt", "x", "--context", "5000"], "context 5000 exceeds the model's limit of 4096"),
         (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0"),
         (["--prompt", "x", "--logit-bias", "1=nan"], "logit_bias=nan"),
         (["--prompt", "x", "--backend", "tpu"], "unknown backend 'tpu'"),
@@ -160,7 +160,7 @@ def test_compile_disasm_verify(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 def test_a_model_that_does_not_fit_is_a_warning(capsys: pytest.CaptureFixture[str], tiny_shape: str) -> None:
     large = ("--model", "random:llama-3.1-70b", "--machine", "h100", "--workers", "4")
     status, _, err = run(capsys, "compile", *large)
-    assert status == 0 and "warning: a rank's weights take 141.1 GB and h100 has 80.0 GB" in err
+    assert status == 0 and "warning: the weights of a rank take 141.1 GB, but h100 has 80.0 GB" in err
     assert not run(capsys, "compile", *large, "--tp", "8")[2]
     assert not run(capsys, "compile", "--model", tiny_shape, "--machine", "h100")[2]
 
@@ -191,8 +191,8 @@ def test_damaged_programs_are_one_line(capsys: pytest.CaptureFixture[str], tmp_p
     [
         (["--machine", "h900"], "unknown machine 'h900'"),
         (["--machine", "missing.toml"], "cannot read machine file"),
-        (["--context", "300"], "context 300 is more than the 256"),
-        (["--tokens", "4", "--logit-rows", "5"], "5 logit rows are more than the 4 token rows"),
+        (["--context", "300"], "context 300 exceeds the model's limit of 256"),
+        (["--tokens", "4", "--logit-rows", "5"], "--logit-rows 5 exceeds the 4 token rows"),
     ],
 )
 def test_bad_compile_flags(capsys: pytest.CaptureFixture[str], tiny_shape: str, flags: list[str], message: str) -> None:
@@ -262,7 +262,7 @@ def test_default_prompts(model: str) -> None:
         ids = prompt_ids(llm, 100)
         assert len(ids) == 100 and llm.tokenizer is not None
         assert llm.tokenizer.decode(ids).startswith("A river begins")
-        with pytest.raises(MegakernelError, match="does not fit the context"):
+        with pytest.raises(MegakernelError, match="exceeds the context"):
             prompt_ids(llm, 128)
 
 
@@ -282,7 +282,7 @@ def test_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str
     assert prefill["intervals"] > 0
     two = run_json(capsys, "timeline", "--model", model, "--prompt-tokens", "20", "--launches", "2")["recorded"]
     assert len(two["step_s"]) == 2 and {d["name"] for d in two["differences"]} > {"dispatch and gaps"}
-    assert "needs its trace file" in fails(capsys, "timeline", saved[0])
+    assert "also needs a trace file" in fails(capsys, "timeline", saved[0])
     assert "not a trace file" in fails(capsys, "timeline", saved[0], saved[0])
     assert "cannot read trace" in fails(capsys, "timeline", saved[0], str(tmp_path / "none"))
 

@@ -70,4 +70,4 @@ def test_auto_is_the_type_of_the_file(capsys: pytest.CaptureFixture[str], tmp_pa
 
 def test_a_plan_knows_no_stored_types(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--model", "random:llama-3.1-8b", "--machine", "h100", "--plan", "--weights", "q8_0"]
-    assert "--weights needs neither --plan nor --fleet" in fails(capsys, "roofline", *flags)
+    assert "--weights does not go with --plan or --fleet" in fails(capsys, "roofline", *flags)

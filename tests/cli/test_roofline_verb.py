@@ -119,11 +119,11 @@ def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatc
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--machine", "h100", "--model", "deepseek-v3"], "known on paper only"),
+        (["--machine", "h100", "--model", "deepseek-v3"], "known by its sizes only"),
         (["--machine", "h900"], "unknown machine 'h900'"),
         (["--machine", "tpu-v5p"], "known for comparison only"),
         (["--machine", "v100", "--tp", "16"], "v100 has 8 devices in a node: lower --tp"),
-        (["--machine", "h100", "--context", "200000"], "context 200000 is more than the 131072"),
+        (["--machine", "h100", "--context", "200000"], "context 200000 exceeds the model's limit of 131072"),
         (["--machine", "h100", "--gpus", "8"], "--gpus needs --plan or --fleet"),
         (["--machine", "h100", "--training"], "--training needs --plan"),
         (["--machine", "h100", "--token-ms", "5"], "--token-ms needs --fleet"),
@@ -131,7 +131,7 @@ def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatc
         (["--machine", "h100", "--weight-bits", "4"], "--weight-bits needs --plan or --fleet"),
         (["--machine", "h100", "--router-nodes", "4"], "--router-nodes needs --plan or --fleet"),
         (["--machine", "h100", "--achieved", "a.json"], "--achieved needs --plot"),
-        (["--machine", "h100", "--plan", "--plot", "a.svg"], "--plot needs neither --plan nor --fleet"),
+        (["--machine", "h100", "--plan", "--plot", "a.svg"], "--plot does not go with --plan or --fleet"),
         (["--machine", "h100", "--plot", "a.png"], "must end in .svg or .html"),
         (["--machine", "h100", "--plan", "--gpus", "12"], "12 GPUs are no whole nodes of 8"),
         (["--machine", "a100", "--plan", "--gpus", "16"], "8 GPUs at most"),
@@ -231,10 +231,10 @@ def test_a_layout_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
         (["--layout", "tp=7,dp=8", "--gpus", "1024"], "TP must divide 128 heads"),
         (["--layout", "pp=127,dp=8", "--gpus", "1024"], "PP be at most 126 layers"),
         (["--layout", "ep=2,dp=8", "--gpus", "1024"], "EP 1 experts"),
-        (["--layout", "tp=16", "--gpus", "8"], "TP 16 takes 16 GPUs and there are 8"),
+        (["--layout", "tp=16", "--gpus", "8"], "TP 16 needs 16 GPUs, but there are 8"),
         (["--layout", "tp=999999999,dp=999999999"], "are more than the 16,777,216 that a plan takes"),
-        (["--weight-bits", "8"], "--weight-bits needs --plan or --fleet, and no --training"),
-        (["--router-nodes", "8"], "--router-nodes needs a model with experts"),
+        (["--weight-bits", "8"], "--weight-bits needs --plan or --fleet, without --training"),
+        (["--router-nodes", "8"], "--router-nodes needs a mixture-of-experts model"),
     ],
 )
 def test_layouts_that_cannot_be(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
@@ -412,8 +412,8 @@ def test_the_verb_writes_figures_with_measured_points(capsys: pytest.CaptureFixt
     [
         (None, "cannot read"),
         ("{", "is not JSON"),
-        ("[]", "has no gflops"),
-        ('{"gflops": 1}', "has no"),
+        ("[]", "lacks gflops"),
+        ('{"gflops": 1}', "lacks"),
         ('{"gflops": "x", "read_GBps": 1}', "must be numbers"),
     ],
 )

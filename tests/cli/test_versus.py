@@ -293,9 +293,9 @@ def test_missing_peers_are_one_line(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--dataset sharegpt", "prompts of one length"),
-        ("--random-output-len 1", "--random-output-len 2 or more"),
-        ("--num-prompts 65", "65 prompts are more than --max-num-seqs 64"),
+        ("--dataset sharegpt", "of equal lengths"),
+        ("--random-output-len 1", "--random-output-len to 2 or more"),
+        ("--num-prompts 65", "65 prompts exceed --max-num-seqs 64"),
     ],
 )
 def test_work_that_peers_do_not_do(

@@ -144,7 +144,7 @@ def test_a_variant_that_fails_or_gives_other_bits_is_written_down(gpu: Any, tmp_
     gpu.measured(report, "failed", 3, runs(1.0, None), b"bits")
     gpu.measured(report, "never", 3, runs(None), b"bits")
     rows = [{"kernel_s": s} for s in (1.0, 6.0, 3.0)]
-    other = "gave other bits than the first run"
+    other = "the bits differ from those of the first run"
     assert json.loads((tmp_path / "part.json").read_text()) == {
         "good": {"kernel_s": 2.0, "runs": [{"kernel_s": s} for s in (1.0, 2.0, 4.0)]},
         "other": {"kernel_s": 3.0, "error": other, "runs": rows},
@@ -173,7 +173,7 @@ def test_what_a_part_has_measured_outlives_it(gpu: Any, tmp_path: Path, monkeypa
     assert [len(out) for out in saved] == [1, 2, 3]
     assert all(part[0]["megakernel"] == {"kernel_s": 1} for part in saved[-1].values())
     said = [saved[-1][name][0].get("error") for name in ("decode-1b", "numerics", "mixed-8b")]
-    assert said == [None, "it broke", "not done after 6 s"]
+    assert said == [None, "it broke", "not finished after 6 s"]
 
 
 @pytest.mark.slow

@@ -145,10 +145,10 @@ EXPERTS = ("--experts", "128", "--active", "4")
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("43", "questions are 1 to 42"),
-        ("0", "questions are 1 to 42"),
-        ("99999999999999999999", "questions are 1 to 42"),
-        ("11 --gpus 3", "take no inputs"),
+        ("43", "questions are numbered 1 to 42"),
+        ("0", "questions are numbered 1 to 42"),
+        ("99999999999999999999", "questions are numbered 1 to 42"),
+        ("11 --gpus 3", "accept no flag"),
         ("chip --machine h900", "unknown machine 'h900'"),
         ("all-gather --bytes 1 --gpus 1", "one GPU sends nothing"),
         ("all-gather --bytes 1 --gpus 12", "no whole nodes of 8"),

@@ -30,7 +30,7 @@ def test_a_signal_lets_finish_what_has_begun(model: str, signum: int, status: in
             assert rest(sock).rstrip().endswith(b"data: [DONE]\n\n\r\n0")
         _, err = server.communicate(timeout=30)
         assert server.returncode == status
-        assert err.count("\n") == 1 and "finishing what has begun; again to end at once" in err
+        assert err.count("\n") == 1 and "finishing the requests in progress; repeat the signal to end at once" in err
 
 
 def test_a_second_signal_ends_at_once(model: str) -> None:
@@ -99,8 +99,8 @@ def test_who_may_ask_is_set_by_flags(model: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("prot: 1\n", "prot is no flag of serve"),
-        ("- port\n", "must hold flags and their values"),
+        ("prot: 1\n", "prot is not a flag of serve"),
+        ("- port\n", "must contain flags and their values"),
         ("port: [\n", "is not YAML"),
         (None, "cannot read"),
     ],
@@ -119,7 +119,7 @@ def test_a_port_in_use_fails_before_the_model_is_read(capsys: pytest.CaptureFixt
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         err = fails(capsys, "serve", "--port", str(port), "--model", "/nowhere")
-        assert f"cannot listen on 127.0.0.1 port {port}: Address already in use; take" in err
+        assert f"cannot listen on 127.0.0.1 port {port}: Address already in use: choose" in err
 
 
 def test_every_flag_is_in_the_table_of_settings() -> None:

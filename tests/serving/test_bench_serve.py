@@ -289,7 +289,7 @@ def test_a_server_that_speculates_has_its_own_roofline_only(capsys: pytest.Captu
     steps = {"steps": 12, "step_s": 1.0, "roofline_fraction": 0.5}
     assert found["server"] == steps | {"proposed": 18, "accepted": 12, "tokens_per_step": 2.0}
     assert [found[name] for name in ("roofline_fraction", "read_GBps", "gflops")] == [None] * 3
-    assert "gave a sequence 2.00 tokens" in said and "own steps reached 50% of the roofline" in said
+    assert "generated 2.00 tokens per sequence" in said and "own steps reached 50% of the roofline" in said
     found, said = figures(0)
     assert found["roofline_fraction"] > 1 and "or the server generates several tokens per step" in said
 
@@ -316,7 +316,7 @@ def test_bench_serve_failures(capsys: pytest.CaptureFixture[str], tmp_path: Path
     file.write_text(json.dumps([{"conversations": [{"value": "a"}, {"value": "b"}]}]))
     with running(FakeServer(model="somebody/else")) as fake:
         known = [*FLAGS, "--base-url", fake.url, "--model", tiny_shape]
-        assert "'somebody/else', of unknown sizes" in fails(capsys, *FLAGS, "--base-url", fake.url)
+        assert "'somebody/else', whose sizes are unknown" in fails(capsys, *FLAGS, "--base-url", fake.url)
         assert "unknown machine 'x'" in fails(capsys, *known, "--machine", "x")
         assert "no tokenizer" in fails(capsys, *known, "--dataset", str(file))
     with running(FakeServer(faults={8: 500})) as fake:

@@ -152,7 +152,7 @@ def test_a_field_that_nobody_knows_is_named(live: Live, body: str) -> None:
         (CHAT, {"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "is not a field of"),
         (CHAT, {"modalities": ["text", "audio"]}, "modalities", "text only"),
         (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
-        (CHAT, {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "may not have the name tools"),
+        (CHAT, {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "must not contain tools"),
         (CHAT, {"messages": [{"role": "user", "content": " "}], "continue_final_message": True}, None, "has no text"),
         (COMPLETIONS, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1, not 0"),
         (COMPLETIONS, {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "must be at least -1, not -2"),
@@ -163,7 +163,7 @@ def test_a_field_that_nobody_knows_is_named(live: Live, body: str) -> None:
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content", "parts"),
         (RESPONSES, {"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id", "is required"),
         (RESPONSES, {"input": [{"type": "reasoning"}]}, "input.0.type", "must be 'message'"),
-        (RESPONSES, {"input": [{"role": "user", "content": "x", "call_id": "1"}]}, "input.0.call_id", "belong"),
+        (RESPONSES, {"input": [{"role": "user", "content": "x", "call_id": "1"}]}, "input.0.call_id", "not allowed in"),
         (
             RESPONSES,
             {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]},
