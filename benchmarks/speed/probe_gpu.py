@@ -1,18 +1,17 @@
-"""Measures the ceilings of an NVIDIA GPU: `python benchmarks/speed/probe_gpu.py [-o FILE]` prints one JSON object.
+"""Measured ceilings of an NVIDIA GPU, as one JSON: `python benchmarks/speed/probe_gpu.py [-o FILE]`.
 
-It needs torch, cuda-python and CuPy, and no other file of this repository. Every figure is the median of several runs
-on random data; some have the best run as well (`best`). Names show the units: _s seconds, _per_s rates, _cycles SM
-cycles.
+Needs torch, cuda-python and CuPy, and nothing else of this repository. Every figure is a median of repeats (`best`
+beside it where there is one) on random data. Units are in the names: _s seconds, _per_s rates, _cycles SM cycles.
 
-read, copy     every SM streams through a buffer of at least 8 times the L2; a copy counts bytes read plus bytes written
-l2             every SM reads a buffer that fits in the L2 (shared) or its own slice of it (sliced), bypassing the L1
-matmul         torch.matmul in bfloat16; with few rows the weights' bytes are the limit, so their rate is given too
-hand_off       one-way latency between two SMs: red.release on a counter, and ld.acquire polling on the other side;
-               alone, and while all other SMs stream from memory
-timer          resolution of %globaltimer, cost of reading either clock, and the SM clock under load
-remote_store   a block stores a tile to another heap and then does st.release; also a hand-off at system scope. The
-               other heap is on a second GPU if there is one, otherwise on the same GPU
-launch         an empty kernel, and graphs of empty kernels, launched from Python with cuda-python
+read, copy     every SM streams through at least 8 times the L2; a copy counts bytes read plus bytes written
+l2             every SM reads one buffer that fits in the L2 (shared) or its own slice of it (sliced), past the L1
+matmul         torch.matmul, bfloat16; with few rows the weights' bytes are the limit and are counted too
+hand_off       one way between two SMs: red.release on a counter, ld.acquire polling on the other side; alone, and
+               while all other SMs stream from memory
+timer          step of %globaltimer, cost of reading either clock, the SM clock under load
+remote_store   a block stores a tile to another heap, then st.release; and a hand-off at system scope. The other heap
+               is on the second GPU where there is one, else on the same GPU
+launch         an empty kernel and graphs of empty kernels, from Python through cuda-python
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ __device__ __forceinline__ uint4 l2_load(const uint4* p) {
 }
 __device__ __forceinline__ u32 fold(uint4 v) { return v.x ^ v.y ^ v.z ^ v.w; }
 
-// Reads n vectors once with all threads of the grid. The callers' launch bounds leave enough registers for eight loads
+// Reads n vectors once from all threads of the grid. The launch bounds of its callers leave registers for eight loads
 // in flight.
 __device__ u32 stream_all(const uint4* p, u64 n, u64 first, u64 stride) {
   u32 sum = 0;
@@ -83,7 +82,7 @@ extern "C" __global__ void fill(u32* p, u64 n) {
 extern "C" __global__ void __launch_bounds__(1024, 1) read_all(const uint4* p, u64 n, u32* sink) {
   u64 first = blockIdx.x * (u64)blockDim.x + threadIdx.x;
   u32 sum = stream_all(p, n, first, gridDim.x * (u64)blockDim.x);
-  if (sum == 0x9E3779B9) *sink = sum;  // practically never true; it keeps the compiler from removing the loads
+  if (sum == 0x9E3779B9) *sink = sum;  // never in practice, but the compiler must keep the loads
 }
 
 extern "C" __global__ void __launch_bounds__(1024, 1) copy_all(uint4* to, const uint4* from, u64 n) {
@@ -98,8 +97,8 @@ extern "C" __global__ void __launch_bounds__(1024, 1) copy_all(uint4* to, const 
   for (; i < n; i += stride) to[i] = stream_load(from + i);
 }
 
-// In each of `passes` passes, a block reads the slices of all blocks, beginning with its own (shared), or only its own.
-// The size of a slice is a multiple of 4 * blockDim.x vectors.
+// `passes` times: each block reads the slices of all blocks, its own first (shared), or its own only. A slice is a
+// multiple of 4 * blockDim.x vectors.
 extern "C" __global__ void __launch_bounds__(1024, 1)
     read_l2(const uint4* p, u64 slice, int passes, int shared, u32* sink) {
   const uint4* base = shared ? p : p + slice * blockIdx.x;
@@ -148,8 +147,8 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
 HAND_OFF(gpu)
 HAND_OFF(sys)
 
-// One block per SM. Blocks 0 and `partner` exchange signals on counters[0] and counters[64]. If n is not 0, the other
-// blocks stream memory until counters[128] is set. out: ns, bytes streamed, failed, the two SMs.
+// One block per SM. Blocks 0 and `partner` exchange signals on counters[0], [64]; the others stream until
+// counters[128] is set, if there is something to stream. out: ns, bytes streamed, failed, the two SMs.
 extern "C" __global__ void __launch_bounds__(1024, 1)
     hand_off(u32* counters, int partner, int rounds, const uint4* load, u64 n, u32* sink, u64* out) {
   bool first = blockIdx.x == 0;
@@ -176,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
   if (threadIdx.x == 0) atomicAdd(out + 1, bytes);
 }
 
-// One block per heap waits on a counter of its own heap and signals a counter of the other heap. out: ns, failed.
+// One block per heap: waits on a counter of its own heap, signals one in the other. out: ns, failed.
 extern "C" __global__ void hand_off_heaps(u32* mine, u32* theirs, int rounds, int first, u64* out) {
   u64 start = now();
   bool ok = ping_pong_sys(mine, theirs, rounds, first);
@@ -184,22 +183,52 @@ extern "C" __global__ void hand_off_heaps(u32* mine, u32* theirs, int rounds, in
   out[1] = !ok;
 }
 
-// Stores a tile of n vectors to `to`, then a flag. out: cycles to issue the stores, cycles of the release, and cycles
-of // a fence after it, each summed over `repeats`. extern "C" __global__ void store_tile(uint4* to, int n, u32* flag,
-int system, int repeats, u64* out) { u64 stores = 0, release = 0, drain = 0; for (int r = 0; r < repeats; r++) {
-__syncthreads(); u64 t0 = cycles(); for (int i = threadIdx.x; i < n; i += blockDim.x) to[i] = make_uint4(r, i, r ^ i, r
-+ i); __syncthreads(); if (threadIdx.x == 0) { u64 t1 = cycles(); if (system) release_sys(flag, r); else
-release_gpu(flag, r); u64 t2 = cycles(); if (system) asm volatile("fence.acq_rel.sys;" ::: "memory"); else asm
-volatile("fence.acq_rel.gpu;" ::: "memory"); u64 t3 = cycles(); stores += t1 - t0, release += t2 - t1, drain += t3 - t2;
-} } if (threadIdx.x == 0) out[0] = stores, out[1] = release, out[2] = drain; }
+// Stores a tile of n vectors to `to`, then a flag. out: cycles to issue the stores, of the release, of a
+// fence after it; sums over `repeats`.
+extern "C" __global__ void store_tile(uint4* to, int n, u32* flag, int system, int repeats, u64* out) {
+  u64 stores = 0, release = 0, drain = 0;
+  for (int r = 0; r < repeats; r++) {
+    __syncthreads();
+    u64 t0 = cycles();
+    for (int i = threadIdx.x; i < n; i += blockDim.x) to[i] = make_uint4(r, i, r ^ i, r + i);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      u64 t1 = cycles();
+      if (system) release_sys(flag, r); else release_gpu(flag, r);
+      u64 t2 = cycles();
+      if (system) asm volatile("fence.acq_rel.sys;" ::: "memory"); else asm volatile("fence.acq_rel.gpu;" ::: "memory");
+      u64 t3 = cycles();
+      stores += t1 - t0, release += t2 - t1, drain += t3 - t2;
+    }
+  }
+  if (threadIdx.x == 0) out[0] = stores, out[1] = release, out[2] = drain;
+}
 
-// out[0..n): increments of the global timer in ns. After them: cycles of 256 reads of clock64, cycles of 256 reads of
-// the global timer, cycles and ns of one long spin, and the sum of all clock reads, so that they are not optimised
-away. extern "C" __global__ void timers(u64* out, int n) { u64 last = now(); for (int i = 0; i < n; i++) { u64 next =
-now(); while (next == last) next = now(); out[i] = next - last; last = next; } u64 sum = 0, t0 = cycles(); #pragma
-unroll 16 for (int i = 0; i < 256; i++) sum += cycles(); u64 t1 = cycles(); #pragma unroll 16 for (int i = 0; i < 256;
-i++) sum += now(); u64 t2 = cycles(); out[n] = t1 - t0; out[n + 1] = t2 - t1; u64 ns = now(), c = cycles(); while (now()
-- ns < 20000000); out[n + 2] = cycles() - c; out[n + 3] = now() - ns; out[n + 4] = sum; }
+// out[0..n): successive changes of the global timer, ns. Then: cycles of 256 reads of clock64, of 256 reads of the
+// global timer, cycles and ns of one long spin, and the sum of all clock reads, which keeps them from being dropped.
+extern "C" __global__ void timers(u64* out, int n) {
+  u64 last = now();
+  for (int i = 0; i < n; i++) {
+    u64 next = now();
+    while (next == last) next = now();
+    out[i] = next - last;
+    last = next;
+  }
+  u64 sum = 0, t0 = cycles();
+#pragma unroll 16
+  for (int i = 0; i < 256; i++) sum += cycles();
+  u64 t1 = cycles();
+#pragma unroll 16
+  for (int i = 0; i < 256; i++) sum += now();
+  u64 t2 = cycles();
+  out[n] = t1 - t0;
+  out[n + 1] = t2 - t1;
+  u64 ns = now(), c = cycles();
+  while (now() - ns < 20000000);
+  out[n + 2] = cycles() - c;
+  out[n + 3] = now() - ns;
+  out[n + 4] = sum;
+}
 
 extern "C" __global__ void empty() {}
 """
@@ -238,7 +267,7 @@ class Probe:
         return out
 
     def seconds(self, work: Callable[[], None], repeats: int = 15, warmup: int = 3) -> list[float]:
-        """The device time of each call of `work`."""
+        """Device time of each call."""
         events = [(self.cupy.cuda.Event(), self.cupy.cuda.Event()) for _ in range(repeats)]
         for _ in range(warmup):
             work()
@@ -254,7 +283,7 @@ class Probe:
         return {"per_s": amount / statistics.median(times), "best_per_s": amount / min(times)}
 
     def fastest(self, amount: float, launch: Callable[[int, int], Callable[[], None]]) -> Json:
-        """The best rate over several grids, with its blocks per SM and threads per block."""
+        """The best of several grids, with its blocks per SM and threads per block."""
         found = []
         for per_sm, threads in ((1, 256), (1, 1024), (2, 512), (2, 1024), (4, 256), (4, 512), (8, 256)):
             work = launch(self.sms * per_sm, threads)
@@ -376,7 +405,7 @@ def hand_off(p: Probe) -> Json:
             kernel((p.sms,), (1024,), arguments, shared_mem=_ONE_PER_SM)
             ns, loaded, failed, first, second = (int(v) for v in result.get())
             if failed:
-                raise RuntimeError(f"the two blocks on SMs {first} and {second} did not exchange all signals")
+                raise RuntimeError(f"the two blocks on SMs {first} and {second} did not meet")
             one_way.append(ns / 1e9 / rounds / 2)
             streamed.append(loaded / (ns / 1e9))
         out[name] = {"median_s": statistics.median(one_way), "min_s": min(one_way), "max_s": max(one_way)}
@@ -452,7 +481,7 @@ def remote_store(p: Probe) -> Json:
     far_stream.synchronize()
     ns, failed = (int(v) for v in near_result.get())
     if failed or int(far_result.get()[1]):
-        raise RuntimeError("the blocks of the two heaps did not exchange all signals")
+        raise RuntimeError("the two heaps' blocks did not meet")
     out: Json = {"peer_gpu": peer, "tiles": tiles, "hand_off_sys_s": ns / 1e9 / rounds / 2}
     if peer:
         size = p.bytes // 4
@@ -526,7 +555,7 @@ _PROBES: tuple[Callable[[Probe], Any], ...] = (device, timer, read, copy, l2, ma
 
 
 def missing() -> str | None:
-    """What this machine lacks to run the probes, or None."""
+    """What this machine lacks, in a few words."""
     try:
         import cupy
         import torch
@@ -537,7 +566,7 @@ def missing() -> str | None:
         found = torch.cuda.is_available() and cupy.cuda.runtime.getDeviceCount() > 0
     except Exception as e:
         return f"the CUDA driver does not work: {e}"
-    return None if found else "no NVIDIA GPU was found, or its driver does not match this torch"
+    return None if found else "no NVIDIA GPU was found, or its driver does not suit this torch"
 
 
 def main() -> int:

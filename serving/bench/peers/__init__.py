@@ -45,7 +45,7 @@ def find(names: Sequence[str], llama_bench: Path | None, *, batched: bool) -> li
         if name not in _PACKAGES:
             raise MegakernelError(f"cannot compare with {name!r}: choose from {', '.join(_PACKAGES)}")
     if llama_bench is not None and llama_cpp.NAME not in names:
-        raise MegakernelError(f"--llama-bench selects llama.cpp's own benchmark, so it needs --vs {llama_cpp.NAME}")
+        raise MegakernelError(f"--llama-bench selects llama.cpp's own benchmark, so add --vs {llama_cpp.NAME}")
     return [_find(name, llama_bench, batched) for name in names]
 
 
