@@ -114,7 +114,7 @@ class Terminal:
         while text not in self.seen and time.monotonic() < deadline:
             self.send("\x03")
             pause = time.monotonic() + 1
-            self._read(lambda: text in self.seen or time.monotonic() > pause)
+            self._read(lambda pause=pause: text in self.seen or time.monotonic() > pause)  # type: ignore[misc]
         return self.until(text)
 
     def ask(self, text: str) -> None:
