@@ -73,8 +73,8 @@ def simulate(
     program.check()
     if program.processors != machine.workers:
         raise MegakernelError(
-            f"the program runs on {program.processors} workers a rank and {machine.name} has {machine.workers}: compile"
-            " it again"
+            f"the program runs on {program.processors} workers per rank and {machine.name} has {machine.workers}:"
+            " compile it again"
         )
     costs = costs or costs_of(machine)
     if program.dims.sms == 2:

@@ -353,7 +353,7 @@ def test_a_deadlock_is_an_error_that_names_who_waits() -> None:
 
 
 def test_a_program_of_other_workers_is_refused() -> None:
-    with pytest.raises(MegakernelError, match="4 workers a rank"):
+    with pytest.raises(MegakernelError, match="4 workers per rank"):
         simulate(llama(), machines.host(3), step_of(llama()))
 
 
@@ -401,7 +401,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--no-pipelining", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step_s"] > found["step_s"]
     assert main([*arguments[:-1], "9999999"]) == 1
-    assert "more than the" in capsys.readouterr().err
+    assert "exceeds the model's limit" in capsys.readouterr().err
 
 
 def test_it_says_of_a_step_what_the_timeline_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -432,7 +432,7 @@ def test_what_a_machine_cannot_hold_or_lacks(capsys: pytest.CaptureFixture[str])
     found = json.loads(shown.out)
     assert not found["fits"] and found["memory"]["needed_bytes"] > found["memory"]["memory_bytes"]
     assert "the step cannot run there" in shown.err
-    for wrong, message in ((["--workers", "133"], "132 workers a rank"), (["--tp", "16"], "8 devices in a node")):
+    for wrong, message in ((["--workers", "133"], "132 workers per rank"), (["--tp", "16"], "8 devices in a node")):
         assert main([*ARGUMENTS, *wrong]) == 1
         assert message in capsys.readouterr().err
 
