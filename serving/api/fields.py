@@ -205,25 +205,25 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "This page tells you which fields of requests are supported, which are ignored, and which are refused."
     yield "`python -m megakernel.serving.api.fields` generates it from `serving/api/fields.py`, which also checks"
-    yield "requests. A harmless field is ignored, because it changes no answer. A refused field is an error, unless its"
-    yield "value has no effect; null never has one. A field that is not listed is an error too."
+    yield "requests. A harmless field is ignored, because it changes no answer. A refused field is an error, unless it"
+    yield "is null or has one of the values in parentheses, which have no effect. A field that is not listed is an"
+    yield "error too."
     for body, where in _BODIES.items():
-        yield from ("", f"## {where[0].upper()}{where[1:]}", "", "| field | known to | here | why |")
+        yield from ("", f"## {where[0].upper()}{where[1:]}", "", "| fields | known to | here | why |")
         yield "| --- | --- | --- | --- |"
         for kind in (SUPPORTED, HARMLESS, REFUSED):
+            rows: dict[tuple[str, str], list[Field]] = {}
             for field in _TABLE[body].values():
                 if field.kind == kind:
-                    yield _row(field)
+                    rows.setdefault((field.apis, field.why), []).append(field)
+            for (apis, why), alike in rows.items():
+                names = ", ".join(_name(field) for field in alike)
+                yield f"| {names} | {', '.join(_APIS[api] for api in apis)} | {kind} | {why} |"
 
 
-def _row(field: Field) -> str:
-    apis = ", ".join(_APIS[api] for api in field.apis)
-    values = ", ".join(f"`{_json(value)}`" for value in field.neutral)
-    return f"| `{field.name}` | {apis} | {field.kind}{f', but {values}' if values else ''} | {field.why} |"
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value)
+def _name(field: Field) -> str:
+    values = ", ".join(f"`{json.dumps(value)}`" for value in field.neutral)
+    return f"`{field.name}`" + (f" ({values})" if values else "")
 
 
 if __name__ == "__main__":
