@@ -250,6 +250,8 @@ def test_joins_stand_in_for_more_waits_than_a_record_holds() -> None:
     program = _run_artificial([(0, 12), *((c, 1) for c in range(12))], 12)
     assert len(of(program, "join")) == 1
     assert describe(program)["waits_per_instruction"][8] >= 1
+    exact = _run_artificial([(0, WAITS), *((c, 1) for c in range(12))], 12)
+    assert not len(of(exact, "join"))
 
 
 def test_edges_are_implied_by_kept_ones_or_kept() -> None:

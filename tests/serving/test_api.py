@@ -353,6 +353,12 @@ def test_a_failure_inside_is_a_500_without_its_cause(live: Live, monkeypatch: py
     assert status == 500 and error_of(data)["type"] == "InternalServerError" and b"secret" not in data
 
 
+def test_the_openapi_schema_bounds_token_ids_by_the_vocabulary(live: Live) -> None:
+    text = live.request("GET", "/openapi.json")[2].decode()
+    ids = json.loads(text)["components"]["schemas"]["DetokenizeRequest"]["properties"]["tokens"]["items"]
+    assert ids["minimum"] == 0 and ids["maximum"] == 259 and "x-vocabulary" not in text
+
+
 @pytest.mark.slow
 def test_the_openapi_schema_is_true(tmp_path: Path, model: str) -> None:
     """Schemathesis reads it and sends what it allows and forbids. A sample of what the whole run tries:

@@ -304,6 +304,16 @@ def test_prompts_come_before_proposals() -> None:
     assert [step[slot] for step in map(dict, backend.steps()) if slot in step][:5] == [7] * 5
 
 
+def test_a_single_free_row_takes_a_proposal() -> None:
+    guesses = Guesses()
+    engine, backend = fake_engine(lambda place: place % 60, step_tokens=2, speculate=(5, guesses))
+    request = engine.add([1], SamplingParams(max_tokens=20))
+    guesses.tell(request.choices[0].tokens, [1, *(place % 60 for place in range(80))])
+    while not request.choices[0].finish_reason:
+        engine.step()
+    assert 2 in [dict(step)[0] for step in backend.steps()]
+
+
 # -- proposals
 
 

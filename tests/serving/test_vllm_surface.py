@@ -7,7 +7,9 @@ import io
 import math
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 from rich.console import Console
@@ -15,6 +17,7 @@ from rich.console import Console
 from megakernel import LLM, AsyncLLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.serving import progress as progress_module
+from megakernel.serving.engine import Step
 
 LIMITS: dict[str, Any] = {"max_context": 256, "max_seqs": 4, "step_tokens": 64, "threads": 1}
 
@@ -210,6 +213,16 @@ def test_a_bar_shows_on_a_terminal_only(llm: LLM, monkeypatch: pytest.MonkeyPatc
 
     assert "3/3" in shown(True) and "tokens/s" in shown(True)
     assert shown(True, use_tqdm=False) == shown(False) == shown(True, on_step=lambda step: None) == ""
+
+
+def test_a_bar_shows_the_tokens_of_all_steps_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    bar = MagicMock()
+    bar.tasks = [SimpleNamespace(elapsed=2.0)]
+    monkeypatch.setattr(progress_module, "Progress", lambda *columns, **how: bar)
+    with progress_module.progress(5, True) as advance:
+        for tokens in (4, 6):
+            advance(cast(Step, SimpleNamespace(tokens=range(tokens))), 1)
+    assert [call.kwargs["rate"] for call in bar.update.call_args_list] == ["2 tokens/s", "5 tokens/s"]
 
 
 # -- AsyncLLM

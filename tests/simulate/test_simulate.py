@@ -21,12 +21,12 @@ from megakernel import machine as machines
 from megakernel.cli import main
 from megakernel.cli.simulate import decode_step
 from megakernel.errors import MegakernelError
-from megakernel.isa import Dtype, slot_work
+from megakernel.isa import Dtype, Operation, slot_work
 from megakernel.model import load_config
 from megakernel.model.families import Norm
 from megakernel.program import Program
 from megakernel.roofline import step_work
-from megakernel.scheduler import Options, compile_program
+from megakernel.scheduler import Options, compile_program, describe
 from megakernel.scheduler.simulate import Stall, simulate
 from megakernel.scheduler.simulate.costs import Costs, costs_of
 from megakernel.scheduler.simulate.work import make_work
@@ -254,7 +254,15 @@ def split() -> list[tuple[str, Program]]:
     return [("split", small_programs.make(workers=4, tokens=1, max_seqs=1, max_context=4096))]
 
 
-@pytest.mark.parametrize("programs", [small_programs.small, small_programs.large, split])
+def wide() -> list[tuple[str, Program]]:
+    """One with tiles of QKV over many KV heads, which share counters."""
+    program = small_programs.make(workers=4, heads=20, kv_heads=20, cols=256)
+    columns = next(c for p, *_, c in program.by_phase(1) if p.operation is Operation.ATTENTION)
+    assert columns["group_heads"][0] > 1
+    return [("wide", program)]
+
+
+@pytest.mark.parametrize("programs", [small_programs.small, small_programs.large, split, wide])
 def test_no_consumer_begins_before_its_producers_have_stored(programs: Callable[[], Any]) -> None:
     for name, program in programs():
         table = step_of(program)
@@ -281,12 +289,20 @@ def test_a_matmul_that_normalises_its_rows_reads_them_in_float32_and_takes_longe
     assert found[0]["weight_bytes"] == found[1]["weight_bytes"]
 
 
-def llama(queue: str = "none", tp: int = 1, workers: int = 4) -> Program:
+def llama(queue: str = "none", tp: int = 1, workers: int = 4, o: str = "auto") -> Program:
     small = {"layers": 2, "hidden": 256, "ffn": 512, "heads": 8, "kv_heads": 4, "head_dim": 32, "vocab": 512}
     config = replace(load_config("random:llama-3.2-1b"), **small)
     machine = replace(machines.host(workers), tile_rows=16, tile_cols=64)
     limits = {"tokens": 96, "logit_rows": 2, "max_seqs": 2, "max_context": 256}
-    return compile_program(config, machine, dtype=Dtype.BF16, tp=tp, options=Options(queue=queue), **limits)
+    return compile_program(config, machine, dtype=Dtype.BF16, tp=tp, options=Options(queue=queue, o=o), **limits)
+
+
+@pytest.mark.parametrize(("o", "tolerance"), [("sharded", 0.0), ("replicated", 0.01)])
+def test_the_bytes_between_ranks_are_the_declared_ones(o: str, tolerance: float) -> None:
+    """With a replicated O, the step table decides which rank gets the rows of the final norm."""
+    program = llama(tp=2, o=o)
+    found = simulate(program, machine_of(program), step_of(program)).link_bytes
+    assert found == pytest.approx(describe(program)["link_bytes"], rel=tolerance)
 
 
 def test_the_delay_of_one_instruction_moves_only_what_comes_after_it() -> None:
@@ -447,6 +463,19 @@ def test_a_saved_program_of_a_prompt_can_be_simulated(tmp_path: Path, capsys: py
     found = json.loads(capsys.readouterr().out)
     expected = simulate(program, machine, decode_step(program.dims, 256, 256)).step_s
     assert found["step_s"] == pytest.approx(expected) and found["tokens_per_s"] == pytest.approx(256 / expected)
+
+
+def test_the_memory_of_a_saved_program_is_that_of_tied_embeddings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program file does not say whether they are tied, so the least that it needs is counted."""
+    shape = "random:llama-3.1-8b"
+    config, stem = load_config(shape), tmp_path / "step"
+    assert main(["simulate", "--model", shape, "--machine", "h100", "--save", str(stem), "--json"]) == 0
+    untied = json.loads(capsys.readouterr().out)["memory"]["needed_bytes"]
+    assert main(["simulate", f"{stem}.program", "--machine", "h100", "--json"]) == 0
+    tied = json.loads(capsys.readouterr().out)["memory"]["needed_bytes"]
+    assert untied - tied == config.vocab * config.hidden * 2
 
 
 @pytest.mark.parametrize("workers", [1, 2])

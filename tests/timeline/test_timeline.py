@@ -339,6 +339,26 @@ def test_work_is_spread_over_the_intervals_that_did_it() -> None:
     assert [x.name for x in resources(r, machine.load("h100"))] == ["matrix", "memory", "cache", "link out", "link in"]
 
 
+def test_instants_are_a_tick_long_and_give_finite_numbers() -> None:
+    """Every interval of the trace begins and ends in the same tick."""
+    p = chain()
+    t = synthetic.trace(p, rows((COMPUTE, 0, 1, 0, 5, 5), (COMPUTE, 1, 2, 0, 5, 5)), tick_s=SECOND)
+    r = resolve(p, t)
+    spread = curves(r, 4)
+    assert np.isfinite(spread).all() and spread.any()
+    found = summarise(p, t, machine.load("h100"))
+    assert all(np.isfinite([x.rate, x.fraction, *x.curve]).all() for x in found.resources) and found.resources
+    assert [i.share for i in found.instructions] == [0, 0]
+
+
+def test_a_gap_at_the_end_of_a_worker_leads_to_its_last_interval() -> None:
+    p, t = chain_trace()
+    bars = {bar.name: bar for bar in summarise(p, t).waterfall.bars}
+    place, *_ = bars["imbalance"].places
+    assert (place.worker, place.begin_s, place.end_s) == (0, 99, 100)
+    assert resolve(p, t).end[place.interval] == 99
+
+
 def test_attentions_work_is_that_of_its_items(tmp_path: Path) -> None:
     """Slot 1 in two layers, and in another launch; slot 0 is in no interval. An old trace says what it lacks."""
     p = synthetic.program(synthetic.dims(2, slots=2), [[]], [[record("attention", (1, 1, 2))]], [[]], counters=1)
