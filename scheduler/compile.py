@@ -85,7 +85,9 @@ def build_program(tasks: Tasks, machine: Machine, options: Options = _DEFAULT) -
 def _in_pairs(machine: Machine, units: Units) -> Machine:
     """`machine` with workers of two SMs each, whose tiles have twice the rows."""
     if units is not Units.TENSOR:
-        raise MegakernelError("cannot compile for pairs of SMs: they share loads of matrix units only, on GPUs")
+        raise MegakernelError(
+            "cannot compile for pairs of SMs: only programs for the matrix units of a GPU can use them"
+        )
     if machine.workers % 2:
         raise MegakernelError(f"cannot compile for pairs of SMs: {machine.workers} workers are an odd number")
     return replace(machine, workers=machine.workers // 2, tile_rows=2 * machine.tile_rows)

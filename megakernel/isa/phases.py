@@ -227,7 +227,7 @@ class Forward:
         try:
             return Forward.of(*(tuple(map(_phase, value[name])) for name in ("prologue", "body", "epilogue")))
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as e:
-            raise MegakernelError(f"the program's list of phases makes no sense: {e}") from e
+            raise MegakernelError(f"the program's list of phases is malformed: {e}") from e
 
 
 _ENUMS: dict[str, type[int]] = {

@@ -74,7 +74,7 @@ def _merged(path: Path, above: tuple[Path, ...]) -> Table:
         raise MegakernelError(f"machine file {path} is not valid TOML: {str(e)[:200]}") from e
     unknown = sorted(set(table) - set(_SECTIONS) - _OTHER)
     if unknown:
-        raise MegakernelError(f"machine file {path}: unknown key {unknown[0]}: take one of {', '.join(_SECTIONS)}")
+        raise MegakernelError(f"machine file {path}: unknown key {unknown[0]}: use one of {', '.join(_SECTIONS)}")
     base = table.pop("base", None)
     if base is None:
         return table
@@ -135,7 +135,7 @@ def _section(kind: type, table: object, where: str) -> Any:
     known = {f.name: f for f in fields(kind)}
     for key in table:
         if key not in known:
-            raise MegakernelError(f"{where}.{key} is unknown: take one of {', '.join(known)}")
+            raise MegakernelError(f"{where}.{key} is unknown: use one of {', '.join(known)}")
     missing = [key for key, f in known.items() if f.default is MISSING and key not in table]
     if missing:
         raise MegakernelError(f"{where}.{missing[0]} is missing")

@@ -234,7 +234,7 @@ class Hardware:
         """Rate for operands of `dtype`: bf16, fp8, fp4 or fp32."""
         rate: float | None = getattr(self.rates, dtype, None)
         if rate is None:
-            raise MegakernelError(f"{self.name} has no {dtype} arithmetic: take another --machine or --dtype")
+            raise MegakernelError(f"{self.name} does not compute in {dtype}: choose another --machine or --dtype")
         return rate
 
     def intensity(self, dtype: str = "bf16") -> float:
@@ -257,9 +257,11 @@ class Hardware:
         if gpus <= self.node.gpus:
             return tuple(out)
         if gpus % self.node.gpus:
-            raise MegakernelError(f"{gpus} GPUs are no whole nodes of {self.node.gpus} on {self.name}")
+            raise MegakernelError(f"{gpus} GPUs do not fill whole nodes of {self.node.gpus} on {self.name}")
         if self.fabric is None:
-            raise MegakernelError(f"nothing is known of what joins nodes of {self.name}: {self.node.gpus} GPUs at most")
+            raise MegakernelError(
+                f"the network between nodes of {self.name} is not described: use at most {self.node.gpus} GPUs"
+            )
         nodes = gpus // self.node.gpus
         unit = self.fabric.nodes_per_unit
         out.append(Level("leaf", min(nodes, unit), self.node.gpus, self.node.egress_bytes_per_s))

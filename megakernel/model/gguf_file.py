@@ -52,7 +52,7 @@ class _Cursor:
         begin = self.offset
         if size > len(self._data) - begin:
             raise MegakernelError(
-                f"{self._path} is cut short or damaged: {size} bytes are announced at byte {begin} "
+                f"{self._path} is cut short or damaged: {size} bytes are declared at byte {begin} "
                 f"of {len(self._data)}; fetch the file again"
             )
         self.offset += size
@@ -78,7 +78,7 @@ class _Cursor:
         self._elements += number
         if self._elements > MOST_METADATA_ELEMENTS:
             raise MegakernelError(
-                f"{self._path} is damaged: it announces {number} elements before byte {self.offset}; "
+                f"{self._path} is damaged: it declares {number} elements before byte {self.offset}; "
                 f"all together may be {MOST_METADATA_ELEMENTS}"
             )
         return number
@@ -142,7 +142,7 @@ class GgufFile:
 
     def _parse(self, cursor: _Cursor) -> None:
         if cursor.bytes(4) != b"GGUF":
-            raise MegakernelError(f"{self.path} is no GGUF file")
+            raise MegakernelError(f"{self.path} is not a GGUF file")
         version = cursor.u32()
         if version not in (2, 3):
             raise MegakernelError(f"{self.path} has GGUF version {version}; 2 and 3, little-endian, are supported")

@@ -67,7 +67,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as e:
         raise MegakernelError(f"{path} is not valid JSON: {e}") from e
     if not isinstance(value, dict):
-        raise MegakernelError(f"{path} holds no JSON object")
+        raise MegakernelError(f"{path} does not contain a JSON object")
     return value
 
 
@@ -87,7 +87,7 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
     count = keys.count
     hidden, heads = count("hidden_size"), count("num_attention_heads")
     if raw.get("head_dim") is None and (heads <= 0 or hidden % heads):
-        raise refuse(f"hidden_size {hidden} is no multiple of num_attention_heads {heads} and head_dim is missing")
+        raise refuse(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads} and head_dim is missing")
     bos = _ids(raw.get("bos_token_id"), "bos_token_id", source)
     config = ModelConfig(
         vocab=count("vocab_size"),

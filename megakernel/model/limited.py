@@ -74,7 +74,7 @@ class LimitedProcess:
         if not line:
             _end(process)
             if process.returncode == -signal.SIGPROF:
-                raise Ended(f"it computes for more than {self._seconds} s")
+                raise Ended(f"it takes more than {self._seconds} s")
             raise Ended(f"it needs more than {self._memory_bytes >> 20} MiB, or its process was ended")
         [(kind, text)] = json.loads(line).items()
         if kind == "broken":

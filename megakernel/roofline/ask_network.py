@@ -102,7 +102,7 @@ def switches(machine: Hardware, gpus: int) -> Figures:
 )
 def latency(machine: Hardware, bytes: float, hops: int = 1) -> Figures:
     if machine.costs is None:
-        raise MegakernelError(f"nothing is known of a hop's time on {machine.name}: take another --machine")
+        raise MegakernelError(f"the time of a hop on {machine.name} is not described: choose another --machine")
     return {
         "in_a_node_s": latency_s(hops, machine.costs.node_hop_s, bytes / machine.link.egress_bytes_per_s),
         "between_nodes_s": latency_s(hops, machine.costs.scale_out_hop_s, bytes / machine.node.egress_bytes_per_s),
@@ -111,7 +111,7 @@ def latency(machine: Hardware, bytes: float, hops: int = 1) -> Figures:
 
 def _levels(machine: Hardware, gpus: int) -> tuple[Level, ...]:
     if gpus < 2:
-        raise MegakernelError("one GPU sends nothing: take --gpus 2 or more")
+        raise MegakernelError("one GPU sends nothing: use --gpus 2 or more")
     return machine.levels(gpus)
 
 

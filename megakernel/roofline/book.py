@@ -62,7 +62,7 @@ class Times:
 def _known(table: Mapping[str, _T], hardware: Hardware, what: str) -> _T:
     """A figure of a machine, or an error if it is unknown."""
     if hardware.name not in table:
-        raise MegakernelError(f"{what} of {hardware.name} is not known: take --machine {' or '.join(table)}")
+        raise MegakernelError(f"{what} of {hardware.name} is not known: use --machine {' or '.join(table)}")
     return table[hardware.name]
 
 
@@ -202,7 +202,7 @@ def parts(hardware: Hardware, gpus: int) -> Parts:
     """
     fabric, per_node = hardware.fabric, hardware.node.gpus
     if fabric is None:
-        raise MegakernelError(f"nothing is known of what joins nodes of {hardware.name}")
+        raise MegakernelError(f"the network between nodes of {hardware.name} is not described")
     nodes = ceil(gpus / per_node)
     units = ceil(nodes / fabric.nodes_per_unit)
     leaves = units * _known(LEAF_SWITCHES_PER_UNIT, hardware, "the number of leaf switches")

@@ -113,7 +113,7 @@ def best(shape: Shape, hardware: Hardware, gpus: int, context: float, step_s: fl
     if not found:
         fastest = min(serve(shape, hardware, gpus, tp, 1, context, ep).step_s for tp, ep, _ in groups)
         raise MegakernelError(
-            f"no group makes a token in {step_s * 1e3:g} ms: the fastest takes {fastest * 1e3:.3g} ms"
+            f"no group generates a token in {step_s * 1e3:g} ms: the fastest takes {fastest * 1e3:.3g} ms"
         )
     enough = max(s.tokens_per_s for s in found) * (1 - _EQUAL)
     return min((s for s in found if s.tokens_per_s >= enough), key=lambda s: s.step_s)
@@ -136,8 +136,8 @@ def _groups(shape: Shape, hardware: Hardware, gpus: int, context: float) -> list
     groups = [group for group in batches if group[-1]]
     if not groups:
         raise MegakernelError(
-            f"{shape.name} with {context:,.0f} tokens of context fits no group of {gpus} {hardware.name}, with TP in"
-            f" nodes of {node}: shorten --context or take another --machine"
+            f"{shape.name} with {context:,.0f} tokens of context does not fit on any group of {gpus} {hardware.name},"
+            f" with TP in nodes of {node}: shorten --context or choose another --machine"
         )
     return groups
 

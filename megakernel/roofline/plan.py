@@ -58,7 +58,7 @@ def plan(shape: Shape, hardware: Hardware, gpus: int, tokens: int, context: int,
         least = min(refused, key=lambda r: r.bytes_per_gpu or inf)
         raise MegakernelError(
             f"{shape.name} on {gpus} {hardware.name} with {tokens:,} tokens: no layout is possible; nearest is"
-            f" {least.layout}, which {least.why}: take more GPUs or fewer tokens"
+            f" {least.layout}, which {least.why}: use more GPUs or fewer tokens"
         )
     ranked.sort(key=lambda t: (float(f"{t.step_s:.9g}"), _axes(t.layout), t.bytes_per_gpu))
     return Plan(tuple(ranked), tuple(refused))
@@ -103,7 +103,7 @@ def asked(
             f" {shape.layers} layers"
         )
     if layout.zero == 3 and layout.pp > 1:
-        raise MegakernelError(f"{layout} would gather its weights for each microbatch: take zero=1")
+        raise MegakernelError(f"{layout} would gather its weights for each microbatch: use zero=1")
     depths: tuple[int, ...] = (layout.zero,)
     if training and not layout.zero:
         depths = tuple(sorted((one.zero for one in _with_state(layout, training=True)), key=(1, 3, 0).index))

@@ -81,7 +81,9 @@ def render_plot(hardware: Hardware, points: Sequence[Point], title: str, roof: s
     """The figure as SVG text. `roof` is the rate that the points are compared with; other rates are dashed lines."""
     for point in points:
         if not (point.flops_per_byte > 0 and point.flops_per_s > 0):
-            raise MegakernelError(f"the point {point.label!r} has no place in logarithms: its figures must be positive")
+            raise MegakernelError(
+                f"the point {point.label!r} cannot be drawn on a logarithmic scale: its figures must be positive"
+            )
     frame = _frame(hardware, points)
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">',

@@ -132,7 +132,9 @@ def run(work: Work, costs: Costs, stall: tuple[int, int, int, float], most: int)
         ctypes.byref(result),
     )
     if status == -2:
-        raise MegakernelError("a record of the program names a counter, a task or a queue that it lacks: verify it")
+        raise MegakernelError(
+            "a record of the program names a counter, a task or a queue that does not exist: verify it"
+        )
     if status:
         raise MegakernelError("out of memory while simulating a program: simulate it on a machine with more")
     return result, intervals[: min(most, result.intervals)]

@@ -133,7 +133,7 @@ def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatc
         (["--machine", "h100", "--achieved", "a.json"], "--achieved needs --plot"),
         (["--machine", "h100", "--plan", "--plot", "a.svg"], "--plot does not go with --plan or --fleet"),
         (["--machine", "h100", "--plot", "a.png"], "must end in .svg or .html"),
-        (["--machine", "h100", "--plan", "--gpus", "12"], "12 GPUs are no whole nodes of 8"),
+        (["--machine", "h100", "--plan", "--gpus", "12"], "12 GPUs do not fill whole nodes of 8"),
         (["--machine", "a100", "--plan", "--gpus", "16"], "8 GPUs at most"),
         (["--machine", "h100", "--o-lowering", "maybe"], "cannot compile with o = 'maybe'"),
     ],
@@ -288,9 +288,9 @@ def test_the_best_fleet_within_a_latency() -> None:
     assert tight.step_s <= 0.008 < serve(LLAMA_70B, H100, 64, tight.tp, tight.batch + 1, 2000).step_s
     rates = [serve(LLAMA_70B, H100, 64, 8, batch, 2000).tokens_per_s for batch in range(1, 700, 7)]
     assert rates == sorted(rates)
-    with pytest.raises(MegakernelError, match=r"no group makes a token in 0.001 ms: the fastest takes 5\.\d+ ms"):
+    with pytest.raises(MegakernelError, match=r"no group generates a token in 0.001 ms: the fastest takes 5\.\d+ ms"):
         best(LLAMA_70B, H100, 64, 2000, 1e-6)
-    with pytest.raises(MegakernelError, match="fits no group of 64 h100, with TP in nodes of 8"):
+    with pytest.raises(MegakernelError, match="does not fit on any group of 64 h100, with TP in nodes of 8"):
         fleet(LLAMA_70B, H100, 64, 8e6)
 
 

@@ -320,7 +320,7 @@ def test_a_launch_that_never_ends() -> None:
     assert "the storer of rank 0 worker 1 waits in body record 0" in said and "consumer 7 is still at work" in said
     assert "end the process" in said
     first.abort()
-    lost = pytest.raises(MegakernelError, match="GPU 0 has ceased to answer this process: end it")
+    lost = pytest.raises(MegakernelError, match="GPU 0 no longer answers this process: end the process")
     with lost:
         backend.launch(program, table)
     with lost:

@@ -36,7 +36,7 @@ def test_a_forward_pass_survives_a_file(norm: Norm, tp: int) -> None:
 def test_a_phase_that_makes_no_sense_is_one_sentence(damage: dict[str, object]) -> None:
     value = forward(LLAMA, DIMS).to_json()
     value["body"][1] |= damage
-    with pytest.raises(MegakernelError, match="list of phases makes no sense"):
+    with pytest.raises(MegakernelError, match="list of phases is malformed"):
         Forward.from_json(value)
 
 

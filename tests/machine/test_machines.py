@@ -173,7 +173,7 @@ def test_networks_that_cannot_be() -> None:
         hardware("h100").levels(12)
     with pytest.raises(MegakernelError, match="8 GPUs at most"):
         hardware("a100").levels(16)
-    with pytest.raises(MegakernelError, match="nothing is known"):
+    with pytest.raises(MegakernelError, match="is not described"):
         book.parts(hardware("a100"), 16)
     with pytest.raises(MegakernelError, match="h100 has no fp4 arithmetic"):
         hardware("h100").flops_per_s("fp4")

@@ -203,7 +203,7 @@ def test_lying_lengths(tmp_path: Path) -> None:
     assert refused > 700
 
 
-@pytest.mark.parametrize(("start", "message"), [(b"PK", "no GGUF file"), (b"GGUF\1\0\0\0", "version 1")])
+@pytest.mark.parametrize(("start", "message"), [(b"PK", "not a GGUF file"), (b"GGUF\1\0\0\0", "version 1")])
 def test_not_a_gguf(tmp_path: Path, start: bytes, message: str) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(start + bytes(100))

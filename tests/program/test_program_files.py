@@ -150,7 +150,7 @@ def test_the_native_simulator_checks_every_index(program: Program, table: str, f
     work = make_work(program, decode_step(program.dims, 4, 16), costs)
     assert simulator.run(work, costs, (-1, -1, -1, 0.0), 0)[0].step_s > 0
     getattr(work, table)[field][0] = value
-    with pytest.raises(MegakernelError, match="that it lacks: verify it"):
+    with pytest.raises(MegakernelError, match="that does not exist: verify it"):
         simulator.run(work, costs, (-1, -1, -1, 0.0), 0)
 
 
@@ -158,7 +158,7 @@ def test_the_native_simulator_checks_offsets(program: Program) -> None:
     costs = costs_of(machines.host(2))
     work = make_work(program, decode_step(program.dims, 4, 16), costs)
     work.body[-1] += 100
-    with pytest.raises(MegakernelError, match="that it lacks: verify it"):
+    with pytest.raises(MegakernelError, match="that does not exist: verify it"):
         simulator.run(work, costs, (-1, -1, -1, 0.0), 0)
 
 
@@ -176,7 +176,7 @@ def test_the_native_verifier_checks_edges(edge: int) -> None:
     first, one = np.array([0, 1, 2], np.int32), np.zeros(1, np.int32)
     graph = verifier.Graph(3, first, one, np.array([2], np.int32))
     assert len(verifier.topological_order(graph, np.array([0, 0, 1], np.int32))[0]) == 3
-    with pytest.raises(MegakernelError, match="names rows, phases or buffers that there are not"):
+    with pytest.raises(MegakernelError, match="names rows, phases or buffers that do not exist"):
         verifier.topological_order(replace(graph, target=np.array([edge], np.int32)), np.zeros(3, np.int32))
 
 

@@ -422,7 +422,7 @@ except MegakernelError as e:
 backend.launch(program, prompts(program))
 """
     out, err = script(work).communicate(timeout=60)
-    assert "MiB of shared memory for rank 0's heap cannot be had" in out and out.count("\n") == 1
+    assert "MiB of shared memory for rank 0's heap could not be allocated" in out and out.count("\n") == 1
     assert err == ""
 
 

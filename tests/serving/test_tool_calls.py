@@ -250,7 +250,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no schema": ({"response_format": {"type": "json_schema"}}, "json_schema is required"),
     "malformed": ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "not regex and grammar"),
     "broken": ({"guided_regex": "(a"}, "unclosed group"),
-    "hostile": ({"guided_json": {"type": "integer", "multipleOf": 99999999}}, "computes for more than|needs more than"),
+    "hostile": ({"guided_json": {"type": "integer", "multipleOf": 99999999}}, "takes more than|needs more than"),
 }
 
 

@@ -57,7 +57,7 @@ class RanksBackend(ABC):
     def start(self, program: Program, table: StepTable, *, trace: bool = False) -> RanksLaunch:
         """Begin to execute one step. The previous launch must have ended, by `wait` or `abort`."""
         if self._running is not None:
-            raise MegakernelError("the launch before has not ended: wait for it or abort it")
+            raise MegakernelError("the previous launch has not ended: wait for it or abort it")
         self._check_open()
         check_program(self.dims, program)
         check_table(program, table, self.pages)

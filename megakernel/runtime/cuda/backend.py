@@ -141,7 +141,7 @@ class CudaBackend:
 
     def start(self, program: Program, table: StepTable, *, trace: bool = False) -> CudaLaunch:
         if self.running is not None:
-            raise MegakernelError("the launch before has not ended: wait for it or abort it")
+            raise MegakernelError("the previous launch has not ended: wait for it or abort it")
         loaded = self._loaded(program)
         check_table(program, table, self.pages)
         if self.by_phases and trace:

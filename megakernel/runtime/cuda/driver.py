@@ -74,7 +74,9 @@ class Gpu:
     def check(self) -> None:
         """Raise MegakernelError if the GPU is lost."""
         if self.ordinal in _lost:
-            raise MegakernelError(f"GPU {self.ordinal} has ceased to answer this process: end it, start another one")
+            raise MegakernelError(
+                f"GPU {self.ordinal} no longer answers this process: end the process and start another one"
+            )
 
     @property
     def sms(self) -> int:

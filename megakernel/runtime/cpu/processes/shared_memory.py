@@ -35,7 +35,7 @@ def create(what: str, size: int) -> int:
     except OSError as e:
         os.close(fd)
         raise MegakernelError(
-            f"{size / 2**20:.1f} MiB of shared memory for {what} cannot be had ({e.strerror}): "
+            f"{size / 2**20:.1f} MiB of shared memory for {what} could not be allocated ({e.strerror}): "
             "use thread ranks, fewer ranks or a shorter context"
         ) from e
     return fd

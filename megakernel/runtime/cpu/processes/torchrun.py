@@ -108,7 +108,7 @@ def gather() -> list[Peer]:
             except TimeoutError:
                 missing = sorted(set(range(1, this.size)) - set(found))
                 raise MegakernelError(
-                    f"ranks {', '.join(map(str, missing))} did not come within {_PATIENCE_S:.0f} s: "
+                    f"ranks {', '.join(map(str, missing))} did not connect within {_PATIENCE_S:.0f} s: "
                     "is the script the same on every rank?"
                 ) from None
             found[rank] = Peer(rank, Channel(connection), None)
