@@ -235,11 +235,10 @@ def reference() -> str:
         "environment variable, which overrides the default. `python -m megakernel.codegen` generates this page from",
         "`megakernel/settings.py`.",
         "",
-        "| setting | flag | environment | default | meaning |",
-        "| --- | --- | --- | --- | --- |",
+        "| flag, environment variable | default | meaning |",
+        "| --- | --- | --- |",
     ]
     for s in SETTINGS.values():
-        flag = f"`{s.flag}`" if s.flag else "—"
-        env = f"`{s.env}`" if s.env else "—"
-        out.append(f"| {s.name} | {flag} | {env} | {s.default} | {s.what} |")
+        names = ", ".join(f"`{name}`" for name in (s.flag, s.env) if name)
+        out.append(f"| {names} | {s.default} | {s.what} |")
     return "\n".join(out) + "\n"
