@@ -134,7 +134,7 @@ def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatc
         (["--machine", "h100", "--plan", "--plot", "a.svg"], "--plot does not go with --plan or --fleet"),
         (["--machine", "h100", "--plot", "a.png"], "must end in .svg or .html"),
         (["--machine", "h100", "--plan", "--gpus", "12"], "12 GPUs do not fill whole nodes of 8"),
-        (["--machine", "a100", "--plan", "--gpus", "16"], "8 GPUs at most"),
+        (["--machine", "a100", "--plan", "--gpus", "16"], "use at most 8 GPUs"),
         (["--machine", "h100", "--o-lowering", "maybe"], "cannot compile with o = 'maybe'"),
     ],
 )
@@ -390,7 +390,7 @@ def test_labels_do_not_cover_each_other() -> None:
 
 
 def test_a_point_that_logarithms_lack() -> None:
-    with pytest.raises(MegakernelError, match="'none' has no place in logarithms"):
+    with pytest.raises(MegakernelError, match="'none' cannot be drawn on a logarithmic scale"):
         render_plot(H100, [Point("none", 0.0, 1.0)], "x")
 
 
