@@ -103,12 +103,16 @@ class Fastest:
             return self._options
         if tokens not in self._chosen:
             start = with_matmul(self._options, self._config, self.machine, tp=self._tp, tokens=tokens)
-            self._chosen[tokens] = self._choose(self._settled(replace(start, queue="body")), tokens)
+            start, known = replace(start, queue="body"), dict[Options | str, float]()
+            # The choices that suit one form of O need not suit the other, so a search starts from each form.
+            forms = [form for form in CHOICES["o"] if form != "auto"]
+            starts = [replace(start, o=o) for o in forms] if self._tp > 1 and start.o == "auto" else [start]
+            found = [self._choose(each, tokens, known) for each in starts]
+            self._chosen[tokens] = min(found, key=lambda each: self.seconds(each, tokens, known))
         return self._chosen[tokens]
 
-    def _choose(self, best: Options, tokens: int) -> Options:
+    def _choose(self, best: Options, tokens: int, known: dict[Options | str, float]) -> Options:
         """Improve one choice after another, until each has been tried since the last improvement."""
-        known: dict[Options | str, float] = {}
         best_s, since = self.seconds(best, tokens, known), 0
         choices = self.open(tokens)
         for changes in itertools.cycle(choices):
@@ -136,7 +140,7 @@ class Fastest:
             open_ -= {"pairs"}
         if ceil_div(tokens, most_dot_rows(self._config, self.machine, self._tp)) > _DOT_TILES:
             open_ -= {"matmul"}
-        together = (["queue", "o"], ["matmul"], ["residual"], ["norm", "interleave"], ["pairs"])
+        together = (["queue"], ["matmul"], ["residual"], ["norm", "interleave"], ["pairs"], ["o"])
         choices = [_products([name for name in names if name in open_]) for names in together]
         blocks = ceil_div(tokens, self.machine.tile_rows)
         if self._options.shape == Shape() and 1 < blocks <= _ONE_PANEL:
