@@ -163,7 +163,7 @@ def layouts(shape: Shape, gpus: int, *, training: bool) -> Iterator[Layout]:
         if shape.heads % tp:
             continue
         for ep in _divisors(gpus // tp):
-            if shape.experts % ep or (ep > 1 and shape.experts == 1):
+            if shape.experts % ep:
                 continue
             for pp in _divisors(gpus // tp // ep):
                 if pp > shape.layers:

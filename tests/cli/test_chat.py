@@ -11,6 +11,7 @@ import select
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from api_support import Live, serving
 from commands import command, run
 
 from megakernel import LLM
+from megakernel.cli import chat as chat_verb
+from megakernel.errors import MegakernelError
 from megakernel.serving.api.access import Access
 
 
@@ -65,6 +68,17 @@ def test_the_oldest_messages_are_left_out(
     status, out, err = chat(capsys, monkeypatch, b"y" * 600 + b"\nz\n", *here, "--max-tokens", "3", "--json")
     assert status == 1 and "leaves no room in the context of 512" in err
     assert json.loads(out)["messages"][0]["content"] == "z"
+
+
+@pytest.mark.parametrize(("tokens", "room"), [(511, 1), (512, None)])
+def test_an_answer_may_have_the_last_token_of_the_context(tokens: int, room: int | None) -> None:
+    talk = chat_verb._Talk(SimpleNamespace(count=lambda messages: (tokens, 512)), None, True)
+    talk._messages.append({"role": "user", "content": "x"})
+    if room:
+        assert talk._fit() == room
+    else:
+        with pytest.raises(MegakernelError, match="leaves no room"):
+            talk._fit()
 
 
 def test_errors_of_a_server_are_its_own(

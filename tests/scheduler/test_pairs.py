@@ -43,8 +43,8 @@ def test_the_verifier_proves_them() -> None:
     ("machine", "options", "why"),
     [
         (replace(H100, workers=7), PAIRS, "7 workers are an odd number"),
-        (H100, replace(PAIRS, matmul="dots"), "matrix units only"),
-        (machines.host(2), PAIRS, "matrix units only"),
+        (H100, replace(PAIRS, matmul="dots"), "matrix units of a GPU"),
+        (machines.host(2), PAIRS, "matrix units of a GPU"),
     ],
 )
 def test_what_has_no_pairs_is_refused(machine: machines.Machine, options: Options, why: str) -> None:

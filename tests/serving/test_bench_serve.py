@@ -126,6 +126,18 @@ def test_whole_answers() -> None:
     assert "stream_options" not in fake.requests[0]
 
 
+def test_an_answer_is_a_sign_of_life() -> None:
+    async def answered(url: str) -> int:
+        server = Server(url, api_key=None)
+        await server.discover()
+        await server.complete(jobs((5, 6))[0], stream=False)
+        await server.close()
+        return server.events
+
+    with running(FakeServer()) as fake:
+        assert asyncio.run(answered(fake.url)) == 1
+
+
 @pytest.mark.parametrize(
     "fault, stream", [(503, True), ("cut", True), ("error", True), ("silent", True), (503, False), ("silent", False)]
 )

@@ -79,6 +79,7 @@ def test_ids_and_biases() -> None:
     for wrong in (-1, 2**31, True, 1.0):
         refused("stop_token_ids=", stop_token_ids=[wrong])
         refused("logit_bias=", logit_bias={wrong: 1.0})
+        refused("allowed_token_ids=", allowed_token_ids=[wrong])
     biases = {i: 100.0 if i % 2 else -100.0 for i in range(299)}
     assert len(SamplingParams(logit_bias=biases | {_INT32: 0.0}).logit_bias) == 300
     refused("logit_bias=.*at most 300", logit_bias=biases | {299: 0.0, 300: 0.0})
