@@ -48,7 +48,7 @@ def put(path: Path, figures: dict[str, Any]) -> None:
 
 
 def text(value: Any, margin: str = "") -> str:
-    """JSON with a line for each run, which is an object in an array, and for each other field."""
+    """The record as JSON. Each run (an object in an array) and each other field has a line of its own."""
     inner = margin + " "
     if isinstance(value, dict) and (not margin or _holds_runs(value)):
         lines = [f"{json.dumps(str(name))}: {text(field, inner)}" for name, field in value.items()]

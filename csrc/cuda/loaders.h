@@ -40,7 +40,7 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
   if (use.whole) {
     if (p.lane() == 0) {
       if (uses_dots(block.dims) && use.pieces) {
-        // Every other column of a matrix, or the columns of one of two matrices.
+        // A page has columns of one of two matrices, or every second column of a single matrix.
         const bool two = use.step == 1;
         const int32_t piece = use.x / kPieceInner;
         p.load_columns(page, map, piece, two ? use.y : use.member, two ? use.member : use.y / 2, use.z, full);

@@ -43,7 +43,7 @@ def register(add: AddVerb) -> None:
         "--dtype",
         choices=("bf16", "f32"),
         default="bf16",
-        help="for the roofline: type of KV and of weights, unless the file stores another one (default: bf16)",
+        help="type of KV and weights that the roofline assumes if the model file does not say (default: bf16)",
     )
     parser.add_argument(
         "--machine",

@@ -11,7 +11,7 @@ from .ask import Figures, question
 from .layout import OPTIMIZER_BYTES, WEIGHT_BYTES, bubble_fraction, pipeline_comms_s
 
 _DAY_S = 86400.0
-_FLOPS_PER_TOKEN = 6  # of a parameter, forward and backward
+_FLOPS_PER_TOKEN = 6  # per parameter: two in the forward pass, four in the backward pass
 
 
 @question(

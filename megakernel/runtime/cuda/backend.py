@@ -87,7 +87,7 @@ class CudaBackend:
         self.timeout_s = timeout_s
         self._programs: dict[int, Loaded] = {}
         self._phases: dict[int, Phases] = {}
-        self.running: CudaLaunch | None = None  # the launch that is running
+        self.running: CudaLaunch | None = None
         self._node = Node(dims.tp)
         self._codes: dict[tuple[bool, Units, int, Ablation], bytes] = {}
         self._kernels: dict[tuple[bool, Units, int, Ablation, int], Kernel] = {}
