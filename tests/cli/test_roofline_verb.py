@@ -248,8 +248,8 @@ def test_layouts_that_are_none(capsys: pytest.CaptureFixture[str], text: str) ->
 
 
 def test_no_layout_is_possible() -> None:
-    message = r"on 1 h100 .* needs 1\d\d\.\d GB of 80 GB per GPU: take more GPUs"
-    for sizes, found in (((1, 1, 128), message), ((8, 100_000, 4000), "take more GPUs")):
+    message = r"on 1 h100 .* needs 1\d\d\.\d GB of 80 GB per GPU: use more GPUs"
+    for sizes, found in (((1, 1, 128), message), ((8, 100_000, 4000), "use more GPUs")):
         with pytest.raises(MegakernelError, match=found):
             plan(LLAMA_70B, H100, *sizes)
 
