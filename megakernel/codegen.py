@@ -367,12 +367,12 @@ def reference() -> str:
     out += ["", "## Results of a matmul", "", *_columns("result | meaning")]
     out += [f"| `{result.name}` | {meaning} |" for result, meaning in RESULTS.items()]
     out += ["", "## Pages", "", *_pages_reference()]
-    out += ["", "## Buffers", "", *_columns("id | name | space | type | per layer | what")]
+    out += ["", "## Buffers", "", *_columns("name | space | type | per layer | what")]
     for b, buffer in BUFFERS.items():
         dtype = "compute" if buffer.dtype is None else buffer.dtype.name.lower()
         layered = "yes" if buffer.layered else "no"
         space = Space(buffer.space).value
-        out.append(f"| {b.value} | `{b.name}` | {space} | {dtype} | {layered} | {buffer.what} |")
+        out.append(f"| `{b.name}` | {space} | {dtype} | {layered} | {buffer.what} |")
     out += ["", "## Step table", "", *_columns("field | length | type | what")]
     for f in STEP_FIELDS:
         length = (" × ".join(f.of) or "1") + (f" + {f.plus}" if f.plus else "")
