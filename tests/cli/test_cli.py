@@ -130,6 +130,7 @@ def test_every_verb_has_help_with_an_example(capsys: pytest.CaptureFixture[str])
     for verb in (*verbs, "bench latency", "bench throughput", "bench serve"):
         status, text, _ = run(capsys, *verb.split(), "--help")
         assert status == 0 and f"Example: megakernel {verb}" in " ".join(text.split())
+    assert "\n\nProve " in run(capsys, "verify", "--help")[1]
     status, out, _ = run(capsys, "--version")
     assert (status, out.split()[0]) == (0, "megakernel")
 

@@ -102,6 +102,7 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_and_text(capsys: pytest.CaptureFixture[str], name: str) -> None:
     status, out, _ = run(capsys, "roofline", "ask", name, "--help")
     assert status == 0 and all("--" + i.name.replace("_", "-") in out for i in QUESTIONS[name].inputs)
+    assert "\n\n" + QUESTIONS[name].what[:1].upper() + QUESTIONS[name].what[1:9] in out
     number = next((n for n in QUESTIONS[name].numbers if EXAMPLES[n].startswith(f"ask {name} ")), None)
     if number:
         status, out, err = run(capsys, "roofline", "ask", str(number))

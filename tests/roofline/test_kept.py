@@ -205,6 +205,14 @@ def test_what_a_rate_is() -> None:
     assert [value for value in values if kept._is_rate(value)] == [1.5]
 
 
+def test_ranks_of_a_host_share_all_rates_but_a_gpu_keeps_its_own() -> None:
+    whole = Ceilings(1e9, 4e9, 8, "made up", cache_bytes_per_s=2e9)
+    part = ceilings.share_of(whole, machine.host(4), 2)
+    assert (part.memory_bytes_per_s, part.matrix_flops, part.vector_flops) == (0.5e9, 2e9, 2e9)
+    assert (part.cache_bytes_per_s, part.worker_bytes_per_s) == (1e9, 0.25e9)
+    assert ceilings.share_of(whole, machine.load("h100"), 2) == machine.load("h100")
+
+
 def test_a_core_has_its_share_of_what_all_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_ROUNDS", 1)
     monkeypatch.setattr(calibration, "_arithmetic", lambda: ({1: 50.0}, {4: 60.0}, {96: 1.0}))

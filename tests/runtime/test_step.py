@@ -364,6 +364,7 @@ BROKEN: dict[str, Callable[[StepTable], None]] = {
     "not there": _next("item_wait_blocks", 9, _last),
     "rows whose KV it reads": _later_wait,
     "not a live row": _set(logit_rows=(0, 23)),
+    "logit row is not a live": _set(logit_rows=(0, -2)),
     "sample slot is outside": _set(sample_slot=(0, 8)),
     "history slot is outside": _set(history_slot=(0, -2)),
     "padding logit row": _set(sample_slot=(10, 0)),

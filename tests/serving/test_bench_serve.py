@@ -126,16 +126,16 @@ def test_whole_answers() -> None:
     assert "stream_options" not in fake.requests[0]
 
 
-def test_an_answer_is_a_sign_of_life() -> None:
-    async def answered(url: str) -> int:
+def test_an_answer_and_each_piece_of_it_are_signs_of_life() -> None:
+    async def answered(url: str, stream: bool) -> int:
         server = Server(url, api_key=None)
         await server.discover()
-        await server.complete(jobs((5, 6))[0], stream=False)
+        await server.complete(jobs((5, 6))[0], stream=stream)
         await server.close()
         return server.events
 
     with running(FakeServer()) as fake:
-        assert asyncio.run(answered(fake.url)) == 1
+        assert asyncio.run(answered(fake.url, False)) == 1 < asyncio.run(answered(fake.url, True))
 
 
 @pytest.mark.parametrize(
