@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import small_programs
 from gpu_programs import make, results, same
 from mutate import edit
 from numpy.typing import NDArray
@@ -24,13 +25,16 @@ from megakernel.isa.record import (
     OPERAND_WORD,
     SIGNAL_WORD,
     SIGNALS,
+    WAIT_WORD,
     WORDS,
     phase_number,
     signals,
     word_counter,
 )
-from megakernel.runtime.cuda.stall import explain
+from megakernel.runtime.cuda import stall
+from megakernel.runtime.cuda.stall import COUNTER, Wait, explain
 from megakernel.scheduler import Options
+from megakernel.trace import EPILOGUE
 
 CASES = [
     ("grouped", 1, Options(matmul="tensor")),
@@ -262,6 +266,16 @@ def test_names_the_block_that_keeps_the_others_waiting(bug: str, queue: str) -> 
         why = explain(program, table, image.waits)
         assert re.fullmatch(SAID[bug].format(f"rank {rank} worker {worker}"), why), (seed, why)
     assert found >= 2
+
+
+@pytest.mark.parametrize(("waits", "signals"), [("lm_head", ["final_norm"]), ("sample", ["lm_head"])])
+def test_a_wait_names_only_the_phases_that_signal_its_counter(waits: str, signals: list[str]) -> None:
+    program = small_programs.make(workers=2)
+    records, _ = program.numbered(2)
+    wanted = records[phase_number(records) == program.forward.by_name[waits].number][0]
+    counter = int(word_counter(wanted[WAIT_WORD]))
+    wait = Wait(0, 0, 0, 0, segment=2, layer=EPILOGUE, number=0, kind=COUNTER, index=counter, value=0, expected=1)
+    assert stall._signallers(program, wait) == signals
 
 
 def _slots_that_signal(table: StepTable) -> NDArray[np.intp]:

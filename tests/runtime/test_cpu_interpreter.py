@@ -18,6 +18,7 @@ from handmade import make_program
 from megakernel.errors import MegakernelError
 from megakernel.isa import Buffer, Dtype, StepTable, slot_work
 from megakernel.isa.record import phase_number
+from megakernel.model import load_config
 from megakernel.program import Program
 from megakernel.runtime import rank_machine, registry
 from megakernel.runtime.cpu import CpuBackend
@@ -200,6 +201,17 @@ def test_an_engine_has_no_more_workers_than_cores(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(registry, "cpu_count", lambda: 4)
     workers = {(threads, ranks): rank_machine("cpu", threads, ranks).workers for threads, ranks in WORKERS}
     assert workers == WORKERS
+
+
+@pytest.mark.parametrize(("asked", "checked"), [(None, Dtype.F32), (Dtype.BF16, Dtype.BF16)])
+def test_a_backend_is_asked_for_the_type_that_it_will_compute_in(
+    monkeypatch: pytest.MonkeyPatch, asked: Dtype | None, checked: Dtype
+) -> None:
+    seen: list[Dtype] = []
+    noted = replace(registry.REGISTRY["cpu"], lack=lambda config, dtype: seen.append(dtype))
+    monkeypatch.setitem(registry.REGISTRY, "cpu", noted)
+    assert registry.choose_backend("cpu", load_config("random:llama-3.2-1b"), asked) == ("cpu", asked)
+    assert seen == [checked]
 
 
 def test_a_record_of_no_phase_is_refused(make: Callable[..., CpuBackend]) -> None:
