@@ -334,7 +334,6 @@ bool Interpreter::settle(Cursor& c) {
   while (c.segment < kSegments && c.next == program_->end(c.segment, stream)) {
     if (c.segment == kBody && ++c.layer < layers_) {
       c.next = program_->begin(kBody, stream);
-      if (c.next == program_->end(kBody, stream)) c.layer = layers_ - 1;  // an empty body: skip all layers
       continue;
     }
     ++c.segment;

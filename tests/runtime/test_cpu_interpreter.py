@@ -109,6 +109,14 @@ def test_a_launch_that_is_stopped_leaves_a_working_backend(make: Callable[..., C
         backend.launch(p, table)
 
 
+def test_the_wait_for_progress_begins_with_the_launch(make: Callable[..., CpuBackend]) -> None:
+    """The first launch of a backend, at which nothing ends within the first looks at its progress."""
+    backend = make(1)
+    backend.delay(0, 0, 0, 0.2)
+    launch = backend.launch(forward_program(1), mixed_table(), trace=True)
+    assert launch.trace is not None and len(launch.trace.intervals)
+
+
 def _threads() -> set[str]:
     return {task.name for task in Path("/proc/self/task").iterdir()}
 

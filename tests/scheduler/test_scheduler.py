@@ -397,6 +397,18 @@ def test_o_is_replicated_where_links_are_slow_whatever_the_bucket() -> None:
             assert describe(compiled(LLAMA_70B, target, n, 1, 8))["lowering"]["o"] == expected
 
 
+def test_every_rank_counts_the_weights_of_its_own_first_rows() -> None:
+    """Memory is so slow and dispatch so expensive here that a tile without its weights would be wider."""
+    target = replace(machine.host(4), dispatch_s=1.6e-4, memory_bytes_per_s=3.45e8)
+    program = compiled(SMOLLM2, target, 1024, 1, 2, options=Options(o="replicated", residual="dealt"))
+    phase = program.forward.by_name["o_proj"]
+    widths = []
+    for rank in range(2):
+        records = np.concatenate([program.body.stream(rank * 4 + worker) for worker in range(4)])
+        widths.append(np.unique(phase.columns(records[phase_number(records) == phase.number])["cols"]))
+    np.testing.assert_array_equal(widths[0], widths[1])
+
+
 @EACH_LOWERING
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_every_option_gives_a_program_that_is_proved(options: Options, tp: int) -> None:
