@@ -318,8 +318,8 @@ def _pages_reference() -> list[str]:
         *_columns("pages of | filled by | released by"),
         *(f"| {s.name.lower()} | {s.value[0]} | {s.value[1]} |" for s in pages.Stream),
         "",
-        "Per tile of `rows` × `cols` outputs of a matmul, with K the inner length and M the matrices side by side;"
-        " all divisions are rounded up.",
+        "A tile of `rows` × `cols` outputs of a matmul takes these pages. K is the inner length and M the number of"
+        " weight matrices side by side. All divisions are rounded up.",
         "",
         *_columns("result | weight pages | input pages | output pages"),
     ]
@@ -332,15 +332,17 @@ def _pages_reference() -> list[str]:
     laps = f"weight pages / ({launch.PAGES} − X, rounded down to an even number)"
     out += [
         "",
-        f"As dots: weight pages 2 · (K / {p.DOT_PIECE}) · (columns of all matrices / {2 * p.PIECES}); with"
+        f"The same as dots: weight pages 2 · (K / {p.DOT_PIECE}) · (columns of all matrices / {2 * p.PIECES}); with"
         f" X = rows · (K / {p.DOT_PIECE}) / {p.PIECES}, at most {p.DOT_INPUT_PAGES}, input pages X · ({laps});"
         " no output pages.",
         "",
         f"Attention, per pass of {p.UNITS} units ({p.QUERY_TILE} query rows × heads of one KV head), KV block and"
-        f" KV head of the pass: 2 · (head_dim / {p.K_STEP}) input pages; for an item of padding one. Others take none.",
+        f" KV head of the pass: 2 · (head_dim / {p.K_STEP}) input pages, or one for a padding item. All other"
+        " instructions take no pages.",
         "",
-        "Consumers release a k step when the products of the next one are under way, weights of dots when they are used"
-        " and the rows beside them at the end of a lap; the storer releases an output page when it has been read.",
+        "A matmul's consumers release the pages of a K step once they have started the products of the next one. For"
+        " dots, they release weights right after use, and inputs once all weight pages that the ring can hold at once"
+        " are used. The storer releases an output page once it has read it.",
     ]
     return out
 

@@ -52,7 +52,8 @@ class LLM:
     step_tokens  maximum tokens that one step computes; longer prompts are split over several steps
     prefix_cache compute the common prefix of several prompts only once
     speculate    tokens proposed and verified at once for each sequence; 0 turns it off; results are the same
-    ranks        threads or processes; in a torchrun job its processes, and only rank 0 returns from this call
+    ranks        threads or processes: how the ranks run. A torchrun job always uses its own processes, and
+                 only rank 0 returns from this call
 
     `vllm` takes arguments with vLLM's names, such as tensor_parallel_size and max_model_len.
     """

@@ -94,7 +94,9 @@ class SamplingParams:
             if not isinstance(text, str) or not text:
                 raise _error("stop", text, "must be one or more non-empty strings")
         if len(self.stop_token_ids) > MAX_STOP_IDS:
-            raise _error("stop_token_ids", f"{len(self.stop_token_ids)} ids", f"may have at most {MAX_STOP_IDS}")
+            raise _error(
+                "stop_token_ids", f"{len(self.stop_token_ids)} ids", f"may have at most {MAX_STOP_IDS} token ids"
+            )
         for token in self.stop_token_ids:
             self._whole("stop_token_ids", token, 0, 2**31 - 1)
         if len(self.logit_bias) > MAX_BIAS:

@@ -47,7 +47,9 @@ def register(add: AddVerb) -> None:
         "--plan", action="store_true", help="list all ways to divide the model over --gpus, sorted by time"
     )
     what.add_argument(
-        "--fleet", action="store_true", help="serving with --gpus: tokens per second, the limit, the cost"
+        "--fleet",
+        action="store_true",
+        help="show how many tokens per second --gpus serve, what limits them, and what a token costs",
     )
     parser.add_argument(
         "--layout",

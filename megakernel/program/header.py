@@ -88,7 +88,7 @@ def _header(fields: dict[str, Any], names: Sequence[str]) -> Header:
     if not isinstance(listed, list) or [a[:1] if isinstance(a, list) else a for a in listed] != [[n] for n in names]:
         raise ValueError(f"its arrays are not {', '.join(names)}")
     if any(len(entry) != 2 for entry in listed):
-        raise ValueError("an array has more or less than one length")
+        raise ValueError("the entry of an array is not [name, length]")
     arrays = [(name, _int32(length, f"the length of {name}")) for name, length in listed]
     if any(length < 0 for _, length in arrays):
         raise ValueError("an array's length is negative")

@@ -94,7 +94,9 @@ def _deal(dims: Dims, seq: Ints, start: Ints, count: Ints) -> tuple[dict[str, In
             items, slots = _cut(dims, tiles, cut)
             if len(slots) <= dims.items:
                 return items, np.searchsorted(slots, np.arange(dims.attention_slots + 1))
-    raise MegakernelError(f"step needs items = {len(tiles.row)}, the program was compiled for {dims.items}")
+    raise MegakernelError(
+        f"the step needs {len(tiles.row)} attention items, but the program was compiled for at most {dims.items}"
+    )
 
 
 def _tile(dims: Dims, seq: Ints, start: Ints, count: Ints, tile_rows: int) -> _Tiles:

@@ -45,7 +45,7 @@ class Rows:
 def fits(capacity: str, wanted: int, limit: int) -> None:
     """Raise MegakernelError if a step needs more of a program's `capacity` than `limit`."""
     if wanted > limit:
-        raise MegakernelError(f"step needs {capacity} = {wanted}, the program was compiled for {limit}")
+        raise MegakernelError(f"the step needs {capacity} = {wanted}, but the program was compiled for at most {limit}")
 
 
 def fill_rows(table: StepTable, rows: Rows, sampling: Sampling) -> None:

@@ -131,7 +131,7 @@ class _Turn(Answer):
         return events + self._items.close("completed" if reason == "stop" else "incomplete")
 
     def _text_chunk(self, index: int, text: str) -> bytes:
-        raise AssertionError("every event has a number of its own")
+        raise AssertionError("numbered events are not built from a cached chunk")
 
     def _response(self, reason: FinishReason | None) -> ResponseObject:
         """The response object so far. `reason` is None while the answer is generated."""

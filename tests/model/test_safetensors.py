@@ -164,6 +164,15 @@ def test_cut_short(tmp_path: Path, keep: int) -> None:
         open_checkpoint(str(tmp_path))
 
 
+def test_a_header_that_lacks_its_last_byte(tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = tmp_path / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[: 8 + int.from_bytes(data[:8], "little") - 1])
+    with pytest.raises(MegakernelError, match="its header does not fit in it"):
+        open_checkpoint(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [

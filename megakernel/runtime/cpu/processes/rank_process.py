@@ -168,7 +168,7 @@ class _Server:
 
 
 def serve(connection: Channel) -> bool:
-    """Obey the driver until it ends; returns whether it had closed its model before."""
+    """Obey the driver until the driver ends. Returns whether the driver had closed the model by then."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
     try:
