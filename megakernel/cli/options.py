@@ -68,7 +68,7 @@ def add_model_run(parser: argparse.ArgumentParser) -> None:
     for name in ("model", "backend", "dtype", "weights", "kv cache dtype", "tp", "ranks"):
         add_setting(parser, name)
     threads = SETTINGS["threads"]
-    parser.add_argument("--threads", type=positive, help=f"{threads.what} (default: {threads.default})")
+    parser.add_argument("--threads", type=_threads, help=f"{threads.what} (default: {threads.default})")
     parser.add_argument("--context", type=positive, help="the most tokens of a sequence (default: the model's limit)")
 
 
@@ -89,6 +89,11 @@ def add_count(
     """Add the flag of an integer of at least 1. If there is no default, `what` describes the effect of its absence."""
     said = what if default is None else f"{what} (default: {default})"
     parser.add_argument(flag, type=positive, default=default, metavar=metavar, help=said)
+
+
+def _threads(text: str) -> int | None:
+    """Parses a number of threads; None stands for `auto`."""
+    return None if text == "auto" else positive(text)
 
 
 def positive(text: str) -> int:

@@ -61,6 +61,7 @@ def test_generate_json(capsys: pytest.CaptureFixture[str], model: str) -> None:
 
 def test_generate_prints_the_text(capsys: pytest.CaptureFixture[str], model: str) -> None:
     flags = ["generate", "--model", model, "--prompt", "x", "--max-tokens", "8", "--ignore-eos", "--seed", "2"]
+    flags += ["--threads", "auto"]
     text = run_json(capsys, *flags)["text"]
     status, out, err = run(capsys, *flags)
     assert (status, out) == (0, text + "\n")

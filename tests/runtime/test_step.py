@@ -232,6 +232,12 @@ def test_prefill_and_decode_share_a_gpu() -> None:
     assert slot_times(table).max() <= 1.2 * slot_times(table).mean()
 
 
+def test_tiles_whose_parts_have_different_numbers_of_heads_are_split_side_by_side() -> None:
+    prompt = Chunk(20, 7000, [1] * 128, range(100000, 100064))
+    table = gpu_table([*gpu_decode([3000] * 20), prompt], 148, logit_rows=21)
+    assert {int(table.item_kv_heads[i]) for i in live_items(table) if table.item_split[i] >= 0} == {1, 2, 4}
+
+
 def test_scarce_capacities_cut_less() -> None:
     chunks = [*decode([4000, 2000, 1000]), Chunk(3, 0, [1] * 20, range(1000, 1010))]
     counts = []
