@@ -92,7 +92,7 @@ def _check(header: TraceHeader, attention: NDArray[np.float64] | None) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= _MOST_S:
             raise ValueError(f"{name} is not a number from {least:g} to {_MOST_S:g}")
     if isinstance(header.dropped, bool) or not isinstance(header.dropped, int) or not 0 <= header.dropped < 1 << 63:
-        raise ValueError("dropped is not a count")
+        raise ValueError("dropped must be a whole number of at least 0")
     if attention is not None and not ((attention >= 0) & (attention < _MOST_WORK)).all():
         raise ValueError(f"an attention slot's work is not a number from 0 to {_MOST_WORK:g}")
 

@@ -166,7 +166,7 @@ class Engine:
         needed, pages = self._batch.pages_for(self._length_limit(len(prompt), params) - 1), self.stats.pages
         if needed > pages:
             raise MegakernelError(
-                f"prompt and max_tokens need {needed} KV pages and the pool has {pages}: lower max_tokens"
+                f"prompt and max_tokens need {needed} KV pages, but the pool has {pages}: lower max_tokens"
             )
         return prompt
 

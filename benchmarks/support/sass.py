@@ -126,7 +126,10 @@ class Code:
         return any(i.operands.endswith(address) for i in self.instructions if "MOV" in i.opcode)
 
     def meetings(self, root: int) -> set[int]:
-        """Where lanes that meet in code from `root` on continue, at a barrier that was set before `root`."""
+        """The instructions at which lanes continue after they have met at a barrier.
+
+        Only barriers that are set before `root` and reached from `root` count.
+        """
 
         def by_barrier(name: str) -> dict[str, set[int]]:
             found: dict[str, set[int]] = {}

@@ -245,7 +245,8 @@ MK_INLINE void with_format(Dtype type, const F& f) {
   }
 }
 
-// Widens k steps [begin, begin + steps) of a panel, whole units, to [steps][kPanel].
+// Widens the steps [begin, begin + steps) along K of a panel to [steps][kPanel]. Both numbers are multiples
+// of kUnit.
 template <class W>
 void widen(const Panel& panel, int begin, int steps, float* out) {
   for (int s = 0; s < steps; s += kUnit) {

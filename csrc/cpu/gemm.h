@@ -147,8 +147,8 @@ struct RowBlocks {
   }
 };
 
-// c (+)= x W^T over k steps [begin, begin + steps) of 1 << log2 panels of one type. For one block of rows,
-// quantised weights are widened in registers; for more, they are first widened to `wide` (Scratch).
+// c (+)= x W^T for 1 << log2 panels of one type, over the steps [begin, begin + steps) along K. For one block
+// of rows, quantised weights are widened in registers; for more, they are first widened to `wide` (Scratch).
 template <class W>
 void multiply(const RowBlocks& rows, const Panel* panels, int log2, int begin, int steps, float* wide,
               bool resume) {

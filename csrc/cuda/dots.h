@@ -70,8 +70,8 @@ class Dots {
   MK_FN Pair at(int row) const { return sum_[P::kLanes == 1 ? row : 0]; }
 
  private:
-  // In every step, a lane hands over half of its rows: those of the other half of the lanes. The sums of a
-  // single row use the same tree.
+  // In every step, the lanes form two halves, and a lane gives the sums of half of its rows to its partner in
+  // the other half. The sums of a single row are added in the same order.
   template <int kMask>
   MK_FN void share(P& p, int rows) {
     if constexpr (kMask > 0) {

@@ -73,10 +73,10 @@ MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, con
       params.at(block.rank, inputs ? task.phase.inputs : task.phase.weights, layer));
 }
 
-// Loader 0 (weights) or 1 has passed `page` pages, and the stream ends. After an abort, loads may still be in
-// flight, and a block must not end before they do. The loader that is behind arrives for the pages that the
-// other one has passed, so that the phases of all pages complete, except those that lack bytes which the
-// other SM has not requested.
+// Called at the end of the stream by loader 0 (weights) or 1 (inputs), which has passed `page` pages. After
+// an abort, loads may still be in flight, and a block must not end before they do. One loader may have passed
+// fewer pages than the other. It arrives at the missing ones, so that all barriers complete their phases,
+// except where the other SM has not requested the bytes.
 template <class P>
 MK_FN void settle_loads(P& p, Block<P>& block, int loader, uint32_t page) {
   const int own = sm_of(block), other = kSms - 1 - own;

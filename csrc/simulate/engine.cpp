@@ -124,13 +124,13 @@ class Engine {
     int64_t fetched = 0, headed = 0, loaded = 0, computed = 0, stored = 0;
     bool fetching = false, ended = false;
     double fetch_free = 0.0;
-    // For the next head: since when it waits for pages, when it begins, and how much of its task the ring
-    // holds.
+    // The head (the first loads) of the next task: since when it has waited for pages, when it begins, and
+    // how much of the task is already in the ring.
     double head_asked = kNever, head_due = kNever, head_part = 0.0;
     bool storing = false;
     int flows[kParts] = {}, store_flows = 0;  // by part of a load; of the store under way
     int64_t ahead = 0;                        // the task whose weights the cache prefetches
-    bool body_joins = false;                  // whether that task's body waits for it
+    bool body_joins = false;                  // whether that task's body waits for the prefetch
     // the position in the stream
     int32_t segment = 0, layer = 0, record = 0, task = 0, task_end = 0, current = -1;
     // waiting
@@ -260,8 +260,8 @@ class Engine {
 
   // -- loaders
 
-  // The room that the ring has for task n once the present task has left its pages, which it does gradually
-  // if all of it has arrived. `leaving` are its pages, if it has arrived.
+  // The room in the ring for task n once the present task has released its pages. If all of the present task
+  // has arrived, it releases them gradually, and `leaving` is their size.
   double room(Worker& w, int64_t n, double& leaving) const {
     double bytes = c_.ring_bytes;
     leaving = 0.0;
@@ -347,8 +347,8 @@ class Engine {
     load_rest(w, run, kHead, w.head_part);
   }
 
-  // The head of a task has arrived. With each of its pages, the cache was asked for one that lies
-  // `ahead_bytes` behind it, as far as the ring has no room for them.
+  // The head of a task has arrived. Each time the loader requested a page of it, it also prefetched the page
+  // `ahead_bytes` further on into the cache, unless the ring has room for that page.
   void begin_ahead(Worker& w, int64_t task_number) {
     Run& run = w.run(task_number);
     const Task& task = *run.task;

@@ -140,9 +140,10 @@ class Reach {
     return out;
   }
 
-  // Carries two bits per source along all edges, from the first source to the last row in question: whether
-  // the source has ended, and whether it has only begun, when a row begins. A signal is sent when what has
-  // begun has ended. Adds the indices of the questions whose answer is no.
+  // For each row from the first source to the last row in question, and for each source, computes two bits:
+  // whether the source has certainly ended when the row begins, and whether it has certainly begun. Sources
+  // that have begun before a row have ended when the row ends and signals its counter, so the row's second
+  // bit becomes the counter's first. Adds to `missed` the indices of the questions whose answer is no.
   void sweep(std::span<const int32_t> sources, std::span<const Question> questions,
              std::vector<int64_t>& missed) const {
     const int32_t start = sources.front();

@@ -35,7 +35,9 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
         raise MegakernelError(f"--replicas needs Ray, and {e.name} is missing: pip install 'megakernel[ray]'") from e
 
     if address is not None and given["port"] == 0:
-        raise MegakernelError("--port 0 takes a free port of this machine, so --ray-address needs another --port")
+        raise MegakernelError(
+            "--port 0 would pick a port that is free on this machine only: give another --port with --ray-address"
+        )
     with listen(host, 0 if address else given["port"]) as sock:  # first of all, so that a port in use fails at once
         port = given["port"] or sock.getsockname()[1]
         names = local_names(host, sock.getsockname()[0])

@@ -74,7 +74,7 @@ def register(add: AddVerb) -> None:
         help="the price from which the cost of a fleet's tokens is computed",
     )
     parser.add_argument(
-        "--token-ms", type=_price, metavar="MS", help="fleet: the most milliseconds between two tokens of a sequence"
+        "--token-ms", type=_price, metavar="MS", help="fleet: the longest time per token that is allowed, in ms"
     )
     parser.set_defaults(run=run)
     roofline_ask.register(parser)

@@ -61,7 +61,7 @@ def _example(number: int, args: argparse.Namespace) -> int:
     from . import parser
 
     if number not in EXAMPLES or set(args.words[1:]) - {"--json"}:
-        raise MegakernelError(f"the book's questions are numbered 1 to {max(EXAMPLES)} and accept no flag but --json")
+        raise MegakernelError(f"the book's questions are numbered 1 to {max(EXAMPLES)}, and the only flag is --json")
     words = ["roofline", *EXAMPLES[number].split()]
     output.stderr.print(f"question {number}: megakernel {' '.join(words)}")
     again = parser().parse_args([*words, *(["--json"] if args.json or "--json" in args.words else [])])

@@ -241,6 +241,6 @@ _ENUMS: dict[str, type[int]] = {
 def _phase(row: Mapping[str, Any]) -> Phase:
     known = {field.name for field in fields(Phase)}
     if not isinstance(row.get("name"), str) or set(row) - known:
-        raise ValueError(f"a phase has the fields {sorted(row)}")
+        raise ValueError(f"a phase lacks a name or has unknown fields: {sorted(row)}")
     kinds: dict[str, Callable[[Any], Any]] = {**_ENUMS, "name": str, "weight_bits": float}
     return Phase(**{key: kinds.get(key, int)(value) for key, value in row.items()})

@@ -62,7 +62,7 @@ def encode(phase: int, operands: Sequence[int] = (), waits: ArrayLike = (), sign
 def counter_word(counter: int, *, rank: int = 0, next_layer: bool = False, indexed: bool = False) -> int:
     """Encode a wait or a signal on `counter` (an index into a segment's counter block)."""
     if not 0 <= counter < COUNTER_MASK:
-        raise ValueError(f"counter {counter} does not fit 24 bits")
+        raise ValueError(f"counter {counter} does not fit in 24 bits")
     return (counter + 1) | rank << RANK_SHIFT | (NEXT if next_layer else 0) | (INDEXED if indexed else 0)
 
 

@@ -43,7 +43,7 @@ class Machine:
 def _machine(hardware: Hardware) -> Machine:
     """The device of a machine that has tiles and costs."""
     if hardware.tiles is None or hardware.costs is None:
-        raise MegakernelError(f"{hardware.name} is known for comparison only: programs are not compiled for it")
+        raise MegakernelError(f"{hardware.name} serves for comparison only: programs cannot be compiled for it")
     return Machine(
         name=hardware.name,
         workers=hardware.chip.sms,

@@ -99,7 +99,7 @@ def _base(base: object, path: Path, above: tuple[Path, ...]) -> Table:
         if not below.exists():
             raise MegakernelError(f"machine file {path}: unknown base {base!r}: known are host, {', '.join(names())}")
     if below.resolve() in {p.resolve() for p in above}:
-        raise MegakernelError(f"machine file {path}: its base {base!r} is built on it again")
+        raise MegakernelError(f"machine file {path}: its base {base!r} refers back to this file")
     return _merged(below, above)
 
 

@@ -41,11 +41,11 @@ class TensorFile(Protocol):
 
 @dataclass(frozen=True)
 class Naming:
-    """How a format calls the tensors behind each buffer, in the buffer's row order; `{}` is the layer.
+    """The names of the tensors of each buffer in a file format, in the order of the buffer's rows. `{}` is the layer.
 
-    `halved`: in so many of a buffer's first tensors the rows of a RoPE pair lie half a head apart, not side by side.
-    `biases_optional`: any one bias may be absent, then it is zero. `ignored` suffixes name tensors that hold nothing
-    a config does not already say.
+    `halved`: the number of a buffer's first tensors in which the rows of a RoPE pair lie half a head apart. In all
+    other tensors they are adjacent. `biases_optional`: a bias that is absent counts as zero. `ignored`: suffixes of
+    tensors that only repeat what the config says.
     """
 
     parts: Mapping[Buffer, tuple[str, ...]]

@@ -91,7 +91,7 @@ def open_gguf_tokenizer(file: GgufFile, eos_ids: tuple[int, ...]) -> Tokenizer:
 
 def _byte_level(file: GgufFile, tokens: list[str], merges: Any, pre: Any) -> Backend:
     if not _strings(merges):
-        raise MegakernelError(f"{file.path}: the tokenizer's merges are missing or no strings")
+        raise MegakernelError(f"{file.path}: the tokenizer's merges are missing or not strings")
     pairs = []
     for merge in merges:
         left, _, right = merge.partition(" ")

@@ -97,5 +97,5 @@ def _rope_factors(config: ModelConfig) -> NDArray[np.float32] | None:
 def _bytes(shape: tuple[int, ...], kind: Type) -> int:
     weights, size = gguf.GGML_QUANT_SIZES[kind]
     if shape[-1] % weights:
-        raise MegakernelError(f"rows of {shape[-1]} weights are no whole blocks of {kind.name}, which GGUF files need")
+        raise MegakernelError(f"a row of {shape[-1]} weights cannot be divided into {kind.name} blocks of {weights}")
     return math.prod(shape) // weights * size

@@ -165,7 +165,7 @@ def _rope(raw: dict[str, Any], source: str) -> Rope:
         raise MegakernelError(f"{where} is {_short(table)}, not an object")
     named = {table[spelling] for spelling in ("rope_type", "type") if isinstance(table.get(spelling), str)}
     if len(named) > 1 or (table and not named and set(table) - {"rope_theta"}):
-        raise MegakernelError(f"{where} does not name one rope_type")
+        raise MegakernelError(f"{where} must name exactly one rope_type, not {', '.join(sorted(named)) or 'none'}")
     name = named.pop() if named else "default"
     kind = next((k for k in _ROPE_KEYS if k.value == name), None)
     if kind is None:

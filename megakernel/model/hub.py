@@ -58,7 +58,7 @@ def fetch(spec: str, *, weights: bool) -> Path:
     except RevisionNotFoundError as e:
         raise MegakernelError(f"{repo} has no revision {revision!r}: leave out @{revision} for the newest") from e
     except HFValidationError as e:
-        raise MegakernelError(f"{spec!r} is no valid hub name: {str(e).splitlines()[0]}") from e
+        raise MegakernelError(f"{spec!r} is not a valid hub name: {str(e).splitlines()[0]}") from e
     except Exception as e:
         # Versions of the client differ in which HTTP library raises, and which exception.
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]

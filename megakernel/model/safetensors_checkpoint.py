@@ -105,7 +105,7 @@ def _header(path: Path, text: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as e:
         raise MegakernelError(f"{path} is damaged or not a safetensors file: its header is not valid ({e})") from e
     if not isinstance(header, dict):
-        raise MegakernelError(f"{path} is damaged or not a safetensors file: its header is no JSON object")
+        raise MegakernelError(f"{path} is damaged or not a safetensors file: its header is not a JSON object")
     return header
 
 

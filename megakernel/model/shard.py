@@ -73,7 +73,7 @@ def _columns(part: Rows, buffer: Buffer, first: int, count: int) -> Rows:
     dtype, data = part
     if count and dtype.quantised and first % BLOCKS[dtype].weights:
         raise MegakernelError(
-            f"cannot share {buffer.name} in {dtype.name.lower()}: a rank's part begins inside a block of "
+            f"cannot divide {buffer.name} in {dtype.name.lower()} among ranks: a part would begin inside a block of "
             f"{BLOCKS[dtype].weights} weights"
         )
     begin = dtype.row_bytes(first)

@@ -193,7 +193,9 @@ class Program:
             raise MegakernelError(f"{name} is not a megakernel program")
         if len(data) < header.START or data[7] != VERSION:
             found = data[7] if len(data) > 7 else "none"
-            raise MegakernelError(f"program {name} has format version {found}, this is {VERSION}: compile it again")
+            raise MegakernelError(
+                f"program {name} has format version {found}, but this release reads {VERSION}: compile it again"
+            )
         if hashlib.sha256(memoryview(data)[header.HASHED :]).digest() != data[8 : header.HASHED]:
             raise MegakernelError(f"program {name} is damaged: its checksum does not match")
         try:

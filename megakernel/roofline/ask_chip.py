@@ -111,4 +111,4 @@ def _times(times: book.Times) -> Figures:
 
 def _operand(dtype: str) -> None:
     if dtype not in OPERAND_BYTES:
-        raise MegakernelError(f"{dtype!r} is not a type of operands: use --dtype {', '.join(OPERAND_BYTES)}")
+        raise MegakernelError(f"{dtype!r} is not an operand type: use --dtype {', '.join(OPERAND_BYTES)}")

@@ -26,7 +26,7 @@ def data_parallel(
     _experts(experts, active)
     members = gpus // ways
     if members < 2 or gpus % ways:
-        raise MegakernelError(f"{gpus} GPUs in groups of {ways} make no data-parallel ranks: change --gpus or --ways")
+        raise MegakernelError(f"{gpus} GPUs do not form two or more groups of {ways}: change --gpus or --ways")
     sparse, node = experts / active, machine.node
     inside = gpus <= node.gpus
     alpha = book.alpha_node(machine) if inside else book.alpha_beyond(machine) * node.gpus / max(ways, node.gpus)

@@ -113,7 +113,7 @@ def best(shape: Shape, hardware: Hardware, gpus: int, context: float, step_s: fl
     if not found:
         fastest = min(serve(shape, hardware, gpus, tp, 1, context, ep).step_s for tp, ep, _ in groups)
         raise MegakernelError(
-            f"no group generates a token in {step_s * 1e3:g} ms: the fastest takes {fastest * 1e3:.3g} ms"
+            f"no group of GPUs is as fast as {step_s * 1e3:g} ms per token: the fastest takes {fastest * 1e3:.3g} ms"
         )
     enough = max(s.tokens_per_s for s in found) * (1 - _EQUAL)
     return min((s for s in found if s.tokens_per_s >= enough), key=lambda s: s.step_s)

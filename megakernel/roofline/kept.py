@@ -78,9 +78,9 @@ def _measured(found: object, threads: int) -> Measured | None:
             if not _is_rate(found[name]):
                 raise ValueError(f"{name} is no rate")
         if found["threads"] != threads or not isinstance(found["probes"], int) or found["probes"] < 1:
-            raise ValueError("threads and probes are no such counts")
+            raise ValueError("threads or probes is wrong")
         if not (found["others"] is None or (isinstance(found["others"], float) and 0 <= found["others"] <= 1)):
-            raise ValueError("others is no part of 1")
+            raise ValueError("others must be null or a fraction from 0 to 1")
         date.fromisoformat(found["date"])
     except (ValueError, TypeError) as e:
         _damaged(str(e))

@@ -39,7 +39,7 @@ def plan(shape: Shape, hardware: Hardware, gpus: int, tokens: int, context: int,
     MegakernelError if no layout is possible.
     """
     if gpus > _MOST_GPUS:
-        raise MegakernelError(f"{gpus:,} GPUs are more than the {_MOST_GPUS:,} that a plan takes")
+        raise MegakernelError(f"{gpus:,} GPUs exceed the planner's limit of {_MOST_GPUS:,}")
     hardware.levels(gpus)  # raises an error if this many GPUs cannot be joined
     ranked: list[LayoutTime] = []
     refused: list[Refusal] = []

@@ -71,7 +71,7 @@ def step_work(
         raise ValueError(f"{len(rows)} row counts but {len(contexts)} contexts")
     new, after = np.array(rows, np.int64), np.array(contexts, np.int64)
     if ((new < 0) | (new > after)).any():
-        raise ValueError("a sequence's context includes its new rows")
+        raise ValueError("a sequence's context must be at least its number of new rows")
     total = int(new.sum())
     pairs = float((new * after - new * (new - 1) // 2).sum())
     attention, _ = attention_cost(dims, dims.kv_heads, pairs)

@@ -38,8 +38,8 @@ class Worker:
 class PhaseTime:
     """The COMPUTE and STORE time of one phase over all workers; `share` is its fraction of all such time.
 
-    `median_s` is the median of its COMPUTE. `outliers` counts those that took more than FAR times that, and
-    `outliers_s` is their time beyond it.
+    `median_s` is the median length of its COMPUTE intervals. `outliers` counts those longer than FAR * `median_s`, and
+    `outliers_s` is the sum of their time beyond `median_s`.
     """
 
     name: str

@@ -68,7 +68,7 @@ async def respond(service: Service, body: ResponsesRequest) -> Response:
     tools = Tools(*body.chat_tools(), body.parallel_tool_calls)
     structured = tools.structured(body.structured(), service.codec)
     if tools.used and body.wants_logprobs:
-        raise APIError(400, "log-probabilities are not given where tools may be called: ask without tools")
+        raise APIError(400, "log-probabilities cannot be combined with tools: leave one of them out")
     prompt = await service.encode_chat(body.conversation(), tools.told)
     prompt = service.truncated(prompt, body, body.max_output_tokens)
     service.room([prompt], body.max_output_tokens)

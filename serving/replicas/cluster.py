@@ -57,7 +57,7 @@ class Replica:
         """Ray replaces a replica when this raises: the server's /health has failed."""
         async for part in self._server.ask("GET", "/health", [], b""):
             if isinstance(part, tuple) and part[0] != 200:
-                raise RuntimeError("the server's /health is not 200")
+                raise RuntimeError("the server's /health does not answer 200")
 
 
 class PrefixRouter(RequestRouter):

@@ -39,8 +39,8 @@ def place(nodes: Sequence[Node], replicas: int, tp: int, threads: int | None, *,
     largest = max((node.cpus for node in nodes), default=0)
     if threads is not None and threads > largest:
         raise MegakernelError(
-            f"--threads {threads} are more than the {largest} CPUs that the largest node of the cluster has, and all"
-            " ranks of a replica are on one node"
+            f"--threads {threads} exceeds the {largest} CPUs of the cluster's largest node, and all ranks of a replica"
+            " must run on one node"
         )
 
     def fit(cpus: int) -> int:

@@ -121,7 +121,7 @@ def test_a_file_on_top_of_a_known_machine(tmp_path: Path) -> None:
         ("[chip\n", "not valid TOML"),
         ('base = "h900"', "unknown base 'h900'"),
         ("base = 3", "base must be a name in quotes"),
-        ('base = "mine.toml"', "is built on it again"),
+        ('base = "mine.toml"', "refers back to this file"),
         ('base = "h100"\nclock = 3', "unknown key clock"),
         ('base = "h100"\nchip = 3', "chip must be a table"),
         ('base = "h100"\n[chip]\nsmss = 3', "chip.smss is unknown"),
@@ -158,7 +158,7 @@ def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
         ("_gpu", "unknown machine '_gpu'"),
         ("h100x16", "a node of h100 has 1 to 8 GPUs"),
         ("h100x0", "a node of h100 has 1 to 8 GPUs"),
-        ("tpu-v5p", "known for comparison only"),
+        ("tpu-v5p", "serves for comparison only"),
         ("nowhere.toml", "cannot read machine file nowhere.toml"),
     ],
 )

@@ -72,7 +72,7 @@ def test_quantised_types(tmp_path: Path, kind: Dtype) -> None:
 
 def test_rows_of_no_whole_blocks(tmp_path: Path) -> None:
     checkpoint = RandomCheckpoint("random", replace(KNOWN_SHAPES["smollm2-135m"], layers=1, vocab=64))
-    with pytest.raises(MegakernelError, match="rows of 576 weights are no whole blocks of Q4_K"):
+    with pytest.raises(MegakernelError, match="a row of 576 weights cannot be divided into Q4_K blocks of 256"):
         write_gguf(checkpoint, tmp_path / "n.gguf", Dtype.Q4_K)
     assert list(tmp_path.iterdir()) == []
 

@@ -56,7 +56,7 @@ def test_arrays_are_aligned_whatever_the_length_of_the_header(program: Program, 
 
 def test_another_format_version_is_refused(program: Program) -> None:
     data = program.to_bytes()
-    with pytest.raises(MegakernelError, match="a file has format version 6, this is 7: compile it again"):
+    with pytest.raises(MegakernelError, match="a file has format version 6, but this release reads 7: compile"):
         Program.from_bytes(data[:7] + bytes([6]) + data[8:], "a file")
 
 

@@ -66,7 +66,7 @@ def test_biases_count_where_the_model_has_them() -> None:
 
 
 def test_impossible_steps_are_refused() -> None:
-    for rows, message in (([4], "includes its new rows"), ([1, 1], "2 row counts but 1")):
+    for rows, message in (([4], "at least its number of new rows"), ([1, 1], "2 row counts but 1")):
         with pytest.raises(ValueError, match=message):
             work_of(LLAMA_1B, rows, [3], 0)
 

@@ -240,10 +240,10 @@ def test_programs_whose_weights_are_not_there_are_refused(make: Callable[..., Cp
 def test_a_model_larger_than_memory_is_refused_before_it_is_read(checkpoint: RandomCheckpoint) -> None:
     checkpoint.dims = replace(DIMS, hidden=1 << 20, ffn=1 << 22, layers=100)
     checkpoint.load = None  # type: ignore[method-assign,assignment]
-    with pytest.raises(MegakernelError, match="GiB are available"):
+    with pytest.raises(MegakernelError, match=r"but only .* GiB are available"):
         CpuBackend(checkpoint, checkpoint.dims, PAGES, dtype=Dtype.F32)
 
 
 def test_pages_that_hold_no_whole_vectors_are_refused(checkpoint: RandomCheckpoint) -> None:
-    with pytest.raises(MegakernelError, match="pages of 16 n tokens"):
+    with pytest.raises(MegakernelError, match="a page size that is a multiple of 16"):
         CpuBackend(checkpoint, replace(DIMS, kv_page=8), PAGES, dtype=Dtype.F32)

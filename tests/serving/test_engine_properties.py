@@ -367,7 +367,7 @@ def test_what_never_fits_is_refused_while_others_run() -> None:
     engine, backend = fake_engine(None, pages=3)
     running = engine.add([1] * 20, SamplingParams(max_tokens=20, seed=1))
     engine.step()
-    with pytest.raises(MegakernelError, match="need 4 KV pages and the pool has 3: lower max_tokens"):
+    with pytest.raises(MegakernelError, match="need 4 KV pages, but the pool has 3: lower max_tokens"):
         engine.add([1] * 49, SamplingParams(max_tokens=1))
     exact = engine.add([1] * 48, SamplingParams(max_tokens=1, seed=2))
     finish(engine, backend)

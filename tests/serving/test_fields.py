@@ -178,7 +178,7 @@ def test_a_field_that_nobody_knows_is_named(live: Live, body: str) -> None:
             RESPONSES,
             {"tools": [{"type": "function", "name": "f"}], "top_logprobs": 1},
             None,
-            "log-probabilities are not given where tools may be called",
+            "log-probabilities cannot be combined with tools",
         ),
     ],
 )

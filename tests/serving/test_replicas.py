@@ -96,7 +96,7 @@ def test_only_the_last_beginnings_are_kept() -> None:
         ([(64, 8), (64, 8)], 4, 4, None, True, Share(32, 4)),
         ([(64, 8), (64, 0)], 2, 4, 64, True, "which has room for 1"),
         ([(2, 0)], 3, 1, None, False, "3 replicas of 1 CPU each do not fit the cluster, which has room for 2"),
-        ([(2, 0), (2, 0)], 1, 1, 4, False, "--threads 4 are more than the 2 CPUs"),
+        ([(2, 0), (2, 0)], 1, 1, 4, False, "--threads 4 exceeds the 2 CPUs"),
         ([(64, 4), (64, 4)], 1, 8, None, True, "they cannot be on several nodes"),
         ([], 1, 1, None, False, "do not fit"),
     ],
@@ -163,7 +163,7 @@ with_ray = pytest.mark.skipif(
 def test_an_address_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("serve", "--replicas", "2", "--ray-address", "127.0.0.1:1")
     assert "no Ray cluster answers at 127.0.0.1:1: Connection refused" in fails(capsys, *asked, "--port", "8399")
-    assert "--ray-address needs another --port" in fails(capsys, *asked, "--port", "0")
+    assert "give another --port with --ray-address" in fails(capsys, *asked, "--port", "0")
 
 
 SSE = (200, [("content-type", "text/event-stream; charset=utf-8")])

@@ -82,7 +82,7 @@ class Sampler {
   static constexpr int kThreadsOfRow = kConsumerWarps * P::kLanes;
   enum Step { kTopK, kTopP, kDraw };
 
-  // The loads of a thread at one time: id begin + j * kThreadsOfRow for each j; values without weight beyond
+  // The logits that a thread loads at one time: those of ids begin + j * kThreadsOfRow; minus infinity beyond
   // the end.
   static constexpr int kLoads = 16;
   struct Logits {

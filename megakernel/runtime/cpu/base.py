@@ -44,8 +44,8 @@ class RanksBackend(ABC):
             raise MegakernelError(f"the cpu backend was asked for {dtype.name} with dims of {Dtype(dims.dtype).name}")
         if dims.kv_block % dims.kv_page or dims.kv_page % 16 or dims.head_dim % 8 or dims.head_dim > MOST_HEAD_DIM:
             raise MegakernelError(
-                "the cpu backend needs pages of 16 n tokens that divide the KV block, and heads of 8 n elements, "
-                f"{MOST_HEAD_DIM} at most"
+                "the cpu backend needs a page size that is a multiple of 16 and divides the KV block, and a head size "
+                f"that is a multiple of 8 and at most {MOST_HEAD_DIM}"
             )
         self.name = "null" if null else "cpu"
         self.dims = dims

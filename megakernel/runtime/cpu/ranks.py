@@ -205,7 +205,7 @@ class CpuRanks:
         if need > available:
             raise MegakernelError(
                 f"{self._model} in {Dtype(self.dims.dtype).name} with {self.pages} KV pages needs "
-                f"{need / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are available: "
+                f"{need / 2**30:.1f} GiB of memory, but only {available / 2**30:.1f} GiB are available: "
                 "use bf16, weights in q8_0 or q4_0, a smaller model or a shorter context"
             )
 

@@ -173,8 +173,8 @@ class CudaBackend:
             room, need = self._kernel(gpu, program.dims, trace=False).blocks, len(ranks) * program.processors
             if need > room:
                 raise MegakernelError(
-                    f"the program runs on {program.processors} SMs for each of {len(ranks)} ranks, "
-                    f"GPU {gpu.ordinal} holds {room} at once: compile it with --workers {room // len(ranks)}"
+                    f"the program needs {program.processors} SMs for each of {len(ranks)} ranks, but GPU {gpu.ordinal} "
+                    f"can run it on only {room} at once: compile it with --workers {room // len(ranks)}"
                 )
 
     def _kernel(self, gpu: Gpu, dims: Dims, *, trace: bool) -> Kernel:
@@ -244,7 +244,7 @@ class CudaBackend:
         known = self._phases.get(key)
         if known is None or known.generation != self._heap.generation:
             if len(loaded.grids) > 1:
-                raise MegakernelError("launches by phases run on one GPU: use fewer ranks")
+                raise MegakernelError("launches by phases work with one rank only: use --tp 1")
             [grid] = loaded.grids
             self._provide(grid.gpu, grid.params, grid.blocks)
             if known is not None:

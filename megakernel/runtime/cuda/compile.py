@@ -53,7 +53,7 @@ class Compiler:
         defines = _defines(trace, units, sms, ablation)
         cubin = _with_nvcc(self.nvcc, defines) if self.nvcc else _with_nvrtc(defines)
         if slow := _SLOW.search(cubin.log):
-            raise MegakernelError(f"{self.version} made slow code of csrc/cuda: {slow[0]}")
+            raise MegakernelError(f"{self.version} compiled csrc/cuda into slow code: {slow[0]}")
         return cubin
 
 

@@ -1,4 +1,5 @@
-// Resource curves above the rows: how much of its peak each resource did, mean over ranks with the ranks' spread.
+// The resource curves above the rows: the rate of each resource as a fraction of its peak, as the mean over ranks and as
+// the range over ranks.
 
 const RESOURCES = meta.resources.length, CURVE_ROW = 24;
 let curvesShown = true;
@@ -20,7 +21,7 @@ for (const s of sources) {
     return { name, unit, peak: s.peaks[r], mean, least, most, sum };
   });
 }
-// A resource that no trace uses has no track. The axis ends at the next round share of the peak above the highest moment.
+// A resource that no trace uses has no track. The axis ends at the next round fraction of the peak above the maximum.
 const tracks = [];
 for (let r = 0; r < RESOURCES; r++) {
   const all = sources.map((s) => s.resources[r]);

@@ -1,4 +1,4 @@
-// The traces: columns of intervals and records, and what one is called. Everything else reads them here.
+// The data of the traces: intervals and records as columns, and the names of things. All other scripts read them here.
 
 const $ = (id) => document.getElementById(id);
 const meta = JSON.parse($("meta").textContent);
@@ -33,9 +33,10 @@ const workerOfLane = (l) => { const s = sourceOfLane(l); return (l - s.lane0) % 
 const phaseOf = (i) => meta.phases[shadeOf[i]];
 const endOf = (i) => begin[i] + length[i];
 const isWait = (i) => kind[i] === COUNTER_WAIT || kind[i] === PAGE_WAIT;
-// How an interval is drawn. A storer's STORE does not hold up its worker, so it gets a strip, as loads do.
+// How an interval is drawn. A storer's STORE does not delay its worker, so it is a thin strip, as loads are.
 const SHAPE = { wait: 0, load: 1, work: 2, store: 3 };
-// A shade per phase, numbered like `meta.phases`: the hue is its family's, the lightness tells it from its siblings.
+// Each phase has a shade, numbered as in `meta.phases`. The hue shows the phase's family, and the lightness
+// distinguishes phases of one family.
 const shapeOf = new Uint8Array(count), shadeOf = new Uint8Array(count);
 for (let i = 0; i < count; i++) {
   shadeOf[i] = records[record[i] * WORDS];
@@ -43,7 +44,7 @@ for (let i = 0; i < count; i++) {
   shapeOf[i] = k === COUNTER_WAIT || k === PAGE_WAIT ? SHAPE.wait : k === LOAD || k === FETCH ? SHAPE.load
     : k === STORE && role[i] === STORER ? SHAPE.store : SHAPE.work;
 }
-// Parts of a column: the shades, and waiting.
+// A column of the picture is divided into parts: one for each shade, and one for waiting.
 const PARTS = meta.phases.length + 1, WAITING = meta.phases.length;
 const partOf = (i) => (shapeOf[i] === SHAPE.wait ? WAITING : shadeOf[i]);
 const partName = (p) => (p === WAITING ? "waiting" : meta.phases[p].name);

@@ -1,8 +1,9 @@
-// Level of detail. Time of a lane is cut into pieces that do not overlap; rows with many pieces keep sums of them in bins
-// of halving width. A frame then costs what is visible, never what exists.
+// Level of detail. The time of a lane is cut into pieces that do not overlap. For rows with many pieces, sums over bins
+// are kept at several levels, each with bins half as wide as the level before. So the time to draw a frame depends on
+// what is visible and not on the length of the trace.
 
-// -- pieces, as megakernel/timeline/states.py cuts them: work; a storer's stores where there is no work; waits where there
-// is neither, the consumers' first, because theirs hold up the arithmetic, and those for pages last
+// -- pieces, cut as in megakernel/timeline/states.py. Where intervals of a worker overlap, the piece shows the first of:
+// work, a storer's store, a wait of the consumers (which delays the arithmetic), another counter wait, a wait for a page.
 let pieceStart, pieceBegin, pieceEnd, pieceOf, piecePart, pieceWhole; // the last: length of the whole interval
 function cutPieces() {
   pieceStart = new Uint32Array(lanes + 1);
@@ -150,11 +151,11 @@ function rowShare(row, share, t0, px, narrow) {
   const t1 = t0 + share.columns / px;
   if (piecesIn(row) > 4 * share.columns) {
     const { levels, parts } = pyramid(row);
-    // The coarsest level whose bins are no wider than a column; when all are wider, few pieces are left in sight.
+    // Take the coarsest level whose bins are no wider than a column. If all bins are wider, few pieces are visible.
     const level = levels.findLast((x) => meta.span / x.bins <= 1 / px);
     if (level) { addBins(share, level, parts, t0, px); return share.settle(); }
   }
-  // Names at hand: a name of the page is looked up anew in each turn.
+  // Local names are faster, because the browser looks up a global name again in each iteration.
   const starts = pieceStart, begins = pieceBegin, ends = pieceEnd, parts = piecePart, whole = pieceWhole, of = pieceOf;
   const some = filtering(), widest = narrow ? 2 / px : Infinity;
   for (let l = row.lane0; l < row.lane1; l++) {
@@ -175,7 +176,7 @@ function addBins(share, { bins, sums }, parts, t0, px) {
     for (let b = from, at = p * columns; b < to; b++) {
       const sum = sums[p * bins + b];
       if (!sum) continue;
-      // A bin no wider than a column lies in one or two of them.
+      // The bin is no wider than a column, so it lies in one column or in two.
       const x = (b * each - t0) * px, column = Math.floor(x), inside = Math.min(column + 1 - x, width), rest = width - inside;
       if (column >= 0 && column < columns) share.sums[at + column] += sum * inside;
       if (rest > 0 && column + 1 < columns) share.sums[at + column + 1] += sum * rest;

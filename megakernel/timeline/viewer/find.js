@@ -1,4 +1,4 @@
-// Finding and filtering: which intervals match a text, which are dimmed, which are hidden.
+// Search and filters: which intervals match a text, which are dimmed, and which are hidden.
 
 let matchFlags = null, matchCount = 0; // of each interval: 0, MATCH, or STOP, which the keys step to as well
 const MATCH = 1, STOP = 2;
@@ -10,7 +10,8 @@ function dimmed(i) {
   return (matchFlags !== null && !matchFlags[i]) || (showPath && !onPath[i]);
 }
 
-// Tests of an interval, made from a value. What there are few of is looked up in a list: there are millions of intervals.
+// Each function below makes a test of intervals from a value. There are millions of intervals but few lanes and names, so
+// the result for each lane or name is computed once and kept in a list.
 const chosen = (many, test) => Uint8Array.from({ length: many }, (_, n) => (test(n) ? 1 : 0));
 const ofLanes = (test) => { const some = chosen(lanes, test); return (i) => some[lane[i]]; };
 const named = (names, column, v) => { const some = chosen(names.length, (n) => names[n].startsWith(v)); return (i) => some[column[i]]; };

@@ -1,4 +1,4 @@
-// Moving about and acting: view, selection, keys, pointer.
+// Input from keyboard and pointer: it moves the view and selects intervals.
 
 function setView(t0, t1) {
   const span = Math.min(Math.max(t1 - t0, 20), meta.span * 1.02), margin = meta.span * 0.01;
@@ -7,7 +7,7 @@ function setView(t0, t1) {
   request();
   keepView();
 }
-// The address holds what is in sight and selected, so that a link to it shows the same.
+// The page's address contains the visible range and the selection, so that a link to it shows the same view.
 let keeping = 0;
 function keepView() {
   clearTimeout(keeping);
@@ -88,7 +88,7 @@ function hit(x, y) {
     }
   }
   const found = best[shapes.filter((s) => best[s] >= 0).sort((a, b) => off[a] - off[b] || shapes.indexOf(a) - shapes.indexOf(b))[0] ?? SHAPE.work];
-  // Where several waits overlap, the one that its box names.
+  // If several waits overlap, take the one whose label is shown.
   const n = row.role < 0 && found >= 0 && isWait(found) ? firstReaching(pieceEnd, pieceStart[l], pieceStart[l + 1], t) : -1;
   return n >= 0 && n < pieceStart[l + 1] && pieceBegin[n] <= t && isWait(pieceOf[n]) ? pieceOf[n] : found;
 }
@@ -124,7 +124,7 @@ function align() {
   request();
 }
 
-// -- measuring: the edges of the interval under the pointer attract
+// -- measuring: the pointer snaps to the edges of the interval below it
 function moment(x, y) {
   const t = toTime(x), i = hit(x, y), near = 6 * size.k;
   const edges = i < 0 ? [] : [begin[i], endOf(i)].filter((e) => Math.abs(toX(e) - x) <= near);
@@ -264,7 +264,7 @@ const keys = {
 document.addEventListener("keydown", (e) => {
   if (e.ctrlKey || e.metaKey || e.altKey || $("guide").open) return;
   if (e.target === $("search")) {
-    // The keys are the timeline's again once something is found.
+    // After a search, the timeline gets the keyboard focus again.
     if (e.key === "Enter") { findNow(); stepMatch(e.shiftKey ? -1 : 1); canvas.focus(); }
     else if (e.key === "Escape") { keys.Escape(); canvas.focus(); }
     else return;

@@ -1,4 +1,5 @@
-// Layers: a line above the curves shows when each was computed; unfolded, a line for each phase shows it in each layer.
+// The line above the curves shows when each layer was computed. Unfolded, there is a line per phase, which shows when
+// the phase was computed in each layer.
 
 const LAYER_ROW = 17, PHASE_ROW = 12, OUTSIDE = 2; // prologue and epilogue, beside the layers
 let unfolded = false;

@@ -1,4 +1,4 @@
-// One frame. Bars and columns are written straight into pixels, text and lines go on top of them.
+// Draws one frame. Bars and columns are written directly into an array of pixels; text and lines are drawn on top.
 
 const canvas = $("canvas"), ctx = canvas.getContext("2d");
 const view = { t0: 0, t1: meta.span, scroll: 0 };
@@ -78,7 +78,7 @@ function fill(x0, y0, x1, y1, colour, top = rowsTop()) {
   y0 = Math.max(Math.round(y0), Math.ceil(top)); y1 = Math.min(Math.round(y1), size.h);
   if (x1 <= x0) return;
   const { pixels } = base, w = size.w, wide = x1 - x0;
-  // Most are a few pixels wide: a call for each of their lines would take longer than the lines.
+  // Most bars are only a few pixels wide, and for these a call of `fill` per line would take longer than the loop.
   if (wide > 32) for (let y = y0; y < y1; y++) pixels.fill(colour, y * w + x0, y * w + x1);
   else for (let from = y0 * w + x0, end = y1 * w + x0; from < end; from += w) for (let at = from; at < from + wide; at++) pixels[at] = colour;
 }
@@ -102,7 +102,7 @@ function paintGrid(shown) {
   for (const t of ticks()) fill(toX(t), layersTop(), toX(t) + Math.max(1, size.k / 2), bottom, colours.line32, layersTop());
 }
 
-// Columns of one pixel, and of three for rows that are too thin to show more: there are many of those.
+// Columns are one pixel wide, or three in thin rows, of which there are many.
 const THIN = 12, shares = new Map();
 function shareOf(row) {
   const wide = row.h < THIN * size.k ? 3 : 1, columns = Math.ceil((size.w - Math.ceil(gutter())) / wide);
@@ -147,7 +147,7 @@ function paintColumns(share, whole, y0, h) {
 /** Intervals of a worker that are two columns of `columns` pixels or wider; work comes last, so that nothing covers it. */
 function paintBars(row, columns, y, box, labelled) {
   const least = 2 * columns, wide = wideIntervals(row.lane0, least), strips = { [SHAPE.load]: box.loadY, [SHAPE.store]: box.storeY };
-  // Where too many are in sight, waits and stores are in the columns already.
+  // If too many intervals are visible, the columns already include waits and stores.
   if (wide.few) paintPieces(row, least, y, box, labelled);
   for (const shape of box.strip ? [SHAPE.load, SHAPE.store] : []) {
     for (const i of wide[shape]) paintBar(i, y + strips[shape], box.strip, null);
@@ -242,7 +242,7 @@ const longest = new Float64Array(lanes);
 for (let i = 0; i < count; i++) longest[lane[i]] = Math.max(longest[lane[i]], length[i]);
 
 // -- text of a bar
-// The canvas's font: to read it back from the canvas, or to measure a text again, is slow.
+// The current font and the widths of texts in it are kept here, because asking the canvas for them is slow.
 let font = "", widths = null;
 const widthsIn = new Map(), operandTexts = new Map();
 function setFont(pixels, style = "") {

@@ -1,6 +1,6 @@
-// The rows: ranks, their workers, the workers' roles; which of them are open, and where each lies.
+// The rows of the picture: ranks, their workers, and the workers' roles; which rows are open, and the position of each.
 
-// Intervals in order of (lane, role, begin); `groupStart` has the first place of each (lane, role).
+// All intervals sorted by (lane, role, begin). `groupStart` is the index of the first one of each (lane, role).
 const groupStart = new Uint32Array(lanes * ROLES + 1), order = new Uint32Array(count);
 {
   for (let i = 0; i < count; i++) groupStart[lane[i] * ROLES + role[i] + 1]++;
@@ -8,7 +8,8 @@ const groupStart = new Uint32Array(lanes * ROLES + 1), order = new Uint32Array(c
   const next = groupStart.slice();
   for (let i = 0; i < count; i++) order[next[lane[i] * ROLES + role[i]]++] = i;
 }
-// Latest end so far within a group, so that binary search finds what reaches a moment.
+// For each interval, the latest end within its group up to there. With it, a binary search finds the first interval that
+// extends beyond a given time.
 const reach = new Float64Array(count);
 function measureReach() {
   for (let g = 0; g < lanes * ROLES; g++) {

@@ -157,7 +157,7 @@ class Channel:
         """Send a message. Raises Gone if the other end has closed. The descriptors stay open here."""
         data = json.dumps([type(message).__name__, asdict(message)]).encode()
         if len(data) > _MOST_BYTES:
-            raise ValueError(f"a {type(message).__name__} of {len(data)} bytes is no control message")
+            raise ValueError(f"a {type(message).__name__} of {len(data)} bytes is too large for a control message")
         try:
             socket.send_fds(self._socket, [data], list(descriptors))
         except (BrokenPipeError, ConnectionResetError):

@@ -15,7 +15,7 @@ from ..audit import Target
 from .channel import Place
 from .shared_memory import Mapping, aligned
 
-# The buffers that instructions store on other ranks, where the host may also read and write. All others are private.
+# The buffers that instructions of other ranks write; the host may also read and write them. All others are private.
 SHARED = (
     Buffer.H,
     Buffer.ATTN,
@@ -72,7 +72,7 @@ class Heaps:
                 offset = address - array.ctypes.data
                 if offset >= 0 and offset + size <= array.nbytes:
                     return Target(buffer, rank, offset // itemsize, size // itemsize)
-        raise MegakernelError(f"{size} bytes were stored at another rank outside of every buffer")
+        raise MegakernelError(f"{size} bytes were stored to another rank's memory outside all buffers")
 
     def file(self, buffer: Buffer, rank: int) -> Mapping:
         return self._places[buffer][0][rank]
