@@ -91,7 +91,7 @@ def test_slow_code_is_an_error(counting: Counting) -> None:
         "ptxas info    : 0 bytes gmem\n"
         "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to calls\n"
     )
-    with pytest.raises(MegakernelError, match=r"slow code of csrc/cuda: \(C7510\) Potential"):
+    with pytest.raises(MegakernelError, match=r"compiled csrc/cuda into slow code: \(C7510\) Potential"):
         compile.cubin(trace=False, units=TENSOR)
     counting.log = ""
     assert compile.cubin(trace=False, units=TENSOR)  # the slow one was not kept

@@ -367,7 +367,7 @@ def test_an_overdue_launch() -> None:
 def test_refuses_what_it_cannot_run() -> None:
     program = _program()
     wide = _program(machine=replace(_machine(), workers=8))
-    wrong = {"GPU 0 holds 4 at once: compile it with --workers 4": wide}
+    wrong = {"GPU 0 can run it on only 4 at once: compile it with --workers 4": wide}
     for word, value, complaint in (
         (record.WAIT_WORD, record.counter_word(program.counters), "record 0 of body names a counter beyond the block"),
         (0, 31, "record 0 of body names an unknown phase"),
