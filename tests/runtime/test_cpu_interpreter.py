@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from api_support import until
 from cpu_support import DIMS, FORWARD, PAGES, Array, Item, RandomCheckpoint, check_stops, fill, make_table, set_items
 from handmade import make_program
 
@@ -203,6 +205,26 @@ def test_streams_of_a_thread_that_does_not_run_are_taken_over(make: Callable[...
     (stalled,) = tiles[tiles["instruction"] == stuck]
     others = tiles[tiles["worker"] != 0]
     assert set(others["worker"]) == {1, 2} and (others["end"] < stalled["end"]).all()
+
+
+def test_a_thread_that_does_not_run_is_moved_to_another_core_and_comes_back(make: Callable[..., CpuBackend]) -> None:
+    """Where its streams are taken over, it leaves the other thread's core, until the next launch begins."""
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("a thread can only be moved where there are two cores")
+    tasks = Path("/proc/self/task")
+    before = {task.name for task in tasks.iterdir()}
+    backend, table, p = make(2), mixed_table(), forward_program(3)
+    threads = [int(task.name) for task in tasks.iterdir() if task.name not in before]
+
+    def moved(seconds: float) -> list[set[int]]:
+        """The cores of moved threads after a launch in which worker 0 is stuck."""
+        backend.delay(1, int(p.body.offsets[0]), 0, seconds)
+        backend.launch(p, table, trace=True)
+        return [at for thread in threads if (at := os.sched_getaffinity(thread)) != cores]
+
+    until(lambda: [len(at) for at in moved(0.1)] == [len(cores) - 1])
+    until(lambda: not moved(0.0))
 
 
 def test_an_engine_has_no_more_workers_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
