@@ -139,7 +139,7 @@ def _method(name: str) -> str:
 def _sizes() -> list[str]:
     """Dims with its derived sizes as fields, under the same names."""
     return [
-        "// Dims, and what is derived from them, worked out once: that takes divisions.",
+        "// Dims with all derived sizes, which are computed only once because they take divisions.",
         "struct Sizes : Dims {",
         *(f"  int32_t {name}_;" for name in _DERIVED),
         *(f"  MK_DIMS_FN int32_t {name}() const {{ return {name}_; }}" for name in _DERIVED),
@@ -269,7 +269,7 @@ def params() -> str:
         "",
         *_constants(_CUDA),
         "",
-        "// Warps of a block; the others are consumers.",
+        "// The first warps of a block; all further warps are consumers.",
         f"enum : int32_t {{ {', '.join(warps)}, kConsumerWarp }};",
         "",
         "// What a build leaves out.",
@@ -287,7 +287,7 @@ def params() -> str:
         if name == "Params":
             out += [
                 "",
-                "  // A rank's copy of a buffer; its layer's copy where it has layers.",
+                "  // A rank's copy of a buffer; of a layered buffer, the copy for this layer.",
                 "  MK_DIMS_FN void* at(int32_t rank, Buffer buffer, int32_t layer) const {",
                 "    const int32_t i = rank * kBuffers + static_cast<int32_t>(buffer);",
                 "    return static_cast<char*>(buffers[i]) + static_cast<uint64_t>(layer) * layer_stride[i];",
@@ -312,8 +312,8 @@ def _pages_reference() -> list[str]:
     out = [
         f"Shared memory of the CUDA interpreter: {launch.PAGES} pages of {launch.PAGE_BYTES} bytes in a ring, each"
         f" {p.PAGE_ROWS} rows of {p.ROW_BYTES} bytes.",
-        "An instruction takes a run of them; `megakernel/isa/pages.py` has the order and the counts, `verify` proves"
-        " that what it holds at once fits.",
+        "An instruction takes a run of them; `megakernel/isa/pages.py` gives the order and the counts, and `verify`"
+        " proves that the ring has room for all pages that an instruction holds at once.",
         "",
         *_columns("pages of | filled by | released by"),
         *(f"| {s.name.lower()} | {s.value[0]} | {s.value[1]} |" for s in pages.Stream),
@@ -332,17 +332,17 @@ def _pages_reference() -> list[str]:
     laps = f"weight pages / ({launch.PAGES} − X, rounded down to an even number)"
     out += [
         "",
-        f"The same as dots: weight pages 2 · (K / {p.DOT_PIECE}) · (columns of all matrices / {2 * p.PIECES}); with"
-        f" X = rows · (K / {p.DOT_PIECE}) / {p.PIECES}, at most {p.DOT_INPUT_PAGES}, input pages X · ({laps});"
-        " no output pages.",
+        f"As dots, the tile takes 2 · (K / {p.DOT_PIECE}) · (columns of all matrices / {2 * p.PIECES}) weight pages"
+        f" and X · ({laps}) input pages, where X = rows · (K / {p.DOT_PIECE}) / {p.PIECES} is at most"
+        f" {p.DOT_INPUT_PAGES}. It takes no output pages.",
         "",
-        f"Attention, per pass of {p.UNITS} units ({p.QUERY_TILE} query rows × heads of one KV head), KV block and"
-        f" KV head of the pass: 2 · (head_dim / {p.K_STEP}) input pages, or one for a padding item. All other"
-        " instructions take no pages.",
+        f"Attention makes passes over {p.UNITS} units each ({p.QUERY_TILE} query rows × heads of one KV head). For"
+        f" each pass, KV block and KV head of the pass, it takes 2 · (head_dim / {p.K_STEP}) input pages. A padding"
+        " item takes one input page. All other instructions take no pages.",
         "",
         "A matmul's consumers release the pages of a K step once they have started the products of the next one. For"
-        " dots, they release weights right after use, and inputs once all weight pages that the ring can hold at once"
-        " are used. The storer releases an output page once it has read it.",
+        " dots, they release weights right after use, and the inputs of a lap once all its weight pages are used."
+        " The storer releases an output page once it has read it.",
     ]
     return out
 

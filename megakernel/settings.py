@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Setting:
-    """`flag` overrides `env`, and `env` overrides `default`; either may be absent. `default` is written as a user would
-    type it.
+    """`flag` overrides `env`, and `env` overrides `default`; `flag` or `env` may be absent. `default` is written as a
+    user would type it.
     """
 
     name: str
@@ -38,12 +38,12 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting(
             "backend",
-            "auto (cuda if there is a Hopper GPU, else cpu), reference, cpu, cuda or null (everything but the "
+            "auto (cuda if there is a Hopper GPU, else cpu), reference, cpu, cuda or null (does everything except the "
             "arithmetic, for measurements)",
             "auto",
             "--backend",
         ),
-        Setting("dtype", "auto (the checkpoint's own; bf16 on a GPU), f32 or bf16", "auto", "--dtype"),
+        Setting("dtype", "compute type: auto (the checkpoint's own; bf16 on a GPU), f32 or bf16", "auto", "--dtype"),
         Setting(
             "weights",
             "type of the matrices in memory: auto (the checkpoint's own), f32, bf16, f16, q8_0, q4_0, q4_1, q5_0, "
@@ -58,10 +58,10 @@ SETTINGS: dict[str, Setting] = {
             "--kv-cache-dtype",
         ),
         Setting("tp", "tensor-parallel ranks: 1, 2, 4 or 8", "1", "--tp"),
-        Setting("ranks", "whether ranks are threads of one process, or processes", "threads", "--ranks"),
+        Setting("ranks", "what ranks are: threads (of one process) or processes", "threads", "--ranks"),
         Setting(
             "speculate",
-            "tokens to propose by prompt lookup and verify in one step, per sequence, if that is faster; 0 to 63, "
+            "tokens per sequence, 0 to 63, to propose by prompt lookup and verify in one step if this is faster; "
             "0 is off; the generated tokens do not change",
             "0",
             "--speculate",
@@ -71,34 +71,34 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting(
             "residual",
-            "residual of token rows with several ranks: auto, dealt to owners or replicated",
+            "residual of token rows with several ranks: auto, dealt (each row to one rank) or replicated",
             "auto",
             "--residual",
         ),
         Setting(
             "norm",
-            "norms of a layer: auto, own (it begins with its attention norm), next (it ends with the next layer's) or "
-            "inside (in the matmuls that read them; for few rows)",
+            "norms of a layer: auto, own (the layer begins with its attention norm), next (it ends with the attention "
+            "norm of the next layer) or inside (the matmuls that read normalised rows compute the norms; for few rows)",
             "auto",
             "--norm",
         ),
         Setting(
             "queue",
-            "what workers claim at run time: none, attention, body, or auto: the simulator chooses the fastest, for "
-            "this and for all other options that are auto",
+            "what workers claim at run time: none, attention, body or auto. For this and every other option that is "
+            "auto, the simulator chooses the fastest value",
             "auto",
             "--queue",
         ),
         Setting(
             "matmul",
-            "on GPUs: dots (for few rows), tensor (matrix units), or auto: by the tokens of a step",
+            "on GPUs: dots (for few rows), tensor (matrix units), or auto (depends on the tokens of a step)",
             "auto",
             "--matmul",
         ),
         Setting(
             "pairs",
             "on GPUs with matrix units: on (a worker is two SMs, which load each weight tile once for both), off, or "
-            "auto: whichever simulates faster",
+            "auto (the one that the simulator finds faster)",
             "off",
             "--pairs",
         ),
@@ -133,22 +133,27 @@ SETTINGS: dict[str, Setting] = {
         Setting("open metrics", "on: /metrics requires no key", "off", "--open-metrics"),
         Setting(
             "allowed hosts",
-            "names of the server that the header Host may have; * is any",
+            "names of the server that a request's Host header may have; * allows any",
             "localhost where only this machine can reach the server, else any",
             "--allowed-hosts",
         ),
         Setting("cors origin", "sites whose pages may send requests from a browser; * is any", "none", "--cors-origin"),
         Setting(
             "max model len",
-            "the most tokens of a prompt and its answer together",
+            "the maximum number of tokens of a prompt and its answer together",
             "the model's limit",
             "--max-model-len",
         ),
         Setting("max num seqs", "sequences that run at once", "64", "--max-num-seqs"),
-        Setting("max num batched tokens", "the most tokens that one step computes", "512", "--max-num-batched-tokens"),
+        Setting(
+            "max num batched tokens",
+            "the maximum number of tokens that one step computes",
+            "512",
+            "--max-num-batched-tokens",
+        ),
         Setting(
             "max queued requests",
-            "sequences of one client that may wait for their first step; further ones get a 503",
+            "sequences of one client that may wait for their first step; further requests get a 503",
             "65536",
             "--max-queued-requests",
         ),
@@ -161,11 +166,13 @@ SETTINGS: dict[str, Setting] = {
         Setting("max body bytes", "the largest size of a request's body", "16777216", "--max-body-bytes"),
         Setting(
             "request timeout",
-            "seconds until a whole answer, or the first token of a stream",
+            "seconds that a whole answer, or the first token of a stream, may take",
             "none",
             "--request-timeout",
         ),
-        Setting("stall timeout", "seconds without a finished step until /health is 503", "120", "--stall-timeout"),
+        Setting(
+            "stall timeout", "seconds without a finished step after which /health returns 503", "120", "--stall-timeout"
+        ),
         Setting("shutdown timeout", "seconds to finish running requests after SIGTERM", "30", "--shutdown-timeout"),
         Setting(
             "replicas",
@@ -176,7 +183,7 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "ray address",
             "HOST:PORT of a Ray cluster, or auto: deploy there and return; existing servers are replaced",
-            "a cluster of this machine, until the end",
+            "a cluster on this machine that ends with the server",
             "--ray-address",
         ),
         Setting(

@@ -50,7 +50,7 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
     ("rank", "u1", ""),
     ("role", "u1", "Role"),
     ("kind", "u1", "IntervalKind"),
-    ("slot", "u1", "COUNTER_WAIT: which wait word was the last to be met"),
+    ("slot", "u1", "COUNTER_WAIT: the wait word that was satisfied last"),
 )
 DTYPE = np.dtype([(name, kind) for name, kind, _ in FIELDS])
 PROLOGUE, EPILOGUE = 0xFFFE, 0xFFFF
@@ -59,8 +59,8 @@ Intervals = NDArray[np.void]
 if DTYPE.itemsize != 32:
     raise AssertionError("a trace record is 32 bytes")
 
-# Limits of the times in a header, in seconds: no clock ticks faster than a femtosecond, and reading it takes less than
-# a second.
+# Limits of the times in a header, in seconds: no clock has a tick of less than a femtosecond, and reading a clock takes
+# less than a second.
 _LEAST_TICK_S, _MOST_S = 1e-15, 1.0
 _MOST_WORK = 1e30  # FLOPs or bytes of an attention slot: sums of them stay finite
 
@@ -71,8 +71,8 @@ _MAGIC = b"MKTRACE1"
 class TraceHeader:
     """`program` is the program's hash. Ticks are `tick_s` seconds. `read_s` is the cost of reading the clock.
 
-    `clock_error_s` bounds the offset between ranks after alignment (0 within one clock); `dropped` intervals did not
-    fit. `source` is reference, cpu, cuda, protocol or simulator.
+    `clock_error_s` bounds the clock offset between ranks after alignment (0 if they share a clock). `dropped` is the
+    number of intervals that did not fit. `source` is reference, cpu, cuda, protocol or simulator.
     """
 
     program: str
@@ -99,8 +99,9 @@ def _check(header: TraceHeader, attention: NDArray[np.float64] | None) -> None:
 
 @dataclass(frozen=True)
 class Trace:
-    """`attention`: [launches, ranks, slots, 2] FLOPs, and bytes of K and V, of each attention slot's items in a layer,
-    which do not follow from the program; None if not recorded. In a file it follows the header, which has its shape.
+    """`attention`, [launches, ranks, slots, 2], has the FLOPs and the bytes of K and V of each attention slot's items
+    in a layer, which the program does not determine; None if not recorded. In a file, the array follows the header,
+    which gives its shape.
     """
 
     header: TraceHeader

@@ -58,13 +58,13 @@ enum class Buffer : int32_t {
   Y = 20,  // final norm of the logit rows
   LOGITS = 21,  // raw logits
   PARTIALS = 22,  // m, l, o of one query row, one KV head, one KV block
-  SPLITS = 23,  // arrivals of a split's items; the last resets it to 0
+  SPLITS = 23,  // arrived items of a split; the last one resets this to 0
   K_CACHE = 24,  // keys, transposed; Q8_0 with quantised_kv
   V_CACHE = 25,  // values; Q8_0 with quantised_kv
   HISTORY = 26,  // token ids of each request slot
   TOKENS_OUT = 27,  // sampled (or scored) token ids
   LOGPROBS_OUT = 28,  // log-softmax of raw logits at that token
-  REDUCE = 29,  // partials of a projection by rank: slot k, own_rows long, is stored by rank k
+  REDUCE = 29,  // partial sums of a projection by rank: rank k stores slot k, which has own_rows rows
   QK_NORM = 30,  // RMS norms of a head of q and of k
 };
 constexpr int32_t kBuffers = 31;
@@ -82,15 +82,15 @@ struct Phase {
   Rows rows;
   Result result;  // of a matmul
   Buffer weights;
-  Buffer bias;  // kNone: there is none, as in the next
-  Buffer norm;  // scale of the norm on the way in
+  Buffer bias;  // kNone if there is none, as in the next two fields
+  Buffer norm;  // scale of the norm of the inputs
   Buffer head_norm;  // scales of the norms of q and k heads
   Buffer inputs;
   Buffer output;
-  int32_t ahead;  // layers from this one to that of the weights
+  int32_t ahead;  // how many layers the weights' layer is after this one
   int32_t inner;  // length of a dot product
   int32_t width;  // output columns
-  int32_t matrices;  // side by side
+  int32_t matrices;  // number of weight matrices
   int32_t ranks;  // of a reduction: ranks that have partials
 };
 static_assert(sizeof(Phase) == 56);
@@ -167,7 +167,7 @@ struct Dims {
   MK_DIMS_FN int32_t reduce_row(int32_t from_rank, int32_t row) const { return ((from_rank * own_rows()) + reduce_place(row)); }
 };
 
-// Dims, and what is derived from them, worked out once: that takes divisions.
+// Dims with all derived sizes, which are computed only once because they take divisions.
 struct Sizes : Dims {
   int32_t row_blocks_;
   int32_t pages_per_seq_;
@@ -260,15 +260,15 @@ struct StepView {
   const int32_t* item_block;  // first KV block (of kv_block tokens)
   const int32_t* item_blocks;  // KV blocks; an unsplit item covers all up to its last row's position
   const int32_t* item_wait_block;  // first row block whose q, k, v the item needs
-  const int32_t* item_wait_blocks;  // row blocks it needs, its own included
+  const int32_t* item_wait_blocks;  // number of row blocks that the item needs, including its own
   const int32_t* item_split;  // index into SPLITS shared by the items of one split; -1: not split
   const int32_t* item_splits;  // items in the split
-  const int32_t* item_partial;  // split: PARTIALS index of KV block 0; (row, head, block) at +((row * kv_heads + head) * span + block)
+  const int32_t* item_partial;  // split: PARTIALS index of KV block 0; (row, head, block) lies (row * kv_heads + head) * span + block further
   const int32_t* item_span;  // split: KV blocks over all of its items
   const int32_t* logit_rows;  // token row; -1 for padding
   const int32_t* sample_slot;  // HISTORY slot that the token is written to; -1: nowhere
-  const int32_t* history_slot;  // HISTORY slot whose tokens penalties count; -1: no penalties
-  const int32_t* sample_position;  // index in HISTORY of the sampled token = tokens before it
+  const int32_t* history_slot;  // HISTORY slot with the tokens that penalties count; -1: no penalties
+  const int32_t* sample_position;  // index in HISTORY of the sampled token, which is the number of tokens before it
   const int32_t* prompt_length;  // prompt tokens in HISTORY; later ones count as output
   const int32_t* target;  // score this token instead of sampling; -1: sample
   const float* temperature;  // 0: greedy
@@ -278,9 +278,9 @@ struct StepView {
   const float* presence_penalty;  // 0: off
   const float* frequency_penalty;  // 0: off
   const float* repetition_penalty;  // 1: off
-  const int32_t* seed_low;  // low word of the seed
-  const int32_t* seed_high;  // high word of the seed
-  const int32_t* choice;  // index of the choice among n
+  const int32_t* seed_low;  // low 32 bits of the seed
+  const int32_t* seed_high;  // high 32 bits of the seed
+  const int32_t* choice;  // index of the choice among the n of its request
   const int32_t* bias_begin;  // first bias pair of the row
   const int32_t* bias_end;  // one past the last bias pair
   const int32_t* bias_ids;  // token ids
@@ -390,7 +390,7 @@ struct Interval {
   uint8_t rank;
   uint8_t role;  // Role
   uint8_t kind;  // IntervalKind
-  uint8_t slot;  // COUNTER_WAIT: which wait word was the last to be met
+  uint8_t slot;  // COUNTER_WAIT: the wait word that was satisfied last
 };
 static_assert(sizeof(Interval) == 32, "a trace record is 32 bytes");
 

@@ -30,7 +30,7 @@ constexpr int32_t kBody = 1;
 constexpr int32_t kEpilogue = 2;
 constexpr int32_t kQueues = 3;
 
-// Warps of a block; the others are consumers.
+// The first warps of a block; all further warps are consumers.
 enum : int32_t { kControllerWarp, kWeightWarp, kStorerWarp, kInputWarp, kConsumerWarp };
 
 // What a build leaves out.
@@ -50,16 +50,16 @@ struct Delay {
 };
 static_assert(sizeof(Delay) == 16, "as the launcher fills it");
 
-// What a warp waits for too long.
+// A wait of a warp that lasts too long.
 struct Diagnosis {
   int32_t set;  // 0: it waits for nothing
   int32_t segment;  // the instruction that the warp is at; -1: it is between two
   int32_t layer;  // of the body
   int32_t number;  // record, as in a trace
-  int32_t awaited;  // an Awaited
-  int32_t index;  // of a counter in its block; of a barrier the slot of its page or instruction
-  int32_t value;  // of a counter
-  int32_t expected;  // of a counter; of a barrier the parity of the phase that has not completed
+  int32_t awaited;  // what it waits for, an Awaited
+  int32_t index;  // counter: its index in its block; barrier: the slot of its page or instruction
+  int32_t value;  // counter: its value
+  int32_t expected;  // counter: the expected value; barrier: the parity of the incomplete phase
 };
 static_assert(sizeof(Diagnosis) == 32, "as the launcher fills it");
 
@@ -69,37 +69,37 @@ struct Params {
   const Phase* phases;  // [tp][kMaxPhases + 1], by number
   const int32_t* records[4];  // prologue, body, epilogue, queues: [n][kWords]
   const int32_t* offsets[4];  // [tp * workers + 1]; of the queues [tp * queues + 1]
-  const int32_t* totals[3];  // arrivals per launch in the first, a middle, the last block: [tp][counters]
+  const int32_t* totals[3];  // arrivals per launch in the first, the middle and the last counter blocks: [tp][counters]
   int32_t* const* counter_values;  // [tp] of [layers + 1][counters]
   int32_t* const* claims;  // [tp] of [layers][queues]
   void* const* buffers;  // [tp][kBuffers]
   const uint64_t* layer_stride;  // [tp][kBuffers] bytes; 0 where a buffer has one copy for all layers
-  const TensorMap* maps;  // [tp][kBuffers][kMaps]; of those buffers that tiles or pages are loaded from or stored to
-  uint64_t mapped;  // bit b: a rank's blocks copy by its map of buffer b
-  uint64_t mapped_everywhere;  // bit b: and by those of all ranks
+  const TensorMap* maps;  // [tp][kBuffers][kMaps]; only for buffers that tiles or pages are copied from or to
+  uint64_t mapped;  // bit b: a rank's blocks copy buffer b with the rank's own maps
+  uint64_t mapped_everywhere;  // bit b: a rank's blocks copy buffer b with the maps of all ranks
   const int32_t* step_words;  // the step table
-  int32_t* abort;  // not 0: leave
-  Diagnosis* diagnoses;  // [blocks][warps] what each waits for too long
+  int32_t* abort;  // not 0: all warps end
+  Diagnosis* diagnoses;  // [blocks][warps] the wait of each warp that lasts too long
   float* sample_scratch;  // [blocks][2][vocab]
   Interval* trace;  // [blocks][trace_capacity]
-  int32_t* trace_counts;  // [blocks] intervals, those that did not fit included
+  int32_t* trace_counts;  // [blocks] number of intervals, including those that did not fit
   uint64_t* clocks;  // [blocks][kClockStamps]
   uint64_t timeout_ns;  // a wait that lasts longer ends the launch
   Delay delay;
   int32_t trace_capacity;
-  uint32_t launch;  // this one's number since the counters were zero, from 1
+  uint32_t launch;  // number of this launch since the counters were zeroed, from 1
   int32_t first_rank;  // of this grid
-  int32_t ranks;  // of this grid: partitions of `workers` blocks
-  int32_t workers;  // of a rank
-  int32_t counters;  // of a block of counters
-  int32_t queues;  // of a rank
-  int32_t synchronise;  // 0: neither waits nor signals, for launches of one phase each
-  int32_t pipelined;  // 0: an instruction is fetched when the one before has ended
+  int32_t ranks;  // of this grid; each has `workers` blocks
+  int32_t workers;  // per rank
+  int32_t counters;  // per counter block
+  int32_t queues;  // per rank
+  int32_t synchronise;  // 0: instructions neither wait nor signal, for launches of a single phase
+  int32_t pipelined;  // 0: an instruction is fetched only after the previous one has ended
   int32_t segments;  // bit s: run segment s
-  int32_t layer_begin;  // layers of the body to run
-  int32_t layer_end;
+  int32_t layer_begin;  // first layer of the body to run
+  int32_t layer_end;  // one past the last layer to run
 
-  // A rank's copy of a buffer; its layer's copy where it has layers.
+  // A rank's copy of a buffer; of a layered buffer, the copy for this layer.
   MK_DIMS_FN void* at(int32_t rank, Buffer buffer, int32_t layer) const {
     const int32_t i = rank * kBuffers + static_cast<int32_t>(buffer);
     return static_cast<char*>(buffers[i]) + static_cast<uint64_t>(layer) * layer_stride[i];

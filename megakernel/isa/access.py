@@ -22,16 +22,16 @@ class Kind(Enum):
 
 
 class Index(Enum):
-    """Who selects the box.
+    """What selects the part of its box that an instruction touches.
 
-    NONE         The operands do: the instruction touches exactly its box.
-    ITEM         Attention work items do. The items of all attention instructions of a rank and layer partition the box
-                 (rows x KV heads). An item also reads the K and V rows of its row blocks [item_wait_block, +blocks).
-                 `item_columns` gives the columns of some KV heads.
-    LOGIT_ROW    `logit_rows[i]` is the row for each logit row i of the instruction; the box has every row it may be.
-                 Where rows have owners, only the rows that the instruction's rank owns.
-    LOGIT_OWNER  A write of rows of the box by the rank that owns token row `logit_rows[i]`. Every rank has an
-                 instruction with this box, and exactly one of them writes each row (rank 0 writes padding rows).
+    NONE         Nothing: the instruction touches its whole box.
+    ITEM         Attention work items. The items of all attention instructions of a rank and layer together partition
+                 the box (rows x KV heads). An item also reads the K and V rows of the row blocks that it waits for
+                 (`item_wait_block`, `item_wait_blocks`). `item_columns` gives the columns that belong to KV heads.
+    LOGIT_ROW    The step table. For each logit row i of the instruction, it touches row `logit_rows[i]`; the box has
+                 every row that this may be. Where rows have owners, it touches only rows that its rank owns.
+    LOGIT_OWNER  The step table. The rank that owns token row `logit_rows[i]` writes row i of the box. Every rank has an
+                 instruction with this box, and exactly one rank writes each row (rank 0 writes padding rows).
     """
 
     NONE = "none"
@@ -44,13 +44,13 @@ class Index(Enum):
 class Access:
     """Half-open boxes, one per instruction: rows [row, row_end) x columns [col, col_end) of `buffer`.
 
-    Rows are token rows, also for K_CACHE and V_CACHE: the row whose K or V it is, which the step table maps to a
-    distinct cache slot. They are logit rows for buffers shaped by these, and rows of the buffer itself for REDUCE.
+    Rows are token rows, also for K_CACHE and V_CACHE, where the step table maps each token row to its own cache slot.
+    For buffers with one row per logit row they are logit rows, and for REDUCE they are rows of the buffer itself.
     Columns are elements of a row. Only buffers that a step writes are listed, because weights and earlier KV do not
     change during a launch.
 
     `rank` says whose copy is touched: OWN, EVERY, a rank, or an array with one rank per instruction. Copies of other
-    ranks are only written, never read. In an ITEM access, None means the owner of each row block.
+    ranks are only written, never read. In an ITEM access, `rank` may be None, which means the owner of each row block.
     """
 
     buffer: Buffer

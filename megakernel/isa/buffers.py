@@ -58,12 +58,12 @@ class BufferSpec:
     """The shape of one rank's copy in elements, row-major. A dtype of None means the program's compute dtype (f32 or
     bf16).
 
-    `layered` buffers have one copy per layer, in front of `shape`. The number of `pages` of the KV pool is known only
-    when a program is bound, so it is an argument of `shape`.
+    A `layered` buffer has one copy per layer: the layer is a further axis in front of `shape`. The number of pages in
+    the KV pool is known only when a program is bound, so it is an argument of `shape`.
 
-    Quantised K and V are Q8_0, and their shape is in bytes. A page of a head has one block per KV_UNIT elements; the
-    last block has the remaining elements. First come the scales of all tokens, then their values, ordered by element in
-    K and by token in V.
+    Quantised K and V are Q8_0, and their shape is in bytes. A head's page has one block per KV_UNIT elements, and the
+    last block has the remaining elements. Each block has the scales of all tokens first and then their values, ordered
+    by element in K and by token in V.
     """
 
     buffer: Buffer
@@ -122,7 +122,7 @@ _SPECS: tuple[BufferSpec, ...] = (
         lambda d, p: (d.partials, d.group_size, d.head_dim + 2),
         "m, l, o of one query row, one KV head, one KV block",
     ),
-    BufferSpec(_B.SPLITS, _A, _I, lambda d, p: (d.items,), "arrivals of a split's items; the last resets it to 0"),
+    BufferSpec(_B.SPLITS, _A, _I, lambda d, p: (d.items,), "arrived items of a split; the last one resets this to 0"),
     # -- state
     BufferSpec(
         _B.K_CACHE,
@@ -150,7 +150,7 @@ _SPECS: tuple[BufferSpec, ...] = (
         _A,
         None,
         lambda d, p: (d.tp * d.own_rows if d.tp > 1 else 0, d.hidden),
-        "partials of a projection by rank: slot k, own_rows long, is stored by rank k",
+        "partial sums of a projection by rank: rank k stores slot k, which has own_rows rows",
     ),
     BufferSpec(_B.QK_NORM, _W, _F, lambda d, p: (2, d.head_dim), "RMS norms of a head of q and of k", True),
 )

@@ -64,8 +64,8 @@ def weight_bytes(phase: Phase, cols: NDArray[Any], dims: Dims) -> NDArray[np.flo
 
 
 def _matmul(p: Phase, c: Columns, d: Dims) -> Cost:
-    """The cost of tiles of rows x cols outputs. The tiles of the rank's first row read the weights from memory, the
-    others find them in a cache. A norm applied to the inputs is computed once per tile.
+    """The cost of tiles of rows x cols outputs. The tiles that begin at the rank's first row read the weights from
+    memory, and all others find them in a cache. A norm applied to the inputs is computed once per tile.
     """
     place = d.reduce_place(c["row"]) if p.rows is Rows.OWN else c["row"]  # the position among the rank's rows
     products = c["cols"].astype(np.float64) * p.matrices(d) * p.inner(d)

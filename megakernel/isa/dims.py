@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from .dtypes import BLOCKS, Dtype
 
-# All shards of the FFN and of the vocabulary but the last are multiples of this: a quantisation group, and two panels
-# of packed columns.
+# Every shard of the FFN and of the vocabulary, except the last, has a multiple of this many columns: those of a
+# quantisation group, or of two packed panels.
 SHARD_UNIT = 32
 
 # The elements of a row of K or V that share a scale in a quantised cache (Q8_0), and the bytes of that scale.
@@ -40,14 +40,15 @@ class Units(IntEnum):
 class Dims:
     """The sizes of a step as one rank sees them. All are counts unless a unit is given.
 
-    The first block comes from the model, the second from the numerics class and the machine, the third from the bucket
-    and the engine's limits. The fourth says how `tp` ranks share the model and which rank's view this is, and the last
-    what a worker computes with. `rms_eps` is the only float. Properties named after the rank are sizes of its shard.
+    The first group of fields comes from the model, the second from the numerics class and the machine, the third from
+    the bucket and the engine's limits. The fourth group says how `tp` ranks share the model and which rank's view this
+    is, and the last describes a worker. `rms_eps` is the only float. Properties named `rank_...` are sizes of the
+    rank's shard.
 
     Query heads, FFN columns and vocabulary rows are divided among the ranks in contiguous shards, larger ones first,
     whose sizes differ by at most one unit (a head, or SHARD_UNIT columns). A shard may be empty. A rank has the KV
-    heads that its query heads use, so neighbours may have the same one. Row block b of the token rows belongs to rank b
-    % tp, or to every rank if the residual is replicated (`replicated_residual`).
+    heads that its query heads use, so two neighbouring ranks may have the same KV head. Row block b of the token rows
+    belongs to rank b % tp, or to every rank if the residual is replicated (`replicated_residual`).
     """
 
     vocab: int
@@ -62,7 +63,7 @@ class Dims:
     dtype: int  # Dtype of activations, and of the KV cache unless that is quantised; accumulation is in float32
     kv_block: int  # KV tokens that share one softmax partial (m, l, o); fixed by the numerics class
     kv_page: int  # KV tokens in a page of the cache; divides kv_block
-    row_block: int  # token rows behind one row-block counter
+    row_block: int  # token rows that share one row-block counter
 
     tokens: int  # token rows of the bucket
     logit_rows: int  # rows that get logits
@@ -72,18 +73,18 @@ class Dims:
     attention_slots: int  # attention instructions per layer
     partials: int  # split-attention partials, one per (split item, query row, kv block)
     bias_entries: int  # logit-bias pairs, all rows together
-    mask_rows: int = 0  # logit rows that may say which tokens they allow
+    mask_rows: int = 0  # logit rows that may have a mask of allowed tokens
 
     tp: int = 1  # ranks that share the model
-    rank: int = 0  # whose view this is; a program's own dims are rank 0's
+    rank: int = 0  # the rank that sees these sizes; a program's own dims are rank 0's
     replicated_o: int = 0  # 1: every rank has all of W_O, and attention stores heads at the rank that owns the row
     replicated_residual: int = 0  # 1: every rank has the whole residual and adds all ranks' partials itself
 
     units: int = 0  # which Units compute a matmul; part of the numerics class
     ring_pages: int = 0  # pages of shared memory in a worker's ring (see isa/pages.py); 0 if the target has none
-    # 1: K and V are stored in Q8_0, one token's row of a head at a time; part of the numerics class
+    # 1: K and V are stored in Q8_0; each token's row of a head is quantised by itself. Part of the numerics class
     quantised_kv: int = 0
-    sms: int = 1  # SMs of a worker: 2 load each weight tile once for both and share an instruction's rows
+    sms: int = 1  # SMs of a worker; two SMs load each weight tile once for both and divide an instruction's rows
 
     @property
     def row_blocks(self) -> int:
@@ -95,7 +96,7 @@ class Dims:
 
     @property
     def own_rows(self) -> int:
-        """The most token rows that a rank owns, which is the number of rows of a slot of REDUCE."""
+        """The maximum number of token rows that a rank owns. Each slot of REDUCE has this many rows."""
         return self.tokens if self.replicated_residual else ceil_div(self.row_blocks, self.tp) * self.row_block
 
     @property
@@ -180,11 +181,11 @@ class Dims:
         return self.heads // self.kv_heads
 
     def query_head(self, kv_head: int) -> int:
-        """The first of the rank's query heads that use its KV head `kv_head`, both counted from the rank's first."""
+        """The first query head that uses KV head `kv_head`. Both numbers count from the rank's own first head."""
         return max((self.first_kv_head + kv_head) * self.group_size - self.first_head, 0)
 
     def query_head_end(self, kv_head: int) -> int:
-        """One past the last of these query heads."""
+        """One past the last query head that uses KV head `kv_head`, counted likewise."""
         return min((self.first_kv_head + kv_head + 1) * self.group_size - self.first_head, self.rank_heads)
 
     def owner(self, row: Int) -> Int:
@@ -201,7 +202,7 @@ class Dims:
         """The row of REDUCE where `from_rank` stores its partial sum for token row `row`."""
         return from_rank * self.own_rows + self.reduce_place(row)
 
-    # -- the rest is Python's alone
+    # -- the remaining methods exist only in Python
 
     def query_heads(self, kv_head: int) -> tuple[int, int]:
         """The rank's query heads [first, end) that use its KV head `kv_head`."""
@@ -232,5 +233,5 @@ def start(units: int, ranks: int, rank: int) -> int:
 
 DIM_FIELDS: tuple[tuple[str, type], ...] = tuple((f.name, float if f.name == "rms_eps" else int) for f in fields(Dims))
 
-# KV tokens per softmax partial result. It is the same in every program because attention's bits depend on it.
+# KV tokens per partial softmax result. Every program uses the same number, because attention's bits depend on it.
 KV_BLOCK = 128

@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 
 class Dtype(IntEnum):
-    """Element types. Those after I32 are for weight matrices only; the last ones are GGML's block types."""
+    """Element types. Those after I32 are only for weight matrices, except that Q8_0 is also for K and V. Q8_0 and all
+    later ones are GGML's block types.
+    """
 
     F32 = 0
     BF16 = 1
@@ -55,7 +57,7 @@ class Dtype(IntEnum):
 class Block(NamedTuple):
     """Neighbouring weights of a row that are quantised together. csrc/cpu/packed.h explains the bytes.
 
-    `scales` is the offset of the float16 scale and minimum. All other bytes are integers.
+    `scales` has the offsets of the float16 scale and of the minimum, if there is one. All other bytes are integers.
     """
 
     weights: int
@@ -79,7 +81,8 @@ _INFINITY = {Dtype.F32: 0x7F800000, Dtype.BF16: 0x7F80, Dtype.F16: 0x7C00}
 def all_finite(a: NDArray[np.generic], dtype: Dtype) -> bool:
     """Whether elements or rows of blocks of `dtype` contain neither NaN nor infinity.
 
-    Read as integers, these are the largest floats of either sign. Two maxima take a tenth of the time of `isfinite`.
+    Read as integers, NaN and infinity exceed all finite floats of their sign, so two maxima show whether there are any.
+    They take a tenth of the time of `isfinite`.
     """
     if dtype.quantised:
         blocks = a.view(np.uint8).reshape(-1, BLOCKS[dtype].bytes)
@@ -91,12 +94,12 @@ def all_finite(a: NDArray[np.generic], dtype: Dtype) -> bool:
 
 
 def to_f32(a: NDArray[np.generic], dtype: Dtype | None = None) -> NDArray[np.float32]:
-    """The float32 values of an array of `dtype`; by default of floats, or of bfloat16 bits in a uint16 array.
+    """The float32 values of an array of `dtype`. Without `dtype`, it has floats, or bfloat16 bits as uint16.
 
     Rows of quantised blocks, `[..., bytes]`, become rows of weights, each rounded once from scale * value + offset.
     """
     if dtype is not None and dtype.quantised:
-        from gguf import GGMLQuantizationType, dequantize  # imported here because a machine with a GPU need not have it
+        from gguf import GGMLQuantizationType, dequantize  # imported here because a GPU machine need not have gguf
 
         values: NDArray[np.float32] = dequantize(a, GGMLQuantizationType[dtype.name])
         return values

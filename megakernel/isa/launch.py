@@ -13,12 +13,12 @@ THREADS = 384  # threads of a block; one block per SM
 WARPS = THREADS // 32
 PAGES = 13  # pages of shared memory in the ring that all operands pass through
 PAGE_BYTES = 16384
-SLOTS = 4  # instructions of a block between set-up and the end of their store
-# the same if the next one is claimed from a queue, once the loads of the previous one have been requested
+SLOTS = 4  # instructions that a block has under way, from their set-up to the end of their stores
+# The same limit while a block claims from a queue. A claim also waits until the previous loads have been requested.
 CLAIM_SLOTS = 2
 SHARED_BYTES = 227 * 1024  # dynamic shared memory of a block: all that Hopper offers
 MAP_BYTES = 128  # bytes of an encoded tensor map, which must be aligned to 64 bytes
-CLOCK_STAMPS = 4  # stamps of a block in a traced launch: (clock64, %globaltimer) at its begin and at its end
+CLOCK_STAMPS = 4  # stamps of a block in a traced launch: (clock64, %globaltimer) at its beginning and at its end
 
 PROLOGUE, BODY, EPILOGUE, QUEUES = range(4)  # record lists; the first three are segments
 
@@ -34,8 +34,8 @@ AWAITED = {
     "ready": "page {} to be written",
     "empty": "page {} to be released",
     "fetched": "the next instruction, in slot {}",
-    "inputs": "the counters of the instruction in slot {} to hold",
-    "loaded": "the loads of the instruction in slot {} to be asked for",
+    "inputs": "the counters of the instruction in slot {} to reach their totals",
+    "loaded": "the loads of the instruction in slot {} to be requested",
     "outputs": "the instruction in slot {} to be computed",
     "retired": "the instruction in slot {} to end",
     "parted": "the other loader to end",
@@ -75,8 +75,8 @@ class Field:
         return f"{kind} {self.name}{f'[{self.count}]' if self.count > 1 else ''};"
 
 
-# `what` gives the shape of the data behind a pointer. Ranks are all tp ranks of the model; blocks are those of this
-# grid.
+# For a pointer, `what` begins with the shape of the data behind it. There, `tp` counts all ranks of the model, and
+# `blocks` only the blocks of this grid.
 STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
     "Delay": (
         "A stall of one instruction, for tests of the trace; only traced launches have it.",
@@ -88,16 +88,16 @@ STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
         ),
     ),
     "Diagnosis": (
-        "What a warp waits for too long.",
+        "A wait of a warp that lasts too long.",
         (
             Field("set", "i4", "0: it waits for nothing"),
             Field("segment", "i4", "the instruction that the warp is at; -1: it is between two"),
             Field("layer", "i4", "of the body"),
             Field("number", "i4", "record, as in a trace"),
-            Field("awaited", "i4", "an Awaited"),
-            Field("index", "i4", "of a counter in its block; of a barrier the slot of its page or instruction"),
-            Field("value", "i4", "of a counter"),
-            Field("expected", "i4", "of a counter; of a barrier the parity of the phase that has not completed"),
+            Field("awaited", "i4", "what it waits for, an Awaited"),
+            Field("index", "i4", "counter: its index in its block; barrier: the slot of its page or instruction"),
+            Field("value", "i4", "counter: its value"),
+            Field("expected", "i4", "counter: the expected value; barrier: the parity of the incomplete phase"),
         ),
     ),
     "Params": (
@@ -110,7 +110,7 @@ STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
             Field(
                 "totals",
                 "const int32_t*",
-                "arrivals per launch in the first, a middle, the last block: [tp][counters]",
+                "arrivals per launch in the first, the middle and the last counter blocks: [tp][counters]",
                 3,
             ),
             Field("counter_values", "int32_t* const*", "[tp] of [layers + 1][counters]"),
@@ -122,31 +122,31 @@ STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
             Field(
                 "maps",
                 "const TensorMap*",
-                "[tp][kBuffers][kMaps]; of those buffers that tiles or pages are loaded from or stored to",
+                "[tp][kBuffers][kMaps]; only for buffers that tiles or pages are copied from or to",
             ),
-            Field("mapped", "u8", "bit b: a rank's blocks copy by its map of buffer b"),
-            Field("mapped_everywhere", "u8", "bit b: and by those of all ranks"),
+            Field("mapped", "u8", "bit b: a rank's blocks copy buffer b with the rank's own maps"),
+            Field("mapped_everywhere", "u8", "bit b: a rank's blocks copy buffer b with the maps of all ranks"),
             Field("step_words", "const int32_t*", "the step table"),
-            Field("abort", "int32_t*", "not 0: leave"),
-            Field("diagnoses", "Diagnosis*", "[blocks][warps] what each waits for too long"),
+            Field("abort", "int32_t*", "not 0: all warps end"),
+            Field("diagnoses", "Diagnosis*", "[blocks][warps] the wait of each warp that lasts too long"),
             Field("sample_scratch", "float*", "[blocks][2][vocab]"),
             Field("trace", "Interval*", "[blocks][trace_capacity]"),
-            Field("trace_counts", "int32_t*", "[blocks] intervals, those that did not fit included"),
+            Field("trace_counts", "int32_t*", "[blocks] number of intervals, including those that did not fit"),
             Field("clocks", "uint64_t*", "[blocks][kClockStamps]"),
             Field("timeout_ns", "u8", "a wait that lasts longer ends the launch"),
             Field("delay", "Delay", ""),
             Field("trace_capacity", "i4", ""),
-            Field("launch", "u4", "this one's number since the counters were zero, from 1"),
+            Field("launch", "u4", "number of this launch since the counters were zeroed, from 1"),
             Field("first_rank", "i4", "of this grid"),
-            Field("ranks", "i4", "of this grid: partitions of `workers` blocks"),
-            Field("workers", "i4", "of a rank"),
-            Field("counters", "i4", "of a block of counters"),
-            Field("queues", "i4", "of a rank"),
-            Field("synchronise", "i4", "0: neither waits nor signals, for launches of one phase each"),
-            Field("pipelined", "i4", "0: an instruction is fetched when the one before has ended"),
+            Field("ranks", "i4", "of this grid; each has `workers` blocks"),
+            Field("workers", "i4", "per rank"),
+            Field("counters", "i4", "per counter block"),
+            Field("queues", "i4", "per rank"),
+            Field("synchronise", "i4", "0: instructions neither wait nor signal, for launches of a single phase"),
+            Field("pipelined", "i4", "0: an instruction is fetched only after the previous one has ended"),
             Field("segments", "i4", "bit s: run segment s"),
-            Field("layer_begin", "i4", "layers of the body to run"),
-            Field("layer_end", "i4", ""),
+            Field("layer_begin", "i4", "first layer of the body to run"),
+            Field("layer_end", "i4", "one past the last layer to run"),
         ),
     ),
 }

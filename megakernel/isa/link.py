@@ -17,9 +17,9 @@ Bytes = NDArray[np.int64]
 def link_bytes(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
     """[tp] bytes that instructions of rank `dims.rank` store on each rank; 0 for the rank itself.
 
-    `columns` must contain all attention instructions of the rank's layer, whose items partition a box. Rows of the
-    final norm that their owners send are attributed to rank 0: the sender depends on the step table, the number of
-    bytes does not.
+    `columns` must contain all attention instructions of the rank's layer, because their items together partition a box.
+    All rows of the final norm are counted as sent by rank 0: their real senders, the owners of the rows, depend on the
+    step table, but the number of bytes does not.
     """
     total: Bytes = link_bytes_each(phase, columns, dims).sum(axis=0)
     return total

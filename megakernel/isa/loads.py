@@ -21,8 +21,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Loads:
-    """Bytes per instruction: its weights, which may be loaded before its waits, and its inputs, which are loaded after
-    them.
+    """Bytes per instruction: its weights, which may be loaded before its waits end, and its inputs (`read`), which are
+    loaded after its waits.
     """
 
     weights: Floats
@@ -34,7 +34,7 @@ class Loads:
 
 
 def loads(phase: Phase, columns: Columns, dims: Dims) -> Loads:
-    """The loads of instructions on rank `dims.rank`. Attention's depend on the step table and are zero here."""
+    """The loads of instructions on rank `dims.rank`. Attention's loads depend on the step table; here they are 0."""
     if phase.operation is Operation.ATTENTION:
         none = np.zeros(len(next(iter(columns.values()))))
         return Loads(none, none)
@@ -59,8 +59,8 @@ def region_reads(phase: Phase, columns: Columns, dims: Dims) -> Floats:
 
 
 def _through_the_ring(phase: Phase, columns: Columns, dims: Dims) -> Floats:
-    """Matmul inputs that pass through the ring are loaded again for each lap of dots, or for each chunk of a tile's
-    columns.
+    """The bytes of a matmul's inputs that pass through the ring. All inputs are loaded anew for each lap of dots, or
+    for each chunk of columns of a tile.
     """
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
     if dims.units == Units.DOTS:

@@ -1,7 +1,7 @@
 """The operations that interpreters know. Each phase of a model is one of them with parameters (`phases.py`).
 
 `csrc/common/isa.h` and `docs/instructions.md` are generated from these tables. A new operation, result or set of rows
-needs a case in every backend; a backend that lacks it does not compile.
+needs a case in every backend; a backend without this case does not compile.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Result(IntEnum):
     NONE      not a matmul
     HEADS     q and k are rotated by ROPE; q goes to Q, k and v go to their place in the KV cache
     RESIDUAL  added to the residual stream
-    PARTIAL   stored as this rank's part of a sum over ranks, where the residual of the row is kept
+    PARTIAL   stored, as this rank's part of a sum over ranks, at the rank that keeps the residual of the row
     GATED     silu(first matrix) * second matrix
     LOGITS    stored at the rank that samples the row
     """
@@ -86,14 +86,14 @@ OPERATIONS: dict[Operation, OperationSpec] = {
         OperationFamily.CONTROL,
         "Join",
         (),
-        "nothing: turns waits into a counter, where one record holds too few or ranks meet at the end of a launch",
+        "no work: turns its waits into a signal, if a record has too few waits or ranks meet at the end of a launch",
     ),
     Operation.DRAIN: OperationSpec(
         OperationFamily.CONTROL,
         "Drain",
         ("queue", "end"),
-        "claims the next instruction of the rank's queue and runs it (its waits, work and signals), again and again, "
-        "until the first `end` of this layer's queue are claimed by any worker",
+        "repeatedly claims the next instruction of the rank's queue and runs it (its waits, work and signals), until "
+        "workers have claimed the first `end` instructions of this layer's queue",
     ),
     Operation.GATHER: OperationSpec(OperationFamily.GATHER, *_RUN, "output[r] = weights[token(r)]"),
     Operation.ROPE: OperationSpec(
@@ -102,37 +102,39 @@ OPERATIONS: dict[Operation, OperationSpec] = {
     Operation.NORM: OperationSpec(
         OperationFamily.NORM,
         *_RUN,
-        "output[r] = inputs[r] / sqrt(mean(inputs[r]^2) + eps) * weights, rounded once; to every rank where rows have "
-        "owners. Of logit rows: output[i] = norm of inputs[logit_rows[i]], of rows that this rank owns; padding rows "
-        "give zeros (rank 0's)",
+        "output[r] = inputs[r] / sqrt(mean(inputs[r]^2) + eps) * weights, rounded once and stored at every rank if "
+        "rows have owners. For logit rows: output[i] = norm of inputs[logit_rows[i]], for the rows that this rank "
+        "owns; rank 0 stores zeros for padding rows",
     ),
     Operation.MATMUL: OperationSpec(
         OperationFamily.MATMUL,
         *_TILE,
-        "t = inputs[r] weights^T + bias, the inputs normalised first where the phase has a norm; then what its result "
-        "says",
+        "t = inputs[r] weights^T + bias; if the phase has a norm, the inputs are normalised first. The phase's result "
+        "says what happens to t",
     ),
     # The q, k and v of `group_heads` consecutive KV heads form a group, which shares one counter per row block. The
-    # wait word names the grid [row block][group], the signal word the grid [row block].
+    # wait word names the grid of counters [row block][group], and the signal word the grid [row block].
     Operation.ATTENTION: OperationSpec(
         OperationFamily.ATTENTION,
         "Attention",
         ("slot", "group_heads", "groups"),
-        "for each item of the slot: softmax(Q K^T / sqrt(head_dim)) V over its KV blocks, each block's (m, l, o) "
-        "fresh, merged in ascending order; of a split's items the last to arrive merges; signals rows x KV heads. "
-        "With a replicated O projection the output goes to the rank that owns the rows, to every rank where all do",
+        "for each item of the slot: softmax(Q K^T / sqrt(head_dim)) V over its KV blocks. Each block's (m, l, o) is "
+        "computed by itself, and blocks are merged in ascending order; in a split, the item that arrives last merges. "
+        "Signals add rows x KV heads. With a replicated O projection the output goes to the rank that owns the rows, "
+        "or to every rank if all own them",
     ),
     Operation.REDUCE: OperationSpec(
         OperationFamily.REDUCE,
         *_TILE,
-        "output[r] += (inputs[0][r] + inputs[1][r] + ..) + bias, over the ranks that have a part of `weights`, in "
-        "float32, in that order",
+        "output[r] += (inputs[0][r] + inputs[1][r] + ..) + bias, over the ranks that have a part of `weights`, summed "
+        "in float32 and in rank order",
     ),
     Operation.SAMPLE: OperationSpec(
         OperationFamily.SAMPLING,
         *_RUN,
-        "penalties, bias, mask, temperature, min-p, top-k, top-p, then one draw keyed (seed, choice, position), ties "
-        "by id; or the target token. The token goes to HISTORY on every rank and to TOKENS_OUT on rank 0, its raw "
+        "penalties, bias, mask, temperature, min-p, top-k, top-p, then one draw keyed by (seed, choice, position), "
+        "where ids break ties; or the target token. The token goes to HISTORY on every rank and to TOKENS_OUT "
+        "on rank 0, its raw "
         "log-softmax to LOGPROBS_OUT on rank 0",
     ),
 }
@@ -140,7 +142,7 @@ OPERATIONS: dict[Operation, OperationSpec] = {
 RESULTS: dict[Result, str] = {
     Result.HEADS: "q and k columns rotated pairwise by ROPE[r]; q to Q, k and v to their page; rounded once",
     Result.RESIDUAL: "output[r] += t, in float32",
-    Result.PARTIAL: "output[this rank][r] = t at the rank that keeps the residual of r (at every rank where all do)",
+    Result.PARTIAL: "output[this rank][r] = t at the rank that keeps the residual of r (at every rank if all keep it)",
     Result.GATED: "output[r] = silu(t of the first matrix) * (t of the second), rounded once",
     Result.LOGITS: "output[i] = t, over the rank's part of the vocabulary, at the rank that samples row i; float32",
 }

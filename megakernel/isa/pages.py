@@ -2,23 +2,23 @@
 
 All operands that the CUDA interpreter loads for matmuls and attention, and the outputs that it stores by tiles, pass
 through one ring of pages per block. An instruction takes a run of pages in an order that follows from its operands
-alone. The ring continues page by page with the next instruction, so an instruction can finish only if the pages that it
-holds at once fit the ring. A page is PAGE_BYTES: PAGE_ROWS rows of ROW_BYTES, loaded and stored in boxes of BOX_ROWS
-rows.
+alone, and the next instruction continues with the next page of the ring. An instruction can finish only if the ring has
+at least as many pages as the instruction holds at once. A page is PAGE_BYTES: PAGE_ROWS rows of ROW_BYTES, loaded and
+stored in boxes of BOX_ROWS rows.
 
 tensor  `dims.units` is TENSOR. For each chunk of CHUNK output columns (those of all matrices side by side) and each
         K_STEP of the inner length: the page of the instruction's rows, then a page for each PAGE_ROWS columns of the
-        chunk. A step is released when the products of the next step are under way. If the output leaves by tiles, its
-        pages follow. With two SMs (`dims.sms`), each has its own ring, in which it takes these pages for its part of
-        the rows: `first_rows`, and the rest.
-dots    `dims.units` is DOTS. Laps of at most `dims.ring_pages` pages: weight pages, then all of the instruction's rows.
-        A weight page has DOT_PIECE elements of PIECES columns. Weight pages come in pairs, so that one warp has both
-        columns of a RoPE pair, or gate and up. The rows lie in pieces of DOT_PIECE elements, PIECES per page, and are
-        released at the end of their lap. Rows that the matmul normalises take no pages: the consumers keep them in
-        NORM_BYTES of shared memory beside the ring.
-attention  For each item, each pass over UNITS units (query tiles of QUERY_TILE rows x heads, each of one KV head), each
-        KV block and each KV head of the pass: its K pages, then its V pages, each with up to 64 elements per token. A
-        padding item takes one empty page.
+        chunk. The pages of a k step are released when the products of the next k step are under way. If the output is
+        stored through pages, output pages follow. With two SMs (`dims.sms`), each has its own ring and takes these
+        pages for its part of the rows: the first SM for `first_rows`, the second for the rest.
+dots    `dims.units` is DOTS. The pages come in laps of at most `dims.ring_pages`: first weight pages, then all of the
+        instruction's rows. A weight page has DOT_PIECE elements of PIECES columns. Weight pages come in pairs, so that
+        one warp has both columns of a RoPE pair, or a gate and its up column. The rows lie in pieces of DOT_PIECE
+        elements, PIECES per page, and are released at the end of their lap. Rows that the matmul normalises take no
+        pages: the consumers keep them in NORM_BYTES of shared memory beside the ring.
+attention  An item makes passes over UNITS units at a time (query tiles of QUERY_TILE rows x heads, each of one KV
+        head). For each pass, KV block and KV head of the pass, it takes K pages, then V pages, each with up to 64
+        elements per token. A padding item takes one empty page.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ ROW_BYTES = 128
 PAGE_ROWS = PAGE_BYTES // ROW_BYTES
 BOX_ROWS = 32
 CHUNK = 256
-K_STEP = ROW_BYTES // 2  # of bfloat16
+K_STEP = ROW_BYTES // 2  # bfloat16 elements per row
 STEP_PAGES = 1 + CHUNK // PAGE_ROWS  # pages of a k step of a whole chunk
-STAGES = 2  # k steps held at once
-WARPGROUP_ROWS = 64  # of a wgmma
+STAGES = 2  # k steps whose pages an instruction holds at once
+WARPGROUP_ROWS = 64  # rows of a wgmma
 MAPS = 2  # tensor maps per buffer: for boxes of BOX_ROWS rows, and for whole pages
 DOT_PIECE = 1024
 PIECE_INNER = 256  # elements per row of a piece, in the tensor map of a weight page
-PIECES = PAGE_BYTES // (2 * DOT_PIECE)  # in a page
-# the most weight pages of dots that are prefetched into the L2 ahead of the ring: half of 50 MB over all SMs
+PIECES = PAGE_BYTES // (2 * DOT_PIECE)  # pieces in a page
+# The maximum number of weight pages of dots that an SM prefetches into L2 before its ring has room for them. Together
+# the SMs fill half of the 50 MB.
 AHEAD_PAGES = 12
 DOT_UNIT = 8  # column tiles of dots start on multiples of this
-DOT_INPUT_PAGES = 4  # the most pages of an instruction's rows
-NORM_BYTES = 16384  # bytes of the rows that an instruction of dots has normalised
+DOT_INPUT_PAGES = 4  # the maximum number of pages for an instruction's rows in a lap
+NORM_BYTES = 16384  # shared memory for the rows that an instruction of dots normalises
 UNITS = 8  # units of attention that are computed side by side
 QUERY_TILE = 16  # query rows x heads of a unit
 
@@ -81,7 +82,7 @@ def output_columns(phase: Phase, dims: Dims) -> int:
 
 @dataclass(frozen=True)
 class Pages:
-    """The number of pages that each instruction takes, by their purpose, and the most that it holds at once."""
+    """The number of pages that each instruction takes, by purpose, and the maximum number that it holds at once."""
 
     weights: Ints
     inputs: Ints
@@ -140,8 +141,8 @@ def dot_input_pages(phase: Phase, rows: Ints, dims: Dims) -> Ints:
 
 
 def ahead_columns(phase: Phase, dims: Dims) -> int:
-    """The columns, over all matrices of a matmul by dots, whose weights are prefetched into the L2 cache before the
-    ring has room for them: columns of whole units, and only where one copy loads a page.
+    """The number of columns, over all matrices of a matmul by dots, whose weights are prefetched into the L2 cache
+    before the ring has room for them. Only whole units are prefetched, and only if one copy loads a whole page.
     """
     if phase.inner(dims) % PIECE_INNER:
         return 0
@@ -180,5 +181,5 @@ def attention_pages(item_rows: Column, item_kv_heads: Column, item_blocks: Colum
 
 
 def dot_rows(inner: int) -> int:
-    """The most rows of an instruction of dots whose inputs have at most `inner` (> 0) elements."""
+    """The maximum number of rows of an instruction of dots if a row has at most `inner` (> 0) elements."""
     return DOT_INPUT_PAGES * PIECES // -(-inner // DOT_PIECE)

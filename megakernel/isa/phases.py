@@ -32,13 +32,12 @@ class Phase:
     """One operation with its parameters; the instructions of a phase differ only in their operands.
 
     `weights`      the matrix or matrices of a matmul, the scale of a norm, the table of a gather; for a reduction, the
-    matrix
-                   whose partial products it adds
+                   matrix whose partial products it adds
     `bias`         added to the results; None if the model has none
     `norm`         the scale of an RMS norm that a matmul applies to its inputs first
     `head_norm`    the scales of the RMS norms of each head of q and of k, applied before the rotation
-    `ahead`        the weights are those of a later layer, by this many, or of the last layer
-    `weight_bits`  bits per weight in memory, the mean if there are several types; None means those of the compute type
+    `ahead`        how many layers after the current one the weights' layer is; at most the last layer
+    `weight_bits`  bits per weight in memory, the mean if there are several types; None means the compute type's bits
 
     `number` is the phase's place in its `Forward`.
     """
@@ -97,7 +96,7 @@ class Phase:
         return self._shape(dims)[-2] if self.is_matmul and self.inner(dims) else 0
 
     def matrices(self, dims: Dims) -> int:
-        """The number of matrices of a matmul that lie side by side; each output column has one column of each."""
+        """The number of matrices of a matmul; each output column is computed from one column of each matrix."""
         shape = self._shape(dims)
         return shape[0] if len(shape) == 3 else 1
 
@@ -110,7 +109,7 @@ class Phase:
         return Dtype(dims.dtype).bits if self.weight_bits is None else self.weight_bits
 
     def ranks(self, dims: Dims) -> int:
-        """Ranks 0 .. n - 1 have a part of the weights' inner length, because shards are dealt in order."""
+        """The number n of ranks that have a part of the weights' inner length, which are ranks 0 .. n - 1."""
         return sum(self.inner(replace(dims, rank=rank)) > 0 for rank in range(dims.tp))
 
     def _shape(self, dims: Dims) -> tuple[int, ...]:
@@ -142,15 +141,15 @@ PHASE_FIELDS: tuple[PhaseField, ...] = (
     PhaseField("rows", "Rows", "", lambda p, d: p.rows),
     PhaseField("result", "Result", "of a matmul", lambda p, d: p.result),
     PhaseField("weights", "Buffer", "", _buffer("weights")),
-    PhaseField("bias", "Buffer", "kNone: there is none, as in the next", _buffer("bias")),
-    PhaseField("norm", "Buffer", "scale of the norm on the way in", _buffer("norm")),
+    PhaseField("bias", "Buffer", "kNone if there is none, as in the next two fields", _buffer("bias")),
+    PhaseField("norm", "Buffer", "scale of the norm of the inputs", _buffer("norm")),
     PhaseField("head_norm", "Buffer", "scales of the norms of q and k heads", _buffer("head_norm")),
     PhaseField("inputs", "Buffer", "", _buffer("inputs")),
     PhaseField("output", "Buffer", "", _buffer("output")),
-    PhaseField("ahead", "int32_t", "layers from this one to that of the weights", lambda p, d: p.ahead),
+    PhaseField("ahead", "int32_t", "how many layers the weights' layer is after this one", lambda p, d: p.ahead),
     PhaseField("inner", "int32_t", "length of a dot product", lambda p, d: p.inner(d)),
     PhaseField("width", "int32_t", "output columns", lambda p, d: p.width(d)),
-    PhaseField("matrices", "int32_t", "side by side", lambda p, d: p.matrices(d)),
+    PhaseField("matrices", "int32_t", "number of weight matrices", lambda p, d: p.matrices(d)),
     PhaseField(
         "ranks",
         "int32_t",

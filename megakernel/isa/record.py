@@ -6,8 +6,8 @@ words 16-23   waits, 0 = none
 words 24-31   signals, 0 = none
 
 A wait or signal word names a counter. Bits 0-23 are counter + 1. Bits 24-27 are the rank (in signals only): ALL_RANKS
-means every rank, and OWNER, in an indexed signal, the rank that owns the row block. Bit 28, NEXT, means the counter in
-the next layer's block. Bit 29, INDEXED, means that the word names the first counter of a grid and that the step table
+means every rank, and OWNER, in indexed signals only, the owner of the row block. Bit 28, NEXT, means the counter in the
+next layer's block. Bit 29, INDEXED, means that the word names the first counter of a grid and that the step table
 selects the member; the operation's declaration says how.
 """
 

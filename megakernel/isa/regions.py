@@ -32,7 +32,7 @@ def _full(value: Column | int, like: Column) -> Column:
 
 
 def _peers(d: Dims) -> int:
-    """The destination of a row that every rank needs: all copies, or only the rank's own if all ranks compute it."""
+    """Where a row that every rank needs is stored: in all copies, or only in the rank's own if all compute it."""
     return OWN if d.replicated_residual or d.tp == 1 else EVERY
 
 

@@ -20,7 +20,7 @@ from .dims import Dims
 
 @dataclass(frozen=True)
 class StepField:
-    """`length` in words = the product of the Dims named in `of`, plus `plus`; that many for each rank if `per_rank`."""
+    """Its length in words is the product of the Dims named in `of`, plus `plus`; with `per_rank`, for each rank."""
 
     name: str
     of: tuple[str, ...]
@@ -42,8 +42,8 @@ STEP_FIELDS: tuple[StepField, ...] = (
     StepField("positions", _T, "absolute position of the row in its sequence"),
     StepField("row_seq", _T, "row of block_tables; -1 for padding (its K and V are not stored)"),
     StepField("block_tables", ("max_seqs", "pages_per_seq"), "page ids of each sequence"),
-    # -- attention work items: a run of rows of one sequence inside one row block, some KV heads, some KV blocks.
-    # Each rank has its own; heads are counted from its first.
+    # -- attention work items: each has a run of rows of one sequence inside one row block, some KV heads and some KV
+    # blocks. Each rank has its own items; their KV heads are counted from the rank's first.
     StepField(
         "slot_items", ("attention_slots",), "slot s has items [slot_items[s], slot_items[s+1])", plus=1, per_rank=True
     ),
@@ -55,21 +55,21 @@ STEP_FIELDS: tuple[StepField, ...] = (
     StepField("item_block", _I, "first KV block (of kv_block tokens)", per_rank=True),
     StepField("item_blocks", _I, "KV blocks; an unsplit item covers all up to its last row's position", per_rank=True),
     StepField("item_wait_block", _I, "first row block whose q, k, v the item needs", per_rank=True),
-    StepField("item_wait_blocks", _I, "row blocks it needs, its own included", per_rank=True),
+    StepField("item_wait_blocks", _I, "number of row blocks that the item needs, including its own", per_rank=True),
     StepField("item_split", _I, "index into SPLITS shared by the items of one split; -1: not split", per_rank=True),
     StepField("item_splits", _I, "items in the split", per_rank=True),
     StepField(
         "item_partial",
         _I,
-        "split: PARTIALS index of KV block 0; (row, head, block) at +((row * kv_heads + head) * span + block)",
+        "split: PARTIALS index of KV block 0; (row, head, block) lies (row * kv_heads + head) * span + block further",
         per_rank=True,
     ),
     StepField("item_span", _I, "split: KV blocks over all of its items", per_rank=True),
     # -- logit rows
     StepField("logit_rows", _L, "token row; -1 for padding"),
     StepField("sample_slot", _L, "HISTORY slot that the token is written to; -1: nowhere"),
-    StepField("history_slot", _L, "HISTORY slot whose tokens penalties count; -1: no penalties"),
-    StepField("sample_position", _L, "index in HISTORY of the sampled token = tokens before it"),
+    StepField("history_slot", _L, "HISTORY slot with the tokens that penalties count; -1: no penalties"),
+    StepField("sample_position", _L, "index in HISTORY of the sampled token, which is the number of tokens before it"),
     StepField("prompt_length", _L, "prompt tokens in HISTORY; later ones count as output"),
     StepField("target", _L, "score this token instead of sampling; -1: sample"),
     StepField("temperature", _L, "0: greedy", True),
@@ -79,9 +79,9 @@ STEP_FIELDS: tuple[StepField, ...] = (
     StepField("presence_penalty", _L, "0: off", True),
     StepField("frequency_penalty", _L, "0: off", True),
     StepField("repetition_penalty", _L, "1: off", True),
-    StepField("seed_low", _L, "low word of the seed"),
-    StepField("seed_high", _L, "high word of the seed"),
-    StepField("choice", _L, "index of the choice among n"),
+    StepField("seed_low", _L, "low 32 bits of the seed"),
+    StepField("seed_high", _L, "high 32 bits of the seed"),
+    StepField("choice", _L, "index of the choice among the n of its request"),
     StepField("bias_begin", _L, "first bias pair of the row"),
     StepField("bias_end", _L, "one past the last bias pair"),
     StepField("bias_ids", _B, "token ids"),
@@ -95,7 +95,7 @@ STEP_FIELDS: tuple[StepField, ...] = (
 
 @functools.cache
 def _layout(dims: Dims) -> tuple[dict[str, tuple[int, int, bool]], int]:
-    """For each field, its first word, its end, and whether it is float, as rank `dims.rank` sees it. Also the words of
+    """The (first word, end, whether it is float) of each field, as rank `dims.rank` sees it, and the number of words of
     a table.
     """
     fields, offset = {}, 0

@@ -16,13 +16,12 @@ _ANY = 1 << 30  # more rows than a program has
 
 @dataclass(frozen=True)
 class Target:
-    """`units` are the units that can compute matmuls, those for few rows first; `by_name` maps the names that users
-    type.
+    """`units` are the units that can compute matmuls; those for few rows come first.
 
-    row_unit   row blocks are multiples of it: the rows that are stored at once, or 1
-    col_unit   column tiles start at multiples of it; None if the machine file decides
-    pages      whether workers stream operands through a ring of pages, whose size the machine gives
-    any_split  whether the share of any attention slot may end inside a row's KV range and so leave partial results
+    row_unit   row blocks are multiples of this number of rows, which are stored at once; 1 if any number can be stored
+    col_unit   column tiles start at multiples of this number; None if the machine file decides
+    pages      whether workers stream operands through a ring of pages, whose size the machine file gives
+    any_split  whether any attention slot's share may end inside a row's KV range, which leaves partial results
     """
 
     name: str
@@ -37,7 +36,7 @@ class Target:
         return self.units[0] if len(self.units) == 1 else Units[name.upper()]
 
     def tile_rows(self, units: Units, inner: int) -> int:
-        """The most rows of a tile whose inputs have at most `inner` elements."""
+        """The maximum number of rows of a tile if a row of its inputs has at most `inner` elements."""
         return pages.dot_rows(inner) if units is Units.DOTS else _ANY
 
 

@@ -13,7 +13,7 @@ _COLUMNS = 8  # columns up to the time stolen by other virtual machines; user ti
 
 @dataclass(frozen=True)
 class Moment:
-    """CPU seconds of all cores since the start: in total, idle, and used by this process."""
+    """CPU seconds: of all cores since the system started, in total and idle, and those that this process has used."""
 
     total_s: float
     idle_s: float
@@ -35,7 +35,7 @@ def now(stat: Path = _STAT) -> Moment | None:
 
 
 def others(begin: Moment | None, end: Moment | None) -> float | None:
-    """The fraction of all cores' time between two moments that other programs used, stolen time included; None if
+    """The fraction of all cores' time that other programs used between two moments, including stolen time; None if
     unknown.
     """
     if begin is None or end is None or end.total_s <= begin.total_s:

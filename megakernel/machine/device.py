@@ -23,7 +23,7 @@ class Machine:
     memory_bytes: float
     cache_bytes: float  # the last-level cache
     cache_bytes_per_s: float  # from the last-level cache to all workers
-    worker_bytes_per_s: float  # the most that one worker loads or stores
+    worker_bytes_per_s: float  # the maximum that one worker loads or stores
     link_bytes_per_s: float  # egress to peers, one direction
     switch_bytes_per_s: float  # of all devices of a node together
     tile_rows: int  # token rows of a matmul tile and of a row block
@@ -75,14 +75,14 @@ MACHINES: dict[str, Machine] = {h.name: _machine(h) for h in map(read, names()) 
 
 
 def host(workers: int | None = None) -> Machine:
-    """This machine's CPU with one worker per core. Its rates are nominal and serve for placement; `doctor` measures the
-    real ones.
+    """This machine's CPU with one worker per core. Its rates are nominal and only guide placement; `doctor` measures
+    the real ones.
     """
     return _machine(read(HOST, workers))
 
 
 def host_hardware(flops_per_s: float, read_bytes_per_s: float) -> Hardware:
-    """This machine's CPU as one device with measured rates. bf16 weights are widened and multiplied in fp32."""
+    """This machine's CPU as one device with measured rates. bf16 weights are widened, so both types have one rate."""
     nominal = read(HOST)
     return replace(
         nominal,

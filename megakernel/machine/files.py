@@ -29,7 +29,8 @@ _OTHER = {"base", "curve", "source"}
 _OPTIONAL = {"fabric", "costs", "tiles", "issue", "core"}
 _NODE = re.compile(r"(.+)x(\d+)")
 
-# Integers count SMs, links and rows; a trace has 16 bits for an SM. Products of a few other numbers stay finite.
+# Whole numbers count SMs, links and rows, and a trace has 16 bits for an SM. The limits of all other numbers keep
+# products of a few of them finite.
 _MOST_WHOLE = 1 << 16
 _LEAST, _MOST = 1e-30, 1e30
 
@@ -109,7 +110,7 @@ def _hardware(name: str, table: Table, where: str) -> Hardware:
         if section in table:
             built[attribute] = _section(kind, table[section], f"machine file {where}: {section}")
         elif section not in _OPTIONAL:
-            raise MegakernelError(f"machine file {where}: section [{section}] is missing: add it, or a base")
+            raise MegakernelError(f"machine file {where}: section [{section}] is missing: add it, or name a base")
     curves = table.get("curve", [])
     if not isinstance(curves, list):
         raise MegakernelError(f"machine file {where}: curve must be written [[curve]]")

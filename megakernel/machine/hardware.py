@@ -25,8 +25,8 @@ class Chip:
     hbm_bytes_per_s: float
     boost_clock_hz: float | None = None
     l2_bytes: float = 0.0
-    l2_bytes_per_clock: float = 0.0  # what an SM gets when all SMs load; measured
-    load_bytes_per_clock: float = 0.0  # the most that an SM loads
+    l2_bytes_per_clock: float = 0.0  # what each SM gets from L2 when all SMs load; measured
+    load_bytes_per_clock: float = 0.0  # the maximum that one SM loads
     board_w: float | None = None  # the board's power limit
     usd_per_hour: float | None = None  # a list price
 
@@ -111,15 +111,15 @@ class Issue:
     """
 
     pass_page: float  # cycles of a loader to skip a page that the other loader fills
-    weight_page: float  # of dots
-    input_page: float  # of dots
-    tile_page: float  # of a matmul on matrix units, for one page
-    dot_pair: float  # of the consumers, for both weight pages of a piece of a unit of columns, with one row
-    dot_pairs: float  # the same for two rows
-    dot_row: float  # in addition, for each further row
-    dot_unit: float  # in addition to the pages, for a unit of columns
-    k_step: float  # of a matmul on matrix units
-    # of all roles, from the end of one instruction's arithmetic to the begin of an instruction that waits for it
+    weight_page: float  # cycles of a loader to fill a weight page of dots
+    input_page: float  # the same for an input page of dots
+    tile_page: float  # the same for a page of a matmul on matrix units
+    dot_pair: float  # of the consumers of dots, for a pair of weight pages and one row
+    dot_pairs: float  # the same for a pair of weight pages and two rows
+    dot_row: float  # in addition to dot_pairs, for each further row
+    dot_unit: float  # in addition to the pairs of pages, for each unit of columns
+    k_step: float  # of the consumers, for a k step of a matmul on matrix units
+    # of all roles, from the end of one instruction's arithmetic to the beginning of an instruction that waits for it
     handoff: float
     sample_step: float  # to add one group of logits of a row while the next group is loaded
     sample_entries: float  # logits in such a group (a count, not cycles)
@@ -134,8 +134,8 @@ class Issue:
 class Core:
     """The rates that one core of a CPU reaches alone, with the interpreter's own instructions in bfloat16.
 
-    Rates of arithmetic are given by rows of a matmul tile, and by (row, head) pairs of an attention item. Between two
-    sizes they are interpolated linearly in log(rows).
+    Arithmetic rates are given for several numbers of rows of a matmul tile, and of (row, head) pairs of an attention
+    item. Between two of these numbers they are interpolated linearly in log(rows).
     """
 
     memory_bytes_per_s: float
@@ -171,9 +171,9 @@ class Curve:
     bus_bytes_per_s: tuple[float, ...]
 
     def at(self, message_bytes: float) -> float:
-        """Bytes/s at one size, interpolated linearly in the logarithms of both.
+        """Bytes/s at one size, interpolated linearly in the logarithms of size and bandwidth.
 
-        Below the first point the time is constant; above the last one the bandwidth is.
+        Below the first point the time is constant; above the last point the bandwidth is constant.
         """
         points = list(zip(self.message_bytes, self.bus_bytes_per_s, strict=True))
         if message_bytes <= points[0][0]:
@@ -223,8 +223,8 @@ class Hardware:
 
     @property
     def switch_bytes_per_s(self) -> float:
-        """The rate of a node's switches in one direction. If cables join all pairs of GPUs, it is the sum of what the
-        GPUs send.
+        """The rate of a node's switches in one direction. In a node without switches, it is the sum of the rates at
+        which the GPUs send.
         """
         if not self.node.switches:
             return self.node.gpus * self.link.egress_bytes_per_s
@@ -244,7 +244,7 @@ class Hardware:
     def critical_rows(self, dtype: str = "bf16", weight_bytes: float | None = None) -> float:
         """Rows of a matmul above which its arithmetic takes longer than reading its weights once: C b / (2 W).
 
-        `weight_bytes` is b, if weights are stored in another type than `dtype`.
+        C is the FLOP rate, W the memory rate, and b the bytes per weight: `weight_bytes`, or else those of `dtype`.
         """
         return self.intensity(dtype) * (OPERAND_BYTES[dtype] if weight_bytes is None else weight_bytes) / 2
 

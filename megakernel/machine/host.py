@@ -31,7 +31,7 @@ def processor() -> str:
 
 
 def table(cores: int) -> dict[str, Any]:
-    """The table. A core counts as an SM with one vector unit. Rates are nominal and serve for placement."""
+    """The table for this many cores. A core counts as an SM with one vector unit. Nominal rates guide placement."""
     return {
         "chip": {
             "generation": processor(),

@@ -22,8 +22,7 @@ class ChatTemplate:
     """A template. Its process starts at the first rendering and ends with this object.
 
     The sandbox keeps a template away from files and from Python's internal objects, but does not prevent endless loops
-    or huge numbers. Jinja computes constants while it compiles, so only the syntax is checked here, outside the
-    process.
+    or huge numbers. Jinja evaluates constants while it compiles, so outside that process only the syntax is checked.
     """
 
     def __init__(self, source: str, origin: str) -> None:
@@ -38,7 +37,7 @@ class ChatTemplate:
             raise self._error("broken", str(e)) from e
 
     def render(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
-        """The prompt's text, up to where the assistant's answer begins. `values` are additional or replaced template
+        """The prompt's text, up to where the assistant's answer begins. `values` add or replace template
         variables.
         """
         values = {"messages": list(messages), "add_generation_prompt": True, "tools": None, **values}

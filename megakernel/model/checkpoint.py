@@ -51,9 +51,9 @@ class Storage:
 class Checkpoint(Protocol):
     """The weights of one model.
 
-    `dtype` is the type its matrices are stored in, or the nearest one that is computed in. `storage` lists the matrices
-    that a backend may keep in memory in their own types: `stored` returns them in these types, `load` in the same form
-    as all others.
+    `dtype` is the type its matrices are stored in, or the nearest type in which backends compute. `storage` lists the
+    matrices that a backend may keep in memory in their own types. `stored` returns them in these types, and `load`
+    converts them like all others.
     """
 
     name: str
@@ -64,12 +64,12 @@ class Checkpoint(Protocol):
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
         """One weight buffer (of one layer if layered) in the shape that `megakernel.isa.buffers` gives.
 
-        Float buffers with a declared type have that type whatever `dtype` says; bfloat16 is returned as uint16. q and k
-        rows are in the interleaved RoPE order. Accepts the buffers that `families.weights` lists.
+        A buffer with a declared type has that type, whatever `dtype` says; bfloat16 is returned as uint16. q and k rows
+        are in the interleaved RoPE order. Accepts the buffers that `families.weights` lists.
         """
 
     def stored(self, buffer: Buffer, layer: int) -> Sequence[Rows]:
-        """A buffer (of one layer) that `storage` names: its rows in order. Rows of several matrices alternate."""
+        """A buffer (of one layer) that `storage` names: its rows in order, one matrix after another."""
 
 
 def weight_dims(config: ModelConfig, dtype: Dtype) -> Dims:

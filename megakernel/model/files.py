@@ -22,7 +22,7 @@ _CHUNK = 1 << 18
 
 
 class TensorFile(Protocol):
-    """Named tensors that are read by rows. A row is everything behind the first axis."""
+    """Named tensors that are read by rows. A row is the part of a tensor at one index of the first axis."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
@@ -43,8 +43,8 @@ class TensorFile(Protocol):
 class Naming:
     """The names of the tensors of each buffer in a file format, in the order of the buffer's rows. `{}` is the layer.
 
-    `halved`: the number of a buffer's first tensors in which the rows of a RoPE pair lie half a head apart. In all
-    other tensors they are adjacent. `biases_optional`: a bias that is absent counts as zero. `ignored`: suffixes of
+    `halved`: how many of a buffer's tensors, counted from the first, have the rows of a RoPE pair half a head apart. In
+    all other tensors they are adjacent. `biases_optional`: a bias that is absent counts as zero. `ignored`: suffixes of
     tensors that only repeat what the config says.
     """
 
@@ -107,7 +107,7 @@ class FileCheckpoint:
         return out
 
     def _layout(self, buffer: Buffer) -> Storage:
-        """The types and rows of the tensors that make up one or several matrices."""
+        """The type and number of rows of each tensor that is a part of the buffer."""
         layers = range(self.config.layers if BUFFERS[buffer].layered else 1)
         dtype, shapes = self._tensors.dtype, self._tensors.shapes
         names = (self._naming.names(buffer, layer) for layer in layers)

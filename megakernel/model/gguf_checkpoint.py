@@ -14,8 +14,8 @@ from .gguf_file import GgufFile
 from .limits import check_config
 
 ROPE_FREQS = "rope_freqs.weight"
-# Keys below the architecture that are read, and keys that never change a forward pass. Any other key that is not empty,
-# zero or false is refused by name.
+# Keys with the architecture's prefix that are read, and keys that never change a forward pass. Any other key is refused
+# by name, unless its value is empty, zero or false.
 _READ = {
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
     "attention.value_length", "block_count", "context_length", "embedding_length", "feed_forward_length",

@@ -1,7 +1,8 @@
 """Reads GGUF files, versions 2 and 3: metadata, tensor table, and dequantised rows.
 
 The layout is described in ggml's `docs/gguf.md`. The reader of the `gguf` package trusts every count and length and
-keeps an array per string; this reader first checks each against the file's size. Dequantisation uses the package.
+keeps an array per string; this reader first checks each count and length against the file's size. Dequantisation uses
+the package.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class _Cursor:
         if self._elements > MOST_METADATA_ELEMENTS:
             raise MegakernelError(
                 f"{self._path} is damaged: it declares {number} elements before byte {self.offset}; "
-                f"all together may be {MOST_METADATA_ELEMENTS}"
+                f"a file may have {MOST_METADATA_ELEMENTS} in all"
             )
         return number
 

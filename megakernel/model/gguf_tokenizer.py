@@ -14,8 +14,8 @@ from .gguf_file import GgufFile
 from .limits import MOST_TOKEN_CHARACTERS
 from .tokenizer import Tokenizer
 
-# The published splitting rules. Qwen2's is Llama 3's, except that each digit stands alone. Tekken is Mistral's and also
-# splits between a lower-case and an upper-case letter.
+# The published splitting rules. Qwen2's rule is Llama 3's, except that each digit stands alone. Tekken, Mistral's rule,
+# also splits between a lower-case and an upper-case letter.
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -73,7 +73,7 @@ def open_gguf_tokenizer(file: GgufFile, eos_ids: tuple[int, ...]) -> Tokenizer:
     if any(isinstance(i, int) and not 0 <= i < len(tokens) for i in named.values()):
         raise MegakernelError(f"{file.path}: the id of a special token lies outside of the {len(tokens)} tokens")
     special = {f"{n}_token": tokens[i] for n, i in named.items() if isinstance(i, int)}
-    # If the file does not say, these kinds of vocabulary add BOS.
+    # If the file does not say whether to add BOS, SentencePiece and the rules in _WHOLE_PIECES add it.
     bos = special.get("bos_token") if get("add_bos_token", model == "llama" or pre in _WHOLE_PIECES) else None
     eos = special.get("eos_token") if get("add_eos_token", False) else None
     if bos or eos:
@@ -98,7 +98,7 @@ def _byte_level(file: GgufFile, tokens: list[str], merges: Any, pre: Any) -> Bac
         pairs.append((left, right))
     backend = _bpe(file, tokens, pairs, ignore_merges=pre in _WHOLE_PIECES)
     if pre == "qwen2":
-        backend.normalizer = normalizers.NFC()  # as in its own tokenizer.json
+        backend.normalizer = normalizers.NFC()  # as Qwen2's own tokenizer.json does
     backend.pre_tokenizer = _splitter(file, pre)
     backend.decoder = decoders.ByteLevel()
     return backend

@@ -86,7 +86,7 @@ def _add_tokenizer(writer: Any, vocab: int, source: Path | None) -> None:
 
 
 def _rope_factors(config: ModelConfig) -> NDArray[np.float32] | None:
-    """The divisors of the frequencies of each pair, if no single number describes them."""
+    """The divisor of each RoPE pair's frequency, if no single number describes all of them; else None."""
     if config.rope.kind not in (RopeKind.LLAMA3, RopeKind.FACTORS):
         return None
     unscaled = inverse_frequencies(Rope(config.rope.theta), config.head_dim)

@@ -60,7 +60,7 @@ def fetch(spec: str, *, weights: bool) -> Path:
     except HFValidationError as e:
         raise MegakernelError(f"{spec!r} is not a valid hub name: {str(e).splitlines()[0]}") from e
     except Exception as e:
-        # Versions of the client differ in which HTTP library raises, and which exception.
+        # Which HTTP library raises, and which exception, depends on the client's version.
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         return _from_cache(repo, revision, patterns, weights, f"the hub failed ({reason})")
 
@@ -83,7 +83,7 @@ def _check_weights(repo: str, sizes: dict[str, int]) -> None:
     if need > free:
         raise MegakernelError(
             f"{repo} needs {need / 1e9:.1f} GB in {cache} and its disk has {free / 1e9:.1f} GB: "
-            "free some, or set HF_HOME to another disk"
+            "free some space, or set HF_HOME to another disk"
         )
 
 

@@ -51,7 +51,7 @@ class LimitedProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 encoding="ascii",
-                process_group=0,  # Ctrl-C is meant for this process
+                process_group=0,  # so that Ctrl-C reaches only the parent
             )
         except OSError as e:
             raise MegakernelError(f"cannot start a process with limits: {e.strerror}") from e
@@ -88,6 +88,6 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
-        with suppress(OSError):  # the rest of an unfinished write
+        with suppress(OSError):  # closing flushes the rest of an unfinished write
             pipe.close()
     process.wait()

@@ -23,8 +23,8 @@ MOST_TEMPLATE_BYTES = 1 << 30
 MOST_PROMPT_CHARACTERS = 1 << 26
 # JSON is read as a whole. The largest published tokenizers have 40 MB.
 MOST_JSON_BYTES = 1 << 28
-# Elements of a GGUF file's metadata, which become Python objects. A large vocabulary has 2^20 with its merges and
-# scores.
+# Elements of a GGUF file's metadata, which become Python objects. A large vocabulary, with its merges and scores, has
+# 2^20 elements.
 MOST_METADATA_ELEMENTS = 1 << 22
 # Bytes of a string in a GGUF file. The longest one is the chat template.
 MOST_STRING_BYTES = 1 << 22

@@ -36,8 +36,8 @@ def open_checkpoint(spec: str) -> Checkpoint:
 
 
 def local_checkpoint(spec: str) -> Checkpoint | None:
-    """The same if the weights are on this machine. None for a folder or hub model without weights, of which only the
-    configuration is fetched.
+    """Like `open_checkpoint`, but None for a folder or hub model whose weights are not on this machine. Of a hub model,
+    only the configuration is fetched.
     """
     if spec.startswith(_RANDOM):
         return open_checkpoint(spec)

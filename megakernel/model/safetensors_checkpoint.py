@@ -149,7 +149,7 @@ def safetensors_naming(config: ModelConfig) -> Naming:
 def _check_tied(config: ModelConfig, tensors: SafetensorsFiles) -> None:
     """A tied config may come with a redundant copy of the embedding as LM head, but not with a different LM head.
 
-    Readers disagree about which of the two to use, so a file with both is refused.
+    Readers disagree about which of the two to use, so a file in which they differ is refused.
     """
     head, embed = "lm_head.weight", "model.embed_tokens.weight"
     if not config.tied or head not in tensors.shapes:

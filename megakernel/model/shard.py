@@ -16,7 +16,7 @@ from .checkpoint import Rows
 def shard(whole: NDArray[np.generic], buffer: Buffer, dims: Dims) -> NDArray[np.generic]:
     """The part of a weight buffer (of one layer) that rank `dims.rank` holds; a view if that part is contiguous.
 
-    `whole` is the buffer of a single rank. The result has the shape that BUFFERS declares for `dims`.
+    `whole` is the buffer that a single rank (tp = 1) holds. The result has the shape that BUFFERS declares for `dims`.
     """
     if dims.tp == 1:
         return whole

@@ -39,8 +39,8 @@ def stored_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
 
 
 def storage_of(checkpoint: Checkpoint | None, config: ModelConfig, name: str) -> dict[Buffer, Storage]:
-    """The matrices that `stored_as` would keep in types of their own, for a `checkpoint`, or for a `config` without
-    weights.
+    """The matrices that `stored_as` would keep in types of their own: those of `checkpoint`, or those of `config` if
+    there are no weights.
 
     Raises MegakernelError.
     """
@@ -50,7 +50,7 @@ def storage_of(checkpoint: Checkpoint | None, config: ModelConfig, name: str) ->
 
 
 def bits_of(config: ModelConfig, storage: Mapping[Buffer, Storage]) -> dict[Buffer, float]:
-    """The bits per weight of each buffer, as programs are compiled for them."""
+    """The bits per weight of each stored buffer, for which programs are compiled."""
     dims = weight_dims(config, Dtype.F32)
     return {buffer: stored.bits(BUFFERS[buffer].shape(dims, 0)[-1]) for buffer, stored in storage.items()}
 

@@ -61,7 +61,7 @@ def _answer(kind: str, make: Callable[[], str | None], most: int) -> dict[str, s
 def main(cpu_seconds: float, memory_bytes: int, most_characters: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Ctrl-C is meant for the parent; when the parent ends, the input closes
+    # Ctrl-C is meant for the parent. When the parent ends, standard input closes and this process ends too.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lines = iter(sys.stdin.readline, "")
     source = json.loads(next(lines))

@@ -93,7 +93,7 @@ class Tokenizer:
             return b"" if skip_special and added.special else added.content.encode()
         piece = self._backend.id_to_token(token)
         if piece is None:
-            return b""  # models pad their vocabularies; such an id has no text
+            return b""  # an id that pads the vocabulary has no text
         return self._piece(piece)
 
     def special_ids(self) -> list[int]:
@@ -105,7 +105,7 @@ class Tokenizer:
         return next((token for token, added in self._added.items() if added.special and added.content == text), None)
 
     def longest_token(self) -> int:
-        """The most bytes that one token can add to a text."""
+        """The maximum number of bytes that one token can add to a text."""
         return max(len(self.token_bytes(token)) for token in range(self.vocab_size))
 
     def _encode(self, text: str, add_special: bool) -> list[int]:

@@ -32,7 +32,7 @@ class Use:
 
 
 def uses(parts: list[Part]) -> list[Use]:
-    """Segment by segment, in the order of the phases."""
+    """The uses of all parts, segment by segment and in the order of the phases."""
     out = []
     program = parts[0].program
     dims = all_dims(program.dims)
@@ -49,7 +49,7 @@ def uses(parts: list[Part]) -> list[Use]:
 
 
 def check_boxes(found: list[Use]) -> Iterator[str]:
-    """Check that boxes lie inside their buffers, and that rows of the residual lie on their ranks."""
+    """Check that boxes lie inside their buffers, and that each rank uses only its own rows of the residual."""
     every = [(use, access) for use in found for access in use.accesses]
     if not every:
         return

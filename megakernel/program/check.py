@@ -1,7 +1,7 @@
 """Checks a program by itself before anything executes it: the form of its records, but not their order.
 
-A program without violations makes no reader leave its arrays. Whether the program computes the right thing and ends is
-proved by `scheduler.verify`, which begins with the same stages.
+Code that reads a program without violations never leaves the program's arrays. `scheduler.verify` begins with the
+same stages and also proves that the program computes the right thing and ends.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ _GROUPS = bits.OPERAND_WORD + OPERATIONS[Operation.ATTENTION].operands.index("gr
 
 @dataclass(frozen=True)
 class Word:
-    """The wait or signal words in use: the `row` and `slot` of the record, and the decoded word."""
+    """The wait or signal words in use: the `row` of the record, the `slot` of the word in it, and the decoded word."""
 
     row: Ints
     slot: Ints
@@ -118,7 +118,7 @@ def check_arrays(program: Program) -> Iterator[str]:
     for name in SEGMENTS:
         yield from _segment(name, getattr(program, name), program.ranks * program.workers)
     if not len(program.queues.offsets) or (len(program.queues.offsets) - 1) % program.ranks:
-        yield f"{len(program.queues.offsets) - 1} queues are not the same number on each of {program.ranks} ranks"
+        yield f"{len(program.queues.offsets) - 1} queues cannot be divided equally among {program.ranks} ranks"
         return
     yield from _segment("queues", program.queues, len(program.queues.offsets) - 1)
     for name in ("totals_first", "totals_middle", "totals_last"):
@@ -136,7 +136,7 @@ def check_layout(program: Program) -> Iterator[str]:
     if program.ranks >= bits.OWNER:
         yield f"{program.ranks} ranks do not fit a signal word"
     if program.ranks != dims.tp or dims.rank != 0:
-        yield f"a program of {program.ranks} ranks has sizes of rank {dims.rank} of {dims.tp}, not of rank 0"
+        yield f"a program of {program.ranks} ranks has the sizes of rank {dims.rank} of {dims.tp} instead of rank 0"
     if program.workers > MOST_WORKERS:
         yield f"{program.workers} workers of a rank are more than {MOST_WORKERS}"
     if (dims.layers + 1) * program.counters > MOST_COUNTERS:
@@ -149,7 +149,7 @@ def check_layout(program: Program) -> Iterator[str]:
 
 
 def _sizes(d: Dims) -> Iterator[str]:
-    """Relations between the sizes of a step on which every lowering and every step table relies."""
+    """Check the relations between sizes on which every lowering and every step table relies."""
     counts = ("vocab", "hidden", "ffn", "heads", "kv_heads", "head_dim", "kv_page", "row_block", "tokens", "logit_rows")
     low = [name for name in (*counts, "max_seqs", "max_context", "attention_slots") if getattr(d, name) < 1]
     if low:
@@ -165,9 +165,9 @@ def _sizes(d: Dims) -> Iterator[str]:
     known = d.dtype in (Dtype.F32, Dtype.BF16) and d.units in list(Units) and d.replicated_o in (0, 1)
     known = known and d.replicated_residual in (0, 1) and d.quantised_kv in (0, 1)
     if not known or d.ring_pages < 0 or (d.ring_pages and d.units == Units.CORE):
-        yield f"dtype {d.dtype}, units {d.units}, a ring of {d.ring_pages} pages or a yes or no is out of range"
+        yield f"dtype {d.dtype}, units {d.units}, a ring of {d.ring_pages} pages or a flag is out of range"
     if d.sms not in ((1, 2) if d.units == Units.TENSOR else (1,)):
-        yield f"workers of {d.sms} SMs: they have one, or two where matrix units compute"
+        yield f"workers of {d.sms} SMs are not possible: a worker has one, or two where matrix units compute"
     if d.heads % d.kv_heads or d.head_dim % 2:
         yield f"{d.heads} heads of {d.head_dim} elements do not fit {d.kv_heads} KV heads and RoPE pairs"
     if d.kv_block < 1 or d.kv_block % d.kv_page:
@@ -189,9 +189,7 @@ def _segment(name: str, segment: Segment, streams: int) -> Iterator[str]:
 
 
 def check_records(program: Program, parts: list[Part]) -> Iterator[str]:
-    """Check everything about single records except their boxes, and about attention instructions and drains
-    together.
-    """
+    """Check each record by itself, except its boxes. Then check all attention instructions together, and all drains."""
     dims = all_dims(program.dims)
     for number, part in enumerate(parts):
         yield from _headers(part, number)
@@ -211,7 +209,7 @@ def _each(part: Part, rows: Iterable[np.intp] | Ints, what: str) -> Iterator[str
 def _headers(part: Part, segment: int) -> Iterator[str]:
     known, home = part.phases.known[part.number], part.phases.segment[part.number]
     yield from _each(part, np.nonzero(~known)[0], "the program has no such phase")
-    yield from _each(part, np.nonzero(part.records[:, 0] != part.number)[0], "word 0 holds more than a phase")
+    yield from _each(part, np.nonzero(part.records[:, 0] != part.number)[0], "word 0 holds more than a phase number")
     for row in np.nonzero((home >= 0) & (home != segment))[0]:
         yield f"{part.label(int(row))}: belongs in the {SEGMENTS[home[row]]}"
     drains = part.rows(DRAIN)
@@ -247,14 +245,14 @@ def _counters(part: Part) -> Iterator[str]:
             bad = (words.rank >= program.ranks) & (words.rank != bits.ALL_RANKS) & ~owner
             yield from _each(part, words.row[bad], "a signal names no rank")
             bad = owner & ~words.indexed
-            yield from _each(part, words.row[bad], "only a signal that the step table picks goes to a row's owner")
+            yield from _each(part, words.row[bad], "only an indexed signal can go to a row's owner")
             if owner.any() and dims.replicated_residual:
-                yield from _each(part, words.row[owner], "rows have no owner where every rank has all of them")
+                yield from _each(part, words.row[owner], "a signal goes to a row's owner, but all ranks keep all rows")
             if part.name != "body":
                 yield from _each(part, words.row[words.next], "only the body signals the next block")
         else:
-            yield from _each(part, words.row[words.rank != 0], "a wait is always on the own rank")
-            yield from _each(part, words.row[words.next], "a run waits on its own block only")
+            yield from _each(part, words.row[words.rank != 0], "a wait names a rank, but is always on the own rank")
+            yield from _each(part, words.row[words.next], "a wait names the next block, but must name its own")
         if words.indexed.any():
             row = words.row[words.indexed]
             attends = np.isin(row, part.rows(part.phases.attention))
@@ -262,7 +260,7 @@ def _counters(part: Part) -> Iterator[str]:
             members = np.where(attends & (not signal), part.records[row, _GROUPS].astype(np.int64), 1)
             picks = attends | np.isin(part.number[row], [] if signal else part.phases.logit_norms)
             bad = ~picks | (words.slot[words.indexed] != 0)
-            yield from _each(part, row[bad], f"a {what} word cannot be indexed there")
+            yield from _each(part, row[bad], f"a {what} word here cannot be indexed")
             past = ~bad & (words.counter[words.indexed] + members * dims.row_blocks > program.counters)
             yield from _each(part, row[past], f"its {what} grid runs past the block of {program.counters} counters")
 
@@ -271,7 +269,7 @@ def _pages(part: Part, dims: list[Dims]) -> Iterator[str]:
     """Check that what an instruction holds at once fits the ring of pages, and that pages can hold its tiles."""
     have = dims[0].ring_pages
     if pages.kv_pages(dims[0]) > have:
-        what = f"it holds {pages.kv_pages(dims[0])} pages at once, of {have}"
+        what = f"it holds {pages.kv_pages(dims[0])} pages at once, but the ring has {have}"
         yield from _each(part, part.rows(part.phases.attention), what)
     for phase in part.phases.matmuls:
         every = part.rows(phase)
@@ -286,18 +284,18 @@ def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
     c = phase.columns(part.records[rows])
     taken = matmul_pages(phase, c["rows"], c["cols"], d)
     for at in np.nonzero(taken.held > d.ring_pages)[0]:
-        yield f"{part.label(int(rows[at]))}: it holds {taken.held[at]} pages at once, of {d.ring_pages}"
+        yield f"{part.label(int(rows[at]))}: it holds {taken.held[at]} pages at once, but the ring has {d.ring_pages}"
     dots = d.units == Units.DOTS
     most = pages.dot_rows(max(phase.inner(d), 1)) if dots else d.sms * pages.PAGE_ROWS
     yield from _each(part, rows[c["rows"] > most], f"its tile has more than {most} rows")
     if phase.norm is not None:
         sizes, which = np.unique(c["rows"], return_inverse=True)
         fits = np.array([pages.norm_fits(int(size), phase.inner(d), d) for size in sizes])[which]
-        yield from _each(part, rows[~fits], "its rows are too many to normalise them on the way in")
+        yield from _each(part, rows[~fits], "it has more rows than a matmul can normalise")
     per_page = pages.output_columns(phase, d)
     if not per_page or phase.output is None:
         return
-    # What is stored by boxes must not reach beyond the tile into neighbouring rows or columns.
+    # Outputs are stored in whole boxes, which must not reach beyond the tile into neighbouring rows or columns.
     width = BUFFERS[phase.output].shape(d, 0)[1]
     bad = (c["rows"] % pages.BOX_ROWS != 0) & (c["row"] + c["rows"] != d.tokens)
     bad |= (c["cols"] % per_page != 0) & (c["col"] + c["cols"] != width)
@@ -328,7 +326,7 @@ def _attention(program: Program, body: Part, dims: list[Dims]) -> Iterator[str]:
         yield from _each(body, rows[bad], f"its groups do not cover {d.rank_kv_heads} KV heads")
         same = body.records[rows][:, [bits.OPERAND_WORD + 1, bits.WAIT_WORD, bits.SIGNAL_WORD]]
         yield from _each(
-            body, rows[(same != same[:1]).any(axis=1)], "its grids differ from the rank's first attention instruction's"
+            body, rows[(same != same[:1]).any(axis=1)], "its grids differ from those of the rank's first attention"
         )
 
 
@@ -340,7 +338,7 @@ def _drains(program: Program, body: Part) -> Iterator[str]:
     lengths = np.diff(program.queues.offsets).astype(np.int64)
     columns = DRAIN.columns(body.records[rows])
     bad = (columns["queue"] < 0) | (columns["queue"] >= program.rank_queues)
-    yield from _each(body, rows[bad], f"its rank has {program.rank_queues} queues")
+    yield from _each(body, rows[bad], f"its queue does not exist: its rank has {program.rank_queues} queues")
     if bad.any():
         return
     queue = body.rank[rows] * program.rank_queues + columns["queue"]

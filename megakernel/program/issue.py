@@ -52,7 +52,7 @@ def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, issue: Is
 
 
 def sample_steps(dims: Dims, issue: Issue) -> int:
-    """The number of steps in which a sampling row adds its logits, one group of loads in flight at a time."""
+    """The number of groups in which the logits of a sampled row are added, with one group of loads in flight."""
     return ceil_div(dims.vocab, int(issue.sample_entries))
 
 

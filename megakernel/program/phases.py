@@ -64,7 +64,7 @@ class Phases:
         self.known = np.isin(np.arange(256), list(self.by_number))
         self.segment: Ints = np.full(256, -1)  # an index of SEGMENTS; -1: any
         self.segment[DRAIN.number] = _BODY
-        # The least and greatest values of operands; sums of two never come near the end of int32.
+        # The least and greatest values of operands. The sum of two operands stays far below the limit of int32.
         self.least = np.full((256, bits.OPERANDS), -(1 << 31), dtype=np.int32)
         self.most = np.full((256, bits.OPERANDS), (1 << 31) - 1, dtype=np.int32)
         for number, phase in self.by_number.items():
@@ -89,7 +89,7 @@ def phases_of(forward: Forward) -> Phases:
 
 @lru_cache(maxsize=64)
 def check_phases(forward: Forward, dims: Dims) -> tuple[str, ...]:
-    """At most one violation per phase, followed by those of all phases together."""
+    """At most one violation per phase; if there is none, those of all phases together."""
     found = []
     for segment, phases in enumerate(forward.segments):
         for phase in phases:
@@ -100,10 +100,10 @@ def check_phases(forward: Forward, dims: Dims) -> tuple[str, ...]:
 
 def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
     if p.control:
-        yield "a control operation is no phase of a forward pass"
+        yield "a control operation cannot be a phase of a forward pass"
         return
     if p.is_matmul != (p.result is not Result.NONE):
-        yield "a matmul has a result, and nothing else has"
+        yield "a matmul must have a result, and other operations must have none"
     named = {field for field in _FIELDS if getattr(p, field) is not None}
     must, may = _BUFFERS[p.operation]
     if p.result is Result.PARTIAL:
@@ -114,7 +114,7 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
         yield f"it must name {_list(must)} and may name {_list(may)}; it names {_list(named)}"
         return
     if p.weight_bits is not None and not (p.reads_weights and 0 < p.weight_bits < inf):
-        yield f"it has no weights of {p.weight_bits} bits"
+        yield f"it cannot have weights of {p.weight_bits} bits"
     yield from _place(p, segment, dims.layers)
     if p.inputs is not None and p.inputs is p.output:
         yield f"it reads and writes {p.inputs.name}"
@@ -131,7 +131,7 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
         parts = [p.inner(d) for d in all_dims(dims)]
         whole = p.inner(replace(dims, tp=1))
         if sum(parts) != whole if p.result is Result.PARTIAL else set(parts) != {whole}:
-            yield f"the ranks have {parts} of {whole} products each, which does not fit its result"
+            yield f"its inner length is {whole}, of which the ranks have {parts}: this does not fit its result"
 
 
 def _place(p: Phase, segment: int, layers: int) -> Iterator[str]:
@@ -229,7 +229,7 @@ def _list(names: set[str]) -> str:
 def _together(forward: Forward) -> Iterator[str]:
     phases = forward.phases
     if [p.number for p in phases] != list(range(1 + len(CONTROL), 1 + MAX_PHASES))[: len(phases)]:
-        yield f"phases are not numbered in order, to {MAX_PHASES} at most"
+        yield f"phases are not numbered in order, up to {MAX_PHASES}"
     if len(forward.by_name) != len(forward.by_number):
         yield "two phases have the same name"
     attention = forward.numbers(Operation.ATTENTION)
@@ -239,10 +239,10 @@ def _together(forward: Forward) -> Iterator[str]:
         yield "there is not exactly one phase that samples"
     heads = forward.numbers(Operation.MATMUL, Result.HEADS)
     if attention and heads and max(heads) > attention[0]:
-        yield "keys and values are overwritten behind the attention that reads them"
+        yield "keys and values are overwritten after the attention that reads them"
     for p in phases:
         if p.operation is Operation.REDUCE and not _is_reduced(forward, p):
-            yield f"phase {p.name}: what was stored last in its inputs are not partial products of its weights"
+            yield f"phase {p.name}: the last results stored in its inputs are not partial products of its weights"
 
 
 def _is_reduced(forward: Forward, p: Phase) -> bool:

@@ -1,13 +1,14 @@
 """A compiled program: a stream of instruction records per rank and worker, and the counters that order them.
 
 A program has three segments: prologue, body and epilogue. The body is stored once and runs `dims.layers` times. Run l
-uses the layer-l copy of layered buffers and counter block l. A word with the NEXT bit refers to block l + 1. The
-prologue signals block 0 with plain words, and the epilogue runs on block `dims.layers`, so a body always finds the
-counters it starts with in its own block. Every rank has its own copy of every block, which has `counters` counters.
+uses the layer-l copy of layered buffers and counter block l. A signal word with the NEXT bit refers to block l + 1. The
+prologue signals block 0 by words without this bit, and the epilogue runs on block `dims.layers`. Every run of the body
+therefore finds the counters that it starts with in its own block. Every rank has its own copy of every block, which has
+`counters` counters.
 
-The total of a counter is the number of arrivals it gets per launch. In block 0, arrivals from the previous layer come
-from the prologue, and the last block has no body. Totals are therefore stored for the first, the middle and the last
-block.
+The total of a counter is the number of arrivals it gets per launch. In block 0, the prologue takes the place of the
+previous layer, and no body runs on the last block, so these two blocks may have other totals than the middle blocks.
+Totals are therefore stored for the first, the middle and the last blocks.
 
 A rank may also have queues: records that belong to the body but to no worker. In each run of the body, `drain`
 instructions claim them in order. In traces and messages, record i of the queues is instruction len(body.records) + i.
@@ -90,7 +91,7 @@ class Program:
         return np.concatenate([segment.records, self.queues.records]), ranks
 
     def by_phase(self, index: int) -> Iterator[tuple[Phase, Dims, NDArray[np.int64], dict[str, Column]]]:
-        """For each rank and phase with records in segment `index`: the phase, the rank's sizes, the places of the
+        """For each rank and phase with records in segment `index`: the phase, the rank's sizes, the indices of the
         records in `numbered`, and their operands.
         """
         records, ranks = self.numbered(index)
@@ -103,8 +104,8 @@ class Program:
     def phases(self, index: int) -> list[Segment]:
         """Segment `index` as a list of phases, each with all of its instructions, on the streams of all ranks.
 
-        Running the phases one after another, with a barrier over all ranks behind each and the body repeated for each
-        layer, is the sequential meaning of the program; it needs no counters. Joins and drains are removed, and a
+        The sequential meaning of the program is to run these phases one after another, with a barrier over all ranks
+        after each, and to repeat the body for each layer. This needs no counters. Joins and drains are removed, and a
         queue's instructions are dealt to the workers of its rank.
         """
         records, ranks = self.numbered(index)
@@ -150,7 +151,7 @@ class Program:
             raise MegakernelError(f"{name} is wrong: {self.violation}: compile it again")
 
     def check_arrays(self) -> None:
-        """Raise MegakernelError if an array's length does not match the sizes, on which native code relies."""
+        """Raise MegakernelError if an array's length does not match the sizes. Native code relies on these lengths."""
         if (found := next(check_arrays(self), None)) is not None:
             raise MegakernelError(f"the program is wrong: {found}: compile it again")
 

@@ -175,12 +175,19 @@ def test_an_instruction_that_holds_more_than_the_ring_is_named() -> None:
     program = compiled(300)
     assert program.dims.units == Units.TENSOR
     small = replace(program, dims=replace(program.dims, ring_pages=5))
-    assert all(v.startswith("gate_up_silu(") and "holds 6 pages at once, of 5" in v for v in violations(small)[:-1])
+    assert all(
+        v.startswith("gate_up_silu(") and "holds 6 pages at once, but the ring has 5" in v
+        for v in violations(small)[:-1]
+    )
     smaller = replace(program, dims=replace(program.dims, ring_pages=1))
-    assert any(v.startswith("attention") and "holds 2 pages at once, of 1" in v for v in violations(smaller))
+    assert any(
+        v.startswith("attention") and "holds 2 pages at once, but the ring has 1" in v for v in violations(smaller)
+    )
     few = compiled(1, norm="own")
     small = replace(few, dims=replace(few.dims, ring_pages=2))
-    assert any(v.startswith("qkv_rope(") and "holds 3 pages at once, of 2" in v for v in violations(small))
+    assert any(
+        v.startswith("qkv_rope(") and "holds 3 pages at once, but the ring has 2" in v for v in violations(small)
+    )
 
 
 def test_rows_that_no_page_or_dot_holds_are_named() -> None:
@@ -190,7 +197,9 @@ def test_rows_that_no_page_or_dot_holds_are_named() -> None:
     deep = replace(few, dims=replace(few.dims, ffn=8192 + 1024, tokens=4))
     assert any("down_proj" in v and "more than 3 rows" in v for v in violations(deep))
     inside = operand(compiled(4, norm="inside"), "qkv_rope", "rows", 5)
-    assert any("qkv_rope(row=0, rows=5" in v and "too many to normalise them" in v for v in violations(inside))
+    assert any(
+        "qkv_rope(row=0, rows=5" in v and "more rows than a matmul can normalise" in v for v in violations(inside)
+    )
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,9 @@ def test_a_program_with_other_workers_is_wrong() -> None:
     program = compiled(LLAMA_1B, replace(H100, workers=8), 300, 4, 1, PAIRS, max_context=512)
     for sms in (0, 3):
         wrong = replace(program, dims=replace(program.dims, sms=sms))
-        assert f"workers of {sms} SMs: they have one, or two where matrix units compute" in str(wrong.violation)
+        assert f"workers of {sms} SMs are not possible: a worker has one, or two where matrix units compute" in str(
+            wrong.violation
+        )
     alone = replace(program, dims=replace(program.dims, sms=1))
     assert "its tile has more than 128 rows" in str(alone.violation)
     dots = replace(program, dims=replace(program.dims, units=int(Units.DOTS)))

@@ -98,7 +98,7 @@ def test_a_norm_on_the_way_in_needs_the_rows_at_hand() -> None:
     for rows, units, ok in ((8, Units.DOTS, True), (9, Units.DOTS, False), (8, Units.TENSOR, False)):
         d = small_dims(**few | {"tokens": rows, "row_block": rows, "units": int(units)})
         found = verify(handmade(d, tile=64, forward=llama(d, Norm.INSIDE))).violations
-        assert any("too many to normalise" in v for v in found) != ok, found
+        assert any("more rows than a matmul can normalise" in v for v in found) != ok, found
 
 
 def test_accepts_a_real_shape_on_all_sms() -> None:
@@ -129,20 +129,30 @@ def test_accepts_a_real_shape_on_all_sms() -> None:
         (1, "sample", {"inputs": None}, "it names nothing"),
         (1, "qkv_rope", {"output": Buffer.ATTN}, "its output is not Q"),
         (1, "attention", {"output": Buffer.H}, "its output is not ATTN"),
-        (1, "mlp_norm", {"result": Result.RESIDUAL}, "a matmul has a result, and nothing else has"),
+        (
+            1,
+            "mlp_norm",
+            {"result": Result.RESIDUAL},
+            "a matmul must have a result, and other operations must have none",
+        ),
         (1, "o_proj", {"result": Result.PARTIAL}, "its output X are"),
-        (1, "mlp_norm", {"weight_bits": 8.5}, "no weights of 8.5 bits"),
-        (1, "o_proj", {"weight_bits": 0.0}, "no weights of 0.0 bits"),
+        (1, "mlp_norm", {"weight_bits": 8.5}, "cannot have weights of 8.5 bits"),
+        (1, "o_proj", {"weight_bits": 0.0}, "cannot have weights of 0.0 bits"),
         (1, "mlp_norm", {"rows": Rows.LOGIT}, "it cannot be in the body"),
         (1, "lm_head", {"rows": Rows.OWN}, "it cannot have the rows OWN"),
         (1, "final_norm", {"weights": Buffer.ATTN_NORM}, "ATTN_NORM has a copy for each layer"),
         (1, "attn_norm", {"ahead": -1}, "those of -1 layers ahead"),
         (1, "final_norm", {"ahead": 1}, "those of 1 layers ahead"),
-        (1, "embed", {"operation": Operation.JOIN}, "a control operation is no phase"),
+        (1, "embed", {"operation": Operation.JOIN}, "a control operation cannot be a phase"),
         (1, "embed", {"name": "sample"}, "two phases have the same name"),
         (1, "embed", {"number": 9}, "phases are not numbered in order"),
         (2, "o_reduce", {"weights": Buffer.W_DOWN}, "are not partial products of its weights"),
-        (2, "o_partial", {"result": Result.RESIDUAL, "output": Buffer.X}, r"the ranks have \[8, 4\] of 12 products"),
+        (
+            2,
+            "o_partial",
+            {"result": Result.RESIDUAL, "output": Buffer.X},
+            r"its inner length is 12, of which the ranks have \[8, 4\]",
+        ),
     ],
 )
 def test_phases_make_sense(tp: int, name: str, change: dict[str, Any], violation: str) -> None:
@@ -159,7 +169,7 @@ def test_phases_make_sense(tp: int, name: str, change: dict[str, Any], violation
     [
         (lambda p, b, e: (p, [*b, replace(b[2], name="more")], e), "more than one attention phase"),
         (lambda p, b, e: (p, b, e[:-1]), "not exactly one phase that samples"),
-        (lambda p, b, e: (p, [b[0], b[2], b[1], *b[3:]], e), "overwritten behind the attention that reads them"),
+        (lambda p, b, e: (p, [b[0], b[2], b[1], *b[3:]], e), "overwritten after the attention that reads them"),
         (lambda p, b, e: ([*p, b[1]], b[2:], e), "qkv_rope: it cannot be in the prologue"),
         (lambda p, b, e: (p, b, [e[1], e[0], e[2]]), "lm_head.* reads Y .*, which nothing before it wrote"),
         (lambda p, b, e: (p[:1], b, e), "qkv_rope.* reads ROPE"),

@@ -16,7 +16,7 @@ class Norm(Enum):
 
     OWN     a layer begins with its own attention norm
     NEXT    a layer ends with the attention norm of the next one
-    INSIDE  each matmul that reads normalised rows normalises them itself, on the way in
+    INSIDE  each matmul that reads normalised rows normalises them itself, as it loads them
     """
 
     OWN = "own"
@@ -37,7 +37,7 @@ class Weight:
 
 
 class Reader(Protocol):
-    """Reads the config.json keys that only one family has. Each method raises a MegakernelError that names the key."""
+    """Reads the config.json keys that only one family has. A wrong value is a MegakernelError that names the key."""
 
     def flag(self, key: str, default: bool = False) -> bool: ...
 
@@ -50,8 +50,8 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Family:
-    """`name` is the model_type of config.json and `architecture` the class there; `gguf` are the architectures in GGUF
-    files.
+    """`name` is the model_type of config.json, and `architecture` is the class that it lists. `gguf` has the names of
+    the architecture in GGUF files.
 
     `weights` maps each buffer to its tensor names. `interleaved` says that the rows of a RoPE pair are adjacent in GGUF
     files. `read` returns the ModelConfig fields that follow from the family or from its own keys, listed in `keys`.

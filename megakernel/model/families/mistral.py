@@ -14,5 +14,5 @@ def read(config: Reader) -> dict[str, Any]:
     return {}
 
 
-# Files of architecture "llama" hold Mistral models too; its forward pass is the same.
+# GGUF files of architecture "llama" hold Mistral models too, because the forward pass is the same.
 MISTRAL = Family("mistral", "MistralForCausalLM", ("mistral3",), forward, WEIGHTS, read, frozenset({"sliding_window"}))
