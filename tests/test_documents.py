@@ -1,8 +1,8 @@
 """README.md and docs/: every command that they show is one that can be typed, and runs unless NOT_RUN says why not.
 
 A document is run from top to bottom, in an empty folder, as a reader would, and in seconds: SMALLER adds flags behind
-those of the document. The places that it names exist. Documents that change the sources are run by
-test_worked_examples.py.
+those of the document, and the 70B model has LAYERS layers. The places that it names exist. Documents that change the
+sources are run by test_worked_examples.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,6 +29,7 @@ from worked_example import CHANGE
 
 import megakernel
 from megakernel.cli import parser
+from megakernel.model import KNOWN_SHAPES
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
@@ -77,6 +78,9 @@ SMALLER = {
     r"compile .*--search": "--model random:smollm2-135m --tokens 1 --tp 1 --search 1",
     r"predictions_host\.py": f"--predict-only --machine {ROOT}/benchmarks/machines/epyc-2.toml -o FILE",
 }
+
+# A simulation of all 80 layers takes half a minute.
+_70B, LAYERS = "llama-3.1-70b", 8
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`([^`]+)`")
@@ -158,6 +162,21 @@ def place_of(path: str, *folders: Path) -> Path:
     return found[0]
 
 
+# The script that the arguments begin with, run as if Python had been called with it.
+_SCRIPT = """
+import os, runpy, sys
+del sys.argv[0]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+_SHORT = f"""
+from dataclasses import replace
+from megakernel.model import KNOWN_SHAPES
+KNOWN_SHAPES["{_70B}"] = replace(KNOWN_SHAPES["{_70B}"], layers={LAYERS})
+{_SCRIPT}
+"""
+
+
 def went_wrong(*arguments: str) -> str:
     """What Python says if it fails, or nothing."""
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=900)
@@ -199,16 +218,14 @@ def test_a_command_parses(step: Step, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 # Runs a script up to where it has parsed its command line.
-_ONLY_PARSE = """
-import argparse, os, runpy, sys
+_ONLY_PARSE = f"""
+import argparse, sys
 parse = argparse.ArgumentParser.parse_args
 def parse_and_exit(*arguments, **options):
     parse(*arguments, **options)
     sys.exit(0)
 argparse.ArgumentParser.parse_args = parse_and_exit
-del sys.argv[0]
-sys.path[0] = os.path.dirname(sys.argv[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
+{_SCRIPT}
 sys.exit("it does not parse its command line")
 """
 
@@ -291,7 +308,7 @@ class Reader:
             case "python", "-m", *rest:
                 return went_wrong("-m", *rest)
             case "python", script, *rest:
-                return went_wrong(str(place_of(script)), *rest)
+                return went_wrong("-c", _SHORT, str(place_of(script)), *rest)
             case words:
                 return f"how is {words[0]} run?"
 
@@ -320,6 +337,7 @@ def test_a_document_can_be_followed(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(megakernel.__file__).parents[1]))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(KNOWN_SHAPES, _70B, replace(KNOWN_SHAPES[_70B], layers=LAYERS))
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello!\n"))  # what a reader says to `megakernel chat`
     reader, wrong = Reader(capsys), []
     try:
