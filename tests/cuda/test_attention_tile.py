@@ -64,6 +64,7 @@ class Block:
         return whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [8, 16, 56, 64, 72, 80, 88, 104, 120, 128])
 def test_what_lies_beyond_a_head_changes_no_bit(tile: ctypes.CDLL, head_dim: int) -> None:
     block = Block(head_dim, beyond=0)

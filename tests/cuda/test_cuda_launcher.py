@@ -291,6 +291,7 @@ def test_failed_launches_end_and_the_next_one_works() -> None:
         backend.start(program, table)
 
 
+@pytest.mark.slow
 @pretended()
 def test_a_launch_that_never_ends() -> None:
     """A kernel that neither ends nor sees the abort word: all that comes after is an error, and waits for nothing."""
@@ -336,6 +337,7 @@ def test_a_launch_that_never_ends() -> None:
     assert library().fake_allocations() == held
 
 
+@pytest.mark.slow
 @pretended()
 def test_a_launch_that_cannot_be_aborted() -> None:
     from megakernel.runtime.cuda import launch as module
@@ -350,6 +352,7 @@ def test_a_launch_that_cannot_be_aborted() -> None:
     backend.close()
 
 
+@pytest.mark.slow
 @pretended()
 def test_an_overdue_launch() -> None:
     """A launch whose watchdogs miss that it lasts: the host stops it, and the next one works."""
@@ -462,6 +465,7 @@ def test_traces_are_nanoseconds_of_one_clock() -> None:
 # -- everything that a person types
 
 
+@pytest.mark.slow
 @pretended(FAKE_CUDA_SMS=6)
 def test_generates() -> None:
     no_compiler()

@@ -157,6 +157,7 @@ def test_a_variant_that_fails_or_gives_other_bits_is_written_down(gpu: Any, tmp_
     )
 
 
+@pytest.mark.slow
 def test_what_a_part_has_measured_outlives_it(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One ends with an error, one hangs, one finds no time left: the table has what they measured before."""
     script = tmp_path / "parts.py"

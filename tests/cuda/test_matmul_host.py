@@ -141,6 +141,7 @@ def _normed_heads(units: Units, head_dim: int, biased: bool = True, **sizes: Any
     return make(dims, biased=biased, family="qwen3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize(("units", "head_dim"), HEADS)
 def test_norms_of_heads(units: Units, head_dim: int, biased: bool) -> None:
@@ -169,6 +170,7 @@ def test_heads_that_are_not_normalised_are_refused(units: Units, head_dim: int, 
     assert phase_refusal(replace(phase, head_norm=None), records, twins.dims) is None
 
 
+@pytest.mark.slow
 def test_norms_of_heads_on_ranks() -> None:
     for units, head_dim in HEADS:
         twins = _normed_heads(units, head_dim, tp=2, tokens=64)

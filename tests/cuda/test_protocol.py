@@ -218,6 +218,7 @@ def test_tiles_of_normalised_heads_follow_each_other_without_a_race() -> None:
     assert done.stderr == "" and done.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("detector")
 def test_finds_a_signal_that_releases_nothing() -> None:
     backend, program, table = make("grouped", 2, Options(matmul="tensor", o="sharded"), chunks=CHUNKS)
@@ -248,6 +249,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queue", ["none", "body"])
 @pytest.mark.parametrize("bug", SAID)
 def test_names_the_block_that_keeps_the_others_waiting(bug: str, queue: str) -> None:

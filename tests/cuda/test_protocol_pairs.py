@@ -70,6 +70,7 @@ def test_the_pages_of_attention_differ_between_the_sms_of_some_pair() -> None:
     assert {1, -1} <= more
 
 
+@pytest.mark.slow
 def test_rows_of_a_tile_are_shared_in_whole_boxes() -> None:
     """A tile of few rows is that of the first SM alone; the other goes with it, and computes nothing."""
     backend, program, table = make("grouped", 1, PAIRS, workers=2, chunks=((130, 2), (0, 3)))
@@ -92,6 +93,7 @@ def test_launches_of_pairs_follow_each_other() -> None:
         assert (image.counters(1) == launch * 2 * program.totals()[:, 1]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ablation", Ablation)
 def test_launches_of_pairs_that_leave_something_out_come_to_their_end(ablation: Ablation) -> None:
     image = LaunchImage(*make("grouped", 2, replace(PAIRS, queue="body", residual="dealt"), workers=4))
@@ -155,6 +157,7 @@ def detector(tmp_path_factory: pytest.TempPathFactory) -> None:
     need_race_detector(tmp_path_factory.mktemp("detector"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("detector")
 def test_threads_of_pairs_race_nowhere_and_give_the_bits_of_fibres() -> None:
     options = replace(PAIRS, o="sharded", residual="dealt", norm="next", queue="body")
@@ -167,6 +170,7 @@ def test_threads_of_pairs_race_nowhere_and_give_the_bits_of_fibres() -> None:
     assert same(results(image), expected) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("detector")
 def test_threads_find_a_page_that_is_loaded_while_the_other_sm_reads_it() -> None:
     options = replace(PAIRS, o="sharded")

@@ -121,6 +121,7 @@ def test_processes_give_the_bits_of_threads_and_store_what_was_compiled(tp: int,
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_smollm2_on_two_processes(smollm2: None) -> None:
     found = []
     params = SamplingParams(temperature=0.0, max_tokens=4)
@@ -261,6 +262,7 @@ def test_a_model_generates_again_after_the_death_of_a_rank() -> None:
     assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["in a launch", "between launches"])
 def test_a_rank_that_the_system_stops_is_named_and_the_next_launch_works(
     moment: str, monkeypatch: pytest.MonkeyPatch
@@ -313,6 +315,7 @@ def resources() -> tuple[int, int, int]:
     return len(list(Path("/proc/self/fd").iterdir())), mappings, children
 
 
+@pytest.mark.slow
 def test_nothing_stays_behind() -> None:
     before = resources()
     backend = opened(2)
@@ -363,6 +366,7 @@ def test_a_model_that_cannot_be_opened_leaves_nothing() -> None:
     assert resources() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["launch", "idle", "end"])
 def test_ranks_end_with_a_driver_that_closes_nothing(moment: str) -> None:
     """One that is killed, in a launch or between launches, or one that comes to its end."""
@@ -378,6 +382,7 @@ def test_ranks_end_with_a_driver_that_closes_nothing(moment: str) -> None:
     until(lambda: ended(rank))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["waiting", "between"])
 def test_ctrl_c_ends_all(moment: str) -> None:
     """As a terminal sends it: to every process of the group. A driver that is not in `wait` leaves a launch running."""
@@ -399,6 +404,7 @@ print(*backend.processes, flush=True)
 # -- shared memory
 
 
+@pytest.mark.slow
 def test_a_small_shm_folder_does_not_matter() -> None:
     """A container's 64 MB, made smaller still: ranks need no file there."""
     if os.getuid() or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
@@ -409,6 +415,7 @@ def test_a_small_shm_folder_does_not_matter() -> None:
     assert out.startswith("[") and err == ""
 
 
+@pytest.mark.slow
 def test_full_memory_is_one_line() -> None:
     """Here the most that a file may hold stands for the memory that there is."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))"
@@ -462,6 +469,7 @@ def job(code: str) -> list[subprocess.Popen[str]]:
     return [started([], code, env=os.environ | rank | common) for rank in ranks]
 
 
+@pytest.mark.slow
 def test_ranks_of_a_torchrun_job() -> None:
     backend, program = opened(2), compiled(2)
     tokens = backend.launch(program, prompts(program)).tokens.tolist()
@@ -472,6 +480,7 @@ def test_ranks_of_a_torchrun_job() -> None:
     assert out.splitlines() == ["the file ends here", *[f"{tokens} [0, 1]"] * 2]
 
 
+@pytest.mark.slow
 def test_a_job_ends_with_rank_0() -> None:
     driver, rank = job(_JOB.replace("backend.close()", "os.kill(os.getpid(), signal.SIGKILL)"))
     driver.communicate(timeout=60)
@@ -479,6 +488,7 @@ def test_a_job_ends_with_rank_0() -> None:
     assert rank.returncode == 1 and "MegakernelError: rank 1: rank 0 has ended" in err
 
 
+@pytest.mark.slow
 def test_a_job_says_which_rank_is_gone() -> None:
     kill = "output = backend.launch(program, prompts(program)); os.kill(backend.processes[0], signal.SIGKILL)\n    "
     driver, rank = job(_JOB.replace("output =", kill + "output =", 1))

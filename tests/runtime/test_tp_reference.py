@@ -179,6 +179,7 @@ def test_order_workers_and_queues_change_nothing(tp: int, lowering: tuple[int, i
         assert (Mixed(checkpoint, program, seed=seed).run() == expected).all()
 
 
+@pytest.mark.slow
 def test_splits_over_kv_change_no_bit_and_nothing_beyond_the_sequence_is_read() -> None:
     """Decode deep in its context, also with KV heads that two ranks share and on a rank with part of a group: what one
     rank computes without splits, and what transformers does."""

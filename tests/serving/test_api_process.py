@@ -63,6 +63,7 @@ def test_what_a_person_sees(model: str) -> None:
             assert json.loads(done.stdout)["choices"][0]["finish_reason"] in ("stop", "length")
 
 
+@pytest.mark.slow
 def test_flags_win_over_a_file_over_the_environment(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

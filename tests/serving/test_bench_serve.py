@@ -341,6 +341,7 @@ def test_bench_serve_failures(capsys: pytest.CaptureFixture[str], tmp_path: Path
 # -- several processes, and CPU time
 
 
+@pytest.mark.slow
 def test_processes_share_the_jobs(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [
         "--dataset",

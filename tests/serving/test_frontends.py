@@ -105,6 +105,7 @@ def test_the_death_of_a_frontend_ends_only_its_own_streams(model: str) -> None:
         assert "a frontend process ended with status -9; starting another one" in err
 
 
+@pytest.mark.slow
 def test_a_frontend_that_sleeps_holds_nobody_up(model: str) -> None:
     with process("--model", model, *TWO) as (server, _, live):
         first, second = children(server.pid)
@@ -119,6 +120,7 @@ def test_a_frontend_that_sleeps_holds_nobody_up(model: str) -> None:
         until(lambda: value(live, "vllm:generation_tokens_total") == 3 * 3 + 2 * 1900)
 
 
+@pytest.mark.slow
 def test_the_death_of_the_engine_is_told_to_everybody(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +170,7 @@ Engine.step = fail
         server.kill()
 
 
+@pytest.mark.slow
 def test_a_frontend_that_cannot_start_ends_the_server(model: str, tmp_path: Path) -> None:
     patch = f"""
 import megakernel.serving.engine_host as host

@@ -168,6 +168,7 @@ def test_a_timeline_needs_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -
         assert status == 200 and text.startswith(b"<!") and b"megakernel" in text
 
 
+@pytest.mark.slow
 @needs_browser
 def test_page_without_work() -> None:
     with tiny("null") as server, browser() as page:
@@ -177,6 +178,7 @@ def test_page_without_work() -> None:
         assert page.log() == []
 
 
+@pytest.mark.slow
 @needs_browser
 def test_page_under_load_and_timeline() -> None:
     endless = {"prompt": [1] * 9, "max_tokens": 4000, "ignore_eos": True}
@@ -202,6 +204,7 @@ return s.size;
 """
 
 
+@pytest.mark.slow
 @needs_browser
 def test_chat_page(tmp_path: Path) -> None:
     """Refused without the key, answered with it, stopped; no text becomes part of the page's markup."""
