@@ -17,25 +17,27 @@ from .lower import lower_segment
 from .options import Options
 from .tasks import Candidate
 
-# Room for attention in the step table: items per slot beyond one per row, so that few rows can be divided by KV head
-# and KV block; rows whose long contexts may be split at the same time; and the largest number of partial results.
+# Limits of attention in the step table. The table has room for one item per row and _ITEMS_PER_SLOT more per slot, so
+# that few rows can be divided by KV head and KV block. At most _SPLIT_ROWS rows with long contexts may be split at the
+# same time, into at most _MAX_PARTIALS partial results.
 _ITEMS_PER_SLOT = 4
 _SPLIT_ROWS, _MAX_PARTIALS = 4, 16384
-# The limit up to which every slot's share may end inside a row's KV range, so that there are as many split rows as
-# slots.
+# The largest number of partial results on a target where every slot's share may end inside a row's KV range, so that as
+# many rows as slots may be split.
 _MAX_SLOT_PARTIALS = 65536
 # Logit-bias pairs: the OpenAI API allows 300 per request.
 _BIAS_PER_ROW, _MAX_BIAS = 512, 65536
-# Logit rows that may have a mask of one bit per token: 4 MB with the largest vocabularies in use.
+# The largest number of logit rows with a mask of one bit per token. So many masks take 4 MB with the largest
+# vocabularies in use.
 MOST_MASKS = 256
 
 
 def with_matmul(options: Options, config: ModelConfig, machine: Machine, *, tp: int, tokens: int) -> Options:
     """`options` with `matmul` decided, for an engine whose largest bucket has `tokens` rows.
 
-    All programs of an engine must use the same matmul units, because these belong to the numerics class. Dot products
-    read weights faster than matrix units with few rows, but must hold all rows of a tile. So `auto` chooses dot
-    products if one tile holds the whole bucket.
+    All programs of an engine must use the same matmul units, because these belong to the numerics class. With few rows,
+    dot products read weights faster than matrix units do, but they must hold all rows of a tile in shared memory. So
+    `auto` chooses dot products if one tile holds the whole bucket.
     """
     units = TARGETS[machine.target].units
     if options.matmul != "auto" or len(units) == 1:
@@ -45,7 +47,7 @@ def with_matmul(options: Options, config: ModelConfig, machine: Machine, *, tp: 
 
 
 def with_tiles(machine: Machine, config: ModelConfig, *, tp: int, units: Units) -> Machine:
-    """`machine` with the tile sizes of the chosen units. Dot products hold few rows and read weights in columns of
+    """`machine` with the tile sizes of the chosen units. Tiles of dot products have few rows and a column unit of
     their own.
     """
     rows = min(machine.tile_rows, _tile_rows(config, machine, tp, units))
@@ -128,8 +130,9 @@ class Candidates:
         self._config, self._machine, self._options, self._weight_bits = config, machine, options, weight_bits
 
     def fastest(self, dims: Dims) -> Candidate:
-        """The form of the O projection belongs to the numerics class, so it must not depend on the bucket. It is chosen
-        for the number of rows at which a machine's arithmetic takes as long as reading the weights.
+        """The candidate that is predicted to be fastest. The form of the O projection must not depend on the bucket,
+        because it belongs to the numerics class. It is therefore chosen for the number of rows at which the machine's
+        arithmetic takes as long as reading the weights.
         """
         if dims.tp == 1:
             return self._normed(self._shared(dims, 0, 0))
@@ -153,9 +156,10 @@ class Candidates:
         return Candidate(dims, forward(self._config, dims, norm, self._weight_bits))
 
     def _shared(self, dims: Dims, replicated_o: int, replicated_residual: int) -> Dims:
-        """Where token rows have owners, row blocks are so short that each rank owns one, if there are enough rows.
+        """`dims` with this form of the O projection and of the residual.
 
-        However, rows that the target stores at once must not extend into the next block.
+        If token rows have owners, row blocks are so short that each rank owns a block, if there are enough rows.
+        However, the rows that the target stores at once must not extend into the next block.
         """
         rows = dims.tokens if replicated_residual else ceil_div(dims.tokens, dims.tp)
         unit = target_of(dims).row_unit[Units(dims.units)]
@@ -166,8 +170,8 @@ class Candidates:
         """The candidate with the place of a layer's norms decided.
 
         A norm that sends its rows to all ranks runs during the last stage of the previous layer, if that stage has
-        enough panels for the norm to follow it. Where every rank has the rows, a matmul of few rows may normalise them
-        itself.
+        enough panels for the norm to follow it. If every rank has all rows, a matmul of few rows may normalise its
+        inputs itself.
         """
         sends = dims.tp > 1 and not dims.replicated_residual
         shape = self._options.shape
@@ -178,7 +182,7 @@ class Candidates:
         if wanted == "inside" and not inside:
             raise MegakernelError(
                 "cannot compile norms into matmuls (norm = 'inside'): "
-                + ("rows of the residual have owners" if sends else "their units do not normalise so many rows")
+                + ("rows of the residual have owners" if sends else "the matmul units cannot normalise so many rows")
             )
         if wanted != "auto":
             return self._candidate(dims, Norm(wanted))
@@ -187,10 +191,10 @@ class Candidates:
         return self._fastest([self._candidate(dims, norm) for norm in ([Norm.INSIDE] if inside else []) + [Norm.OWN]])
 
     def _layer_seconds(self, candidate: Candidate) -> float:
-        """Predicted seconds of a layer, one phase after another. Of attention, only stores to other ranks are counted.
+        """Predicted seconds of a layer, one phase after another. For attention, only stores to other ranks are counted.
 
-        A phase lasts as long as the slower of ranks 0 and 1 needs. No shard is larger than rank 0's. If only one rank
-        owns rows, rank 1 is one of those that send to it.
+        A phase lasts as long as the slower of ranks 0 and 1. These two suffice: no shard is larger than rank 0's, and
+        if only rank 0 owns rows, rank 1 stands for the ranks that send to it.
         """
         slowest: dict[int, float] = {}
         dims, shape = candidate.dims, self._options.shape

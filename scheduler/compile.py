@@ -20,8 +20,8 @@ from .place import place
 from .sync import synchronise
 from .tasks import Tasks
 
-# Row blocks of all ranks of a program. The limit keeps compiling under a minute and counters within what a record can
-# name.
+# The maximum number of row blocks of all ranks of a program. It keeps the time to compile under a minute, and counter
+# numbers small enough for a record.
 _MAX_BLOCKS = 4096
 _RANKS, _RANKS_TEXT = (1, 2, 4, 8), "1, 2, 4 or 8"
 _DEFAULT = Options()
@@ -43,10 +43,11 @@ def compile_program(
 ) -> Program:
     """Compile one bucket of `tokens` token rows, of which `logit_rows` rows get logits, for `tp` ranks.
 
-    `max_seqs` and `max_context` (tokens) are the engine's limits. They must agree with the backend that launches the
-    program, and so must `options.matmul`: an engine calls `with_matmul` first. `weight_bits` gives the bits per element
-    of weight matrices that are not stored in `dtype`. With `quantised_kv`, K and V are stored in Q8_0, and the backend
-    must do the same. The result depends only on the arguments. Raises MegakernelError for arguments out of range.
+    `max_seqs` and `max_context` (tokens) are the engine's limits. The backend that launches the program must have the
+    same limits and the same `options.matmul`: an engine calls `with_matmul` first. `weight_bits` gives the bits per
+    element of weight matrices that are not stored in `dtype`. With `quantised_kv`, K and V are stored in Q8_0, and the
+    backend must do the same. The result depends only on the arguments. Raises MegakernelError for arguments out of
+    range.
     """
     sizes = {"tokens": tokens, "logit_rows": logit_rows, "max_seqs": max_seqs, "max_context": max_context}
     _check(config, machine, tp=tp, **sizes)
@@ -89,7 +90,7 @@ def _in_pairs(machine: Machine, units: Units) -> Machine:
             "cannot compile for pairs of SMs: only programs for the matrix units of a GPU can use them"
         )
     if machine.workers % 2:
-        raise MegakernelError(f"cannot compile for pairs of SMs: {machine.workers} workers are an odd number")
+        raise MegakernelError(f"cannot compile for pairs of SMs: {machine.workers} is an odd number of workers")
     return replace(machine, workers=machine.workers // 2, tile_rows=2 * machine.tile_rows)
 
 

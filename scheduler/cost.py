@@ -17,8 +17,8 @@ from .options import Shape
 def seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> NDArray[np.float64]:
     """[n] predicted seconds of each instruction on one worker, which gets an equal share of the machine's rates.
 
-    Loads overlap arithmetic inside a worker, so the slower of the two counts. Attention's work is in the step table;
-    here attention costs only its dispatch.
+    Loads overlap arithmetic inside a worker, so only the longer of their two times counts. Attention's work is in the
+    step table; here attention costs only its dispatch.
     """
     share = float(machine.workers)
     memory = cost(phase, columns, dims).memory_bytes * (share / machine.memory_bytes_per_s)
@@ -28,8 +28,9 @@ def seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machi
 def phase_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> float:
     """Predicted seconds of all of a rank's instructions of one phase, if its workers have no other work.
 
-    Arithmetic, memory and links overlap. If few workers read, they share memory unequally. The time of one signal is
-    added, and that of a second one if it must follow stores to other ranks.
+    Arithmetic, memory and links overlap. Memory time is computed for the whole rank, because if few workers read, each
+    gets more than an equal share of the bandwidth. The latency of one signal is added, and that of a second signal if
+    the phase stores to other ranks.
     """
     arithmetic = _arithmetic(phase, columns, dims, machine) + machine.dispatch_s
     _, memory, link = unit_seconds(phase, columns, dims, machine)
@@ -38,7 +39,7 @@ def phase_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine:
 
 
 def step_seconds(program: Program, machine: Machine) -> float:
-    """Predicted seconds of a step of `program`, one phase after another, as rank 0 computes them.
+    """Predicted seconds of a step of `program`: the sum over rank 0's phases, which run one after another.
 
     Attention costs only its dispatch, because its work is in the step table.
     """
@@ -81,7 +82,8 @@ def _matmul_flops(dims: Dims, machine: Machine) -> float:
 def balanced_rows(dims: Dims, machine: Machine) -> float:
     """The number of rows for which a matmul's arithmetic takes as long as reading its weights.
 
-    R rows take 2 R / F seconds per weight, and reading its b bytes takes b / B, so R = b F / 2 B.
+    At F FLOP/s, R rows take 2 R / F seconds per weight; at B bytes/s, reading the b bytes of a weight takes b / B
+    seconds. So R = b F / 2 B.
     """
     return itemsize(dims) * _matmul_flops(dims, machine) / (2 * machine.memory_bytes_per_s)
 

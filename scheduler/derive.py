@@ -1,12 +1,12 @@
 """Derives which tasks must precede which, from the regions that phases declare.
 
-Tasks are handled in groups: the tasks of one phase in one row block. The analysis covers prologue, body, body and
-epilogue, which is enough to tell neighbouring layers apart. Two groups conflict if they touch a common part of the same
-rank's copy of a buffer and one of them writes. All tasks of the group that is earlier in program order then precede all
-tasks of the later one. An edge is kept unless other kept edges imply it.
+Tasks are handled in groups: the tasks of one phase in one row block. The analysis covers the prologue, two runs of the
+body and the epilogue; two runs suffice to find the edges between neighbouring layers. Two groups conflict if they touch
+a common part of the same rank's copy of a buffer and one of them writes. All tasks of the group that is earlier in
+program order then precede all tasks of the later group. An edge is kept unless other kept edges imply it.
 
 If the step table selects what an access touches, one virtual group per row block represents the access: "whatever
-touches rows of this block". As a consumer it is the target of an INDEXED wait, as a producer that of an INDEXED signal.
+touches rows of this block". A virtual consumer becomes an INDEXED wait, a virtual producer an INDEXED signal.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ PROLOGUE, BODY, EPILOGUE = range(3)
 
 @dataclass(frozen=True)
 class Touch:
-    """The smallest box (row, row_end, col, col_end) around everything that a group touches in some ranks' copies of a
-    buffer.
+    """The smallest box (row, row_end, col, col_end) around everything that a group touches in the copies of a buffer on
+    `ranks`.
     """
 
     buffer: Buffer
@@ -40,8 +40,8 @@ class Touch:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Tasks of one phase in one row block. `index` is NONE for real groups; otherwise it says how the step table
-    selects.
+    """Tasks of one phase in one row block. `index` is NONE for a real group. For a virtual group, it says how the step
+    table selects what the group touches.
 
     `tasks` is the index of its PhaseTasks in the segment. `ordinal` numbers the segment's phases in program order and
     is the same on every rank.
@@ -66,7 +66,9 @@ Edge = tuple[int, int]  # producer, consumer: indices into Dependencies.groups
 
 @dataclass(frozen=True)
 class Dependencies:
-    """The kept edges between groups: inside a segment, into the next body or the epilogue, and out of the prologue."""
+    """The kept edges between groups: `within` one run of a segment, `onward` from a run of the body into the next run
+    or the epilogue, and `entering` from the prologue into the body.
+    """
 
     groups: list[Group]
     within: set[Edge] = field(default_factory=set)
@@ -95,7 +97,8 @@ def derive(tasks: Tasks) -> Dependencies:
             # same consumer.
             if before[b] >> a & 1:
                 continue
-            # Items wait only for counters of their own run, so whatever precedes them elsewhere must precede those.
+            # Items wait only for counters of their own run. A producer in an earlier run must therefore precede the
+            # producers that the item waits for.
             targets = [b]
             if by_item and node_copy[a] == node_copy[b]:
                 kept[b].append(a)
@@ -104,8 +107,8 @@ def derive(tasks: Tasks) -> Dependencies:
             for target in targets:
                 _keep(found, (node_group[a], node_group[target]), copies, node_copy[a], node_copy[target])
             for node in {b, *targets}:
-                # The rows that a LOGIT_ROW consumer waits for vary, so it implies nothing for others. It has no
-                # successors.
+                # A LOGIT_ROW consumer waits for rows that differ from step to step, so it orders nothing for other
+                # groups. Its entry here is harmless, because it has no successors.
                 before[node] |= before[a] | 1 << a
     return found
 
@@ -155,8 +158,8 @@ def _ranks(rank: int | Column | None, d: Dims) -> tuple[int, ...]:
 
 
 def _candidates(groups: list[Group], node_group: Sequence[int], node_copy: Sequence[int]) -> Iterator[list[int]]:
-    """For each node in order, the earlier nodes whose bounding boxes overlap its own on a buffer that one of the two
-    writes.
+    """For each node in order, the earlier nodes whose bounding boxes overlap its own in some buffer, if one of the two
+    nodes writes that buffer.
     """
     touched: dict[tuple[Buffer, int, int], list[tuple[int, int, int, int, int, int]]] = defaultdict(list)
     for node, g in enumerate(node_group):
@@ -179,7 +182,7 @@ def _candidates(groups: list[Group], node_group: Sequence[int], node_copy: Seque
 def _overlapping(hulls: NDArray[np.int64]) -> NDArray[np.int64]:
     """[2, pairs] of nodes whose boxes overlap. A box is (row, row_end, col, col_end, node, writes), sorted by row.
 
-    Boxes cover few rows, so all that may overlap a given one lie in a short range of the sorted boxes.
+    Boxes cover few rows, so all boxes that may overlap a given box lie in a short range of the sorted boxes.
     """
     row, row_end, col, col_end, node, writes = hulls.T
     first = np.searchsorted(row, row - (row_end - row).max(), side="right")

@@ -18,15 +18,15 @@ def describe(program: Program) -> dict[str, Any]:
     """Counts for one launch, ready for JSON.
 
     instructions            of all ranks, with the body counted once per layer
-    by_opcode               the same by name of the phase
-    per_layer               those of one layer by name of the phase
+    by_opcode               the same instructions, counted by phase name
+    per_layer               the instructions of one layer, counted by phase name
     workers, ranks, layers, counters (of all blocks), bytes (of the file)
     sms                     SMs per worker
     all_to_all_per_layer    counters of a layer that every instruction of one phase signals and every instruction of
-                            another waits for, with several on each side: a barrier between the two phases
+                            another waits for, if both have several instructions: a barrier between the two phases
     waits_per_instruction   {number of waits: instructions}, with the body counted once per layer
     matmul                  dots or tensor; None for a CPU
-    lowering                see the function of that name
+    lowering                see the function `lowering`
     link_bytes_per_layer    [from rank][to rank]: bytes that a layer's instructions store on other ranks
     link_bytes              declared bytes stored on other ranks in one launch
     """
@@ -84,8 +84,8 @@ def _names(program: Program, records: Records) -> dict[str, int]:
 
 
 def _all_to_all(program: Program) -> int:
-    """The number of counters that a whole phase signals and a whole phase waits for, on the rank that has most. Signals
-    may come from all ranks.
+    """The number of counters that all instructions of one phase signal and all of another wait for, on the rank with
+    the most such counters. Signals may come from all ranks.
 
     No counter of the body belongs to both its own layer and the next one.
     """
@@ -105,7 +105,7 @@ def _users(program: Program, records: Records, named: Records, to: int | None = 
     """[phase, counter]: the instructions that name a rank's counter in their words `named`. A grid counts for each of
     its members.
 
-    `to` says whose counters are meant, if the words say so.
+    If the words are signals, which name a rank, `to` is the rank whose counters are meant.
     """
     dims = program.dims
     used = named != 0

@@ -18,9 +18,9 @@ def disassemble(program: Program) -> Iterator[str]:
     """Lines without line ends. The same program always gives the same text.
 
     `#7=3` waits until counter 7 has its 3 arrivals of this launch; it reads `#7=3 (1 in layer 0)` if the prologue feeds
-    the counter. `#7+` signals counter 7 of the next layer's block, `#7@3` that of rank 3, `#7@all` that of every rank,
-    and `#7@owner` that of the rank that owns the rows. `#7[table]` is a grid of counters that starts at counter 7; the
-    step table selects its member.
+    the counter. `#7+` signals counter 7 of the next layer's block. `#7@3` signals counter 7 on rank 3, `#7@all` on
+    every rank, and `#7@owner` on the rank that owns the rows. `#7[table]` is a grid of counters that starts at counter
+    7; the step table selects one of them.
     """
     program.check()
     d = program.dims

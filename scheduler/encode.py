@@ -102,9 +102,9 @@ def _streams(placed: _Placed, count: int) -> Segment:
 def _with_queue(body: _Placed, ranks: int, workers: int, phases: list[int] | None) -> tuple[_Placed, Segment]:
     """Give the body a queue per rank, which holds the instructions of some phases or of all phases.
 
-    Every worker of the rank drains the queue where the queue begins. In the common order of all streams, attention
-    follows everything that its items may wait for and precedes everything that waits for it, so all of it may be
-    claimed at once.
+    In the common order of all streams, every worker's drain stands where the queue's first record stood. In that order,
+    attention follows everything that its items may wait for and precedes everything that waits for attention, so a
+    drain may claim all attention instructions.
     """
     rank = body.stream // workers
     claimed = np.ones(len(rank), bool) if phases is None else np.isin(rec.phase_number(body.records), phases)
@@ -128,7 +128,7 @@ def _with_barrier(epilogue: Segment, counters: tuple[int, int], workers: int) ->
     """End every stream only after every instruction of every rank.
 
     All workers of a rank signal a first counter. One of them waits for it and then signals the second counter of all
-    ranks.
+    ranks, for which every worker waits.
     """
     gather, leave = counters
     none = np.zeros(0, np.int32)

@@ -22,7 +22,7 @@ _SHAPE = Shape()
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Blocks of `length` rows, out of `total` rows; `numbers` selects the blocks."""
+    """Some row blocks: `total` rows are divided into blocks of `length` rows, and `numbers` lists the selected ones."""
 
     total: int
     length: int
@@ -91,7 +91,7 @@ def _blocks(phase: Phase, d: Dims, machine: Machine) -> _Blocks:
 
 
 def _runs(phase: Phase, d: Dims, machine: Machine) -> PhaseTasks:
-    """Divide the rows into runs, enough for all workers and nearly equal in length, each inside one row block."""
+    """Divide the rows into enough runs for all workers. Runs have nearly equal lengths and lie inside one row block."""
     rows = _blocks(phase, d, machine)
     at_most = max(1, ceil_div(len(rows), machine.workers))
     pieces = ceil_div(rows.length, min(at_most, rows.length))
@@ -121,12 +121,12 @@ def _tiles(phase: Phase, d: Dims, machine: Machine, shape: Shape) -> PhaseTasks:
 
 
 def _column_tiles(phase: Phase, rows: _Blocks, cols: int, unit: int, d: Dims, machine: Machine, shape: Shape) -> int:
-    """The number of column tiles that makes the phase shortest: waves of tiles over the workers × seconds of the widest
-    tile.
+    """The number of column tiles that minimises the time of the phase: the number of waves × seconds of the widest
+    tile. A wave is one tile per worker.
 
     A tile holds at most tile_rows × tile_cols outputs, so short row blocks may have wide tiles; a phase then has about
-    one tile per worker. Tiles become narrower only to occupy all workers or to fill the last wave. With several panels
-    the next phase fills the last wave, so a partial wave counts only as its fraction.
+    one tile per worker. Tiles become narrower only to occupy all workers or to fill the last wave. With several panels,
+    the next phase uses the workers that the last wave leaves idle, so a partial wave counts only as its fraction.
     """
     blocks, units = len(rows.numbers), ceil_div(cols, unit)
     widest = max(1, machine.tile_rows * machine.tile_cols // (rows.length * unit))
@@ -144,8 +144,8 @@ def _column_tiles(phase: Phase, rows: _Blocks, cols: int, unit: int, d: Dims, ma
 
 
 def _attention(phase: Phase, heads: PhaseTasks | None, d: Dims) -> PhaseTasks:
-    """One instruction per slot. `heads` are the tasks that compute q, k and v. KV heads are grouped only as far as
-    needed for the signals of one of these tasks to fit its record.
+    """One instruction per slot. `heads` are the tasks that compute q, k and v. Groups of KV heads are as small as
+    possible, but so large that the signals of each of these tasks fit its record.
     """
     slot = np.arange(d.attention_slots if heads else 0, dtype=np.int32)
     columns = {name: np.zeros_like(slot) for name in phase.operands} | {"slot": slot}

@@ -18,15 +18,16 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of tiles and panels, which change no bits. 0 means the machine's value or the cost model's choice.
+    """Sizes of tiles and panels. No result depends on them, in any bit. 0 means the machine's value or the cost model's
+    choice.
 
-    tile_rows, tile_cols    the most rows and the most output columns of a matmul tile, up to the machine's
+    tile_rows, tile_cols    the maximum numbers of rows and output columns of a matmul tile, at most the machine's
     panel                   row blocks that share one pass over the weights
-    reduce_lag, norm_lag    if a layer ends with the next layer's norm: the number of panels by which its reduction
-                            follows the last stage, so that the partial sums of all ranks have arrived, and by which the
-                            norm follows the reduction
-    claims                  attention slots per worker, if workers claim them; a slot is then at best an even share of
-                            the step's attention
+    reduce_lag, norm_lag    lags, in panels, if a layer ends with the next layer's norm: from the last stage to the
+                            reduction, so that the partial sums of all ranks have arrived, and from the reduction to the
+                            norm
+    claims                  attention slots per worker, if workers claim slots; the step's attention is then divided
+                            into equal slots where possible
     """
 
     tile_rows: int = 0
@@ -44,11 +45,11 @@ class Options:
 
     o              O projection: W_O sharded by head, or replicated on every rank
     residual       token rows dealt to owner ranks, or kept on every rank
-    norm           a layer begins with its own attention norm, or ends with that of the next layer, or each matmul that
-                   reads normalised rows normalises them itself
-    queue          what workers claim at run time: nothing, attention, or the whole body of a layer. With auto,
-                   `tune.Fastest` simulates all possibilities that these options leave open; `compile_program` claims
-                   nothing
+    norm           own: a layer begins with its own attention norm; next: it ends with the next layer's attention norm;
+                   inside: each matmul that reads normalised rows normalises them itself
+    queue          what workers claim at run time: nothing, attention, or the whole body of a layer. If it is auto,
+                   `tune.Fastest` simulates all possibilities that these options leave open, and `compile_program`
+                   treats it as none
     pairs          whether a worker is two SMs, which load each weight tile once for both (matrix units of GPUs only);
                    `compile_program` treats auto as off
     interleave     whether memory-bound and compute-bound work of neighbouring phases may share a worker's time; if off,

@@ -29,10 +29,9 @@ def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, options: Opti
     Stages (matmuls and attention) run one after another. Inside a stage, panels of row blocks run in order, and inside
     a panel the tasks run column by column, so that a weight tile read from memory serves the whole panel. If one of two
     neighbouring stages is limited by arithmetic and the other by links or memory, they alternate panel by panel. Norms,
-    reductions and sampling between two stages are placed so that their inputs are complete well before and their
-    consumers follow well after, so neither side waits. Without interleaving, phases run one after another. The same
-    holds if waits for other ranks are for whole phases, because what waits must then come after those phases in every
-    stream.
+    reductions and sampling between two stages are placed well after the producers of their inputs and well before their
+    consumers, so neither they nor the consumers wait. Without interleaving, phases run one after another. They also do
+    so if tasks wait for whole phases of other ranks, because in every stream such a task must come after those phases.
     """
     kind = ordinals(segment)
     blocks = panel_blocks(dims, machine, options.shape)
@@ -63,10 +62,11 @@ def _turns(
 ) -> list[tuple[float, float]]:
     """The sort key of the first panel of each phase, and the step from one panel to the next.
 
-    A stage spans one unit of keys. Phases that precede it lie about midway between the end of their panel in the
-    previous stage and its start in this one. Two alternating stages share two units: the second lags behind the first
-    by one panel, and by one more for each kind of phase between them. If a layer ends with the next layer's norm,
-    nothing later waits behind it, so the phases after its last stage follow panel by panel.
+    The keys of a stage span an interval of length 1. A panel of a phase between two stages lies about midway between
+    the panel's end in the first stage and its start in the second. Two alternating stages share an interval of length
+    2: the second lags behind the first by one panel, and by one more for each kind of phase between them. If a layer
+    ends with the next layer's norm, no stage follows the norm in this segment, so the phases after the last stage
+    simply follow that stage panel by panel.
     """
     of_kind = {k: [p for p, number in zip(segment, kind, strict=True) if number == k] for k in kind}
     stages = [k for k, members in of_kind.items() if members[0].phase.family in _STAGES]
@@ -80,7 +80,8 @@ def _turns(
         if lag and panels > 2 * lag and _complementary(of_kind[stage], of_kind[following], dims, machine):
             step = 2 / (panels + lag)
             turns[stage] = number, step
-            # Each kind between the two runs one and a third panels after the previous kind began.
+            # The first kind of phase between the two stages begins 4/3 panels after `stage`, and each further kind
+            # begins one panel later.
             for k in range(stage + 1, following):
                 turns[k] = number + (k - stage + 1 / 3) * step, step
             turns[following] = number + lag * step, step
@@ -95,9 +96,9 @@ def _turns(
 
 
 _STAGES = (OperationFamily.MATMUL, OperationFamily.ATTENTION)
-# The fraction of the room, between the end of a panel in one stage and its start in the next, that remains after the
-# phases in between. It is less than one half, because an earlier panel may begin in the next stage at that time, which
-# is more urgent.
+# Phases between two stages run in the gap between the end of a panel in the first stage and its start in the second.
+# This fraction of the gap remains after them. It is less than one half, because at the midpoint an earlier panel may
+# begin in the second stage, and that panel is more urgent.
 _LEFT = 7 / 16
 
 
@@ -123,8 +124,8 @@ def _workers(
     """Assign each task, in the order of keys, to the worker that is free first. Attention tasks are assigned by slot.
 
     `parts` has a rank's tasks, with the panel and the key of each. With one panel, a phase starts when the previous one
-    has ended, so all workers are free. With more, a phase begins while workers finish the previous one, so the load
-    carries over.
+    has ended, so all workers are free. With several panels, a phase begins while workers still finish the previous one,
+    so the load carries over.
     """
     load = np.zeros(machine.workers)
     out = [np.arange(len(tasks)) % machine.workers for tasks, _, _ in parts]
@@ -144,7 +145,7 @@ def _workers(
 
 
 def _first_free(tasks: int, cost: float, load: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The workers of equal tasks dealt in order, each to the worker with the least load so far."""
+    """The worker of each of `tasks` equal tasks, which are dealt in order to the worker with the least load so far."""
     depth = min(tasks, tasks // len(load) + 2 + int((load.max() - load.min()) / cost))
     start = load[:, None] + cost * np.arange(depth)
     return np.argsort(start.T.ravel(), kind="stable")[:tasks] % len(load)

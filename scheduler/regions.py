@@ -22,7 +22,7 @@ def nonempty(b: Boxes) -> NDArray[np.bool_]:
 
 
 def hulls(b: Boxes, starts: NDArray[np.int64]) -> Boxes:
-    """[len(starts), 4]: the smallest box around each run of boxes; empty if all boxes of the run are."""
+    """[len(starts), 4]: the smallest box around each run of boxes; empty if all boxes of the run are empty."""
     none = np.iinfo(np.int32).max
     filled = np.where(nonempty(b)[:, None], b, np.array([none, -1, none, -1], dtype=np.int32))
     low = np.minimum.reduceat(filled[:, ::2], starts)
@@ -36,8 +36,8 @@ def block_rows(dims: Dims, block: int) -> tuple[int, int]:
 
 
 def head_groups(producer: Phase, columns: Columns, attention: Phase, dims: Dims, group_heads: int) -> NDArray[np.bool_]:
-    """[tasks, head groups]: which of the producer's tasks write data that attention items of their rows read, for each
-    group of `group_heads` KV heads.
+    """[tasks, head groups]: whether a task of the producer writes data that attention items read, if the items have the
+    task's rows and that group of `group_heads` KV heads.
     """
     one = {name: np.zeros(1, dtype=np.int32) for name in attention.operands}
     found = accesses(attention, one, dims)

@@ -1,9 +1,9 @@
 """Turns dependencies into counters: the wait and signal words of every task.
 
 A counter means "these groups of tasks are done"; its total is the number of their arrivals. Groups with the same
-successors share a counter, so a task signals few counters and most consumers wait for one. Counters that the step table
-selects form grids: [row block][head group] for the inputs of attention items, and [row block] for the outputs of
-attention items and for final rows.
+successors share a counter, so a task signals few counters and most consumers wait for one counter. Counters that the
+step table selects form grids: [row block][head group] for the inputs of attention items, and [row block] for the
+outputs of attention items and for the residual rows after the last layer (final rows).
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from .tasks import PhaseTasks, Tasks
 Words = NDArray[np.int32]
 Totals = NDArray[np.int32]  # [ranks, counters]
 
-# Until the end of `synchronise`, a counter is numbered in order of creation; `home` then decides its final number.
-SHARED = -1  # a counter that has the same index on all ranks or that all ranks name alike
+# Counters are first numbered in order of creation. At the end of `synchronise`, a counter gets its final number, which
+# depends on its home: a rank, or SHARED.
+SHARED = -1  # the home of a counter that must have the same index on all ranks
 
 
 @dataclass(frozen=True, order=True)
@@ -42,8 +43,8 @@ class Counter:
 
 @dataclass(frozen=True)
 class Join:
-    """A `join` instruction that runs before `members` of a segment's `tasks`, because they have more waits than a
-    record holds.
+    """A `join` instruction that runs before `members` of a segment's `tasks`, because each member has more waits than
+    its record holds.
     """
 
     segment: int
@@ -57,8 +58,8 @@ class Join:
 class Sync:
     """The wait and signal words of each phase of each segment, [n, 8], and the totals of a counter block (see Program).
 
-    `barrier` has the counters of the barrier at the end of a launch: the one of a rank's workers and the one of the
-    ranks.
+    `barrier` has the two counters of the barrier at the end of a launch: one at which the workers of a rank arrive, and
+    one at which the ranks arrive.
     """
 
     waits: list[list[Words]]
@@ -71,8 +72,8 @@ class Sync:
 
 
 def synchronise(tasks: Tasks, dependencies: Dependencies, workers: int, *, overlap_ranks: bool = True) -> Sync:
-    """Assign counters. If `overlap_ranks` is true, data from other ranks is waited for by row block, otherwise by whole
-    phase.
+    """Assign counters. If `overlap_ranks` is true, tasks wait for row blocks of other ranks' data, otherwise for whole
+    phases of other ranks.
     """
     build = _Builder(tasks, dependencies, overlap_ranks)
     build.attention_grids()
@@ -93,7 +94,7 @@ class _Builder:
         self.joins: list[Join] = []
         self.arrivals_by_table: dict[Counter, int] = {}
         self.waited: dict[int, set[int]] = defaultdict(set)  # consumer group -> the counters it waits for on its rank
-        # the counters that a body may signal for the next layer
+        # consumer group -> the counters that the previous run of the body may signal for it
         self.from_last_run: dict[int, set[Counter]] = defaultdict(set)
         self.entering = _successors(dependencies.entering)
         self.producers: dict[int, list[int]] = defaultdict(list)
@@ -101,7 +102,7 @@ class _Builder:
             self.producers[consumer].append(producer)
         by_item = {g for g, group in enumerate(self.groups) if group.index is Index.ITEM}
         if by_item & ({c for _, c in dependencies.onward} | {c for _, c in dependencies.entering}):
-            raise AssertionError("attention items wait for counters of their own layer only")
+            raise AssertionError("attention items may only wait for counters of their own layer")
         self.to_items = {e for e in dependencies.within if e[1] in by_item}
         self.families: dict[tuple[int, ...], list[int]] = defaultdict(list)
         self.by_blocks = overlap_ranks
@@ -113,14 +114,16 @@ class _Builder:
         self.shared: dict[tuple[str, int, frozenset[int]], Counter] = {}
 
     def _family(self, g: int) -> tuple[int, ...]:
-        """The groups of all ranks that together receive data from several ranks or send it to several."""
+        """The key of a group's family: the groups of all ranks with the same phase and, with `by_blocks`, the same row
+        block. A family receives data from several ranks, or sends data to several ranks, as one.
+        """
         group = self.groups[g]
         family = (group.segment, group.ordinal, int(group.virtual))
         return (*family, group.block) if self.by_blocks else family
 
     def _targets(self, producer: int, successors: Iterable[int]) -> list[tuple[int, frozenset[int]]]:
-        """Successors by the rank that must be signalled; ALL_RANKS for a whole family with successors on several
-        ranks.
+        """Pairs of a rank to signal and the successors there. If a family has successors on several ranks, the pair is
+        ALL_RANKS and the whole family.
         """
         by_family: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for g in successors:
@@ -135,17 +138,18 @@ class _Builder:
         return [(rank, frozenset(groups)) for rank, groups in sorted(out.items())]
 
     def attention_grids(self) -> None:
-        """Number both grids of attention, and let the producers of the items' inputs signal the first. Items signal the
-        second.
+        """Number both counter grids of attention. Producers of the items' inputs signal the first grid, and the items
+        signal the second.
 
-        The first grid is on the rank itself. The second is on the rank that receives the attention output of the rows.
+        The first grid is on the rank that runs the items, the second on the rank that receives the attention output of
+        the rows.
         """
         items = [g for g, group in enumerate(self.groups) if group.index is Index.ITEM]
         if not items:
             return
         dims = self.tasks.dims
         done = self._new(SHARED, dims.row_blocks)
-        ready: dict[int, tuple[int, int]] = {}  # rank: its first grid, head groups
+        ready: dict[int, tuple[int, int]] = {}  # rank -> first counter of its first grid, number of head groups
         for g in items:
             group = self.groups[g]
             if group.rank in ready:
@@ -167,7 +171,9 @@ class _Builder:
                 feeds[group.tasks] = head_groups(made.phase, made.columns, attention.phase, rank_dims, size)
             touched = feeds[group.tasks][group.members]
             if group.rank != item.rank or not touched.any(axis=1).all():
-                raise AssertionError("attention items wait for tasks of their rank that write what they read")
+                raise AssertionError(
+                    "attention items may only wait for tasks of their own rank that write their inputs"
+                )
             for head_group in range(groups):
                 counter = Counter(first + item.block * groups + head_group, item.rank)
                 _append(
@@ -176,7 +182,7 @@ class _Builder:
         self._attention_done(items, done)
 
     def _attention_done(self, items: list[int], done: int) -> None:
-        """Add the arrivals at the grid that starts at counter `done`, and the waits for it."""
+        """Add the arrivals at the second grid, whose first counter is `done`, and the waits of its consumers."""
         dims = self.tasks.dims
         for g in items:
             group = self.groups[g]
@@ -202,7 +208,7 @@ class _Builder:
         return rec.ALL_RANKS if dims.replicated_residual else rec.OWNER
 
     def final_row_grid(self) -> None:
-        """Number the counters of final rows before all others, in row-block order."""
+        """Number the counters of final rows in row-block order, as a grid, before `groups_done` numbers others."""
         rows = [g for g, group in enumerate(self.groups) if group.index is Index.LOGIT_ROW]
         if not rows:
             return
@@ -239,13 +245,15 @@ class _Builder:
         return self.shared[key]
 
     def prologue_done(self) -> None:
-        """Let the prologue signal block 0 where a previous layer would. The total of block 0 differs from those of
-        later blocks.
+        """Let the prologue signal the counters of block 0 that in later blocks the previous layer signals. The totals
+        of block 0 therefore differ from those of later blocks.
         """
         fed: dict[int, int | None] = {}
 
         def nearest(consumer: int) -> int | None:
-            """`consumer` itself, or a task that it waits for in every layer and that an earlier run signals."""
+            """`consumer` if an earlier run signals it, otherwise a group that it waits for in every layer and that an
+            earlier run signals, if there is one.
+            """
             if consumer not in fed:
                 near = (nearest(p) for p in self.producers.get(consumer, ()))
                 fed[consumer] = (
@@ -253,7 +261,7 @@ class _Builder:
                 )
             return fed[consumer]
 
-        fed_counters: dict[Counter, set[int]] = defaultdict(set)  # from which groups
+        fed_counters: dict[Counter, set[int]] = defaultdict(set)  # counter -> the prologue groups that signal it
         for producer, successors in self.entering.items():
             found = {consumer: nearest(consumer) for consumer in successors}
             for n in found.values():
@@ -326,8 +334,8 @@ class _Builder:
         return len(self.homes) - count
 
     def _numbers(self) -> NDArray[np.int32]:
-        """The index of each counter in its rank's block: shared counters first, then each rank's own from the same
-        start.
+        """The index of each counter in its rank's block: shared counters first, then the rank's own counters, which
+        begin at the same index on every rank.
         """
         homes = np.array(self.homes, dtype=np.int32)
         out = np.zeros(len(homes), dtype=np.int32)
@@ -338,7 +346,7 @@ class _Builder:
         return out
 
     def _arrivals(self, segment: int, counters: int) -> tuple[Totals, Totals]:
-        """The arrivals of the segment per counter, in its own block and in the next one."""
+        """[ranks, counters] arrivals from the segment: those in its own block, and those in the next block."""
         tp = self.tasks.dims.tp
         words = np.concatenate(
             [w.ravel() for w in self.signals[segment]] + [j.signal for j in self.joins if j.segment == segment]
@@ -371,5 +379,5 @@ def _append(words: Words, tasks: NDArray[np.int64], word: int) -> None:
     """Put a word into the first free column of each task's row."""
     column = np.count_nonzero(words[tasks], axis=1)
     if column.max(initial=-1) >= words.shape[1]:
-        raise AssertionError(f"a task has more than {words.shape[1]} words of a kind")
+        raise AssertionError(f"a task has more than {words.shape[1]} waits or signals")
     words[tasks, column] = word

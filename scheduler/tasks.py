@@ -1,4 +1,4 @@
-"""The data that the stages of a compilation pass on: the instructions of a step before they are placed."""
+"""The data that one part of the compiler hands to the next: the instructions of a step before they are placed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Candidate:
 class PhaseTasks:
     """All instructions of one phase on one rank, as operand columns of equal length.
 
-    `block` groups tasks that have the same dependencies: the row block that the instruction's rows lie in, counted in
-    token rows, or in logit rows in the epilogue.
+    `block` is the row block that contains a task's rows; tasks of one block have the same dependencies. Blocks divide
+    the token rows or, in the epilogue, the logit rows.
     """
 
     phase: Phase
@@ -58,6 +58,6 @@ class Tasks:
 
 
 def ordinals(tasks: list[PhaseTasks]) -> list[int]:
-    """The position of each phase in its segment, counted in program order over the phases that have tasks."""
+    """For each element of `tasks`, the position of its phase among the phases of the segment that have tasks."""
     changes = [a.phase is not b.phase for a, b in itertools.pairwise(tasks)]
     return list(itertools.accumulate(changes, initial=0))

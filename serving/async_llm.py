@@ -39,7 +39,7 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
-        """Continue a prompt. Yields the whole answer so far whenever new tokens arrive; the last one is `finished`.
+        """Continue a prompt. Yields the whole answer so far whenever new tokens arrive; the last answer is `finished`.
 
         The request is aborted if the caller stops iterating. Raises MegakernelError if the prompt or a parameter is
         invalid.

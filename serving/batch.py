@@ -74,10 +74,10 @@ class Batch:
         )
 
     def add(self, request: Request) -> None:
-        """Queue a request's choices. If the prompt exceeds a page, the others wait until the first has computed it."""
+        """Queue a request's choices. If the prompt exceeds a page, the first choice computes it and the others wait."""
         now = (
             len(request.choices) if len(request.prompt_ids) <= self._page else 1
-        )  # 1: only if there is a page to share
+        )  # 1: the other choices will share at least one page
         self.waiting.append(request.client, request.choices[:now])
         request.held = request.choices[now:]
 
@@ -127,7 +127,7 @@ class Batch:
         return min(tokens, (held + len(more)) * self._page)
 
     def shorten(self, sequence: Sequence) -> None:
-        """Discard what a step computed for proposed tokens that were rejected, and free the pages beyond."""
+        """Discard what a step computed for rejected proposed tokens, and free the pages that only they needed."""
         slots, slot = self.slots, sequence.slot
         tokens = int(slots.known[slot])
         slots.computed[slot], slots.length[slot] = tokens - 1, tokens
@@ -138,7 +138,7 @@ class Batch:
             self._write_history(sequence, tokens - 1)
 
     def unhold(self, request: Request) -> None:
-        """Queue a request's held choices at the front, once the first has computed the prompt or has ended."""
+        """Queue a request's held choices at the front, once the first choice has computed the prompt or has ended."""
         for sequence in reversed(request.held):
             self.waiting.push(sequence)
         request.held = []
@@ -168,7 +168,7 @@ class Batch:
         self._pool.forget()
 
     def _publish(self, sequence: Sequence) -> None:
-        """Add the pages that the launches so far have filled to the prefix cache."""
+        """Put the pages that the launches so far have filled into the prefix cache."""
         slots, slot = self.slots, sequence.slot
         full, known = int(slots.full_pages(np.array(slot))), int(slots.known_pages[slot])
         hashes = sequence.page_hashes(self._page, full)

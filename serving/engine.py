@@ -5,8 +5,8 @@ the order of arrival. While a launch runs, the engine plans the next step and bu
 launch has yet to sample is represented there by its position in HISTORY. If such a token turns out to end its sequence,
 the sequence still has a row in the next step, and that row is ignored.
 
-Proposed tokens are added to a planned step when the launch before it has ended. After a step that verifies proposed
-tokens, the next step is planned only when it has ended, because its results decide where the sequences continue.
+Proposed tokens are added to a planned step when the launch before it has ended. If a step verifies proposed tokens, the
+next step is planned only after that step has ended, because its results decide where the sequences continue.
 
 The bits of a token depend only on its own sequence, so none of this changes what is generated.
 """
@@ -101,7 +101,7 @@ class Engine:
         self._steps = Steps(self._batch.slots.pages, self._batch.slots.sampling)
         self._planner = Planner(self._batch.slots)
         self._under_way: Work | None = None
-        self._failing: list[Sequence] = []  # sequences of the running launch that end with it
+        self._failing: list[Sequence] = []  # sequences that end when the running launch ends
         self._requests = 0
 
     # -- requests
@@ -400,7 +400,7 @@ def _read(turns: Turns, output: Output, fates: _Fates) -> Tokens:
 def _own(output: Output, turns: Turns) -> Output:
     """A copy of those parts of an output that the host reads, made before the next launch overwrites them.
 
-    Of the logits it has only the rows for which top log-probabilities are reported.
+    The copy has only those rows of the logits for which top log-probabilities are reported.
     """
     rows = len(turns.top)
     return replace(

@@ -59,8 +59,8 @@ class Piece(msgspec.Struct, gc=False):
 class Job:
     """Prompts that were submitted together. Only the event loop's thread may use it.
 
-    `open` counts the choices that have not ended. Choice c of prompt p has number p * n + c. `scores` maps a prompt
-    whose first choice has begun to the log-probabilities and the most likely ids of its tokens from the second one on.
+    `open` counts the choices that have not ended. Choice c of prompt p has number p * n + c. For each prompt whose
+    first choice has begun, `scores` holds the log-probabilities and most likely ids of its tokens from the second on.
     `cached` counts the prompt tokens that were in the prefix cache, for the prompts that have begun.
     """
 

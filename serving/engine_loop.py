@@ -1,8 +1,8 @@
 """Runs an engine in its own thread and takes requests from frontends over ZeroMQ.
 
 The thread takes the messages that came since the last step, runs a step, and sends each frontend its tokens in one
-message. Sending never blocks. The tokens of a frontend that reads slowly are kept in memory; `max_tokens` bounds them
-for each choice, and a limit over all frontends bounds how many choices may wait.
+message. Sending never blocks. The tokens of a frontend that reads slowly are kept in memory; `max_tokens` bounds their
+number for each choice, and a limit over all frontends bounds how many choices may wait.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class EngineLoop:
         self._jobs: dict[tuple[bytes, int], Job] = {}
         self._addresses = Addresses()
         self._open = 0  # choices that have not ended
-        self._open_of: Counter[str] = Counter()  # the same, by client
+        self._open_of: Counter[str] = Counter()  # choices that have not ended, by client
         self._compiling: dict[tuple[bytes, int], Submit] = {}  # jobs whose grammar is being compiled
         self._frontends: set[bytes] = set()
         self._gone: set[bytes] = set()
@@ -139,7 +139,7 @@ class EngineLoop:
             self._die(f"the engine has stopped, restart the server: {reason}")
 
     def _die(self, why: str) -> None:
-        """Tell every frontend that the engine is dead, and answer later messages with that too, until Close comes."""
+        """Tell every frontend that the engine is dead, and answer later messages in the same way until Close comes."""
         for frontend in self._frontends:
             self._socket.send_multipart([frontend, encode(Dead(why))])
         self.on_death()
@@ -234,7 +234,7 @@ class EngineLoop:
                 if already + count > allowed:
                     later = True
                     raise MegakernelError(
-                        f"{already} sequences are waiting already and at most {allowed} may: try again later"
+                        f"{already} sequences are waiting already and at most {allowed} may wait: try again later"
                     )
             prompts = [prompt_ids(prompt) for prompt in asked.prompts]
             # `add` checks a prompt too, but only after the prompts before it are queued.

@@ -158,5 +158,5 @@ class Request:
         return all(choice.finish_reason is not None for choice in self.choices)
 
     def scores_prompt(self, choice: int) -> bool:
-        """The first choice scores the prompt for all."""
+        """Whether this choice scores the prompt, which the first choice does for all choices."""
         return choice == 0 and self.params.prompt_logprobs is not None

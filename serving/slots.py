@@ -38,7 +38,7 @@ class Slots:
         self.constrained = np.zeros(n, np.bool_)  # whether its text must match a grammar
         self.first_token_at, self.last_token_at = np.zeros((2, n))
         self.pages = Pages(dims)
-        self.sampling = Sampling(2 * n + 1)  # per slot; then again per slot for tokens before min_tokens
+        self.sampling = Sampling(2 * n + 1)  # a row per slot, then another row per slot for tokens before min_tokens
         self._tickets = 0
 
     def seat(self, slot: int, sequence: Sequence, pages: list[int], shared: int) -> None:

@@ -25,7 +25,7 @@ from .work import Part, Work, extended
 
 MOST = 63  # maximum proposed tokens per sequence and step
 VERIFIED_ROWS = (
-    128  # the most logit rows of a step with proposed tokens; a step table has room for the biases of that many
+    128  # maximum logit rows of a step with proposed tokens; a step table has room for the biases of so many
 )
 _MEMORY = 0.99  # decay factor of the acceptance rate of all sequences; the rate of a single sequence decays faster
 _NO_TIME = 1e-9  # replaces a step time of 0 s, which a backend without arithmetic may report

@@ -98,7 +98,7 @@ class Planner:
         self._last: Turns | None = None
 
     def plan(self, ones: Ints, pieces: Seq[tuple[Sequence, int]]) -> Part:
-        """Plan a step: sequences in the slots `ones` compute one token each, those in `pieces` the given number."""
+        """Plan a step: sequences in the slots `ones` compute one token each, and `pieces` has the others' counts."""
         decoded = self._decode(ones)
         return _join([decoded, *(_piece(self._slots, *piece) for piece in pieces)]) if pieces else decoded
 

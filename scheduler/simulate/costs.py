@@ -21,10 +21,11 @@ Rates = tuple[tuple[float, float], ...]  # (rows, rate), rows ascending
 
 @dataclass(frozen=True)
 class Costs:
-    """Rates are those of one rank's device unless stated as a worker's. Units are seconds, bytes and FLOPs.
+    """Rates are those of one rank's device unless a comment says that they are a worker's. Units are seconds, bytes and
+    FLOPs.
 
-    Rates by rows are a worker's, for tiles of that many rows. Between two sizes they are interpolated linearly in
-    log(rows).
+    A field of type `Rates` is a worker's rate for tiles of several numbers of rows. Between these numbers, the rate is
+    interpolated linearly in log(rows).
     """
 
     matmul_flops: Rates  # of a worker
@@ -34,8 +35,8 @@ class Costs:
     memory_bytes_per_s: float
     cache_bytes_per_s: float  # from the last-level cache to all workers
     cache_bytes: float
-    worker_bytes_per_s: float  # the most that one worker loads or stores
-    egress_bytes_per_s: float  # out of a rank; the same applies into it
+    worker_bytes_per_s: float  # the maximum rate at which one worker loads or stores
+    egress_bytes_per_s: float  # out of a rank, and also into it
     switch_bytes_per_s: float  # of all ranks
     latency_s: float  # of a load
     store_s: float  # latency of a store, added to the time of its bytes
@@ -65,8 +66,9 @@ class Costs:
         return padded
 
     def paired(self) -> Costs:
-        """Costs of a worker that is two SMs. All weights of a tile and half of its rows pass through the port of each
-        SM. For a tile with as many rows as columns, the two ports carry three parts, of which two count as loads.
+        """Costs of a worker that is two SMs. Each SM's port carries all weights of a tile and half of its rows. If a
+        tile has as many rows as columns, the two ports carry the weights twice and the rows once, which is three equal
+        parts. Only two of these parts count as loads of the worker.
         """
         return replace(
             self,
@@ -90,12 +92,12 @@ def _at(rates: Rates, rows: NDArray[np.float64]) -> NDArray[np.float64]:
 
 # -- GPUs
 # A large matmul takes 1 / 0.75 of the time at the datasheet's rate (*How to Scale Your Model*, 2025, "How to
-# Think About GPUs": about 20 us for a bound of 15.3). A query tile of attention uses one of the matrix unit's four
-# quarters.
+# Think About GPUs": about 20 us, where the bound is 15.3 us). A query tile of attention uses one of the matrix unit's
+# four quarters.
 _MATRIX_FRACTION, _ROW_QUANTUM = 0.75, 4 * QUERY_TILE
 # An H100 copied 3,089 of 3,350 GB/s (AutoMegaKernel, arXiv 2606.09682).
 _MEMORY_FRACTION = 0.92
-# All-reduce bus bandwidth on eight H100s reaches at most 370 of 450 GB/s (the same chapter).
+# All-reduce bus bandwidth on eight H100s reaches at most 370 of 450 GB/s ("How to Think About GPUs" again).
 _LINK_FRACTION = 370 / 450
 # An asynchronous global load or store takes about 500 ns ("Look Ma, No Bubbles!", HazyResearch, 2025, on a B200).
 _LATENCY_S = _STORE_S = 0.5e-6
@@ -139,7 +141,7 @@ def _gpu_costs(machine: Machine) -> Costs:
 
 
 # -- CPUs
-# Two cores of an Intel Xeon (Cascade Lake, 2.5 GHz) in bfloat16, measured like `megakernel doctor --calibrate` does:
+# Two cores of an Intel Xeon (Cascade Lake, 2.5 GHz) in bfloat16, measured as `megakernel doctor --calibrate` does:
 # benchmarks/results/simulate-host.json, attention in simulate-host-attention.json, multiply-adds in
 # cpu-latency-smollm2-135m.json. A CPU that was not calibrated is assumed to reach the same fractions of its own rates.
 _XEON = Core(

@@ -114,7 +114,7 @@ def _library() -> ctypes.CDLL:
 
 
 def run(work: Work, costs: Costs, stall: tuple[int, int, int, float], most: int) -> tuple[Result, Intervals]:
-    """Simulate, with room for `most` trace records. They are the intervals in the order in which they ended."""
+    """Simulate a step. Returns at most `most` intervals of its trace, in the order in which they ended."""
     values = {f.name: getattr(work, f.name) for f in fields(Work)}
     counts = {f"{name}_count": len(values[name]) for name in _COUNTED}
     program = _Program(**{name: v if isinstance(v, int) else v.ctypes.data for name, v in values.items()}, **counts)
@@ -136,5 +136,5 @@ def run(work: Work, costs: Costs, stall: tuple[int, int, int, float], most: int)
             "a record of the program names a counter, a task or a queue that does not exist: verify it"
         )
     if status:
-        raise MegakernelError("out of memory while simulating a program: simulate it on a machine with more")
+        raise MegakernelError("out of memory while simulating a program: simulate it on a machine with more memory")
     return result, intervals[: min(most, result.intervals)]

@@ -42,8 +42,8 @@ class Simulation:
     """The result of a simulated step.
 
     `step_s` is the time from the launch to the last event. Bytes (including those written back and loaded again) and
-    FLOPs are sums over all ranks. `events` counts the events of the simulation. For the activity of workers and shares
-    of peaks, use megakernel.timeline on the trace, as for any other trace.
+    FLOPs are sums over all ranks. `events` counts the events of the simulation. For the activity of workers and
+    fractions of peak rates, use megakernel.timeline on the trace, as for any other trace.
     """
 
     step_s: float
@@ -73,14 +73,14 @@ def simulate(
     program.check()
     if program.processors != machine.workers:
         raise MegakernelError(
-            f"the program runs on {program.processors} workers per rank and {machine.name} has {machine.workers}:"
-            " compile it again"
+            f"the program needs {program.processors} workers per rank, but {machine.name} has {machine.workers}:"
+            " compile it for this machine"
         )
     costs = costs or costs_of(machine)
     if program.dims.sms == 2:
         costs = costs.paired()
     if not 1 <= costs.claim_in_flight <= costs.in_flight <= _MOST_IN_FLIGHT:
-        raise MegakernelError(f"a worker has 1 to {_MOST_IN_FLIGHT} instructions in flight, not {costs.in_flight}")
+        raise MegakernelError(f"a worker can have 1 to {_MOST_IN_FLIGHT} instructions in flight, not {costs.in_flight}")
     work = make_work(program, table, costs)
     runs = _launched(program, work)
     at = (stall.segment, stall.number, stall.layer, stall.seconds) if stall else (-1, -1, -1, 0.0)

@@ -1,9 +1,9 @@
 """Prepares the simulator's input: for each task of a program its waits, signals, loads, arithmetic and stores.
 
-A task is an instruction or an attention work item; consecutive single rows of a slot form one task. Everything follows
-from the program's phases: loads and stores from the declared accesses, arithmetic from the declared costs, attention
-from the step table. The last-level cache of a rank holds named entries: a weight tile, one KV head of a sequence in one
-layer, or a row block of an activation buffer.
+A task is an instruction or an attention work item; consecutive items of single rows in a slot form one task. All data
+follow from the program's phases: loads and stores from the declared accesses, arithmetic from the declared costs,
+attention from the step table. The last-level cache of a rank holds named entries: a weight tile, one KV head of a
+sequence in one layer, or a row block of an activation buffer.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Tasks:
             self.table[name][tasks] = values
 
     def words(self, rows: list[Ints], what: str, dtype: np.dtype[np.void]) -> NDArray[np.void]:
-        """The rows sorted by task, and each task's range in them."""
+        """The rows sorted by task. Each task's range of these rows is stored in its table entry."""
         names = dtype.names or ()
         table = np.concatenate([*rows, np.zeros((0, len(names) + 1), np.int64)])
         table = table[np.argsort(table[:, 0], kind="stable")]
@@ -147,7 +147,7 @@ def make_work(program: Program, table: StepTable, costs: Costs) -> Work:
 
 
 def _records(program: Program) -> tuple[Records, Ints, Int32s, list[Int32s]]:
-    """The records of all streams and queues, the rank and the trace number of each, and each list's offset."""
+    """The records of all streams and queues, the rank and the trace number of each record, and each list's offsets."""
     every, ranks, number, offsets = [], [], [], []
     start = 0
     for name in _LISTS:
@@ -194,7 +194,7 @@ class _Keys:
 
 
 def _plain(tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Ints, dims: Dims, costs: Costs) -> None:
-    """Add all tasks except attention and control."""
+    """Add the tasks of one phase on one rank. Attention and control instructions are handled elsewhere."""
     columns = phase.columns(records)
     rows, first_row = columns["rows"].astype(np.float64), columns["row"]
     work, loaded = cost(phase, columns, dims), loads(phase, columns, dims)
@@ -230,25 +230,25 @@ def _plain(tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Int
             tasks.set(task, ask_s=roles.loaders)
             matrix_s = np.maximum(matrix_s, roles.consumers)
     elif dims.ring_pages:
-        weights, read = np.zeros(len(task)), read + weights  # the consumers load these themselves when they get there
+        weights, read = np.zeros(len(task)), read + weights  # consumers load both when they reach the task
         if costs.issue and phase.operation is Operation.SAMPLE:
             # While a group of logits is added, a group of the same size is being loaded.
             steps = sample_steps(dims, costs.issue)
             matrix_s = rows * (costs.latency_s + steps * max(costs.issue.sample_step, costs.latency_s))
     else:
         tasks.set(task, ring_bytes=weights)
-    compute_s = matrix_s + vector_s  # one after the other if a matmul normalises its inputs first
+    compute_s = matrix_s + vector_s  # a matmul that normalises its inputs does so before its matrix work
     stage = 2 * PAGE_BYTES if dims.units == Units.DOTS else costs.stage_bytes  # dots use both pages of a pair together
     tail_s = compute_s * np.minimum(1.0, stage / np.maximum(weights + read, 1))
     tasks.set(task, weight_bytes=weights, weight_key=weight_key, read_bytes=read, compute_s=compute_s, tail_s=tail_s)
 
 
 def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims, costs: Costs) -> Floats:
-    """Compute what matmuls take of the ring of pages, and return their seconds of arithmetic."""
+    """Set the bytes that matmuls take in the ring of pages, and return their seconds of arithmetic."""
     taken = matmul_pages(phase, columns["rows"], columns["cols"], dims)
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
     if dims.units == Units.DOTS:
-        # The rows are loaded in every lap and stay until its end.
+        # The rows are loaded in every lap and stay until the lap ends.
         held = dot_input_pages(phase, rows, dims)
         ahead = ahead_columns(phase, dims) * phase.inner(dims) * itemsize(dims)
         tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held, ahead_bytes=float(ahead))
@@ -316,7 +316,7 @@ def _attention(
 
 
 def _items(phase: Phase, records: Records, first: Ints, view: StepTable) -> tuple[Ints, Ints, Ints]:
-    """(task, item, record) of the items of attention records whose first tasks are `first`."""
+    """(task, item, record) for each item of these attention records. `first` has the first task of each record."""
     slot = phase.columns(records)["slot"]
     begin, count = view.slot_items[slot].astype(np.int64), np.diff(view.slot_items)[slot].astype(np.int64)
     record = np.repeat(np.arange(len(records)), count)
@@ -326,8 +326,8 @@ def _items(phase: Phase, records: Records, first: Ints, view: StepTable) -> tupl
 
 
 def _starts_task(view: StepTable) -> NDArray[np.bool_]:
-    """For each item, whether it starts a task. Otherwise it joins the previous item of its slot: single whole rows of
-    one row block that wait for the same counters.
+    """For each item, whether it starts a task. Otherwise it belongs to the task of the previous item of its slot: both
+    items are unsplit single rows of one row block, and both wait for the same counters.
     """
     single = (view.item_rows == 1) & (view.item_split < 0) & (view.item_seq >= 0)
     same = single[1:] & single[:-1]
@@ -340,7 +340,7 @@ def _starts_task(view: StepTable) -> NDArray[np.bool_]:
 
 
 def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
-    """Add ordinary waits and signals. For attention, every item waits and the last one signals."""
+    """Add ordinary waits and signals. Every task of an attention instruction waits, and its last task signals."""
     waits = rec.waits(records)
     record, slot = np.nonzero(waits)
     word = waits[record, slot]
@@ -369,7 +369,7 @@ def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
 
 
 def _item_words(tasks: _Tasks, phase: Phase, records: Records, first: Ints, view: StepTable) -> None:
-    """The grids that the first wait and the first signal of attention name."""
+    """Add the waits and signals of attention at counter grids, which its first wait and its first signal name."""
     dims = view.dims
     task, item, record = _items(phase, records, first, view)
     if not len(item):

@@ -1,4 +1,5 @@
-"""Chooses the compiler's default options: of everything that the given options leave open, what simulates fastest.
+"""Chooses the compiler's default options: of all that the given options leave open, those with the fastest
+simulated step.
 
 The cost model adds up phases one after another, so it cannot predict what a queue gains or which exchange between ranks
 hides behind other work. The simulator can, and takes less than a second for a step of a few layers.
@@ -22,10 +23,11 @@ from ..describe import lowering
 from ..options import CHOICES, Options, Shape
 from .predict import predicted_seconds
 
-# The simulated program has at most this many logit rows, as an engine's has. More logit rows would affect all options
-# alike.
+# The simulated program has at most this many logit rows, like an engine's programs. More logit rows would affect all
+# options alike.
 _LOGIT_ROWS = 64
-# Dots are tried against matrix units up to this many tiles of dots. With more rows they are many times slower.
+# Dots are tried as well as matrix units if the rows need at most this many tiles of dots. With more rows, dots are many
+# times slower.
 _DOT_TILES = 4
 # A residual on every rank is tried up to this many rows. With more, each rank would repeat too much of the others'
 # work.
@@ -129,7 +131,9 @@ class Fastest:
         return best
 
     def open(self, tokens: int) -> list[list[dict[str, Any]]]:
-        """The choices that the options leave open, each with its possible changes. Some depend on others."""
+        """The choices that the options leave open, each with its possible changes. Options that depend on each other
+        form one choice.
+        """
         open_ = {name for name in CHOICES if getattr(self._options, name) == "auto"}
         open_ |= {"interleave"} if self._options.interleave else set()
         if self._tp == 1:

@@ -28,8 +28,8 @@ def predicted_seconds(program: Program, machine: Machine) -> float:
 
 
 def usual_step(dims: Dims) -> StepTable:
-    """A step table that deals all rows of a program evenly to as many sequences as it has room for; each sequence gets
-    logits.
+    """A step table that deals all rows of a program evenly to as many sequences as the program has room for. Each
+    sequence gets logits.
     """
     count = min(dims.tokens, dims.max_seqs)
     pages = range(dims.pages_per_seq)

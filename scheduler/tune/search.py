@@ -1,8 +1,8 @@
 """Searches for faster sizes of tiles, panels and lags (`compile --search`), in addition to the choices of `Fastest`.
 
-One size after another is changed to a neighbouring value, and changes that simulate faster are kept, until the time is
-up. The cache folder keeps results under the program that the search began with and everything else that its times
-depend on.
+The search changes one size at a time and keeps a change if the simulated step becomes faster, until the time is up. The
+cache folder keeps each result under a hash of the program that the search began with and of everything else that the
+simulated times depend on.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Found:
 def search(fastest: Fastest, tokens: int, seconds: float) -> Found:
     """The best options found within `seconds` for a bucket of `tokens` rows, never slower than the default.
 
-    The default is determined first, however long that takes. A search is not repeated if an earlier one took at least
-    as long.
+    The default is determined first, however long that takes. A search is not repeated if an earlier one had at least
+    as many seconds.
     """
     stop = time.monotonic() + seconds
     best, known = fastest.options(tokens), dict[Options | str, float]()
@@ -125,6 +125,6 @@ def _load(file: Path, seconds: float) -> Found | None:
 
 
 def _save(file: Path, found: Found, seconds: float) -> None:
-    with whole_file(file, f"what was found to {file}") as part:
+    with whole_file(file, f"the search result to {file}") as part:
         file.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(json.dumps(asdict(found) | {"seconds": seconds}, indent=1))

@@ -1,10 +1,11 @@
 """Fourth stage of the verifier: does each access come after the accesses that it must follow?
 
 The required order follows from the program's phases alone. Their sequence (prologue, the body once per layer, epilogue)
-is the sequential meaning of a step. Here, a phase is all of its instructions in one run, on all ranks. Copies of a
-buffer on two ranks are two places. For each box: no phase writes an element twice. What a phase reads was written by
-the last earlier phase that writes the buffer. A read comes after that write, and a write comes after the previous write
-and after all reads since. "After" means that the later access begins when the earlier one has ended.
+is the sequential meaning of a step. Here, a phase means all of its instructions in one run, on all ranks. Copies of a
+buffer on two ranks are two places. For each box, the following must hold. No phase writes an element twice. What a
+phase reads was written by the last earlier phase that writes the buffer. A read comes after that write, and a write
+comes after the previous write and after all reads of the previous value. "After" means that the later access begins
+when the earlier one has ended.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def _touches(program: Program, events: list[Events], found: list[Use]) -> NDArra
                 else:
                     col, col_end = access.col, access.col_end
                     if access.buffer in dealt:
-                        # Every rank writes its share of the rows, which only the step table knows, so each rank gets a
-                        # column.
+                        # Every rank writes its share of the rows, but only the step table knows which rows these are.
+                        # So each rank's share is checked as a column.
                         mine = access.index is Index.LOGIT_OWNER
                         col = np.full_like(col, use.dims.rank if mine else 0)
                         col_end = np.full_like(col, use.dims.rank + 1 if mine else program.ranks)
@@ -115,9 +116,9 @@ def _block_rows(dims: Dims, blocks: Ints) -> tuple[Ints, Ints]:
 
 
 def _items(out: _Touches, events: Events, phase: int, kind: int, dims: Dims, access: Access) -> None:
-    """The boxes of attention items. An item also reads K and V of other row blocks and waits for them in the same way:
-    their (row block, group) event represents that read. K and V have a copy per layer, so nothing overwrites them, and
-    no write has to wait for such a read.
+    """The boxes of attention items. An item also reads K and V of other row blocks and waits for these blocks in the
+    same way: the (row block, group) event of the block that is read represents the read. K and V have a copy per layer,
+    so nothing overwrites them, and no write has to wait for such a read.
     """
     grid = events.items[dims.rank]
     blocks, groups = (a.ravel() for a in np.indices(grid.event.shape))
@@ -148,8 +149,8 @@ def _logit_rows(out: _Touches, events: Events, phase: int, kind: int, use: Use, 
 
 @lru_cache(maxsize=64)
 def _declared(forward: Forward, dims: Dims) -> tuple[NDArray[np.uint8], list[tuple[Buffer, int]]]:
-    """[phase number, buffer]: which phases write a buffer, on any rank. Also the outputs gathered on one rank, which
-    the host reads after a launch, with that rank.
+    """[phase number, buffer]: whether the phase writes the buffer on any rank. Also (buffer, rank) for each output that
+    is gathered on one rank, where the host reads it after a launch.
     """
     writes = np.zeros((_HOST + 1, len(BUFFERS)), dtype=np.uint8)
     outputs: list[tuple[Buffer, int]] = []

@@ -48,7 +48,9 @@ class _Step(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Graph:
-    """The rows and edges of an unrolled program; `first` has the first row of each run, and of the counters."""
+    """The rows (nodes) and edges of an unrolled program. `first` has the first row of each run, then that of the
+    counters.
+    """
 
     rows: int
     first: Int32s
@@ -98,13 +100,13 @@ def _checked(count: int) -> int:
     if count == -2:
         raise MegakernelError("the verifier's graph names rows, phases or buffers that do not exist")
     if count < 0:
-        raise MegakernelError("out of memory while verifying a program: verify it on a machine with more")
+        raise MegakernelError("out of memory while verifying a program: verify it on a machine with more memory")
     return count
 
 
 def topological_order(graph: Graph, missing: Int32s) -> tuple[Int32s, Int32s]:
-    """The rows that can be ordered, in order, and how many edges each remaining row lacks. `missing` counts the
-    incoming edges of each row that have not been taken yet; a row can be taken when its count reaches 0.
+    """The rows that can be ordered, in order, and the number of each row's incoming edges whose sources cannot be
+    ordered. `missing` has each row's number of incoming edges; a row can be taken when all their sources are taken.
     """
     order, left = np.empty(graph.rows, dtype=np.int32), missing.copy()
     count = _library().mk_verify_order(ctypes.byref(graph.native()), left.ctypes.data, order.ctypes.data)

@@ -1,4 +1,4 @@
-"""Third stage of the verifier: the events, what each waits for, and what has therefore certainly happened.
+"""Third stage of the verifier: the events, what each event waits for, and what has certainly happened before it.
 
 An event is one execution of an instruction, or a virtual event. It begins when the counters that it waits for have
 reached their totals, and it signals when it ends. The events of a stream begin in order and end in order, but one may
@@ -6,12 +6,13 @@ begin before the previous one ends. Two kinds of virtual events represent decisi
 
 item    (rank, layer, row block, KV-head group): every attention work item of these rows and heads, in whichever slot.
         It certainly comes after the counters that its indexed wait names, and after nothing else. Its arrival at the
-        row block's counter proves only itself. The last item of a split to arrive represents the whole split.
+        row block's counter proves only its own end. The last item of a split to arrive represents the whole split.
 read    (grid of a norm of logit rows, rank, row block): the read of one logit row, after that row block's counter.
 
 A third kind describes how a queue is claimed, and matters only for the proof that there is no deadlock:
 
-begin   a worker arrives at a drain. The drain's own event is that it moves on, after all records before its end.
+begin   a worker arrives at a drain. The drain's own event is that the worker leaves the drain, after all records of the
+        queue before its operand `end`.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ class Events:
     """The events of one segment: its records, followed by virtual events. Counters are flat: rank * counters + counter.
 
     `waits` are (counter, event) pairs; `signals` are (event, counter, next block, arrivals). The (event, event) pairs
-    of `may_wait` and `after` exist for some step tables or claims only: they count against freedom from deadlock and
-    prove nothing about data. `chain` has the events of every stream in program order, stream by stream; `stream` has
-    their streams.
+    of `may_wait` and `after` exist for some step tables or claims only: the search for deadlocks includes them, but
+    they prove nothing about data. `chain` has the events of every stream in program order, stream by stream; `stream`
+    has their streams.
     """
 
     def __init__(self, part: Part) -> None:
@@ -125,7 +126,7 @@ class Events:
             items, arrivals = event.ravel(), (block_rows[:, None] * heads).ravel()
             grid = self._wait[part.waits.indexed & (part.waits.row == slots[0])] + np.arange(items.size)
             self.waits.append((grid, items))
-            # Before any slot is finished it may wait for any member, and it may be the last to arrive at any member.
+            # A slot may wait for any member of the grid before it ends, and may be the last to arrive at any member.
             begin, end = self._new(2)
             self.may_wait.append((grid, np.full(items.size, begin)))
             self.after.append((np.full(len(slots), begin), slots))
@@ -181,7 +182,7 @@ class Events:
             self.reads.append(Reads(rows, rank, event))
 
     def arrivals(self, next_block: bool) -> Ints:
-        """The arrivals per counter that one run makes in its own block or the next one."""
+        """The arrivals per counter that one run makes in the next block if `next_block`, otherwise in its own block."""
         program = self.part.program
         out: Ints = np.zeros(program.ranks * program.counters, dtype=np.int64)
         for _, counter, is_next, count in self.signals:
@@ -207,7 +208,7 @@ class Events:
 
 
 class Unrolled:
-    """The runs of a program, with their events and counters as rows of one graph.
+    """The runs of a program, with their events and counters as rows (nodes) of one graph.
 
     Run 0 is the prologue, runs 1..layers are the body, and the last one is the epilogue.
     """

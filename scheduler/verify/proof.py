@@ -8,39 +8,42 @@ form      Every record decodes, stays in bounds and names counters of its block.
           Drains claim their queues completely. What an instruction holds at once fits the pages of shared memory.
 totals    Every counter gets exactly its stored total of arrivals, in the first, the middle and the last block. A
           counter without arrivals in a block neither blocks nor orders anything there.
-order     Program order, counters and claims of queues have no cycle, with every edge that any step table may add.
+order     The graph of program order, counters and claims of queues has no cycle, even with all edges that any step
+          table may add.
 coverage  Every element that an instruction reads was written exactly once, on the copy that it reads, by the phase
           whose value it needs. Every output is written.
-data      Each read begins after the end of that write. Each overwrite begins after the end of the previous write and of
-          its readers. Only edges that exist for every step table and every way to claim a queue count: a record of a
-          queue comes after its own waits, and what follows a drain knows about the queue's records only through
-          counters.
+data      Each read begins after the end of the write that it needs. Each overwrite begins after the end of the previous
+          write and of all reads of its value. Only edges that exist for every step table and every way to claim a queue
+          count: a record of a queue comes after its own waits, and instructions after a drain are ordered after the
+          queue's records only through counters.
 epochs    With several ranks, every stream ends after all work of all ranks.
 
 Overlap. A worker begins its instructions in order and ends them in order, but may begin any number of them before the
-first one ends. So two accesses of the same data need a counter between them even on one worker. From the end of an
-instruction, order leads to the ends of later instructions of its stream and to the counters they signal; from a counter
-to the begins of those that wait for it; from a begin to later begins. Overlap cannot cause a deadlock: take all events
-in an order that program order and counters allow. The first event that has not ended has everything that it waits for.
+first one ends. So two accesses of the same data need a counter between them even on one worker. Order leads from the
+end of an instruction to the ends of later instructions of its stream and to the counters they signal; from a counter to
+the begins of the instructions that wait for it; from a begin to later begins of its stream. Overlap cannot cause a
+deadlock: take all events in an order that program order and counters allow. The first event that has not ended has
+everything that it waits for, so it can end.
 
-Queues. The records of a queue are claimed in order, by any worker whose drain covers them, once it has started
+Queues. The records of a queue are claimed in order, by any worker whose drain covers them, once that worker has started
 everything before the drain. No claim can block forever. Take the events in an order in which a record follows the
-previous record of its queue and the begins of all drains that may claim it, and in which the end of a drain follows all
-records before its end. The first event of that order that has not happened can happen: if it is a record, then all
-earlier records of the queue are finished, and so is everything before those drains in their streams. The worker that
-has claimed the record runs it, or, if nobody has, each worker at one of those drains is free to claim it.
+previous record of its queue and the begins of all drains that may claim it, and in which a worker leaves a drain after
+all records that the drain covers. The first event of that order that has not happened can happen: if it is a record,
+then all earlier records of the queue are finished, and so is everything that precedes, in their streams, the drains
+that may claim it. If a worker has claimed the record, it runs the record; otherwise each worker at one of these drains
+is free to claim it.
 
 Three layers prove any number of layers. A run of the body waits only on its own block and signals only its own block
 and the next one, so an edge never leads to an earlier layer (the prologue counts with layer 0, the epilogue with the
 last block). A cycle therefore lies inside the prologue and layer 0, inside one later layer, or inside the epilogue, and
 all layers after the first have the same edges. A path between events of layers l and l + 1 stays in these two layers,
 so for l >= 1 it exists for every l or for none. Every layer writes the same elements, so two accesses of an element
-without a write between them are at most one layer apart. If neighbouring layers are ordered, all accesses of an element
-are. The only exception is data that the prologue writes and every layer reads: its reader in layer 0 must follow the
-write, and each later reader must follow its own counterpart one layer earlier. The partial results of split attention
-belong to one (row, KV head), so the order of items in successive layers, proved for ATTN, orders them too.
+without a write between them are at most one layer apart. So if neighbouring layers are ordered, all accesses of an
+element are ordered. The only exception is data that the prologue writes and every layer reads: its reader in layer 0
+must follow the write, and each later reader must follow the same reader one layer earlier. The partial results of split
+attention belong to one (row, KV head), so the order of items in successive layers, proved for ATTN, orders them too.
 
-One launch proves any number of launches. Between two launches comes the host (one rank) or the exit barrier.
+One launch proves any number of launches. Between two launches stands the host (one rank) or the exit barrier (several).
 Everything that a stream does in launch k + 1 comes after everything that any rank does in launch k, except joins at the
 end of a stream, which only wait for conditions that stay true. So when an instruction of launch k + 1 begins, every
 counter has exactly k times its total, every queue has been claimed exactly k times its length, the last item of every
@@ -66,7 +69,7 @@ from .data import check_data
 from .order import Events, Unrolled
 
 _LAYERS = 3
-_MOST = 50  # the most violations that are printed in full
+_MOST = 50  # the maximum number of violations that a report lists
 
 
 @dataclass(frozen=True)

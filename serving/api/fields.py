@@ -1,8 +1,8 @@
 """Every request field of the OpenAI API, vLLM and SGLang, and what this server does with it.
 
 `requests.py` declares the type and range of each supported field. A harmless field changes no answer and is ignored. A
-refused field is an error, unless its value has no effect; null never has one. Fields that are not in the table are
-errors too. `python -m megakernel.serving.api.fields` prints docs/fields.md.
+refused field is an error, unless its value has no effect; null never has an effect. Fields that are not in the table
+are errors too. `python -m megakernel.serving.api.fields` prints docs/fields.md.
 """
 
 from __future__ import annotations

@@ -40,9 +40,9 @@ def max_values(context: int) -> int:
 
 
 def has_more_values(body: bytes, most: int) -> bool:
-    """Whether a JSON body has more than `most` values. It is not parsed for that.
+    """Whether a JSON body has more than `most` values. The body is not parsed to find out.
 
-    Every value but the outermost follows a comma, a bracket or a brace, so these are counted outside of strings.
+    Every value but the outermost follows a comma, a bracket or a brace, so those outside of strings are counted.
     """
     if _marks(body) < most:
         return False

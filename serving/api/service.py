@@ -179,8 +179,8 @@ class Service:
             )
 
     def truncated(self, prompt: list[int], body: Sampled, wanted: int | None) -> list[int]:
-        """The last tokens of a prompt, as many as `truncate_prompt_tokens` says. -1 keeps as many as leave room for
-        `wanted` tokens, or for one.
+        """The last tokens of a prompt, as many as `truncate_prompt_tokens` says. If it is -1, the prompt is cut so that
+        `wanted` more tokens fit the context, or one more token without `wanted`.
         """
         most = body.truncate_prompt_tokens
         if most is None:

@@ -17,7 +17,7 @@ CLIENT: ContextVar[str] = ContextVar("client", default="")  # the client address
 class Turns:
     """Runs work in `threads` threads. Clients with waiting work get a thread in turn, however much each has sent.
 
-    A client that has a thread already never gets the last free one. So a client with long work leaves one for others.
+    A client that has a thread already never gets the last free thread. So a client with long work leaves it to others.
     """
 
     def __init__(self, threads: int) -> None:

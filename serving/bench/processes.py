@@ -30,7 +30,7 @@ async def drive_from(
     stream: bool,
     on_done: Callable[[int, int], None] | None,
 ) -> tuple[list[Outcome], float]:
-    """Call `drive` in so many processes. Returns the outcomes and the CPU seconds of the clients.
+    """Call `drive` in up to `processes` processes. Returns the outcomes and the CPU seconds of the clients.
 
     Each of n processes sends every n-th job at 1/n of the rate, with 1/n of the requests in flight.
     """

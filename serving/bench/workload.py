@@ -51,7 +51,7 @@ class Workload:
 
 
 def sharegpt_lengths(count: int, vocab: int, seed: int) -> Workload:
-    """Random ids with the lengths of ShareGPT conversations: their first two turns in Llama-2 tokens, vLLM's filter.
+    """Random ids with the lengths of ShareGPT conversations that pass vLLM's filter: first two turns in Llama-2 tokens.
 
     There are 15,277 pairs of lengths, on average 246 input and 235 output tokens. If `count` is larger, the pairs
     repeat with other ids.

@@ -187,7 +187,7 @@ def join(address: str | None, cpus: int) -> list[Node]:
         try:
             ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as e:
-            why = f"{str(e).splitlines()[0]}; where it asks for a token, RAY_AUTH_TOKEN must hold it"
+            why = f"{str(e).splitlines()[0]}; if it asks for a token, RAY_AUTH_TOKEN must hold that token"
             raise MegakernelError(f"cannot join the Ray cluster at {address}: {why}") from e
     found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return [Node(int(resources.get("CPU", 0)), int(resources.get("GPU", 0))) for resources in found]
@@ -249,7 +249,7 @@ def deploy(plan: Plan, host: str, port: int) -> None:
 
 
 def undeploy() -> None:
-    """Let running requests finish, the front's first."""
+    """Remove the front and then the replicas; each lets its running requests finish."""
     for name in (FRONT, REPLICAS):
         serve.delete(name)
 

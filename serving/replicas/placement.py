@@ -25,8 +25,8 @@ class Share:
 
 
 def place(nodes: Sequence[Node], replicas: int, tp: int, threads: int | None, *, on_gpus: bool) -> Share:
-    """The share of each of `replicas`: without `threads`, as many cores as allow all of them to fit; on GPUs, one GPU
-    per rank. Raises MegakernelError if they do not fit.
+    """The share of each of `replicas`. Without `threads`, it has the largest number of cores with which all replicas
+    fit; on GPUs, it has one GPU per rank. Raises MegakernelError if the replicas do not fit.
     """
     gpus = tp if on_gpus else 0
     most = max((node.gpus for node in nodes), default=0)

@@ -1,5 +1,5 @@
-"""Chooses the replica that answers a request: one that has had the beginning of its prompt, unless it has too
-much to do.
+"""Chooses the replica that answers a request: one that has had the beginning of the request's prompt before, unless
+that replica has too much to do.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def prefix_of(body: bytes) -> list[bytes]:
 
 
 def choose(prefix: Sequence[bytes], known: Mapping[R, Container[bytes]], loads: Mapping[R, int], slack: int) -> R:
-    """The replica to ask, among those in `loads`, which gives each one's number of requests.
+    """The replica to ask, among the keys of `loads`, which holds the number of requests at each replica.
 
-    Among the replicas with at most `slack` requests more than the least loaded one, it is the one that knows most of
-    the prefix, and among equals the least loaded.
+    Of the replicas with at most `slack` requests more than the least loaded one, it is the replica that knows the
+    longest part of the prefix. If several know equally much, it is the least loaded of these.
     """
     least = min(loads.values())
     fair = [replica for replica, load in loads.items() if load - least <= slack]

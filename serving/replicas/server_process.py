@@ -29,7 +29,7 @@ class ServerProcess:
     """The server of `settings` (flags of serve by name) on a free port of the loopback.
 
     It ends with this process. `on_end` is called in another thread if the server ends after it was ready. Raises
-    MegakernelError with the server's own reason if it ends before.
+    MegakernelError with the server's own reason if the server ends before it is ready.
     """
 
     def __init__(self, settings: Mapping[str, Any], on_end: Callable[[], None]) -> None:

@@ -42,7 +42,7 @@ def test_the_verifier_proves_them() -> None:
 @pytest.mark.parametrize(
     ("machine", "options", "why"),
     [
-        (replace(H100, workers=7), PAIRS, "7 workers are an odd number"),
+        (replace(H100, workers=7), PAIRS, "7 is an odd number of workers"),
         (H100, replace(PAIRS, matmul="dots"), "matrix units of a GPU"),
         (machines.host(2), PAIRS, "matrix units of a GPU"),
     ],
