@@ -34,8 +34,8 @@ async def drive_from(
 
     Each of n processes sends every n-th job at 1/n of the rate, with 1/n of the requests in flight.
     """
-    how: dict[str, Any] = {"rate": rate / processes, "stream": stream}
     processes = min(processes, len(workload.jobs), max_concurrency or len(workload.jobs))
+    how: dict[str, Any] = {"rate": rate / processes, "stream": stream}
     if processes == 1:
         before = time.process_time()
         outcomes = await drive(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -20,7 +21,7 @@ from megakernel.isa import Dtype
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import forward
 from megakernel.roofline import step_work
-from megakernel.serving.bench import Job, Load, Server, Workload, alternate, client, least_work
+from megakernel.serving.bench import Job, Load, Server, Workload, alternate, client, least_work, processes
 from megakernel.serving.bench.drive import drive
 from megakernel.serving.bench.report import Outcome, cpu_time, report
 from megakernel.serving.bench.workload import length_pairs, sharegpt_file, sharegpt_lengths, uniform
@@ -339,6 +340,19 @@ def test_bench_serve_failures(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 
 # -- several processes, and CPU time
+
+
+def test_two_jobs_of_eight_processes_come_at_the_whole_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are as many processes as jobs at most, and together they send as many requests a second as asked for."""
+    rates: list[float] = []
+    monkeypatch.setattr(processes, "_part", lambda server, share, how: (rates.append(how["rate"]) or [], 0.0))
+    monkeypatch.setattr(
+        processes, "ProcessPoolExecutor", lambda n, context, start, given: ThreadPoolExecutor(n, "", start, given)
+    )
+    server, load = Server("http://127.0.0.1:1"), Workload("test", jobs((8, 4), (8, 4)))
+    how: dict[str, Any] = {"max_concurrency": None, "seed": 0, "stream": True, "on_done": None}
+    asyncio.run(processes.drive_from(8, server, load, rate=6.0, **how))
+    assert rates == [3.0, 3.0]
 
 
 @pytest.mark.slow
