@@ -3,19 +3,19 @@
 // Every page of a launch passes through one ring. Page n of a block, counted from 0 over all of its
 // instructions, lies in slot n % kPages, and uses phase n / kPages of the slot's barriers:
 //
-//   full    arrivals: both loaders, as each passes the page, and the bytes of the loads of the one that
-//           fills it. For an output page it means that the page may be written
-//   ready   output pages only: the consumer warps have written it
-//   empty   arrivals: all consumer warps, each when it no longer needs the page; for an output page, the
-//           storer, on behalf of all
+//   full    both loaders have passed the page, and the bytes that one of them requested have arrived. An
+//           output page is full when it may be written
+//   ready   output pages only: the consumer warps have written the page
+//   empty   all consumer warps have released the page, each when it no longer needs it; the storer releases
+//           an output page on behalf of all of them
 //
 // Which pages an instruction takes, and in which order, is a function of the instruction alone (plan.h), so
-// the roles walk the same pages without communicating. Nothing is ever re-initialised. A barrier only
-// distinguishes neighbouring phases. Both loaders therefore wait for every page to be free and arrive at it,
-// whichever of them fills it, and neither is ever more than one lap of the ring ahead of the other or of the
-// consumers.
+// the roles walk the same pages without communicating. No barrier is ever re-initialised, and a wait can
+// distinguish a phase only from its neighbours. Both loaders therefore wait until a page is free and then
+// arrive at it, whichever of them fills it. So neither is ever more than one lap of the ring ahead of the
+// other or of the consumers.
 //
-// Instruction j of a block uses slot j % kSlots; its barriers complete one phase per instruction:
+// Instruction j of a block uses slot j % kSlots; the slot's barriers complete one phase per instruction:
 //
 //   fetched  the controller has written the slot's task
 //   inputs   the input loader has seen that the instruction's inputs are written
@@ -23,13 +23,13 @@
 //   outputs  the consumer warps have issued and fenced all of their stores
 //   retired  both loaders, the storer and the consumer warps no longer need the slot
 //
-// A worker may be two SMs with a block each, which run the same instructions: each takes its part of an
-// instruction's rows, or every other item of attention. Page n holds the same thing in both. A page of
+// A worker may be two SMs with a block each, which run the same instructions: each block takes its part of an
+// instruction's rows, or every second attention item. Page n serves the same purpose in both. A page of
 // weights, which both need, is loaded by one of the two for both. A slot is therefore empty when the consumer
 // warps of both blocks have released it, and neither ring gets more than one lap ahead of the other. The
 // controller of SM 0 serves both blocks: `fetched` exists in each block, `loaded` and `retired` only in SM 0,
-// where all roles of both arrive. No block ends before both have finished, because the other one may still
-// access its memory.
+// where the roles of both blocks arrive. No block ends before both have finished, because the other one may
+// still access its memory.
 //
 // A wait that lasts too long is recorded in `late` (watchdog.h) and ends the launch.
 #pragma once
@@ -50,7 +50,7 @@ struct SlotMemory {
 
 // A wait that lasts too long.
 struct Late {
-  const void* what;  // a barrier of the block, or a counter; null if no wait does
+  const void* what;  // a barrier of the block, or a counter; null if no wait is too long
   uint32_t parity;   // parity of the barrier's phase
   Where where;
 };
@@ -62,8 +62,8 @@ struct BlockMemory {
   SlotMemory<Barrier> slots[kSlots];
   Barrier parted;            // the loaders of the worker have finished
   uint32_t passed[kSms][2];  // pages that each loader has passed
-  // For the last page in each slot: the bytes of weights for both blocks that this block's loader has
-  // requested; negative if the other one requests them.
+  // For the latest page in each slot: the bytes of weights that this block's loader has requested for both
+  // blocks; negative if the other block's loader requests them.
   int32_t shared[kSharedPages];
   Late late[kWarps];
   Sizes dims;

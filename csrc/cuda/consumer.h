@@ -1,5 +1,6 @@
 // The consumer warps: eight warps that together do the work of an instruction. `Bodies::run(p, call, pages)`
-// is the work itself; `Bodies::prepare(p, call)` does what is possible before its inputs are written.
+// is the work itself; `Bodies::prepare(p, call)` does what is possible before the instruction's inputs are
+// written.
 #pragma once
 #include "pages.h"
 

@@ -44,8 +44,9 @@ class Controller {
     return true;
   }
 
-  // Claims late, so that work goes to whichever worker is free and a claimed instruction waits little: at
-  // most the current instruction is under way, its counters are satisfied and its loads are requested.
+  // Claims late, so that work goes to a worker that is free and a claimed instruction waits little. When it
+  // claims, at most one instruction of this worker is under way, with its counters satisfied and its loads
+  // requested.
   MK_FN bool drain(const Drain& op, const Where& where) {
     const int32_t stream = block_.rank * params_.queues + op.queue;
     const int32_t first = params_.offsets[kQueues][stream];
@@ -86,7 +87,7 @@ class Controller {
   }
   MK_FN const Phase* phases() const { return params_.phases + block_.rank * (kMaxPhases + 1); }
 
-  // A null record marks the end.
+  // Publishes a record; a null record marks the end of the stream.
   MK_FN void publish(const int32_t* record, const Where& where) {
     if (!wait_for_room(kSlots, where)) return;
     [[maybe_unused]] const uint64_t begin = p_.now();
@@ -124,7 +125,8 @@ class Controller {
     ++published_;
   }
 
-  // Word i of a record as an SM of the worker gets it: its part of the rows of a tile or run.
+  // Word i of a record as SM `sm` of the worker gets it. The words for the rows of a tile or run give only
+  // that SM's part of the rows.
   MK_FN static int32_t word_of(const int32_t* record, int i, Operation operation, int sm) {
     if constexpr (kSms == 1) return record[i];
     static_assert(__builtin_offsetof(Tile, row) == 0 && __builtin_offsetof(Tile, rows) == 4 &&
@@ -141,9 +143,9 @@ class Controller {
   Block<P>& block_;
   const Params& params_;
   uint32_t published_ = 0;
-  // The rank's phases, distributed over the lanes: a record's phase is then at hand without using shared
-  // memory. For two SMs, whose instructions are longer, registers do not suffice, so the lanes load it word
-  // by word.
+  // The rank's phases, distributed over the lanes, so that a record's phase is at hand without using shared
+  // memory. For two SMs, registers do not suffice, so the lanes load the phase word by word; their
+  // instructions are longer, so this matters less.
   static constexpr int kHeld = (kMaxPhases + 1) / P::kLanes;
   static_assert(kHeld * P::kLanes == kMaxPhases + 1);
   Phase phases_[kHeld];

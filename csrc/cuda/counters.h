@@ -7,12 +7,12 @@
 namespace mk {
 
 // Everyone who adds to a counter or waits for it must use the same scope, because the memory model treats
-// accesses with different scopes as a race. A grid has all ranks unless others run on other GPUs.
+// accesses with different scopes as a race. A grid runs all ranks, unless some of them run on other GPUs.
 MK_FN Scope scope_of(const Params& params, const Sizes& d) {
   return params.ranks == d.tp ? Scope::kGpu : Scope::kSystem;
 }
 
-// Each SM of a worker arrives for itself.
+// The target is kSms times the program's total, because each SM of a worker arrives for itself.
 MK_FN Need need_of(const Params& params, const Sizes& d, const Where& where, int32_t counter) {
   const int32_t totals = where.block == 0 ? 0 : where.block == d.layers ? 2 : 1;
   return {params.counter_values[d.rank] + static_cast<int64_t>(where.block) * params.counters + counter,
@@ -20,8 +20,8 @@ MK_FN Need need_of(const Params& params, const Sizes& d, const Where& where, int
               static_cast<uint32_t>(params.totals[totals][d.rank * params.counters + counter])};
 }
 
-// Waits for words that each name one counter. Returns true once all are satisfied, false if the launch was
-// aborted; so do the next two functions.
+// Waits for the counters of those wait words that name a single counter. This function and the next two
+// return true once all counters are satisfied, and false if the launch was aborted.
 template <class P>
 MK_FN bool wait_words(P& p, const Params& params, const Sizes& d, const Task& task) {
   if (!params.synchronise) return true;
@@ -31,8 +31,8 @@ MK_FN bool wait_words(P& p, const Params& params, const Sizes& d, const Task& ta
   });
 }
 
-// Waits of attention: the row blocks and KV-head groups of an item, in the grid [row block][group] that wait
-// word 0 names.
+// Waits for the inputs of an attention item: for the counters of its row blocks and KV-head groups, in the
+// grid of counters [row block][group] that wait word 0 names.
 template <class P>
 MK_FN bool wait_item(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task,
                      int32_t item) {
@@ -47,8 +47,8 @@ MK_FN bool wait_item(P& p, const Params& params, const Sizes& d, const StepView&
   });
 }
 
-// Waits of a norm of logit rows: the row block of each row that the rank normalises, in the grid that wait
-// word 0 names.
+// Waits for the inputs of a norm of logit rows: for the counter of the row block of each row that the rank
+// normalises, in the grid of counters that wait word 0 names.
 template <class P>
 MK_FN bool wait_rows(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task) {
   const int32_t word = task.record[kWaitWord];
@@ -61,7 +61,7 @@ MK_FN bool wait_rows(P& p, const Params& params, const Sizes& d, const StepView&
   });
 }
 
-// Adds to a counter of several ranks, which the lanes divide among themselves.
+// Adds to the same counter at several ranks. The lanes divide the ranks among themselves.
 template <class P>
 MK_FN void arrive(P& p, const Params& params, const Sizes& d, Ranks ranks, int32_t block, int32_t counter,
                   int32_t count) {
@@ -71,8 +71,8 @@ MK_FN void arrive(P& p, const Params& params, const Sizes& d, Ranks ranks, int32
                scope_of(params, d));
 }
 
-// The signals that each name one counter. Lanes divide the words and their ranks. The targets are loaded when
-// this object is made, before the event that is signalled.
+// The signals of those words that name a single counter. The lanes divide the words and their ranks among
+// themselves. The addresses of the counters are loaded when this object is made, before the signals are due.
 template <class P>
 class Signals {
  public:
@@ -112,8 +112,8 @@ class Signals {
   Told told_[kWords];
 };
 
-// Signals of attention: an item's rows are final, which is added to the grid [row block] that signal word 0
-// names.
+// Signals that the rows of an attention item are final: adds to the counter of their row block, in the grid
+// of counters [row block] that signal word 0 names.
 template <class P>
 MK_FN void signal_item(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task,
                        int32_t item) {

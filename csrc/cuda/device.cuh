@@ -132,7 +132,8 @@ class Device {
           : "memory");
   }
 
-  // The copy engine caches maps beyond the end of a launch, and the host writes them between launches.
+  // The copy engine caches maps beyond the end of a launch. Because the host may write a map between
+  // launches, a block must not use what an earlier launch has cached.
   MK_DEVICE void acquire_map(const TensorMap& map) {
     if (lane_ == 0)
       asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(&map) : "memory");
@@ -207,9 +208,9 @@ class Device {
   MK_DEVICE void fence_pages() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
   MK_DEVICE void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-  // Polls with acquire, because loading again what a relaxed poll has seen would need a second trip to the
-  // cache. A vote does not order memory: the lane that starts the loads must itself see what another lane has
-  // acquired.
+  // Polls with acquire, because relaxed polls would need an acquiring load at the end, a second trip to the
+  // cache. The vote does not order memory, so __syncwarp follows: the lane that starts the loads must see
+  // what the other lanes have acquired.
   template <class F>
   MK_DEVICE bool wait_counters(int n, Scope scope, const Where& where, const F& need) {
     bool held = true;
@@ -294,17 +295,19 @@ class Device {
 #endif
 
  private:
-  // Long, because a wait that it ends costs a poll of the abort word.
+  // How long a try_wait may suspend the warp. It is long, because a try_wait that ends without success costs
+  // a poll of the abort flag.
   static constexpr uint32_t kSuspendNs = 1'000'000;
-  static constexpr int kTick = 20;  // bits of nanoseconds in a tick of the watchdog's clock
-  // a second; operations that are still outstanding then are abandoned
+  static constexpr int kTick = 20;  // a tick of the watchdog's clock is 2^kTick ns
+  // a second; afterwards the warp abandons operations that are still outstanding
   static constexpr uint32_t kLeaveTicks = 1u << 10;
   static constexpr uint32_t kBackOffNs = 32;
   static constexpr int kSpins = 16, kPollsPerCheck = 64;
 
   MK_DEVICE static uint32_t at(const Barrier& b) { return shared_address(&b); }
 
-  // Acquires what the warps of this many blocks have done.
+  // Returns whether the phase has completed. If so, acquires what the warps of kBlocks blocks of the cluster
+  // have done.
   template <int kBlocks>
   MK_DEVICE bool try_wait(Barrier& b, uint32_t parity) {
     uint32_t done;
@@ -329,7 +332,7 @@ class Device {
   MK_DEVICE bool wait_for(Barrier& b, uint32_t parity, const Where& where) {
     bool held = try_wait<kBlocks>(b, parity);
     if (!held && !aborted()) {
-      block_.late[warp_] = {&b, parity, where};  // identical for whichever lanes are late
+      block_.late[warp_] = {&b, parity, where};  // all late lanes write the same
       uint32_t since = 0;
       while (!(held = try_wait<kBlocks>(b, parity)) && !aborted()) check_time(since);
       if (held) forget_late();
@@ -337,7 +340,8 @@ class Device {
     return __all_sync(0xFFFFFFFFu, held);  // lanes leave the loop one by one and must agree
   }
 
-  // The ticks of a wait that has not ended. `since` is when it first failed; 0 if it has not failed yet.
+  // The number of ticks that an unfinished wait has lasted. `since` is the tick at which it first failed; 0
+  // until the first call.
   MK_DEVICE static uint32_t waited(uint32_t& since) {
     const uint32_t time = static_cast<uint32_t>(wall_ns() >> kTick);
     if (since == 0) since = time;
@@ -350,12 +354,14 @@ class Device {
   MK_DEVICE void check_time(uint32_t& since) {
     if (waited(since) > limit()) abort();
   }
-  // A wait that may have been recorded has ended. If another lane's wait goes on, it will be recorded again.
+  // Called when a wait that may have been recorded has ended: clears the record. If another lane still waits,
+  // it will record its wait again.
   MK_DEVICE void forget_late() {
     if (block_.late[warp_].what && !aborted()) block_.late[warp_].what = nullptr;
   }
 
-  // One lane's wait. The warp's record is that of any late lane; they differ in one word.
+  // One lane's wait. The warp's record is that of any one of its late lanes; the lanes' records differ only
+  // in the address of the counter.
   MK_DEVICE bool wait_counter(const Need& need, Scope scope, const Where& where) {
     uint32_t since = 0;
     for (int polls = 1;; ++polls) {

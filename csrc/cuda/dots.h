@@ -1,14 +1,14 @@
 // Matmuls of few rows on the CUDA cores: one dot product per output, with weights streamed once through
 // pages.
 //
-// A consumer warp handles one piece of each page, and so two outputs of a unit of columns, one from member 0
-// and one from member 1 of each pair of pages: columns 2w and 2w + 1 of the unit, or column w of both
-// matrices. The rows stay until the end of their lap. Rows that the block has normalised itself lie beside
-// the ring. dot_pages (plan.h) lists the pages.
+// Consumer warp w handles piece w of each page. It therefore computes two outputs of a unit of columns, one
+// from member 0 and one from member 1 of each pair of pages: columns 2w and 2w + 1 of the unit, or column w
+// of both matrices. The input rows stay in the ring until the end of their lap. Rows that the block has
+// normalised itself lie outside the ring. dot_pages (plan.h) lists the pages.
 //
-// The bits of an output depend only on its inner length: a lane adds its products in ascending order, then a
-// tree adds the lanes' sums. For a normalised head, a warp adds the squares of its columns in ascending
-// order, then the warps' sums are added in order.
+// The order in which an output's products are added depends only on the inner length: a lane adds its
+// products in ascending order, then a tree adds the lanes' sums. For a normalised head, a warp adds the
+// squares of its columns in ascending order, then the warps' sums are added in order.
 #pragma once
 #include "ops/memory.h"
 #include "plan.h"
@@ -17,11 +17,11 @@
 namespace mk {
 
 constexpr int kDotRows = kDotInputPages * kPieces;  // the maximum if one piece holds a row
-static_assert(kDotRows == 32, "of a warp's lanes, one for each row");
+static_assert(kDotRows == 32, "a warp has one lane for each row");
 static_assert(kPieces == kConsumerWarps, "a page has a piece for each consumer warp");
 
-// The place of the rows' pieces, row after row: `first` and `stride` are bytes from `base`, and behind `end`
-// the ring begins again.
+// Where the pieces of the rows lie: row 0's at `first`, each further row's `stride` after the one before, in
+// bytes from `base`. At `end` the ring begins again.
 struct DotInput {
   const unsigned char* base;
   int32_t first, stride, end;
@@ -66,12 +66,13 @@ class Dots {
       sum_[0].b += shuffle_xor(sum_[0].b, mask);
     }
   }
-  // After reduce(): a row that the lane has, which is row `lane`, or any row if there is only one.
+  // After reduce(): the sums of a row that the lane has: row `lane`, or any row if the warp has only one
+  // lane.
   MK_FN Pair at(int row) const { return sum_[P::kLanes == 1 ? row : 0]; }
 
  private:
   // In every step, the lanes form two halves, and a lane gives the sums of half of its rows to its partner in
-  // the other half. The sums of a single row are added in the same order.
+  // the other half. reduce() adds the sums of a single row in the same order.
   template <int kMask>
   MK_FN void share(P& p, int rows) {
     if constexpr (kMask > 0) {
@@ -116,8 +117,7 @@ MK_FN void store_dots(P& p, const Dots<P>& dots, const To& to, const Matmul& m, 
   }
 }
 
-// Results for heads. For normalised heads, a warp keeps its columns until the last columns of the head are
-// there.
+// Results for heads. For normalised heads, a warp keeps its columns until the last of them are computed.
 template <class P>
 class DotHeads {
  public:
@@ -156,7 +156,7 @@ class DotHeads {
                        kOwnRows = P::kLanes == 1 ? kDotRows : 1;
 
   MK_FN static int own(int row) { return P::kLanes == 1 ? row : 0; }
-  // The rows of [begin, end) that the lane has.
+  // Calls `each` for the rows of [begin, end) that the lane has.
   template <class Each>
   MK_FN static void for_rows(P& p, int begin, int end, const Each& each) {
     if constexpr (P::kLanes == 1) {
@@ -166,9 +166,9 @@ class DotHeads {
     }
   }
 
-  // Computes the scales of a head's rows from the sums of the warps. There is room for a part of the rows,
-  // twice. One barrier per part is enough: a warp that writes a place again has seen that all warps reached
-  // the barrier in between.
+  // Computes the scales of a head's rows from the sums of the warps. Two arrays, each with room for a part of
+  // the rows, are used in turn, so that one barrier per part is enough: before a warp writes an array again,
+  // it passes the barrier of the other one, which every warp reaches only after it has read the first.
   MK_FN void meet(P& p, const Call& c, const ToHeads& to, int rows, ToHeads::Row* row) {
     constexpr int kPart = sizeof c.shared->squares[0][0] / sizeof(float);
     MK_LOOP for (int first = 0; first < rows; first += kPart, turn_ ^= 1) {
@@ -197,7 +197,7 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
   int weights_left = dot_weight_pages(m);
   Dots<P> sums;
   DotHeads<P> heads;
-  int page = 0, held = 0;  // the lap's first input page
+  int page = 0, held = 0;  // held: the lap's first input page
 
   if (m.phase.head_norm != Buffer::kNone) p.consumer_sync();  // all warps have left the previous body
   const auto release_inputs = [&] { pages.release(held, inputs); };
@@ -205,7 +205,7 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
     const int col = unit + (m.two() ? c.warp : 2 * c.warp);
     sums.clear();
     int piece = 0;
-    do {  // there is at least one: with a loop that might have none, the compiler would clear the sums twice
+    do {  // at least once: if the loop might not run, the compiler would clear the sums twice
       if (page == held) {
         if (page > 0) {
           release_inputs();

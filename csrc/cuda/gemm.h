@@ -11,7 +11,8 @@ namespace mk {
 // of its second.
 constexpr int kBlockCols = 8, kPageBlocks = kTileRows / kBlockCols;
 
-// A chunk's steps along the inner length; two are in flight. Returns the page after its last.
+// Multiplies a chunk in steps along the inner length, of which two are in flight. Returns the number of the
+// page after the chunk's last operand page.
 template <int kHalves, class Accumulators, class Pages>
 MK_FN int multiply(Pages& pages, int page, int steps, Accumulators& acc) {
   constexpr int kStep = 1 + kHalves;
@@ -30,11 +31,11 @@ MK_FN int multiply(Pages& pages, int page, int steps, Accumulators& acc) {
   return page;
 }
 
-// Both functions below process kTurn blocks at a time: unrolled over all blocks, their code would not fit the
-// instruction cache.
+// fill_pages and store_results process kTurn blocks at a time. If they were unrolled over all blocks, their
+// code would not fit the instruction cache.
 constexpr int kTurn = 4;
 
-// All pairs of the first `blocks` blocks, at most kTurn.
+// Calls each(block, h, e) for all pairs of results of the first `blocks` blocks, or of kTurn if that is less.
 template <class Accumulators, class Each>
 MK_FN void for_pairs(int blocks, const Each& each) {
   MK_UNROLL for (int i = 0; i < kTurn; ++i) {
@@ -47,9 +48,10 @@ MK_FN void for_pairs(int blocks, const Each& each) {
 
 // Writes `blocks` blocks of results to output pages of kTileRowBytes / kElement columns. `take(first)`
 // returns the values of blocks first + i, i < kTurn; `put(taken, first, i, h, e, at)` stores one pair of
-// them. Returns the page after the last.
+// them. Returns the number of the page after the last one.
 //
-// Neither may contain a lambda: NVRTC 13.0 takes a lambda inside a generic lambda for a host function.
+// Neither `take` nor `put` may contain a lambda: NVRTC 13.0 mistakes a lambda inside a generic lambda for a
+// host function.
 template <int kElement, class Accumulators, class Pages, class Take, class Put>
 MK_FN int fill_pages(Pages& pages, int page, int blocks, const Accumulators& acc, const Take& take,
                      const Put& put) {
@@ -85,8 +87,8 @@ struct OwnRows {
   }
 };
 
-// Passes each pair of results inside the tile to `to.store`: columns [begin, end) of the chunk, which starts
-// at column `col`.
+// Passes to `to.store` each pair of results that is inside the tile and in columns [begin, end) of the chunk.
+// The chunk starts at column `col`.
 template <class Accumulators, class To>
 MK_FN void store_results(const Accumulators& acc, const To& to, OwnRows<Accumulators, To>& rows,
                          const Matmul& m, int col, int begin, int end) {
@@ -109,8 +111,9 @@ MK_FN void store_results(const Accumulators& acc, const To& to, OwnRows<Accumula
   }
 }
 
-// The same for heads. If heads are normalised, their squares come first: a lane adds those of its columns in
-// ascending order, then the other lanes of the row are added.
+// Does the same for heads. The results of a normalised head are passed twice, the first time to sum their
+// squares: a lane adds the squares of its columns in ascending order, then the sums of the row's lanes are
+// added.
 template <class Accumulators>
 MK_FN void store_heads(const Accumulators& acc, ToHeads to, const Matmul& m, int col, int cols) {
   OwnRows<Accumulators, ToHeads> rows(acc, to, m.tile);
@@ -128,7 +131,7 @@ MK_FN void store_heads(const Accumulators& acc, ToHeads to, const Matmul& m, int
   }
 }
 
-// One instruction on warps whose rows the tile lacks: they only pass its pages.
+// One instruction on a warp whose rows are not in the tile: the warp only takes and releases the pages.
 template <class Pages>
 MK_FN void pass_over(const Matmul& m, int steps, Pages& pages) {
   for (int done = 0, page = 0; done < m.tile.cols; done += chunk_cols(m)) {
@@ -150,7 +153,7 @@ template <class P, class Pages>
 MK_FN void gemm(const Call& c, const Matmul& m, Pages& pages) {
   using Accumulators = typename P::Accumulators;
   const int steps = ceil_div(m.phase.inner, kTileInner);
-  if (c.warp / 4 * 64 >= m.tile.rows) return pass_over(m, steps, pages);  // the warpgroup
+  if (c.warp / 4 * 64 >= m.tile.rows) return pass_over(m, steps, pages);  // no row for this warpgroup
   for (int done = 0, page = 0; done < m.tile.cols; done += chunk_cols(m)) {
     const int col = m.tile.col + done, cols = lower_of(m.tile.cols - done, chunk_cols(m)),
               blocks = ceil_div(cols, kBlockCols);

@@ -6,16 +6,16 @@
 
 namespace mk {
 
-// Called by the weight loader for the page in a slot.
+// Sets `shared` of the page in a slot; called by the weight loader.
 template <class P>
 MK_FN void note_shared(P& p, Block<P>& block, int slot, int32_t bytes) {
   if (p.lane() == 0) block.shared[slot] = bytes;
 }
 
-// Starts the loads of a page, with one copy or with several that the lanes share. For weights, only those of
-// this SM's turn. `rows` is where the buffer of its pieces begins. After a whole page of dots, it also
-// prefetches a page that the ring has no room for yet into the L2 cache, so that memory stays busy while
-// workers wait for one another.
+// Starts the loads of a page, with one copy or with several that the lanes share. A page of weights is loaded
+// only if it is this SM's turn. `rows` is where the buffer of the page's pieces begins. After a whole page of
+// dots, it also prefetches into the L2 cache a page for which the ring has no room yet, so that memory stays
+// busy while workers wait for one another.
 template <class P>
 MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use, int slot,
                 const char* rows) {
@@ -74,9 +74,9 @@ MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, con
 }
 
 // Called at the end of the stream by loader 0 (weights) or 1 (inputs), which has passed `page` pages. After
-// an abort, loads may still be in flight, and a block must not end before they do. One loader may have passed
-// fewer pages than the other. It arrives at the missing ones, so that all barriers complete their phases,
-// except where the other SM has not requested the bytes.
+// an abort, loads may still be in flight, and a block must not end before they have completed. One loader may
+// have passed fewer pages than another. It then arrives at the pages that it has not passed, so that all
+// barriers complete their phases, except where bytes are missing that the other SM has not requested.
 template <class P>
 MK_FN void settle_loads(P& p, Block<P>& block, int loader, uint32_t page) {
   const int own = sm_of(block), other = kSms - 1 - own;
@@ -121,8 +121,9 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
     const Task& task = slot.task;
     if (!p.wait_always(slot.fetched, slot_parity(j)) || task.end()) break;
     const char* rows = pieces_of(p, block, params, task, inputs);
-    // The rows of dots come after a lap's weights. The input loader passes those pages before it waits,
-    // because they may belong to earlier instructions.
+    // The input rows of dots come after a lap's weights. The input loader passes these weight pages before it
+    // waits for the counters, because their slots, which earlier instructions may still use, become free
+    // first.
     bool waits = inputs;
     const auto wait = [&] {
       waits = false;

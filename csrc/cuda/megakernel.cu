@@ -1,6 +1,7 @@
-// The megakernel: one block per SM, which runs its worker's stream from the first instruction to the last. It
-// is the device's only translation unit. Compile it for sm_90a. -DMK_TRACE=1 records intervals; -DMK_UNITS is
-// Dims.units and -DMK_SMS is Dims.sms of its programs; -DMK_ABLATION: see ablation.h.
+// The megakernel: one block per SM, which runs its worker's stream from the first instruction to the last.
+// This file is the device's only translation unit. Compile it for sm_90a. -DMK_TRACE=1 records intervals.
+// -DMK_UNITS and -DMK_SMS are the Dims.units and Dims.sms of the programs that the build can run. For
+// -DMK_ABLATION see ablation.h.
 #ifndef MK_TRACE
 #define MK_TRACE 0
 #endif
@@ -22,8 +23,8 @@ struct Shared {
 static_assert(sizeof(Shared) <= kSharedBytes, "a block's shared memory must fit");
 constexpr int kAlignment = 1024;
 
-// Registers per thread: the registers of all 384 threads are redistributed between the warps that move data
-// and those that compute. A warp that requests more than the block was launched with waits forever.
+// Registers per thread, after some have moved from the warps that move data to those that compute. If the
+// warps together request more than the block was launched with, one of them waits forever.
 #define MK_SERVICE_REGISTERS 56
 #define MK_CONSUMER_REGISTERS 224
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
@@ -51,7 +52,7 @@ extern "C" __global__ void __cluster_dims__(mk::kSms) __launch_bounds__(mk::kThr
   if (static_cast<int32_t>(blockIdx.x) >= params.ranks * params.workers * kSms) return;
   if (shared_address(memory) % kAlignment != 0) __trap();
   Shared& shared =
-      // with a known address, the compiler would hoist every address computation
+      // `here` hides the address, because the compiler would otherwise hoist every address computation
       *reinterpret_cast<Shared*>(memory + here(0));
 #if MK_TRACE
   Device p(params, shared.block, &shared.traced);
@@ -70,7 +71,7 @@ extern "C" __global__ void __cluster_dims__(mk::kSms) __launch_bounds__(mk::kThr
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MK_CONSUMER_REGISTERS));
     consume<Device, Bodies>(p, shared.block, params);
   }
-  Device last(params, shared.block);  // a new object, for which no registers were kept
+  Device last(params, shared.block);  // a new object: keeping `p` until here would cost registers
   report(last, shared.block, params);
   if constexpr (kSms > 1) p.sync_block();
 #if MK_TRACE

@@ -9,7 +9,7 @@ namespace mk {
 template <class P>
 class Pages {
  public:
-  // `first` is the number of the instruction's first page in the block's sequence.
+  // `first` is the number of the instruction's first page, counted over all pages of the block.
   MK_FN Pages(P& p, Block<P>& block, const Params& params, const Task& task, uint32_t first)
       : p_(p),
         block_(block),
@@ -19,7 +19,7 @@ class Pages {
         next_(first),
         generic_(task.is(Operation::kAttention) || uses_dots(block.dims)) {}
 
-  // All pages of the block, and the offset of a page in them.
+  // The start of the block's ring, and the offset of page i from it.
   MK_FN const unsigned char* ring() const { return block_.pages[0]; }
   MK_FN int32_t offset(int i) const { return page_of(first_ + i).slot * kPageBytes; }
 
@@ -31,15 +31,15 @@ class Pages {
     return block_.pages[page.slot];
   }
   // After full(i): this warp no longer needs page i and the n - 1 pages behind it. Every warp releases every
-  // page that is not an output. Tensor cores read pages in the proxy that fills them; generic reads by the
-  // warp must be fenced.
+  // page that is not an output. Tensor cores read pages through the asynchronous proxy, which also fills
+  // them. Reads by the warp itself are generic, so they must be fenced.
   MK_FN void release(int i, int n = 1) {
     if (generic_) p_.fence_pages();
     for (const int end = i + n; i < end; ++i) release_page(p_, block_, page_of(first_ + i).slot);
     next_ += n;
   }
 
-  // For output pages: the first waits until the page may be written, the second says that this warp has
+  // For output pages: writable() waits until the page may be written, and ready() says that this warp has
   // written its part.
   MK_FN unsigned char* writable(int i) {
     const Page page = page_of(first_ + i);
@@ -63,7 +63,8 @@ class Pages {
     }
   }
 
-  // Called by every warp in attention: it has stored and fenced its part of an item whose rows are now final.
+  // Called in attention by every warp when it has stored and fenced its part of an item. When all have called
+  // it, the item's rows are final.
   MK_FN void done(int item) {
     p_.consumer_sync();
     if (p_.warp() == kConsumerWarp) signal_item(p_, params_, block_.dims, block_.step, task_, item);

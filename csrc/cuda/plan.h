@@ -1,9 +1,9 @@
-// Which pages an instruction takes: a function of its record, the sizes and the step table. Every role walks
-// the list of `for_pages` in its order. Each kind of instruction lists its pages in one place, so that the
-// code of the roles exists only once.
+// The pages that an instruction takes, as a function of its record, the sizes and the step table. Every role
+// walks the list of `for_pages` in its order. For each kind of instruction, `each` is called in a single
+// place, because the role's code is inlined there and should exist only once.
 //
 // A page of tiles consists of boxes of [kBoxRows rows][128 bytes]; a page of pieces consists of kPieces rows
-// of up to kPiece elements. One copy loads a page that is complete.
+// of up to kPiece elements. A complete page is loaded by a single copy.
 #pragma once
 #include "../common/index.h"
 #include "block.h"
@@ -28,17 +28,17 @@ struct PageUse {
   bool pieces = false;  // not tiles
   bool whole = false;   // one copy loads the whole page
   Buffer buffer;
-  int32_t x, y, z = 0;  // of the first column: elements, its row 0, and the matrix in the buffer
+  int32_t x, y, z = 0;  // of the first column: its first element, its row 0, its matrix in the buffer
   int32_t row = 0;      // the row of that column where the page begins
   int32_t boxes, per = kPageBoxes;
-  int32_t step = 1;    // pieces: the distance of rows
+  int32_t step = 1;    // pieces: the distance between rows
   int32_t member = 0;  // weights of dots: which page of the pair
-  int32_t other = 0;   // pieces: rows from those of member 0 to those of member 1
+  int32_t other = 0;   // pieces: the distance, in rows, from member 0's rows to member 1's
   int32_t inner = 0;   // pieces: elements of a complete row
   int32_t item = -1;   // attention: the item's number in the slot; otherwise -1
-  // attention: whether it is the item's first page, before which its counters must be satisfied
+  // attention: whether it is the item's first page, before which the item's counters must be satisfied
   bool opens = false;
-  int32_t turn = 0;  // weights of tensor cores: modulo kSms, the SM of the worker that loads the page
+  int32_t turn = 0;  // weights of tensor cores: SM turn % kSms of the worker loads the page
 
   // Calls each(Box) for every stride-th box, starting with number `first`.
   template <class Each>
@@ -80,7 +80,8 @@ MK_DIMS_FN constexpr uint64_t layered_buffers() {
 }
 constexpr uint64_t kLayeredBuffers = layered_buffers();
 
-// The numerics class. Device code is compiled for one class, which removes half of it; host code is for both.
+// Whether the numerics class uses dots. Device code is compiled for one class, without the code of the other;
+// host code is for both.
 MK_FN bool uses_dots([[maybe_unused]] const Sizes& d) {
 #if defined(MK_UNITS)
   return MK_UNITS == static_cast<int>(Units::kDots);
@@ -89,8 +90,8 @@ MK_FN bool uses_dots([[maybe_unused]] const Sizes& d) {
 #endif
 }
 
-// A matmul: a tile of inputs [.][inner] times weights [.][inner] transposed. With two matrices, which follow
-// each other with `width` rows each, an output column has a column of both.
+// A matmul: a tile of inputs [.][inner] times weights [.][inner] transposed. Two matrices lie one after the
+// other, with `width` rows each; an output column then uses one row of each.
 struct Matmul {
   const Phase& phase;
   const Tile& tile;
@@ -101,13 +102,14 @@ struct Matmul {
 };
 MK_FN Matmul matmul_of(const Task& task) { return {task.phase, operands<Tile>(task.record)}; }
 
-// The first matrix of its weights in its layer.
+// The number of the first matrix that the task uses in the buffer of its phase's weights.
 MK_FN int32_t first_matrix(const Sizes& d, const Task& task, int32_t matrices) {
   const bool layered = kLayeredBuffers >> static_cast<int32_t>(task.phase.weights) & 1;
   return layered ? weight_layer(task.phase, d, task.where.layer) * matrices : 0;
 }
 
-// Tensor cores: columns in chunks; for each chunk the inner length in steps of kTileInner, then the results.
+// Tensor cores: the columns are divided into chunks. The pages of a chunk are its operands, in steps of
+// kTileInner along the inner length, and then its results.
 MK_FN int32_t chunk_cols(const Matmul& m) { return m.two() ? kChunk / 2 : kChunk; }
 // Whether the results leave through output pages.
 MK_FN bool by_pages(Result result) {
@@ -137,8 +139,8 @@ MK_FN bool tensor_pages(const Sizes& d, const Task& task, Each&& each) {
   MK_LOOP for (int32_t done = 0; done < m.tile.cols; done += chunk_cols(m)) {
     const int32_t col = m.tile.col + done, cols = lower_of(m.tile.cols - done, chunk_cols(m));
     const int32_t outputs = by_pages(m.phase.result) ? cols : 0;
-    // The pages of a step: the inputs, then the weights of columns from 0 on, then those of the second matrix
-    // if there are two, otherwise of columns from kTileRows on.
+    // The pages of a step: the inputs, then the weights of the chunk's columns from 0 on, and then those of
+    // the second matrix if there are two, otherwise the weights of the columns from kTileRows on.
     const int32_t members = m.two() || cols > kTileRows ? 3 : 2;
     int32_t x = 0, member = 0, out = 0;
     while (x < m.phase.inner || out < outputs) {
@@ -181,24 +183,25 @@ MK_FN bool tensor_pages(const Sizes& d, const Task& task, Each&& each) {
   return true;
 }
 
-// Dot products: units of 16 columns (8 of each of two matrices), whose inner length comes in pieces. A piece
-// of a unit is two pages, member 0 and 1: even and odd columns, or the columns of either matrix. The rows are
-// loaded again in every lap of the ring, after the lap's weights: piece p of row r is number p * rows + r.
+// Dot products: the columns are divided into units of 16 (8 of each matrix if there are two), and the inner
+// length into pieces. A piece of a unit is two pages, members 0 and 1: the unit's even and odd columns, or
+// the columns of the first and of the second matrix. The input rows are loaded again in every lap of the
+// ring, after the lap's weights: piece p of row r has number p * rows + r.
 MK_FN int32_t unit_cols(const Matmul& m) { return m.two() ? kPieces : 2 * kPieces; }
 MK_FN int32_t dot_units(const Matmul& m) {
-  static_assert(kPieces == 8, "shifts, since a division takes as long as a page");
+  static_assert(kPieces == 8, "the code shifts, because a division takes as long as a page");
   return (m.tile.cols + unit_cols(m) - 1) >> (m.two() ? 3 : 4);
 }
 MK_FN int32_t dot_pieces(const Matmul& m) {
   return m.normed() ? 0 : m.tile.rows * ceil_div(m.phase.inner, kPiece);
 }
 MK_FN int32_t dot_input_pages(const Matmul& m) { return ceil_div(dot_pieces(m), kPieces); }
-// The weight pages of the instruction, and those of a lap, in which both members of a piece are in the same
-// lap.
+// The number of weight pages of the instruction, and of a lap. The latter is even, so that both members of a
+// piece are in the same lap.
 MK_FN int32_t dot_weight_pages(const Matmul& m) { return 2 * ceil_div(m.phase.inner, kPiece) * dot_units(m); }
 MK_FN int32_t lap_weights(const Matmul& m) { return (kPages - dot_input_pages(m)) & ~1; }
-// The number of units with this many pieces in kAheadPages, as a table of four bits each, because a division
-// takes as long as a page.
+// A table with four bits for each number of pieces: how many units of that many pieces fit kAheadPages. It is
+// a table because a division takes as long as a page.
 MK_DIMS_FN constexpr uint32_t ahead_units() {
   uint32_t bits = 0;
   for (int pieces = 1; pieces < 8; ++pieces)
@@ -208,7 +211,8 @@ MK_DIMS_FN constexpr uint32_t ahead_units() {
 static_assert(kAheadPages / 2 < 8, "units of eight pieces and more never fit");
 constexpr uint32_t kAheadUnits = ahead_units();
 
-// Columns of the whole units whose pages are prefetched into the L2 cache before the ring has room for them.
+// The number of columns, in whole units, whose weight pages are prefetched into the L2 cache before the ring
+// has room for them.
 MK_FN int32_t ahead_cols(const Matmul& m) {
   const int32_t pieces = ceil_div(m.phase.inner, kPiece);
   return pieces < 8 ? static_cast<int32_t>(kAheadUnits >> 4 * pieces & 7) * unit_cols(m) : 0;
@@ -219,9 +223,9 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
   const Matmul m = matmul_of(task);
   const int32_t rows = m.tile.rows, pieces = dot_pieces(m);
   int32_t left = dot_weight_pages(m), lap = 0;   // weight pages left in all; and in this lap
-  int32_t x = 0, first = 0;                      // of the next weight page; its first column
+  int32_t x = 0, first = 0;                      // the next weight page's x and first column
   int32_t piece = pieces, in_x = 0, in_row = 0;  // of the next input page
-  const int32_t whole = kPieces / rows;          // columns of an input page
+  const int32_t whole = kPieces / rows;          // complete columns of an input page
   while (true) {
     if (lap == 0 && piece >= pieces) {
       if (left == 0) return true;
@@ -231,10 +235,10 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
     }
     PageUse use;
     if (lap > 0) {
-      const int32_t columns = m.tile.cols - first, member = lap & 1;  // a lap has pairs
+      const int32_t columns = m.tile.cols - first, member = lap & 1;  // a lap consists of pairs
       use = {.fill = Fill::kWeights,
              .pieces = true,
-             // as the host encodes its maps
+             // the host encodes a map only for such an inner length
              .whole = m.phase.inner % kPieceInner == 0 && columns >= unit_cols(m),
              .buffer = m.phase.weights,
              .x = x,
@@ -274,7 +278,7 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
   }
 }
 
-// The items of a slot, which a worker's SMs take in turn.
+// The range of the items of the task's attention slot, which a worker's SMs take in turn.
 MK_FN int32_t first_item(const StepView& s, const Task& task) {
   return s.slot_items[operands<Attention>(task.record).slot] + (kSms == 1 ? 0 : task.sm);
 }
@@ -282,11 +286,12 @@ MK_FN int32_t end_item(const StepView& s, const Task& task) {
   return s.slot_items[operands<Attention>(task.record).slot + 1];
 }
 
-// Attention: the query rows of an item (row, then head of the group) are divided into tiles; units = KV heads
-// x tiles; a pass has one unit per consumer warp. For each pass, each KV block and each KV head of the pass
-// come its keys, then its values: keys [element][token] in halves of 64 tokens, values [token][element] in
-// halves of 64 elements. Narrow heads have both halves of their keys in one page. A padding item takes one
-// empty page, which says that its counters are satisfied. The task's empty pages follow the slot's items.
+// Attention: the query rows of an item (ordered by row, then by head of the group) are divided into tiles. A
+// unit is one tile of one KV head, and a pass has one unit per consumer warp. In each pass, for each KV block
+// and for each KV head of the pass, the pages of the keys come first, then those of the values: keys
+// [element][token] in halves of 64 tokens, values [token][element] in halves of 64 elements. Narrow heads
+// have both halves of their keys in one page. A padding item takes one empty page, which is full once the
+// item's counters are satisfied. The task's empty pages follow the slot's items.
 template <class Each>
 MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32_t item, Each&& each) {
   const bool behind = kSms > 1 && item >= end_item(s, task);
@@ -336,13 +341,14 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32
 MK_FN int32_t item_page_count(const Sizes& d, const StepView& s, int32_t item) {
   if (s.item_seq[item] < 0) return 1;
   const int32_t tiles = ceil_div(s.item_rows[item] * d.group_size(), kQueryTile);
-  int32_t passes = 0, unit = 0;  // passes that contain a KV head, over all heads; the next pass's first unit
+  // The number of passes that contain a head, summed over the heads; the present head's first unit.
+  int32_t passes = 0, unit = 0;
   MK_LOOP for (int32_t head = s.item_kv_heads[item]; head > 0; --head, unit += tiles) passes +=
       (unit + tiles - 1) / kConsumerWarps - unit / kConsumerWarps + 1;
   return passes * s.item_blocks[item] * (d.head_dim <= kTileInner ? 2 : 4);
 }
 
-// The number of pages by which the slot's items of a worker's SM 0 exceed those of SM 1.
+// How many more pages the slot's items take on a worker's SM 0 than on its SM 1.
 MK_FN int32_t pages_ahead(const Sizes& d, const StepView& s, int32_t slot) {
   int32_t ahead = 0, sign = 1;
   MK_LOOP for (int32_t item = s.slot_items[slot]; item < s.slot_items[slot + 1]; ++item, sign = -sign)

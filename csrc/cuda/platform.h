@@ -11,27 +11,27 @@
 //   void forget()                            makes the compiler recompute values derived from lane() and
 //                                            warp() from here on, instead of keeping them in registers
 //
-//   struct Barrier                           lies in shared memory; phases count from 0 and alternate in
-//                                            parity
+//   struct Barrier                           lies in shared memory; its phases are numbered from 0, so that
+//                                            their parity alternates
 //   void init(Barrier&, int arrivals)        is called before sync_block()
-//   void sync_block()                        synchronises all warps of the worker's blocks, at their begin
-//                                            and end
+//   void sync_block()                        synchronises all warps of the worker's blocks, at their
+//                                            beginning and end
 //   bool wait(Barrier&, uint32_t parity, const Where&)
 //                                            waits until the phase with that parity has completed, then
 //                                            acquires at block scope. A new barrier has completed parity 1.
 //                                            Returns false if the launch was aborted
 //   bool wait_always(Barrier&, parity, const Where& = between())
-//                                            does the same for both blocks, even after an abort. Returns
-//                                            false if the phase did not complete long after an abort and
-//                                            never will
-//   void arrive(Barrier&, int count = 1)     releases, at block scope, what the warp did before
+//                                            does the same, acquires from both blocks of the worker, and
+//                                            goes on waiting after an abort. Returns false if a long time
+//                                            after the abort the phase has not completed; it never will
+//   void arrive(Barrier&, int count = 1)     arrives, and releases at block scope what the warp did before
 //   void arrive_at(int sm, Barrier&, int count = 1)
 //                                            arrives at the corresponding barrier of an SM of the worker.
 //                                            That SM may then overwrite what this warp has read
-//   void hand_over_at(int sm, Barrier&)      arrives there and releases, for both blocks, what the warp did
-//                                            before
-//   T& at_sm(int sm, T&)                     is the corresponding object in the shared memory of an SM of
-//                                            the worker
+//   void hand_over_at(int sm, Barrier&)      arrives like arrive_at and releases, for both blocks, what the
+//                                            warp did before
+//   T& at_sm(int sm, T&)                     returns the corresponding object in the shared memory of an SM
+//                                            of the worker
 //   void expect(Barrier&, uint32_t bytes)    arrives once; the phase also waits for this many bytes of
 //                                            loads
 //
@@ -42,14 +42,14 @@
 //                                            the corresponding barrier of each block counts the bytes
 //   void load_columns(void* to, const TensorMap&, int piece, int a, int b, int z, Barrier&)
 //   void load_bytes(void* to, const void* from, uint32_t bytes, Barrier&)
-//                                            is called by one lane. All loads are asynchronous. A tile is a
-//                                            box of 128-byte rows, kBoxRows or as many as its map has, in
-//                                            the 128-byte swizzle, with zeros outside the tensor. So are
-//                                            columns; piece, a, b and z are the coordinates of their box
-//                                            after the first one, which is 0. Bytes and addresses are
-//                                            multiples of 16
+//                                            is called by one lane, like the other loads. All loads are
+//                                            asynchronous. A tile is a box of kBoxRows rows, or as many as
+//                                            its map has, of 128 bytes in the 128-byte swizzle, with zeros
+//                                            outside the tensor. Columns are a box of five dimensions that
+//                                            is not swizzled; its coordinates are 0, piece, a, b and z.
+//                                            Bytes and addresses are multiples of 16
 //   void prefetch_columns(const TensorMap&, int piece, int a, int b, int z)
-//                                            prefetches what load_columns would load into the L2 cache
+//                                            prefetches into the L2 cache what load_columns would load
 //   void store_tile(const TensorMap&, int x, int y, int z, const void* from)
 //   void add_tile(..)                        store or add (float32) a tile, asynchronously
 //   void commit()                            makes a group of this warp's stores since the last commit
@@ -62,11 +62,11 @@
 //   void fence_pages()                       does the same for shared memory alone
 //
 //   bool wait_counters(int n, Scope, const Where&, F need)
-//                                            waits until the counters of need(0 .. n - 1), each a Need, are
-//                                            satisfied, with the lanes sharing them; then acquires once.
-//                                            Returns false if the launch was aborted. Like `wait`, it
-//                                            records a wait that takes a while, and aborts the launch if it
-//                                            takes too long (watchdog.h)
+//                                            waits until the counters need(0) .. need(n - 1), each a Need,
+//                                            are satisfied, then acquires. The lanes divide the counters
+//                                            among themselves. Returns false if the launch was aborted. Like
+//                                            `wait`, it records a wait that takes a while, and aborts the
+//                                            launch if it takes too long (watchdog.h)
 //   void signal(int32_t*, int count, Scope)  is called by one lane: adds, and releases what its warp has
 //                                            seen
 //   int claim(int32_t*, uint32_t base, int end)
@@ -86,10 +86,10 @@
 //                                            records an interval that ends now, if kTrace is not 0
 //   void stall(uint64_t ns)                  waits, if kTrace is not 0
 //
-// After an abort nothing waits for data. Waits return false at once, and every role runs through the
-// instructions that the controller has published, without loads, bulk stores and signals, up to the end that
-// the controller publishes. All warps of a block therefore still meet at the same barriers. If one of them
-// does not arrive, or a load never ends, the others wait a while longer and leave.
+// After an abort nothing waits for data. Waits return false at once. Every role runs through the instructions
+// that the controller has published, without loads, bulk stores or signals, until it meets the end of the
+// stream, which the controller publishes too. All warps of a block therefore still meet at the same barriers.
+// If one of them does not arrive, or a load never ends, the others wait a while longer and leave.
 #pragma once
 #include "arithmetic.h"
 #include "params.h"
@@ -109,15 +109,16 @@ struct alignas(64) TensorMap {
   unsigned char bytes[kMapBytes];
 };
 
-// Who must see a signal or be seen by a wait: the ranks of one grid, or other devices too.
+// How far a signal must be visible, and how far away a wait sees signals: within one grid, or on other
+// devices too.
 enum class Scope { kGpu, kSystem };
 
 // An instruction of a stream.
 struct alignas(16) Where {
   int32_t segment, layer, number;  // number: as in a trace
-  int32_t block;                   // of counters
+  int32_t block;                   // the block of counters that it uses
 };
-MK_FN constexpr Where between() { return {-1, 0, 0, 0}; }  // two instructions
+MK_FN constexpr Where between() { return {-1, 0, 0, 0}; }  // between two instructions
 
 // A counter that an instruction needs.
 struct Need {

@@ -1,7 +1,7 @@
 // The destinations of a matmul's results, with a class for each. `store` puts the results of a row and two
-// neighbouring columns into place with ordinary stores; `row` and `column` (even; both counted in the output)
-// hold what it needs to know of them. Where the tensor path stores through output pages, `value` is the
-// page's value.
+// neighbouring columns into place with ordinary stores. `row` and `column` return what `store` needs to know
+// of a row and of a pair of columns; they take the number of the row and of the first column, an even one, in
+// the output. Where the tensor path stores through output pages, `value` is the value in the page.
 #pragma once
 #include "../common/index.h"
 #include "arithmetic.h"
@@ -12,9 +12,10 @@
 namespace mk {
 
 // Queries go to the output, keys and values to the cache. q and k are rotated by the angles of the row's
-// position, and normalised first if the phase says so. All columns of a normalised head go to `store` twice:
-// first with `squares`, which adds up their squares in Row. From the sum over all holders of the row, `scale`
-// makes the factor that Row must have the second time.
+// position, and normalised first if the phase says so. All columns of a normalised head are passed to `store`
+// twice. The first time `squares` is set, and `store` adds their squares to Row.norm. The caller adds these
+// sums over all lanes or warps that have a part of the row; `scale` turns the result into the factor that
+// Row.norm must have the second time.
 class ToHeads {
  public:
   struct Row {
@@ -54,8 +55,8 @@ class ToHeads {
     return out;
   }
 
-  // Q, K or V; the column's place in it, counted from the address in Row; for q and k, its element in the
-  // head.
+  // The buffer (Q, K_CACHE or V_CACHE), the column's element in its head, and its place in the buffer,
+  // counted from the address in Row.
   struct Column {
     Buffer to;
     int element;
@@ -71,7 +72,7 @@ class ToHeads {
     const Pair scale =
         norm_ ? *reinterpret_cast<const Pair*>(norm_ + (k < 0 ? 0 : head_dim_) + element) : Pair{1, 1};
     if (k < 0) return {Buffer::Q, element, col, bias, scale};
-    // Heads follow each other; elements are a page's tokens apart.
+    // Heads follow each other; two consecutive elements are kKvBlock tokens apart.
     return {Buffer::K_CACHE, element, int64_t{k} * kKvBlock, bias, scale};
   }
 

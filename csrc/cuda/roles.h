@@ -8,7 +8,7 @@
 
 namespace mk {
 
-// Called by all warps of block `index` of the grid, one of the ranks * workers * kSms blocks with a stream.
+// Called by all warps of block `index` of the grid. The block has a stream: index < ranks * workers * kSms.
 template <class P>
 MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
   if (p.warp() == kControllerWarp && p.lane() == 0) {

@@ -31,7 +31,7 @@ MK_FN void store(P& p, Block<P>& block, const Params& params, const Task& task, 
 template <class P>
 MK_FN void store_outputs(P& p, Block<P>& block, const Params& params) {
   bool live = true;
-  uint32_t page = 0, written = 0;  // bit s: parity of the phases of ready[s] so far
+  uint32_t page = 0, written = 0;  // bit s: parity of the next phase of ready[s]
   for (uint32_t j = 0;; ++j) {
     Slot<P>& slot = block.slots[slot_of(j)];
     if (!p.wait_always(slot.fetched, slot_parity(j)) || slot.task.end()) break;
@@ -53,7 +53,8 @@ MK_FN void store_outputs(P& p, Block<P>& block, const Params& params) {
                store(p, block, params, slot.task, use, at.slot);
                stored = true;
              }
-             // A chunk's last output is released at once, because the next chunk's pages need its slot.
+             // An output page is released once the store of the next one has begun. Only a chunk's last one
+             // is released without that, because the next chunk's pages need its slot.
              release(output ? 1 : 0);
              reading = output ? at.slot : -1;
              return true;

@@ -14,14 +14,14 @@ MK_FN constexpr uint32_t tile_offset(int row, int byte) {
   return swizzle(static_cast<uint32_t>(row * kTileRowBytes + byte));
 }
 
-// An element of such a tile of bf16.
+// An element of such a tile, which holds bf16.
 MK_FN float tile_element(const unsigned char* tile, int row, int col) {
   return from_bf16(*reinterpret_cast<const uint16_t*>(tile + tile_offset(row, 2 * col)));
 }
 
-// wgmma's descriptor of such a tile whose rows run along k. One instruction reads 32 bytes of k; the next 32
-// bytes are kDescriptorStep further. Bits: 0-13 address, 16-29 leading offset (unused in this mode), 32-45
-// offset of the next 8 rows, all in units of 16 bytes; 62-63 swizzle.
+// wgmma's descriptor of such a tile whose rows run along k. One wgmma reads 32 bytes of each row; adding
+// kDescriptorStep to the descriptor selects the next 32 bytes. Bits: 0-13 address, 16-29 leading offset
+// (unused in this mode), 32-45 offset of the next 8 rows, all in units of 16 bytes; 62-63 swizzle.
 MK_FN constexpr uint64_t k_major_descriptor(uint32_t shared_address) {
   constexpr uint64_t kUnit = 16, kEightRows = 8 * kTileRowBytes, kSwizzle128 = 1;
   return (shared_address & 0x3FFFF) / kUnit | uint64_t{1} << 16 | kEightRows / kUnit << 32 |
@@ -29,14 +29,15 @@ MK_FN constexpr uint64_t k_major_descriptor(uint32_t shared_address) {
 }
 constexpr uint64_t kDescriptorStep = 32 / 16;
 
-// Fragments of mma.m16n8k16 and, for its 16 rows and each 8 columns, of wgmma: element e of register i of a
-// lane. Accumulators are four floats: two columns of rows 0 .. 7, then of rows 8 .. 15.
+// Fragments of mma.m16n8k16: the rows and columns of which a lane holds elements. The accumulators of wgmma
+// have the same layout, for a warp's 16 rows and each 8 columns. A lane's accumulators are four floats: two
+// columns of a row in 0 .. 7, then the same columns of the row that is 8 below.
 MK_FN constexpr int fragment_row(int lane, int half) { return lane / 4 + 8 * half; }
 MK_FN constexpr int fragment_col(int lane) { return lane % 4 * 2; }
-// A [16 rows][16 k], four words of two k.
+// A [16 rows][16 k]: a lane has four words, each with two elements along k.
 MK_FN constexpr int a_row(int lane, int word) { return lane / 4 + word % 2 * 8; }
 MK_FN constexpr int a_k(int lane, int word) { return lane % 4 * 2 + word / 2 * 8; }
-// B [16 k][8 columns], two words of two k.
+// B [16 k][8 columns]: a lane has two words, each with two elements along k.
 MK_FN constexpr int b_k(int lane, int word) { return lane % 4 * 2 + word * 8; }
 MK_FN constexpr int b_col(int lane) { return lane / 4; }
 

@@ -1,12 +1,12 @@
 // Detects waits that last too long because of a bug in the program or in the interpreter.
 //
-// Most endless waits wait for another endless wait, so the waiting warp cannot say which one is at fault. A
-// wait of one millisecond is recorded, and the first one that lasts Params.timeout_ns aborts the launch. By
-// then every stuck warp has a record, and the abort changes none of them. megakernel/runtime/cuda/stall.py
-// reads all records and finds the one wait that the others wait for.
+// Most warps that wait forever wait for another warp that does so too, so a waiting warp cannot say where the
+// fault lies. Each wait is recorded after a millisecond, and the first wait that lasts Params.timeout_ns
+// aborts the launch. By then every stuck warp has a record, and the abort does not change these records.
+// megakernel/runtime/cuda/stall.py reads all records and finds the one wait that the others wait for.
 //
-// Waits occur in many places in the middle of the work. A record contains what is at hand there. It is kept
-// in the block's `late`, and the warp reports it when it ends.
+// Waits occur in many places in the middle of the work, so a record contains only what is at hand there. It
+// is kept in the block's `late`, and the warp reports it at its end.
 #pragma once
 #include "counters.h"
 

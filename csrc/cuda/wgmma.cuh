@@ -29,15 +29,16 @@ __device__ __forceinline__ void multiply_128(float* v, uint64_t a, uint64_t b) {
 #undef MK_ACC_32
 #undef MK_ACC_8
 
-// Results of rows row(0), row(1): 32 blocks of 8 columns, of which a lane has one pair.
+// The results of rows row(0) and row(1): 32 blocks of 8 columns. A lane has one pair of columns of each
+// block.
 class Accumulators {
  public:
   static constexpr int kRows = 2, kPairs = 1;
 
   __device__ __forceinline__ explicit Accumulators(int warp) : warp_(warp) {
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_));  // now: see Device::forget
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_));  // read here: see Device::forget
     MK_UNROLL for (int i = 0; i < 128; ++i) v_[i] = 0.0f;
-    pin();  // before the first step's fence
+    pin();  // the zeros are there before the first step's fence
   }
 
   __device__ __forceinline__ int row(int h) const { return warp_ * 16 + fragment_row(lane_, h); }
@@ -45,7 +46,7 @@ class Accumulators {
   __device__ __forceinline__ int col(int) const { return fragment_col(lane_); }
 
   // Adds the product of pages a [128 rows][64] and b0, b1 [128 columns][64], without b1 if kHalves is 1. The
-  // pages are read until settle().
+  // tensor cores may read the pages until settle().
   template <int kHalves>
   __device__ __forceinline__ void step(const void* a, const void* b0, const void* b1) {
     const uint64_t at = k_major_descriptor(shared(a) + warp_ / 4 * 64 * kTileRowBytes);
@@ -59,8 +60,8 @@ class Accumulators {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }
 
-  // kCount blocks of the results, starting with block `first`, a multiple of kCount. Registers have no
-  // run-time index, so branches select them.
+  // kCount blocks of the results, starting with block `first`, a multiple of kCount. Registers cannot be
+  // indexed at run time, so branches select them.
   template <int kCount>
   struct Blocks {
     float v[4 * kCount];

@@ -1,5 +1,5 @@
-// Bugs to plant: each weakens one primitive where one role calls it, so that tests show which check finds it.
-// The roles do not know of them.
+// Bugs to plant: each weakens one primitive where one role calls it, so that tests show which check finds the
+// bug. The roles do not know of the bugs.
 #pragma once
 #include "../cuda/watchdog.h"
 
@@ -15,10 +15,10 @@ enum class Bug : int32_t {
   kWrongPhase,      // a consumer warp waits for the phase before the one it needs
   kEarlySignal,     // the storer signals before its stores have completed
   kOldMap,          // a block uses a tensor map as it was in the previous launch
-  kOtherScope,      // the storer signals with another scope than the waits have
+  kOtherScope,      // the storer signals with another scope than that of the waits
   kNeverRetired,    // a consumer warp does not report the end of an instruction
-  kLostLoad,        // a load of weights never comes
-  kLostInput,       // a load of activations never comes
+  kLostLoad,        // a load of weights never happens
+  kLostInput,       // a load of activations never happens
   kHanging,         // a consumer warp never returns from its arithmetic
   kLoneRelease,     // a consumer warp releases a page in its own block only
   kForgottenTwin,   // a block treats a page as free although the other SM's consumers still read it
@@ -101,7 +101,7 @@ class Planted : public Base {
   }
 
   const Bug bug_;
-  int times_ = 0;  // how often it could have gone wrong
+  int times_ = 0;  // how many calls could have shown the bug so far
 };
 
 }  // namespace mk

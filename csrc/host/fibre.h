@@ -122,7 +122,7 @@ class Scheduler {
  private:
   static constexpr size_t kStackBytes = 128 << 10;  // with a guard page at its lower end
 
-  // What a seed prefers, besides chance.
+  // What the seed makes more likely than the rest.
   enum class Bias { kNone, kLateOperations, kEarlyOperations, kSlowFibres };
 
   static void enter(unsigned high, unsigned low) {
@@ -172,7 +172,7 @@ class Scheduler {
   char* stacks_;
   size_t stack_count_;
   std::vector<std::unique_ptr<Fibre>> fibres_;
-  std::vector<Fibre*> ready_[2];  // others, slow ones
+  std::vector<Fibre*> ready_[2];  // [1]: slow fibres, [0]: the others
   std::vector<std::function<void()>> operations_;
   Fibre* current_ = nullptr;
   jmp_buf home_;

@@ -1,6 +1,6 @@
 // The platform (csrc/cuda/platform.h) on fibres, with every rule checked: asynchronous operations complete
-// late, pages are poisoned unless they are full, and the proxies are ordered by fences only. Ordering between
-// threads is checked by csrc/host/thread_warp.h; here all stores are visible at once.
+// late, pages are poisoned unless they are full, and only fences order the proxies. Ordering between threads
+// is checked by csrc/host/thread_warp.h; here all stores are visible at once.
 #pragma once
 #include <memory>
 #include <set>
@@ -39,7 +39,7 @@ struct FibreWorld {
     *params.abort = 1;
     scheduler.wake_all();
   }
-  // Operations that are outstanding now never complete.
+  // Gives up the operations that are still outstanding, so that no warp waits for them any longer.
   void leave() {
     leaving = true;
     scheduler.wake_all();
@@ -54,7 +54,7 @@ struct FibreWorld {
 
 // State that the warps of a block share, besides its memory.
 struct FibreBlock {
-  // `worker` has the blocks of its worker, one per SM.
+  // `worker` lists the blocks of this block's worker, one per SM.
   FibreBlock(FibreWorld& launch, BlockMemory<FibreBarrier>& block, FibreBlock* const* worker,
              std::string name)
       : world(launch), memory(block), sms(worker), monitor(block.pages[0], std::move(name)) {}
@@ -79,7 +79,7 @@ struct FibreBlock {
     const BarrierName name = name_of(memory, barrier);
     return std::string(kNames[static_cast<int>(name.what)]) + "[" + std::to_string(name.slot) + "]";
   }
-  // Completes a phase, if possible, after an arrival or bytes.
+  // Called after an arrival or a load: completes the barrier's phase if it lacks neither arrivals nor bytes.
   void settle(FibreBarrier& barrier) {
     if (barrier.pending < 0) world.fail(monitor.name() + ": too many arrivals at " + name(barrier));
     if (barrier.pending != 0 || barrier.bytes != 0) return;
@@ -90,9 +90,10 @@ struct FibreBlock {
     if (name.what == Awaited::kReady) monitor.ready(name.slot);
     world.scheduler.wake(barrier.waiters);
   }
-  // `own`: by a warp of the block itself. When all of these have released a page, nobody reads it any more.
+  // `own` means that the arrivals come from a warp of the block itself. When all consumer warps of the block
+  // have released a page, nobody in the block reads it any more.
   void arrive(FibreBarrier& barrier, int count, bool own) {
-    if (warps == 0) world.fail(monitor.name() + ": is reached after its end");
+    if (warps == 0) world.fail(monitor.name() + ": is accessed after its end");
     if (own && (barrier.own += count) == kConsumerWarps) {
       const BarrierName name = name_of(memory, barrier);
       if (name.what == Awaited::kEmpty) {
@@ -145,7 +146,7 @@ class FibreWarp {
       if (world_.leaving) return false;
       sleep(barrier, parity, where);
     }
-    if (warp_ >= kConsumerWarp) unfenced_ = true;  // state of a consumer warp at a new instruction
+    if (warp_ >= kConsumerWarp) unfenced_ = true;  // a consumer warp begins an instruction
     return true;
   }
   void arrive(Barrier& barrier, int count = 1) {
@@ -230,7 +231,7 @@ class FibreWarp {
   }
   void signal(int32_t* counter, int count, Scope scope, int = 0) {
     check_scope(scope);
-    if (storing_ > 0) fail("signals before what it stored is there");
+    if (storing_ > 0) fail("signals before its stores have completed");
     *counter = static_cast<int32_t>(static_cast<uint32_t>(*counter) + static_cast<uint32_t>(count));
     if (const auto found = world_.counters.find(counter); found != world_.counters.end())
       scheduler().wake(found->second);
@@ -264,10 +265,10 @@ class FibreWarp {
   }
 
   void end() { --block_.warps; }
-  // Where the warp stands; empty at its end.
+  // What the warp waits for; empty if it waits for neither a barrier nor a counter.
   std::string describe() const;
   bool waits_for_counter() const { return waits_for_ != nullptr; }
-  // What the watchdog does for a waiting warp, except the abort. Called while no fibre runs.
+  // Does what the watchdog does for a waiting warp, except the abort. Called while no fibre runs.
   void note() {
     Late& late = block_.memory.late[warp_];
     if (barrier_) late = {barrier_, parity_, where_};
@@ -304,15 +305,15 @@ class FibreWarp {
     }
     while (meeting.times == time) scheduler().block(meeting.waiters);
   }
-  // If another grid has some of the ranks, it is on another GPU.
+  // If this grid lacks some of the ranks, they run on another GPU, so the scope must be the system.
   void check_scope(Scope scope) {
     const bool alone = world_.params.ranks == world_.params.dims->tp;
-    if ((scope == Scope::kGpu) != alone) fail("uses a counter at another scope than others do");
+    if ((scope == Scope::kGpu) != alone) fail("uses a counter at another scope than the other warps do");
   }
   void check_map(const TensorMap& map) {
     if (!block_.acquired.contains(&map)) fail("copies by a tensor map that it has not acquired");
   }
-  // `into`: null means the warp's own barrier.
+  // `into` is the block whose page is loaded; null means the warp's own block.
   void load_at(void* to, const TensorMap& map, const Corner& corner, Barrier& barrier,
                FibreBlock* into = nullptr) {
     check_map(map);
@@ -321,17 +322,17 @@ class FibreWarp {
   }
   template <class F>
   void load(void* to, uint32_t bytes, Barrier& barrier, F copy, FibreBlock* into = nullptr) {
-    if (unordered_) fail("loads what it has waited for without a proxy fence");
+    if (unordered_) fail("loads data that it has waited for without a proxy fence in between");
     FibreBlock* const block = into ? into : &block_;
     block_.check(block->monitor.load(to, warp_));
     scheduler().post([block, bytes, copy, &barrier] {
-      if (block->warps == 0) block->world.fail(block->monitor.name() + ": is reached after its end");
+      if (block->warps == 0) block->world.fail(block->monitor.name() + ": is accessed after its end");
       copy();
       barrier.bytes -= bytes;
       block->settle(barrier);
     });
   }
-  // Reads the page at some time, then stores what it read.
+  // Reads the page at some later time, and stores what it read later still.
   template <class F>
   void store(const void* from, F put) {
     block_.check(block_.monitor.store(from, warp_));
@@ -352,7 +353,7 @@ class FibreWarp {
       });
     });
   }
-  // The unread groups before `end`.
+  // The number of stores in the groups before `end` that have not read their pages yet.
   int unread(int end) const {
     int n = 0;
     for (int i = 0; i < end; ++i) n += groups_[i].unread;
@@ -366,7 +367,7 @@ class FibreWarp {
   std::vector<Group> groups_;  // the last one is open
   int storing_ = 0;
   bool unfenced_ = false;   // whether this instruction may have unfenced stores
-  bool unordered_ = false;  // waited for counters
+  bool unordered_ = false;  // whether it has waited for counters and not fenced since
   // What the warp waits for now: a barrier, a counter, or nothing.
   const Barrier* barrier_ = nullptr;
   uint32_t parity_ = 0;

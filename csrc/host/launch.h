@@ -1,4 +1,4 @@
-// Code that both hosts of the protocol share.
+// Code that both host platforms, fibres and threads, share.
 #pragma once
 #include "../cuda/bodies.h"
 #include "../cuda/roles.h"

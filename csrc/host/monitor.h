@@ -1,5 +1,5 @@
-// Checks the life of a block's pages: every page is free, loading, full (an output page: may be written),
-// ready, and free again; the generic and the asynchronous proxy are ordered by fences only.
+// Checks the life of a block's pages: every page is free, loading, full (an output page may now be written),
+// ready (an output page only), and free again. Only fences order the generic and the asynchronous proxy.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -51,12 +51,12 @@ class Monitor {
 
   void filled(int s) { state_[s].stage = kFull; }
   void ready(int s) { state_[s].stage = kReady; }
-  // Everyone who had the page has released it.
+  // Called when all consumer warps of the block, or the storer for them, have released the page.
   std::string emptied(int s) {
     State& page = state_[s];
     std::string wrong;
-    if (page.stage != kFull && page.stage != kReady) wrong = tell(-1, "is released:", s);
-    if (page.storing > 0) wrong = tell(-1, "is released while a store reads it:", s);
+    if (page.stage != kFull && page.stage != kReady) wrong = tell(-1, "has released", s);
+    if (page.storing > 0) wrong = tell(-1, "has released, while a store still reads it,", s);
     page.stage = kFree;
     page.loader = -1;
     memset(pages_ + s * kPageBytes, 0xFF, kPageBytes);  // NaN in either format

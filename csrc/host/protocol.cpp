@@ -16,7 +16,7 @@ constexpr int kReportedWaits = 40;
 
 class Launch {
  public:
-  // The bug is planted in one block, or in all if -1.
+  // The bug is planted in block `where`, or in all blocks if `where` is -1.
   Launch(const Params& params, uint64_t seed, Bug bug, int32_t where)
       : seed_(seed),
         count_(params.ranks * params.workers * kSms),
@@ -56,7 +56,7 @@ class Launch {
   bool stuck() {
     if (world_.leaving) return false;
     if (*world_.params.abort) {
-      world_.wrong += "\nand after the abort some waited for what never came";
+      world_.wrong += "\nand after the abort some warps waited for an operation that never completed";
       world_.leave();
       return true;
     }
@@ -86,7 +86,8 @@ class Launch {
 
 extern "C" {
 
-// Runs a launch, with a bug planted in one block or (-1) in all. If it returns 0, `message` has the failure.
+// Runs a launch, with a bug planted in one block, or in all blocks if `block` is -1. If it returns 0,
+// `message` describes the failure.
 __attribute__((visibility("default"))) int32_t mk_protocol_run(const mk::Params* params, uint64_t seed,
                                                                int32_t bug, int32_t block, char* message,
                                                                int32_t size) {
@@ -97,9 +98,9 @@ __attribute__((visibility("default"))) int32_t mk_protocol_run(const mk::Params*
   return wrong.empty();
 }
 
-// The boxes of a record's pages, as rows of twelve: page, fill, pieces, buffer, x, y, z, place in the page,
-// bytes, item, whole, columns that are prefetched meanwhile. Returns their number; a page without boxes has a
-// row with 0 bytes.
+// Writes the boxes of a record's pages, as rows of twelve numbers: page, fill, pieces, buffer, x, y, z, place
+// in the page, bytes, item, whole, how many columns ahead a page is prefetched meanwhile. Returns the number
+// of rows; a page without boxes has a row with 0 bytes.
 __attribute__((visibility("default"))) int32_t mk_protocol_plan(const mk::Dims* dims, const mk::Phase* phases,
                                                                 const int32_t* step_words,
                                                                 const int32_t* record, int32_t layer,

@@ -1,4 +1,4 @@
-// Stands in for tensor maps and the bulk copy engine: boxes between memory and pages.
+// Stands in for tensor maps and the bulk copy engine: copies boxes between memory and pages.
 #pragma once
 #include <string.h>
 
@@ -16,7 +16,7 @@ struct HostMap {
   int32_t sizes[kMapDimensions], box[kMapDimensions];
   int32_t item;      // bytes of an element: 2, or 4 for float32
   int32_t swizzled;  // 1: rows of a box, which have 128 bytes, lie in the 128-byte swizzle
-  int32_t shared;    // 1: its boxes may contain data that others are storing, which nobody uses
+  int32_t shared;    // 1: a box may include data that others are storing and that its loader does not use
 
   uint32_t bytes() const {
     int32_t n = item;
@@ -37,8 +37,9 @@ inline HostMap host_map(const TensorMap& map) {
   return out;
 }
 
-// Calls f(in memory, in the page) for each element of a box, of type T; the address in memory is null outside
-// the tensor. It works element by element so that a race detector sees each one.
+// Calls f(address in memory, address in the page) for each element of a box. Elements have type T. The
+// address in memory is null outside the tensor. It works element by element so that a race detector sees each
+// one.
 template <class T, class F>
 inline void for_elements(void* page, const HostMap& map, const Corner& corner, F&& f) {
   const int elements = static_cast<int>(map.bytes()) / map.item;

@@ -19,14 +19,15 @@ void AnnotateIgnoreReadsEnd(const char* file, int line);
 
 namespace mk {
 
-// The arrivals and bytes that a phase lacks, and the phase's number, in one word of 16, 32 and 16 bits.
+// A barrier's state in one word: the arrivals (16 bits) and bytes (32 bits) that the current phase lacks, and
+// the phase's number (16 bits).
 class ThreadBarrier {
  public:
   void init(int arrivals) {
     arrivals_ = arrivals;
     state_.store(static_cast<uint64_t>(arrivals) << 48, std::memory_order_relaxed);
   }
-  // Releases.
+  // Counts arrivals, adds `bytes` to those that the phase lacks, and releases.
   void change(int arrivals, int64_t bytes) {
     uint64_t seen = state_.load(std::memory_order_relaxed), next;
     do {
@@ -34,7 +35,7 @@ class ThreadBarrier {
       if (next >> 16 == 0) next = static_cast<uint64_t>(arrivals_) << 48 | ((seen + 1) & 0xFFFF);
     } while (!state_.compare_exchange_weak(seen, next, std::memory_order_release, std::memory_order_relaxed));
   }
-  // Acquires where it gives true.
+  // Acquires if it returns true.
   bool passed(uint32_t parity) const { return (state_.load(std::memory_order_acquire) & 1) != parity; }
 
  private:
@@ -52,7 +53,8 @@ class ThreadWarp {
   using Accumulators = HostAccumulators;
   static constexpr int kLanes = 1, kTrace = 0;
 
-  // `sms` has the blocks of its worker; `block` is the first, for whole blocks, and its own.
+  // `sms` lists the memory of the worker's blocks. `first` belongs to the worker's first block, where the
+  // warps of all its blocks meet; `block` belongs to the warp's own.
   ThreadWarp(const Params& params, BlockMemory<Barrier>* const* sms, ThreadBlock& first, ThreadBlock& block,
              int sm, int warp)
       : params_(params), sms_(sms), memory_(*sms[sm]), first_(first), block_(block), warp_(warp) {}
@@ -172,8 +174,8 @@ class ThreadWarp {
     if (host.shared) AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
     barrier.change(0, -static_cast<int64_t>(host.bytes()));
   }
-  // Polls and yields the core between attempts; false once the launch is aborted, also by a wait that is
-  // late. `note` describes the wait.
+  // Polls, and yields the core between attempts. Returns false once the launch is aborted, by others or
+  // because this wait took too long. `note` describes the wait.
   template <class Held>
   bool spin(Held held, const Late& note) {
     const auto begin = Clock::now();

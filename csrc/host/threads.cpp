@@ -1,7 +1,7 @@
 // Runs a launch on threads, in a build with a race detector: `threads IMAGE BUG` runs the launch in the file
-// IMAGE and writes its memory back. An image has three int64 (bytes of the memory, the offset of its Params,
-// the number of pointers), the places of the pointers, the memory, and the address that its pointers count
-// from.
+// IMAGE, with bug number BUG, and writes the memory back to the file. An image consists of three int64 (the
+// size of the memory in bytes, the offset of Params, the number of pointers), the offsets of the pointers in
+// the memory, the memory, and the base address that the pointers assume for it.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -154,11 +154,11 @@ def test_a_counter_that_never_comes_ends_the_launch_with_who_waits() -> None:
     ("bug", "complaint"),
     [
         ("dropped arrival", "deadlock"),
-        ("early release", "released while a store reads it"),
+        ("early release", "released, while a store still reads it"),
         ("no input fence", "waited for without a proxy fence"),
         ("no output fence", "has not fenced what it stored"),
         ("wrong phase", "reads page slot"),
-        ("early signal", "signals before what it stored is there"),
+        ("early signal", "signals before its stores have completed"),
         ("old map", "a tensor map that it has not acquired"),
         ("other scope", "uses a counter at another scope"),
     ],
@@ -242,10 +242,10 @@ SAID = {
 # What lacks is made up for by an abort; or the others leave without it; or one of them never does.
 ENDS = {
     "dropped arrival": "",
-    "lost load": "some waited for what never came",
-    "lost input": "some waited for what never came",
-    "never retired": "some waited for what never came",
-    "hanging": "some waited for what never came\nand an abort did not end it",
+    "lost load": "some warps waited for an operation that never completed",
+    "lost input": "some warps waited for an operation that never completed",
+    "never retired": "some warps waited for an operation that never completed",
+    "hanging": "some warps waited for an operation that never completed\nand an abort did not end it",
 }
 
 

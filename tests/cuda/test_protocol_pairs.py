@@ -109,8 +109,8 @@ def test_launches_of_pairs_that_leave_something_out_come_to_their_end(ablation: 
         ("dropped arrival", "deadlock"),
         ("lone release", "deadlock|too many arrivals"),
         ("forgotten twin", r"loads (into|without a fence)"),
-        ("early end", "is reached after its end"),
-        ("early release", "released while a store reads it"),
+        ("early end", "is accessed after its end"),
+        ("early release", "released, while a store still reads it"),
         ("wrong phase", "reads page slot"),
     ],
 )

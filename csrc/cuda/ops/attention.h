@@ -1,7 +1,7 @@
-// Attention for the work items of a slot. For each item, the query rows that share a KV head (token row, then
-// head of the group) are divided into tiles of 16. A unit is a tile of one KV head, and the consumer warps
-// process eight units at a time over all KV blocks. Pages come in the order of plan.h; a warp skips those of
-// other heads.
+// Attention for the work items of a slot. For each item, the query rows that share a KV head (ordered by
+// token row, then by head of the group) are divided into tiles of 16. A unit is a tile of one KV head, and
+// the consumer warps process eight units at a time over all KV blocks. Pages come in the order of plan.h; a
+// warp skips those of other heads.
 #pragma once
 #include "../plan.h"
 #include "call.h"
@@ -51,7 +51,7 @@ class AttentionItem {
   MK_FN int tiles() const { return ceil_div(s_.item_rows[item_] * d_.group_size(), kQueryTile); }
   MK_FN int units() const { return s_.item_kv_heads[item_] * tiles(); }
 
-  // Narrow heads have one page each for the keys and values of a block; wider heads have halves.
+  // For each block, a narrow head has one page of keys and one of values; a wider head has two of each.
   MK_FN bool narrow() const { return d_.head_dim <= kTileInner; }
   MK_FN int head_pages() const { return narrow() ? 2 : 4; }
 
@@ -63,7 +63,8 @@ class AttentionItem {
     const int first = unit % tiles * kQueryTile;
     const int last = own < 0 ? -1 : last_position(query_rows(own, first));
     const bool split = s_.item_split[item_] >= 0;
-    const int heads = (end - 1) / tiles - begin / tiles + 1, before = own - begin / tiles;  // its own
+    // The KV heads of the pass, and how many of them come before the warp's own.
+    const int heads = (end - 1) / tiles - begin / tiles + 1, before = own - begin / tiles;
     const float scale = 1.0f / sqrtf(static_cast<float>(d_.head_dim));
     AttentionTile<P> tile(p_, d_.head_dim);
     for (int block = s_.item_block[item_]; block < s_.item_block[item_] + s_.item_blocks[item_]; ++block) {
@@ -114,7 +115,7 @@ class AttentionItem {
     tile.store_block([&](int i) { return partial(q.row(i), head, q.head(i), block); });
   }
 
-  // Whether all items of this one's split have stored their partial results, and this one is the last.
+  // Whether this item is the last one of its split to store its partial results, so that now all are there.
   MK_FN bool last_of_split() {
     p_.consumer_sync();
     if (call_.warp == 0) {
@@ -180,7 +181,7 @@ class AttentionItem {
     return {s_.item_row[item_], s_.item_rows[item_], first, d_.query_head_end(kv_head) - first, begin};
   }
 
-  // The position of the tile's last row, which sees the most tokens; -1 if it has none.
+  // The position of the tile's last row, which sees more tokens than the others; -1 if the tile has no row.
   MK_FN int32_t last_position(const QueryRows& q) const {
     if (!q.has(0)) return -1;
     const int last = lower_of(kQueryTile, q.rows * q.heads - q.begin) - 1;
@@ -193,7 +194,8 @@ class AttentionItem {
            (q.first_head + q.head(i)) * d_.head_dim;
   }
 
-  // m, l, o of a row and KV head, both counted from the item's first, and of a head of the group.
+  // The m, l and o of one row and one query head for a block. `row` and the KV head `head` are counted from
+  // the item's first; `group_head` is the query head's number in its group.
   MK_FN float* partial(int row, int head, int group_head, int block) const {
     const int64_t entry = partial_index(s_, item_, row, head) + block;
     return call_.at<float>(Buffer::PARTIALS) + (entry * d_.group_size() + group_head) * (d_.head_dim + 2);
@@ -204,7 +206,7 @@ class AttentionItem {
     return call_.copy<uint16_t>(call_.phase().output, rank) + int64_t{row} * d_.o_cols() + d_.o_first() +
            head * d_.head_dim;
   }
-  // An item's rows lie in one row block.
+  // The item's first row decides, because all of its rows lie in one row block.
   MK_FN Ranks output_ranks() const {
     return d_.replicated_o ? residual_ranks(d_, s_.item_row[item_]) : own_rank(d_);
   }

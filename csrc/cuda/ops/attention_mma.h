@@ -11,21 +11,21 @@
 
 namespace mk {
 
-// The parts that a lane reads with ldmatrix of rows and columns [0, 16) of a swizzled tile: words 0 and 1
-// belong to the first eight columns, the others to the rest.
+// The address that a lane passes to ldmatrix to load rows and columns [0, 16) of a swizzled tile. Of the
+// words that it receives, 0 and 1 belong to the first eight columns, 2 and 3 to the other eight.
 __device__ __forceinline__ uint32_t own_matrix_row(const unsigned char* tile, int lane) {
   const int matrix = ldmatrix_matrix(lane);
   return static_cast<uint32_t>(__cvta_generic_to_shared(tile)) +
          tile_offset(matrix % 2 * 8 + ldmatrix_row(lane), matrix / 2 * 16);
 }
 
-// Rows [row, row + 16) and columns [col, col + 16). Eight rows further the swizzle repeats, and 16 columns
-// are two of its chunks.
+// Loads rows [row, row + 16) and columns [col, col + 16) of the tile. The swizzle repeats every eight rows,
+// and 16 columns are two of its chunks, so the address follows from `own` by an XOR and an addition.
 __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t own, int row, int col) {
   load_matrices(b, (own ^ col * 2) + row * kTileRowBytes);
 }
 
-// words[k]. A run-time index would force the whole array into memory.
+// Sets `out` to words[k]. A run-time index would force the whole array into memory.
 template <int kCount>
 __device__ __forceinline__ void pick(uint32_t (&out)[4], const uint32_t (&words)[kCount][4], int k) {
   MK_UNROLL for (int i = 0; i < kCount; ++i) {
@@ -33,13 +33,14 @@ __device__ __forceinline__ void pick(uint32_t (&out)[4], const uint32_t (&words)
   }
 }
 
-// A lane holds parts of two rows: lane / 4 and the row 8 below. head_dim is a multiple of 8, so a condition
-// on an element holds for all eight of its columns and costs no register.
+// A lane holds parts of two rows: lane / 4 and the row 8 below. head_dim is a multiple of 8, so eight columns
+// lie inside or outside the head together, and testing that costs no register.
 template <class P>
 class AttentionTile {
  public:
-  // head_dim is at most kMaxHeadDim and a multiple of 8. The constructor sets everything that start() sets:
-  // values left from an earlier item would keep their registers through every other instruction.
+  // head_dim is at most kMaxHeadDim and a multiple of 8. The constructor sets everything that start() sets.
+  // Otherwise values of an earlier item would stay live and keep their registers through every other
+  // instruction.
   __device__ AttentionTile(P& p, const int& head_dim) : lane_(p.lane()), head_dim_(head_dim) {
     MK_UNROLL for (int half = 0; half < 2; ++half) position_[half] = -1;
     MK_UNROLL for (int k = 0; k < kMaxHeadDim / 16; ++k) {
@@ -96,8 +97,8 @@ class AttentionTile {
     }
   }
 
-  // Turns the scores of the tokens that a row sees in the block into probabilities, rounded to bf16, and
-  // computes its m and l.
+  // For each row, turns the scores of the block's tokens that the row sees into probabilities, rounded to
+  // bf16, and computes the block's m and l.
   __device__ void softmax(float scale, int block) {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       const int seen = position_[half] + 1 - block * kKvBlock, tokens = seen - fragment_col(here(lane_));
@@ -136,9 +137,10 @@ class AttentionTile {
     }
   }
 
-  // The block's o for elements [64 * kHalf, 64 * kHalf + 64), in rows that see it; values is a tile
-  // [token][64 elements]. It is merged into that of earlier blocks, or replaces it if the block is `alone`.
-  // Four columns of accumulators are processed at a time, which is what a warp has registers for.
+  // Computes the block's o for elements [64 * kHalf, 64 * kHalf + 64), in rows that see the block; `values`
+  // is a tile [token][64 elements]. This o is merged into the o of earlier blocks, or replaces it if the
+  // block is `alone`. Four accumulator fragments are processed at a time, because a warp has no registers for
+  // more.
   template <int kHalf>
   __device__ void values(const unsigned char* values, bool alone) {
     const uint32_t own = own_matrix_row(values, here(lane_));
@@ -165,7 +167,7 @@ class AttentionTile {
     }
   }
 
-  // Stores m, l and o of a single block to to(i), in rows that see it.
+  // Stores m, l and o of a single block to to(i), for each row i that sees the block.
   template <class To>
   __device__ void store_block(To to) const {
     const int lane = here(lane_), head_dim = head_dim_;
@@ -179,7 +181,7 @@ class AttentionTile {
     }
   }
 
-  // Stores o / l of all blocks, rounded, to to(i), unless that is null.
+  // Stores o / l of all blocks, rounded, to to(i), for each row i unless to(i) is null.
   template <class To>
   __device__ void store_results(To to) const {
     const int lane = here(lane_), head_dim = head_dim_;

@@ -46,7 +46,7 @@ struct Call {
 
   MK_FN const Phase& phase() const { return task->phase; }
 
-  // A rank's copy of a buffer, or its layer's part if the buffer has layers.
+  // A rank's copy of a buffer, or the part for the task's layer if the buffer has layers.
   template <class T>
   MK_FN T* copy(Buffer buffer, int rank) const {
     return static_cast<T*>(params->at(rank, buffer, task->where.layer));
@@ -99,8 +99,9 @@ class Team {
     p_.consumer_sync();
   }
 
-  // The warps' values, in order. They stay until the call after the next. One barrier per call is enough: a
-  // warp that writes them again has seen that all warps reached the call in between.
+  // Returns the warps' values, in order; a warp may read them until its next call. Calls use two arrays in
+  // turn, so that one barrier per call is enough: before a warp writes an array again, it passes the barrier
+  // of the call in between, which every warp reaches only after it has read the array.
   MK_FN const uint64_t* gather(uint64_t mine) {
     uint64_t* slots = gathered_[phase_];
     phase_ ^= 1;
@@ -109,8 +110,8 @@ class Team {
     return slots;
   }
 
-  // A reduction over all lanes of all warps; `combine(a, b)` combines two values. The bits do not depend on
-  // timing.
+  // A reduction over all lanes of all warps; `combine(a, b)` combines two values. The bits of the result do
+  // not depend on timing.
   template <class F>
   MK_FN uint64_t reduce(uint64_t mine, F combine) {
     const uint64_t* slots = gather(reduce_lanes<P>(mine, combine));

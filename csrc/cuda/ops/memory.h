@@ -1,4 +1,4 @@
-// Accesses to global memory by the bodies of instructions. Data written in this launch is read past the L1
+// Accesses to global memory by the bodies of instructions. Reads of data written in this launch bypass the L1
 // cache, because stores of other SMs do not update it.
 #pragma once
 #include "../arithmetic.h"
@@ -133,7 +133,8 @@ MK_FN Words pack_eight(const Eight& value) {
   return words;
 }
 
-// Atomic among the threads of a block, in memory that only they use. Returns the value before.
+// fetch_add and exchange are atomic among the threads of a block, in memory that only they use. They return
+// the previous value.
 MK_FN int32_t fetch_add(int32_t* at, int32_t n) {
 #if defined(__CUDA_ARCH__)
   return atomicAdd(at, n);

@@ -1,6 +1,6 @@
-// RMS norms of rows, for all ranks that need them or for the block's own matmul. All warps share a row, so
-// that a single row is fast too. A lane holds its part of the row and fetches its part of the next one while
-// the sums are combined.
+// RMS norms of rows, for all ranks that need them or for the block's own matmul. All warps work on the same
+// row, so that a single row is fast too. A lane holds its part of the row and fetches its part of the next
+// row while the sums are combined.
 #pragma once
 #include "../../common/index.h"
 #include "call.h"
@@ -8,8 +8,8 @@
 
 namespace mk {
 
-// Groups of eight columns that a lane holds: with 256 lanes, rows of 8,192. Columns beyond that are read
-// twice.
+// The number of groups of eight columns that a lane holds: with 256 lanes, enough for rows of 8,192 columns.
+// Further columns are read twice.
 constexpr int kNormHeld = 4;
 
 // The weights of a norm, or of the norm inside a matmul.
@@ -34,8 +34,8 @@ class Norm {
         team_(p, call) {}
 
   // output[i] = norm of inputs[source(i)] * weight, on every rank that needs it, for rows i in [row, row +
-  // rows); for a matmul with a norm, row i - row of the block. If source returns kNone the row is zero, and
-  // if it returns kSkip the row is not written.
+  // rows). For a matmul with a norm, the result is row i - row of the block's Scratch instead. If source
+  // returns kNone, the row is zero; if it returns kSkip, the row is not written.
   static constexpr int kNone = -1, kSkip = -2;
   template <class Source>
   MK_FN void rows(int row, int rows, Source source) {
@@ -109,7 +109,7 @@ class Norm {
   Team<P> team_;
 };
 
-// Prefetches what a lane will read of the weights while others still compute the rows.
+// Prefetches the part of the weights that a lane will read, while other instructions still compute the rows.
 template <class P>
 MK_FN void prefetch_norm(P& p, const Call& call) {
   const float* weights = call.weights<float>(norm_weights(call.phase()));

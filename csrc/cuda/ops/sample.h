@@ -1,7 +1,7 @@
-// Samples one token from a row of logits; the eight warps share the row. Penalties, bias, mask, temperature,
-// min-p, top-k, top-p, then one draw, as megakernel/runtime/reference/sampling.py defines it. Nothing is
-// sorted: top-k and top-p search for the logit below which nothing is kept. Weights are summed as integers,
-// so that a sum has the same bits in any order.
+// Samples one token from a row of logits; the eight warps share the row. It applies penalties, bias, mask,
+// temperature, min-p, top-k and top-p, then makes one draw, as megakernel/runtime/reference/sampling.py
+// defines. Nothing is sorted: top-k and top-p search for the logit below which nothing is kept. Weights are
+// summed as integers, so that a sum has the same bits in any order.
 #pragma once
 #include "../../common/philox.h"
 #include "call.h"
@@ -35,11 +35,12 @@ MK_FN Peak as_peak(uint64_t key) {
   return {key_value(static_cast<uint32_t>(key >> 32)), static_cast<int32_t>(~static_cast<uint32_t>(key))};
 }
 
-// e = e^(z - largest z) in units of 2^-44, so that 2^18 of them fit 64 bits; 0 for NaN.
+// The weight of a logit z: `e`, which is e^(z - largest z), in units of 2^-44, so that the sum of 2^18
+// weights fits 64 bits; 0 for NaN.
 MK_FN uint64_t weight(float e) { return e > 0.0f ? static_cast<uint64_t>(e * 0x1p44f) : 0; }
 constexpr float kWeightless = 32.0f;  // at this distance below the maximum the weight is 0
 
-// What is kept of a row: logits above `bound`, and those equal to it up to id `last`.
+// What is kept of a row: logits above `bound`, and logits equal to `bound` whose id is at most `last`.
 struct Cut {
   float bound;
   int32_t last;
@@ -155,8 +156,8 @@ class Sampler {
     top_ = peak.value;
     min_p_ = s.min_p[i];
     cut_ = {minus_infinity(), vocab_};
-    // First top-k, which counts, then top-p, which weighs; each shortens the row. Then the draw. It is a loop
-    // so that the code of all three exists once.
+    // First comes top-k, which counts ids, then top-p, which adds weights; each shortens the row. The draw
+    // comes last. This is a loop so that the code which the three share exists only once.
     MK_LOOP for (int step = s.top_k[i] > 0 ? kTopK : kTopP;; ++step) {
       const bool count = step == kTopK;
       const uint64_t all = total(count);
@@ -203,8 +204,9 @@ class Sampler {
     return team_.reduce(sum, add);
   }
 
-  // The first id up to which the kept ids, in order of ids, weigh more than `wanted`, or, with `equals`,
-  // count that many among those equal to `bound`. In each round, each warp measures an eighth of the rest.
+  // Adds the weights of the kept ids in ascending order of ids, and returns the first id at which the sum
+  // exceeds `wanted`. With `equals`, it instead counts kept ids whose logit equals `bound`. In each round,
+  // each warp measures an eighth of the remaining ids.
   MK_FN int32_t locate(uint64_t wanted, bool equals, float bound) {
     int begin = 0, end = vocab_;
     while (end - begin > 1) {
@@ -225,12 +227,12 @@ class Sampler {
     return lower_of(begin, vocab_ - 1);
   }
 
-  // Keeps the fewest largest logits that measure at least `wanted`: those above `bound`, and as many equals
-  // as necessary.
+  // Finds the smallest set of largest logits that measures at least `wanted`: all logits above `bound`, and
+  // as many of those equal to `bound` as this function returns.
   //
-  // This is a bisection between the order keys `low` and `high`: enough lies above `low`, too little above
-  // `high`. Both move to existing values, so it ends when one is left. After some rounds only the logits in
-  // between are examined, as a list.
+  // This is a bisection between the order keys `low` and `high`: the logits above `low` measure enough, those
+  // above `high` too little. Both keys move to existing values, so the bisection ends when one value is left.
+  // After some rounds, the logits in between are copied to a list, and only the list is examined.
   MK_FN uint64_t shorten(uint64_t wanted, bool count, float& bound) {
     constexpr int kRoundsBeforeList = 4;
     uint32_t low = order_key(top_ - kWeightless) - 1, high = order_key(top_);
@@ -301,7 +303,7 @@ class Sampler {
   }
 
   // Applies the repetition penalty to every token of the history, then frequency and presence penalties to
-  // those after the prompt. The thread that meets a token first changes its logit.
+  // the tokens after the prompt. The thread that meets a token first changes its logit.
   MK_FN void penalise(int i) {
     const Sizes& d = *call_.dims;
     const StepView& s = *call_.step;
@@ -327,15 +329,16 @@ class Sampler {
     });
   }
 
-  // Each thread forbids, among the logits that it copied, those without a bit. Adding to minus infinity later
-  // does not change it.
+  // Each thread sets to minus infinity those of the logits it copied whose mask bit is 0. Later additions do
+  // not change minus infinity.
   MK_FN void apply_mask(const int32_t* mask) {
     MK_LOOP for (int id = thread_; id < vocab_; id += kThreadsOfRow) {
       if (!(static_cast<uint32_t>(mask[id / 32]) >> id % 32 & 1)) z_[id] = minus_infinity();
     }
   }
 
-  // The thread of a token's first pair adds all pairs of that token, in order.
+  // A token may have several pairs of id and bias. The thread that meets the token's first pair adds the
+  // biases of all its pairs, in order.
   MK_FN void add_bias(int i) {
     const StepView& s = *call_.step;
     const int end = s.bias_end[i];
