@@ -102,7 +102,8 @@ struct Line {
   F32 scale, offset;
 };
 
-// The line of unit `unit` of a block; if a scale covers 16 steps, that of the unit's first or second half.
+// The linear map from values to weights (a Line) of unit `unit` of a block. If a scale covers only 16 steps,
+// it is that of the unit's first or second half.
 MK_INLINE Line line_of(const Scale& s, int /*unit*/, int /*half*/, int at) {
   return {load_half(s.scale + at), F32{}};
 }
@@ -191,8 +192,9 @@ class Reader<PackedBlock<S, kBits, kCount>> {
     }
   }
 
-  // Value s of each column, or sixteen times it, which saves a shift. The byte of a word is loaded directly
-  // from its address if a vector that begins there ends within the cache line.
+  // Value s of each column, or 16 times that value, because this saves a shift. The byte that contains it
+  // becomes the lowest byte of a lane: by a load from that byte's address if the load stays within the cache
+  // line, otherwise by a shift.
   MK_INLINE U32 nibble(int s, int v) const {
     const int byte = s / 2;
     const bool in_line = ((v + 1) * kLanes) * int{sizeof(uint32_t)} + byte <= 64;

@@ -9,9 +9,9 @@
 
 namespace mk::MK_SIMD {
 
-// The accumulators that fit the registers beside weights; the accumulators and scales that fit beside the
-// registers for widening quantised weights; and the rows of the largest block. 16-lane targets have 32
-// registers. A test reads the machine code of every block.
+// Limits on register blocks: accumulators next to the registers for weights; accumulators and scales next to
+// the registers that widen quantised weights; and rows. 16-lane targets have 32 registers. A test checks the
+// machine code of every block for spills.
 #if MK_LANES == 16
 constexpr int kAccumulators = 24, kWithScales = 18, kMicroRows = 12;
 #elif MK_LANES == 8

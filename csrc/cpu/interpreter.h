@@ -84,7 +84,8 @@ class Interpreter {
     int thread = 0;  // the thread to which it is dealt
     int segment = 0, layer = 0;
     int32_t next = 0;  // index of the next record in the segment
-    // The record to run now: that one, or the one that it, a drain, has claimed; null: not fetched.
+    // The record to run now: the stream's own or, if that is a drain, the one that it has claimed; null if no
+    // record has been fetched.
     const int32_t* record = nullptr;
     const Phase* phase = nullptr;  // of `record`, like the next members
     int32_t number = 0;            // as in a trace

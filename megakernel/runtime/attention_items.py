@@ -38,8 +38,8 @@ SPLIT_GRAIN = 2
 # heads. H200: 8 units x 16 x 128 x 128 x 4 FLOP at 60 % of 7.5 TFLOP/s and softmax take 3 us; 64 KiB at 36 GB/s take
 # 1.8 us.
 PASS_HEADS = 2
-# A cut this close to a part's border, as a fraction of a share, moves to the border: less balance, but no split and
-# fewer items.
+# A cut that is closer to a part's border than this fraction of a share is moved to the border. Shares are then less
+# equal, but there is no split, and there are fewer items.
 SLACK = 1 / 8
 
 
@@ -192,7 +192,7 @@ def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
         grain = np.where(unsplit, border, grain)
         inside &= ~unsplit
 
-    # Items lie between cuts, tile borders, and the borders of a part that is cut inside.
+    # An item begins and ends at a cut, at a border of a tile, or at a border of a part that contains a cut.
     part_start = line[tile] + part * grains[tile]
     ends = part_start + grain
     begin = np.unique(np.concatenate([line[:-1], ends, part_start[inside], (part_start + grains[tile])[inside]]))

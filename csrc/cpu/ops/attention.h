@@ -374,7 +374,8 @@ inline void attend_block(const Dims& d, const Kv& kv, int block, const int32_t* 
   for (int j = 0; j < rows * group; ++j)
     softmax_row(scores + int64_t{j} * d.kv_block, visible_tokens(d, positions[j / group], block), scale, m[j],
                 l[j]);
-  // First all rows together up to the first row's end, then each to its own end: positions ascend by one.
+  // All rows see the tokens up to the first row's position, so these are added for all rows at once. Then
+  // each row adds its remaining tokens.
   const int common = visible_tokens(d, positions[0], block);
   dense(rows * group, d.head_dim, scores, d.kv_block, TokenValues<Kv>{kv, 0}, common, out, padded, false);
   for (int i = 1; i < rows; ++i) {

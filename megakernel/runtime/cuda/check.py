@@ -200,7 +200,7 @@ def _compare(before: _State, after: _State, got: _State) -> str | None:
 def _limit(buffer: Buffer, dtype: Dtype) -> float:
     """The allowed relative error of an instruction's results, in the Euclidean norm.
 
-    bfloat16: a few roundings go the other way. float32: the sums are in another order; and a split's o is a sum over
-    probabilities that the tensor cores take in bfloat16.
+    In bfloat16, a few values are rounded to the other neighbour. In float32, sums are added in another order, and the o
+    of a split sums products with probabilities that the tensor cores read in bfloat16.
     """
     return _ROUNDED if dtype is Dtype.BF16 or buffer is Buffer.PARTIALS else _SUMMED

@@ -89,10 +89,10 @@ def explain(program: Program, table: StepTable, waits: Sequence[Wait]) -> str:
 
 
 def _inside(waits: Sequence[Wait], oldest: Sequence[Wait], sms: int) -> Wait:
-    """The wait that the other warps of a worker's blocks wait for; `oldest` are those at its oldest instruction.
+    """The wait that holds up the other warps of a worker's blocks. `oldest` are the waits at its oldest instruction.
 
-    A consumer that waits for a page which the loaders have passed lacks a load. A storer waits for a consumer that has
-    passed, or that waits for nothing. A loader waits for a consumer that has a page and has not released it.
+    If a consumer waits for a page that the loaders have passed, a load is missing. A storer is held up by a consumer
+    that has gone on, or that waits for nothing. A loader is held up by a consumer that has not released a page.
     """
     consumers = [w for w in waits if w.consumer >= 0]
     to_be_filled = {(w.index, 1 - w.expected) for w in waits if w.kind == "empty"}
@@ -107,10 +107,10 @@ def _inside(waits: Sequence[Wait], oldest: Sequence[Wait], sms: int) -> Wait:
 
 
 class _Rehearsal(Launch):
-    """A launch of one layer without work, to find the order of its instructions.
+    """A launch of one layer without work, to find an order of its instructions.
 
-    Nothing is claimed earlier than necessary, so everything that a worker may have to do before it claims an
-    instruction comes before that instruction.
+    Instructions are claimed as late as possible. In the order found, an instruction therefore follows everything that
+    a worker may have to do before it claims that instruction.
     """
 
     def __init__(self, program: Program, table: StepTable) -> None:
