@@ -263,7 +263,7 @@ def test_names_the_block_that_keeps_the_others_waiting(bug: str, queue: str) -> 
         if not said:  # what the block claimed was too little for the bug
             continue
         found += 1
-        assert "deadlock" in said and said.endswith(ENDS[bug]) and ("never came" in said) == ("never" in ENDS[bug])
+        assert "deadlock" in said and said.endswith(ENDS[bug]) and ("never completed" in said) == ("never" in ENDS[bug])
         rank, worker = divmod(block, program.workers)
         why = explain(program, table, image.waits)
         assert re.fullmatch(SAID[bug].format(f"rank {rank} worker {worker}"), why), (seed, why)

@@ -145,7 +145,7 @@ def test_names_the_pair_that_keeps_the_others_waiting(bug: str, what: str, queue
         if not said:  # what the pair claimed was too little for the bug
             continue
         found += 1
-        assert "deadlock" in said and "never came" in said and "did not end" not in said, said
+        assert "deadlock" in said and "never completed" in said and "did not end" not in said, said
         why = explain(program, table, image.waits)
         rank, worker = divmod(block // 2, program.workers)
         assert re.match(rf"the {what.replace('.*', f'of rank {rank} worker {worker} SM [01] .*')}", why), why
