@@ -5,11 +5,11 @@ Each rank has its own items, for the KV heads that its query heads use.
 Rows are first grouped into query tiles, and the KV heads of a tile into parts. All work is then laid out on one line:
 tile after tile, and within a tile part after part. The line is divided into equal lengths, one per slot. Where a share
 ends inside a tile, the tile is cut: between two parts, or inside a part, either between rows or (a split) between KV
-blocks. So the number of items is at most that of tiles plus three per slot.
+blocks. The number of items is thus at most the number of tiles plus three per slot.
 
-A CPU core processes one KV head after another, so a part is one head. An SM computes `pages.UNITS` units of
-`pages.QUERY_TILE` query rows x heads side by side. Its tiles have enough rows for one KV head to fill all units; if a
-tile has fewer rows, a part has more heads.
+A CPU core processes one KV head after another, so a part is one head. An SM computes `pages.UNITS` units side by side,
+each of `pages.QUERY_TILE` (query row, query head) pairs. A full tile for an SM has so many rows that one KV head fills
+all units. If a tile has fewer rows, a part has more heads.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ..errors import MegakernelError
 from ..isa import Dims, StepTable, ceil_div, pages, target_of
 
 Ints = NDArray[np.signedinteger]
-# By number of KV heads of a rank, because equal shares give equal items: items by step-table field, and slot_items.
+# The key is a rank's number of KV heads, which determines its items. The value: items by step-table field, slot_items.
 Dealt = dict[int, tuple[dict[str, Ints], Ints]]
 
 # Rows of a query tile on a CPU. They share each read of K and V: from 32 rows on, a loaded element feeds enough
 # multiply-adds to hide its load, and the scores (rows x group x one KV block) still fit a core's L1 cache.
 QUERY_TILE = 32
-# KV blocks of the smallest item of a split on a CPU. A smaller one costs more for merge and hand-off than it saves. (On
-# a GPU it is one: a single block keeps a unit busy for longer than the hand-off takes, and with few rows most SMs are
-# idle.)
+# KV blocks of the smallest item of a split on a CPU. A smaller item costs more for merge and hand-off than it saves.
+# (On a GPU the smallest item has one block, which keeps a unit busy for longer than the hand-off takes; and with few
+# rows most SMs are idle.)
 SPLIT_GRAIN = 2
-# An SM computes a pass over a KV block in about the time in which its share of memory delivers K and V of this many
+# While an SM computes one pass over a KV block, its share of the memory bandwidth delivers K and V of about this many
 # heads. H200: 8 units x 16 x 128 x 128 x 4 FLOP at 60 % of 7.5 TFLOP/s and softmax take 3 us; 64 KiB at 36 GB/s take
 # 1.8 us.
 PASS_HEADS = 2
@@ -66,8 +66,8 @@ class _Tiles:
 def deal_items(dims: Dims, seq: Ints, start: Ints, count: Ints) -> Dealt:
     """Every rank's items, for chunks of `count` rows of sequence `seq` from position `start`.
 
-    Chunks are in row order. Cuts become coarser if `items` is too small, and splits fewer if `partials` is. Raises
-    MegakernelError if not even one item per chunk and row block fits.
+    Chunks are in row order. If `dims.items` is too small, tiles are cut more coarsely; if `dims.partials` is too small,
+    fewer parts are split. Raises MegakernelError if not even one item per chunk and row block fits.
     """
     ranks = (dims if rank == dims.rank else replace(dims, rank=rank) for rank in range(dims.tp))
     by_heads = {rank.rank_kv_heads: rank for rank in ranks if rank.rank_kv_heads}
@@ -122,14 +122,14 @@ def _tile(dims: Dims, seq: Ints, start: Ints, count: Ints, tile_rows: int) -> _T
 class _Parts:
     """How tiles are divided into parts; one array element per tile."""
 
-    wide: Ints  # KV heads of a part; a divisor of the rank's number
+    wide: Ints  # KV heads of a part; a divisor of the rank's KV heads
     cost: Ints  # of a part
     by_blocks: NDArray[np.bool_]  # a part is cut between KV blocks instead of rows
     grain_blocks: int  # KV blocks of the smallest item
 
 
 def _core_parts(dims: Dims, tiles: _Tiles) -> _Parts:
-    """The parts for a CPU core, whose cost is its multiply-adds: rows x KV tokens."""
+    """The parts for a CPU core. The cost of a part is its number of multiply-adds: rows x KV tokens."""
     cost = tiles.rows * np.where(tiles.seq < 0, 1, tiles.position + tiles.rows)
     share = dims.rank_kv_heads * int(cost.sum()) / dims.attention_slots
     return _Parts(np.ones_like(cost), cost, (tiles.rows == 1) | (cost > share * tiles.rows), SPLIT_GRAIN)
@@ -139,8 +139,9 @@ def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
     """The parts for an SM. A fraction of a block or of a pass takes as long as a whole one, so parts are cut between KV
     blocks.
 
-    If one block of a part is so small that cuts between blocks are fair, the part has as many KV heads as there are
-    units. Otherwise, if there are enough blocks for all slots, it has as many heads as keep memory busy.
+    A part gets enough KV heads to fill all units, as long as one of its blocks is a small fraction of a share, so that
+    cuts between blocks keep the shares equal. Otherwise, if there are enough blocks for all slots, it gets just as
+    many heads as keep memory busy.
     """
     heads, blocks = dims.rank_kv_heads, np.maximum(tiles.blocks, 1)
     units = -(-tiles.rows * dims.group_size // pages.QUERY_TILE)  # of one head
@@ -155,7 +156,7 @@ def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
 def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
     """Items by step-table field, and the slot of each, ascending.
 
-    A part has a length of `grains` on the line: rows, or runs of KV blocks (`by_blocks`).
+    On the line, the length of a part is its number of grains. A grain is a row, or a run of KV blocks (`by_blocks`).
     """
     divided = (_gpu_parts if target_of(dims).any_split else _core_parts)(dims, tiles)
     wide, cost, by_blocks, grain_blocks = divided.wide, divided.cost, divided.by_blocks, divided.grain_blocks
@@ -181,7 +182,7 @@ def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
     border = nearest.astype(np.int64) * grains[tile]
     grain = np.where(near, border, np.rint(rest * grains[tile]).astype(np.int64))
 
-    # Splits need partials, first come first served; the cuts of those that get none move to the part's border.
+    # Splits get room in PARTIALS, first come first served. If none is left, a split's cuts move to the part's border.
     number = first_part[tile] + part
     inside = (grain > 0) & (grain < grains[tile])
     split = np.unique(number[inside & by_blocks[tile]])

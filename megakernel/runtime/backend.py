@@ -60,7 +60,7 @@ class Backend(Protocol):
         """Execute one step: `start`, then `wait`."""
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
-        """Set HISTORY[slot, start : start + len(tokens)]; between launches."""
+        """Set HISTORY[slot, start : start + len(tokens)]. Allowed only between launches."""
 
     def close(self) -> None:
         """Abort a running launch; release threads and memory. Further launches are errors."""

@@ -35,7 +35,7 @@ def write_history(history: NDArray[np.int32], slot: int, start: int, tokens: NDA
 
 
 def check_history(shape: tuple[int, ...], slot: int, start: int, count: int) -> None:
-    """Raise MegakernelError if a HISTORY of `shape` has no room for `count` tokens there."""
+    """Raise MegakernelError if a HISTORY of `shape` has no room for `count` tokens from `start` in `slot`."""
     if not (0 <= slot < shape[0] and 0 <= start <= shape[1] - count):
         raise MegakernelError(f"history of slot {slot} has no room for {count} tokens at {start}")
 
@@ -60,6 +60,6 @@ def check_table(program: Program, table: StepTable, pages: int) -> None:
     if table.dims != program.dims:
         raise MegakernelError("the step table was made for another program's sizes")
     if not 0 <= table.block_tables.min() <= table.block_tables.max() < pages:
-        raise MegakernelError(f"the step table names a page outside the pool of {pages}")
+        raise MegakernelError(f"the step table names a page outside the pool of {pages} pages")
     if SETTINGS["check steps"].value() == "1":
         check_step(table)

@@ -38,10 +38,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Registered:
-    """`lack` returns why a model, computed in a type, cannot run on it here. `machine` is one rank's share of the
-    machine, by the number of threads and of ranks.
+    """`lack` returns why the backend cannot run a model with a compute type on this machine; None if it can. `machine`
+    returns one rank's share of this machine, for a number of threads and of ranks.
 
-    `dtype` is its compute type by default; None means the checkpoint's own. `target` is the target that programs are
+    `dtype` is the default compute type; None means the checkpoint's own. `target` is the target that programs are
     compiled for. `stores`: weights and KV cache may have their own types in memory; otherwise all have the compute
     type. `automatic`: `auto` may choose it. `devices`: each rank has its own memory. `arithmetic`: results are
     meaningful.
@@ -140,8 +140,8 @@ def backend_for(target: str) -> Registered:
 def choose_backend(
     name: str, config: ModelConfig, dtype: Dtype | None, weights: str = "auto", kv_cache: str = "auto"
 ) -> tuple[str, Dtype | None]:
-    """The backend that `auto` stands for, and the compute type; None means the checkpoint's own. `weights` and
-    `kv_cache` are the values of `--weights` and `--kv-cache-dtype`.
+    """The backend's name, with `auto` replaced by the choice, and the compute type; None means the checkpoint's own.
+    `weights` and `kv_cache` are the values of `--weights` and `--kv-cache-dtype`.
 
     Raises MegakernelError if `name` is unknown or cannot run this model here.
     """
@@ -168,7 +168,7 @@ def create(
 ) -> Backend:
     """The backend `name` (`auto` as in `choose_backend`) with the checkpoint's weights and a KV pool of `pages` pages.
 
-    `threads` defaults to the cores this process may use; the reference backend has one. In a torchrun job, ranks on a
+    `threads` defaults to the cores this process may use; the reference backend uses one. In a torchrun job, ranks on a
     CPU are always its processes, and the call returns on rank 0 only. Raises MegakernelError for a backend that is
     unknown or not in this build.
     """

@@ -15,7 +15,7 @@ from .sampling import Ints, Sampling
 
 @dataclass(eq=False)
 class Lineup:
-    """The sequences of a step and their work: chunks of tokens, each of another slot, and logit rows of them."""
+    """The sequences of a step and their work: chunks of tokens, each in its own slot, and the chunks' logit rows."""
 
     # -- of each chunk
     slot: Ints
@@ -34,7 +34,7 @@ class Rows:
 
     lineup: Lineup
     start: Ints  # for each chunk, its first token's position
-    tokens: Ints  # for each token, chunk by chunk; -1: HISTORY[slot][position]
+    tokens: Ints  # token ids, chunk by chunk; -1: the token is HISTORY[slot][position]
 
     @property
     def position(self) -> Ints:
@@ -60,7 +60,7 @@ def fill_rows(table: StepTable, rows: Rows, sampling: Sampling) -> None:
     table.positions[live:] = table.token_ids[live:] = 0
     slot = lineup.slot[lineup.chunk]
     first = np.cumsum(lineup.count) - lineup.count
-    place = _padded(lineup.place, dims.logit_rows)  # -1: the last place
+    place = _padded(lineup.place, dims.logit_rows)  # padding rows get -1, the last place
     for name, column in sampling.columns.items():
         getattr(table, name)[:] = column[place]
     table.logit_rows[:] = _padded(first[lineup.chunk] + lineup.index, dims.logit_rows)
@@ -74,7 +74,7 @@ def fill_rows(table: StepTable, rows: Rows, sampling: Sampling) -> None:
 
 
 def move_rows(table: StepTable, rows: Rows) -> None:
-    """Write only tokens and positions into a table that was filled for the same lineup."""
+    """Write only tokens and positions, into a table that was filled for the same lineup before."""
     live, lineup, position = len(rows.tokens), rows.lineup, rows.start
     if live > len(lineup.slot):
         first = np.cumsum(lineup.count) - lineup.count

@@ -21,8 +21,8 @@ class SampleRow:
     """Requests logits at token `index` of a chunk and says how to use them. The defaults sample greedily.
 
     `target` >= 0 scores that token instead of sampling. `store` writes the token to HISTORY at the position after the
-    row's. Rows with penalties read the earlier tokens from HISTORY, so if a chunk has several such rows, none of them
-    may store.
+    row's. A row with penalties reads the earlier tokens from HISTORY and must not read one that the same step stores.
+    So if a chunk has several such rows, none of them may store.
     """
 
     index: int
@@ -47,7 +47,7 @@ class SampleRow:
 
 
 class Sampling:
-    """Ways to sample, each at its own place. The last place has the defaults, for rows that do not sample.
+    """Sampling parameters in columns; a place is an index. The last place has the defaults, for padding rows.
 
     `columns` are named like fields of the step table.
     """

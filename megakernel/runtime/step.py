@@ -34,8 +34,8 @@ def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
     """The step table that runs `chunks`, each in its own slot; `check_step` lists its invariants.
 
     Chunks take token rows, and their samples take logit rows, in order; the rest is padding. Raises MegakernelError
-    that names a capacity (a field of Dims) that a chunk or all of them exceed, or a token outside the vocabulary, which
-    would read beyond the embedding table.
+    that names the capacity (a field of Dims) which one chunk or all chunks together exceed. A token outside the
+    vocabulary is an error too, because it would read beyond the embedding table.
     """
     lengths = [len(chunk.tokens) for chunk in chunks]
     if not all(lengths):
@@ -67,7 +67,7 @@ def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
     for chunk in chunks:
         needed = ceil_div(chunk.start + len(chunk.tokens), dims.kv_page)
         if len(chunk.pages) < needed:
-            raise MegakernelError(f"slot {chunk.slot} has {len(chunk.pages)} pages of the {needed} it needs")
+            raise MegakernelError(f"slot {chunk.slot} has {len(chunk.pages)} pages, but it needs {needed}")
         table.block_tables[chunk.slot, :needed] = chunk.pages[:needed]
     write_items(table, deal_items(dims, lineup.slot, start, lineup.count))
     fill_rows(table, Rows(lineup, start, tokens), sampling)

@@ -16,28 +16,29 @@ def check_step(table: StepTable) -> None:
 
     Rows
     - Live rows (row_seq >= 0) come first; padding rows have sequence -1, token 0, position 0.
-    - row_seq < max_seqs, 0 <= position < max_context, token < vocab, slots of deferred tokens < max_seqs.
+    - row_seq < max_seqs, 0 <= position < max_context, token < vocab. A deferred token, which the row reads from
+      HISTORY[slot], is stored as -1 - slot; slot < max_seqs.
     - The rows of a sequence are one run with consecutive positions, so no two rows share a (page, offset).
     - Page ids are >= 0, and no page that one sequence writes is used by another.
 
     Attention items, of each rank; KV heads are the rank's own, counted from its first
-    - slot_items ascends from 0 to at most `items`; only the items below its last entry count.
+    - slot_items ascends from 0 to at most `items`; only items with an index below its last entry count.
     - An item's rows lie in one row block and are all of its sequence, or all padding; its KV heads exist.
     - The (rows x KV heads) of the items, a split counted once, partition tokens x KV heads.
-    - A padding item has no KV blocks. Unsplit items cover KV block 0 to that of the last row's position.
-    - The items of a split agree in rows, heads, sequence, partial and span, are item_splits in number, and cover
-      the blocks 0 .. span that an unsplit item would, each once. Split indices are < items. The PARTIALS
+    - A padding item has no KV blocks. An unsplit item covers the KV blocks 0 to that of its last row's position.
+    - The items of a split agree in rows, heads, sequence, partial and span; their number is item_splits. Their
+      blocks partition the `span` blocks of an unsplit item. Split indices are < items. The PARTIALS
       ranges of different splits are disjoint and inside `partials`.
-    - An item waits for its own row block, and for those of all rows of this step that its KV blocks hold.
+    - An item waits for its own row block, and for the row blocks of all rows of this step whose KV it reads.
 
     Logit rows
     - logit_rows are live rows, or -1; bias ranges lie inside bias_entries and their ids in the vocabulary.
     - Sampling values are finite and in range: temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, top_k >= 0,
       repetition_penalty > 0, prompt_length >= 0, choice >= 0; bias is not NaN or +inf; target < vocab.
     - mask_count is at most mask_rows, and the mask of a row at most mask_count.
-    - Sampled tokens go to distinct places of HISTORY, or nowhere, and none that this step reads: not that of a
-      deferred token, and not one before the sample position of a row that samples with penalties of that slot.
-      A row that samples with penalties has a history slot, which may differ from the one that it stores to, if any.
+    - Sampled tokens go to distinct places of HISTORY, or nowhere, and never to a place that this step reads. A deferred
+      token reads its own place. A row that samples with penalties has a history slot, and reads all places of that slot
+      before its sample position. It may store to another slot, or not at all.
     """
     _check_rows(table)
     for rank in range(table.dims.tp):
@@ -124,7 +125,7 @@ def _check_items(t: StepTable) -> None:
     wait, wait_end = t.item_wait_block[:n], t.item_wait_block[:n] + t.item_wait_blocks[:n]
     own = row // d.row_block
     _require((wait >= 0) & (wait <= own) & (own < wait_end), "an item does not wait for its own row block")
-    _require(wait_end <= d.row_blocks, "an item waits for a row block that is not there")
+    _require(wait_end <= d.row_blocks, "an item waits for a row block that does not exist")
     runs, first = np.unique(t.row_seq, return_index=True)
     chunk_row = first[np.searchsorted(runs, seq)]
     start = t.positions[chunk_row]
@@ -147,7 +148,7 @@ def _check_splits(t: StepTable, n: int, whole: NDArray[Any]) -> NDArray[Any]:
         one = pieces[0]
         once[pieces[1:]] = False
         _require(index < d.items, "a split index is outside items")
-        _require(t.item_splits[pieces] == len(pieces), "a split's items are not item_splits in number")
+        _require(t.item_splits[pieces] == len(pieces), "the number of a split's items is not item_splits")
         for name in ("row", "rows", "kv_head", "kv_heads", "seq", "partial", "span"):
             column = getattr(t, f"item_{name}")[pieces]
             _require(column == column[0], f"a split's items differ in {name}")
@@ -174,10 +175,10 @@ def _check_logit_rows(t: StepTable) -> None:
     _require((t.sample_slot >= -1) & (t.sample_slot < d.max_seqs), "a sample slot is outside max_seqs")
     _require((t.history_slot >= -1) & (t.history_slot < d.max_seqs), "a history slot is outside max_seqs")
     stored = t.sample_slot >= 0
-    _require(~stored | (t.logit_rows >= 0), "a padding logit row is stored")
+    _require(~stored | (t.logit_rows >= 0), "the sample of a padding logit row is stored")
     _require(
         ~(stored | (t.history_slot >= 0)) | ((t.sample_position >= 0) & (t.sample_position <= d.max_context)),
-        "a sample is stored outside HISTORY, or penalties read there",
+        "a sample is stored, or penalties are read, outside HISTORY",
     )
     _require((t.target >= -1) & (t.target < d.vocab), "a target is outside the vocabulary")
     _require((t.prompt_length >= 0) & (t.top_k >= 0) & (t.choice >= 0), "a prompt length, top_k or choice is negative")

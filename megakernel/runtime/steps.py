@@ -27,7 +27,7 @@ class Pages:
 
 @dataclass
 class _Kept:
-    """A table and the rows it was last written for; empty after an exception."""
+    """A table and the rows it was last written for. `rows` is None after an exception."""
 
     table: StepTable
     rows: Rows | None = None
@@ -45,7 +45,7 @@ class Steps:
     def __init__(self, pages: Pages, sampling: Sampling) -> None:
         self._pages, self._sampling = pages, sampling
         self._kept: list[_Kept | None] = [None, None]
-        self._turn = 0  # which of the two is next
+        self._turn = 0  # which of the two tables is written next
 
     def build(self, dims: Dims, rows: Rows) -> StepTable:
         """The table of a step of `rows`. The call after the next one overwrites it.
@@ -78,7 +78,7 @@ class Steps:
 
 
 def _goes_on(last: Rows, rows: Rows) -> bool:
-    """Whether each chunk is the token that follows its sequence's token in `last`."""
+    """Whether each chunk is a single token, at the position after its sequence's token in `last`."""
     return (
         rows.lineup is last.lineup
         and len(rows.tokens) == len(rows.start)

@@ -560,7 +560,7 @@ def test_the_check_of_instructions_finds_faults() -> None:
     assert set(said) == {"mlp_norm", "embed", "down_proj", "lm_head"}
     assert "H is off by" in said["mlp_norm"] and "alone on rank 0, worker" in said["mlp_norm"]
     assert "Y is not a number in" in said["embed"] and "worker 0, with operands [0, " in said["embed"]
-    assert "X differs from run to run; each of them alone is right" in said["down_proj"]
+    assert "X differs from run to run; each instruction alone is right" in said["down_proj"]
     assert said["lm_head"].endswith("it waits")
 
     plain_write = CudaBackend.set_buffer

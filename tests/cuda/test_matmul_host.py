@@ -157,9 +157,9 @@ def test_norms_of_heads(units: Units, head_dim: int, biased: bool) -> None:
     ("units", "head_dim", "taken"),
     [
         *((*heads, None) for heads in HEADS),
-        (Units.DOTS, 24, "heads of 24 elements, its units take multiples of 16"),
-        (Units.TENSOR, 16, "heads of 16 elements, its units take multiples of 32 that divide 256"),
-        (Units.TENSOR, 96, "heads of 96 elements, its units take multiples of 32 that divide 256"),
+        (Units.DOTS, 24, "heads of 24 elements, but its units take multiples of 16"),
+        (Units.TENSOR, 16, "heads of 16 elements, but its units take multiples of 32 that divide 256"),
+        (Units.TENSOR, 96, "heads of 96 elements, but its units take multiples of 32 that divide 256"),
     ],
 )
 def test_heads_that_are_not_normalised_are_refused(units: Units, head_dim: int, taken: str | None) -> None:

@@ -360,7 +360,7 @@ BROKEN: dict[str, Callable[[StepTable], None]] = {
     "split index is below": _set(item_split=(_last, -2)),
     "does not cover its KV$": _set(item_blocks=(_last, 1)),
     "do not partition": _set(item_kv_heads=(_last, 1)),
-    "item_splits in number": _next("item_splits", 1),
+    "is not item_splits": _next("item_splits", 1),
     "differ in span": _next("item_span", 1),
     "cover its KV blocks once": _next("item_blocks", 1),
     "empty item": _empty_piece,
@@ -389,7 +389,7 @@ BROKEN: dict[str, Callable[[StepTable], None]] = {
     "mask is not in use": _set(mask=(1, 1)),
     "one place": _set(sample_slot=(1, 0), sample_position=(1, 4000)),
     "deferred token is sampled": _set(sample_slot=(1, 0), sample_position=(1, 3999)),
-    "or penalties read there": _set(sample_slot=(0, -1), history_slot=(0, 1), sample_position=(0, 4098)),
+    "or penalties are read": _set(sample_slot=(0, -1), history_slot=(0, 1), sample_position=(0, 4098)),
     "has no history slot": _set(sample_slot=(0, 0), presence_penalty=(0, 1.0)),
     "penalised row reads": _set(
         presence_penalty=(0, 1.0), history_slot=(0, 0), sample_slot=(1, 0), sample_position=(1, 40)

@@ -1,4 +1,4 @@
-"""Runs programs on CPU threads; several ranks run in one process or in a process each."""
+"""Runs programs on CPU threads; several ranks run in one process, or each in its own."""
 
 from .backend import CpuBackend
 

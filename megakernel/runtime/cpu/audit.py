@@ -73,7 +73,7 @@ def _boxes(target: Target, dims: Dims) -> Iterator[_Box]:
 
 def _declared(phase: Phase, record: Records, box: _Box, target: Target, own: StepTable) -> bool:
     columns = phase.columns(record[None])
-    if target.buffer is Buffer.HISTORY:  # no regions are declared, because it is state that outlives a launch
+    if target.buffer is Buffer.HISTORY:  # has no declared regions, because it is state that outlives a launch
         if phase.operation is not Operation.SAMPLE:
             return False
         rows = slice(columns["row"][0], columns["row"][0] + columns["rows"][0])
@@ -104,7 +104,7 @@ def _at_rank(access: Access, box: _Box, rank: int, dims: Dims) -> bool:
 
 
 def _picked(access: Access, columns: dict[str, NDArray[np.int32]], box: _Box, own: StepTable) -> bool:
-    """Whether the step table selects this box; True if the table does not do the selecting."""
+    """Whether the step table selects this box; True if the access does not depend on the table."""
     dims = own.dims
     if access.index is Index.ITEM:
         slot = int(columns["slot"][0])

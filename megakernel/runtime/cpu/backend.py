@@ -92,7 +92,7 @@ class CpuBackend(RanksBackend):
 
 
 class _Launch(RanksLaunch):
-    """A launch in the library, which runs one at a time."""
+    """A launch in the library, which runs one launch at a time."""
 
     loaded: _Loaded | None
 
@@ -115,7 +115,7 @@ class _Launch(RanksLaunch):
         if self.loaded is None:
             return
         self._ranks.abort()
-        with suppress(MegakernelError):  # the error that says it was stopped
+        with suppress(MegakernelError):  # the error says that the launch was stopped
             self._finish()
         self._ranks.reset(self.loaded.handle)
 

@@ -102,7 +102,7 @@ class RanksLaunch(ABC):
         self.loaded: Loaded | None = None
 
     def wait(self) -> Output:
-        """Return the output, once; `seconds` lasts until the end was noticed. Ctrl-C aborts the launch within
+        """Return the output, once; `seconds` is the time until the end was noticed. Ctrl-C aborts the launch within
         a second.
         """
         try:

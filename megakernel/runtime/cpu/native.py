@@ -45,7 +45,7 @@ class CMatrix(ctypes.Structure):
     @classmethod
     def of(cls, shape: tuple[int, ...], parts: Sequence[tuple[Dtype, int, int]]) -> CMatrix:
         """A buffer of `shape` [rows, k], or several such matrices side by side. `parts` has the type, rows and address
-        of each.
+        of each part.
         """
         matrices, rows, k = (1, *shape)[-3:]
         made = (CPart * len(parts))(*(CPart(*part) for part in parts))
@@ -145,7 +145,7 @@ def clock_cost() -> float:
 
 
 def probe_read(threads: int, size: int, seconds: float = 1.0) -> float:
-    """Bytes per second that `threads` read together from `size` bytes (use 8 x the last-level cache), in the
+    """Bytes per second that `threads` threads together read from `size` bytes (use 8 x the last-level cache), in the
     best pass.
     """
     return _checked(library().mk_probe_read(requested_simd(), threads, size, seconds))
@@ -154,8 +154,8 @@ def probe_read(threads: int, size: int, seconds: float = 1.0) -> float:
 def probe_fma(threads: int, seconds: float = 0.5) -> float:
     """FLOP per second of the fastest multiply-adds that kernels use, on `threads` threads, in the best pass.
 
-    Sums are float32. Processors that multiply pairs of bfloat16 values do so nearly twice as fast as
-    float32 values, which widened weights are.
+    Sums are float32. A processor that can multiply pairs of bfloat16 values multiplies these nearly twice as fast as
+    float32 values, to which weights are otherwise widened.
     """
     return _checked(library().mk_probe_fma(requested_simd(), threads, seconds))
 

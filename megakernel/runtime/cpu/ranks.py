@@ -35,10 +35,10 @@ _SLICE_MS = 50
 class CpuRanks:
     """The ranks `ranks` of a model, executed by `threads` threads of this process.
 
-    All their buffers are allocated here except those named in `bound`, which the caller binds: memory that other
-    processes write, and the copies of those ranks. `abort` is a word that ends a launch when it is non-zero, and that
-    the caller clears; by default only the method `abort` ends one. A launch that still runs when this object is
-    collected or when Python ends is aborted.
+    All their buffers are allocated here except those in `bound`. Other processes write these, so the caller binds them,
+    both for `ranks` and for the other processes' ranks. `abort` is a word that ends a launch when it is non-zero, and
+    that the caller clears; by default only the method `abort` ends a launch. A launch that still runs when this object
+    is collected or when Python ends is aborted.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class CpuRanks:
         own = shard_rows(whole, buffer, self._ranks[rank])
         parts = [Rows(dtype, np.ascontiguousarray(data)) for dtype, data in own]
         ends = np.cumsum([len(data) for _, data in parts])
-        if (ends % shape[-2] % native.CPanel.COLUMNS).any():  # a panel would have two types
+        if (ends % shape[-2] % native.CPanel.COLUMNS).any():  # otherwise a panel would have two types
             parts = [Rows(Dtype.F32, widened(parts, shape[-1]).view(np.uint8))]
         matrix = native.CMatrix.of(shape, [(dtype, len(data), data.ctypes.data) for dtype, data in parts])
         if self._lib.mk_pack(self._engine, rank, buffer, layer, ctypes.byref(matrix)):
@@ -162,7 +162,7 @@ class CpuRanks:
         self._arrays[rank, buffer][layer] = part
 
     def _home(self, rank: int, buffer: Buffer) -> int:
-        """The rank that has this one's copy: itself, except for weights that both have completely, and for outputs.
+        """The rank whose copy `rank` uses: its own, except for outputs and for weights that several ranks have whole.
 
         Each row of an output is touched in only one rank's copy, so one array serves all ranks and collects the rows.
         """
@@ -185,7 +185,7 @@ class CpuRanks:
         return int(self._lib.mk_weight_bytes(self._engine))
 
     def _bytes(self, rank: int, buffer: Buffer) -> float:
-        """Of all layers."""
+        """The bytes of a rank's copy of a buffer, all layers together."""
         kept = self._storage.get(buffer)
         bits = kept.bits(self._whole(buffer)[-1]) if kept else BUFFERS[buffer].resolve_dtype(self.dims).bits
         return len(_layers(buffer, self.dims)) * math.prod(self._shape(rank, buffer)) * bits / 8
@@ -325,7 +325,7 @@ class CpuRanks:
     def audit(self, words: tuple[int, int] | None) -> None:
         """From now on, only remote stores may touch watched memory, and `stores` lists them.
 
-        `words` is the address and size of shared memory for the reason of this process's death; None: standard error.
+        `words` is the address and size of shared memory where this process writes why it dies; None: standard error.
         """
         self._lib.mk_audit(self._engine, *(words or (None, 0)))
 
@@ -335,7 +335,7 @@ class CpuRanks:
             raise native.error()
 
     def stores(self) -> NDArray[Any]:
-        """The remote stores since the last call, as `STORE` of the audit."""
+        """The remote stores since the last call, as an array of STORE (see audit.py)."""
         stores = np.zeros(self._lib.mk_stores(self._engine, None), STORE)
         self._lib.mk_stores(self._engine, stores.ctypes.data)
         return stores
@@ -380,7 +380,7 @@ def _end(
     lib: ctypes.CDLL, process: int, engine: int, programs: dict[int, NDArray[np.uint8] | None], memory: object
 ) -> None:
     """End an engine, keeping the `memory` of its threads alive until then. A fork of `process` does not have
-    these threads.
+    these threads, so this does nothing there.
     """
     if os.getpid() != process:
         return

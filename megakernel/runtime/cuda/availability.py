@@ -1,7 +1,7 @@
 """Finds out whether this machine can run the CUDA interpreter, and if not, what is missing.
 
-The driver is asked through ctypes before any CUDA package is imported, because without a driver their calls raise or
-hang.
+The driver is asked through ctypes before any CUDA package is imported, because without a driver the packages' calls
+raise or hang.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SMS, _MAJOR, _MINOR = 16, 75, 76
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU as the driver describes it. `ordinal` counts the GPUs that CUDA_VISIBLE_DEVICES leaves."""
+    """A GPU as the driver describes it. `ordinal` is its number among the GPUs that CUDA_VISIBLE_DEVICES leaves."""
 
     ordinal: int
     name: str
@@ -58,7 +58,7 @@ def driver() -> Driver:
     version = value.value
     status = lib.cuInit(0) or lib.cuDeviceGetCount(ctypes.byref(value))
     if status:
-        return Driver(version, (), f"the NVIDIA driver answers with error {status}: see that nvidia-smi works")
+        return Driver(version, (), f"the NVIDIA driver answers with error {status}: check that nvidia-smi works")
     devices = tuple(_device(lib, ordinal) for ordinal in range(value.value))
     lack = None
     if not devices:
@@ -112,8 +112,8 @@ def require() -> None:
 
 
 def machine(ranks: int) -> Machine:
-    """One rank's share of this machine: a GPU each if there are enough, otherwise equal parts of the first
-    GPU's SMs.
+    """One rank's share of this machine: a whole GPU if there are enough for all ranks, otherwise an equal part of the
+    first GPU's SMs.
     """
     require()
     devices = driver().usable

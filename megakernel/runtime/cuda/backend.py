@@ -1,4 +1,4 @@
-"""The CUDA backend: every rank on Hopper GPUs, with one cooperative launch per step of a persistent block per SM."""
+"""The CUDA backend: all ranks on Hopper GPUs. A step is one cooperative launch, with one persistent block per SM."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DeviceLogits:
         self._heap, self._dims = heap, dims
 
     def __getitem__(self, rows: Any) -> NDArray[np.float32]:
-        """Indexing as of an array [logit_rows, vocab]; the first index is a row, a slice or a list of rows."""
+        """Indexes like an array [logit_rows, vocab]; the first index is a row, a slice or a list of rows."""
         d = self._dims
         first, rest = (rows[0], rows[1:]) if isinstance(rows, tuple) else (rows, ())
         wanted = np.arange(d.logit_rows)[first]
@@ -62,11 +62,11 @@ class CudaBackend:
     `dims` gives the model, ranks, page size and limits; its bucket fields are not used. A wait that exceeds `timeout_s`
     seconds ends the launch with an error that names it. If a launch takes several times as long and does not stop, its
     GPUs are lost: every later call is an error until the process ends. With `by_phases`, a step runs as a graph of one
-    launch per phase, with the same bits. With `pipelined` off, a block fetches an instruction when the previous one has
-    ended.
+    launch per phase, and gives the same bits. With `pipelined` off, a block fetches an instruction only when the
+    previous one has ended.
 
     Two switches for benchmarks make results meaningless: with `synchronised` off, no instruction waits for another;
-    `ablation` is a build that leaves something out, whose launches do not synchronise either.
+    `ablation` selects a build that leaves something out; its launches do not synchronise either.
     """
 
     name = "cuda"
@@ -106,12 +106,12 @@ class CudaBackend:
         return self._heap.read(rank, buffer, layer, dims or self.dims)
 
     def set_buffer(self, buffer: Buffer, array: NDArray[Any], layer: int = 0, rank: int = 0) -> None:
-        """Replace a rank's copy of a buffer, or its beginning."""
+        """Replace a rank's copy of a buffer, or the beginning of this copy."""
         self._heap.write(rank, buffer, layer, array)
 
     def execute(self, program: Program, index: int, work: Segment, layer: int, table: StepTable) -> None:
-        """Run records of segment `index` on their streams, without waits and signals: a phase of a step of `program`,
-        or a part of one. `layer` is that of the body.
+        """Run `work` on its streams, without waits and signals: records of segment `index`, all of one phase.
+        `layer` matters only in the body.
         """
         parts = [_nothing(program.ranks * program.workers)] * len(SEGMENTS)
         parts[index] = work
@@ -126,11 +126,11 @@ class CudaBackend:
                     grid.params.layer_begin, grid.params.layer_end = layer, layer + 1
             CudaLaunch(self, loaded, table, trace=False).wait()
         finally:
-            if not self._closed:  # called again when the GPU is lost
+            if not self._closed:  # if the GPU was lost, the backend is closed and must not call it
                 loaded.close()
 
     def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:
-        """Stall one instruction in every traced launch (segment 0: prologue, 1: body, 2: epilogue); 0 turns it off."""
+        """Stall one instruction in every traced launch (segment 0: prologue, 1: body, 2: epilogue); 0 s ends this."""
         self._tracing.delay = (segment, layer, record, round(seconds * 1e9))
 
     def time_launches(self) -> None:
@@ -178,7 +178,7 @@ class CudaBackend:
                 )
 
     def _kernel(self, gpu: Gpu, dims: Dims, *, trace: bool) -> Kernel:
-        """The kernel for programs of the numerics class of `dims` and with as many SMs per worker."""
+        """The kernel for programs with the numerics class and the SMs per worker of `dims`."""
         variant = trace, units, sms, ablation = trace, Units(dims.units), dims.sms, self.ablation
         key = *variant, gpu.ordinal
         if key not in self._kernels:
@@ -210,13 +210,13 @@ class CudaBackend:
         loaded.fetch()
 
     def ended(self, loaded: Loaded, *, failed: bool) -> None:
-        """No launch runs."""
+        """Record that no launch runs any more; reset the program's counters if the launch failed."""
         self.running = None
         if failed:
             loaded.reset()
 
     def lose(self) -> None:
-        """The GPUs no longer answer, and their memory is lost until the process ends."""
+        """Record that the GPUs no longer answer; their memory is lost until the process ends."""
         self.running = None
         self._closed = True
         for gpu in self._node.gpus:
@@ -230,7 +230,7 @@ class CudaBackend:
         return Output(tokens, logprobs, DeviceLogits(self._heap, loaded.program.dims), seconds, trace)
 
     def _provide(self, gpu: Gpu, params: Any, blocks: int) -> None:
-        """What a launch needs from the backend: the watchdog's limit and memory for sampling."""
+        """Set the parameters that a launch gets from the backend: the watchdog's limit and memory for sampling."""
         params.timeout_ns = round(self.timeout_s * 1e9)
         need = blocks * 2 * self.dims.vocab * ctypes.sizeof(ctypes.c_float)
         address, have = self._scratch.get(gpu.ordinal, (0, 0))

@@ -2,8 +2,8 @@
 
 Before all instructions of a phase run together, the GPU receives the reference's buffers, with NaN wherever nothing has
 been written. This reveals an element that is not written, or wrongly written, and a value that changes between runs. If
-a phase is wrong, its instructions run one by one to find the first that is wrong alone. A launch per instruction every
-time would take a quarter of an hour.
+a phase is wrong, its instructions run one by one to find the first that is wrong alone. To launch every instruction of
+every phase alone would take a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .backend import CudaBackend
 _SUMMED, _ROUNDED = 2e-4, 4e-3
 _NAN_BF16 = 0x7FC0
 
-_Key = tuple[Buffer, int, int]  # buffer, layer, rank, as for both backends
+_Key = tuple[Buffer, int, int]  # buffer, layer, rank: arguments of both backends' `buffer`
 _State = dict[_Key, NDArray[np.generic]]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What is wrong with the instructions of a phase; for wrong values, the fault of the first instruction that is
-    wrong alone.
+    """What is wrong with the instructions of a phase. If values are wrong, `what` also describes the first instruction
+    that is wrong when it runs alone.
     """
 
     phase: str
@@ -59,8 +59,8 @@ def prepare(reference: ReferenceBackend, seed: int) -> None:
 
 
 def _padding(d: Dims) -> NDArray[np.bool_]:
-    """Rows of REDUCE without partial sums of any token. A GPU stores tiles by boxes of rows, and the zeros of
-    incomplete boxes go there.
+    """Rows of REDUCE that hold no token's partial sums. A GPU stores a tile as boxes of rows, and the zeros that
+    complete its last box go there.
     """
     rows = np.arange(d.tokens)
     kept = rows if d.replicated_residual else rows[d.owner(rows) == d.rank]
@@ -75,8 +75,8 @@ def check_instructions(
 ) -> Iterator[Difference | None]:
     """Execute all phases of a step in order on both backends; for each phase, None or what is wrong.
 
-    The reference's buffers are as `prepare` leaves them, with the program's sizes. Each phase runs `repeats` times on
-    the GPU and must give the same bits every time. A launch that fails counts as a difference too.
+    The reference's buffers must be as `prepare` leaves them, with the program's sizes. Each phase runs `repeats` times
+    on the GPU and must give the same bits every time. A launch that fails counts as a difference too.
     """
     twins = _Twins(gpu, reference, program, table)
     for index, layer, phase in _phases(program):
@@ -103,17 +103,17 @@ class _Twins:
         self._mirror: _State = {}
 
     def state(self) -> _State:
-        """Of the reference."""
+        """A copy of the reference's buffers."""
         return {key: self._reference.buffer(*key).copy() for key in _keys(self._reference)}
 
     def restore(self, state: _State) -> None:
-        """Of the reference."""
+        """Set the reference's buffers."""
         for key, array in state.items():
             self._reference.buffer(*key)[:] = array
 
     def wrong(self, before: _State, index: int, layer: int, work: Segment, repeats: int) -> str | None:
-        """What is wrong with some records of a segment, which run on both backends from the reference's state
-        `before`.
+        """Run some records of a segment on both backends, from the reference's present state `before`. Returns what is
+        wrong with them.
         """
         for stream in range(len(work.offsets) - 1):
             for words in work.stream(stream):
@@ -152,7 +152,7 @@ class _Twins:
                 rank, worker = divmod(stream, self._program.workers)
                 operands = phase.records[row, record.OPERAND_WORD : record.WAIT_WORD].tolist()
                 return f"alone on rank {rank}, worker {worker}, with operands {operands}: {found}"
-        return "each of them alone is right"
+        return "each instruction alone is right"
 
 
 def _keys(reference: ReferenceBackend) -> Iterator[_Key]:
@@ -164,7 +164,7 @@ def _keys(reference: ReferenceBackend) -> Iterator[_Key]:
 
 
 def _phases(program: Program) -> Iterator[tuple[int, int, Segment]]:
-    """(segment, layer, phase) of a step: earlier phases have written what a phase reads."""
+    """(segment, layer, phase) of a step, in an order in which a phase reads only what earlier phases have written."""
     for index in range(len(SEGMENTS)):
         phases = program.phases(index)
         for layer in range(program.dims.layers) if index == BODY else (0,):
@@ -173,26 +173,27 @@ def _phases(program: Program) -> Iterator[tuple[int, int, Segment]]:
 
 
 def _compare(before: _State, after: _State, got: _State) -> str | None:
-    """The fault of the first wrong buffer."""
+    """What is wrong with the first wrong buffer; None if no buffer is wrong."""
     for key, expected in after.items():
         found, buffer = got[key], key[0]
         if expected.dtype == np.int32:
             if not np.array_equal(found, expected):
-                return f"{buffer.name} holds other integers than the reference's"
+                return f"{buffer.name} holds integers that differ from the reference's"
             continue
-        # Everything that either has changed: a change on only one side counts in full.
+        # Compare every element that either backend has changed, so that a change on only one side counts in full.
         bits = np.dtype(f"u{expected.dtype.itemsize}")
         old = before[key].view(bits)
         changed = (old != expected.view(bits)) | (old != found.view(bits))
         a, b = to_f32(found)[changed], to_f32(expected)[changed]
         if not np.array_equal(np.isnan(a), np.isnan(b)):
             places = [int(np.isnan(x).sum()) for x in (a, b)]
-            return f"{buffer.name} is not a number in {places[0]} places, the reference's in {places[1]}"
+            return f"{buffer.name} is not a number in {places[0]} places, but the reference's is in {places[1]}"
         norm, error = (float(np.linalg.norm(np.nan_to_num(x))) for x in (b, a - b))
         limit = _limit(buffer, Dtype.BF16 if expected.dtype == np.uint16 else Dtype.F32)
         if error > limit * norm:
             return (
-                f"{buffer.name} is off by {error / norm if norm else np.inf:.1e} of its norm, {limit:.0e} are allowed"
+                f"{buffer.name} is off by {error / norm if norm else np.inf:.1e} of its norm, "
+                f"but only {limit:.0e} is allowed"
             )
     return None
 
@@ -200,7 +201,7 @@ def _compare(before: _State, after: _State, got: _State) -> str | None:
 def _limit(buffer: Buffer, dtype: Dtype) -> float:
     """The allowed relative error of an instruction's results, in the Euclidean norm.
 
-    In bfloat16, a few values are rounded to the other neighbour. In float32, sums are added in another order, and the o
-    of a split sums products with probabilities that the tensor cores read in bfloat16.
+    bfloat16: a few values are rounded to the other neighbour. float32: the order of additions differs. PARTIALS: the o
+    of a split is a sum over probabilities that the tensor cores take in bfloat16.
     """
     return _ROUNDED if dtype is Dtype.BF16 or buffer is Buffer.PARTIALS else _SUMMED

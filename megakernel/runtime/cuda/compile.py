@@ -29,7 +29,7 @@ KERNEL = "megakernel"
 _FLAGS = ["-std=c++20", "-lineinfo", "--ptxas-options=-v"]
 _NVRTC_ARCH = ["--gpu-architecture=sm_90a"]
 _NVCC_ARCH = ["-gencode=arch=compute_90a,code=sm_90a"]
-# Notes with exit status 0 about code that is several times slower: setmaxnreg ignored, wgmma serialised.
+# Notes about code that is several times slower (setmaxnreg ignored, wgmma serialised); the exit status is still 0.
 _SLOW = re.compile(r"\(C75\d\d\)[^\n]*")
 
 
@@ -100,10 +100,10 @@ def nvcc(path: str) -> Compiler:
 
 
 def cubin(*, trace: bool, units: Units, sms: int = 1, ablation: Ablation = Ablation.NONE) -> bytes:
-    """The interpreter's code for programs whose matmuls `units` compute, with `sms` SMs per worker; from the cache, or
-    compiled now.
+    """The interpreter's code for programs whose matmuls run on `units`, with `sms` SMs per worker. It comes from the
+    cache or is compiled now.
 
-    Compiling takes about half a minute, which is announced on a terminal.
+    Compiling takes about half a minute, so on a terminal a line announces it.
     """
     with_ = compiler()
     path = cache_folder() / "cubin" / f"{_key(with_, _defines(trace, units, sms, ablation))}.cubin"
@@ -122,7 +122,7 @@ def cubin(*, trace: bool, units: Units, sms: int = 1, ablation: Ablation = Ablat
 
 
 def _key(with_: Compiler, defines: list[str]) -> str:
-    """A name for everything that the code depends on, without times or paths."""
+    """A hash of everything that the code depends on, without times or paths."""
     digest = hashlib.sha256(repr((with_.version, _FLAGS, _NVRTC_ARCH, _NVCC_ARCH, *defines)).encode())
     for name, text in sources().items():
         digest.update(f"{name} {len(text)} ".encode())
@@ -178,7 +178,7 @@ def _with_nvrtc(defines: list[str]) -> Cubin:
     try:
         options = [*_NVRTC_ARCH, *_FLAGS, *defines, f"-I{folder}"]
         status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        # A buffer of one byte would be CPython's shared b" ", which the library would overwrite.
+        # At least two bytes: b" " alone is an object that CPython shares, and the library would overwrite it.
         log = b" " * max(2, check(nvrtc.nvrtcGetProgramLogSize(program)))
         check(nvrtc.nvrtcGetProgramLog(program, log))
         said = log.rstrip(b" \0").decode(errors="replace")

@@ -21,7 +21,7 @@ from .maps import MapLayout
 
 _MAP_ALIGNMENT = 64
 _PEEK_S = 1.0
-_lost: set[int] = set()  # ordinals
+_lost: set[int] = set()  # ordinals of GPUs that no longer answer
 # CUresult
 _NOT_READY, _OUT_OF_MEMORY, _PEER_ENABLED, _TOO_LARGE = 600, 2, 704, 720
 
@@ -68,7 +68,7 @@ class Gpu:
         check("using the GPU", self.driver.cuCtxSetCurrent(self.context))
 
     def lose(self) -> None:
-        """Stop calling the GPU: its work may never end, and most calls wait for that. Its memory is not released."""
+        """Stop calling the GPU: its work may never end, and most calls wait for the end. Its memory is not released."""
         _lost.add(self.ordinal)
 
     def check(self) -> None:
@@ -114,7 +114,7 @@ class Gpu:
         check("freeing memory", self.driver.cuMemFree(address))
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
-        """Zeroed host memory that is copied at full speed, until `unpin`."""
+        """Zeroed page-locked host memory, which is copied at full speed. `unpin` frees it."""
         self.use()
         address = check("allocating pinned memory", self.driver.cuMemHostAlloc(size, 0))
         array: NDArray[np.uint8] = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(int(address)))
@@ -152,14 +152,14 @@ class Gpu:
         check("copying to the GPU", answer)
 
     def fetch(self, array: NDArray[Any], address: int, stream: Any = None) -> None:
-        """Begin to copy from the device, in the order of `stream`, by default that of launches."""
+        """Begin to copy from the device, in the order of `stream`, by default the stream of launches."""
         answer = self.driver.cuMemcpyDtoHAsync(array.ctypes.data, address, array.nbytes, stream or self.stream)
         check("copying from the GPU", answer)
 
     def interrupt(self, address: int) -> None:
         """Set an int32 of the device to 1 while a kernel runs.
 
-        The copy engine does it, because a fill may be a kernel, and a persistent kernel leaves it no SM.
+        The copy engine writes it. A fill may be a kernel, for which the persistent kernel would leave no SM.
         """
         self.use()
         source = self._one.ctypes.data
@@ -177,7 +177,7 @@ class Gpu:
     # -- order
 
     def mark(self) -> None:
-        """Record an event: `done` then says when everything begun so far has ended."""
+        """Record an event, so that `done` tells whether everything begun so far has ended."""
         check("recording an event", self.driver.cuEventRecord(self._done, self.stream))
 
     def done(self) -> bool:
@@ -223,7 +223,7 @@ class Gpu:
 
 
 class Stopwatch:
-    """Measures the time of a GPU for the work that its stream gets between `begin` and `end`."""
+    """Measures the time that a GPU takes for the work put into its stream between `begin` and `end`."""
 
     def __init__(self, gpu: Gpu) -> None:
         gpu.use()
@@ -267,7 +267,7 @@ class Graph:
 
 
 class Kernel:
-    """The interpreter on one GPU. `blocks` is the number that can be resident at once, one per SM."""
+    """The interpreter on one GPU. `blocks` is the number of blocks that can be resident at once, at most one per SM."""
 
     def __init__(self, gpu: Gpu, code: bytes) -> None:
         gpu.use()
@@ -286,7 +286,7 @@ class Kernel:
 
 
 class Prepared:
-    """Launches of `blocks` blocks with the contents of `params` at the time of each. A launch is a single call
+    """Launches `blocks` blocks repeatedly; each launch takes the present contents of `params` and is a single call
     from Python.
     """
 
@@ -297,7 +297,7 @@ class Prepared:
         self._arguments = ctypes.addressof(self._held[1])
 
     def begin(self, *, together: bool) -> None:
-        """`together`: all blocks must be resident at once, or it is an error; otherwise they must never wait
+        """With `together`, it is an error if not all blocks can be resident at once. Without it, blocks must never wait
         for each other.
         """
         d, shape = self._driver, (self._blocks, 1, 1, THREADS, 1, 1)
@@ -309,8 +309,8 @@ class Prepared:
 def encode_map(address: int, layout: MapLayout) -> NDArray[np.uint8]:
     """A tensor map for memory at an address.
 
-    Reads beyond the sizes give zeros, and writes there do nothing. The bindings would encode into an object of their
-    own, at an address that the driver refuses, so the driver is called directly.
+    Reads beyond the sizes give zeros, and writes there do nothing. The driver is called directly, because the bindings
+    would encode into an object of their own, at an address that the driver refuses.
     """
     lib = ctypes.CDLL("libcuda.so.1")
     raw = np.zeros(MAP_BYTES + _MAP_ALIGNMENT, np.uint8)

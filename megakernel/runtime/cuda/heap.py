@@ -26,7 +26,7 @@ _READ = (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT)
 
 
 def copy_bytes(buffer: Buffer, dims: Dims, pages: int) -> int:
-    """The bytes of one copy (of one layer) of rank `dims.rank`."""
+    """The bytes of rank `dims.rank`'s copy of a buffer; of one layer if the buffer is layered."""
     spec = BUFFERS[buffer]
     return math.prod(spec.shape(dims, pages)) * spec.resolve_dtype(dims).itemsize
 
@@ -36,7 +36,7 @@ class Heap:
 
     def __init__(self, node: Node, dims: Dims, pages: int) -> None:
         self.node, self.pages = node, pages
-        self.generation = 0  # of the addresses
+        self.generation = 0  # changes when addresses change
         self._dims = dims
         self._sizes: dict[Buffer, int] = {}  # of activations and outputs
         self._address: dict[tuple[int, Buffer], int] = {}
@@ -52,7 +52,7 @@ class Heap:
         return (replace(dims, rank=rank) for rank in range(dims.tp))
 
     def _most(self, buffer: Buffer, dims: Dims) -> int:
-        """The bytes that hold any rank's copy, with all layers."""
+        """The bytes that are enough for any rank's copy, with all layers."""
         return layers(buffer, dims) * max(copy_bytes(buffer, d, self.pages) for d in self._ranks(dims))
 
     def _place(self, sizes: dict[Buffer, int], head: int = 0) -> list[tuple[Gpu, int]]:

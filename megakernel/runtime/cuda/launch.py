@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 _SPIN_S = 2e-3  # long enough for a decode step; longer steps are polled with pauses
 _NAP_S = 50e-6
 _STOP_S = 5.0
-_PATIENCE = 4  # times the limit of the device's own waits, which cannot detect an operation that never completes
+# The host's limit, as a multiple of that of the device's watchdog, which misses an operation that never completes.
+_PATIENCE = 4
 
 
 class CudaLaunch:
@@ -33,8 +34,8 @@ class CudaLaunch:
             raise
 
     def wait(self) -> Output:
-        """Return the output, once; `seconds` lasts until the end was noticed. Ctrl-C aborts the launch within
-        a second.
+        """Return the output, once; `seconds` is the time until the host noticed the end. Ctrl-C aborts the launch
+        within a second.
         """
         try:
             ended = self._answered(_PATIENCE * self._backend.timeout_s)
@@ -84,7 +85,7 @@ class CudaLaunch:
             time.sleep(_NAP_S)
 
     def _lost(self) -> MegakernelError:
-        """The launch may still read and write all of its memory, so nothing is freed."""
+        """Give up the GPUs. The launch may still read and write all of its memory, so nothing is freed."""
         seconds, loaded = time.perf_counter() - self._begin, self._loaded
         try:
             waiting = loaded.waiting()

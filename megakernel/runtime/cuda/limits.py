@@ -15,16 +15,16 @@ def refusal(dims: Dims) -> str | None:
     if dims.dtype != Dtype.BF16:
         return f"it computes in bf16, not in {Dtype(dims.dtype).name.lower()}: use --dtype bf16"
     if dims.quantised_kv:
-        return "K and V are quantised, it takes them in bf16: use --kv-cache-dtype auto"
+        return "K and V are quantised, but the interpreter takes them in bf16: use --kv-cache-dtype auto"
     if dims.head_dim > 128 or dims.head_dim % 8:
-        return f"heads have {dims.head_dim} elements, it takes multiples of 8 up to 128"
+        return f"heads have {dims.head_dim} elements, but the interpreter takes multiples of 8 up to 128"
     for name in ("hidden", "ffn"):
         if (size := getattr(dims, name)) % 8:
-            return f"{name} is {size}, it takes multiples of 8"
+            return f"{name} is {size}, but the interpreter takes multiples of 8"
     if dims.ring_pages != PAGES:
-        return "the program was not compiled for its shared memory: compile it for an h100 or h200"
+        return "the program was not compiled for a GPU's shared memory: compile it for an h100 or h200"
     if not dims.kv_page == dims.kv_block == KV_BLOCK:
-        return f"the program has KV pages of {dims.kv_page} tokens, it takes {KV_BLOCK}: compile it for an h100 or h200"
+        return f"the program has KV pages of {dims.kv_page} tokens, not {KV_BLOCK}: compile it for an h100 or h200"
     return None
 
 
@@ -40,5 +40,5 @@ def phase_refusal(phase: Phase, records: Records, dims: Dims) -> str | None:
         dots, unit = dims.units == Units.DOTS, 2 * PIECES
         if dims.head_dim % unit if dots else dims.head_dim % _TURN or CHUNK % dims.head_dim:
             sizes = f"multiples of {unit}" if dots else f"multiples of {_TURN} that divide {CHUNK}"
-            return f"normalises heads of {dims.head_dim} elements, its units take {sizes}"
+            return f"normalises heads of {dims.head_dim} elements, but its units take {sizes}"
     return None

@@ -57,13 +57,13 @@ class Tables:
 
 
 class Grid:
-    """The ranks of one GPU. `params` are the arguments of their launches, which `refresh` builds."""
+    """The ranks of one GPU. `params` holds the arguments of their launches; `refresh` updates it."""
 
     def __init__(self, heap: Heap, program: Program, gpu: Gpu, ranks: range, arrivals: Mapping[str, Any]) -> None:
         self.gpu, self.ranks, self._heap, self._program = gpu, ranks, heap, program
         lists = segments(program)
         ranks_dims = [program.rank_dims(rank) for rank in range(program.ranks)]
-        # By the names of Params; a field has one pointer per array.
+        # The keys are fields of Params. A field in `several` holds one pointer for each of its arrays.
         arrays: dict[str, NDArray[Any]] = {
             "dims": np.frombuffer(b"".join(bytes(CDims.of(d)) for d in ranks_dims), np.uint8),
             "phases": np.stack([program.forward.words(d) for d in ranks_dims]),
@@ -112,7 +112,7 @@ class Grid:
         self.params.maps = self._heap.maps(self.gpu, self._program.forward, self._program.dims)
 
     def refresh(self) -> None:
-        """Rebuild the arguments after the heap has moved."""
+        """Update the arguments after the heap has moved."""
         self.gpu.use()
         self.gpu.upload(self._tables["buffers"], self._heap.addresses())
         self._point()
@@ -143,8 +143,8 @@ class Grid:
 
 
 class Loaded:
-    """`program` keeps the object alive whose id is the backend's key. `launches` counts since the counters
-    were zero.
+    """A program on the GPUs. The object `program` is kept alive, because its id is the backend's key. `launches`
+    counts the launches since the counters were zero.
     """
 
     def __init__(self, heap: Heap, program: Program) -> None:
@@ -169,14 +169,14 @@ class Loaded:
         self._answers = self._answer_memory()
 
     def _answer_memory(self) -> list[NDArray[np.uint8]]:
-        """The addresses of the outputs: status and outputs of the first grid, and the status of the others."""
+        """Pinned memory for the results: status and outputs of the first grid, and the status of the others."""
         heap, rows = self._heap, self.program.dims.logit_rows
         end = heap.address(0, Buffer.LOGPROBS_OUT) + rows * np.dtype(np.float32).itemsize
         sizes = [end - heap.status[0]] + [STATUS_BYTES] * (len(self.grids) - 1)
         return [grid.gpu.pinned(size) for grid, size in zip(self.grids, sizes, strict=True)]
 
     def settle(self) -> None:
-        """Follow the heap if it has moved."""
+        """Take over the heap's new addresses if it has moved."""
         if self._generation == self._heap.generation:
             return
         for grid, answer in zip(self.grids, self._answers, strict=True):
@@ -186,7 +186,9 @@ class Loaded:
         self._generation = self._heap.generation
 
     def synchronise(self, wanted: bool) -> None:
-        """Whether launches wait and signal from now on. Counters do not count launches that do not."""
+        """Set whether launches wait and signal from now on. A launch without signals leaves the counters unchanged, so
+        a change of mode resets them.
+        """
         if wanted != self._synchronises:
             self.reset()
             for grid in self.grids:
@@ -245,7 +247,7 @@ class Loaded:
             gpu.fill(self._heap.status[rank], 0, STATUS_BYTES)
         for grid in self.grids:
             grid.forget_waits()
-        for grid in self.grids:  # another GPU's next launch may signal here immediately
+        for grid in self.grids:  # until all are reset: another GPU's next launch may signal here immediately
             grid.gpu.synchronise()
         self.launches = 0
 
@@ -284,4 +286,4 @@ def _check_records(program: Program) -> None:
         signals = records[:, record.SIGNAL_WORD :]
         ranks = np.where(signals != 0, record.word_rank(signals), 0)
         known: Iterable[int] = (*range(program.ranks), record.ALL_RANKS, record.OWNER)
-        bad(where, ~np.isin(ranks, list(known)).all(1), "signals a rank that there is not")
+        bad(where, ~np.isin(ranks, list(known)).all(1), "signals a rank that does not exist")

@@ -13,8 +13,8 @@ PARTS, PAGES = range(MAPS)  # the two maps of a buffer: boxes of BOX_ROWS rows, 
 
 @dataclass(frozen=True)
 class MapLayout:
-    """A tensor map without its address. Inner dimension first: sizes and box in elements, strides in bytes of all
-    dimensions but the first. `swizzled`: rows of a box are in the 128-byte swizzle.
+    """A tensor map without its address. The innermost dimension comes first. `sizes` and `box` count elements;
+    `strides` count bytes and omit the first dimension. `swizzled`: rows of a box are in the 128-byte swizzle.
     """
 
     item: int  # bytes of an element
@@ -54,8 +54,8 @@ def map_layouts(forward: Forward, dims: Dims, pages: int) -> dict[tuple[Buffer, 
 
 
 def map_bits(forward: Forward, dims: Dims) -> tuple[int, int]:
-    """Bit b of the first result: the rank's blocks copy buffer b with its tensor maps; of the second: with
-    those of all ranks.
+    """Two masks with bit b for buffer b: the buffers that a rank's blocks copy with tensor maps, and those of them for
+    which the blocks use the maps of all ranks.
     """
     partial = {phase.output for phase in forward if phase.is_matmul and phase.result is Result.PARTIAL}
     ranks = (replace(dims, rank=rank) for rank in range(dims.tp))
@@ -65,7 +65,7 @@ def map_bits(forward: Forward, dims: Dims) -> tuple[int, int]:
 
 
 def _tiles(buffer: Buffer, per_layer: int, rows_of_box: int, dims: Dims, pages: int) -> MapLayout:
-    """The tiles of the matrices in a buffer, with this many per layer."""
+    """The map of the tiles in a buffer that has `per_layer` matrices in each layer."""
     spec = BUFFERS[buffer]
     shape, item = spec.shape(dims, pages), spec.resolve_dtype(dims).itemsize
     rows, columns = math.prod(shape[:-1]) // per_layer, shape[-1]
@@ -74,7 +74,8 @@ def _tiles(buffer: Buffer, per_layer: int, rows_of_box: int, dims: Dims, pages: 
 
 
 def _columns(phase: Phase, weights: Buffer, dims: Dims) -> MapLayout:
-    """Weight pages of dots: a piece of PIECES columns, which are consecutive or every other column of a matrix.
+    """The map of the weight pages of `dots`. A box is a piece of PIECES columns of a matrix: consecutive columns if the
+    phase has two matrices, otherwise every other column.
 
     A box has at most 256 elements per dimension, so a piece consists of rows of PIECE_INNER elements.
     """

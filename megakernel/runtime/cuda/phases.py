@@ -1,7 +1,7 @@
-"""Runs one launch per phase: the same instructions with the same code, but with the end of a kernel wherever a phase
-must wait.
+"""Runs one launch per phase: the same instructions with the same code, but without waits. Each kernel starts when
+that of the previous phase has ended.
 
-It is the megakernel's baseline. Since it needs no waits, it also helps to find a missing one.
+This is the baseline for the megakernel. Because it uses no waits, it also helps to find a wait that a program lacks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .loaded import Grid, Tables
 
 
 class Phases:
-    """One program's phases on one GPU as a graph. `generation` is that of the heap whose addresses it uses."""
+    """One program's phases on one GPU as a graph. `generation` is that of the heap addresses in the graph."""
 
     def __init__(self, program: Program, grid: Grid, kernel: Kernel, generation: int) -> None:
         self.generation = generation

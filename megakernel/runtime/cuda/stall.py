@@ -1,8 +1,8 @@
 """Explains why a launch made no progress, from what each warp waits for (csrc/cuda/watchdog.h).
 
-Most warps wait for others that wait. A block whose oldest unfinished instruction does not wait for a counter is itself
-at fault. If each of them waits for a counter, a signal is missing: the earliest one, because everything before it has
-ended.
+Most warps wait for warps that wait themselves. If a worker's oldest unfinished instruction waits for no counter, the
+worker itself is at fault. If every worker's oldest instruction waits for a counter, a signal is missing: the one for
+the earliest of these instructions, because everything before it has ended.
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ def waits_of(program: Program, notes: NDArray[Any], ranks: range) -> list[Wait]:
 
 
 def explain(program: Program, table: StepTable, waits: Sequence[Wait]) -> str:
-    """A clause that says which of these waits (at least one) holds up the launch, whether or not the program
-    is right.
-    """
+    """A clause that says which of `waits` (at least one) holds up the launch. The program may be right or wrong."""
     order, sms = _Rehearsal(program, table).run(), program.dims.sms
 
     def age(wait: Wait) -> tuple[int, int, int]:
@@ -89,10 +87,11 @@ def explain(program: Program, table: StepTable, waits: Sequence[Wait]) -> str:
 
 
 def _inside(waits: Sequence[Wait], oldest: Sequence[Wait], sms: int) -> Wait:
-    """The wait that holds up the other warps of a worker's blocks. `oldest` are the waits at its oldest instruction.
+    """The wait that holds up the other warps of a worker's blocks; `oldest` are the waits at its oldest instruction.
 
-    If a consumer waits for a page that the loaders have passed, a load is missing. A storer is held up by a consumer
-    that has gone on, or that waits for nothing. A loader is held up by a consumer that has not released a page.
+    If a consumer waits for a page which the loaders have passed, a load is missing. If the storer waits although all
+    consumers have passed or one waits for nothing, a consumer's output is missing. If a loader waits, a consumer has
+    not released a page.
     """
     consumers = [w for w in waits if w.consumer >= 0]
     to_be_filled = {(w.index, 1 - w.expected) for w in waits if w.kind == "empty"}
@@ -122,7 +121,7 @@ class _Rehearsal(Launch):
         self._order: dict[tuple[int, int], int] = {}
         self._arrived: Counter[tuple[int, int]] = Counter()
         self._ready: deque[Iterator[Any]] = deque()
-        self._late: deque[Iterator[Any]] = deque()  # they would claim
+        self._late: deque[Iterator[Any]] = deque()  # workers whose next action is a claim
         self._blocked: dict[tuple[int, int], list[Iterator[Any]]] = defaultdict(list)
         self._may_claim = False
         self._clock = count()
@@ -164,7 +163,7 @@ class _Rehearsal(Launch):
             self._may_claim = False
             claimed = self._claim(place)
             if not self._left(place):
-                self._ready.extend(self._late)  # workers that continue after the last claim come before the next one
+                self._ready.extend(self._late)  # workers that continue after the last claim run before the next claim
                 self._late.clear()
             yield from self._run(claimed)
 

@@ -1,8 +1,9 @@
 """Converts the intervals of a traced launch from the GPUs' clocks to the common trace.
 
 A block stamps intervals with its SM's cycle counter, which is cheap and precise. But each SM counts from its own start,
-at a rate that may differ between launches. So the block reads both that counter and the GPU's global timer at its begin
-and its end, right after the timer has advanced; the two pairs convert cycles into nanoseconds.
+at a rate that may differ between launches. So at its begin and its end, right after the GPU's global timer has
+advanced, the block reads both that timer and its SM's counter. The two pairs of values give the conversion from cycles
+to nanoseconds.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from ...trace import DTYPE, Intervals, Trace, TraceHeader
 from .heap import Heap
 from .loaded import Grid, Loaded, segments
 
-_PER_INSTRUCTION = 32  # intervals that all roles together may report, in most programs
-_MOST = 1 << 16  # of a block: 2 MiB
+_PER_INSTRUCTION = 32  # in most programs, all roles together report at most this many intervals per instruction
+_MOST = 1 << 16  # intervals of a block, which take 2 MiB
 _READ_CYCLES = 36  # cycles to read clock64, measured on a B300; benchmarks/speed/probe_gpu.py measures it
 
 
@@ -101,13 +102,13 @@ def cycles_per_ns(clocks: NDArray[np.uint64]) -> float:
 
 
 def timer_step(clocks: NDArray[np.uint64]) -> int:
-    """The nanoseconds by which the global timer advances: all stamps differ by multiples of it."""
+    """The nanoseconds by which the global timer advances: all stamps differ by multiples of this step."""
     stamps = clocks[:, 1::2].reshape(-1)
     return int(np.gcd.reduce(stamps - stamps.min())) or 1
 
 
 def _capacity(program: Program) -> int:
-    """The most intervals that the longest stream may report."""
+    """The intervals that one block has room for: enough for the longest stream and all records of the queues."""
     lists = segments(program)
     runs = (1, program.dims.layers, 1)
     lengths: Any = sum(np.diff(s.offsets) * n for s, n in zip(lists[:3], runs, strict=True))

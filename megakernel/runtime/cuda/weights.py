@@ -27,7 +27,7 @@ _THREADS = 8  # threads that read tensors, one each
 def load_weights(heap: Heap, checkpoint: Checkpoint, dims: Dims) -> None:
     """Copy all weights of the model and bind them.
 
-    Ranks on one GPU share weights that both need whole; a tied LM head is EMBED's rows.
+    Ranks on one GPU share the weights that each of them needs whole. A tied LM head uses the rows of EMBED.
     """
     ranks = [replace(dims, rank=rank) for rank in range(dims.tp)]
     weights = families.weights(checkpoint.config, dims)
@@ -52,7 +52,7 @@ def load_weights(heap: Heap, checkpoint: Checkpoint, dims: Dims) -> None:
 
 
 def _home(heap: Heap, ranks: list[Dims], d: Dims, buffer: Buffer) -> int:
-    """The rank whose copy this one uses."""
+    """The rank whose copy of a buffer rank `d.rank` uses."""
     shape = BUFFERS[buffer].shape
     whole = shape(replace(d, tp=1, rank=0), 0)
     if shape(d, 0) != whole:
@@ -93,6 +93,6 @@ def _check_memory(heap: Heap, checkpoint: Checkpoint, ranks: list[Dims], homes: 
         free, _ = gpu.memory()
         if need > free:
             raise MegakernelError(
-                f"{checkpoint.name} needs {need / 1e9:.1f} GB on GPU {gpu.ordinal}, {free / 1e9:.1f} GB are free "
-                "beside its KV pool: use a smaller model, more GPUs (--tp) or a shorter --context"
+                f"{checkpoint.name} needs {need / 1e9:.1f} GB on GPU {gpu.ordinal}, but only {free / 1e9:.1f} GB are "
+                "free beside its KV pool: use a smaller model, more GPUs (--tp) or a shorter --context"
             )

@@ -43,7 +43,7 @@ class ReferenceBackend:
         self, checkpoint: Checkpoint, dims: Dims, pages: int, *, dtype: Dtype, seed: int | None = None
     ) -> None:
         if dtype != dims.dtype:
-            raise MegakernelError(f"dtype {dtype.name} differs from that of the dims, {Dtype(dims.dtype).name}")
+            raise MegakernelError(f"dtype {dtype.name} differs from the dtype of the dims, {Dtype(dims.dtype).name}")
         self.pages = pages
         self.link_bytes = np.zeros(dims.tp, np.int64)
         self._order = None if seed is None else np.random.default_rng(seed)
@@ -155,7 +155,7 @@ class ReferenceBackend:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _poison(self) -> None:
-        """Fill activations with NaN, so that reading what this launch has not written becomes visible."""
+        """Fill activations with NaN, so that a read of anything that this launch has not written becomes visible."""
         for rank in range(self.dims.tp):
             for buffer in _PER_LAUNCH:
                 dtype = BUFFERS[buffer].resolve_dtype(self.dims)

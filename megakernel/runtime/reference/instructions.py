@@ -1,7 +1,7 @@
-"""The meaning of the operations: a short NumPy function for each operation and for each result of a matmul.
+"""The meaning of the operations: a short NumPy function for each operation and for each kind of matmul result.
 
-All values are float32; a result is rounded to its buffer's type once, where it is stored. The order in which a BLAS
-adds is its own. Dot products are therefore added in float64, where the order hardly ever changes the float32 result.
+All values are float32; a result is rounded to its buffer's type once, where it is stored. Each BLAS adds in its own
+order. Dot products are therefore added in float64, where the order hardly ever changes the float32 result.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Context:
     """What one instruction can access: its phase, its rank's sizes and step, and its layer's part of buffers.
 
     `buffer(buffer, ahead=0)` returns the rank's own copy, for the layer that is `ahead` layers later, or for the last
-    one. Other ranks' copies can only be written: `send(buffer, rank, index, values)` does that with values in the
-    buffer's own type.
+    layer if there are not so many. Other ranks' copies can only be written, by `send(buffer, rank, index, values)`,
+    whose values have the buffer's own type.
     """
 
     phase: Phase
@@ -48,7 +48,7 @@ class Context:
         return to_f32(values)
 
     def weights(self, index: Any = ...) -> F32:
-        """The phase's weights, of the layer that the phase names."""
+        """The phase's weights, of the layer `phase.ahead` layers later."""
         values: NDArray[Any] = self.buffer(_given(self.phase.weights), ahead=self.phase.ahead)[index]
         return to_f32(values)
 
@@ -77,15 +77,15 @@ def _given(buffer: Buffer | None) -> Buffer:
 
 
 def _peers(d: Dims) -> Iterable[int]:
-    """The ranks that receive a row that every rank needs: all, or only this one if all compute it."""
+    """The ranks that receive a row that every rank needs: all, or only this one if every rank computes the row."""
     return (d.rank,) if d.replicated_residual else range(d.tp)
 
 
 def product(a: F32, b: F32) -> F32:
     """a @ b, added in float64 and rounded once.
 
-    After that, two orders of additions (of two BLASes, or with other rows in the batch) differ in less than one number
-    of ten million.
+    The order of additions, which depends on the BLAS and on the other rows in the batch, changes fewer than one in
+    ten million of the rounded numbers.
     """
     return (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
 
@@ -127,7 +127,7 @@ def _matmul(c: Context, row: int, rows: int, col: int, cols: int) -> None:
     columns = slice(col, col + cols)
     a = c.read(c.inputs, slice(row, row + rows))
     if c.phase.norm is not None:
-        # The same values that a buffer of the compute type would hold.
+        # Round to the values that a buffer of the compute type would hold.
         a = to_f32(from_f32(_rms_norm(a, c.read(c.phase.norm), c.dims.rms_eps), Dtype(c.dims.dtype)))
     matrices = (
         [(columns,)] if c.phase.matrices(c.dims) == 1 else [(i, columns) for i in range(c.phase.matrices(c.dims))]
@@ -185,7 +185,7 @@ def _partial_sum(c: Context, row: int, col: int, t: F32) -> None:
 
 
 def _reduce_rows(d: Dims, rank: int, row: int, rows: int) -> slice:
-    """The rows of REDUCE for a rank's partial sums of token rows in one row block, where their residual is kept."""
+    """The rows of REDUCE, on the owner of token rows in one row block, that hold a rank's partial sums for them."""
     start = d.reduce_row(rank, row)
     return slice(start, start + rows)
 
@@ -212,7 +212,7 @@ def _reduce(c: Context, row: int, rows: int, col: int, cols: int) -> None:
 
 
 def _slots(c: Context, sequence: Any, position: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[Any]]:
-    """(page, offset) of token positions of one sequence, or of one sequence each."""
+    """(page, offset) of token positions; `sequence` is one sequence for all positions, or one for each."""
     return c.table.block_tables[sequence, position // c.dims.kv_page], position % c.dims.kv_page
 
 
@@ -283,8 +283,8 @@ def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> 
 
 
 def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, offset: Any) -> tuple[Any, ...]:
-    """The places of the bytes of quantised rows of K or V, in the order of their Q8_0 blocks: an index of [...,
-    kv_row].
+    """An index that selects the bytes of quantised rows of K or V, in the order of their Q8_0 blocks. Its shape is
+    [..., kv_row].
 
     `page`, `head` and `offset` have one shape, or broadcast to it.
     """

@@ -51,8 +51,8 @@ class Counters:
 
 @dataclass(frozen=True)
 class Place:
-    """An instruction of an unrolled stream or of a queue. `block` is its counter block, which is its layer in
-    the body.
+    """An instruction of an unrolled stream or of a queue. `block` is its counter block; in the body, that is
+    the layer.
     """
 
     rank: int
@@ -111,8 +111,8 @@ class Blocked:
 
 
 class Launch:
-    """Runs one step of `program`. `context` returns the context of an instruction of a rank's table and of a layer;
-    `execute` does its work (see ReferenceBackend).
+    """Runs one step of `program`. `context` returns an instruction's context, for its phase, its rank's table and its
+    layer; `execute` does an instruction's work (see ReferenceBackend).
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Launch:
         return Trace(header, intervals, slot_work(self._tables[0])[None])
 
     def _worker(self, rank: int, worker: int) -> Iterator[Blocked | None]:
-        """A worker's stream. It yields None after each unit of work, and its wait if it cannot continue."""
+        """Run a worker's stream. Yields None after each unit of work, and a Blocked while it cannot continue."""
         for place in _stream(self._program, rank, worker):
             yield from self._run(place)
 
@@ -196,7 +196,7 @@ class Launch:
         return self._timed(place, partial(attend, self._context(place.phase, self._tables[place.rank], layer), item))
 
     def _drain(self, place: Place) -> Iterator[Blocked | None]:
-        """Claim and run the records of the queue until the first `end` of this layer's are claimed."""
+        """Claim and run records of the queue until its first `end` records are claimed in this layer."""
         while self._left(place):
             yield from self._run(self._claim(place))
 
@@ -214,7 +214,7 @@ class Launch:
         return drain.rank * self._program.rank_queues + drain.operand("queue")
 
     def _item_members(self, place: Place, item: int) -> list[int]:
-        """The item's members of the grid [row block][group]: for its row blocks and its KV heads' groups."""
+        """The members of the grid [row block][group] that an item waits for: its row blocks x its KV heads' groups."""
         t = self._tables[place.rank]
         first = int(t.item_kv_head[item])
         last = first + int(t.item_kv_heads[item]) - 1
@@ -223,8 +223,8 @@ class Launch:
         return [block * place.operand("groups") + group for block in blocks for group in groups]
 
     def _logit_row_members(self, place: Place) -> list[int]:
-        """For a norm of logit rows, its members of the grid [row block]: the blocks of those rows that its
-        rank owns.
+        """For a norm of logit rows, the members of the grid [row block] that it waits for: the blocks of the token
+        rows that its rank owns.
         """
         if place.phase.operation is not Operation.NORM or place.phase.rows is not Rows.LOGIT:
             return []
@@ -239,8 +239,8 @@ class Launch:
             self._signal(place, word, row, arrivals)
 
     def _signal(self, place: Place, word: int, row: int = 0, arrivals: int = 1) -> None:
-        """Add to a word's counter, or to a grid's member for the row block of token row `row`, on the ranks that the
-        word names.
+        """Add to the counter that a signal word names, or in a grid to the member for token row `row`'s row block, on
+        the ranks that the word names.
         """
         dims = self._tables[place.rank].dims
         rank = word >> record.RANK_SHIFT & record.RANK_MASK
@@ -252,7 +252,7 @@ class Launch:
         return block * self._program.counters + (word & record.COUNTER_MASK) - 1
 
     def _wait(self, place: Place, words: list[int], members: Iterable[int] = (0,)) -> Iterator[Blocked]:
-        """Wait for a member of each word's grid, on the place's own rank."""
+        """For each wait word, wait for `members` of the grid it names, on the place's own rank."""
         for counter in [self._counter(place, word) + member for word in words for member in members]:
             while not self._counters.met(place.rank, counter):
                 value = int(self._counters.values[place.rank, counter])

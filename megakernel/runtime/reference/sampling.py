@@ -28,7 +28,7 @@ def philox(counter: Four, key: tuple[int, int]) -> Four:
 
 
 def uniform(seed_low: int, seed_high: int, position: int, choice: int) -> float:
-    """The draw in [0, 1) of one choice at one position, a multiple of 2^-24. Seed words may be signed int32."""
+    """The random number in [0, 1) for a choice at a position, a multiple of 2^-24. Seed halves may be signed int32."""
     first = philox((position & _WORD, choice & _WORD, 0, 0), (seed_low & _WORD, seed_high & _WORD))[0]
     return float(first >> 8) * 2.0**-24
 
@@ -56,7 +56,7 @@ def kept(z: F32, *, min_p: float, top_k: int, top_p: float) -> NDArray[np.intp]:
     """The ids that survive min-p, then top-k, then top-p, most probable first, with ties by id.
 
     z are logits after temperature. min_p 0, top_k 0 and top_p 1 keep all. top_p keeps the shortest prefix with at least
-    the fraction top_p of the probability that the other two left, and at least one token.
+    the fraction top_p of the probability that min-p and top-k left, and at least one token.
     """
     order: NDArray[np.intp] = np.argsort(-z, kind="stable")
     p = np.exp(z[order] - z[order[0]])

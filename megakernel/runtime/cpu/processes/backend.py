@@ -32,7 +32,7 @@ _CLOCK_ROUNDS = 200
 
 
 class ProcessBackend(RanksBackend):
-    """A CpuBackend whose ranks are processes, which share `threads`. See CpuBackend for the arguments.
+    """A CpuBackend whose ranks are processes; each gets an equal part of `threads`. See CpuBackend for the arguments.
 
     `audit` checks that ranks touch each other's memory only as their instructions declare; it is slow. If a rank dies,
     the launch raises RankGone, and the next launch restarts all ranks with an empty KV cache and history.
@@ -126,7 +126,7 @@ class _Launch(RanksLaunch):
         self._owner.link_bytes[:] = [ranks.local.link_bytes, *ended]
 
     def _listen(self, seconds: float) -> None:
-        """Receive messages for up to `seconds`: ranks are done, or say why not."""
+        """Receive the messages that arrive within `seconds`: a rank is done, or says why it has failed."""
         for peer in self._ranks.saying(seconds):
             answer, descriptors = peer.answer()
             assert isinstance(answer, Ended)
@@ -213,7 +213,7 @@ class _Ranks:
         return error
 
     def load(self, program: Program) -> _Loaded:
-        """The first time a program is seen, every rank receives it, and buffers as large as it needs."""
+        """The program on all ranks. The first time, every rank receives it, and the heaps grow to its needs."""
         if (known := self._programs.get(id(program))) is not None:
             return known
         self._fit(program.dims)
@@ -264,14 +264,14 @@ class _Ranks:
         """
         self.board.abort()
         deadline = time.monotonic() + _STOP_S
-        with suppress(MegakernelError):  # the error that says it was stopped
+        with suppress(MegakernelError):  # the error says that the launch was stopped
             while not self.local.poll():
                 pass
         while any(peer.busy for peer in self.peers):
             if time.monotonic() > deadline:
                 return False
             for peer in self.saying(0.1):
-                with suppress(MegakernelError):  # the error that says it was stopped, or has ended
+                with suppress(MegakernelError):  # the error says that the rank was stopped or has ended
                     _, descriptors = peer.answer()
                     for descriptor in descriptors:
                         os.close(descriptor)
@@ -310,7 +310,7 @@ class _Broadcast:
         return tensor
 
     def stored(self, buffer: Buffer, layer: int) -> Sequence[Rows]:
-        """The rows, as `load`."""
+        """The rows, which are sent like the tensors of `load`."""
         rows = self._checkpoint.stored(buffer, layer)
         self._send(buffer, layer, [part.data for part in rows], [part.dtype for part in rows])
         return rows

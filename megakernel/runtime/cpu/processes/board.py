@@ -35,11 +35,11 @@ class Board:
         return self._abort[rank : rank + 1]
 
     def words_address(self, rank: int) -> tuple[int, int]:
-        """The address and size of the text that a rank leaves if it knows why it dies."""
+        """The address and size of a rank's last message, in which it says why it dies."""
         return int(self._words[rank].ctypes.data), _WORDS_BYTES
 
     def words(self, rank: int) -> str:
-        """That text; empty if there is none."""
+        """A rank's last message; empty if there is none."""
         return bytes(self._words[rank]).rstrip(b"\0").decode()
 
     def abort(self) -> None:
@@ -50,7 +50,7 @@ class Board:
         self._abort[:] = 0
 
     def measure_clock(self, rounds: int) -> float:
-        """Ask a process in `answer_clock` for its time. Returns a bound in seconds on the difference between
+        """Ask a process that runs `answer_clock` for its time. Returns a bound in seconds on the difference between
         the two clocks.
         """
         ping, pong = range(2)
@@ -74,7 +74,7 @@ class Board:
             self._clock[pong] = time.monotonic_ns()
 
     def _wait(self, word: int, old: int) -> int:
-        """Wait for the word's next value."""
+        """Wait until the word differs from `old`; returns its new value."""
         deadline = time.monotonic_ns() + _PATIENCE_NS
         while (value := int(self._clock[word])) == old:
             if time.monotonic_ns() > deadline:

@@ -43,7 +43,8 @@ class Open:
 class Weight:
     """From the driver: the staging memory contains arrays of these types and shapes, one after another from its start.
 
-    `kinds` are the element types of rows stored in their own types. Descriptor, if it is new: the staging memory.
+    If the weight's rows are stored in their own types, `kinds` has the type of each array. Descriptor: the staging
+    memory, if it is new.
     """
 
     buffer: int
@@ -121,8 +122,8 @@ class Done:
 
 @dataclass(frozen=True)
 class Ended:
-    """From a rank: the launch is over; it has stored `link_bytes` on other ranks since the start. Descriptor, if
-    traced: intervals.
+    """From a rank: the launch is over; it has stored `link_bytes` on other ranks since the start. Descriptor: the
+    intervals, if the launch was traced.
     """
 
     link_bytes: int
@@ -164,7 +165,7 @@ class Channel:
             raise Gone from None
 
     def receive(self) -> tuple[Message, list[int]]:
-        """The next message and its descriptors, which the caller must close. Raises Gone at the end."""
+        """The next message and its descriptors, which the caller must close. Raises Gone if the other end is closed."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._socket, _MOST_BYTES, _MOST_FDS, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:

@@ -41,8 +41,8 @@ class Heaps:
         self._places: dict[Buffer, tuple[list[Mapping], int, tuple[int, ...]]] = {}
 
     def plan(self, dims: Dims) -> tuple[Place, int] | None:
-        """New places for the buffers that programs of `dims` need larger than now, and the bytes they take on
-        each rank.
+        """New places for the buffers that must grow for programs of `dims`, and the bytes that they take on each rank.
+        None if all are large enough.
         """
         # Shards are largest on rank 0, and a buffer gets the same size on all ranks.
         shapes = {b: BUFFERS[b].shape(dims, 0) for b in SHARED}

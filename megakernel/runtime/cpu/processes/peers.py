@@ -14,7 +14,7 @@ from . import channel
 from .channel import Channel, Close, Done, Ended, Failed, Gone, Message
 
 _LAST_WORDS_S = 0.5  # seconds until a process whose channel has closed is killed
-# The longest answers are those to a tensor of gigabytes, which is packed, and to a heap, which is allocated in full.
+# The slowest answers are to a tensor of gigabytes, which is packed, and to a heap, which is allocated in full.
 _SILENCE_S = 120
 
 
@@ -54,7 +54,7 @@ class Peer:
         """The next answer and its descriptors. Raises RankGone, or MegakernelError if the rank reports a failure.
 
         A process that the system has stopped does not answer. Its silence is measured in seconds that this process has
-        waited, because both may have been stopped.
+        waited, because both processes may have been stopped.
         """
         if not any(channel.ready([self.fileno()], 1.0) for _ in range(_SILENCE_S)):
             raise self._gone(f"has not answered for {_SILENCE_S} s")

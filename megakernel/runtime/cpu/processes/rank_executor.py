@@ -94,7 +94,7 @@ class RankExecutor:
     def reset(self, message: Reset) -> None:
         self.ranks.reset(self._programs[message.index].handle)
         if self._audit:
-            self.ranks.stores()  # of the failed launch
+            self.ranks.stores()  # drop those of the failed launch
 
     @property
     def link_bytes(self) -> int:

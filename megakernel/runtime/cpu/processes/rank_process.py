@@ -50,7 +50,7 @@ class Incoming:
         return self._receive(buffer, layer)[0][0]
 
     def stored(self, buffer: Buffer, layer: int) -> list[Rows]:
-        """The rows, as views like `load`'s."""
+        """The rows of a weight, as views that are valid until the next call."""
         arrays, kinds = self._receive(buffer, layer)
         return [Rows(Dtype(kind), array.view(np.uint8)) for kind, array in zip(kinds, arrays, strict=True)]
 
@@ -124,7 +124,7 @@ class _Server:
             self._open(message, descriptors[0])
             return Done(), []
         if isinstance(message, channel.Weight):
-            return Done(), []  # for a buffer of which this rank needs nothing
+            return Done(), []  # this rank needs nothing of the buffer
         if isinstance(message, channel.Close):
             self.close()
             return Done(), []

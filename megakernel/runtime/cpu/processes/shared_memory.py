@@ -42,7 +42,7 @@ def create(what: str, size: int) -> int:
 
 
 class Mapping:
-    """A shared file mapped into this process, as long as this object or an array of it exists. Takes the descriptor.
+    """A shared file mapped into this process, as long as this object or an array of it exists. Closes `fd`.
 
     `window` marks another rank's memory in an audited process, which may be touched only inside `opened`.
     """
@@ -67,7 +67,7 @@ class Mapping:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """A context in which the host may write to memory that may be a window."""
+        """A context in which the host may access this memory even if it is a window."""
         if self._window:
             self._protect(_PROT_READ_WRITE)
         try:

@@ -13,7 +13,7 @@ from ....errors import MegakernelError
 from .channel import Channel
 from .peers import Peer
 
-_PATIENCE_S = 60.0  # the most seconds between the starts of a job's processes
+_PATIENCE_S = 60.0  # the maximum time between the starts of a job's processes
 
 
 @dataclass(frozen=True)
