@@ -244,7 +244,7 @@ class CudaBackend:
         known = self._phases.get(key)
         if known is None or known.generation != self._heap.generation:
             if len(loaded.grids) > 1:
-                raise MegakernelError("launches by phases work with one rank only: use --tp 1")
+                raise MegakernelError("launches by phases work on a single GPU only: use --tp 1")
             [grid] = loaded.grids
             self._provide(grid.gpu, grid.params, grid.blocks)
             if known is not None:

@@ -14,7 +14,7 @@ from . import channel
 from .channel import Channel, Close, Done, Ended, Failed, Gone, Message
 
 _LAST_WORDS_S = 0.5  # seconds until a process whose channel has closed is killed
-# The slowest answers are to a tensor of gigabytes, which is packed, and to a heap, which is allocated in full.
+# The slowest answer is to a tensor of gigabytes, which the rank packs.
 _SILENCE_S = 120
 
 
