@@ -367,7 +367,7 @@ BROKEN: dict[str, Callable[[StepTable], None]] = {
     "outside PARTIALS": lambda t: t.item_partial.__setitem__(t.item_split == 0, 4990),
     "share partials": lambda t: t.item_partial.__setitem__(t.item_split >= 0, 0),
     "its own row block": _next("item_wait_block", 1, _last),
-    "not there": _next("item_wait_blocks", 9, _last),
+    "does not exist": _next("item_wait_blocks", 9, _last),
     "rows whose KV it reads": _later_wait,
     "not a live row": _set(logit_rows=(0, 23)),
     "logit row is not a live": _set(logit_rows=(0, -2)),
