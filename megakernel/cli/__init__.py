@@ -56,7 +56,7 @@ def _fail(text: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of a whole command line; `args.run(args)` executes it."""
-    # Imported here, because Ctrl-C already has a handler here.
+    # Imported here and not at the top, because by now Ctrl-C is handled.
     from importlib.metadata import version
 
     from ..settings import SETTINGS

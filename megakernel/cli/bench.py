@@ -73,7 +73,7 @@ def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
 
 
 def host_machine(workers: int, ranks: int) -> Machine:
-    """A rank of this machine at its measured rates, which its `workers` and the other ranks share."""
+    """The machine of one of `ranks` ranks on this host, with `workers` and a share of the measured rates."""
     from .. import machine as machines
     from ..serving.ceilings import share_of
 
@@ -120,7 +120,7 @@ def show(figures: dict[str, Any]) -> None:
             Text.assemble(
                 f"{figures['read_GBps']:.1f} GB/s, ",
                 (f"{figures['read_fraction']:.0%}", "bold"),
-                f" of the {ceilings['read_bytes_per_s'] / 1e9:.1f} that this machine reads",
+                f" of the {ceilings['read_bytes_per_s'] / 1e9:.1f} that this machine can read",
             ),
         ),
         (
@@ -132,7 +132,7 @@ def show(figures: dict[str, Any]) -> None:
             Text.assemble(
                 f"{prefill['gflops']:.0f} GFLOP/s, ",
                 (f"{prefill['fma_fraction']:.0%}", "bold"),
-                f" of the {ceilings['flops'] / 1e9:.0f} that this machine multiplies and adds",
+                f" of the {ceilings['flops'] / 1e9:.0f} that this machine can do",
             ),
         ),
         ("roofline", f"decode {figures['roofline_fraction']:.0%}, prefill {prefill['roofline_fraction']:.0%}"),

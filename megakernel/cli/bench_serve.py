@@ -217,10 +217,10 @@ def show(figures: dict[str, Any]) -> None:
         limits = ", ".join(f"{name} {value * 1e3:g} ms" for name, value in settings["goodput"].items())
         lines.append(("goodput", f"{figures['goodput_per_s']:.2f} requests/s within {limits}"))
     if figures.get("roofline_fraction") is not None:
-        least = f" of the time is the least that this work takes: {output.rates(figures)}"
+        least = f" of the time is the least time of this work: {output.rates(figures)}"
         lines.append(("roofline", output.bold(f"{figures['roofline_fraction']:.0%}", least)))
     if own := figures["server"]:
-        text = f"{own['steps']}, {own['step_s'] * 1e3:.1f} ms each, the least {own['roofline_fraction']:.0%} of it"
+        text = f"{own['steps']}, {own['step_s'] * 1e3:.1f} ms each, least time {own['roofline_fraction']:.0%} of it"
         lines.append(("steps", text))
     if cpu := figures["cpu_us_per_token"]:
         spent = ", ".join(f"{kind} {value:.1f} µs" for kind, value in cpu.items())

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _HELP = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 _COMMAND = re.compile(r"/[a-z]+")
-_KEPT_FOR_ANSWERS = 0.25  # fraction of the context, below which the oldest messages are left out
+_KEPT_FOR_ANSWERS = 0.25  # fraction of the context that is kept free by leaving out the oldest messages
 # Characters that would control a terminal, except line ends and tabs.
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "�")
 

@@ -25,7 +25,7 @@ _PACKAGES = (
     "megakernel", "numpy", "safetensors", "gguf", "tokenizers", "huggingface_hub", "perfetto", "torch", "cuda-bindings",
     "cupy-cuda13x",
 )  # fmt: skip
-_SEEDS, _REPEATS = 3, 20  # of each case: different data, and runs that must give the same bits
+_SEEDS, _REPEATS = 3, 20  # per case: sets of data, and runs of each set, which must give the same bits
 _COMPILERS = ("c++", "g++", "clang++", "nvcc")
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _SMI = ("driver_version", "mig.mode.current", "memory.used", "memory.total", "compute_mode")
 _TIMEOUT_S = 2.0  # limit of a wait in a check; no instruction takes a thousandth of it
-_MOST_DIFFERENCES = 8  # differences reported per case: each may be a launch that fails after three times this limit
+_MOST_DIFFERENCES = 8  # differences reported per case: each may be a launch that fails after 3 * _TIMEOUT_S
 _BUSY_SHARE = 0.05  # fraction of a GPU's memory in use by others that is worth a line
 
 
@@ -39,7 +39,7 @@ def report() -> dict[str, Any]:
 
 
 def line(facts: dict[str, Any]) -> str:
-    """The same as lines of text."""
+    """The devices and whether they are usable, as text."""
     if not facts["devices"]:
         return f"none: {facts['missing']}"
     names = ", ".join(f"{d['name']} ({d['sms']} SMs)" for d in facts["devices"])

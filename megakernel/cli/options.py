@@ -69,7 +69,7 @@ def add_model_run(parser: argparse.ArgumentParser) -> None:
         add_setting(parser, name)
     threads = SETTINGS["threads"]
     parser.add_argument("--threads", type=_threads, help=f"{threads.what} (default: {threads.default})")
-    parser.add_argument("--context", type=positive, help="the most tokens of a sequence (default: the model's limit)")
+    parser.add_argument("--context", type=positive, help="maximum tokens of a sequence (default: the model's limit)")
 
 
 def add_speculate(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +108,7 @@ def positive(text: str) -> int:
 
 
 def above_zero(what: str, most: float = 1e300) -> Callable[[str], float]:
-    """A parser of numbers above 0 and up to `most`; errors name `what` it is."""
+    """A parser of numbers above 0 and up to `most`; its errors say that the text is not `what`."""
 
     def read(text: str) -> float:
         try:
@@ -189,8 +189,8 @@ def add_paper_model(parser: argparse.ArgumentParser) -> None:
 
 
 def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) -> PaperModel:
-    """The model as it would lie in memory on `machine`. No weights are read or downloaded; if a model has none here,
-    they count as bf16. Raises MegakernelError if the model was not made for `context` tokens.
+    """The model as it would lie in memory on `machine`. No weights are read or downloaded; if they are not on
+    this computer, they count as bf16. Raises MegakernelError if the model was not made for `context` tokens.
     """
     from ..isa import Dtype
     from ..model import load_config, local_checkpoint

@@ -17,8 +17,8 @@ from rich.text import Text
 if TYPE_CHECKING:
     from ..program import Program
 
-# Text may contain a user's own words, so nothing in it is interpreted as markup. Lines in a file or a pipe are not cut
-# at 80.
+# Text may contain a user's own words, so nothing in it is interpreted as markup. In a file or a pipe, lines may have up
+# to _WIDE characters.
 _WIDE = 160
 stdout = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else _WIDE)
 stderr = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)

@@ -56,10 +56,10 @@ class Partner(Protocol):
     name: str
 
     def count(self, messages: Messages) -> tuple[int, int] | None:
-        """The tokens of the conversation, and the most that it may have with its answer; None if unknown."""
+        """The tokens of the conversation, and the maximum for the conversation with its answer; None if unknown."""
 
     def reply(self, messages: Messages, answer: Answer, show: Callable[[str], None], max_tokens: int | None) -> None:
-        """Fill `answer` and pass each piece to `show`. KeyboardInterrupt ends it; the pieces so far remain."""
+        """Fill `answer` and pass each piece to `show`. KeyboardInterrupt ends the answer; the pieces so far remain."""
 
 
 class Model:
@@ -131,7 +131,7 @@ class Server:
                 raise MegakernelError(f"{self._url}/v1/models names no model: is this an OpenAI API?") from None
 
     def count(self, messages: Messages) -> tuple[int, int] | None:
-        """Uses `/tokenize`, which this server and vLLM's have, and which may refuse what exceeds the context."""
+        """Asks `/tokenize`, which megakernel and vLLM have. It may refuse a conversation that exceeds the context."""
         try:
             with self._ask("/tokenize", {"model": self.name, "messages": messages}) as reply:
                 found = json.load(reply)
@@ -182,7 +182,7 @@ def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         if data:
             event = json.loads(data)
             if not isinstance(event, dict):
-                raise ValueError(f"{data[:_SHOWN]!r} is no event")
+                raise ValueError(f"{data[:_SHOWN]!r} is not an event")
             yield event
 
 

@@ -1,4 +1,4 @@
-"""`megakernel compile`, `disasm`, `verify`: programs as files, as text, and proofs of them."""
+"""`megakernel compile`, `disasm`, `verify`: write a program to a file, print it, and prove that it is correct."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..program import Program
     from ..scheduler.tune import Found
 
-# The default of an engine; programs rarely need more logit rows than this.
+# An engine's default number of sequences; programs rarely need more logit rows than this.
 _SEQUENCES = 64
 
 

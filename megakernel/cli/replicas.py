@@ -94,7 +94,7 @@ def _until_signal(undeploy: Any) -> int:
         signal.signal(number, on_signal)
     while not asked.wait(1.0):
         pass
-    output.stderr.print(f"{got.name}: finishing what has begun; again to end at once")
+    output.stderr.print(f"{got.name}: finishing the requests in progress; repeat the signal to end at once")
     undeploy()
     return 128 + got if got == signal.SIGINT else 0
 

@@ -64,7 +64,7 @@ def register(add: AddVerb) -> None:
         default=_WEIGHT_BITS,
         help="bits per weight while decoding (default: 16)",
     )
-    add_count(parser, "--router-nodes", None, "most nodes of a token's experts (default: the model's own limit)")
+    add_count(parser, "--router-nodes", None, "maximum nodes with a token's experts (default: the model's own limit)")
     add_count(parser, "--gpus", None, "GPUs of a plan or fleet (default: a node)")
     parser.add_argument("--training", action="store_true", help="plan a training step instead of a decoding step")
     parser.add_argument(

@@ -56,7 +56,7 @@ def run_plan(args: argparse.Namespace, hardware: Hardware) -> int:
         ("machine", f"{gpus:,} x {hardware.name}"),
         ("step", f"{args.tokens:,} {what} ({per_gpu}), sequences of {args.context:,}"),
     )
-    # Sharding state less takes the same time and more memory, so each way to divide the work gets one line.
+    # Layouts that differ only in the sharding of state divide the work in the same way, so only the best is shown.
     cuts = {replace(t.layout, zero=0): t for t in reversed(found.ranked)}
     shown = sorted(cuts.values(), key=found.ranked.index)[:_SHOWN]
     table = output.table("layout", "step", "tokens/s", "math", "memory", "network", "bubble, hops", "GB per GPU", "why")

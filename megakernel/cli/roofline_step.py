@@ -105,7 +105,7 @@ def _parts(tasks: Tasks) -> list[Part]:
 
 
 def _bytes_per_weight(step: StepRoofline, rows: int) -> float:
-    """The mean over all matmuls: a row takes two FLOPs per weight."""
+    """The mean over all matmuls. Their FLOPs tell the number of weights: two FLOPs per weight and row."""
     from ..isa import OperationFamily
 
     matmuls = [c for c in step.instructions if c.matrix_flops and c.family is OperationFamily.MATMUL]
@@ -154,7 +154,7 @@ def _show_step(facts: dict[str, Any], step: StepRoofline) -> None:
     measured = facts["t_comms_measured_s"]
     comms = f"{output.ms_text(facts['t_comms_s'])}, {output.bytes_text(facts['sent_bytes'])} sent"
     if facts["t_latency_s"]:
-        comms += f"; {output.ms_text(facts['t_latency_s'])} of it hops"
+        comms += f"; {output.ms_text(facts['t_latency_s'])} of it for hops"
     if measured:
         comms += f"; {output.ms_text(measured)} at the bandwidth measured for such messages"
     fits = "fits" if memory["fits"] else "does not fit"
@@ -171,7 +171,7 @@ def _show_step(facts: dict[str, Any], step: StepRoofline) -> None:
         ("  memory", f"{output.ms_text(facts['t_memory_s'])}, {output.bytes_text(facts['memory_bytes'])} per rank"),
         ("  link", comms),
         ("  no overlap", output.ms_text(facts["step_without_overlap_s"])),
-        ("critical rows", f"{facts['critical_rows']:,.0f} for arithmetic to take as long as the weights"),
+        ("critical rows", f"{facts['critical_rows']:,.0f} for arithmetic to take as long as reading the weights"),
         (
             "memory",
             f"{memory['needed_bytes'] / gb:,.2f} of {memory['memory_bytes'] / gb:,.1f} GB, {fits}: weights"

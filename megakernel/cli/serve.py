@@ -45,7 +45,7 @@ def _tool_parser(text: str) -> str:
 
 def _routing(text: str) -> str:
     if text not in ROUTINGS:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(ROUTINGS)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(ROUTINGS)}")
     return text
 
 
@@ -111,9 +111,7 @@ def register(add: AddVerb) -> None:
 
 
 class _Config(argparse.Action):
-    """Reads the flags that the command line does not give from a file. Later flags override it, as they
-    override each other.
-    """
+    """Reads flags from a file. Flags that the command line gives, before or after this one, take precedence."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, flag: str | None = None

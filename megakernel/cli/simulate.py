@@ -117,8 +117,8 @@ def run(args: argparse.Namespace) -> int:
         ),
         (
             "moved",
-            f"{output.bytes_text(done.memory_bytes)} between memory and cache, what is loaded again and written back"
-            f" included; {output.bytes_text(done.cache_bytes)} from the cache"
+            f"{output.bytes_text(done.memory_bytes)} between memory and cache, including repeated loads and"
+            f" write-backs; {output.bytes_text(done.cache_bytes)} from the cache"
             + (f"; {output.bytes_text(done.link_bytes)} between ranks" if program.ranks > 1 else ""),
         ),
         ("simulated", f"{program.instructions:,} instructions in {seconds:.2f} s"),
@@ -129,8 +129,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
-    """The program, the machine with as many workers, and whether embeddings are tied, which is unknown for a
-    program file.
+    """The program, the machine with the program's number of workers, and whether embeddings are tied (unknown for a
+    program file).
     """
     from .. import machine as machines
     from ..program import Program
@@ -138,7 +138,7 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
     if args.file:
         if args.weights != SETTINGS["weights"].default:
             raise MegakernelError(
-                f"{args.file} is compiled for its weights already: leave --weights out, or give --model instead of FILE"
+                f"{args.file} is already compiled for its weights: leave --weights out, or give --model instead of FILE"
             )
         program = Program.load(args.file)
         workers = args.workers or program.processors

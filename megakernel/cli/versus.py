@@ -25,7 +25,7 @@ def add_versus(parser: argparse.ArgumentParser) -> None:
         type=lambda text: text.split(","),
         default=[],
         metavar="NAME",
-        help="run llama.cpp or torch in turn with ours: same weights, its best settings (may be repeated)",
+        help="also run llama.cpp or torch, in turn: on the same weights, with its best settings (may be repeated)",
     )
     parser.add_argument(
         "--llama-bench",

@@ -33,7 +33,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Question:
-    """`numbers` are the worked questions of docs/roofline.md that it answers."""
+    """`numbers` are the numbers of the worked questions in docs/roofline.md that it answers."""
 
     name: str
     what: str
@@ -48,32 +48,32 @@ QUESTIONS: dict[str, Question] = {}
 
 _MEANINGS = {
     "machine": "a known machine, a node such as h100x8, or a .toml file",
-    "bytes": "of the whole array, all shards together",
+    "bytes": "bytes of the whole array, all shards together",
     "gpus": "members of the collective, or GPUs of the cluster",
-    "inner": "ways in which another axis, inside, shards the array already",
-    "in_network": "switches add",
-    "copies": "most GPUs that a part of the array goes to, as with a token's experts (default: all)",
-    "nodes": "most nodes that it goes to (default: any)",
-    "rows": "of the left matrix",
+    "inner": "ways in which an inner axis already shards the array",
+    "in_network": "let the switches do the addition",
+    "copies": "maximum GPUs to which each part of the array goes, such as a token's experts (default: all)",
+    "nodes": "maximum nodes to which each part of the array goes (default: no limit)",
+    "rows": "rows of the left matrix",
     "inner_size": "columns of the left matrix, rows of the right one",
-    "cols": "of the right matrix",
-    "dtype": "of operands: bf16, fp8, fp4 or fp32",
-    "weight_bytes": "of a weight in memory (default: as the operands)",
-    "elements": "of each vector",
-    "clock_ghz": "of the chip (default: its boost clock, or the one that its rate implies)",
-    "registers": "of a thread",
-    "tokens": "of the batch, on all GPUs",
+    "cols": "columns of the right matrix",
+    "dtype": "type of the operands: bf16, fp8, fp4 or fp32",
+    "weight_bytes": "bytes of a weight in memory (default: those of an operand)",
+    "elements": "elements of each vector",
+    "clock_ghz": "clock of the chip in GHz (default: its boost clock, or the clock that its rate implies)",
+    "registers": "registers of a thread",
+    "tokens": "tokens of the batch, on all GPUs",
     "hidden": "width of the model, D",
     "ffn": "width of the MLP, or of an expert, F",
     "ways": "model-parallel ways",
-    "experts": "in all, E or Z",
+    "experts": "all experts, E or Z",
     "active": "experts of a token, k",
-    "parameters": "in all",
-    "utilisation": "part of the peak that is reached",
-    "stages": "of a pipeline",
-    "microbatches": "of a step",
+    "parameters": "all parameters of the model",
+    "utilisation": "fraction of the peak that is reached",
+    "stages": "stages of the pipeline",
+    "microbatches": "microbatches of a step",
     "hops": "links that a message passes, one after the other",
-    "seconds": "what it took where it was measured",
+    "seconds": "measured time in seconds",
 }
 
 

@@ -45,8 +45,8 @@ def chip(machine: Hardware, clock_ghz: float | None = None) -> Figures:
 @question(
     "intensity",
     *(3, 30),
-    what="from how many FLOPs per byte, and rows of a matmul, arithmetic takes longer than memory",
-    formula="C / W FLOPs per byte; C b / (2 W) rows, b bytes of a weight",
+    what="how many FLOPs per byte, and how many rows of a matmul, make arithmetic take longer than memory",
+    formula="C / W FLOPs per byte; C b / (2 W) rows, with b bytes per weight",
 )
 def intensity(machine: Hardware, dtype: str = "bf16", weight_bytes: float | None = None) -> Figures:
     _operand(dtype)
@@ -61,7 +61,7 @@ def intensity(machine: Hardware, dtype: str = "bf16", weight_bytes: float | None
 @question(
     "matmul",
     *(4, 32),
-    what="least time of [rows, inner] x [inner, cols], and how near a measured one is",
+    what="least time of [rows, inner] x [inner, cols], and how near a measured time comes to it",
     formula="max(2 m k n / C, (m k + k n + m n) b / W)",
 )
 def matmul(
@@ -76,7 +76,7 @@ def matmul(
     "vector-add",
     *(7, 30),
     what="least time of adding two fp32 vectors",
-    formula="max(N / (lanes x clock), 12 N / W); only SMs that have elements compute",
+    formula="max(N / (lanes x clock), 12 N / W); SMs without elements are idle",
 )
 def vector_add(machine: Hardware, elements: int, clock_ghz: float | None = None) -> Figures:
     return _times(book.vector_add(machine, elements, clock_ghz * _GHZ if clock_ghz else machine.clock_hz))
@@ -97,8 +97,8 @@ def warps(registers: int) -> Figures:
 @question(
     "offload",
     41,
-    what="time to read weights once that lie in the host's memory",
-    formula="bytes / W of PCIe or NVLink-C2C",
+    what="time to read weights once if they are in the host's memory",
+    formula="bytes / W, where W is the rate of PCIe or NVLink-C2C",
 )
 def offload(machine: Hardware, bytes: float) -> Figures:
     return {"pass_s": book.host_pass_s(machine, bytes), "from_its_own_memory_s": bytes / machine.chip.hbm_bytes_per_s}

@@ -17,8 +17,8 @@ _FLOPS_PER_TOKEN = 6  # per parameter: two in the forward pass, four in the back
 @question(
     "data-parallel",
     *(22, 24, 27, 35, 37, 38, 39),
-    what="tokens per GPU from which training is bound by arithmetic, not by sharing weights",
-    formula="B/X > alpha (X - 1)/X E/k, alpha = C / W; model-parallel ways beyond a node's GPUs divide what leaves it",
+    what="tokens per GPU from which training is bound by arithmetic, not by the exchange of weights",
+    formula="B/X > alpha (X - 1)/X E/k, alpha = C / W; for Y > S ways of model parallelism, alpha S/Y, S a node's GPUs",
 )
 def data_parallel(
     machine: Hardware, tokens: int | None = None, gpus: int = 1024, ways: int = 1, experts: int = 1, active: int = 1
@@ -51,7 +51,7 @@ def data_parallel(
 @question(
     "tensor-parallel",
     *(23, 24),
-    what="most ways of tensor parallelism that arithmetic hides",
+    what="maximum ways of tensor parallelism whose communication arithmetic hides",
     formula="Y < F / alpha; over exactly two nodes Y < F / alpha + a node's GPUs",
 )
 def tensor_parallel(machine: Hardware, ffn: int, ways: int | None = None) -> Figures:
@@ -123,7 +123,7 @@ def training(machine: Hardware, parameters: float, tokens: float, gpus: int, uti
 @question(
     "experts",
     41,
-    what="the part of its experts' GPUs that a token is sent to",
+    what="the fraction of the experts' GPUs to which a token is sent",
     formula="expected (1 - (1 - 1/Z)^k) (1 - 1/Z), approximately min(k/Z, 1) (1 - 1/Z)",
 )
 def experts(experts: int, active: int) -> Figures:

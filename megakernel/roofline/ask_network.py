@@ -8,13 +8,13 @@ from . import book
 from .ask import Figures, question
 from .collectives import exchange_seconds, latency_s, measured_s
 
-_GATHER = "B max over levels of (D - 1) S / (D max(Y, S) W): degree D, S GPUs below a child, its link W, Y ways inside"
+_GATHER = "B (D - 1) S / (D max(Y, S) W), slowest level: degree D, S GPUs and link W per child, Y inner ways"
 
 
 @question(
     "all-gather",
     *(10, 11, 15, 16, 17, 21, 37),
-    what="least time until each GPU has an array of which each had a part; a reduce-scatter takes as long",
+    what="least time until each GPU has all parts of an array, of which each had one; a reduce-scatter takes as long",
     formula=_GATHER,
 )
 def all_gather(machine: Hardware, bytes: float, gpus: int, inner: int = 1) -> Figures:
@@ -26,8 +26,8 @@ def all_gather(machine: Hardware, bytes: float, gpus: int, inner: int = 1) -> Fi
 @question(
     "all-reduce",
     *(18, 19, 20, 38),
-    what="least time until each GPU has the sum of all arrays, in two passes or added by switches (SHARP)",
-    formula=f"twice {_GATHER}; where switches add B S / (max(Y, S) W)",
+    what="least time until each GPU has the sum of all arrays, by two passes or by addition in switches (SHARP)",
+    formula=f"twice {_GATHER}; if switches do the addition: B S / (max(Y, S) W)",
 )
 def all_reduce(machine: Hardware, bytes: float, gpus: int, inner: int = 1, in_network: bool = False) -> Figures:
     levels = _levels(machine, gpus)
@@ -48,8 +48,8 @@ def all_reduce(machine: Hardware, bytes: float, gpus: int, inner: int = 1, in_ne
 @question(
     "all-to-all",
     *(12, 34, 36),
-    what="least time until each GPU has sent each other one its part of an array",
-    formula="B min(k, M) (M - 1) / (M^2 W) over a level's M children; k copies of each part, without k one to each",
+    what="least time until each GPU has sent every other GPU its part of an array",
+    formula="B min(k, M) (M - 1) / (M^2 W) over a level's M children, k copies of each part (without --copies: 1)",
 )
 def all_to_all(
     machine: Hardware, bytes: float, gpus: int, copies: int | None = None, nodes: int | None = None
@@ -64,7 +64,7 @@ def all_to_all(
     "levels",
     *(8, 9, 13),
     what="the network that joins GPUs: degree and bandwidth of each level, bisection of a node",
-    formula="all children's links together; a level has full bisection where that is the same per node as below",
+    formula="sum of all children's links; full bisection if this sum per node is the same as one level below",
 )
 def levels(machine: Hardware, gpus: int) -> Figures:
     found: Figures = {"switches_of_a_node_bytes_per_s": machine.switch_bytes_per_s}
@@ -85,7 +85,7 @@ def levels(machine: Hardware, gpus: int) -> Figures:
     "switches",
     *(14, 33),
     what="what a cluster is built of",
-    formula="a fat tree with full bisection: half of a leaf's ports go up; a core where a spine has too few",
+    formula="a fat tree with full bisection: half of a leaf's ports go up; a core layer if a spine has too few ports",
 )
 def switches(machine: Hardware, gpus: int) -> Figures:
     parts = book.parts(machine, gpus)

@@ -24,7 +24,7 @@ ON_CHIP = {"h100": (262144, REGISTERS_PER_SM), "tpu-v5p": (64e6, 32768)}
 MOST_REGISTERS = 256  # of a thread, as the book counts them
 IN_NETWORK_ON, H100_IN_NETWORK_BUS_BYTES_PER_S = "h100", 480e9
 HOST_LINK_BYTES_PER_S = {"h100": 64e9, "gh200": 450e9, "gb200-nvl72": 900e9}
-# The switches of NVIDIA's SuperPOD reference designs. For GB200, as many leaves as give all cables full bisection.
+# The switches of NVIDIA's SuperPOD reference designs. For GB200, as many leaves as full bisection requires.
 LEAF_SWITCHES_PER_UNIT = {"h100": 8, "b200": 8, "gb200-nvl72": 18}
 SWITCH_PORTS, SWITCH_PORT_BYTES_PER_S = 64, 50e9
 # How a GPU's links are distributed over the switches of its node.
@@ -142,12 +142,14 @@ def spread(experts: int, active: int) -> tuple[float, float]:
 
 
 def alpha_node(hardware: Hardware) -> float:
-    """FLOPs per byte that a GPU sends inside the node."""
+    """The FLOPs that a GPU can do per byte that it sends inside the node."""
     return hardware.flops_per_s("bf16") / hardware.link.egress_bytes_per_s
 
 
 def alpha_beyond(hardware: Hardware) -> float:
-    """FLOPs of one GPU per byte that its node sends: a collective beyond the node moves an array once per node."""
+    """The FLOPs that one GPU can do per byte that its node sends: a collective beyond the node moves an array only once
+    per node.
+    """
     return hardware.flops_per_s("bf16") / hardware.node.egress_bytes_per_s
 
 
@@ -167,9 +169,9 @@ def tensor_parallel(tokens: float, model: int, ffn: int, members: int, flops_per
 
 
 def expert_parallel(hardware: Hardware, tokens: float, model: int, ffn: int, active: int, members: int) -> Times:
-    """The forward pass over `members` on several nodes of 8: 4 B k D F / (Z C) against two sparse all-to-alls.
+    """The forward pass over `members` on several nodes of S GPUs: 4 B k D F / (Z C) against two sparse all-to-alls.
 
-    4 B D (Z - 8) / (W Z) min(8 k / Z, 1): a token's row is sent to at most k of Z / 8 nodes.
+    4 B D (Z - S) / (W Z) min(S k / Z, 1): a token's row is sent to at most k of Z / S nodes.
     """
     gpus = hardware.node.gpus
     moved = 4.0 * tokens * model * (members - gpus) / (hardware.node.egress_bytes_per_s * members)
@@ -197,8 +199,8 @@ class Parts:
 def parts(hardware: Hardware, gpus: int) -> Parts:
     """The switches of a fat tree with full bisection over whole units.
 
-    Each leaf has half of its ports down and half up. Two levels suffice while a spine switch has a port for each leaf.
-    Beyond that, the spine also has half of its ports up, to a core layer.
+    Half of each leaf's ports go down and half go up. Two levels suffice while a spine switch has a port for each leaf.
+    Beyond that, half of each spine switch's ports also go up, to a core layer.
     """
     fabric, per_node = hardware.fabric, hardware.node.gpus
     if fabric is None:

@@ -17,12 +17,12 @@ def all_to_all_s(array_bytes: float, members: int, egress_bytes_per_s: float) ->
 
 
 def axis_seconds(array_bytes: float, levels: Sequence[Level], inner: int, members: int) -> dict[str, float]:
-    """The seconds at each level of a gather over `members` GPUs that lie `inner` apart; inner axes already shard the
-    array.
+    """The seconds at each level of a gather over `members` GPUs that are `inner` GPUs apart; inner axes already shard
+    the array in `inner` ways.
 
-    Every byte that the GPUs of a node lack enters over its link: B S / (max(Y, S) W) (1 - max(Y, S) / (X Y)), with S
-    GPUs behind the link, Y = inner, X = members. Inside, a GPU gets from its peers what they have or received: B (d -
-    1) / (d Y W), with d members per node.
+    Every byte that the GPUs of a node lack enters over the node's link: B S / (max(Y, S) W) (1 - max(Y, S) / (X Y)),
+    with S GPUs behind the link, Y = inner, X = members. Inside a node, a GPU gets from its peers what they have or
+    received: B (d - 1) / (d Y W), with d members per node.
     """
     out: dict[str, float] = {}
     for level in levels:
@@ -39,8 +39,8 @@ def axis_seconds(array_bytes: float, levels: Sequence[Level], inner: int, member
 def exchange_seconds(array_bytes: float, levels: Sequence[Level], chosen: int, nodes: int = 0) -> dict[str, float]:
     """The seconds at each level of sending each row of an array, spread over all GPUs, to `chosen` experts among them.
 
-    Over a level with M children, this is an all-to-all of min(k, M) copies of each row: one to each child with a chosen
-    expert. If a router restricts a row's experts to some `nodes`, no more copies than that leave a node.
+    Over a level with M children, this is an all-to-all of min(k, M) copies of each row, k = `chosen`: one to each child
+    with a chosen expert. If a router restricts a row's experts to `nodes` nodes, at most `nodes` copies leave a node.
     """
     out: dict[str, float] = {}
     children = 1

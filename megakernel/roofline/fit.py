@@ -11,8 +11,8 @@ from ..isa import BUFFERS, Dims, Space, kv_bytes
 
 @dataclass(frozen=True)
 class Fit:
-    """Bytes on the rank that needs the most. `sequences_at_most`: sequences of the step's context that fit with weights
-    and activations.
+    """Bytes on the rank that needs the most. `sequences_at_most`: how many sequences of the step's context fit
+    together with weights and activations.
     """
 
     weight_bytes: float

@@ -21,7 +21,7 @@ _EQUAL = 1e-6  # throughputs that differ by less count as equal
 class Serving:
     """One size of replica, `tp` x `ep` GPUs, with one batch size, over the whole fleet.
 
-    `prefill_tokens_per_s` is the number of prompt tokens that the fleet's arithmetic could process instead of decoding.
+    `prefill_tokens_per_s` is the rate at which the fleet's arithmetic could process prompt tokens instead of decoding.
     """
 
     tp: int
@@ -92,8 +92,8 @@ def fleet(shape: Shape, hardware: Hardware, gpus: int, context: float) -> list[S
 
 
 def best(shape: Shape, hardware: Hardware, gpus: int, context: float, step_s: float = inf) -> Serving:
-    """The choice with the most tokens per second whose steps take at most `step_s`; among equals the one with the
-    shortest step.
+    """Among all choices whose steps take at most `step_s`, the one with the highest throughput; among equals the one
+    with the shortest step.
 
     A larger batch takes longer and never generates fewer tokens per second. So for each group size, the largest batch
     that is fast enough gives the throughput, and the smallest batch with that throughput is chosen. Raises

@@ -15,7 +15,7 @@ from ..model.cache import cache_folder
 from .ceilings import Measured, last_level_cache
 
 _LARGEST_FILE = 1 << 20
-_MOST = 1e18  # the most that a rate may be, because a wrong rate that is too large would be kept forever
+_MOST = 1e18  # limit of a rate in the file, because a wrong rate that is too large would be kept forever
 log = logging.getLogger(__name__)
 
 
@@ -60,7 +60,7 @@ def _read() -> dict[str, dict[str, object]]:
     except (OSError, ValueError, RecursionError) as e:
         return _damaged(e.strerror or str(e) if isinstance(e, OSError) else "it is not JSON")
     if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
-        return _damaged("it is no table of machines")
+        return _damaged("it is not a table of machines")
     return found
 
 
@@ -76,7 +76,7 @@ def _measured(found: object, threads: int) -> Measured | None:
             raise ValueError("a figure is missing or unknown")
         for name in ("read_bytes_per_s", "cache_bytes_per_s", "flops"):
             if not _is_rate(found[name]):
-                raise ValueError(f"{name} is no rate")
+                raise ValueError(f"{name} is not a rate")
         if found["threads"] != threads or not isinstance(found["probes"], int) or found["probes"] < 1:
             raise ValueError("threads or probes is wrong")
         if not (found["others"] is None or (isinstance(found["others"], float) and 0 <= found["others"] <= 1)):

@@ -1,7 +1,7 @@
 """Layouts of a model over GPUs, and the least time of a training step or a decoding step with a layout.
 
-The axes from the innermost are tensor, expert, pipeline, data. A gather over an axis moves less through a link the more
-ways the inner axes already shard the array.
+From the innermost to the outermost, the axes are tensor, expert, pipeline and data. If inner axes already shard an
+array, a gather over an outer axis moves less of it through a link.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def train_step(shape: Shape, hardware: Hardware, layout: Layout, tokens: float, 
     """A training step over a batch of `tokens`: 6 FLOPs per active parameter and token, without attention scores.
 
     The forward and the backward pass each take the longest of arithmetic, memory and communication. ZeRO-3 gathers the
-    weights in both passes and scatters gradients; other stages gather and scatter once, during the backward pass. A
-    replica's sequences are divided into microbatches, each of which reads the weights. Their number is the best of n,
-    n/2, n/4, ...: more of them shrink the bubbles between stages. Memory holds weights, optimizer state, and one
-    checkpoint per layer and token of the microbatches in flight.
+    weights in both passes and scatters gradients; ZeRO-0 and 1 gather and scatter once, during the backward pass. A
+    replica's sequences are divided into microbatches, each of which reads the weights. For n sequences, their number is
+    the best of n, n/2, n/4, ...; more microbatches mean smaller bubbles between stages. Memory holds weights, optimizer
+    state, and one checkpoint per layer and token of the microbatches in flight.
     """
     most = max(1, int(tokens / (layout.dp * layout.ep) // sequence_tokens))
     counts = [most >> i for i in range(most.bit_length())]
@@ -126,9 +126,9 @@ def decode_step(shape: Shape, hardware: Hardware, layout: Layout, sequences: flo
     """A step that adds one token to each of `sequences`, which have `context` KV tokens each. Everything but the
     weights is bf16.
 
-    Each data-parallel replica has a share of the sequences, and each stage one microbatch at a time, so a token passes
-    all stages in a step. Weights are read once per microbatch; experts only if some token chose them. If there are more
-    tensor-parallel ranks than KV heads, heads are copied. Activations take no memory.
+    Each data-parallel replica has a share of the sequences. Each pipeline stage has one microbatch at a time, and in a
+    step every microbatch passes all stages. Weights are read once per microbatch; experts only if some token chose
+    them. If there are more tensor-parallel ranks than KV heads, heads are copied. Activations are not counted.
     """
     y, e, z = layout.tp, layout.ep, layout.pp
     replica = sequences / layout.dp
@@ -178,10 +178,11 @@ def _exchange(shape: Shape, hardware: Hardware, array_bytes: float, tp: int, ep:
 
 
 def _tensor_seconds(hardware: Hardware, gather: dict[str, float], ways: int) -> dict[str, float]:
-    """The seconds of a layer's tensor-parallel exchange, from those of one gather: four gathers and scatters, or, for
-    few tokens, two exchanges of whole partial sums.
+    """The seconds of a layer's tensor-parallel exchange by the faster of two lowerings; `gather` has the seconds of one
+    gather.
 
-    The latter move as much as a gather from each rank to every other one, with half of the hops.
+    One lowering has four gathers and scatters. The other, for few tokens, has two exchanges of whole partial sums: each
+    moves `ways` times as much as a gather, but half of the hops suffice.
     """
     lowerings = (
         _with_hops(hardware, gather, _GATHERS_PER_LAYER, _GATHERS_PER_LAYER),
@@ -195,7 +196,7 @@ def _with_hops(hardware: Hardware, seconds: dict[str, float], transfers: int, ho
 
 
 def _train_bytes(shape: Shape, layout: Layout, tokens: float) -> float:
-    """The bytes of one GPU; `tokens` of its replica are between forward and backward."""
+    """The bytes on one GPU while `tokens` tokens of its replica are between their forward and backward pass."""
     inside, replicas = layout.tp * layout.pp, layout.dp * layout.ep
     total = _BF16 * tokens * shape.hidden * ceil(shape.layers / layout.pp) / layout.tp
     groups = ((shape.dense_parameters / inside, replicas), (shape.expert_parameters / (inside * layout.ep), layout.dp))
@@ -241,7 +242,7 @@ def _why(
 
 
 def pipeline_comms_s(tokens: float, model: int, microbatches: int, stages: int, bytes_per_s: float) -> float:
-    """All hops of a pass that follow one another: N_mb + N_stages - 2 of them are on the critical path.
+    """The seconds of a pass's hops on the critical path: N_mb + N_stages - 2 hops, one after the other.
 
     Each sends a microbatch's activations to the next stage: 2 B D / (W N_mb).
     """

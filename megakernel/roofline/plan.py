@@ -32,7 +32,7 @@ class Plan:
 
 
 def plan(shape: Shape, hardware: Hardware, gpus: int, tokens: int, context: int, *, training: bool = False) -> Plan:
-    """The layouts of `gpus` GPUs for a step, and those with idle GPUs that are faster than all of them.
+    """All layouts that use all `gpus` GPUs for a step, and layouts with idle GPUs if they are faster than all of these.
 
     Training has a batch of `tokens` in sequences of `context`. Decoding has `tokens` sequences with `context` KV tokens
     each. Among equally fast layouts, the one with fewer axes comes first, then the one that takes less memory. Raises
@@ -78,8 +78,8 @@ def price(
 
 @dataclass(frozen=True)
 class Loss:
-    """A layout compared with the best. `rank` counts from 1. `cause` is the part that contributes most to `slower_s`,
-    and its amount.
+    """A layout compared with the best. `rank` counts from 1. `cause` is the part of the step that contributes
+    most to `slower_s`, and `cause_s` is its contribution.
     """
 
     time: LayoutTime
@@ -130,9 +130,9 @@ def _binding(time: LayoutTime) -> str:
 
 
 def _idling(shape: Shape, gpus: int, node: int, *, training: bool) -> Iterator[Layout]:
-    """Layouts with even stages that leave some GPUs idle, each with as many replicas as possible.
+    """Layouts that leave some GPUs idle, with equal pipeline stages and as many replicas as possible.
 
-    Beyond one node they fill whole nodes.
+    A layout that needs more than one node fills whole nodes.
     """
     for tp in _divisors(shape.heads):
         for ep in _divisors(shape.experts):

@@ -17,7 +17,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 96, 28, 64, 60
 _TITLE, _LEGEND = 24, 47  # baselines
 _CHARACTER, _LINE = 6.6, 15.0  # of a label, in pixels
 _NEAR = 9.0  # pixels within which points share a marker
-_NAMES = 3  # the most names that a shared marker's label lists
+_NAMES = 3  # maximum names in the label of a shared marker
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _ROOFS = {"fp4": "fp4 matrix", "fp8": "fp8 matrix", "bf16": "bf16 matrix", "fp32": "fp32"}
 _STYLE = """
@@ -112,7 +112,7 @@ def _frame(hardware: Hardware, points: Sequence[Point]) -> _Frame:
 def _subtitle(hardware: Hardware, roof: str) -> str:
     bytes_per_s = _si(hardware.chip.hbm_bytes_per_s, "B/s")
     flops = _si(hardware.flops_per_s(roof), "FLOP/s")
-    return f"{hardware.name}: {flops} {roof}, {bytes_per_s}, level from {hardware.intensity(roof):.0f} FLOPs per byte"
+    return f"{hardware.name}: {flops} {roof}, {bytes_per_s}, flat from {hardware.intensity(roof):.0f} FLOPs per byte"
 
 
 def _si(value: float, unit: str) -> str:

@@ -30,8 +30,8 @@ class Part:
 class PhaseCost:
     """The work of the phase named `instruction` in a whole step, on the rank with the most of it, and its least times.
 
-    `sent_bytes` go to other ranks, in `hops` messages of `message_bytes` that something waits for. `comms_measured_s`
-    uses the measured bandwidth of collectives of that size; None if it was not measured.
+    `sent_bytes` go to other ranks, in `hops` messages of `message_bytes` for which another instruction waits.
+    `comms_measured_s` uses the measured bandwidth of collectives of that size; None if it was not measured.
     """
 
     instruction: str
@@ -77,7 +77,7 @@ class StepRoofline:
 
     @property
     def step_s(self) -> float:
-        """Everything overlapped."""
+        """The time of the step if everything overlaps."""
         return max(self._times)
 
     @property
@@ -163,7 +163,7 @@ def _work(part: Part, context: float) -> _Work:
 
 
 def _most(work: Iterable[tuple[Part, _Work]]) -> _Work:
-    """For each kind of work, the amount on the rank that has most of it."""
+    """For each kind of work, the amount on the rank with the largest amount."""
     sums: dict[int, _Work] = {}
     for part, (matrix, vector, memory, sent) in work:
         a, b, c, d = sums.get(part.dims.rank, (0.0, 0.0, 0.0, 0.0))
@@ -173,7 +173,7 @@ def _most(work: Iterable[tuple[Part, _Work]]) -> _Work:
 
 
 def _measured_s(sent_bytes: float, messages: int, hardware: Hardware, ranks: int) -> float | None:
-    """The seconds of this many gathers of equal arrays, of which a rank sends (N - 1) / N to its peers."""
+    """The seconds of `messages` gathers of equal size. A rank sends (N - 1) / N of each array to its peers."""
     if not messages:
         return 0.0
     one = measured_s(sent_bytes / messages * ranks / (ranks - 1), hardware, ranks, passes=1)

@@ -13,7 +13,7 @@ from ..model.config import ModelConfig
 class Shape:
     """Counts. `ffn` is that of one expert if there are experts; `kv_width` values are kept per token and layer.
 
-    `router_nodes` is the most nodes on which a token's experts may lie (0: no limit). `weight_bytes` is per weight
+    `router_nodes` is the maximum number of nodes with a token's experts (0: no limit). `weight_bytes` is per weight
     while decoding.
     """
 
@@ -46,7 +46,7 @@ class Shape:
 
 
 def shape_of(name: str, config: ModelConfig) -> Shape:
-    """A dense Llama's."""
+    """The shape of a dense Llama."""
     c = config
     attention = c.hidden * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
     table = c.vocab * c.hidden

@@ -97,9 +97,9 @@ def _link_bytes(dims: Dims, rows: int, logit_rows: int) -> float:
     """The bytes that each of Y ranks stores on the others, with shards taken as equal.
 
     A layer's exchanges move (Y - 1) / Y of n rows of width D each: two gathers of normalised rows, the reduction of the
-    MLP, and that of the attention output or its transpose, 1 / Y of that. If all ranks have the whole residual, there
-    are no gathers, and each exchange goes to every rank. The logit rows follow: gathered, and their logits in float32
-    sent to the ranks that sample them.
+    MLP, and the reduction of the attention output. With a replicated O projection, the attention output is transposed
+    instead, which moves 1 / Y as much. If all ranks have the whole residual, there are no gathers, and each exchange
+    goes to every rank. Logit rows come on top: they are gathered, and their float32 logits go to the ranks that sample.
     """
     others = (dims.tp - 1) / dims.tp
     copies = dims.tp if dims.replicated_residual else 1
@@ -136,4 +136,4 @@ def fraction_error(fraction: float, ceilings: Ceilings) -> str | None:
     """The reason why a fraction of the roofline above 1 means nothing; None for other fractions."""
     if fraction <= 1:
         return None
-    return f"{fraction:.2f} of the roofline cannot be: the ceilings ({ceilings.how}) or the time are measured wrongly"
+    return f"{fraction:.2f} of the roofline is impossible: the ceilings ({ceilings.how}) or the time are wrong"

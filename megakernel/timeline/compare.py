@@ -1,8 +1,8 @@
 """Compares two traces: predicted and measured, or before and after a change.
 
-The counterpart of an executed instruction has a phase of the same name and the same operands, layer, rank and launch,
-wherever it was placed and whenever it ran. Programs of one bucket that were compiled differently can therefore be
-compared too.
+An executed instruction and its counterpart in the other trace have a phase of the same name and the same operands,
+layer, rank and launch. The worker and the time may differ. Therefore, programs of one bucket that were compiled
+differently can be compared too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class PhaseChange:
 
 @dataclass(frozen=True)
 class LayerChange:
-    """The first begin and the last end of a phase in one layer over all workers, in seconds since its launch began."""
+    """When a phase ran in one layer, in both traces: the first begin and the last end over all workers, in seconds
+    since the launch began.
+    """
 
     layer: int | None
     instruction: str
@@ -44,10 +46,10 @@ class LayerChange:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`step_s` of both traces and their ratio, second / first. Times of `instructions` cover only those with a
-    counterpart.
+    """`step_s` of both traces and their ratio, second / first. `instructions` covers only instructions that
+    have a counterpart.
 
-    `phases` are those of the last launch, in the order in which the first trace began them.
+    `phases` covers the last launch, in the order in which the phases begin in the first trace.
     """
 
     first: str
@@ -63,8 +65,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Executed:
-    """Executed instructions: identity [n, words] int64, the phase's place `in_common`, layer (-1: none), COMPUTE ticks,
-    begin, end, launch."""
+    """Executed instructions: identity [n, words], position of the phase in the list from `in_common`, layer (-1: none),
+    seconds in COMPUTE, begin and end in seconds since the launch began, launch.
+    """
 
     key: NDArray[np.int64]
     place: NDArray[np.int64]
@@ -106,8 +109,8 @@ def compare(first: tuple[Program, Trace], second: tuple[Program, Trace]) -> Comp
 
 
 def in_common(programs: Sequence[Program]) -> tuple[list[Phase], list[NDArray[np.int64]]]:
-    """The phases of all programs, one per name, and for each program the position of its phases in that list,
-    by number.
+    """The phases of all programs, one per name; and for each program, an array that maps a phase number to the position
+    in that list.
     """
     forwards = [program.forward.by_number.values() for program in programs]
     phases = {phase.name: phase for forward in forwards for phase in forward}
@@ -129,8 +132,8 @@ def match(one: NDArray[np.int64], two: NDArray[np.int64]) -> tuple[NDArray[np.in
 
 
 def identity(resolved: Resolved, rows: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[rows, words] the identity that an executed instruction shares with its counterpart. `places` is its phase's
-    position `in_common`.
+    """[rows, words] the identity that an executed instruction shares with its counterpart. `places` is the array
+    that `in_common` returned for this program.
     """
     words = resolved.records[resolved.record[rows]]
     operands = words[:, rec.OPERAND_WORD : rec.OPERAND_WORD + rec.OPERANDS]

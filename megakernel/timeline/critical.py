@@ -36,9 +36,9 @@ class CriticalPath:
     """The path of the last launch, from its begin to its end. `seconds` = sum of `by_instruction` + `gap_s`, to the
     tick.
 
-    A link ends after its COMPUTE if the next link is on the same worker, and after its STORE if the next link waited
-    for it. The next link begins there, or at its own COMPUTE if that is later. The gaps between links are signals,
-    dispatch, and loads that no other work hid.
+    A link ends where it lets the next one continue: after COMPUTE for the next instruction of its worker, after STORE
+    for one that waits for it. The next link begins there, or at its own COMPUTE if that is later. The gaps between
+    links are signals, dispatch, and loads that no other work hid.
     """
 
     seconds: float

@@ -91,8 +91,8 @@ def write_html(
 def page(
     program: Program, trace: Trace, other: tuple[Program, Trace] | None = None, *, machine: Machine | None = None
 ) -> str:
-    """The page, with `other` below the first trace if given. `machine` provides the peak rates, as in `summarise`, also
-    for `other` if that names the same machine.
+    """The page, with `other` below the first trace if given. `machine` provides the peak rates, as in `summarise`. It
+    also applies to `other` if both programs name the same machine.
 
     Raises MegakernelError if a trace does not fit its program, or if the two have nothing in common.
     """
@@ -127,7 +127,7 @@ def _asset(name: str) -> str:
 
 
 def _unit_s(sources: list[_Source]) -> float:
-    """The page's unit of time in seconds: the first trace's tick, or a multiple with which every moment fits
+    """The page's unit of time in seconds: the first trace's tick, or the least multiple of it in which every time fits
     32 bits.
     """
     tick = sources[0].resolved.trace.header.tick_s

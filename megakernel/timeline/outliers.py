@@ -18,8 +18,8 @@ FAR = 8  # times the median of the phase
 
 @dataclass(frozen=True)
 class Outliers:
-    """`median`: by phase number, the median length in ticks of COMPUTE (0 without any). `chosen`: which intervals are a
-    COMPUTE that took more than FAR times the median.
+    """`median`: for each phase number, the median length of its COMPUTE intervals in ticks (0 if there are none).
+    `chosen`: a mask of the COMPUTE intervals that are longer than FAR * median.
     """
 
     median: NDArray[np.float64]

@@ -1,5 +1,5 @@
-"""Measures of overlap, each with its formula. |S| is the total length of a set of times; None if the divisor
-is zero.
+"""Measures of overlap, each with its formula, in which |S| is the total length of a set of times. A measure is None
+if its divisor is zero.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def inside_worker(resolved: Resolved) -> float | None:
 
     ahead = [begin, min(end, own COMPUTE's begin)): the part of a load that must be finished before the instruction can
     start. A load is hidden while its worker waits for counters or pages, or computes an earlier instruction. Data that
-    a long instruction loads during its own COMPUTE says nothing about neighbours; see `loads_under_compute`.
+    a long instruction loads during its own COMPUTE is not counted here, but in `loads_under_compute`.
     """
     load = resolved.kind(IntervalKind.LOAD)
     compute = resolved.kind(IntervalKind.COMPUTE)
@@ -71,7 +71,7 @@ def _covered(
 
 
 def exposed_communication(resolved: Resolved, releaser: NDArray[np.int64]) -> float:
-    """sum over workers of |counter waits released by another rank, without COMPUTE| / (workers x steps' time).
+    """sum over workers of |counter waits released by another rank, without COMPUTE| / (workers x time of all steps).
 
     releaser: of each interval (-1: none). A loader's wait during its worker's COMPUTE costs nothing.
     """
@@ -99,7 +99,9 @@ def compute_bound(program: Program, machine: Machine) -> set[int]:
 
 
 def across_workers(resolved: Resolved, machine: Machine) -> float | None:
-    """|a worker computes memory-bound while another computes compute-bound| / |some worker computes memory-bound|."""
+    """|a worker computes a memory-bound instruction while another worker computes a compute-bound one| / |some worker
+    computes a memory-bound instruction|.
+    """
     compute = resolved.kind(IntervalKind.COMPUTE)
     matrix = np.isin(resolved.number, list(compute_bound(resolved.program, machine)))
     memory = ~matrix & ~resolved.control
@@ -120,8 +122,8 @@ def phases(resolved: Resolved) -> float | None:
 def across_ranks(resolved: Resolved) -> float | None:
     """|ranks compute instructions of >= 2 (layer, phase) at once| / |some worker computes|; None for one rank.
 
-    It tends to 0 if ranks wait for each other by whole phases, because no rank begins a phase before all have ended the
-    last.
+    It tends to 0 if ranks wait for each other after every phase, because then no rank begins a phase before all ranks
+    have ended the previous one.
     """
     if resolved.program.ranks == 1:
         return None
@@ -132,7 +134,9 @@ def across_ranks(resolved: Resolved) -> float | None:
 
 
 def _phases_together(resolved: Resolved, busy: Spans) -> float | None:
-    """The fraction of the busy time in which two or more are busy, with two or more (layer, phase)."""
+    """The fraction of the time covered by `busy` in which two or more lanes (or ranks) of `busy` compute, and these
+    compute two or more (layer, phase).
+    """
     compute = resolved.kind(IntervalKind.COMPUTE)
     phase = ((resolved.segment * (resolved.program.dims.layers + 1) + resolved.block) << 8) + resolved.number
     base = np.unique(phase[compute], return_inverse=True)[1] * resolved.period  # phases end to end

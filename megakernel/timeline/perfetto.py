@@ -35,8 +35,8 @@ _BINS = 2048  # samples of a resource's counter
 def write_perfetto(program: Program, trace: Trace, path: Path) -> None:
     """Write the trace: a process per rank, a track per worker, and below it one track per role and kind of interval.
 
-    Timestamps are nanoseconds since the first interval. Flows lead from the releaser of a wait to the work after it.
-    Each rank has a counter per resource: its use, in the resource's unit.
+    Timestamps are nanoseconds since the first interval. Flows lead from the releaser of a wait to the work after
+    the wait. Each rank has a counter per resource with the resource's rate, in its unit.
     """
     from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
 
@@ -87,7 +87,7 @@ def _tracks(resolved: Resolved, lane: int) -> Iterator[tuple[str, NDArray[np.int
 
 
 def _rows(resolved: Resolved, chosen: NDArray[np.int64]) -> list[list[int]]:
-    """Deal intervals in order of begin to as few rows as possible without overlap in a row."""
+    """Assign intervals, in order of begin, to as few rows as possible, so that no intervals of a row overlap."""
     rows: list[list[int]] = []
     free: list[int] = []
     for i in chosen[np.argsort(resolved.begin[chosen], kind="stable")].tolist():

@@ -27,8 +27,8 @@ class Resolved:
     """Columns with one entry per interval of `rows`.
 
     `begin`, `end`: ticks since the first interval. `lane` = rank x workers + worker. `segment`: index into SEGMENTS.
-    `block`: the counter block of its run (the layer; 0 in the prologue, `layers` in the epilogue). `instance` numbers
-    executed instructions: launch x program.instructions + position in the unrolled program.
+    `block`: the block of counters that the instruction uses (the layer; 0 in the prologue, `layers` in the epilogue).
+    `instance` numbers executed instructions: launch x program.instructions + position in the unrolled program.
     """
 
     program: Program
@@ -132,7 +132,7 @@ def by_phase(program: Program) -> Iterator[tuple[Phase, Dims, NDArray[np.int64],
 
 
 def resolve(program: Program, trace: Trace) -> Resolved:
-    """Join the two. Raises MegakernelError if the trace is empty, damaged or another program's."""
+    """Join the two. Raises MegakernelError if the trace is empty or damaged, or belongs to another program."""
     rows = trace.intervals
     if trace.header.program != program.hash:
         raise MegakernelError(f"the trace is of program {trace.header.program}, not of {program.hash}: record it again")

@@ -27,7 +27,7 @@ RESOURCES = (
     ("link out", "B/s"),
     ("link in", "B/s"),
 )
-# The resources that limit any program; how much a program needs of the cache's rate depends on its tiles.
+# The resources that limit any program. The cache is not one of them, because its use depends on a program's tiles.
 ROOFLINE = ("matrix", "vector", "memory", "link out", "link in")
 BINS = 96  # of the curves in `Resource`
 
@@ -36,8 +36,8 @@ BINS = 96  # of the curves in `Resource`
 class Resource:
     """One resource. `rate`: units per second, the mean over ranks and the steps' time; `fraction` = rate / `peak`.
 
-    `peak`: see `peaks`. `curve` divides the trace into BINS equal parts, with the mean of rate / peak over all ranks in
-    each. `ranks` has each rank's fraction.
+    `peak`: see `peaks`. `curve`: for each of BINS equal parts of the trace, the mean of rate / peak over all ranks.
+    `ranks` has each rank's fraction.
     """
 
     name: str
@@ -60,7 +60,7 @@ def peaks(machine: Machine, workers: int) -> list[float]:
 
 
 def resources(resolved: Resolved, machine: Machine) -> list[Resource]:
-    """Every resource that the program uses. Attention's use is what the trace says about its items."""
+    """Every resource that the program uses. Attention's use comes from the items in the trace."""
     amounts = curves(resolved, BINS)
     first, last = resolved.launch_spans()
     tick = resolved.trace.header.tick_s
@@ -164,8 +164,8 @@ def _spread(
     end = np.minimum(begin + length, resolved.period)
     first, last = (begin // width).astype(np.int64), np.minimum(end // width, bins - 1).astype(np.int64)
     rows, size = resolved.program.ranks, resolved.program.ranks * (bins + 1)
-    # Within one bin it is the whole length; otherwise a part of the first bin, a part of the last, and all bins
-    # between.
+    # An interval within one bin adds its whole length there. Otherwise it adds a part of the first bin, a part of the
+    # last one, and all bins between.
     inside = first == last
     head = np.where(inside, end - begin, (first + 1) * width - begin) * rate
     tail = np.where(inside, 0.0, end - last * width) * rate

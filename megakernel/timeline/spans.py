@@ -48,14 +48,14 @@ class Spans:
         return int((self.end - self.begin).sum())
 
     def without(self, begin: Ticks, end: Ticks) -> Spans:
-        """The set minus disjoint intervals in order."""
+        """This set minus the given intervals, which must be disjoint and lie inside it."""
         starts = np.sort(np.concatenate([self.begin, end]), kind="stable")
         stops = np.sort(np.concatenate([self.end, begin]), kind="stable")
         some = stops > starts
         return Spans(starts[some], stops[some])
 
     def moments(self, period: int) -> tuple[Ticks, Ticks]:
-        """Begins and ends as ticks, with lanes on top of each other."""
+        """All begins and all ends as ticks on one common axis, instead of lanes end to end."""
         return self.begin % period, self.end % period
 
 
@@ -84,7 +84,7 @@ def disjoint(begin: Ticks, end: Ticks, what: Ticks) -> tuple[Ticks, Ticks, Ticks
 
 
 def overlaps(begin: Ticks, end: Ticks, others: Spans) -> tuple[Ticks, Ticks, Ticks, Ticks]:
-    """The intersections of the set with disjoint intervals in order: begin, end, index into both."""
+    """The intersections of the given intervals (disjoint, in order) with `others`: begin, end, the index in each."""
     first = np.searchsorted(others.end, begin, side="right")
     count = np.maximum(np.searchsorted(others.begin, end, side="left") - first, 0)
     at = np.repeat(np.arange(len(begin)), count)

@@ -22,7 +22,7 @@ class State(IntEnum):
     PAGE = 3  # a loader waits for a page
     LOAD = 4
     IDLE = 5  # nothing was recorded, or an instruction was fetched
-    END = 6  # the same after the worker's last interval of the step
+    END = 6  # like IDLE, but after the worker's last interval of the step
 
 
 BUSY = (State.COMPUTE, State.STORE, State.LOAD)
@@ -80,7 +80,7 @@ def pieces(resolved: Resolved) -> Pieces:
 
 
 def _states(resolved: Resolved) -> list[tuple[State, NDArray[np.bool_]]]:
-    """The intervals of each state; where they overlap, the first one counts."""
+    """The intervals of each state, in the order in which states take precedence where intervals overlap."""
     waits = resolved.kind(IntervalKind.COUNTER_WAIT)
     consumers = resolved.rows["role"] == Role.CONSUMER
     return [
@@ -94,7 +94,7 @@ def _states(resolved: Resolved) -> list[tuple[State, NDArray[np.bool_]]]:
 
 
 def _idle(resolved: Resolved, free: Spans) -> NDArray[np.int8]:
-    """IDLE or END for time that nothing covers."""
+    """IDLE or END for each span of `free`, in which no interval was recorded."""
     lane = free.begin // resolved.period
     begin = free.begin - lane * resolved.period
     launch = np.searchsorted(resolved.launch_spans()[0], begin, side="right") - 1

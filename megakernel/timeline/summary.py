@@ -58,7 +58,7 @@ class WaitTime:
     """The cost of waits of phase `instruction` for `cause`, the phases that signal the counter that was satisfied last.
 
     The cost is the time in which the worker did nothing else. `count` counts waits with a cost. `share` is the fraction
-    of all such time. `places` has the longest ones.
+    of the cost of all waits. `places` has the longest waits.
     """
 
     instruction: str
@@ -71,15 +71,15 @@ class WaitTime:
 
 @dataclass(frozen=True)
 class Summary:
-    """The numbers of a trace. Times are in seconds and fractions relative to 1, over all launches; the critical path is
-    the last launch's.
+    """The numbers of a trace over all launches; only the critical path is that of the last launch. Times are in
+    seconds, and fractions are not in percent.
 
-    `step_s`: last end - first begin, mean over launches. Per worker, of the steps' time (states.py): busy = |COMPUTE,
-    STORE, LOAD|, wait = |WAIT, PAGE|, idle = |IDLE, END|. `busy` is the mean over workers, `computing` that of COMPUTE.
-    `imbalance` = max worker busy / mean - 1. `dropped` intervals did not fit the trace buffer. `clock_error_s` bounds
-    the offset between ranks, and so the error of everything across ranks. `without_attention`: the trace lacks
-    attention's work, so resources lack it too. The other fields are explained at the function or class of the same
-    name.
+    `step_s`: last end - first begin, mean over launches. Fractions of the steps' time per worker (see states.py): busy
+    = |COMPUTE, STORE, LOAD|, wait = |WAIT, PAGE|, idle = |IDLE, END|. `busy` is the mean over workers, `computing` the
+    mean of COMPUTE alone. `imbalance` = max worker busy / mean - 1. `dropped` intervals did not fit the trace buffer.
+    `clock_error_s` bounds the offset between the clocks of ranks, and so the error of all times between ranks.
+    `without_attention`: the trace lacks attention's work, so resources lack it too. The other fields are explained at
+    the function or class of the same name.
     """
 
     step_s: float
@@ -108,9 +108,10 @@ class Summary:
 
 
 def summarise(program: Program, trace: Trace, machine: Machine | None = None) -> Summary:
-    """All metrics. `machine` sets the balance between memory-bound and compute-bound; it defaults to the program's own.
+    """All metrics. `machine` has the peak rates, which also separate memory-bound from compute-bound instructions; it
+    defaults to the program's machine.
 
-    Raises MegakernelError if the trace is empty, damaged or another program's.
+    Raises MegakernelError if the trace is empty or damaged, or belongs to another program.
     """
     resolved = resolve(program, trace)
     finish = finishes(resolved)
@@ -167,7 +168,7 @@ def summarise_resolved(
 
 
 def machine_of(program: Program) -> Machine:
-    """The machine that the program names. If that came from a file, which is not available, this machine
+    """The machine that the program names. If its description came from a file, it is unknown here, and this host
     replaces it.
     """
     return MACHINES.get(program.machine) or machines.host()
@@ -182,7 +183,7 @@ def _workers(resolved: Resolved, found: Pieces, steps: int) -> list[Worker]:
 
 
 def _instructions(resolved: Resolved, far: Outliers) -> list[PhaseTime]:
-    """The phases, those with the most time apart from outliers first."""
+    """The phases, sorted by their time without that of outliers, longest first."""
     work = resolved.kind(*WORK)
     ticks = np.bincount(resolved.number[work], (resolved.end - resolved.begin)[work], minlength=MAX_PHASES + 1)
     executed = np.unique(resolved.instance[work], return_index=True)[1]

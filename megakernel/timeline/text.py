@@ -19,7 +19,7 @@ from .waterfall import Bar, Cause
 
 _LANES = 16  # lanes of the map; if there are more, evenly spaced ones are shown
 _WAITS = 6  # rows of the wait table
-_WIDE = 110  # columns of a terminal that fits both tables
+_WIDE = 110  # columns that a terminal needs for both tables side by side
 # Black on black would be invisible, so the terminal's own foreground colour replaces it.
 _STYLES = {f: "default" if f is OperationFamily.CONTROL else f.value for f in OperationFamily}
 
@@ -42,15 +42,15 @@ def _figures(summary: Summary, console: Console) -> None:
     if summary.resources:
         console.print(_resources(summary, console.width))
         if summary.without_attention:
-            console.print(Text("without attention, whose work this trace does not tell: record it again", "dim"))
+            console.print(Text("without attention: this trace does not contain its work, so record it again", "dim"))
         if any(r.fraction > 1 for r in summary.resources):
-            console.print(Text("more than the peak: the machine's description or the clock is wrong", "bold red"))
+            console.print(Text("a rate exceeds its peak: the machine's description or the clock is wrong", "bold red"))
         console.print()
     console.print(_overlap(summary))
 
 
 def render_comparison(comparison: Comparison, console: Console) -> None:
-    """Print the second trace against the first: the step, then matched instructions by phase."""
+    """Print a comparison of the second trace with the first: the step, then matched instructions by phase."""
     c = comparison
     table = _table("Second against first", "", f"first, {c.first}", f"second, {c.second}", "ratio", "matched")
     table.add_row("step", *map(seconds, c.step_s), _times(c.ratio), "")
@@ -65,8 +65,8 @@ def render_launches(launches: Launches, console: Console) -> None:
     """Print how launches differ: the step, then the waterfall's bars that differ by at least a hundredth of it."""
     steps = launches.step_s
     most, typical = max(range(len(steps)), key=lambda n: steps[n]), steps[launches.median]
-    title = f"{len(steps)} launches; what is shown is number {launches.median + 1}, the median"
-    table = _table(title, "", "median", "least", "most", "most in")
+    title = f"{len(steps)} launches; number {launches.median + 1}, the median, is shown"
+    table = _table(title, "", "median", "least", "most", "in launch")
     table.add_row("step", seconds(typical), seconds(min(steps)), seconds(steps[most]), f"{most + 1}")
     for d in launches.differences:
         if d.most_s - d.least_s >= 0.01 * typical:
@@ -200,7 +200,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def _resources(s: Summary, width: int) -> Table:
-    """The rate and the fraction of the peak; the curve over the trace, with its maximum as the top of the axis."""
+    """Each resource's rate and fraction of the peak, and its curve over the trace, scaled to the curve's maximum."""
     table = _table("Resources", "resource", "rate", "of peak", "highest", "over the trace")
     table.columns[-1].justify = "left"
     cells = max(16, min(width - 56, 96))
@@ -234,9 +234,9 @@ def _overlap(s: Summary) -> Table:
     table = Table.grid(padding=(0, 2))
     rows = (
         ("workers busy", percent(s.busy), f"waiting {percent(s.wait)}, imbalance {percent(s.imbalance)}"),
-        ("loads hidden", percent(s.overlap.inside_worker), "of load time before the own compute, under others'"),
-        ("loads under compute", percent(s.overlap.loads_under_compute), "of load time, the own compute included"),
-        ("memory under compute", percent(s.overlap.across_workers), "of memory-bound time, beside a compute-bound one"),
+        ("loads hidden", percent(s.overlap.inside_worker), "of load time before its own compute, hidden by other work"),
+        ("loads under compute", percent(s.overlap.loads_under_compute), "of load time, its own compute included"),
+        ("memory under compute", percent(s.overlap.across_workers), "of memory-bound time, beside compute-bound work"),
         ("phases overlapping", percent(s.overlap.phases), "of compute time, two or more (layer, phase) at once"),
         ("ranks overlapping", percent(s.overlap.across_ranks), "of compute time, ranks in two or more phases at once"),
         ("exposed communication", percent(s.exposed_communication), "of the step, blocked on another rank"),

@@ -47,11 +47,13 @@ class _Signals:
     rank: NDArray[np.int64]
     counter: NDArray[np.int64]
     ahead: NDArray[np.int64]  # 1: the next block
-    maybe: NDArray[np.bool_]  # one of several counters, which the step table selects
+    maybe: NDArray[np.bool_]  # the step table selects one of several counters
 
 
 def _signals(program: Program, segment: int) -> _Signals:
-    """An INDEXED signal may go to each row block's counter, OWNER to that row block's rank; ALL_RANKS to each rank."""
+    """An INDEXED signal may go to any row block's counter, and with OWNER, to the rank that owns this row block. A
+    signal to ALL_RANKS goes to each rank.
+    """
     records = program.numbered(segment)[0]
     words = rec.signals(records)
     record, slot = np.nonzero(words)
@@ -197,7 +199,7 @@ _Arrivals = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]
 
 
 def _arrivals(resolved: Resolved, finish: NDArray[np.int64]) -> _Arrivals:
-    """(counter key, arriving interval, whether it may have gone elsewhere), sorted by key and then by time."""
+    """(counter key, arriving interval, whether it may belong to another counter), sorted by key and then by time."""
     done = finish[finish >= 0]
     parts = zip(*(_segment_arrivals(resolved, done, segment) for segment in range(3)), strict=True)
     key, interval, maybe = (np.concatenate(part) for part in parts)

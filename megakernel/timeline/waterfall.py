@@ -23,7 +23,7 @@ class Cause(StrEnum):
     """The kinds of bars."""
 
     LEAST = "least"  # the least time at the peak of the limiting resource
-    RESOURCE = "resource"  # what another resource needs beyond that: the cache's peak, or the warps that issue
+    RESOURCE = "resource"  # the time that the cache or the issue of instructions needs beyond the least time
     WORK = "work"
     WAIT = "wait"
     IDLE = "idle"
@@ -41,12 +41,12 @@ class Bar:
 
 @dataclass(frozen=True)
 class Waterfall:
-    """`bars` add up to the step. `least_s` is the time of the fastest possible machine with these peaks, limited by
-    `bound`.
+    """`bars` add up to the step. `least_s` is the least time that the peaks allow, and `bound` is the resource that
+    limits it.
 
-    `times`: for each resource, the seconds that its peak needs on the rank that uses it most; for "issue", those of the
-    busiest role of a rank's mean worker. `beyond`: the least time exceeds the step, so the machine file or the clock is
-    wrong; the first bar is then the whole step.
+    `times`: for each resource, the seconds at its peak on the rank that uses it most; for "issue", the seconds of the
+    busiest role, as the mean over the workers of a rank. `beyond`: the least time exceeds the step, so the machine file
+    or the clock is wrong; the first bar is then the whole step.
     """
 
     least_s: float
@@ -65,14 +65,14 @@ def waterfall(
     outliers: Outliers,
     machine: Machine,
 ) -> Waterfall:
-    """`causes`: for each piece of time that waits, an index into `names`; -1 for others. `used` is the result of
-    `resources`.
+    """`causes`: for each piece in which a worker waits, an index into `names`; -1 for other pieces. `used` is the
+    result of `resources`.
 
-    The mean worker's step consists of computing and, beside that, of stores, loads, waits and idle time. The least time
-    is the first part of the computing. What another resource needs beyond that comes next. The rest is work that was
-    slower than every limit; the time of outliers beyond their phase's median is a bar of its own. If loads or sends
-    continue while workers wait, the least time exceeds the computing. Of the waits, and of everything else beside
-    computing, only the part that the least time does not need is lost then, the same fraction of each.
+    The mean worker's step consists of computing and of other time: stores, loads, waits and idle time. The first bar is
+    the least time, which is a part of the computing. Next comes the time beyond it that another resource needs. The
+    rest of the computing is work slower than every limit; the time of outliers beyond their phase's median is a bar of
+    its own. If loads or sends continue while workers wait, the least time can exceed the computing. Then it covers a
+    part of the other time too, and the bars of stores, loads, waits and idle time shrink by the same factor.
     """
     first, last = resolved.launch_spans()
     tick, lanes = resolved.trace.header.tick_s, resolved.lanes * resolved.launches
@@ -121,7 +121,9 @@ def waterfall(
 
 
 def _issue(resolved: Resolved, rows: NDArray[np.int64], machine: Machine) -> tuple[Amounts, float]:
-    """The seconds to issue the intervals `rows`, and per launch those of the busiest role of a rank's mean worker."""
+    """The seconds to issue each of the intervals `rows`; and per launch, the seconds of the busiest role, as the mean
+    over the workers of a rank.
+    """
     seconds = issue_seconds(resolved.program, machine)[resolved.record[rows]]
     once = np.unique(resolved.instance[rows], return_index=True)[1]  # an instruction may compute in several intervals
     rank = resolved.rows["rank"][rows[once]]

@@ -79,9 +79,9 @@ def test_latency(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert lines(out) == [
         "decode 98.8 tokens/s, 10.13 ms a step, 9.91 to 11.23 over 3 runs",
-        "reads 26.5 GB/s, 64% of the 41.3 that this machine reads",
+        "reads 26.5 GB/s, 64% of the 41.3 that this machine can read",
         "prefill 1234 tokens/s, 512 tokens in one prompt",
-        "arithmetic 99 GFLOP/s, 80% of the 123 that this machine multiplies and adds",
+        "arithmetic 99 GFLOP/s, 80% of the 123 that this machine can do",
         "roofline decode 63%, prefill 72%",
         "proposals 1,034 of 1,200 proposed tokens were right, 2.35 tokens a step and sequence",
     ]
@@ -113,8 +113,8 @@ def test_serving(capsys: pytest.CaptureFixture[str]) -> None:
         "tokens 12,345 in, 6,789 out",
         "throughput 271.8 tokens/s out, 493.6 in, 3.46 requests/s",
         "goodput 2.35 requests/s within ttft 200 ms, e2e 1500 ms",
-        "roofline 88% of the time is the least that this work takes: 12.3 of 41.3 GB/s, 57 of 123 GFLOP/s",
-        "steps 99, 45.6 ms each, the least 54% of it",
+        "roofline 88% of the time is the least time of this work: 12.3 of 41.3 GB/s, 57 of 123 GFLOP/s",
+        "steps 99, 45.6 ms each, least time 54% of it",
         "CPU per token engine 1234.6 µs, client 7.9 µs; the client busy for 12% of the time",
         "versus 1.23 x the 220.3 tokens/s of http://b:2",
         "versus no answers the 0.0 tokens/s of http://c:3",

@@ -54,7 +54,7 @@ def test_the_best_is_kept(probes: list[Measured]) -> None:
 
 def test_a_busy_machine_warns_and_is_measured_again(probes: list[Measured]) -> None:
     probes += [measured(others=BUSY), measured(read=5e9, others=QUIET)]
-    assert "others took 40% of this machine's cores" in (ceilings.host_ceilings(2).warning or "")
+    assert "other programs used 40% of this machine's cores" in (ceilings.host_ceilings(2).warning or "")
     again = ceilings.host_ceilings(2)
     assert (again.read_bytes_per_s, again.warning) == (1e10, None) and not probes
     assert ceilings.host_ceilings(2) == again  # quiet by now
@@ -74,17 +74,17 @@ ENTRY = vars(measured())
         ("{", "it is not JSON"),
         ("[" * 100_000, "it is not JSON"),
         ("\xff", "it is not JSON"),
-        ("[]", "no table of machines"),
-        ('{"MACHINE": 3}', "no table of machines"),
-        (" " * (2 << 20), "no table of machines"),
+        ("[]", "not a table of machines"),
+        ('{"MACHINE": 3}', "not a table of machines"),
+        (" " * (2 << 20), "not a table of machines"),
         *(
             (json.dumps({"MACHINE": {"2": ENTRY | wrong}}), why)
             for wrong, why in (
-                ({"flops": "fast"}, "flops is no rate"),
-                ({"flops": -1.0}, "flops is no rate"),
-                ({"read_bytes_per_s": 1e300}, "read_bytes_per_s is no rate"),
-                ({"read_bytes_per_s": float("nan")}, "read_bytes_per_s is no rate"),
-                ({"cache_bytes_per_s": True}, "cache_bytes_per_s is no rate"),
+                ({"flops": "fast"}, "flops is not a rate"),
+                ({"flops": -1.0}, "flops is not a rate"),
+                ({"read_bytes_per_s": 1e300}, "read_bytes_per_s is not a rate"),
+                ({"read_bytes_per_s": float("nan")}, "read_bytes_per_s is not a rate"),
+                ({"cache_bytes_per_s": True}, "cache_bytes_per_s is not a rate"),
                 ({"threads": 1}, "threads or probes is wrong"),
                 ({"probes": 0}, "threads or probes is wrong"),
                 ({"others": 3.0}, "others must be null or a fraction"),
@@ -265,4 +265,4 @@ def test_the_warning_is_a_line_on_standard_error(probes: list[Measured], capsys:
     probes += [measured(others=BUSY)]
     status, out, err = run(capsys, "roofline", "--model", "random:smollm2-135m")
     assert status == 0 and "warning" not in out.lower()
-    assert err.count("\n") == 1 and err.startswith("megakernel: warning: others took 40% of")
+    assert err.count("\n") == 1 and err.startswith("megakernel: warning: other programs used 40% of")

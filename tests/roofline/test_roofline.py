@@ -83,7 +83,7 @@ def test_the_larger_time_binds_and_a_fraction_above_one_is_an_error() -> None:
     linked = achieved(link, replace(ceilings, link_bytes_per_s=10.0), 4.0)
     assert (linked.fraction, linked.limit) == (0.75, "link")
     wrong = achieved(math, ceilings, 4.0)
-    assert wrong.fraction == 1.25 and wrong.error and "measured wrongly" in wrong.error
+    assert wrong.fraction == 1.25 and wrong.error and "is impossible" in wrong.error
 
 
 def test_measuring_takes_the_best_probe_over_more_than_the_cache() -> None:
@@ -113,5 +113,5 @@ def test_a_fraction_of_exactly_one_is_possible() -> None:
     ceilings = Ceilings(read_bytes_per_s=100.0, flops=1000.0, threads=2, how="made up")
     assert fraction_error(1.0, ceilings) is None
     assert fraction_error(1.01, ceilings) == (
-        "1.01 of the roofline cannot be: the ceilings (made up) or the time are measured wrongly"
+        "1.01 of the roofline is impossible: the ceilings (made up) or the time are wrong"
     )

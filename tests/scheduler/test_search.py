@@ -59,4 +59,4 @@ def test_the_verbs_say_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
     status, _, err = run(capsys, "compile", *tiny, "--search", "-1")
     assert status == 2 and "'-1' is not a number of seconds above 0" in err
     assert run(capsys, "compile", *tiny, "-o", file)[0] == 0
-    assert "for its weights already" in fails(capsys, "simulate", file, "--machine", "h100", "--weights", "q8_0")
+    assert "compiled for its weights" in fails(capsys, "simulate", file, "--machine", "h100", "--weights", "q8_0")

@@ -131,7 +131,7 @@ def test_an_address_needs_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("--ray-address", "nonsense"), "'nonsense' is neither HOST:PORT nor auto"),
         (("--ray-address", "/tmp/1:port"), "'/tmp/1:port' is neither HOST:PORT nor auto"),
-        (("--routing", "round"), "'round' is none of prefix, least-loaded"),
+        (("--routing", "round"), "'round' is not one of prefix, least-loaded"),
         (("--replicas", "0"), "'0' is not a whole number of 1 or more"),
     ],
 )

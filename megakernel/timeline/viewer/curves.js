@@ -3,7 +3,7 @@
 
 const RESOURCES = meta.resources.length, CURVE_ROW = 24;
 let curvesShown = true;
-/** Of each trace and resource: mean, least and most of the ranks by bin, and the mean's running sum. */
+/** For each trace and resource, per bin: the mean, minimum and maximum over ranks, and the prefix sum of the means. */
 for (const s of sources) {
   s.resources = meta.resources.map(([name, unit], r) => {
     const mean = new Float32Array(s.bins), least = new Float32Array(s.bins).fill(Infinity), most = new Float32Array(s.bins);
@@ -31,17 +31,17 @@ for (let r = 0; r < RESOURCES; r++) {
 }
 const curvesHeight = () => (curvesShown ? tracks.length * CURVE_ROW * size.k : 0);
 
-/** Sum of the mean up to moment t, in bins. */
+/** The sum of the means of all bins before time t; the bin that contains t counts in part. */
 function sumAt(s, { sum }, t) {
   const b = Math.min(Math.max(((t - s.shift) / s.span) * s.bins, 0), s.bins), whole = Math.floor(b);
   return sum[whole] + (whole < s.bins ? (sum[whole + 1] - sum[whole]) * (b - whole) : 0);
 }
-/** Mean of resource r of trace s over [t0, t1), as a share of its peak. */
+/** The mean rate of resource r in trace s over [t0, t1), as a fraction of its peak. */
 function meanRate(s, r, t0, t1) {
   const x = s.resources[r];
   return ((sumAt(s, x, t1) - sumAt(s, x, t0)) * (s.span / s.bins)) / (t1 - t0);
 }
-/** [least, most] of the ranks at some moment of [t0, t1). */
+/** [minimum, maximum] over all ranks and over the bins that touch [t0, t1). */
 function spread(s, r, t0, t1) {
   const { least, most } = s.resources[r], scale = s.bins / s.span;
   let low = Infinity, high = 0;
@@ -59,7 +59,7 @@ function paintCurves() {
     sources.forEach((s, which) => paintCurve(s, r, bottom, (v) => Math.min(1, v / top) * tall, which));
   });
 }
-/** The first trace is an area, and up to its busiest rank a lighter one; the second is a line over them. */
+/** Paint the first trace as an area, with a lighter area up to its busiest rank; the second trace is a line on top. */
 function paintCurve(s, r, bottom, up, line) {
   const { pixels } = base, { w, k } = size, left = Math.ceil(gutter()), step = 1 / scale(), thick = Math.ceil(k), x = s.resources[r];
   const per = s.span / s.bins / step;
@@ -97,7 +97,7 @@ function drawCurveLabels() {
   ctx.textAlign = "left";
   ctx.fillStyle = colours.line; ctx.fillRect(gutter() - k, curvesTop(), k, curvesHeight());
 }
-/** What is in sight of a trace. */
+/** The visible time range of a trace. */
 const inTrace = (s) => {
   const t0 = Math.max(view.t0, s.shift), t1 = Math.min(view.t1, s.shift + s.span);
   return t1 > t0 ? [t0, t1] : [t0, t0 + 1];

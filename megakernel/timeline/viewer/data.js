@@ -49,7 +49,7 @@ const PARTS = meta.phases.length + 1, WAITING = meta.phases.length;
 const partOf = (i) => (shapeOf[i] === SHAPE.wait ? WAITING : shadeOf[i]);
 const partName = (p) => (p === WAITING ? "waiting" : meta.phases[p].name);
 
-/** Numbers the executed instruction: intervals with the same number are its parts. */
+/** The number of the executed instruction that interval i belongs to. */
 const instanceOf = (i) => (launch[i] * 65536 + layer[i]) * (records.length / WORDS) + record[i];
 
 // -- text
@@ -84,7 +84,10 @@ function label(i) {
 function operands(r) {
   return meta.phases[records[r * WORDS]].operands.map((name, k) => [name, records[r * WORDS + OPERAND + k]]);
 }
-/** Regions of record r: buffer, access, rows, columns, who picks the box, whose copy. */
+/**
+ * Regions of record r, 8 numbers each: buffer, access kind, row range, column range, the index that selects the box,
+ * and the rank whose copy it is.
+ */
 function* regions(r) {
   for (let n = data.regionStart[r]; n < data.regionStart[r + 1]; n++) yield data.regions.subarray(n * 8, n * 8 + 8);
 }

@@ -1,10 +1,10 @@
 // Level of detail. The time of a lane is cut into pieces that do not overlap. For rows with many pieces, sums over bins
-// are kept at several levels, each with bins half as wide as the level before. So the time to draw a frame depends on
+// are kept at several levels, each with bins twice as wide as the level before. So the time to draw a frame depends on
 // what is visible and not on the length of the trace.
 
 // -- pieces, cut as in megakernel/timeline/states.py. Where intervals of a worker overlap, the piece shows the first of:
 // work, a storer's store, a wait of the consumers (which delays the arithmetic), another counter wait, a wait for a page.
-let pieceStart, pieceBegin, pieceEnd, pieceOf, piecePart, pieceWhole; // the last: length of the whole interval
+let pieceStart, pieceBegin, pieceEnd, pieceOf, piecePart, pieceWhole; // pieceWhole: length of the whole interval
 function cutPieces() {
   pieceStart = new Uint32Array(lanes + 1);
   const b = [], e = [], of = [];
@@ -48,7 +48,7 @@ function cutPieces() {
   pieceBegin = Float64Array.from(b); pieceEnd = Float64Array.from(e); pieceOf = Uint32Array.from(of);
   piecePart = Uint8Array.from(of, partOf); pieceWhole = Uint32Array.from(of, (i) => length[i]);
 }
-/** Two sorted lists of disjoint [begin, end, begin, end, ..] in one. */
+/** Merge two sorted flat lists [begin, end, begin, end, ..] of disjoint ranges into one. */
 function merged(a, b) {
   const out = [];
   for (let m = 0, n = 0; m < a.length || n < b.length; ) {
@@ -66,8 +66,8 @@ let pyramids = new Map();
 const forgetBins = () => { pyramids = new Map(); };
 
 /**
- * Time by part and column: a plane of `columns` values per part, of which only those that were touched hold anything.
- * What covers whole columns is added as a rise and a fall, and summed up once by `settle`.
+ * Time per part and pixel column: each part has `columns` sums, which are all 0 unless the part is `touched`. If a
+ * range covers several whole columns, `changes` gets +1 at the first and -1 after the last; `settle` adds these up.
  */
 class Share {
   constructor(columns) {
@@ -75,7 +75,7 @@ class Share {
     this.sums = new Float32Array(PARTS * columns);
     this.changes = new Float32Array(PARTS * (columns + 1));
     this.touched = new Uint8Array(PARTS);
-    this.spread = new Uint8Array(PARTS); // has changes
+    this.spread = new Uint8Array(PARTS); // whether the part has changes
   }
   clear() {
     for (const p of this.parts()) {
@@ -89,7 +89,7 @@ class Share {
     for (let p = 0; p < PARTS; p++) if (this.touched[p]) found.push(p);
     return found;
   }
-  /** Add [x0, x1), in columns: to each column the part of it that is covered. */
+  /** Add the range [x0, x1), in units of columns: each column gets the fraction of it that the range covers. */
   add(part, x0, x1) {
     if (x0 < 0) x0 = 0;
     if (x1 > this.columns) x1 = this.columns;
@@ -119,7 +119,7 @@ class Share {
   }
 }
 
-/** Sums per bin and part of a row's time, in levels of halving bins; only of intervals that are not dimmed. */
+/** A row's time per bin and part, without dimmed intervals. Each level has half as many bins as the one before. */
 function pyramid(row) {
   let found = pyramids.get(row.key);
   if (found) return found;
@@ -144,8 +144,8 @@ function pyramid(row) {
 const piecesIn = (row) => pieceStart[row.lane1] - pieceStart[row.lane0];
 
 /**
- * Add the row's time from t0 on to `share`, at `px` columns per unit of time, and settle it. `narrow` leaves out intervals
- * of two columns or more, which are drawn one by one.
+ * Add the row's time from t0 on to `share`, with `px` columns per unit of time, and settle it. If `narrow`, leave out
+ * intervals of at least two columns, which are drawn one by one.
  */
 function rowShare(row, share, t0, px, narrow) {
   const t1 = t0 + share.columns / px;

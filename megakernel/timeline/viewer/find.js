@@ -1,6 +1,6 @@
 // Search and filters: which intervals match a text, which are dimmed, and which are hidden.
 
-let matchFlags = null, matchCount = 0; // of each interval: 0, MATCH, or STOP, which the keys step to as well
+let matchFlags = null, matchCount = 0; // flag per interval: 0, MATCH, or STOP (a match to which n and N step)
 const MATCH = 1, STOP = 2;
 const hidden = new Set(); // shades by number, "wait", "load"
 const partHidden = (p) => hidden.has(p === WAITING ? "wait" : p);
@@ -25,8 +25,8 @@ const PLACES = {
 };
 const READS = meta.accesses.map((a) => a !== "write"), WRITES = meta.accesses.map((a) => a !== "read");
 /**
- * A test of a record: part of a name, `name=value` of an operand, `buffer=`, `reads=` or `writes=` a buffer, or
- * BUFFER[row], BUFFER[row,col] or BUFFER[row:row_end, ..], which asks for regions that touch the tile.
+ * Makes a test of a record from a word: a part of the phase's name; `operand=value`; `buffer=`, `reads=` or `writes=`
+ * with a buffer; or a tile BUFFER[row], BUFFER[row,col] or BUFFER[row:row_end, ..], which a region must touch.
  */
 function recordTest(word) {
   const tile = /^(\w+)\[(\d*)(?::(\d+))?(?:,(\d+)(?::(\d+))?)?\]$/.exec(word);
@@ -51,7 +51,7 @@ function touches(r, test) {
   return false;
 }
 
-/** Dim all that does not match; returns how many instructions match. */
+/** Dim all intervals that do not match. Returns how many instructions match, or with `kind=`, how many intervals. */
 function find(text) {
   const words = text.toLowerCase().split(/\s+(?![^[]*\])/).map((w) => w.replace(/\s+/g, "")).filter(Boolean);
   matchFlags = null;
@@ -65,7 +65,7 @@ function find(text) {
     const flags = new Uint8Array(records.length / WORDS);
     for (let r = 0; r < flags.length; r++) flags[r] = tests.every((t) => t(r)) ? 1 : 0;
     const found = new Uint8Array(count), kinds = words.some((w) => w.startsWith("kind="));
-    const of = record, what = kind; // names at hand: a name of the page is looked up anew in each turn
+    const of = record, what = kind; // local names are faster, as in rowShare
     let stops = 0;
     for (let i = 0; i < found.length; i++) {
       if (!flags[of[i]] || !places.every((t) => t(i))) continue;
@@ -81,7 +81,7 @@ function find(text) {
   request();
   return matchCount;
 }
-/** Select the match that begins next, or before; after the last one the first. */
+/** Select the next match (by = 1) or the previous one (by = -1) in order of begin, and wrap around at the end. */
 function stepMatch(by) {
   if (!matchCount) return;
   const later = (a, b) => a >= 0 && (b < 0 || (begin[a] - begin[b] || a - b) * by > 0);
@@ -95,7 +95,7 @@ function stepMatch(by) {
 }
 
 // -- relatives of an interval
-/** Intervals of the same executed instruction, which one worker ran. */
+/** All intervals of the instruction that interval i belongs to. One worker ran them. */
 function siblings(i) {
   const found = [], own = instanceOf(i), l = lane[i];
   for (let n = groupStart[l * ROLES]; n < groupStart[(l + 1) * ROLES]; n++) if (instanceOf(order[n]) === own) found.push(order[n]);

@@ -39,7 +39,7 @@ function reveal(i) {
   }
   bringRow(rowOf(i));
 }
-/** Scroll as little as brings a row in sight, below its rank's header. */
+/** Scroll no further than necessary to show a row completely, below its rank's header. */
 function bringRow(row) {
   const top = rowsTop() + (row.header?.h ?? 0), y = rowsTop() + row.y - view.scroll;
   if (y < top) scrollRows(y - top);
@@ -55,7 +55,7 @@ function select(i) {
   request();
   keepView();
 }
-/** Select and bring into sight; a worker that is not shown opens its rank. */
+/** Select interval i and scroll to it. If its worker has no row yet, open the row of its rank. */
 function choose(i) {
   select(i);
   if (selected < 0) return;
@@ -66,7 +66,7 @@ function toggleRow(row) {
   if (!opened.delete(row.key)) opened.add(row.key);
   relay();
 }
-/** The row at a height of the canvas. */
+/** The row at height y of the canvas. */
 const rowUnder = (y) => (y < rowsTop() ? undefined : stuck && y < rowY(stuck) + stuck.h ? stuck : rowAt(y - rowsTop() + view.scroll));
 
 /** The interval at a point, or -1. */
@@ -109,7 +109,7 @@ function growRows(factor) {
   rowScale = Math.min(Math.max(rowScale * factor, 0.25), 8);
   relay();
 }
-/** Shift the second trace so that the selected instruction begins at the same moment in both; without one, undo. */
+/** Shift the second trace so that the selected instruction begins at the same time in both. If there is none, undo. */
 function align() {
   if (sources.length < 2) return;
   const b = sources[1], pair = selected >= 0 && twin[selected] >= 0 ? [selected, twin[selected]].sort((x, y) => x - y) : null;
@@ -136,7 +136,7 @@ function mark(t) {
   request();
 }
 
-let drag = null, pointer = null; // where it is over the canvas
+let drag = null, pointer = null; // pointer: its position if it is over the canvas
 const position = (e) => { const r = canvas.getBoundingClientRect(); return [(e.clientX - r.left) * size.k, (e.clientY - r.top) * size.k]; };
 canvas.addEventListener("wheel", (e) => {
   e.preventDefault();
@@ -214,7 +214,7 @@ function released() {
   const wait = selected < 0 ? -1 : isWait(selected) ? selected : waitOf(selected);
   if (wait >= 0 && releaser[wait] >= 0) choose(releaser[wait]);
 }
-/** The interval before or after the selected one in its lane and role; without one, the first in sight. */
+/** Select the previous or next interval in the same lane and role; if none is selected, the first visible one. */
 function neighbour(by) {
   if (selected < 0) { choose(firstInSight()); return; }
   const g = lane[selected] * ROLES + role[selected];
@@ -236,11 +236,11 @@ function moveCursor(by) {
   bringRow(rows[cursor]);
   request();
 }
-/** The row that a key means: under the pointer, else at the cursor, else of the selection. */
+/** The row that a key applies to: the one under the pointer, else the one at the cursor, else the selection's. */
 function rowAtHand() {
   return (pointer && rowUnder(pointer[1])) || rows[cursor] || (selected >= 0 ? rowOf(selected) : rowAt(view.scroll));
 }
-/** Measure from the pointer; without one, the selected interval, whose edges are marked one after the other. */
+/** Mark the time at the pointer. If it is not on the canvas, mark the selected interval's begin, then its end. */
 function markHere() {
   if (pointer) mark(moment(...pointer));
   else if (selected >= 0) mark(measure && !measure.done ? endOf(selected) : begin[selected]);

@@ -1,13 +1,13 @@
 // The line above the curves shows when each layer was computed. Unfolded, there is a line per phase, which shows when
 // the phase was computed in each layer.
 
-const LAYER_ROW = 17, PHASE_ROW = 12, OUTSIDE = 2; // prologue and epilogue, beside the layers
+const LAYER_ROW = 17, PHASE_ROW = 12, OUTSIDE = 2; // blocks that are no layers: prologue, epilogue
 let unfolded = false;
 const shadesRun = new Set();
 const [PROLOGUE_BLOCK, EPILOGUE_BLOCK] = [0, 1];
 /**
- * Of each trace and (launch, layer), and of each phase in one, when the first COMPUTE began and the last one ended.
- * Workers that have no part in a phase pass it early and at once: what is far shorter than a phase's mean does not count.
+ * When the first COMPUTE began and the last one ended, for each trace and (launch, layer), and for each phase in it.
+ * Workers without work in a phase pass it early and fast, so a COMPUTE below an eighth of the phase's mean is ignored.
  */
 for (const s of sources) {
   const each = s.layers + OUTSIDE, blocks = s.summary.launches * each, phases = meta.phases.length;
@@ -35,10 +35,10 @@ for (const s of sources) {
     }
   }
 }
-/** The lines: of each trace the layers (shade -1), then, unfolded, its phases. */
+/** The lines: for each trace one for its layers (shade -1), followed by one per phase if they are unfolded. */
 const layerLines = () => sources.flatMap((s) => [-1, ...(unfolded ? [...shadesRun].sort((a, b) => a - b) : [])].map((shade) => ({ s, shade, h: (shade < 0 ? LAYER_ROW : PHASE_ROW) * size.k })));
 const layersHeight = () => sources.length * (LAYER_ROW + (unfolded ? shadesRun.size * PHASE_ROW : 0)) * size.k;
-/** Blocks of a line in sight: when, and of which layer. */
+/** The visible blocks of a line: begin, end, number and the layer's name. */
 function* blocksOf({ s, shade }, from = view.t0, to = view.t1) {
   const { begin: b, end: e, each, count: many } = s.blocks, phases = meta.phases.length;
   for (let n = 0; n < many; n++) {
@@ -83,7 +83,7 @@ function layerLineAt(y) {
 const blockAt = (line, t) => [...blocksOf(line, t, t)].pop();
 function toggleLayers() { unfolded = !unfolded; relay(); }
 const showBlock = ({ t0, t1 }) => { const margin = (t1 - t0) / 20; setView(t0 - margin, t1 + margin); };
-/** Show the next layer, or the one before, of those in order of their begin. */
+/** Show the next layer (by = 1) or the previous one (by = -1), in order of begin. */
 function stepLayer(by) {
   const all = [...blocksOf({ s: sources[0], shade: -1 }, -Infinity, Infinity)].filter((b) => b.t0 < Infinity).sort((a, b) => a.t0 - b.t0);
   const middle = (view.t0 + view.t1) / 2, whole = view.t1 - view.t0 > meta.span;

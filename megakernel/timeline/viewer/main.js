@@ -26,7 +26,7 @@ function theme(name) {
 }
 const toggleTheme = () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
 
-/** The shapes that the guide explains. */
+/** Draw the sample shapes that the guide explains. */
 function samples() {
   const k = window.devicePixelRatio || 1, accent = colours.accent;
   const sheet = (id) => { const c = $(id); c.width = 120 * k; c.height = 44 * k; c.style.width = "120px"; const g = c.getContext("2d"); g.scale(k, k); return g; };

@@ -30,8 +30,8 @@ function drawPath(intervals) {
   }
   ctx.stroke();
 }
-const ARROWS = 300; // more would be a tangle
-/** Waits in sight that are wide enough to see and have a releaser. */
+const ARROWS = 300; // at most; more could not be told apart
+/** The visible waits that have a releaser and are wide enough for an arrow. */
 function arrowsInSight() {
   const found = [], px = scale();
   for (const row of visibleRows()) {
@@ -54,7 +54,7 @@ function drawSelection() {
   const wait = selected < 0 ? -1 : isWait(selected) ? selected : waitOf(selected);
   if (wait >= 0 && releaser[wait] >= 0) arrow(releaser[wait], wait, 2);
 }
-/** From the end of the releasing interval to the end of the wait; between ranks with the clocks' uncertainty. */
+/** An arrow from the end of the releaser to the end of the wait; between ranks, with an error bar for their clocks. */
 function arrow(from, to, width) {
   const k = size.k, a = barBox(from), b = barBox(to), source = sourceOfLane(lane[from]);
   const x0 = toX(endOf(from)), y0 = a.y + a.h / 2, x1 = toX(endOf(to)), y1 = b.y + b.h / 2;
@@ -120,7 +120,7 @@ function drawRowLabels(shown) {
   ctx.save();
   ctx.beginPath(); ctx.rect(0, rowsTop(), gutter(), size.h); ctx.clip();
   ctx.textBaseline = "middle";
-  let free = -Infinity; // where the next label has room: rows may be thinner than letters
+  let free = -Infinity; // bottom of the last label: rows may be lower than letters, and labels must not overlap
   for (const row of shown) {
     const y = rowY(row) + row.h / 2, x = (8 + row.depth * 9) * k, point = 12 * k;
     if (row.n === cursor) { ctx.fillStyle = colours.accent; ctx.fillRect(0, rowY(row), 3 * k, row.h); }
@@ -149,7 +149,7 @@ function triangle(x, y, down) {
   else { ctx.moveTo(x + 1 * k, y - 4 * k); ctx.lineTo(x + 7 * k, y); ctx.lineTo(x + 1 * k, y + 4 * k); }
   ctx.fill();
 }
-/** Mean busy and waiting fraction of a row's workers. */
+/** Draw a bar with the mean busy and waiting fractions of a row's workers. */
 function busyBar(row, x, y, wide) {
   const workers = row.source.summary.per_worker.slice(row.lane0 - row.source.lane0, row.lane1 - row.source.lane0);
   const mean = (key) => workers.reduce((sum, w) => sum + w[key], 0) / workers.length, busy = mean("busy");
@@ -158,7 +158,7 @@ function busyBar(row, x, y, wide) {
   ctx.fillStyle = colours.text; ctx.fillRect(x, y, wide * busy, 4 * size.k);
 }
 
-/** The whole trace in a strip: shares of all workers' time by phase, made once per size and theme. */
+/** A strip that shows the whole trace: the fraction of all workers' time per phase. It is kept until it must change. */
 let overview = null;
 const strip = () => ({ x: gutter(), y: 8 * size.k, w: size.w - gutter() - 10 * size.k, h: 34 * size.k });
 function makeOverview() {

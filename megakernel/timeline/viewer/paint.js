@@ -2,7 +2,7 @@
 
 const canvas = $("canvas"), ctx = canvas.getContext("2d");
 const view = { t0: 0, t1: meta.span, scroll: 0 };
-let stuck = null, stuckY = 0; // the header of the first row in sight, which stays when it has scrolled away
+let stuck = null, stuckY = 0; // stuck: the header of the first visible row; it stays at the top while the row scrolls
 let size = { w: 1, h: 1, k: 1 }, base = null, colours = {}, queued = false;
 
 // -- geometry, in device pixels
@@ -14,7 +14,7 @@ const scale = () => (size.w - gutter()) / (view.t1 - view.t0);
 const toX = (t) => gutter() + (t - view.t0) * scale();
 const toTime = (x) => view.t0 + (x - gutter()) / scale();
 const relay = () => { layRows(size.h - rowsTop() - 6 * size.k, size.k); scrollRows(0); request(); };
-/** A row's boxes, relative to its top: work and waits in the main one, stores in the strip above, loads in the one below. */
+/** A row's boxes, relative to its top: one for work and waits, a strip above it for stores, one below it for loads. */
 function boxes(row) {
   const k = size.k, gap = row.h >= 12 * k ? Math.max(1, Math.round(row.h * 0.08)) : row.h > 3 ? 1 : 0;
   const roomy = row.type === "worker" && !row.isOpen && row.h >= 24 * k, strip = roomy ? Math.round(Math.min(row.h * 0.14, 7 * k)) : 0;
@@ -22,7 +22,7 @@ function boxes(row) {
   const under = strip ? strip + Math.round(k) : 0, over = storing ? storing + Math.round(k) : 0;
   return { y: gap + over, h: row.h - 2 * gap - under - over, strip, storeY: gap, loadY: row.h - gap - strip };
 }
-/** Where interval i lies; null where its row is out of sight. */
+/** The rectangle of interval i on the canvas, and its row. */
 function barBox(i) {
   const row = rowOf(i), box = boxes(row), y = Math.round(rowY(row)), shape = shapeOf[i];
   const x0 = Math.max(toX(begin[i]), gutter() - 4), x1 = Math.min(toX(endOf(i)), size.w + 4);
@@ -72,7 +72,7 @@ function visibleRows() {
 }
 
 // -- pixels
-/** Fill [x0, x1) x [y0, y1), cut to the area right of the labels and below `top`. */
+/** Fill [x0, x1) x [y0, y1), clipped to the area right of the labels and below `top`. */
 function fill(x0, y0, x1, y1, colour, top = rowsTop()) {
   x0 = Math.max(Math.round(x0), Math.ceil(gutter())); x1 = Math.min(Math.round(x1), size.w);
   y0 = Math.max(Math.round(y0), Math.ceil(top)); y1 = Math.min(Math.round(y1), size.h);
@@ -120,7 +120,7 @@ function paintRow(row, labelled) {
   paintColumns(rowShare(row, share, view.t0, scale() / share.wide, single), row.lane1 - row.lane0, y + box.y, box.h);
   if (single && longest[row.lane0] * scale() >= 2 * share.wide) paintBars(row, share.wide, y, box, labelled);
 }
-/** Columns of shares: of `whole` at the most, from the bottom up. */
+/** Stack each column's sums from the bottom up. The height h is `whole`, or the column's total if that is larger. */
 function paintColumns(share, whole, y0, h) {
   const { sums, columns, wide, units, edges } = share, { pixels } = base, { w, h: height } = size, found = share.parts();
   if (!found.length) return;
@@ -144,7 +144,7 @@ function paintColumns(share, whole, y0, h) {
     }
   }
 }
-/** Intervals of a worker that are two columns of `columns` pixels or wider; work comes last, so that nothing covers it. */
+/** Paint a worker's intervals of at least 2 * `columns` pixels. Work is painted last, so that nothing covers it. */
 function paintBars(row, columns, y, box, labelled) {
   const least = 2 * columns, wide = wideIntervals(row.lane0, least), strips = { [SHAPE.load]: box.loadY, [SHAPE.store]: box.storeY };
   // If too many intervals are visible, the columns already include waits and stores.
@@ -154,7 +154,7 @@ function paintBars(row, columns, y, box, labelled) {
   }
   for (const i of wide[SHAPE.work]) paintBar(i, y + box.y, box.h, labelled);
 }
-/** Waits, and in rows without strips stores, where work does not cover them. Where strips show stores, waits are whole. */
+/** Paint waits where no work covers them; without strips, stores too. In rows with strips, counter waits are whole. */
 function paintPieces(row, least, y, box, labelled) {
   const l = row.lane0, px = scale();
   if (box.strip) for (const i of wideIntervals(l, least)[SHAPE.wait]) if (kind[i] === COUNTER_WAIT) paintBar(i, y + box.y, box.h, null);
@@ -165,11 +165,14 @@ function paintPieces(row, least, y, box, labelled) {
     else if (!hiddenAt(i)) note(i, Math.round(toX(pieceBegin[n])), Math.round(toX(pieceEnd[n])), y + box.y, box.h, labelled);
   }
 }
-/** Have a bar labelled if there is room. */
+/** Add a bar to `labelled` if it has room for text. */
 function note(i, x0, x1, y, h, labelled) {
   if (!dimmed(i) && x1 - Math.max(x0, gutter()) > 26 * size.k && h >= 11 * size.k) labelled.push({ i, x: x0, y, w: x1 - x0, h });
 }
-/** Of `least` pixels at least, by shape. Where many are in sight (not `few`), most are narrow, and the list of the longest is the shorter way. */
+/**
+ * The visible intervals of at least `least` pixels, by shape. If many are visible (not `few`), most of them are narrow.
+ * Then it is faster to go through all intervals of the lane from the longest on, and to stop at the first narrow one.
+ */
 function wideIntervals(l, least) {
   const found = [[], [], [], []], px = scale(), { t0, t1 } = view;
   const ranges = [];
@@ -207,7 +210,7 @@ function paintRole(row, share, y, h, labelled) {
   paintColumns(share.settle(), 1, y, h);
   for (const i of wide) paintBar(i, y, h, labelled);
 }
-/** Interval i, or the part of it from t0 to t1. */
+/** Paint interval i, or the part of it from t0 to t1. */
 function paintBar(i, y, h, labelled, t0 = begin[i], t1 = endOf(i)) {
   if (hiddenAt(i)) return;
   const k = size.k, x0 = Math.round(toX(t0));
@@ -226,7 +229,7 @@ function frame(x0, y0, x1, y1, colour) {
   fill(x0, y0, x0 + n, y1, colour); fill(x1 - n, y0, x1, y1, colour);
 }
 
-/** What `known` has at `key`, made where it is missing. */
+/** The value of `known` at `key`; if it is missing, make and store it. */
 function remembered(known, key, make) {
   let found = known.get(key);
   if (found === undefined) {
@@ -251,12 +254,12 @@ function setFont(pixels, style = "") {
   ctx.font = font = name;
   widths = remembered(widthsIn, font, () => new Map());
 }
-/** Back to what `ctx.save` kept, fonts too. */
+/** Restore the state from `ctx.save`. This may change the font, so the kept font is no longer valid. */
 function unclip() { ctx.restore(); font = ""; }
 const textWidth = (text) => remembered(widths, text, () => ctx.measureText(text).width);
 const operandText = (row) => remembered(operandTexts, row, (r) =>
   operands(r).slice(0, 4).map(([n, v]) => `${n} ${v}`).join("  "));
-/** The longest of a few texts that fits, and under work its operands where there is room. */
+/** Draw the longest text that fits into a bar, and below the name of an instruction its operands if there is room. */
 function drawText(i, r) {
   const k = size.k, wait = isWait(i), name = phaseOf(i).name, point = Math.round(Math.min(12 * k, r.h * 0.72));
   const left = Math.max(r.x, gutter()), room = Math.min(r.x + r.w, size.w) - left - 10 * k;

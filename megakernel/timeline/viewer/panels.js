@@ -17,13 +17,13 @@ function legend() {
   const others = item("wait", '<i class="swatch wait"></i>', "wait") + item("load", '<i class="swatch load"></i>', "load");
   $("legend").innerHTML = `${families.join("")}<span class="family">${others}</span>`;
 }
-/** A bar of `parts`, [share, colour] each. `action`: what a click on it does, as an attribute. */
+/** The HTML of a bar made of `parts`, [share, colour] each. `action` is the HTML attribute for a click on it. */
 const bar = (name, value, parts, action) => {
   const inner = parts.map(([w, c]) => `<i style="width:${100 * Math.min(w, 1)}%;background:${c}"></i>`).join("");
   const cells = `<span class="name" title="${escape(name)}">${escape(name)}</span><span class="bar">${inner}</span><span class="value">${value}</span>`;
   return action ? `<button ${action}>${cells}</button>` : cells;
 };
-/** A phase's share of all work; what its outliers took beyond the median stands apart. */
+/** The bar of a phase's share of all work. Its outliers' time beyond the median has a colour of its own. */
 function work(x, most) {
   const far = x.outliers ? (x.share * x.outliers_s) / x.total_s : 0;
   const value = x.outliers ? `${x.outliers.toLocaleString("en")} outlier${x.outliers > 1 ? "s" : ""} ${percent(far)} · ` : "";
@@ -44,7 +44,7 @@ function summaryOf(source) {
   return `
     ${source.letter ? `<h2 class="trace">${source.letter} · ${escape(source.source)} on ${escape(source.machine)}</h2>` : ""}
     ${s.dropped ? `<p class="warning">${s.dropped.toLocaleString("en")} intervals were dropped: the buffer was full. What is shown is incomplete.</p>` : ""}
-    ${!s.waterfall.beyond && s.resources.some((x) => x.fraction > 1) ? '<p class="warning">A resource did more than its peak: the machine\'s description or the clock is wrong.</p>' : ""}
+    ${!s.waterfall.beyond && s.resources.some((x) => x.fraction > 1) ? '<p class="warning">The rate of a resource exceeds its peak: the machine\'s description or the clock is wrong.</p>' : ""}
     <h2>Why is it not at the limit?</h2>${waterfall(source)}
     <h2>Step</h2><div class="numbers">
     ${number(seconds(s.step_s), "per step", "last end − first begin, mean over launches")}
@@ -53,18 +53,18 @@ function summaryOf(source) {
     ${number(percent(s.imbalance), "imbalance", "busiest worker ÷ mean − 1")}</div>
     <h2>Overlap</h2><div class="numbers">
     ${number(percent(o.phases), "phases overlapping", "time in which workers compute instructions of two or more (layer, phase) ÷ time in which some worker computes")}
-    ${number(percent(o.inside_worker), "loads hidden", "LOAD time before the own COMPUTE begins that passes under waits or another instruction's COMPUTE ÷ all such time")}
-    ${number(percent(o.loads_under_compute), "loads under compute", "LOAD time under COMPUTE of the same worker ÷ LOAD time")}
-    ${number(percent(o.across_workers), "memory under compute", "time with a memory-bound instruction beside a compute-bound one ÷ time with a memory-bound one")}
+    ${number(percent(o.inside_worker), "loads hidden", "LOAD time before the load's own instruction computes: the part during waits or another COMPUTE ÷ all of it")}
+    ${number(percent(o.loads_under_compute), "loads under compute", "LOAD time during COMPUTE of the same worker ÷ LOAD time")}
+    ${number(percent(o.across_workers), "memory under compute", "time in which memory-bound and compute-bound instructions run at once ÷ time in which memory-bound ones run")}
     ${source.ranks > 1 ? number(percent(o.across_ranks), "ranks overlapping", "time in which ranks compute instructions of two or more (layer, phase) ÷ time in which some worker computes") : ""}
-    ${number(percent(s.exposed_communication), "exposed communication", "time blocked on counters whose last arrival is remote, nothing computing ÷ (workers × step)")}</div>
-    ${s.resources.length ? `<h2>Resources, of peak</h2><div class="bars">${s.resources.map((x) => bar(x.name, `${rate(x.rate, x.unit)} · ${percent(x.fraction)}`, [[x.fraction, colours.curve]])).join("")}</div>${s.without_attention ? "<p>Without attention, whose work this trace does not tell.</p>" : ""}` : ""}
+    ${number(percent(s.exposed_communication), "exposed communication", "time in which a worker computes nothing and waits for a counter whose last arrival is remote ÷ (workers × step)")}</div>
+    ${s.resources.length ? `<h2>Resources, of peak</h2><div class="bars">${s.resources.map((x) => bar(x.name, `${rate(x.rate, x.unit)} · ${percent(x.fraction)}`, [[x.fraction, colours.curve]])).join("")}</div>${s.without_attention ? "<p>Without attention: this trace does not contain its work.</p>" : ""}` : ""}
     <h2>Work</h2><div class="bars">${s.instructions.map((x) => work(x, most)).join("")}</div>
     <h2>Waits</h2><div class="bars">${s.waits.slice(0, 8).map((x) => bar(`${x.instruction} ← ${x.cause}`, percent(x.share), [[x.share / worst, colours.wait]], walkTo(source, x.places, `${x.instruction} waits for ${x.cause}`))).join("")}</div>
     <h2>Critical path</h2><div class="bars">${Object.entries(path.by_instruction).slice(0, 8).map(([n, t]) => bar(n, percent(t / path.seconds), [[t / path.seconds, colours.accent]], walkTo(source, longestLinks(source, n), `${n} on the critical path`))).join("")}${bar("gaps", percent(path.gap_s / path.seconds), [[path.gap_s / path.seconds, colours.wait]], walkTo(source, longestGaps(source), "gaps of the critical path"))}</div>
     ${workers.length ? `<h2>Workers</h2><div class="bars">${workers.map((x, l) => bar(laneName(source.lane0 + l), percent(x.busy), [[x.busy, colours.text], [x.wait, colours.wait]])).join("")}</div>` : ""}`;
 }
-// -- lists of places to walk: a click leads to the worst one, the next click to the next
+// -- lists of places to walk: the first click shows the worst place, each further click the next one
 const walks = [];
 let walking = null;
 function walkTo(source, places, title) {
@@ -81,7 +81,7 @@ function walk(n, by) {
   setView(from - wide, to + wide);
 }
 const WALKED = 12;
-/** The longest stretches of some links of the critical path, whose times begin with the last launch. */
+/** The longest stretches [from(l), to(l)] of `links` of the critical path. Their times count from the last launch. */
 function linkPlaces(source, links, from, to) {
   const places = links.map((l) => ({ interval: l.interval, begin_s: source.lastLaunch + from(l), end_s: source.lastLaunch + to(l) }));
   return places.filter((p) => p.end_s > p.begin_s).sort((a, b) => b.end_s - b.begin_s - a.end_s + a.begin_s).slice(0, WALKED);
@@ -91,7 +91,7 @@ const longestGaps = (source) => linkPlaces(source, source.summary.critical_path.
 
 // -- how long the instructions of a phase take
 const spreads = new Map(), BINS = 24;
-/** Of a trace's COMPUTE of a phase: the median, counts in bins of equal ratio, and a list of those far above the median. */
+/** The COMPUTE times of a phase in a trace: the median, counts in logarithmic bins, and a list of the outliers. */
 function spreadOf(source, shade) {
   return remembered(spreads, `${source.lane0} ${shade}`, () => {
     const own = [];
@@ -113,7 +113,7 @@ function histogram(usual, units) {
   return `<h2>${usual.count.toLocaleString("en")} of this phase</h2><div class="histogram">${bars.join("")}</div><p>${time(usual.low)} to ${time(usual.high)}, ${far}</p>`;
 }
 
-/** From the least time to the step: each bar begins where the one before it ends. What is too short to see is one bar. */
+/** From the least time to the step: each bar begins where the previous one ends. Bars too short to see become one. */
 function waterfall(source) {
   const s = source.summary, fall = s.waterfall, colour = { least: colours.text, resource: colours.curve, work: colours.accent, wait: colours.wait, idle: colours.dim };
   const title = (b) => (b.kind === "least" ? `least time, bound by ${b.name}` : b.kind === "resource" ? `${b.name} needs more` : b.name);
@@ -128,7 +128,7 @@ function waterfall(source) {
   const beyond = fall.beyond ? `<p class="warning">The least time, ${seconds(fall.least_s)}, is more than the step: the machine's description or the clock is wrong.</p>` : "";
   return `${beyond}<div class="bars waterfall">${bars.join("")}</div>`;
 }
-/** Second trace against the first one: matched instructions only. */
+/** Compares the second trace with the first, over matched instructions only. */
 function comparison(c) {
   const times = (x) => (x === null ? "–" : `× ${Number(x.toPrecision(3))}`);
   const line = (name, a, b, ratio) => `<tr><td>${escape(name)}</td><td>${seconds(a)}</td><td>${seconds(b)}</td><td><b>${times(ratio)}</b></td></tr>`;
@@ -225,12 +225,12 @@ function aboutInterval(i) {
   const first = isWait(i) ? `${phaseOf(i).name} ${label(i)}` : label(i);
   return `<b>${escape(first)}</b> &nbsp;${time(length[i])}<small>${place(i)} · ${laneName(lane[i])}${role[i] ? ` · ${meta.roles[role[i]]}` : ""}${values ? ` · ${escape(values)}` : ""}</small>`;
 }
-/** A layer, or a phase in one. */
+/** The tooltip of a layer, or of a phase in a layer. */
 function aboutBlock(line, x) {
   const block = blockAt(line, toTime(x));
   return block ? `<b>${block.name}</b> ${line.shade < 0 ? "" : escape(meta.phases[line.shade].name)} ${time(block.t1 - block.t0)}<small>from ${time(block.t0 - line.s.shift, 6)} to ${time(block.t1 - line.s.shift, 6)}</small>` : "";
 }
-/** What a row's workers do in one column of pixels. */
+/** The tooltip of a rank: what its workers do in one column of pixels. */
 function aboutColumn(row, x) {
   const workers = row.lane1 - row.lane0;
   if (x < gutter() || row.type !== "rank") return "";

@@ -18,7 +18,7 @@ function measureReach() {
   }
 }
 measureReach();
-/** The first n of [low, high) that is not `before`, which holds up to there; `high` without one. */
+/** The first n of [low, high) for which before(n) is false, or `high`. Beyond that n, before(n) must stay false. */
 function bisect(low, high, before) {
   while (low < high) {
     const mid = (low + high) >> 1;
@@ -28,7 +28,7 @@ function bisect(low, high, before) {
 }
 const firstReaching = (ends, low, high, t) => bisect(low, high, (n) => ends[n] < t);
 
-const MANY_LANES = 24; // up to so many workers each gets a row from the start
+const MANY_LANES = 24; // up to this many lanes, all ranks are open at first; with more workers per rank, rows are lower
 const ROW = { rank: { least: 44, most: 150 }, open: { least: 22, most: 40 }, worker: { least: 18, most: 128 }, dense: { least: 6, most: 16 }, role: { least: 15, most: 30 } };
 const ranked = sources.some((s) => s.ranks > 1);
 const opened = new Set();
@@ -43,7 +43,7 @@ function rolesOf(l) {
   for (let r = 0; r < ROLES; r++) if (groupStart[l * ROLES + r + 1] > groupStart[l * ROLES + r]) found.push(r);
   return found;
 }
-/** Rows from `opened`, laid out in `room` device pixels at `k` pixels per CSS pixel; small ones grow to fill it. */
+/** Make the rows that `opened` asks for. They grow to fill `room` device pixels, with `k` of them per CSS pixel. */
 function layRows(room, k) {
   rows = [];
   laneRow.fill(-1); roleRow.fill(-1);
@@ -93,7 +93,7 @@ function rowOf(i) {
   if (laneRow[lane[i]] >= 0) return rows[laneRow[lane[i]]];
   return rows.find((r) => r.type === "rank" && lane[i] >= r.lane0 && lane[i] < r.lane1);
 }
-/** The row at height y of the rows' own plane, or undefined. */
+/** The row that is y pixels below the top of the first row, or undefined. */
 function rowAt(y) {
   return y >= 0 ? rows[bisect(0, rows.length, (n) => rows[n].y + rows[n].h <= y)] : undefined;
 }
