@@ -19,7 +19,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-# A switch over operations or results that lacks a case is an error.
+# -Werror=switch: a switch statement must have a case for each operation or result.
 FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Werror=switch"]
 # Contraction to fused multiply-adds is part of the numerics: each product is rounded only once, together with its sum.
 KERNEL_FLAGS = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]

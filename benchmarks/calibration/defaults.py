@@ -2,8 +2,9 @@
 
     python benchmarks/calibration/defaults.py -o benchmarks/results/defaults.json
 
-For each model, machine, number of ranks and rows, it predicts a step of `Fastest`, of static streams with the cost
-model's choices, and of the fastest of all options. Nothing is measured.
+For each model, machine, number of ranks and number of rows, it predicts a step with the default options, which
+`Fastest` chooses; with static streams and the cost model's other choices; and with the fastest combination of options.
+Nothing is measured.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from megakernel.scheduler.tune import Fastest
 
 MODELS = "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b"
 _CONTEXT = 128
-# Beyond these numbers of rows a choice is left out, because it is many times slower: dots, and a residual on every
-# rank.
+# With more rows than the first two numbers, dots and a residual on every rank are not tried, because they are many
+# times slower. With fewer rows than the third, interleaving is not switched off.
 _MOST_DOTS, _MOST_REPLICATED, _LEAST_PANELS = 32, 1024, 512
 
 

@@ -1,11 +1,11 @@
-"""Reads from the CUDA interpreter's machine code how fast each role's hot paths can run, and what that allows for given
-programs.
+"""Reads from the CUDA interpreter's machine code how fast each role's hot paths can run, and what rates this allows for
+some programs.
 
     python benchmarks/calibration/machine_code.py
 
-For each path it counts the instructions of a warp, and the cycles by their stall counts, along the shortest way. This
-is a lower bound; waits for memory and barriers come on top. The roles of a worker work at the same time, so the slowest
-one limits its rate. The simulator reads these figures from the machine files ([issue]); tests compare them.
+For each path it adds up a warp's instructions and their stall counts, in cycles, along the shortest way. The sum is a
+lower bound: waits for memory and barriers come on top. The roles of a worker work at the same time, so the slowest one
+limits its rate. The simulator reads these figures from the machine files ([issue]); tests compare them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Paths:
         }
 
     def _at(self, file: str, text: str, opcode: str = "") -> set[int]:
-        """The instructions of the source lines that contain `text`, or that are inlined there."""
+        """The instructions of the source lines that contain `text`, and of the code that is inlined there."""
         places = {(file, n) for n, line in enumerate(self._text[file], 1) if text in line}
         if not places:
             raise MegakernelError(f"{file} has no line with {text!r}, by which a hot path is found: update this script")
@@ -105,8 +105,8 @@ class Paths:
         return here & self._at("loaders.h", "p.wait(block.empty[at.slot]", _WAIT), here
 
     def _filled(self, copy: str, text: str, copies: int = 1, visits: Sequence[set[int]] = ()) -> Floor:
-        """A page filled by this many copies. `text` occurs in the line that goes on to the next page of its kind;
-        `visits` is what else the path passes.
+        """The cycles to fill a page by this many copies. `text` occurs in the line that advances to the next page of
+        its kind; the path also passes through each of `visits`.
         """
         waits, here = self._walk()
         copying = self._at("loaders.h", copy) & {*self._code.find("UBLKCP"), *self._code.find("UTMALDG")}
@@ -127,7 +127,7 @@ class Paths:
         return self._floor("a pair of pages", self._pairs(), *vector) + inner * (VECTORS - 1)
 
     def unit(self) -> Floor:
-        """The cycles of a unit of columns besides its pages, for one row."""
+        """The cycles of a unit of columns apart from those of its pages, for one row."""
         shuffles = self._at("dots.h", "sums.reduce(p, rows)", "SHFL")
         last, products = self._whole_piece()
         return self._floor("a unit of columns", last, shuffles, *products) - self.pair(1)
@@ -136,7 +136,7 @@ class Paths:
         return self._at("dots.h", "second = pages.full(page + 1)", _WAIT)
 
     def _whole_piece(self) -> tuple[set[int], list[set[int]]]:
-        """The last product of a row's whole piece, which is not in a loop, and all other products."""
+        """For one row and a whole piece, whose products are not in a loop: the last product, and all others."""
         products = self._at("dots.h", "multiply(sum_[0],", "FFMA")
         return {max(products)}, [products] * (PRODUCTS * VECTORS - 1)
 
@@ -147,7 +147,7 @@ class Paths:
         return self._floor("a k step", last)
 
     def sample(self) -> Floor:
-        """The cycles for as many logits as are in flight together."""
+        """The cycles for the logits that a thread has in flight together."""
         loads = self._logits()
         return self._floor("sampling", {max(loads)}, self._at("sample.h", "expf(held.v[k] - top)", "MUFU.EX2")) * AHEAD
 
@@ -157,7 +157,7 @@ class Paths:
         return AHEAD * words * CONSUMERS * LANES
 
     def _logits(self) -> set[int]:
-        """The loads of the last batch if it lies completely in the row."""
+        """The loads of a thread's last batch, in the code for a batch that lies completely in the row."""
         whole = self._at("sample.h", "out.v[j] = load_float(z + begin")
         return whole & self._at("sample.h", "after = load(z, begin", "LDG")
 
@@ -237,7 +237,9 @@ CASES = (
 
 @dataclass(frozen=True)
 class Load:
-    """The matmuls of a step for an average worker: seconds by role, of its share of memory, and of MMA."""
+    """Seconds that an average worker needs for the matmuls of a step: by role, for its share of memory traffic, and for
+    MMA.
+    """
 
     weight_loader: float
     input_loader: float

@@ -1,9 +1,10 @@
-"""What pairs of SMs gain that each load half of a weight tile and multicast it, according to the simulator.
+"""The gain of pairs of SMs in which each SM loads half of a weight tile and multicasts it to both SMs, by simulation.
 
     python benchmarks/calibration/pairs.py -o benchmarks/results/pairs.json
 
-The programs are those of `--pairs on` and `off`. The last column is the gain if pairs never waited for each other: the
-machine with an L2 of 1.5 times the rate, because two tiles of 128 x 256 that share their weights load a third less.
+The programs are those of `--pairs on` and `off`. The last column is the bound that pairs would reach if they never
+waited for each other: single SMs on a machine whose L2 has 1.5 times the rate, because two tiles of 128 x 256 that
+share their weights load a third less.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Predicts steps of GPUs that are not available, beside what others have published.
+"""Predicts steps of GPUs that are not available here, and prints them beside published results.
 
     python benchmarks/calibration/predictions.py -o benchmarks/results/predictions.json
 
@@ -40,8 +40,8 @@ PUBLISHED_70B = {
     "sharded O": {},
     "own norm": {},
 }
-# Microseconds per token: HazyResearch's kernel as measured by msaroufim/megakernels-vs-cuda-graphs; the B200's is their
-# own figure.
+# Microseconds per token: HazyResearch's kernel as measured by msaroufim/megakernels-vs-cuda-graphs; the B200's is
+# HazyResearch's own figure.
 PUBLISHED_1B = {"h100": 972.78, "h200": 759.83, "b200": 680.0}
 
 
@@ -75,7 +75,7 @@ VARIANTS_H200 = {
 
 
 def mixed_step(dims: Dims) -> StepTable:
-    """A step with two prompts of 512 tokens, and 64 sequences that add a token to 1,024."""
+    """A step with two prompts of 512 tokens, and 64 sequences that each add their 1,024th token."""
     prompts = [Chunk(i, 0, [0] * 512, range(dims.pages_per_seq), [SampleRow(511)]) for i in range(2)]
     rows = [Chunk(2 + i, 1023, [0], range(dims.pages_per_seq), [SampleRow(0)]) for i in range(64)]
     return build_step(dims, [*prompts, *rows])

@@ -2,11 +2,11 @@
 
     python benchmarks/calibration/predictions_host.py --machine FILE.toml -o benchmarks/results/predictions-host.json
 
-It runs SmolLM2-135M's and Llama-3.2-1B's shapes with random weights: prefill and decode, with one worker and two.
-`megakernel doctor --calibrate FILE.toml` wrote the machine file here, from measurements of another shape. That file has
-the best of several undisturbed runs, so a prediction is compared with the fastest launch. Beside it stand the median,
-which includes the disturbances of a shared machine, and the least time that the machine's ceilings allow. The cases
-take turns, so that a disturbance affects all of them.
+It runs SmolLM2-135M's and Llama-3.2-1B's shapes with random weights: prefill and decode, with one worker and with one
+per core. FILE.toml is written on this machine by `megakernel doctor --calibrate FILE.toml`, which measures another
+shape. It keeps the best of several undisturbed runs, so a prediction is compared with the fastest launch. The output
+also has the median, which includes the disturbances of a shared machine, and the least time that the machine's ceilings
+allow. The cases take turns, so that a disturbance affects all of them.
 """
 
 from __future__ import annotations

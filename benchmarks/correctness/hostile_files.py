@@ -3,10 +3,10 @@ process.
 
     python benchmarks/correctness/hostile_files.py --count 18000 -o benchmarks/results/hostile-files.json
 
-Kind and number determine a mutant, so `--kind traces --first 17 --count 1` makes one again. Every reader must accept it
-or refuse it with one line. A signal, a traceback, a hang, a lack of memory, or a line that cannot be printed gives exit
-status 1. Such a mutant is shrunk to the changed bytes that cause the fault. `--sanitized` uses a native library with
-AddressSanitizer and UndefinedBehaviorSanitizer.
+Kind and number determine a mutant, so `--kind traces --first 17 --count 1` makes the same mutant again. Every reader
+must accept a mutant or refuse it with one line. A signal, a traceback, a hang, a lack of memory, or a line that cannot
+be printed gives exit status 1. A mutant with such an outcome is reduced to the changed bytes that cause it.
+`--sanitized` uses a native library with AddressSanitizer and UndefinedBehaviorSanitizer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KINDS = hostile_models.KINDS | hostile_files.KINDS
 
 
 def smallest(kind: Kind, mutant: Mutant, stages: dict[str, str], folder: Path) -> list[tuple[int, str, str]]:
-    """The changes that suffice for the same reader to fail."""
+    """The fewest changes found with which the same reader still fails."""
 
     def fails(data: bytes) -> bool:
         found = try_data(kind, replace(mutant, data=data), folder)

@@ -1,13 +1,13 @@
-"""Checks that no HTTP request delays the others, keeps memory, or gets a 5xx.
+"""Checks that no HTTP request delays the others, leaks memory, or gets a 5xx.
 
     python benchmarks/correctness/hostile_http.py --count 10000 -o benchmarks/results/hostile-http.json
 
 Starts `megakernel serve --api-key` with a small random model and sends hostile requests: malformed bodies, heads and
-bytes, sizes beyond every limit, clients that send slowly or leave; most with the key, some with a wrong one or none.
-Seed and number determine a request, so `--first 17 --count 1` sends one again. Another process asks for `/health` all
-the time, on a connection that it keeps and on new ones. Memory is that of all server processes. The script fails if an
-answer is a 5xx, if the server ends, if memory has grown by 100 MB, or, with --quiet (for a machine that does nothing
-else), if `/health` takes longer than 100 ms.
+bytes, sizes beyond every limit, clients that send slowly or leave. Most requests have the key; some have a wrong one or
+none. Seed and number determine a request, so `--first 17 --count 1` sends the same request again. Another process asks
+for `/health` all the time, on a connection that it keeps and on new ones. Memory is that of all server processes. The
+script fails if an answer is a 5xx, if the server ends, if memory has grown by 100 MB, or, with --quiet (for a machine
+that does nothing else), if `/health` takes longer than 100 ms.
 """
 
 from __future__ import annotations

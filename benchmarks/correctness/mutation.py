@@ -6,13 +6,13 @@ it.
 Mutants are drawn with a seed from all operators, comparisons, constants and statements (source_mutants.py in
 tests/support), in Python lines that a test reaches, and in the C++ of csrc/{cpu,common,simulate,verify}. `--lines FILE`
 stores which test reaches which line (lines_reached.py in tests/support), and `--tests` restricts the tests. A mutant is
-put into a copy of the package. It first meets the tests of its own room and then the others, the cheapest first, as
-many as fit into SECONDS of processor time. It is killed if a test fails or if the tests do not end.
+put into a copy of the package. The cheapest tests that reach it, as many as fit into SECONDS of processor time, run on
+it: first the tests of its own room, then the others. It is killed if a test fails or if the tests do not end.
 
-`--again FILE` continues the run in FILE. Killed mutants stay killed, and missing ones are drawn. Survivors are tried
-once more, because new tests may kill them, unless unnoticed.json beside this script explains why they change nothing
-that a caller could notice. Mutants of lines that have changed since are replaced. Exit status 1: fewer than `--least`
-percent were killed.
+`--again FILE` continues the run in FILE. Mutants that were killed are not tried again, and missing ones are drawn.
+Survivors are tried once more, because new tests may kill them, unless unnoticed.json beside this script explains why
+they change nothing that a caller could notice. Mutants of lines that have changed since are replaced. Exit status 1:
+fewer than `--least` percent were killed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ NATIVE_TESTS = {
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-pthread", "-ffp-contract=fast", "-DMK_SIMD=portable", "-DMK_LANES=4"]
 FLAGS += [f"-D{width}_kernels=portable_kernels" for width in ("avx2", "avx512", "avx512bf16")]
 IDLE_TURNS = 1500  # half a minute
-ANOTHER_WAY, OTHER_STATUS = "in a new process", 77  # used if a change cannot be patched into functions
+ANOTHER_WAY, OTHER_STATUS = "in a new process", 77  # for changes that cannot be patched into loaded functions
 PLUGINS = ("-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist")
 # Modules that tests import and nobody mutates are imported before the forks.
 HEAVY = (
@@ -142,7 +142,9 @@ class Copy:
         if outcome == "survived":
             return []
         if outcome in ("no end", "failed"):
-            raise SystemExit(f"without any mutant, the tests that killed some: {outcome}, see {self._folder / 'log'}")
+            raise SystemExit(
+                f"the tests that killed mutants do not pass without a mutant: {outcome}, see {self._folder / 'log'}"
+            )
         lines = (self._folder / "log").read_text(errors="replace").splitlines()
         return [line.split(" ", 1)[1].split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
 
@@ -203,7 +205,7 @@ def seconds_of(session: int) -> float:
 
 
 def ended(run: Callable[[], int]) -> str:
-    """The end of a fork of this process that exits with the result of `run`."""
+    """How a fork of this process ends. The fork exits with the result of `run`."""
     child = os.fork()
     if child == 0:
         status = 70
@@ -483,9 +485,11 @@ def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--python", type=int, default=20, help="mutants of Python (default: 20)")
     parser.add_argument("--native", type=int, default=0, help="mutants of C++ (default: 0)")
-    parser.add_argument("--seed", type=int, default=1, help="of what is drawn (default: 1)")
-    parser.add_argument("--lines", type=Path, metavar="FILE", help="keep here what each test reaches")
-    parser.add_argument("--least", type=float, default=0.0, metavar="PERCENT", help="that must be killed")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the draw (default: 1)")
+    parser.add_argument("--lines", type=Path, metavar="FILE", help="keep in FILE which lines each test reaches")
+    parser.add_argument(
+        "--least", type=float, default=0.0, metavar="PERCENT", help="minimum percentage that must be killed"
+    )
     parser.add_argument("--without", nargs="*", default=[], metavar="TEST", help="tests that are left out")
     parser.add_argument("--sources", nargs="*", default=[""], help="files or folders to mutate (default: all)")
     parser.add_argument("--tests", nargs="*", default=[], help="files or folders of tests (default: all)")

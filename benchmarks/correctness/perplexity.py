@@ -4,9 +4,10 @@ llama.cpp.
     python benchmarks/correctness/perplexity.py --llama-perplexity llama/build/bin/llama-perplexity -o FILE
 
 The text is the beginning of the Constitution of the United States. As in llama.cpp's `llama-perplexity`, the tokens are
-cut into chunks, and each chunk is computed alone. If the model has a token for the beginning of a text, it replaces a
-chunk's first token. In each chunk, the tokens after the first half plus one are scored. The script fails if widening
-the weights changes the perplexity by more than 0.1 %; with the same compute type no bit should change.
+cut into chunks, and each chunk is computed alone. If the model has a token for the beginning of a text, this token
+replaces the first token of each chunk. In each chunk, the tokens of the second half except its first are scored. The
+script fails if widening the weights changes the perplexity by more than 0.1 %; if both runs have the same compute type,
+no bit should change.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def main() -> int:
 
 
 def scores(model: str, weights: str, chunks: int | None) -> tuple[NDArray[np.float64], dict[str, str | int]]:
-    """The log-probabilities of the scored tokens, one row per chunk, and a description of what computed them."""
+    """The log-probabilities of the scored tokens, one row per chunk, and a description of the engine that computed
+    them.
+    """
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     with LLM(model, weights=weights, max_context=CHUNK + 1, prefix_cache=False) as llm:
         ids, begin = llm.encode(TEXT.read_text()), llm.encode("")

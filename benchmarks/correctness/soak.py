@@ -1,4 +1,4 @@
-"""Runs mixed traffic that a server must survive, with everything that clients do wrong in every minute.
+"""Runs mixed traffic that a server must survive. Every minute contains everything that clients do wrong.
 
     python benchmarks/correctness/soak.py --minutes 60 --rounds 12 -o benchmarks/results/soak.json
 
@@ -6,8 +6,8 @@ Starts `megakernel serve` (by default with a small random model whose tokens are
 beside clients that leave while queued, prefilling or decoding, malformed and huge bodies, prompts that are too long,
 readers that stall, and ids that repeat; then 2,000 connections at once; then SIGTERM in the middle of traffic.
 Meanwhile it samples the resources of the server's processes, and repeats one prompt whose answer must never change by a
-bit. The script fails if it does change, if an answer is a 5xx other than 503, if an error lacks the documented form, if
-a request hangs, or if a KV page is missing at the end.
+bit. The script fails if this answer changes, if an answer is a 5xx other than 503, if an error lacks the documented
+form, if a request hangs, or if a KV page is missing at the end.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from servers import megakernel
 from megakernel.serving.api.server import allow_connections
 
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
-HANG = 600.0  # seconds without an answer that count as stuck
-SAMPLES = 720  # of the server's resources, in all
+HANG = 600.0  # a request without an answer for so many seconds hangs
+SAMPLES = 720  # how often the server's resources are sampled in the whole run
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Target:
         return reader, writer
 
     async def ask(self, path: str, body: bytes | None, headers: str = "") -> tuple[int, bytes]:
-        """The status and body of one request; the status must not be the server's fault."""
+        """The status and body of the answer to one request. Complains about a status that is the server's fault."""
         reader, writer = await self.send(path, body, headers)
         try:
             async with asyncio.timeout(HANG):
@@ -91,7 +91,7 @@ class Target:
         return status, content
 
     def check_error(self, status: int, content: bytes) -> None:
-        """Check the documented form, and that the status is one that a client can cause, or 503."""
+        """Check that an error has the documented form, and that its status is below 500, or 503."""
         try:
             error = json.loads(content)["error"]
             fine = isinstance(error["message"], str) and isinstance(error["type"], str) and error["code"] == status
@@ -228,7 +228,7 @@ class Traffic:
                 self.target.complain(f"one prompt has {len(self.same)} answers")
 
     async def leaves(self) -> None:
-        """Leaves at once or a little later, whether its request waits, is prefilled or decodes."""
+        """Leaves at once or a little later, while its request waits, prefills or decodes."""
         long = {"prompt": [1] * (self.context // 2), "max_tokens": self.context // 3}
         stream = self.random.random() < 0.5
         _, writer = await self.target.send(COMPLETIONS, self.body(**long, n=self.random.choice((1, 4)), stream=stream))

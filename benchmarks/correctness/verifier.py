@@ -1,11 +1,11 @@
-"""Measures how good the verifier is: breaks correct programs in every way, and finds out by running them which are
-really unsafe.
+"""Measures how good the verifier is: breaks correct programs in every way, and runs the broken ones to find out which
+are really unsafe.
 
     python benchmarks/correctness/verifier.py --per-kind 5500 --processes 2 -o benchmarks/results/verifier.json
 
-A mutant of a small program is decided by visiting every state that its counters allow, for several step tables; one of
-a larger program by adversarial runs. An unsafe mutant that the verifier accepts, or a correct program that it rejects,
-gives exit status 1.
+A mutant of a small program is judged by visiting every state that its counters allow, for several step tables; a mutant
+of a larger program is judged by adversarial runs. An unsafe mutant that the verifier accepts, or a correct program that
+it rejects, gives exit status 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from small_programs import large, small
 from megakernel.program import Program
 from megakernel.scheduler.verify import verify
 
-STEPS, TABLES = 4, 2  # of each base program, and per mutant
+STEPS, TABLES = 4, 2  # step tables of each base program, and how many of them judge a mutant
 STATES = 20_000
 RUNS = 2
 OUTCOMES = {
@@ -69,7 +69,7 @@ def work(share: tuple[int, int, int, float, list[str]]) -> tuple[Counter[tuple[s
     """Process every `processes`-th mutant of each kind, starting with `number`."""
     number, processes, per_kind, large_part, kinds = share
     bases = [[Base(name, program, not n) for name, program in group] for n, group in enumerate((small(), large()))]
-    # Small programs are tried more often, because the time for a mutant is proportional to its states.
+    # Programs with fewer states are tried more often, because the time for a mutant is proportional to its states.
     weights = [np.array([1 / max(base.states, 1) for base in group]) for group in bases]
     counts: Counter[tuple[str, str, bool]] = Counter()
     failures: list[str] = []
@@ -112,7 +112,9 @@ def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--per-kind", type=int, default=200)
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
-    parser.add_argument("--large-part", type=float, default=0.1, help="part of larger programs (default: 0.1)")
+    parser.add_argument(
+        "--large-part", type=float, default=0.1, help="fraction of mutants of larger programs (default: 0.1)"
+    )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
     arguments = parser.parse_args()
     begin = time.perf_counter()

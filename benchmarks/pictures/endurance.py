@@ -1,7 +1,7 @@
 """Draws the picture of docs/reliability.md: a server's resources during an hour of mixed traffic.
 
-python benchmarks/correctness/soak.py --minutes 60 --rounds 12 -o benchmarks/results/soak.json python
-benchmarks/pictures/endurance.py
+python benchmarks/correctness/soak.py --minutes 60 --rounds 12 -o benchmarks/results/soak.json
+python benchmarks/pictures/endurance.py
 """
 
 from __future__ import annotations

@@ -137,7 +137,9 @@ def pipeline() -> Picture:
 
 
 def roles() -> Picture:
-    """The same layer of the same program on one SM, with and without loads ahead of the previous instruction."""
+    """The same layer of the same program on one SM, with and without loads that begin before the previous instruction
+    ends.
+    """
     out = Picture(494, "The roles of one block during one layer")
     short = {"qkv_rope": "QKV", "o_proj": "O", "gate_up_silu": "gate, up", "down_proj": "down"}
     entries = [(COLOURS[phase], words) for phase, words in short.items()]

@@ -1,4 +1,4 @@
-"""Writes pages of steps on this machine's CPU, of which benchmarks/pictures/timeline.py takes pictures.
+"""Writes HTML timelines of steps on this machine's CPU, of which benchmarks/pictures/timeline.py takes pictures.
 
     python benchmarks/pictures/record_cpu.py FOLDER
 
@@ -24,7 +24,7 @@ MODEL, TOKENS = "smollm2-135m", 64
 
 
 def verifying_step(speculate: int = 7) -> Step:
-    """A step of median time among those of the most frequent program that verify proposed tokens."""
+    """The step of median time among the steps that verify proposed tokens with the most frequent program."""
     prompt, sampling = TEXTS["repeats"]
     params = SamplingParams(**sampling, max_tokens=TOKENS, ignore_eos=True)
     with LLM(MODEL, backend="cpu", max_context=2048, max_seqs=1, speculate=speculate) as llm:

@@ -33,7 +33,7 @@ def decode(layers: int) -> Program:
 
 
 def batch(model: str, tp: int, tokens: int, options: Options) -> Program:
-    """Three layers of a model on this many H100s, one token for each of this many sequences."""
+    """Three layers of a model on `tp` H100s, with one token for each of `tokens` sequences."""
     config = replace(load_config(f"random:{model}"), layers=3)
     return compile_program(
         config,
@@ -87,7 +87,9 @@ class Run:
         return Interval(number, str(self.names[record]), (layer, record), kind, begin, end)
 
     def share(self, edges: NDArray[np.float64], kind: IntervalKind, phases: Sequence[str]) -> NDArray[np.float64]:
-        """Between edges, in ticks: the mean fraction of rank 0's workers that have such an interval of some phases."""
+        """The mean fraction of rank 0's workers with an interval of this kind and these phases, between successive
+        edges in ticks.
+        """
         rows = self.rows
         mine = (rows["rank"] == 0) & (rows["kind"] == kind) & (rows["layer"] < PROLOGUE)
         mine[mine] = np.isin(self.names[rows["instruction"][mine]], phases)

@@ -4,7 +4,7 @@
     python benchmarks/pictures/timeline.py [--cpu FOLDER]
 
 The steps on a node are simulated here: two layers of Llama-3.1-70B on eight H100s, 4,096 decode rows, and the same
-without pipelining across instructions. --cpu has the pages of steps on a CPU.
+without pipelining across instructions. --cpu names the folder that record_cpu.py wrote.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def our_steps(llm: LLM, work: Work, seed: int) -> list[float]:
             steps.append(moment - before)
 
     ids = np.random.default_rng(seed).integers(0, llm.config.vocab, (work.sequences, work.prompt_tokens)).tolist()
-    # Each step computes one prompt, so the first sequences decode already while later prompts are computed.
+    # Each step computes one prompt, so the first sequences already decode meanwhile and need more tokens in all.
     params = SamplingParams(temperature=0.0, max_tokens=work.decode_steps + work.sequences + 1, ignore_eos=True)
     llm.generate(ids, params, on_step=note)
     return steps[: work.decode_steps]

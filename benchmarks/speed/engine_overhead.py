@@ -1,8 +1,8 @@
 """Measures the engine's cost besides the launches: `python benchmarks/speed/engine_overhead.py [-o FILE]`, as one JSON.
 
-Everything that the host does for a step (planning, building the table, reading back) runs in one thread. Its processor
-time is the cost, whether during a launch or between two. Prompts differ in length, so that sequences fill pages and
-enter KV blocks in different steps.
+Everything that the host does for a step (planning, building the table, reading back) runs in one thread. The cost is
+that thread's processor time, during launches and between them. Prompts differ in length, so that sequences fill pages
+and enter KV blocks in different steps.
 
 share     decode of 64 sequences of SmolLM2-135M on the CPU backend: host seconds per step, and the part of a step's
           wall time that no launch covers; `text` with detokenization, `ids` without

@@ -11,10 +11,10 @@ one in this process.
 probe          ceilings: read bandwidth of a stream, torch.matmul on random data, hand-off between SMs
 check-CASE     compares every instruction with the reference in one of doctor's cases; `check` runs all cases
 decode-MODEL   32-token prompt, 127 decode steps of one sequence: normal, by phases (a CUDA graph with one launch per
-               phase; phases_ratio compares it), without cross-instruction pipelining, and with tracing. The bits must
-               be equal. kernel_s: GPU time by events around the launch; own_clock_s: the same by the interpreter's own
-               clock, with tracing; table_s: time to build the step table; step_s: wall time of a step with its table;
-               `engine`: time per token of a request
+               phase; phases_ratio: its time divided by the normal one's), without cross-instruction pipelining, and
+               with tracing. The bits must be equal. kernel_s: GPU time by events around the launch; own_clock_s: the
+               same by the interpreter's own clock, with tracing; table_s: time to build the step table; step_s: wall
+               time of a step with its table; `engine`: time per token of a request
 mixed-8b       the same for a step of 15 prompts of 512 tokens and 512 decode rows with 512 KV tokens each
 ablate-PART    the same step with parts left out: no instruction waits for another (unsynchronised); in addition,
                loaders copy nothing (no_copies: the consumers' ceiling), or consumers compute nothing (no_compute: the
@@ -63,7 +63,7 @@ LAUNCHES = 20  # launches of an ablation, or of a step of many rows
 MIXED = 15, 512, 512, 512  # prompts, tokens of each; decode rows, KV tokens of each
 PARTITION_ROWS, PARTITION_RUNS = (1, 256), 20
 SEQUENCE, SCORED = 256, 64  # tokens, and the positions at their end whose log-probabilities are compared
-PREFILL = 2  # tokens of a prefill step, the most that dots of the 8B shape hold
+PREFILL = 2  # tokens of a prefill step, the maximum that dots of the 8B shape hold
 CASES = [case.name for case in doctor_gpu.cases()]
 LIMIT_S = 460.0
 PART_LIMIT_S = 180.0  # seconds per part, so that a part that hangs leaves time for others
@@ -218,7 +218,7 @@ def each_way(report: Report, backend: Any, measure: Callable[[str], None]) -> No
 
 
 def ratio(report: Report, name: str) -> float | None:
-    """The time of its kernel divided by the megakernel's."""
+    """The kernel time of measurement `name` divided by the megakernel's."""
     times = [report.values[key].get("kernel_s") for key in (name, "megakernel")]
     return times[0] / times[1] if all(times) else None
 
@@ -266,8 +266,8 @@ def engine(it: Decode) -> Json:
 
 
 def timeline(program: Any, trace: Any) -> Json:
-    """The summary of a traced step, and the fraction of neighbouring instructions on an SM of which the next one's load
-    begins first.
+    """The summary of a traced step, and the fraction of successive instructions on an SM in which the later one's load
+    begins before the earlier one ends.
     """
     import dataclasses
 
@@ -281,8 +281,8 @@ def timeline(program: Any, trace: Any) -> Json:
 
 
 def loads_ahead(trace: Any) -> float | None:
-    """How often, among consecutive instructions of a worker that load and compute, the next one's first load begins
-    before the previous one's last compute ends.
+    """The fraction of pairs of successive instructions of a worker, among those that load and compute, in which the
+    later one's first load begins before the earlier one's last compute ends.
     """
     from megakernel.trace import IntervalKind
 
@@ -463,7 +463,7 @@ def check(report: Report, _: Path | None, name: str | None = None) -> None:
 
 def numerics(report: Report, _: Path | None) -> None:
     """The log-probabilities of the last positions of a sequence of the 1B shape: from one step of all tokens, and from
-    steps of few.
+    steps of a few tokens each.
     """
     for name, step in (("many_rows", SEQUENCE), ("few_rows", PREFILL)):
         report.keep(**{name: _scores(step)})
@@ -592,7 +592,7 @@ def run_all(plan: Sequence[str], trace: Path | None, save: Callable[[Json], None
 
 
 def headline(result: Json) -> str:
-    """The summary of a part: the ratio that a megakernel must win, the kernels' times, and errors."""
+    """The summary of a part: the ratio by which the megakernel must win, the kernels' times, and errors."""
     said = f", by phases / megakernel {result['phases_ratio']:.3f}" if result.get("phases_ratio") else ""
     for name, found in result.items():
         if isinstance(found, dict) and "kernel_s" in found:

@@ -7,8 +7,9 @@ flight.
 
 `build` compiles `llama-server` for this machine's instruction set (cmake and a C++ compiler; minutes to an hour). `run`
 writes the model's weights as a bf16 GGUF, which both sides load. It then tries llama-server's settings on a part of the
-workload (slots, flash attention, batch sizes, threads; one after another) and keeps what is faster. It alternates that
-server with ours, with the idle one suspended, and finally times our engine offline. Leave the machine alone meanwhile.
+workload (slots, flash attention, batch sizes, threads; one after another) and keeps what is faster. It then measures
+that server and ours in turn, while the other one is suspended, and finally times our engine offline. Leave the machine
+alone meanwhile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shows three overlaps on a CPU with 2 and 4 ranks, with each cause switched off in turn.
+"""Shows three overlaps on a CPU with 2 and 4 ranks, and the same step with the cause of each overlap switched off.
 
     python benchmarks/speed/overlaps.py -o benchmarks/results/overlaps-cpu.json
 

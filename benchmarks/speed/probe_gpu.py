@@ -4,7 +4,7 @@ Needs torch, cuda-python and CuPy, and nothing else of this repository. Every fi
 beside it where there is one) on random data. Units are in the names: _s seconds, _per_s rates, _cycles SM cycles.
 
 read, copy     every SM streams through at least 8 times the L2; a copy counts bytes read plus bytes written
-l2             every SM reads one buffer that fits in the L2 (shared) or its own slice of it (sliced), past the L1
+l2             every SM reads one buffer that fits in the L2 (shared) or its own slice of it (sliced), bypassing the L1
 matmul         torch.matmul, bfloat16; with few rows the weights' bytes are the limit and are counted too
 hand_off       one way between two SMs: red.release on a counter, ld.acquire polling on the other side; alone, and
                while all other SMs stream from memory
@@ -344,7 +344,7 @@ def copy(p: Probe) -> Json:
 
 
 def l2(p: Probe) -> Json:
-    """About a quarter of the L2, because on a chip with two partitions a line may be in both."""
+    """The buffer takes about a quarter of the L2, because on a chip with two partitions a line may be in both."""
     kernel, out = p.kernel("read_l2"), {}
     for name, shared, passes in (("shared", 1, 4), ("sliced", 0, 400)):
         found = []
@@ -509,7 +509,9 @@ def launch(p: Probe) -> Json:
         return _check(driver.cuGraphInstantiate(_check(driver.cuStreamEndCapture(stream.ptr)), 0))
 
     def timed(work: Callable[[], None], calls: int) -> Json:
-        """The host time to submit one call and to wait for it, and the device time of one among many."""
+        """The host time to submit a call, the time per call of many in a row, and the host time to submit one call and
+        wait.
+        """
         work()
         stream.synchronize()
         start = time.perf_counter()
@@ -555,7 +557,7 @@ _PROBES: tuple[Callable[[Probe], Any], ...] = (device, timer, read, copy, l2, ma
 
 
 def missing() -> str | None:
-    """What this machine lacks, in a few words."""
+    """Says in a few words what this machine lacks; None if nothing."""
     try:
         import cupy
         import torch

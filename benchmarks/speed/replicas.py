@@ -3,7 +3,7 @@ routing.
 
 `python benchmarks/speed/replicas.py --load unlike -o FILE`. Each round runs every side once. The prompts of `unlike`
 have nothing in common. Those of `alike` begin with one of a few long texts and have short answers, so that a prefix
-cache saves most of the work. FILE keeps its results of the other load.
+cache saves most of the work. If FILE has results of the other load, they are kept.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def unlike(url: str, args: Any, seed: int) -> dict[str, float]:
 
 
 def alike(url: str, args: Any, seed: int) -> dict[str, float]:
-    """Short answers to prompts of 512 tokens, of which the first 480 are those of a few texts."""
+    """Short answers to prompts of 512 tokens. The first 480 tokens of a prompt are one of a few texts."""
     chance = random.Random(seed)
     texts = [[chance.randrange(1000, 40000) for _ in range(480)] for _ in range(args.texts)]
     prompts = [
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=48)
     parser.add_argument("--max-concurrency", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--texts", type=int, default=8, help="that prompts begin with")
+    parser.add_argument("--texts", type=int, default=8, help="number of texts with which prompts begin (default: 8)")
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
     cores = cpu_count()

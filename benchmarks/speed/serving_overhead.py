@@ -2,8 +2,8 @@
 FILE`.
 
 The null backend computes nothing, so all of the server's processor time is the host's. Requests have the lengths of
-ShareGPT's and are streamed. `--before` names the interpreter of another installation, whose server takes turns with
-this one's. The client uses the same cores, so tokens per second include its time.
+ShareGPT's and are streamed. `--before` names the Python of another installation, whose server takes turns with the
+server of this one. The client uses the same cores, so tokens per second include its time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def cpu_seconds(session: int) -> float:
 
 
 def run(python: str, args: Any, log: Path) -> dict[str, Any]:
-    """Start a new server of that interpreter's installation, and run one load."""
+    """Start a new server with this Python's installation, and run one load."""
     in_flight = str(args.max_concurrency)
     command = [python, *megakernel(*SERVE, "--model", args.model, "--max-num-seqs", in_flight)[1:]]
     with server(command, log) as peer:
@@ -62,7 +62,7 @@ def run(python: str, args: Any, log: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--before", metavar="PYTHON", help="interpreter of the other installation")
+    parser.add_argument("--before", metavar="PYTHON", help="Python of the other installation")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--num-prompts", type=int, default=512)
     parser.add_argument("--max-concurrency", type=int, default=256)

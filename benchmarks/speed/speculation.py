@@ -3,10 +3,10 @@
     python benchmarks/speed/speculation.py -o FILE
 
 `repeats` asks for a passage of the prompt again, greedily; `does not repeat` asks for a story, sampled at temperature
-1. End-of-sequence tokens are ignored, so that every run generates as many tokens. Two engines with the same weights
-take turns, A B A B, after a run each that is not counted. A run's rate is the number of tokens after the first, divided
-by the time from the first to the last. Tokens and log-probabilities of all runs of a text must be bit-identical;
-otherwise the exit status is 1.
+1. End-of-sequence tokens are ignored, so that every run generates the same number of tokens. Two engines with the same
+weights take turns, A B A B, after one run of each that is not counted. A run's rate is the number of tokens after the
+first, divided by the time from the first to the last. Tokens and log-probabilities of all runs of a text must be
+bit-identical; otherwise the exit status is 1.
 """
 
 from __future__ import annotations

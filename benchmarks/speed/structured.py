@@ -8,8 +8,8 @@
     half     half of them free, half masked
     greedy   free, at temperature 0, for which the sampling instruction has a shorter path
 
-A rate counts the tokens after the first step that gave any, and the time since. `free_tpot_s` is the mean time per
-token of a free sequence.
+A rate is the number of tokens after the first step that gave any, divided by the time since that step. `free_tpot_s` is
+the mean time per token of a free sequence.
 """
 
 from __future__ import annotations

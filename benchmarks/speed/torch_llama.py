@@ -1,11 +1,11 @@
-"""A Llama in plain torch over the CUDA backend's own weights, for comparison and as a check.
+"""A Llama in plain torch that reads the CUDA backend's own weights, for comparison and as a check.
 
 Weights are CuPy arrays, passed by DLPack: in bf16 without a copy, widened for f32. The decode step is written for
 torch.compile: fixed shapes, a static KV cache in buffers, everything in one graph.
 
-The model of `bench latency --vs torch` cannot replace it. transformers rounds the residual to bf16 after each part of a
-layer, while it stays in float32 here and in ours. As a judge of ours, it would be two to four times as lenient (KL
-divergence from float32).
+The model of `bench latency --vs torch`, which comes from transformers, cannot replace this one. It rounds the residual
+to bf16 after each part of a layer, while here and in our backend the residual stays in float32. As a judge of our
+backend it would be two to four times as lenient (KL divergence from float32).
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     python benchmarks/speed/viewer.py -o benchmarks/results/viewer.json
 
-Makes a trace of two layers of a 70B-like model over eight ranks of 132 workers with four roles each, writes its page
-and opens it from the disk. For each view (as it opens, one rank open, all roles of all workers open, searched; from all
-of the trace visible to a thousandth), it draws frames at moments all over the trace and prints the time inside the
-page's draw function, without the browser's compositing. Then it pans with all rows open, as fast as frames come, and
-types a search; the answer is timed from the last key to the frame that shows it, including the pause in which the page
-waits for another key. --program and --trace take a saved pair.
+Makes a trace of two layers of a 70B-like model on eight ranks of 132 workers with four roles each, writes its page and
+opens it from the disk. The views are the page as it opens, with one rank open, with all roles of all workers open, and
+with a search. For each view, and for visible parts from the whole trace to a thousandth, it draws frames at moments all
+over the trace and prints the time inside the page's draw function, without the browser's compositing. Then it pans with
+all rows open, as fast as frames come, and types a search; the answer is timed from the last key to the frame that shows
+it, including the pause in which the page waits for another key. --program and --trace take a saved pair.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ Everything except `decode` runs without arithmetic, so that only the interpreter
 several launches.
 
 instruction  seconds of an empty instruction of one worker, and of a launch
-barrier      seconds of a phase in which every worker, each with its own thread, signals one counter and waits for
-             all: up to as many workers as there are cores. What exceeds an instruction grows with arrivals and waiters
-streams      seconds per instruction of a thread, when as many threads as cores serve more and more workers: the cost
-             of looking at blocked streams
-decode       SmolLM2-135M's shape in bf16: a step by number of threads, from one to four times the cores. An engine
+barrier      seconds of a phase in which every worker signals one counter and waits until all have. Each worker has its
+             own thread, up to the number of cores. The time beyond an instruction's grows with arrivals and waiters
+streams      seconds per instruction of a thread when a thread per core serves more and more workers: the cost of
+             looking at blocked streams
+decode       SmolLM2-135M's shape in bf16: seconds of a step with one to four threads per core. An engine
              compiles no more workers than cores; programs with a worker per thread are the harder case
 """
 

@@ -1,7 +1,7 @@
 """Parses machine code as nvdisasm prints it: instructions, their source lines, control flow, registers, and how long a
 warp that has issued an instruction must wait before the next.
 
-The last is the stall count that the compiler writes into each instruction. The upper bits of an instruction's 128 bits
+This wait is the stall count that the compiler writes into each instruction. The upper bits of an instruction's 128 bits
 are for the scheduler (Jia et al., *Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking*, arXiv
 1804.06826, section 2.1; the layout has not changed since Volta):
 
@@ -88,7 +88,7 @@ class Instruction:
 
 @dataclass(frozen=True, order=True)
 class Floor:
-    """The least that a warp needs for a path: cycles by its stalls, and issued instructions."""
+    """The minimum that a warp needs for a path: cycles, from the stall counts, and issued instructions."""
 
     stalls: int
     instructions: int
@@ -113,15 +113,16 @@ class Code:
         return [i for i, instruction in enumerate(self.instructions) if instruction.opcode.startswith(opcode)]
 
     def after(self, i: int) -> list[int]:
-        """The possible successors of instruction `i`, apart from the return to a caller. A BSYNC goes where the BSSY
-        says, so that target already follows the BSSY; a call returns behind itself, so it goes to both.
+        """The possible successors of instruction `i`, apart from the return to a caller. A BSYNC continues at the
+        target that its BSSY names, so this target counts as a successor of the BSSY. A call has two successors: its
+        target, and the instruction after it, to which the callee returns.
         """
         instruction = self.instructions[i]
         ends = instruction.name in _LEAVES and not instruction.guarded
         return [*instruction.targets, *([] if ends else [i + 1])]
 
     def comes_back(self, call: int) -> bool:
-        """Whether the address behind the call is passed to the callee for its return."""
+        """Whether the address of the instruction after the call is passed to the callee for its return."""
         address = f"0x{self.instructions[call + 1].at:x}"
         return any(i.operands.endswith(address) for i in self.instructions if "MOV" in i.opcode)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-READY_S = 1800.0  # the time in which a server must answer, because large models load slowly
+READY_S = 1800.0  # time until a server must answer; it is long, because large models load slowly
 SHUTDOWN_S = 30.0
 
 
@@ -34,7 +34,9 @@ class Child:
 
 @contextmanager
 def server(command: Sequence[str], log: Path) -> Iterator[Child]:
-    """A process of `command`, with `{port}` filled in, once its /health is 200. It ends with the block."""
+    """Start `command`, with `{port}` filled in, and yield when its /health answers 200. The process ends with the
+    block.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `with` blocks end
     port = free_port()
     url = f"http://127.0.0.1:{port}"

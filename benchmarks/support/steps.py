@@ -1,4 +1,4 @@
-"""Programs and backends of shapes with random weights, for several scripts."""
+"""Programs, and backends with random weights, that several scripts use."""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@
 
 namespace mk {
 
-// K_CACHE [page][KV head][row][token]: token 0 of one row. A row is an element unless K is quantised.
+// The index in K_CACHE [page][KV head][row][token] of token 0 of one row. A row holds one element unless K is
+// quantised.
 template <class D>
 MK_DIMS_FN inline int64_t k_index(const D& d, int64_t page, int64_t head, int64_t row) {
   return ((page * d.rank_kv_heads() + head) * d.kv_row() + row) * d.kv_page;
@@ -14,8 +15,8 @@ MK_DIMS_FN inline int64_t k_index(const D& d, int64_t page, int64_t head, int64_
 // The bytes of a block of kKvUnit elements in a head's page, if K and V are quantised.
 MK_DIMS_FN inline int32_t kv_block_bytes(const Dims& d) { return (kKvScale + kKvUnit) * d.kv_page; }
 
-// V_CACHE [page][KV head][token][element]: element 0 of one token. In a quantised page, only token 0 has an
-// address.
+// The index in V_CACHE [page][KV head][token][element] of element 0 of one token. In a quantised page, only
+// token 0 has an index.
 template <class D>
 MK_DIMS_FN inline int64_t v_index(const D& d, int64_t page, int64_t head, int64_t token) {
   return ((page * d.rank_kv_heads() + head) * d.kv_page + token) * d.kv_row();

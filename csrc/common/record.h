@@ -10,7 +10,7 @@ MK_DIMS_FN inline int32_t record_phase(const int32_t* record) { return record[0]
 // The index in a counter block that a wait or signal word names.
 MK_DIMS_FN inline int32_t word_counter(int32_t word) { return (word & kCounterMask) - 1; }
 
-// The rank that a signal word names; kAllRanks or kOwner.
+// The rank that a signal word names, or kAllRanks or kOwner.
 MK_DIMS_FN inline int32_t word_rank(int32_t word) { return word >> kRankShift & kRankMask; }
 
 template <class Operands>

@@ -48,9 +48,9 @@ MK_API const char* mk_simd(const char* simd) {
   return guarded([&] { return mk::choose_kernels(simd, mk::Dtype::F32).name; }, nullptr);
 }
 
-// An engine for ranks [first_rank, first_rank + ranks) of dims->tp. `cores` is this process's share of the
-// cores that it and other ranks' processes may use. `abort` is a word in memory shared with other processes,
-// which ends a launch while it is non-zero and which the caller clears; or null.
+// Creates an engine for ranks [first_rank, first_rank + ranks) of dims->tp. `cores` is this process's share
+// of the cores that it and the processes of other ranks may use. `abort` is null or an integer in memory
+// shared with other processes: a value other than 0 ends launches, and only the caller sets it back to 0.
 MK_API mk_engine* mk_create(const mk::Dims* dims, int32_t first_rank, int32_t ranks, int32_t threads,
                             int32_t cores, const char* simd, int32_t null, double deadlock_seconds,
                             void* abort) {
@@ -86,7 +86,8 @@ MK_API int32_t mk_pack(mk_engine* engine, int32_t rank, int32_t buffer, int32_t 
       -1);
 }
 
-// Borrows `data`, in the declared row-major layout, or packed if the buffer is.
+// Binds memory that stays the caller's. `data` has the declared row-major layout; for a packed matrix it is
+// the table of panels.
 MK_API void mk_bind(mk_engine* engine, int32_t rank, int32_t buffer, int32_t layer, void* data) {
   engine->interpreter->bind(rank, static_cast<mk::Buffer>(buffer), layer, data);
 }
@@ -111,8 +112,8 @@ MK_API int32_t mk_launch_start(mk_engine* engine, mk::Program* program, const in
       -1);
 }
 
-// 0: done; 1: still running; -1: aborted. Then mk_error() names the blocked wait, and mk_reset is needed
-// before another launch of the program.
+// 0: done; 1: still running; -1: aborted. After -1, mk_error() names the blocked wait, and the program needs
+// mk_reset before its next launch.
 MK_API int32_t mk_launch_wait(mk_engine* engine, int32_t timeout_ms) {
   return guarded(
       [&] {
@@ -134,14 +135,14 @@ MK_API void mk_abort(mk_engine* engine) { engine->interpreter->abort(); }
 // Resets a program whose launch failed; no rank may run it meanwhile.
 MK_API void mk_reset(mk_engine* engine, mk::Program* program) { engine->interpreter->reset(*program); }
 
-// The bytes that a rank has stored on others so far.
+// The bytes that a rank has stored into other ranks' memory so far.
 MK_API int64_t mk_link_bytes(mk_engine* engine, int32_t rank) {
   return engine->interpreter->link_bytes(rank);
 }
 
-// From now on, memory of other ranks that is passed to mk_watch may be touched only by remote stores, which
-// are listed. `words` is shared memory of `size` bytes for the reason why this process died; null: standard
-// error.
+// Starts an audit: only remote stores may touch memory of other ranks that is passed to mk_watch, and each
+// such store is listed. Any other access ends the process, after it has written the reason to `words`, which
+// is shared memory of `size` bytes, or to standard error if `words` is null.
 MK_API void mk_audit(mk_engine* engine, char* words, int64_t size) {
   engine->interpreter->audit = std::make_unique<mk::Audit>(words, size);
 }
@@ -166,7 +167,8 @@ MK_API int64_t mk_stores(mk_engine* engine, mk::RemoteStore* out) {
   return count;
 }
 
-// `phases` has kMaxPhases + 1 entries, as rank dims->rank sees them.
+// Runs one instruction on the calling thread. `phases` are the kMaxPhases + 1 phases as rank dims->rank sees
+// them.
 MK_API void mk_execute(mk_engine* engine, const mk::Dims* dims, const mk::Phase* phases, const int32_t* words,
                        const int32_t* record, int32_t layer) {
   engine->interpreter->execute(*dims, phases, words, record, layer);

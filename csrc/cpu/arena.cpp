@@ -9,7 +9,7 @@ namespace mk {
 namespace {
 
 constexpr int64_t kHuge = int64_t{2} << 20;
-constexpr int64_t kLeast = 16 * kHuge;  // of a mapping
+constexpr int64_t kLeast = 16 * kHuge;  // minimum size of a mapping
 constexpr int64_t kAlign = 64;
 
 int64_t rounded(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }

@@ -19,11 +19,12 @@ struct RemoteStore {
 // at a time per process can explain such faults.
 class Audit {
  public:
-  // `words` has `size` bytes for the reason of a fault and outlives the process; null: standard error.
+  // The reason of a fault is written to `words`, which has `size` bytes and outlives the process, or to
+  // standard error if `words` is null.
   Audit(char* words, int64_t size);
   ~Audit();
   void watch(const void* window, int64_t bytes);
-  // Makes the window accessible during the copy.
+  // Copies; the window is accessible only during the copy.
   void store(const Call& call, void* to, const void* from, int64_t bytes);
   std::vector<RemoteStore> stores;  // the caller clears it
 

@@ -15,7 +15,7 @@ void nothing(const Call&, const int32_t*) {}
 
 void sample_zero(const Call& call, const int32_t* record) {
   const Run& op = operands<Run>(record);
-  const std::vector<int32_t> zeros(op.rows);  // of both types
+  const std::vector<int32_t> zeros(op.rows);  // int32 tokens and float32 log-probabilities
   for (const Buffer buffer : {Buffer::TOKENS_OUT, Buffer::LOGPROBS_OUT}) {
     int32_t* out = call.copy<int32_t>(buffer, 0) + op.row;
     const int64_t bytes = int64_t{op.rows} * static_cast<int64_t>(sizeof(int32_t));
@@ -55,7 +55,7 @@ const Kernels& choose_kernels(const char* simd, Dtype dtype) {
   if (wanted.empty() || wanted == "portable") return *portable_kernels(dtype);
   if (wanted == "avx2" || wanted == "avx512" || wanted == "avx512bf16")
     throw std::runtime_error("MEGAKERNEL_SIMD=" + wanted +
-                             ": this processor lacks it; unset it or use portable");
+                             ": this processor lacks it; unset the variable or use portable");
   throw std::runtime_error("MEGAKERNEL_SIMD=" + wanted +
                            " is unknown: use portable, avx2, avx512 or avx512bf16");
 }

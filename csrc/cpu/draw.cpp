@@ -28,8 +28,9 @@ double total(const std::vector<uint64_t>& keys) {
   return sum;
 }
 
-// Moves the fewest smallest keys whose share reaches top_p to the front, in order, and returns their number.
-// It sorts only as many as necessary, which are few for a trained model's distribution.
+// The smallest keys have the largest weights. Moves to the front, in order, the fewest of them whose weights
+// reach the fraction top_p of the total, and returns their number. Sorts no more keys than necessary: for a
+// trained model's distribution, these are few.
 size_t nucleus(std::vector<uint64_t>& keys, float top_p) {
   const double wanted = top_p * total(keys);
   double sum = 0.0;

@@ -1,5 +1,5 @@
-// Reads the k steps of a packed panel (packed.h) as vectors of float32. Each value is exactly the stored
-// weight's: a product of at most 24 bits, and one rounding if a minimum is added.
+// Reads a packed panel (packed.h), step by step along K, as vectors of float32. A quantised weight is a
+// product of at most 24 bits, which float32 holds exactly; adding a minimum rounds once.
 #pragma once
 #include <type_traits>
 
@@ -8,11 +8,11 @@
 
 namespace mk::MK_SIMD {
 
-// The bytes between a use of weights and the weights prefetched at that time. Prefetching hides DRAM latency,
-// because the hardware's own prefetching stops at 4 KiB pages.
+// The distance, in bytes, from the weights in use to the weights that are prefetched meanwhile. Software
+// prefetching hides DRAM latency at the ends of 4 KiB pages, where the hardware's own prefetching stops.
 constexpr int kPrefetchBytes = 2048;
 
-// Whether weights of type W are multiplied two k steps at a time.
+// Whether weights of type W are multiplied two steps along K at a time.
 template <class W>
 constexpr bool kInPairs = std::is_same_v<W, Bf16Pairs>;
 
@@ -26,8 +26,8 @@ constexpr bool kPlain = std::is_same_v<W, float> || std::is_same_v<W, Bf16> || k
 
 constexpr int kRuns = 4, kRunSteps = kUnit / kRuns;
 
-// Reads a unit of a panel: first `open` at a step that is a multiple of kUnit, then for each run `turn_to`,
-// then the weights of its steps.
+// Reads a unit of a panel, which consists of kRuns runs of kRunSteps steps. Call `open` at a step that is a
+// multiple of kUnit; then, for each run, call `turn_to` and read the weights of its steps.
 template <class W>
 class Reader;
 
@@ -97,13 +97,13 @@ class Reader<Bf16Pairs> : public PlainReader<uint32_t, 2> {
 
 // -- quantised types
 
-// A weight is scale * value + offset; symmetric types have no offset.
+// The linear map from a stored value to a weight: scale * value + offset. Symmetric types have no offset.
 struct Line {
   F32 scale, offset;
 };
 
-// The linear map from values to weights (a Line) of unit `unit` of a block. If a scale covers only 16 steps,
-// it is that of the unit's first or second half.
+// The map for unit `unit` of a block. If a scale covers only 16 steps, `half` selects the unit's first or
+// second half.
 MK_INLINE Line line_of(const Scale& s, int /*unit*/, int /*half*/, int at) {
   return {load_half(s.scale + at), F32{}};
 }
@@ -134,7 +134,7 @@ class Reader<PackedBlock<S, kBits, kCount>> {
   using P = PackedBlock<S, kBits, kCount>;
   static constexpr bool kHalves = std::is_same_v<S, SuperScale>;
   static constexpr bool kSymmetric = kHalves || std::is_same_v<S, Scale>;
-  // the stored value of a weight of 0
+  // the stored value that stands for a weight of 0
   static constexpr int kZero = kSymmetric && kBits < 8 ? 1 << (kBits - 1) : 0;
 
  public:
@@ -192,9 +192,8 @@ class Reader<PackedBlock<S, kBits, kCount>> {
     }
   }
 
-  // Value s of each column, or 16 times that value, because this saves a shift. The byte that contains it
-  // becomes the lowest byte of a lane: by a load from that byte's address if the load stays within the cache
-  // line, otherwise by a shift.
+  // Value s of each column; for an odd s, sixteen times the value, which saves a shift. The vector is loaded
+  // from the address of the value's byte if it then ends within the cache line, and shifted otherwise.
   MK_INLINE U32 nibble(int s, int v) const {
     const int byte = s / 2;
     const bool in_line = ((v + 1) * kLanes) * int{sizeof(uint32_t)} + byte <= 64;
@@ -203,7 +202,7 @@ class Reader<PackedBlock<S, kBits, kCount>> {
     return lowest & (s % 2 == 0 ? 0x0F : 0xF0);
   }
 
-  // All values of a unit minus kZero, one vector of bytes at a time.
+  // Joins the low and high bits of all values of a unit and subtracts kZero, one vector of bytes at a time.
   MK_INLINE void join_bits(const Values<kBits>& values) {
     constexpr int kAbove = kBits - 4, kHigh = (kBits - 4) * 64, kAt = sizeof(Bytes);
     constexpr uint8_t kMask = (1 << kAbove) - 1;
@@ -227,7 +226,7 @@ class Reader<PackedBlock<S, kBits, kCount>> {
   alignas(64) int8_t joined_[kBits == 5 || kBits == 6 ? kUnit * kPanel : 1];
 };
 
-// Calls f.template operator()<W>() for the reader of a type.
+// Calls f.template operator()<W>() for the W whose Reader reads weights of a type.
 template <class F>
 MK_INLINE void with_format(Dtype type, const F& f) {
   switch (type) {
@@ -247,8 +246,8 @@ MK_INLINE void with_format(Dtype type, const F& f) {
   }
 }
 
-// Widens the steps [begin, begin + steps) along K of a panel to [steps][kPanel]. Both numbers are multiples
-// of kUnit.
+// Widens the steps [begin, begin + steps) along K of a panel to float32, [steps][kPanel]. `begin` and `steps`
+// are multiples of kUnit.
 template <class W>
 void widen(const Panel& panel, int begin, int steps, float* out) {
   for (int s = 0; s < steps; s += kUnit) {

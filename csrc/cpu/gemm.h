@@ -1,17 +1,17 @@
 // Tiles of C = A W^T with packed weights (packed.h), accumulated in float32.
 //
-// Every output has one accumulator, which adds its products in ascending k, with one fused multiply-add each
-// if the processor has it. This does not depend on the number of rows, the tile or the register block, so
-// nothing else affects a row's bits. Quantised weights are multiplied as their float32 values.
+// Every output has one accumulator, which adds its products in ascending k, each with one fused multiply-add
+// if the processor has it. This order does not depend on the number of rows, the tile or the register block,
+// so a row's bits do not depend on them either. Quantised weights are multiplied as their float32 values.
 #pragma once
 #include "formats.h"
 #include "rms_norm.h"
 
 namespace mk::MK_SIMD {
 
-// Limits on register blocks: accumulators next to the registers for weights; accumulators and scales next to
-// the registers that widen quantised weights; and rows. 16-lane targets have 32 registers. A test checks the
-// machine code of every block for spills.
+// kAccumulators: the accumulators that fit in registers beside the weights. kWithScales: the accumulators and
+// scales that fit in registers while quantised weights are widened. kMicroRows: the rows of the largest
+// register block. 16-lane targets have 32 registers. A test reads the machine code of every block.
 #if MK_LANES == 16
 constexpr int kAccumulators = 24, kWithScales = 18, kMicroRows = 12;
 #elif MK_LANES == 8
@@ -34,7 +34,7 @@ constexpr int panel_log2(int rows) {
 }
 static_assert(1 << panel_log2<float>(1) <= kWidePanels);
 
-// The k steps in a word of A. In a pair of bfloat16 values, the first step is in the upper half.
+// The steps along K in a 32-bit word of A. In a pair of bfloat16 values, the first step is in the upper half.
 template <class W>
 constexpr int kWordSteps = kInPairs<W> ? 2 : 1;
 
@@ -43,7 +43,8 @@ template <class W>
 MK_INLINE F32 add_products(F32 sum, F32 x, F32 w) {
 #if MK_LANES == 16
   if constexpr (kInPairs<W>) {
-    // It first adds the product of the upper halves, and rounds each sum once.
+    // The instruction adds the product of the upper halves, then that of the lower halves, and rounds after
+    // each addition.
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
     return sum;
   }
@@ -51,9 +52,9 @@ MK_INLINE F32 add_products(F32 sum, F32 x, F32 w) {
   return sum + x * w;
 }
 
-// C[R][P panels] (+)= A W^T over k steps [begin, begin + steps) of the panels, in whole units. Rows of A are
-// kChunkStride apart within a chunk, and chunks are chunk_stride apart; steps that begin inside a chunk also
-// end in it.
+// C[R][P panels] = A W^T for steps [begin, begin + steps) along K of the panels, in whole units; `resume`
+// adds to C instead. Within a chunk, rows of A are kChunkStride apart; chunks are chunk_stride apart. A range
+// of steps that begins inside a chunk also ends in it.
 template <int R, int P, class W>
 void micro(const float* a, int64_t chunk_stride, const Panel* panels, int begin, int steps, float* c,
            int64_t ldc, bool resume) {
@@ -184,8 +185,8 @@ class Inputs {
     for (int r = 0; r < count; ++r) scale_[r] = rms_scale(this->row<float>(r), k_, eps_);
   }
 
-  // Converts their chunk [begin, begin + kChunk) of k to float32, or to pairs of bfloat16 values. Rows are
-  // kChunkStride apart; a partial unit is padded with zeros.
+  // Converts the chunk [begin, begin + kChunk) along K of the selected rows to float32, or to pairs of
+  // bfloat16 values. Rows of `out` are kChunkStride apart; a partial unit is padded with zeros.
   void unpack(int begin, bool pairs, float* out) const {
     const int n = lower_of(k_ - begin, kChunk);
     for (int r = 0; r < count_; ++r, out += kChunkStride) {
@@ -225,9 +226,9 @@ class Inputs {
   float scale_[kPassRows];
 };
 
-// t = inputs weights^T + bias of the phase, for a tile. kResult gets columns [first, first + columns) of a
-// row, and every output once. If several matrices alternate by panels, it gets one panel's columns at a time,
-// with t of the next matrix kPanel further.
+// Computes t = inputs weights^T + bias of the phase for a tile and gives every output to kResult once: a call
+// gets columns [first, first + columns) of a row. If several matrices alternate by panels, a call gets the
+// columns of one panel, and the next matrix's results lie at t + kPanel.
 template <class T, void (*kResult)(const Call& call, int row, int first, int columns, float* t)>
 inline void gemm(const Call& call, const Tile& tile) {
   const Phase& phase = *call.phase;
@@ -249,7 +250,7 @@ inline void gemm(const Call& call, const Tile& tile) {
     inputs.turn_to(r, rows);
     const int blocks = ceil_div(rows, kMicroRows);
     const int block_rows = ceil_div(rows, blocks);
-    // With few rows, all of k fits the cache, so weights stream once and accumulators never leave the
+    // A few rows fit the cache in their whole length, so weights stream once and accumulators never leave the
     // registers.
     const bool whole_k = blocks == 1;
     const int64_t chunk_stride = int64_t{block_rows} * kChunkStride;

@@ -14,11 +14,11 @@ namespace mk {
 namespace {
 
 constexpr int64_t kPrefetchLimit = 256 << 10;  // fits a core's L2 cache
-constexpr int64_t kPrefetchSlice = 4 << 10;    // between two polls
-// Spinning lasts longer than most waits of a step, so that a busy system does not take the core away at each
-// wait.
+constexpr int64_t kPrefetchSlice = 4 << 10;    // prefetched between two polls of the waits
+// A thread spins longer than most waits of a step last, because a busy system may give its core away as soon
+// as it yields.
 constexpr int kSpins = 4000, kYields = 200;
-// With more threads than cores, the awaited thread may need this thread's core.
+// With more threads than cores, spinning is short, because the awaited thread may need this thread's core.
 constexpr int kCrowdedSpins = 20;
 constexpr int kPatience = 10;  // pauses before a thread looks at other threads' streams
 constexpr long kNapNs = 50'000;
@@ -173,8 +173,8 @@ void Interpreter::deal_streams() {
       std::count_if(dealt_.begin(), dealt_.end(), [](const auto& own) { return !own.empty(); }) > cores_;
 }
 
-// A wait, a load, a compute and a store interval for each instruction, and for each further item of
-// attention. A worker may claim all instructions of its rank's queues.
+// The maximum number of intervals: a wait, a load, a compute and a store for each instruction and each
+// attention item. A worker may claim all instructions of its rank's queues, so they count too.
 int64_t Interpreter::interval_bound(const Cursor& c) const {
   int64_t units = 0;
   const auto add = [&](int list, int first, int end) {
@@ -219,7 +219,7 @@ void Interpreter::serve(int thread) {
   }
 }
 
-// Runs on the last thread of a launch.
+// Runs on the thread that ends last in a launch.
 void Interpreter::finish() {
   failed_ = aborted();
   if (!failed_) return;
@@ -279,7 +279,8 @@ void Interpreter::run(int thread) {
     }
     if (ended && backoff.sleeps()) return;  // a sleeping thread would delay the end of the launch
     if (blocked != nullptr && fetch_weights<kTrace>(*blocked)) continue;
-    // A running owner would have noticed within this thread's patience that its stream can continue.
+    // Another thread's stream is visited only after some pauses, because an owner that runs would have
+    // continued it by then.
     if (backoff.patient() || visit<kTrace>(cursors_[other++ % cursors_.size()], thread) != Visit::kMoved)
       backoff.pause();
   }
@@ -358,7 +359,8 @@ void Interpreter::fetch(Cursor& c, const int32_t* record, int32_t number) {
   }
 }
 
-// The current drain claims the next record of its queue; returns false if its part of the queue is claimed.
+// Claims the next record of the current drain's queue; returns false if all records up to the drain's end are
+// claimed.
 bool Interpreter::claim(Cursor& c) {
   const Drain& op = operands<Drain>(c.record);
   const int queue = program_->queue(c.rank, op.queue);
@@ -406,8 +408,8 @@ bool Interpreter::ready(Cursor& c) const {
   return true;
 }
 
-// Attention: whether the row blocks and KV-head groups of the current item are ready, in the grid [row
-// block][group].
+// Attention: whether the counters of the current item have reached their totals. They form a grid, [row
+// block][group of KV heads].
 bool Interpreter::item_ready(const Cursor& c, int32_t word) const {
   const Attention& op = operands<Attention>(c.record);
   const StepView& s = view(c);
@@ -435,7 +437,7 @@ bool Interpreter::rows_ready(const Cursor& c, int32_t word) const {
   return true;
 }
 
-// Executes the record; for attention as many items as are ready, for a drain one claim. Returns false if the
+// Executes the record: for attention, the items that are ready; for a drain, one claim. Returns false if the
 // launch was aborted meanwhile.
 template <bool kTrace>
 bool Interpreter::step(Cursor& c, int thread) {
@@ -497,7 +499,8 @@ bool Interpreter::step(Cursor& c, int thread) {
   return true;
 }
 
-// Returns true if the item's rows are final: it is not part of a split, or it is the last part to arrive.
+// Runs an attention item. Returns true if its rows are now final: the item is not part of a split, or it is
+// the last part to arrive.
 bool Interpreter::run_item(const Call& call, const int32_t* record) {
   kernels_.op (*call.phase)(call, record);
   const int32_t split = call.step->item_split[call.item];

@@ -1,9 +1,10 @@
 // Runs launches of programs on a pool of threads: the streams of ranks [first_rank, first_rank + ranks).
 //
-// A thread owns some of the streams and executes the next instruction of any stream whose waits are
+// A thread owns some of the streams and executes the next instruction of any of them whose waits are
 // satisfied, so a program for 8 ranks of 132 workers runs on two cores. A thread that has nothing to do takes
 // over streams of other threads, which the system may have descheduled. Within a stream the order is fixed. A
-// signal releases, a satisfied wait acquires, and so does handing a stream from one thread to another.
+// signal is a release, and a satisfied wait is an acquire; a stream that passes to another thread is released
+// by the first thread and acquired by the second.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -31,16 +32,17 @@ enum class Status { kDone, kRunning, kFailed };
 
 class Interpreter {
  public:
-  // `cores` is this process's share of the cores that it and the processes of other ranks may use. `seconds`
-  // without progress count as a deadlock. `abort` is the word that ends a launch, in memory that other
-  // processes may write too and that its owner clears; null: a word of its own.
+  // `cores` is this process's share of the cores that it and the processes of other ranks may use. A launch
+  // without progress for `deadlock_seconds` counts as a deadlock. `abort` is an integer; a value other than 0
+  // ends launches. Other processes may write it too, and its owner sets it back to 0. Null: the interpreter
+  // has its own.
   Interpreter(const Dims& model, int first_rank, int ranks, const Kernels& kernels, int threads, int cores,
               double deadlock_seconds, std::atomic<int32_t>* abort);
   // Aborts what runs.
   ~Interpreter() { abort(); }
 
-  // Binds a buffer of any rank. For ranks that run elsewhere, these are the buffers that instructions may
-  // store to.
+  // Binds a buffer of any rank. Of ranks that run in other processes, only the buffers are bound that
+  // instructions store to.
   void bind(int rank, Buffer buffer, int layer, void* data) { buffers_[index(rank, buffer, layer)] = data; }
   void* bound(int rank, Buffer buffer, int layer) const { return buffers_[index(rank, buffer, layer)]; }
 
@@ -58,7 +60,7 @@ class Interpreter {
   void execute(const Dims& dims, const Phase* phases, const int32_t* step_words, const int32_t* record,
                int layer);
 
-  // The bytes that a rank has stored on others so far.
+  // The bytes that a rank has stored into other ranks' memory so far.
   int64_t link_bytes(int rank) const;
 
   // The intervals of the last traced launch, by rank, worker and begin.
@@ -84,8 +86,8 @@ class Interpreter {
     int thread = 0;  // the thread to which it is dealt
     int segment = 0, layer = 0;
     int32_t next = 0;  // index of the next record in the segment
-    // The record to run now: the stream's own or, if that is a drain, the one that it has claimed; null if no
-    // record has been fetched.
+    // The record to run now: number `next`, or, if that is a drain, the record that it has claimed. Null: not
+    // fetched yet.
     const int32_t* record = nullptr;
     const Phase* phase = nullptr;  // of `record`, like the next members
     int32_t number = 0;            // as in a trace
@@ -114,7 +116,7 @@ class Interpreter {
   void deal_streams();
   template <bool kTrace>
   void run(int thread);
-  void serve(int thread);  // the body of `run`, in which memory may run out
+  void serve(int thread);  // calls `run`; ends the launch if memory runs out
   template <bool kTrace>
   Visit visit(Cursor& cursor, int thread);
   template <bool kTrace>

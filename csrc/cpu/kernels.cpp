@@ -40,7 +40,8 @@ double read(const void* data, int64_t bytes) {
 
 template <class M>
 double multiply_add(int64_t rounds, double* flops) {
-  // Latency x ports of all known processors, and few enough for 16 registers; pairs take twice as long.
+  // At least latency x ports of all known processors, and few enough for 16 registers. Pairs have more
+  // chains, because their instruction takes twice as long.
   constexpr int kChains = kInPairs<M> ? 16 : 12;
   F32 acc[kChains];
   MK_UNROLL for (int j = 0; j < kChains; ++j) acc[j] = splat(static_cast<float>(j));
@@ -69,7 +70,7 @@ void run(const Call& call, const int32_t* record) {
 bool adds_in_order() {
   const FlushSubnormals flush;
   for (uint32_t round = 0; round < 4096; ++round) {
-    const auto any = [&](uint32_t salt, uint32_t exponents) {  // from 2^-16 on
+    const auto any = [&](uint32_t salt, uint32_t exponents) {  // random values of magnitude 2^-16 or more
       U32 v = ((U32)lane_index() + 16 * (8 * round + salt)) * 0x9E3779B9u;
       v = (v ^ v >> 15) * 0x85EBCA6Bu;
       return (v & 0x807FFFFFu) | ((111 + (v >> 23) % exponents) << 23);

@@ -10,19 +10,19 @@ namespace mk {
 struct Bf16 {
   uint16_t bits;
 };
-// A bfloat16 that matmuls multiply in pairs: one instruction adds the products of two k steps.
+// A bfloat16 that matmuls multiply in pairs: one instruction adds the products of two steps along K.
 struct Bf16Pairs : Bf16 {};
 
 // The limits of the blocking, for which the scratch memory is sized (gemm.h, attention.h).
 constexpr int kTileRows = 96;      // token rows of one pass over a weight tile
 constexpr int kTilePanels = 32;    // weight panels of one pass
 constexpr int kMaxMicroRows = 12;  // rows of the register block
-constexpr int kChunk = 256;        // k steps between two accesses to the tile's accumulators
+constexpr int kChunk = 256;        // steps along K between two accesses to the tile's accumulators
 constexpr int kChunkStride =
     kChunk + 16;                 // floats; not a power of two, so that rows fall into different cache sets
-constexpr int kWideSteps = 128;  // k steps of quantised weights that are widened at a time
+constexpr int kWideSteps = 128;  // steps along K of quantised weights widened at a time
 constexpr int kWideStride = kWideSteps * kPanel + 16;  // floats between two widened panels; see kChunkStride
-constexpr int kWidePanels = 4;  // widened panels: the most that a register block covers
+constexpr int kWidePanels = 4;  // maximum number of panels that a register block covers
 constexpr int kQueryRows = 64;  // (row, query head) pairs that share one pass over a KV block
 
 // The floats between two elements of the widened keys; not a power of two, like kChunkStride.
@@ -35,11 +35,11 @@ struct Scratch {
   float* weights;      // widened panels: kWidePanels x kWideStride
   float* keys;         // head_dim x key_stride(dims)
   float* values;       // kv_block x head_dim, rows padded to kPanel
-  float* scales;       // blocks of a head x kv_block: of quantised values
+  float* scales;       // scales of quantised values: blocks of a head x kv_block
   float* queries;      // query rows x head_dim
   float* scores;       // query rows x kv_block
   float* block_out;    // query rows x head_dim, padded: o of one block
-  float* merged_out;   // the same: o of the blocks so far
+  float* merged_out;   // like block_out: o of all blocks so far
   float* stats;        // 4 x query rows: m and l of the block, m and l so far
   float* logits;       // vocab
   int32_t* counts;     // vocab, zero between calls
@@ -47,7 +47,7 @@ struct Scratch {
 
 class Audit;
 
-// The layer whose weights a phase reads in `layer`.
+// The layer whose weights a phase reads when it runs in `layer`.
 inline int32_t weights_layer(const Phase& phase, const Dims& d, int32_t layer) {
   return lower_of(layer + phase.ahead, d.layers - 1);
 }
@@ -64,7 +64,7 @@ struct Call {
   int32_t layer;
   int32_t item = 0;                 // attention: the work item
   Audit* audit = nullptr;           // checks remote stores; null if there is no audit
-  const char* name = "";            // the phase's name, for the audit like the next two
+  const char* name = "";            // the phase's name; for the audit, like the next two
   int32_t segment = 0, number = 0;  // of the instruction, as in a trace
 
   template <class T>
@@ -87,7 +87,7 @@ struct Call {
   MK_INLINE T* at(Buffer buffer) const {
     return copy<T>(buffer, dims->rank);
   }
-  // A rank's copy of a buffer. Those of other ranks are write-only.
+  // A rank's copy of a buffer. Other ranks' copies are write-only.
   template <class T>
   MK_INLINE T* copy(Buffer buffer, int rank) const {
     return copy<T>(buffer, rank, layer);
@@ -108,9 +108,10 @@ using Op = void (*)(const Call& call, const int32_t* record);
 struct Kernels {
   const char* name;
   Op ops[kOperations];  // indexed by Operation, like the next
-  // The part of an instruction that copies results to other ranks, if that is separate work; otherwise null.
+  // The part of an instruction that copies results to other ranks, if the operation has a separate function
+  // for it; otherwise null.
   Op send[kOperations];
-  Op attention_merge;  // after all items of call.item's split: computes the output rows
+  Op attention_merge;  // computes the output rows once all items of call.item's split have run
   // reads every byte and returns a sum, so that reading cannot be optimised away
   double (*read)(const void* data, int64_t bytes);
   double (*multiply_add)(int64_t rounds, double* flops);  // dependent chains that occupy the FMA units
@@ -119,11 +120,11 @@ struct Kernels {
   Op sender(const Phase& phase) const { return send[static_cast<int32_t>(phase.operation)]; }
 };
 
-// nullptr if the build or this processor lacks it.
+// Each is nullptr if the build or this processor lacks it.
 const Kernels* portable_kernels(Dtype dtype);
 const Kernels* avx2_kernels(Dtype dtype);
 const Kernels* avx512_kernels(Dtype dtype);
-const Kernels* avx512bf16_kernels(Dtype dtype);  // nullptr: pairs give other bits here
+const Kernels* avx512bf16_kernels(Dtype dtype);  // also nullptr if this processor's pairs give other bits
 const Kernels* null_kernels();
 
 // The table that `simd` names ("": the widest that this processor has). Throws std::runtime_error.

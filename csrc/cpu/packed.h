@@ -2,12 +2,12 @@
 //
 // A matrix [N, K] becomes panels of kPanel columns, which are rows of the matrix; the last panel is padded
 // with zeros. Several matrices alternate by panels: panel 0 of each, then panel 1 of each, and so on. Each
-// panel has its own type, so the rows of a matrix may have different types.
+// panel has its own type, so the rows of a matrix may have different types. A step is one index along K.
 //
-// float32 and float16: [K][16]. bfloat16: [K / 2][16]; two k steps of a column share a 32-bit word, with the
-// first one in the upper half. A quantised panel has the blocks of its 16 columns side by side: first the
-// scales, then the values of 32 k steps at a time. K is padded with zeros to whole units of 32 steps and to
-// whole blocks.
+// float32 and float16: [K][16]. bfloat16: [K / 2][16]; two successive steps of a column share a 32-bit word,
+// with the first one in the upper half. A quantised panel has the blocks of its 16 columns side by side:
+// first the scales, then the values of 32 steps at a time. K is padded with zeros to whole units of 32 steps
+// and to whole blocks.
 #pragma once
 #include <stdint.h>
 
@@ -16,7 +16,7 @@
 namespace mk {
 
 constexpr int kPanel = 16;  // columns of a panel
-constexpr int kUnit = 32;   // k steps that are read at a time
+constexpr int kUnit = 32;   // steps along K that are read at a time
 
 struct Panel {
   const char* data;
@@ -29,8 +29,7 @@ struct Panel {
 constexpr int panel_count(int col, int cols) { return (col + cols + kPanel - 1) / kPanel - col / kPanel; }
 
 // The values of a unit, [32][16], with 5 or 6 bits. Byte i of `low` has the lowest four bits of values i and
-// i + 256. The bytes of `high` have the other bits; the values that share a byte are again as far apart as
-// there are bytes.
+// i + 256. `high` has the other bits: of its n bytes, byte i has those of values i, i + n, i + 2n and so on.
 template <int kBits>
 struct Values {
   uint8_t low[256];
@@ -54,19 +53,20 @@ struct Scale {
 struct ScaleAndMinimum {
   uint16_t scale[kPanel], minimum[kPanel];
 };
-// For eight times 32 steps: a weight is scale * s * value - minimum * m. `six` has the 12 bytes in which GGML
-// packs eight 6-bit s and eight 6-bit m.
+// A weight is scale * s * value - minimum * m, in a block of eight groups of 32 steps, each with its own s
+// and m. `six` has the 12 bytes in which GGML packs eight 6-bit s and eight 6-bit m.
 struct SuperScaleAndMinimum {
   uint16_t scale[kPanel], minimum[kPanel];
   uint32_t six[3][kPanel];
 };
-// For 16 times 16 steps: a weight is scale * s * (value - zero).
+// A weight is scale * s * (value - zero), in a block of 16 groups of 16 steps, each with its own s in
+// `eight`.
 struct SuperScale {
   uint16_t scale[kPanel];
   int8_t eight[16][kPanel];
 };
 
-// The blocks of a panel's columns that begin at the same k step.
+// The blocks of all columns of a panel that begin at the same step.
 template <class S, int kBits, int kCount>
 struct PackedBlock {
   using Scales = S;
@@ -114,7 +114,7 @@ R with_packed(Dtype type, R none, const F& f) {
   return none;
 }
 
-// The bytes of a panel over k steps.
+// The bytes of a panel whose columns have k elements.
 inline int64_t panel_bytes(Dtype type, int64_t k) {
   const int64_t plain = (k + kUnit - 1) / kUnit * kUnit * kPanel * (type == Dtype::F32 ? 4 : 2);
   return with_packed(type, plain, [&]<class P>() {

@@ -13,14 +13,14 @@
 namespace mk {
 namespace {
 
-// The rows of a part that are columns of a panel; they may lie at any address.
+// The rows of a part that become the columns of a panel. They need no alignment.
 struct Columns {
   Dtype type;
   const char* rows;
   int64_t count, k;
 };
 
-// kPair steps of a column are neighbours, with the first one last.
+// kPair successive steps of a column are stored side by side, in reverse order.
 template <class T, int kPair>
 void pack_plain(const Columns& columns, char* packed) {
   const int64_t k = columns.k;
@@ -121,7 +121,7 @@ struct SuperBlock {
   }
 };
 
-// Two runs of 32 steps share their bytes.
+// Of each 64 values, the first 32 are the low halves of 32 bytes, and the last 32 are the high halves.
 void unpack_runs(const uint8_t* nibbles, uint8_t* values) {
   for (int i = 0; i < 256; ++i) values[i] = nibbles[i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15;
 }
@@ -164,7 +164,7 @@ struct RowBlock<PackedQ6_K> {
   }
 };
 
-// The values of a unit of column c.
+// Stores the values of a unit into column c.
 template <int kBits>
 void store_values(const uint8_t* values, int c, Values<kBits>& out) {
   for (int s = 0; s < kUnit; ++s) {

@@ -6,15 +6,15 @@
 
 namespace mk {
 
-// Neighbouring rows of one type, in the layout of files; GGML's blocks for quantised types.
+// Consecutive rows of one type, as files store them; quantised types are in GGML's blocks.
 struct Part {
   int32_t dtype;
   int64_t rows;
   const void* data;
 };
 
-// One or several matrices side by side, each [rows, k], one after another in `parts`, which end between
-// panels.
+// One or several matrices, each [rows, k], whose panels alternate when packed. `parts` has the rows of the
+// first matrix, then those of the next. No panel has rows of two parts.
 struct Matrix {
   int64_t matrices, rows, k, part_count;
   const Part* parts;
@@ -32,7 +32,7 @@ struct Packed {
 // Packs into memory of `arena`, on `threads` threads. Throws std::bad_alloc.
 Packed pack(const Matrix& matrix, Arena& arena, int threads);
 
-// The addresses of the packed weights of a matmul's tile, as far as the tile's panels are adjacent.
+// The memory from the first to the last packed weight of a matmul's tile, if the tile's panels are adjacent.
 struct WeightSpan {
   const char* begin;
   int64_t bytes;

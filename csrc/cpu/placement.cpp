@@ -20,7 +20,7 @@ struct alignas(64) Placement::Place {
   std::atomic<pid_t> id{0};  // the thread's id in the system; 0 until it starts
   std::atomic<int> core{0};  // the core on which it was last seen
   std::atomic<Move> move{Move::kNone};
-  cpu_set_t cores;  // for a moved thread, the cores on which it may otherwise run
+  cpu_set_t cores;  // of a moved thread: the cores on which it may run again after the job
 };
 
 Placement::Placement(int threads) : places_(threads) {}

@@ -16,16 +16,17 @@ class Placement {
   void job_starts();
   // Thread `self` calls this before its part of a job.
   void part_starts(int self);
-  // Called on thread `self` when `other` could work but does not. The system may have queued it behind
-  // `self`, on the same core, although another core is idle, and it corrects that milliseconds later. Until
-  // the next job, `other` runs only on cores on which no other thread of the pool was seen.
+  // Thread `self` calls this when `other` could work but does not. The system may have queued `other` behind
+  // `self`, on the same core, although another core is idle; the system itself would correct this only
+  // milliseconds later. Until the next job, `other` runs only on cores on which no other thread of the pool
+  // was seen.
   void separate(int self, int other);
 
  private:
   struct Place;
   std::vector<Place> places_;
-  // Moves that may still be made. A job earns one and a move costs kMoveCost, because a machine on which
-  // threads always have to wait has other work on its other cores.
+  // The credit for moves: a job earns 1, and a move costs kMoveCost. The credit limits moves where they do
+  // not help: if threads have to wait in every job, the machine's other cores have other work.
   static constexpr int kMoveCost = 4, kMostCredit = 16;
   std::atomic<int> credit_{kMostCredit};
 };

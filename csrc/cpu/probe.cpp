@@ -57,7 +57,7 @@ double probe_read(const Kernels& kernels, int threads, int64_t bytes, double sec
   const int64_t share = bytes / threads / 4096 * 4096;
   Arena arena;
   char* data = static_cast<char*>(arena.allocate(share * threads));
-  memset(data, 1, share * threads);  // without this, all of it would be one page of zeros
+  memset(data, 1, share * threads);  // without this, all addresses would map to one page of zeros
   std::atomic<double> sink{0.0};
   const double best = best_round(threads, seconds, [&](int t) {
     sink.store(kernels.read(data + t * share, share), std::memory_order_relaxed);

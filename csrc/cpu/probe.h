@@ -6,10 +6,12 @@
 
 namespace mk {
 
-// Bytes per second that `threads` read together from `bytes` of memory, the best of passes over `seconds`.
+// Bytes per second that `threads` threads read together from `bytes` of memory, in the fastest pass of those
+// made within `seconds`.
 double probe_read(const Kernels& kernels, int threads, int64_t bytes, double seconds);
 
-// float32 FLOP per second of multiply-adds on `threads` threads, the best of passes over `seconds`.
+// float32 FLOP per second of multiply-adds on `threads` threads, in the fastest pass of those made within
+// `seconds`.
 double probe_multiply_add(const Kernels& kernels, int threads, double seconds);
 
 }  // namespace mk

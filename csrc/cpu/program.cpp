@@ -7,7 +7,7 @@ namespace {
 
 constexpr const char* kListNames[] = {"the prologue", "the body", "the epilogue", "the queues"};
 
-// All later code relies on this: the records of each stream lie in the list.
+// Throws unless the records of each stream lie in the list; all later code relies on this.
 void check_offsets(const ProgramSource& source, int list, int64_t streams) {
   const int32_t* offsets = source.offsets[list];
   bool good = offsets[0] == 0 && offsets[streams] == source.lengths[list];
@@ -32,8 +32,8 @@ Program::Program(const ProgramSource& source)
       phases_(source.phases, source.phases + int64_t{source.ranks} * (kMaxPhases + 1)),
       names_(source.names, source.names + kMaxPhases + 1) {
   if (ranks != source.dims->tp)
-    throw std::runtime_error("it has " + std::to_string(ranks) +
-                             " ranks of streams for tp = " + std::to_string(source.dims->tp));
+    throw std::runtime_error("it has streams for " + std::to_string(ranks) + " ranks, but tp is " +
+                             std::to_string(source.dims->tp));
   dims_.assign(ranks, *source.dims);
   for (int r = 0; r < ranks; ++r) dims_[r].rank = r;
   for (int list = 0; list < kRecordLists; ++list) {
@@ -107,7 +107,7 @@ std::string Program::wrong(int list, int rank, const int32_t* r) const {
   const Drain& op = operands<Drain>(r);
   if (!inside(op.queue, 1, queues_) ||
       !inside(0, op.end, end(kQueues, queue(rank, op.queue)) - begin(kQueues, queue(rank, op.queue))))
-    return " drains what is not in a queue";
+    return " drains records that do not exist";
   return "";
 }
 

@@ -11,7 +11,7 @@
 namespace mk {
 
 constexpr int kPrologue = 0, kBody = 1, kEpilogue = 2, kSegments = 3;
-constexpr int kQueues = 3;  // an index of record lists: the queues follow the segments
+constexpr int kQueues = 3;  // the index of the queues among the record lists, after the segments
 constexpr int kRecordLists = 4;
 
 // Each counter has its own cache line, so that waiting on one does not slow arrivals at another. It may lie
@@ -60,8 +60,8 @@ class Program {
   int queue(int rank, int index) const { return rank * queues_ + index; }
   int queues() const { return queues_; }
 
-  // The counter block of a record: the prologue shares the first block, and the epilogue has the block after
-  // the last layer's.
+  // The counter block of a record: the prologue shares the first layer's block, and the epilogue has the
+  // block after the last layer's.
   int32_t block(int segment, int32_t layer) const {
     return segment == kPrologue ? 0 : segment == kBody ? layer : layers;
   }

@@ -28,7 +28,7 @@ typedef uint16_t U16 __attribute__((vector_size(2 * MK_LANES)));
 typedef uint8_t Bytes __attribute__((vector_size(4 * MK_LANES)));
 typedef int8_t I8 __attribute__((vector_size(MK_LANES)));
 
-// With AVX-512, any four bytes can be broadcast this way.
+// With AVX-512, x may be any four bytes, such as a pair of bfloat16 values: they are broadcast unchanged.
 MK_INLINE F32 splat(float x) {
 #if defined(__AVX512F__)
   return _mm512_set1_ps(x);
@@ -61,7 +61,7 @@ MK_INLINE F32 load(const Bf16* p) {
   return (F32)(widen(v) << 16);
 }
 
-// Signed bytes.
+// Loads signed bytes.
 MK_INLINE F32 load(const int8_t* p) {
   I8 v;
   memcpy(&v, p, sizeof v);
@@ -84,8 +84,8 @@ MK_INLINE U32 bf16_bits(F32 v) {
   return (rounded & ~nan) | (nan & 0x7FC0);
 }
 
-// Stores neighbours, which are bfloat16 values, as the halves of a 32-bit word, the first one in the upper
-// half.
+// Stores two neighbouring lanes, whose values are bfloat16 already, as one 32-bit word, with the first lane
+// in its upper half.
 MK_INLINE void store_pairs(uint32_t* p, F32 v) {
   typedef uint64_t U64 __attribute__((vector_size(4 * MK_LANES)));
   typedef uint32_t Half __attribute__((vector_size(2 * MK_LANES)));
@@ -99,13 +99,13 @@ MK_INLINE void store(Bf16* p, F32 v) {
   memcpy(p, &half, sizeof half);
 }
 
-// v after being stored as a T and loaded again.
+// The value that v has after a store as a T and a load.
 MK_INLINE F32 rounded(F32 v, float) { return v; }
 
 MK_INLINE F32 rounded(F32 v, Bf16) { return (F32)(bf16_bits(v) << 16); }
 
-// The first n of kLanes elements, followed by zeros. Memory behind them is not read, because another thread
-// may be storing it.
+// The first n of kLanes elements, followed by zeros. Memory behind the n elements is not read, because
+// another thread may be storing to it.
 template <class T>
 struct Part {
   T lanes[kLanes];
@@ -139,8 +139,9 @@ MK_INLINE Part<T> part(const T* p, int n) {
   return to;
 }
 
-// The first n lanes; the others are zero, or not stored. Tails use the same vector code as the rest, so a
-// value's bits do not depend on where a tile ends.
+// Loads or stores the first n lanes. A load sets the other lanes to zero; a store leaves their memory
+// unchanged. Tails use the same vector code as the rest, so a value's bits do not depend on where a tile
+// ends.
 template <class T>
 MK_INLINE F32 load(const T* p, int n) {
   return n >= kLanes ? load(p) : load(part(p, n).lanes);
@@ -179,7 +180,7 @@ MK_INLINE Bytes load_bytes(const uint8_t* p) {
   return v;
 }
 
-// float16s, exactly.
+// Loads float16 values, exactly.
 MK_INLINE F32 load_half(const uint16_t* p) {
   U16 v;
   memcpy(&v, p, sizeof v);
@@ -203,7 +204,7 @@ MK_INLINE F32 load_half(const uint16_t* p, int n) {
 inline uint16_t half_of(float x) {
   if (!(x < 65520.0f)) return x != x ? 0x7E00 : 0x7C00;
   uint32_t bits;
-  if (x < 0x1p-14f) {  // a multiple of 2^-24, which is the last bit of numbers from 0.5 to 1
+  if (x < 0x1p-14f) {  // adding 0.5 rounds to a multiple of 2^-24, the last bit of numbers from 0.5 to 1
     x += 0.5f;
     memcpy(&bits, &x, sizeof bits);
     return static_cast<uint16_t>(bits - 0x3F000000);

@@ -10,7 +10,7 @@
 
 namespace mk {
 
-// For the calling thread, as long as the object exists.
+// Flushes subnormals on the calling thread as long as the object exists.
 class FlushSubnormals {
  public:
   FlushSubnormals() : before_(control()) { set_control(before_ | kFlush); }

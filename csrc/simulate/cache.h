@@ -12,11 +12,11 @@ namespace mk::simulate {
 // `filled` is the number of bytes filled so far.
 class Cache {
  public:
-  // `sizes` are the bytes of each entry; entries below `layered` are different ones in each layer.
+  // `sizes` are the bytes of each entry; entries below `layered` have different contents in each layer.
   Cache(double capacity, const double* sizes, int32_t pieces, int32_t layered)
       : capacity_(capacity), sizes_(sizes), layered_(layered), entries_(pieces) {}
 
-  // Reads an entry; returns its bytes that were not in the cache, which are afterwards.
+  // Reads `bytes` of an entry; returns how many of them were not in the cache. Afterwards, all of them are.
   double read(int32_t piece, int32_t layer, double bytes, double filled) {
     Entry& e = touch(piece, filled);
     if (piece < layered_ && e.layer != layer) {
@@ -29,7 +29,7 @@ class Cache {
     return missing;
   }
 
-  // Adds bytes of an entry by a store.
+  // A store puts bytes of an entry into the cache.
   void write(int32_t piece, double bytes, double filled) {
     Entry& e = touch(piece, filled);
     e.bytes = std::min(sizes_[piece], e.bytes + bytes);

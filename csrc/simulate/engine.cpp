@@ -4,7 +4,7 @@
 //   controller     sets a task up if fewer than `in_flight` tasks are between set-up and the end of their
 //                  store
 //   weight loader  loads the head of a task, as far as the ring has room: its weights, and its inputs if its
-//                  counters are satisfied; also prefetches some of the weights that come next into the cache
+//                  counters are satisfied; also prefetches some of the following weights into the cache
 //   input loader   waits for the counters, then loads the rest: the body
 //   consumers      compute once the first bytes have arrived, and no faster than bytes arrive
 //   storer         stores, here and on other ranks; then the task's signals are sent
@@ -108,12 +108,13 @@ class Engine {
     double fetched = 0.0;  // set up
     double head_begin = 0.0, head_end = kNever, ready = kNever;
     double body_begin = kNever, body_end = kNever;
-    double last_begin = kNever;  // for the part of the body that the ring holds at the end
+    // begin of the body's last loads, which the ring holds once all are requested
+    double last_begin = kNever;
     double begin = kNever, end = kNever;
     double store_begin = 0.0;
     double rest = 0.0, rest_missing = 0.0;  // bytes still to be loaded, and those of them that miss the cache
-    double ahead = 0.0;       // bytes of the latter that the cache prefetches before the ring has room
-    int32_t slot = 0;         // the last satisfied wait word
+    double ahead = 0.0;  // bytes of rest_missing that are prefetched into the cache before the ring has room
+    int32_t slot = 0;    // the last satisfied wait word
     bool read_ahead = false;  // its head also contains inputs
     bool began = false;
   };
@@ -125,16 +126,16 @@ class Engine {
     bool fetching = false, ended = false;
     double fetch_free = 0.0;
     // The head (the first loads) of the next task: since when it has waited for pages, when it begins, and
-    // how much of the task is already in the ring.
+    // the fraction of the task's loads for which the ring has room.
     double head_asked = kNever, head_due = kNever, head_part = 0.0;
     bool storing = false;
-    int flows[kParts] = {}, store_flows = 0;  // by part of a load; of the store under way
+    int flows[kParts] = {}, store_flows = 0;  // under way: by part of a load; of the store
     int64_t ahead = 0;                        // the task whose weights the cache prefetches
     bool body_joins = false;                  // whether that task's body waits for the prefetch
     // the position in the stream
     int32_t segment = 0, layer = 0, record = 0, task = 0, task_end = 0, current = -1;
     // waiting
-    int32_t wait = 0;  // of tasks[loaded]; -1: none left
+    int32_t wait = 0;  // the next one of run(loaded); -1: none left
     Worker* next_waiter = nullptr;
     double compute_end = 0.0;  // of the last task
     Run runs[kDepth];
@@ -142,13 +143,13 @@ class Engine {
   };
 
   struct Counter {
-    int64_t left = 0;  // a program may state any total, and make more arrivals than that
+    int64_t left = 0;  // 64 bits, because a program may state any total and have more arrivals than that
     Worker* waiter = nullptr;
     double met = 0.0;  // when its last arrival becomes visible
   };
 
   struct Rank {
-    Shared memory, cached;  // their rates
+    Shared memory, cached;  // the rates of memory and of the cache
     Cache cache;
     double stored = 0.0;  // bytes
     double filled(double now) const { return memory.delivered(now) + stored; }
@@ -210,16 +211,16 @@ class Engine {
   // Whether the worker's next task comes from a queue.
   bool claims(Worker& w) const { return seek(w) && w.task == w.task_end && p_.records[w.record].queue >= 0; }
 
-  // The fraction of a task's loads that the ring holds when the last of its pages has been requested, outputs
-  // included.
+  // The fraction of a task's loads that the ring holds, beside the task's outputs, when the last page has
+  // been requested.
   double kept(const Task& task) const {
     const double ring = c_.ring_bytes - task.held_bytes - task.output_bytes;
     return task.ring_bytes <= ring ? 1.0 : std::max(0.0, ring / task.ring_bytes);
   }
 
-  // The time at which all loads of the last task set up have been requested: its waits are satisfied, and the
-  // ring holds what is left to compute. Earlier pages have arrived and been used. kNever if that is not known
-  // yet.
+  // The time at which all loads of the task that was set up last have been requested: its waits are
+  // satisfied, its earlier pages have been used, and the ring holds the rest. kNever if this time is not
+  // known yet.
   double asked_for(Worker& w) const {
     const Run& run = w.run(w.fetched - 1);
     const double kept = this->kept(*run.task);
@@ -260,8 +261,8 @@ class Engine {
 
   // -- loaders
 
-  // The room in the ring for task n once the present task has released its pages. If all of the present task
-  // has arrived, it releases them gradually, and `leaving` is their size.
+  // The room in the ring for task n once the present task has released its pages. If the present task has
+  // arrived completely, it releases its pages gradually, and `leaving` is their size.
   double room(Worker& w, int64_t n, double& leaving) const {
     double bytes = c_.ring_bytes;
     leaving = 0.0;
@@ -347,8 +348,8 @@ class Engine {
     load_rest(w, run, kHead, w.head_part);
   }
 
-  // The head of a task has arrived. Each time the loader requested a page of it, it also prefetched the page
-  // `ahead_bytes` further on into the cache, unless the ring has room for that page.
+  // The head of a task has arrived. For each page of the head, the loader has also prefetched the page
+  // `ahead_bytes` further on into the cache, unless the ring had room for that page.
   void begin_ahead(Worker& w, int64_t task_number) {
     Run& run = w.run(task_number);
     const Task& task = *run.task;
@@ -363,7 +364,7 @@ class Engine {
     ranks_[w.rank].memory.add(now_, run.ahead, kParts * w.stream + kAhead);
   }
 
-  // Adds the inputs of tasks[loaded] to what it still has to load.
+  // Adds the inputs of run(loaded) to what this task still has to load.
   void add_reads(Worker& w) {
     Run& run = w.run(w.loaded);
     const Task& task = *run.task;
@@ -372,13 +373,13 @@ class Engine {
     run.rest_missing += missing(w, task.read_key, run.layer, task.read_bytes);
   }
 
-  // The input loader reaches tasks[loaded], whose head has begun.
+  // The input loader reaches run(loaded), whose head has begun.
   void begin_waits(Worker& w) {
     w.wait = w.run(w.loaded).task->first_wait;
     wait_on(w);
   }
 
-  // Whether the waits of tasks[loaded], whose head has begun, are satisfied.
+  // Whether the head of run(loaded) has begun and its waits are satisfied.
   bool met(Worker& w) const { return w.loaded < w.headed && w.wait < 0 && w.run(w.loaded).ready <= now_; }
 
   // Continues through the task's waits from `w.wait`; stops at the first that is not satisfied.
@@ -400,8 +401,8 @@ class Engine {
     at(run.ready, &Engine::begin_body, w);
   }
 
-  // Loads the rest of a task once its waits are satisfied. What the ring cannot hold beside the previous task
-  // follows when that is computed.
+  // Loads the rest of a task once its waits are satisfied. If the ring cannot hold it beside the previous
+  // task, the load begins when the previous task has been computed.
   void begin_body(Worker& w) {
     if (!met(w)) return;
     Run& run = w.run(w.loaded);
@@ -419,7 +420,8 @@ class Engine {
       ++w.flows[kBodyPart];
     }
     add_reads(w);
-    // If the next task is claimed during this one, the time at which the last pages are requested matters.
+    // If the next task is claimed during this one, the time at which the last pages are requested matters, so
+    // the last part is loaded separately.
     const bool before_claim = c_.claim_in_flight > 1 && w.loaded + 1 == w.fetched && claims(w);
     const double last = before_claim ? kept(task) * (task.weight_bytes + task.read_bytes) : run.rest;
     if (run.rest <= last) run.last_begin = now_;
@@ -473,7 +475,7 @@ class Engine {
     loaded(w);
   }
 
-  // Checks whether all of tasks[loaded] has arrived.
+  // Checks whether run(loaded) has arrived completely.
   void loaded(Worker& w) {
     Run& run = w.run(w.loaded);
     if (run.head_end == kNever || run.body_end == kNever) return;
@@ -540,7 +542,7 @@ class Engine {
     load(w);
   }
 
-  // The list of a run's segment.
+  // The value for a run's segment.
   static int32_t by_segment(const Run& run, int32_t prologue, int32_t body, int32_t epilogue) {
     return run.segment == kPrologue ? prologue : run.segment == kBody ? body : epilogue;
   }

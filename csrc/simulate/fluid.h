@@ -12,8 +12,8 @@ namespace mk::simulate {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// Flows of equal speed. One counter measures the progress of all: `v_` is what a flow would have received
-// that was there from the start, so a flow of some bytes ends when v_ has grown by that many.
+// Flows of equal speed. One counter measures the progress of all: `v_` is the number of bytes that a flow
+// present from the start would have received, so a flow of n bytes ends when v_ has grown by n.
 class Flows {
  public:
   bool empty() const { return heap_.empty(); }
@@ -95,7 +95,8 @@ class Shared {
 };
 
 // The ports of ranks on one switch. A flow leaves one port and enters another, and all flows pass the switch.
-// Speeds are max-min fair: no flow can be faster without slowing down one that is not faster than it.
+// Speeds are max-min fair: no flow could become faster without slowing down another that is not faster than
+// it.
 class Links {
  public:
   Links(int ranks, double port, double total, double cap)
@@ -147,8 +148,8 @@ class Links {
     stale_ = true;
   }
 
-  // Water-filling: all flows speed up together until a port, the switch or the cap is full. Its flows stay at
-  // that speed, and the others continue.
+  // Water-filling: all flows speed up together until a port or the switch is full or the speed reaches the
+  // cap. The flows of a full place stay at that speed, and the others continue.
   void share() {
     double room[kMostPlaces], flows[kMostPlaces];
     std::fill_n(room, switch_, port_);

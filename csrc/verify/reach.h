@@ -1,7 +1,7 @@
 // Decides which pairs of events of an acyclic graph are ordered. An event begins and ends. A counter gets its
-// arrival when the event that signals it ends; an event begins after the counters that it waits for.
-// Successive events of a stream begin in order and end in order, but the second may begin before the first
-// ends.
+// arrival when the event that signals it ends; an event begins after the counters that it waits for are
+// complete. Successive events of a stream begin in order and end in order, but the second may begin before
+// the first ends.
 #pragma once
 #include <stdint.h>
 
@@ -16,7 +16,7 @@
 
 namespace mk::verify {
 
-// Values of 0 .. n - 1 by the group that each belongs to, in ascending order within a group.
+// The values of items 0 to n - 1, listed by group; within a group, items are in ascending order.
 template <class T>
 class Groups {
  public:
@@ -44,8 +44,8 @@ struct Pair {
 };
 
 // Writes a topological order of all rows into `order` and returns how many rows it contains, which is fewer
-// if there is a cycle. `missing` counts the incoming edges of each row that have not been taken yet, and is
-// used up. A row can be taken when its count reaches 0.
+// if there is a cycle. `missing` is the number of incoming edges of each row whose sources are not in `order`
+// yet; it is modified. A row is added when its number reaches 0.
 inline int32_t topological_order(const Graph& graph, int32_t* missing, int32_t* order) {
   const Groups<int32_t> after(
       graph.rows, graph.edges, [&](int64_t e) { return graph.source[e]; },
@@ -80,8 +80,8 @@ class Reach {
   }
 
   // The indices of the pairs that nothing orders, ascending. Hundreds of tiles signal one counter, so the
-  // question is first asked for the counter. If there is no path from there, there may be another, so the
-  // question is then asked for the row itself.
+  // search first starts at the counter that stands in for the earlier row. Without a path from the counter
+  // there may be another path, so the search is then repeated from the row itself.
   std::vector<int64_t> unordered(const std::vector<Pair>& pairs) const {
     std::vector<int64_t> which(pairs.size());
     std::iota(which.begin(), which.end(), 0);
@@ -99,7 +99,8 @@ class Reach {
     int32_t later, bit;
   };
 
-  // Among the pairs `which`, those whose later event does not follow source(i), a position. Ascending.
+  // The indices i in `which` of the pairs whose later event does not follow the event at position source(i).
+  // Ascending.
   template <class Source>
   std::vector<int64_t> sweep_all(const std::vector<Pair>& pairs, const std::vector<int64_t>& which,
                                  Source source) const {
@@ -183,11 +184,11 @@ class Reach {
     }
   }
 
-  int32_t rows_, counters_;        // the first counter's row
+  int32_t rows_, counters_;        // the number of rows, and the row of the first counter
   std::vector<int32_t> position_;  // of a row in the order
   Groups<int32_t> before_;         // by position: the positions of the predecessors
   std::vector<int32_t> row_;       // of a position
-  // a counter that the row signals and another row waits for; otherwise the row
+  // by row: a counter that the row signals and another row waits for; without one, the row itself
   std::vector<int32_t> stands_in_;
 };
 

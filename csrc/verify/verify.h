@@ -39,9 +39,10 @@ struct Step {
 
 enum class What : int32_t {
   twice,       // `earlier` and `later`, of one phase, both write the box
-  missing,     // `later` reads the box, which `phase` must have written last; `earlier` did, or nothing (-1)
-  unordered,   // `later` touches the box after `earlier`, but may begin before that ends
-  not_onward,  // `later` reads in every layer what only the prologue wrote, and does not follow itself
+  missing,     // when `later` reads the box, `earlier` wrote it last, or nothing did (-1), instead of `phase`
+  unordered,   // `later` must touch the box after `earlier`, but may begin before `earlier` ends
+  not_onward,  // `later` reads in every layer what only the prologue wrote, but is not ordered after the same
+               // read in the layer before
   overtakes,   // the last event of a stream may begin before `earlier` ends
 };
 

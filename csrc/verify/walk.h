@@ -130,9 +130,9 @@ class Walk {
     });
   }
 
-  // An order that must hold in every layer is tested where it is hardest. Layer 0 and the prologue have all
-  // edges of a later layer and more, so layer 1 represents all layers, and the last step from layer to layer
-  // represents all such steps.
+  // An order that must hold in every layer is tested where the fewest edges exist. Layer 0 and the prologue
+  // have all edges of a later layer and more, so layer 1 represents all layers, and the last pair of
+  // successive layers represents all such pairs.
   void require(int32_t earlier, int32_t later, int32_t run, int64_t t, int64_t cell, int32_t reads) {
     const int32_t last = graph_.runs - 2, from = run_of(earlier);
     What what = What::unordered;

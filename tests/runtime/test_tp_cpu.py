@@ -311,8 +311,8 @@ def test_a_launch_that_is_stopped_leaves_a_working_backend(make: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "row", "word", "wrong", "message"),
     [
-        (make_queue_program, 1, record.OPERAND_WORD, lambda queue: queue + 1, "drains what is not in a queue"),
-        (make_queue_program, 1, record.OPERAND_WORD + 1, lambda end: end + 1, "drains what is not in a queue"),
+        (make_queue_program, 1, record.OPERAND_WORD, lambda queue: queue + 1, "drains records that do not exist"),
+        (make_queue_program, 1, record.OPERAND_WORD + 1, lambda end: end + 1, "drains records that do not exist"),
         (make_program, 3, record.SIGNAL_WORD, lambda _: record.counter_word(0, rank=2), "signals rank 2 of 2"),
     ],
     ids=["another queue", "beyond the queue", "another rank"],

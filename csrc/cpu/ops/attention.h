@@ -2,9 +2,9 @@
 //
 // For each query row and head, each absolute KV block gives a fresh (m, l, o): m = max score, l = sum e^(s -
 // m), o = sum e^(s - m) v. Blocks are merged in ascending order. K and V of a block serve up to kQueryRows
-// (row, head) pairs: few pairs read the cache itself, many a copy that is widened to float32 once. The
-// computation of a pair depends only on its own position: scores add over elements in order, l over lanes in
-// a fixed tree, and o over tokens in order up to its own position.
+// (row, head) pairs: a few pairs read the KV cache itself; many read a copy that is widened to float32 once.
+// The computation of a pair depends only on its own position: a score is added up over elements in order, l
+// over lanes in a fixed tree, and o over tokens in order up to that position.
 #pragma once
 #include <math.h>
 
@@ -25,8 +25,8 @@ constexpr int kDirectPairs = 2 * kDenseRows;  // with more pairs, a widened copy
 
 inline int padded_head(const Dims& d) { return (d.head_dim + kPanel - 1) / kPanel * kPanel; }
 
-// A column of vectors: those of successive rows are `stride` apart, and `now` is the address of the first.
-// Data at the same distances from `next` is needed soon and is prefetched meanwhile.
+// A column of vectors, one per row: `now` is the address of the first, and successive ones are `stride`
+// apart. The column that begins at `next` is needed soon, so `fetch` prefetches its vectors meanwhile.
 template <class T>
 struct Strip {
   const T *now, *next;
@@ -37,7 +37,8 @@ struct Strip {
   MK_INLINE F32 row(int t, int64_t stride, int n, F32) const { return load(now + t * stride, n); }
 };
 
-// A column that is in a cache already, in memory that has room for whole vectors and that nobody else writes.
+// A column that needs no prefetch, because it is in the CPU's cache already. Its memory has room for whole
+// vectors, and no other thread writes it.
 struct NearStrip {
   const float* now;
 
@@ -47,9 +48,9 @@ struct NearStrip {
   MK_INLINE F32 row(int t, int64_t stride, int, F32) const { return load(now + t * stride); }
 };
 
-// A column of quantised keys: rows are elements, columns are tokens of a page. Blocks of elements follow each
-// other, each behind the scales of its tokens; `scale` gives those of the block that begins with row t.
-// Products of a value and its scale are exact.
+// A column of quantised keys: rows are elements, columns are tokens of a page. The elements form blocks. In
+// memory, the scales of a block, one for each token, lie before its elements; `scale` loads the scales of the
+// block that begins with row t. Products of a value and its scale are exact.
 struct KeyStrip {
   const int8_t *now, *scales, *next;
 
@@ -96,7 +97,7 @@ struct ValuePage {
   }
 };
 
-// The keys [element][token] of a KV block, as a matrix of which `dense` takes columns.
+// The keys [element][token] of a KV block, as the matrix B of `dense`.
 template <class Kv>
 struct Keys {
   const Kv& kv;
@@ -106,7 +107,7 @@ struct Keys {
   int run_end(int, int end) const { return end; }
 };
 
-// Its values [token][element], from token `first` on.
+// The values [token][element] of a KV block, from token `first` on, as the matrix B of `dense`.
 template <class Kv>
 struct TokenValues {
   const Kv& kv;
@@ -120,8 +121,8 @@ struct TokenValues {
   }
 };
 
-// C[R][V vectors] (+)= A B for rows [t, end) of B and columns from `column` on; only `last` lanes of the last
-// vector belong to B.
+// C[R][V vectors] = A B for rows [t, end) of B and columns from `column` on; `resume` adds to C instead. Of
+// the last vector, only the first `last` lanes belong to B.
 template <int R, int V, class B>
 void dense_block(const float* a, int64_t lda, const B& b, int column, int last, int t, int end, float* c,
                  int64_t ldc, bool resume) {
@@ -165,12 +166,13 @@ inline void dense_rows(int rows, const float* a, int64_t lda, const B& b, int co
   if constexpr (R > 1) dense_rows<V, R - 1>(rows, a, lda, b, column, last, t, end, c, ldc, resume);
 }
 
-// C (+)= A B for any number of rows and columns, on which an output's bits do not depend. C has room for
-// whole vectors.
+// C = A B for any number of rows and columns; `resume` adds to C instead. The bits of an output do not depend
+// on these numbers. C has room for whole vectors.
 template <int V = kDenseVectors, class B>
 inline void dense(int rows, int cols, const float* a, int64_t lda, const B& b, int k, float* c, int64_t ldc,
                   bool resume, int column = 0) {
-  // The rows of V vectors that fit half of an L1 cache, so that all rows of A can use them in turn.
+  // B is taken in parts of `depth` rows of V vectors. A part fits half of an L1 cache, so that all rows of A
+  // can use it in turn.
   const int depth = rows > kDenseRows ? 64 : k;
   for (; cols - column > (V - 1) * kLanes; column += V * kLanes) {
     const int last = lower_of(cols - column - (V - 1) * kLanes, kLanes);
@@ -183,8 +185,8 @@ inline void dense(int rows, int cols, const float* a, int64_t lda, const B& b, i
 
 inline float exp_scalar(float x) { return exp(splat(x))[0]; }
 
-// (m, l, o) += those of one block. Not inlined, because split and unsplit attention must run the same
-// instructions.
+// Merges (m, l, o) of one block into those of the blocks before. Not inlined, because split and unsplit
+// attention must run the same instructions.
 __attribute__((noinline)) inline void merge_block(float& m, float& l, float* o, float block_m, float block_l,
                                                   const float* block_o, int head_dim) {
   const float top = block_m > m ? block_m : m;
@@ -229,10 +231,11 @@ struct Cache {
   int64_t page, head;      // distance from one page or head to the next
   const int32_t* pages;    // of the sequence
   int end;                 // number of tokens that are read
-  const int32_t* after;    // the pages that are read next: those of the next head, `head` further
+  const int32_t* after;    // pages that the next head reads, `head` further; null: no next head
   float* scales;           // room for the scales of a block's values
 
-  // `head` is one of several consecutive heads up to head_end. Tokens [first, end) of each are read.
+  // `kv_head` is one of several consecutive heads that end at head_end. Tokens [first, last) of each are
+  // read.
   Cache(const Call& call, const int32_t* table, int kv_head, int head_end, int first, int last, float* room)
       : d(*call.dims),
         keys(call.at<T>(Buffer::K_CACHE) + k_index(d, 0, kv_head, 0)),
@@ -245,8 +248,8 @@ struct Cache {
         scales(room) {}
 };
 
-// The tokens of one KV block in the cache. Keys of tokens in one run are adjacent, with elements key_stride
-// apart; values are rows.
+// The tokens of one KV block in the KV cache. A run is the tokens of one page: their keys are adjacent for
+// each element, and elements are key_stride apart. The values of a token are a row.
 template <class T>
 class CachedBlock {
   static constexpr bool kQuantised = std::is_same_v<T, int8_t>;
@@ -290,8 +293,8 @@ class CachedBlock {
   }
 
  private:
-  // A page of the block. The page needed soon is the same one of the next block, or otherwise of the next
-  // head's first block.
+  // Page i of the block. The page to prefetch is page i of the next block, or, after the last block, page i
+  // of the next head's first block.
   Strip<T> strip(const T* page_0, int i) const {
     const T* now = page_0 + pages_[i] * cache_.page;
     const int later = i * d_.kv_page + d_.kv_block;
@@ -363,8 +366,8 @@ inline void softmax_row(float* scores, int tokens, float scale, float& m, float&
   l = sum(total);
 }
 
-// (m, l, o) of one KV block for rows at ascending `positions`, with `group` pairs each, which all see some of
-// it.
+// Computes (m, l, o) of one KV block for rows at ascending `positions`. Each row has `group` (row, head)
+// pairs and sees at least one token of the block.
 template <class Kv>
 inline void attend_block(const Dims& d, const Kv& kv, int block, const int32_t* positions, int rows,
                          int group, const float* queries, float* scores, float* m, float* l, float* out) {
@@ -374,8 +377,8 @@ inline void attend_block(const Dims& d, const Kv& kv, int block, const int32_t* 
   for (int j = 0; j < rows * group; ++j)
     softmax_row(scores + int64_t{j} * d.kv_block, visible_tokens(d, positions[j / group], block), scale, m[j],
                 l[j]);
-  // All rows see the tokens up to the first row's position, so these are added for all rows at once. Then
-  // each row adds its remaining tokens.
+  // First come the tokens that all rows see, for all rows together; then each row's further tokens. They are
+  // few, because positions ascend by one.
   const int common = visible_tokens(d, positions[0], block);
   dense(rows * group, d.head_dim, scores, d.kv_block, TokenValues<Kv>{kv, 0}, common, out, padded, false);
   for (int i = 1; i < rows; ++i) {
@@ -385,7 +388,7 @@ inline void attend_block(const Dims& d, const Kv& kv, int block, const int32_t* 
   }
 }
 
-// The rows [first, first + rows) of the item for one KV head, with a cache in type C.
+// Computes the rows [first, first + rows) of the item for one KV head. C is the type of the KV cache.
 template <class T, class C>
 inline void attend(const Call& call, int first, int rows, int kv_head) {
   const Dims& d = *call.dims;
@@ -452,7 +455,8 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
   }
 }
 
-// Computes one item (call.item). For an item of a split, it stores the blocks' (m, l, o) in PARTIALS.
+// Computes one item (call.item). If the item is part of a split, stores (m, l, o) of each block in PARTIALS
+// instead.
 template <class T>
 void attention(const Call& call, const Attention&) {
   const Dims& d = *call.dims;

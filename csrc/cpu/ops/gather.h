@@ -5,7 +5,7 @@
 
 namespace mk::MK_SIMD {
 
-// One column of a panel over k steps.
+// Reads k elements of one column of a panel.
 template <class W>
 void read_column(const Panel& panel, int column, int k, float* out) {
   for (int begin = 0; begin < k; begin += kUnit) {

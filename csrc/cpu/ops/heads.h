@@ -4,7 +4,8 @@
 
 namespace mk::MK_SIMD {
 
-// The even lane's value in both lanes of each pair, the odd lane's value in both, and the two swapped.
+// Permutes the lanes of a vector. `rotate` permutes pairs of lanes: it puts the even lane's value in both,
+// puts the odd lane's value in both, or swaps the two.
 #if defined(__clang__)
 #define MK_SHUFFLE(v, mask) shuffle_lanes(v, mask)
 MK_INLINE F32 shuffle_lanes(F32 v, I32 lanes) {
@@ -44,8 +45,8 @@ inline void norm_heads(const Call& call, int first, int n, float* t) {
   }
 }
 
-// Stores a token's row of K or V of a head in Q8_0, rounded like gguf, in its page of that head; `transposed`
-// means K.
+// Stores one token's row of K or V of a head as Q8_0, rounded like gguf. `page` is the head's part of the
+// token's page; `transposed` means K.
 inline void quantise(const Dims& d, const float* x, char* page, int token, bool transposed) {
   for (int first = 0; first < d.head_dim; first += kKvUnit, page += kv_block_bytes(d)) {
     const int n = lower_of(d.head_dim - first, kKvUnit);
@@ -70,8 +71,8 @@ inline void quantise(const Dims& d, const float* x, char* page, int token, bool 
 }
 
 // Stores columns [first, first + n) of q, k and v of row r to the output and the KV cache, with q and k
-// rotated. They may cross heads and the borders of q, k and v, unless heads are normalised or the cache is
-// quantised.
+// rotated. The columns may cross heads and the borders of q, k and v, unless heads are normalised or the
+// cache is quantised.
 template <class T>
 inline void store_heads(const Call& call, int r, int first, int n, float* t) {
   const Dims& d = *call.dims;
@@ -114,7 +115,8 @@ inline void store_heads(const Call& call, int r, int first, int n, float* t) {
   }
 }
 
-// A tile; if it consists of whole heads, in parts of as many heads as one pass holds.
+// Computes a tile. If it must consist of whole heads, it is divided into parts, each of as many heads as one
+// pass holds.
 template <class T>
 void heads(const Call& call, const Tile& tile) {
   // A part may begin inside a panel and so reach into one more panel than its columns fill.

@@ -1,4 +1,5 @@
-// A matmul, and the function of each result, which receives columns [first, first + n) of row r in t.
+// A matmul, and one function for each kind of result, which receives columns [first, first + n) of row r in
+// t.
 #pragma once
 #include "../gemm.h"
 #include "heads.h"

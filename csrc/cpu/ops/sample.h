@@ -7,7 +7,7 @@
 
 namespace mk::MK_SIMD {
 
-// The index of the largest value, the lowest among equals; 0 if all are NaN.
+// The index of the largest value, or the lowest index if several are equal; 0 if all are NaN.
 inline int32_t argmax(const float* z, int n) {
   const I32 lane = lane_index();
   F32 top = splat(-INFINITY);
@@ -22,7 +22,7 @@ inline int32_t argmax(const float* z, int n) {
   return 0;
 }
 
-// out = e^(z - top), and the sum (float32 in runs, then double).
+// out = e^(z - top). Returns the sum, added up in float32 within a run and in double over the runs.
 inline double exponentials(const float* z, int n, float top, float* out) {
   constexpr int kRun = 64 * kLanes;
   const I32 lane = lane_index();
@@ -40,7 +40,7 @@ inline double exponentials(const float* z, int n, float top, float* out) {
   return total;
 }
 
-// z = minus infinity where the row's mask has no bit.
+// z = minus infinity where the bit in the row's mask is 0.
 inline void apply_mask(const Dims& d, const int32_t* mask, float* z) {
   for (int begin = 0; begin < d.vocab; begin += 32) {
     const uint32_t bits = static_cast<uint32_t>(mask[begin / 32]);

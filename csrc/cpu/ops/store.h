@@ -1,4 +1,5 @@
-// Stores results to copies of a buffer on one or several ranks: they are computed once and copied to each.
+// Stores results to the copies of a buffer on one or several ranks: the results are computed once and copied
+// to each rank.
 #pragma once
 #include "../../common/index.h"
 #include "../remote.h"
