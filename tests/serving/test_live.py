@@ -86,7 +86,7 @@ def test_what_cannot_be_is_an_error() -> None:
     assert live.snapshot()["error"] is None  # over both steps
     live = record()
     run(engine, live, 1, wall_s=1e-9)
-    assert "cannot be" in live.snapshot()["error"] and "made up" in live.snapshot()["error"]
+    assert "is impossible" in live.snapshot()["error"] and "made up" in live.snapshot()["error"]
 
 
 def test_the_window_is_of_recent_work() -> None:
