@@ -60,7 +60,7 @@ def compile_program(
     most = _MAX_BLOCKS // tp * machine.tile_rows
     for name, value in (("tokens", tokens), ("logit_rows", logit_rows)):
         if value > most:
-            raise MegakernelError(f"cannot compile {value} {name} for machine {machine.name}: at most {most}")
+            raise MegakernelError(f"cannot compile {value} {name} for machine {machine.name}: the limit is {most}")
     dims = program_dims(
         config,
         machine,

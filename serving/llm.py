@@ -289,7 +289,7 @@ def parse_dtype(name: str) -> Dtype | None:
     if name == "auto":
         return None
     if name not in DTYPES:
-        raise MegakernelError(f"unknown dtype {name!r}: known are auto, {', '.join(DTYPES)}")
+        raise MegakernelError(f"unknown dtype {name!r}: choose from auto, {', '.join(DTYPES)}")
     return DTYPES[name]
 
 

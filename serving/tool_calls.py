@@ -43,7 +43,7 @@ def tool_format(name: str | None, template: str | None) -> ToolFormat:
     """The format called `name`. Without a name, the chat template's format, or `hermes` if the template shows none."""
     if name is not None:
         if name not in FORMATS:
-            raise MegakernelError(f"unknown tool call parser {name!r}: known are {', '.join(FORMATS)}")
+            raise MegakernelError(f"unknown tool call parser {name!r}: choose from {', '.join(FORMATS)}")
         return FORMATS[name]
     marks = {"<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3_json"}
     marks["<|start_header_id|>"] = "llama3_json"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -57,6 +58,13 @@ def build(sdist: Path, folder: Path, jobs: int) -> None:
     ):
         print("$", *command)
         subprocess.run(command, check=True)
+
+
+def built(folder: Path) -> list[str]:
+    """The options that decide which instructions `folder`/build uses, as CMake's cache has them."""
+    names = r"CMAKE_BUILD_TYPE|GGML_(?:NATIVE|OPENMP|AVX\w*|FMA|F16C|BMI2)"
+    cache = (folder / "build" / "CMakeCache.txt").read_text()
+    return [f"-D{name}={value}" for name, value in re.findall(rf"^({names}):\w+=(.*)$", cache, re.MULTILINE)]
 
 
 def first_settings(threads: int) -> dict[str, str]:
@@ -133,7 +141,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         },
         "llama_cpp": {
             "version": versus["settings"]["version"],
-            "build": OPTIONS,
+            "build": built(args.folder),
             "settings": best,
             "command": [Path(part).name if os.sep in part else part for part in theirs],
             "search_prompts": args.search_prompts,

@@ -98,7 +98,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Few and small cases, in which no size is a multiple of a tile; groups of 1, 3, 4 and 8 query heads."""
+    """Few and small cases, in which no size is a multiple of a tile; groups of 1, 2, 3 and 8 query heads."""
     from ..model import ModelConfig
 
     biased = ModelConfig(331, 136, 200, 2, 6, 2, 64, 512, qkv_bias=True, o_bias=True, mlp_bias=True)

@@ -170,7 +170,7 @@ class Server:
             raise _RefusedError(_message(e.read())) from None
         except (OSError, ValueError, http.client.HTTPException) as e:
             why = getattr(e, "reason", None) or e or type(e).__name__
-            raise MegakernelError(f"{self._url} does not answer as it should: {why}") from e
+            raise MegakernelError(f"the request to {self._url} failed: {why}") from e
 
 
 def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

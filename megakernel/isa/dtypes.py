@@ -116,7 +116,7 @@ def from_f32(a: NDArray[np.float32], dtype: Dtype) -> NDArray[np.generic]:
         with np.errstate(over="ignore"):
             return a.astype(np.float16)
     if dtype is not Dtype.BF16:
-        raise ValueError(f"no float storage in {dtype.name}")
+        raise ValueError(f"{dtype.name} does not store single floats")
     bits = np.ascontiguousarray(a, dtype=np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(a), np.uint32(0x7FC0), rounded).astype(np.uint16)

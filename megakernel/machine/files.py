@@ -61,7 +61,7 @@ def read(name: str, cores: int | None = None) -> Hardware:
             raise MegakernelError(f"{name}: a node of {match[1]} has 1 to {chip.node.gpus} GPUs; more are a cluster")
         return replace(chip, node=replace(chip.node, gpus=gpus))
     raise MegakernelError(
-        f"unknown machine {name!r}: known are host, {', '.join(names())}, a node such as h100x8, or a .toml file"
+        f"unknown machine {name!r}: choose from host, {', '.join(names())}, a node such as h100x8, or a .toml file"
     )
 
 
@@ -98,7 +98,7 @@ def _base(base: object, path: Path, above: tuple[Path, ...]) -> Table:
     else:
         below = KNOWN_FOLDER / f"{base}.toml"
         if not below.exists():
-            raise MegakernelError(f"machine file {path}: unknown base {base!r}: known are host, {', '.join(names())}")
+            raise MegakernelError(f"machine file {path}: unknown base {base!r}: choose from host, {', '.join(names())}")
     if below.resolve() in {p.resolve() for p in above}:
         raise MegakernelError(f"machine file {path}: its base {base!r} refers back to this file")
     return _merged(below, above)

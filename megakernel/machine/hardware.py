@@ -257,7 +257,7 @@ class Hardware:
         if gpus <= self.node.gpus:
             return tuple(out)
         if gpus % self.node.gpus:
-            raise MegakernelError(f"{gpus} GPUs do not fill whole nodes of {self.node.gpus} on {self.name}")
+            raise MegakernelError(f"{gpus} GPUs do not fill whole {self.name} nodes of {self.node.gpus} GPUs")
         if self.fabric is None:
             raise MegakernelError(
                 f"the network between nodes of {self.name} is not described: use at most {self.node.gpus} GPUs"

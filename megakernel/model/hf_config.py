@@ -119,7 +119,7 @@ def _family(raw: dict[str, Any], source: str) -> Family:
     known = ", ".join(f"{family.architecture} ({family.name})" for family in FAMILIES.values())
     raise MegakernelError(
         f"{source}: architectures = {_short(architectures)} with model_type = {_short(model_type)} is not supported; "
-        f"known are {known}"
+        f"supported architectures: {known}"
     )
 
 
@@ -186,7 +186,7 @@ def _rope(raw: dict[str, Any], source: str) -> Rope:
     if table.get("rope_theta") is not None:
         inner = _number(table, "rope_theta", where, Rope.theta)
         if raw.get("rope_theta") is not None and inner != theta:
-            raise MegakernelError(f"{where}: rope_theta is {inner} here and {theta} outside")
+            raise MegakernelError(f"{where}: rope_theta is {inner}, but {theta} at the top level")
         theta = inner
     if kind is RopeKind.DEFAULT:
         return Rope(theta)

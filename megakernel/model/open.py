@@ -94,7 +94,7 @@ def _gguf(path: Path) -> tuple[GgufFile, ModelConfig]:
 def _random(spec: str) -> tuple[ModelConfig, int]:
     name, _, seed = spec.removeprefix(_RANDOM).partition(":")
     if name not in KNOWN_SHAPES:
-        raise MegakernelError(f"unknown model {spec!r}: known are {', '.join(_RANDOM + n for n in KNOWN_SHAPES)}")
+        raise MegakernelError(f"unknown model {spec!r}: choose from {', '.join(_RANDOM + n for n in KNOWN_SHAPES)}")
     if seed and not (seed.isascii() and seed.isdigit()):
         raise MegakernelError(f"the seed in {spec!r} is not a whole number")
     return KNOWN_SHAPES[name], int(seed or 0)

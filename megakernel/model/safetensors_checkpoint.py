@@ -160,6 +160,6 @@ def _check_tied(config: ModelConfig, tensors: SafetensorsFiles) -> None:
     )
     if not same:
         raise MegakernelError(
-            f"{tensors.where(head)}: {head} differs from {embed}, but config.json says tie_word_embeddings"
+            f"{tensors.where(head)}: {head} differs from {embed}, but config.json says that they are tied"
         )
     del tensors.shapes[head]

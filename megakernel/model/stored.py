@@ -27,7 +27,7 @@ KV_TYPES = {Dtype.Q8_0.name.lower(): Dtype.Q8_0}
 def quantised_kv(name: str) -> bool:
     """Whether `--kv-cache-dtype name` quantises K and V. Raises MegakernelError."""
     if name != "auto" and name not in KV_TYPES:
-        raise MegakernelError(f"cannot store K and V in {name!r}: known are auto, {', '.join(KV_TYPES)}")
+        raise MegakernelError(f"cannot store K and V in {name!r}: choose from auto, {', '.join(KV_TYPES)}")
     return name in KV_TYPES
 
 
@@ -57,7 +57,7 @@ def bits_of(config: ModelConfig, storage: Mapping[Buffer, Storage]) -> dict[Buff
 
 def _weight_type(name: str) -> Dtype:
     if name not in WEIGHT_TYPES:
-        raise MegakernelError(f"cannot store weights in {name!r}: known are auto, {', '.join(WEIGHT_TYPES)}")
+        raise MegakernelError(f"cannot store weights in {name!r}: choose from auto, {', '.join(WEIGHT_TYPES)}")
     return WEIGHT_TYPES[name]
 
 

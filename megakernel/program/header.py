@@ -86,7 +86,7 @@ def _header(fields: dict[str, Any], names: Sequence[str]) -> Header:
         _int32(fields[name], name)
     listed = fields["arrays"]
     if not isinstance(listed, list) or [a[:1] if isinstance(a, list) else a for a in listed] != [[n] for n in names]:
-        raise ValueError(f"its arrays are not {', '.join(names)}")
+        raise ValueError(f"its arrays must be {', '.join(names)}")
     if any(len(entry) != 2 for entry in listed):
         raise ValueError("the entry of an array is not [name, length]")
     arrays = [(name, _int32(length, f"the length of {name}")) for name, length in listed]

@@ -218,7 +218,8 @@ def _decode(data: bytes) -> Program:
     for name in _TOTALS:
         if min(shape) < 1 or len(arrays[name]) != known.ranks * known.counters:
             raise ValueError(
-                f"{name} has {len(arrays[name])} words for {known.ranks} ranks of {known.counters} counters"
+                f"{name} has {len(arrays[name])} words, not one for each of {known.counters} counters of"
+                f" {known.ranks} ranks"
             )
     prologue, body, epilogue, queues = (
         Segment(arrays[f"{name}.records"], arrays[f"{name}.offsets"]) for name in (*SEGMENTS, "queues")

@@ -49,7 +49,7 @@ def all_reduce(machine: Hardware, bytes: float, gpus: int, inner: int = 1, in_ne
     "all-to-all",
     *(12, 34, 36),
     what="least time until each GPU has sent every other GPU its part of an array",
-    formula="B min(k, M) (M - 1) / (M^2 W) over a level's M children, k copies of each part (without --copies: 1)",
+    formula="B (M - 1) / (M^2 W) over a level's M children; with --copies k, that times min(k, M) / N for N GPUs",
 )
 def all_to_all(
     machine: Hardware, bytes: float, gpus: int, copies: int | None = None, nodes: int | None = None

@@ -76,9 +76,9 @@ def _measured(found: object, threads: int) -> Measured | None:
             raise ValueError("a figure is missing or unknown")
         for name in ("read_bytes_per_s", "cache_bytes_per_s", "flops"):
             if not _is_rate(found[name]):
-                raise ValueError(f"{name} is not a rate")
+                raise ValueError(f"{name} is not a possible rate")
         if found["threads"] != threads or not isinstance(found["probes"], int) or found["probes"] < 1:
-            raise ValueError("threads or probes is wrong")
+            raise ValueError("threads or probes is not as expected")
         if not (found["others"] is None or (isinstance(found["others"], float) and 0 <= found["others"] <= 1)):
             raise ValueError("others must be null or a fraction from 0 to 1")
         date.fromisoformat(found["date"])

@@ -58,7 +58,7 @@ def plan(shape: Shape, hardware: Hardware, gpus: int, tokens: int, context: int,
         least = min(refused, key=lambda r: r.bytes_per_gpu or inf)
         raise MegakernelError(
             f"{shape.name} on {gpus} {hardware.name} with {tokens:,} tokens: no layout is possible; nearest is"
-            f" {least.layout}, which {least.why}: use more GPUs or fewer tokens"
+            f" {least.layout}: {least.why}; use more GPUs or fewer tokens"
         )
     ranked.sort(key=lambda t: (float(f"{t.step_s:.9g}"), _axes(t.layout), t.bytes_per_gpu))
     return Plan(tuple(ranked), tuple(refused))
@@ -73,7 +73,7 @@ def price(
         return Refusal(layout, reason)
     step = train_step if training else decode_step
     time = step(shape, hardware, layout, tokens, context)
-    return time if time.fits else Refusal(layout, time.why, time.bytes_per_gpu)
+    return time if time.fits else Refusal(layout, f"it {time.why}", time.bytes_per_gpu)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def asked(
     ]
     times = [time for time in several if isinstance(time, LayoutTime)]
     if not times:
-        raise MegakernelError(f"{layout} is not possible: it {several[0].why}")
+        raise MegakernelError(f"{layout} is not possible: {several[0].why}")
     time, best = times[0], found.ranked[0]
     slower = time.step_s - best.step_s
     causes = {"bubbles and hops between stages": time.fixed_s - best.fixed_s}
@@ -180,7 +180,7 @@ def _impossible(shape: Shape, hardware: Hardware, layout: Layout, tokens: int) -
     except MegakernelError as e:
         return str(e)
     ways = layout.dp * layout.ep
-    return f"has {ways} shares of {tokens:,} tokens" if ways > tokens else None
+    return f"it has {ways} shares of {tokens:,} tokens" if ways > tokens else None
 
 
 def _divisors(number: int) -> list[int]:

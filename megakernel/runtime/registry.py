@@ -128,7 +128,7 @@ BACKENDS = ("auto", *REGISTRY)
 def registered(name: str) -> Registered:
     """The backend `name`. Raises MegakernelError if it does not exist."""
     if name not in REGISTRY:
-        raise MegakernelError(f"unknown backend {name!r}: known are {', '.join(BACKENDS)}")
+        raise MegakernelError(f"unknown backend {name!r}: choose from {', '.join(BACKENDS)}")
     return REGISTRY[name]
 
 
@@ -173,7 +173,7 @@ def create(
     unknown or not in this build.
     """
     if ranks not in RANKS:
-        raise MegakernelError(f"ranks={ranks!r} is unknown: known are {', '.join(RANKS)}")
+        raise MegakernelError(f"ranks={ranks!r} is unknown: choose from {', '.join(RANKS)}")
     if name == "auto":
         name, _ = choose_backend(name, checkpoint.config, dtype)
     return registered(name).create(Request(checkpoint, dims, pages, dtype, threads, ranks))

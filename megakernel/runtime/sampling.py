@@ -21,8 +21,8 @@ class SampleRow:
     """Requests logits at token `index` of a chunk and says how to use them. The defaults sample greedily.
 
     `target` >= 0 scores that token instead of sampling. `store` writes the token to HISTORY at the position after the
-    row's. A row with penalties reads the earlier tokens from HISTORY and must not read one that the same step stores.
-    So if a chunk has several such rows, none of them may store.
+    row's. A row with penalties reads the earlier tokens of its sequence from HISTORY, and the same step must store none
+    of these.
     """
 
     index: int

@@ -88,7 +88,7 @@ def test_errors_of_a_server_are_its_own(
         (("--base-url", live.url), "the server says: the API key is missing or wrong"),
         (("--base-url", live.url, "--api-key", "k", "--model", "other"), "the server says: the model 'other' is not"),
         (("--base-url", live.url, "--api-key", "k", "--temperature", "9"), "the server says: temperature must be"),
-        (("--base-url", "http://127.0.0.1:1"), "http://127.0.0.1:1 does not answer as it should: "),
+        (("--base-url", "http://127.0.0.1:1"), "the request to http://127.0.0.1:1 failed: "),
         (("--base-url", "ftp://x"), "is not an http:// or https:// address"),
         (("--temperature", "-1"), "temperature"),
     ]

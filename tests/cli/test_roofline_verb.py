@@ -133,7 +133,7 @@ def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatc
         (["--machine", "h100", "--achieved", "a.json"], "--achieved needs --plot"),
         (["--machine", "h100", "--plan", "--plot", "a.svg"], "--plot does not go with --plan or --fleet"),
         (["--machine", "h100", "--plot", "a.png"], "must end in .svg or .html"),
-        (["--machine", "h100", "--plan", "--gpus", "12"], "12 GPUs do not fill whole nodes of 8"),
+        (["--machine", "h100", "--plan", "--gpus", "12"], "12 GPUs do not fill whole h100 nodes of 8 GPUs"),
         (["--machine", "a100", "--plan", "--gpus", "16"], "use at most 8 GPUs"),
         (["--machine", "h100", "--o-lowering", "maybe"], "cannot compile with o = 'maybe'"),
     ],
@@ -162,7 +162,7 @@ def test_a_plan_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--plan", "--training", "--gpus", "64", "--tokens", "1000000"]
     status, out, _ = run(capsys, "roofline", "--model", MODEL_70B, "--machine", "h100", *flags)
     assert status == 0 and "tokens of training" in out
-    assert re.search(r"refused: .*DP 64: needs \d+\.\d GB of 80 GB per GPU", out)
+    assert re.search(r"refused: .*DP 64: it needs \d+\.\d GB of 80 GB per GPU", out)
 
 
 def test_every_factorisation_is_considered() -> None:
@@ -248,8 +248,8 @@ def test_layouts_that_are_none(capsys: pytest.CaptureFixture[str], text: str) ->
 
 
 def test_no_layout_is_possible() -> None:
-    message = r"on 1 h100 .* needs 1\d\d\.\d GB of 80 GB per GPU: use more GPUs"
-    for sizes, found in (((1, 1, 128), message), ((8, 100_000, 4000), "use more GPUs")):
+    message = r"on 1 h100 .* needs 1\d\d\.\d GB of 80 GB per GPU; use more GPUs"
+    for sizes, found in (((1, 1, 128), message), ((8, 100_000, 4000), "; use more GPUs")):
         with pytest.raises(MegakernelError, match=found):
             plan(LLAMA_70B, H100, *sizes)
 

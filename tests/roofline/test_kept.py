@@ -80,13 +80,13 @@ ENTRY = vars(measured())
         *(
             (json.dumps({"MACHINE": {"2": ENTRY | wrong}}), why)
             for wrong, why in (
-                ({"flops": "fast"}, "flops is not a rate"),
-                ({"flops": -1.0}, "flops is not a rate"),
-                ({"read_bytes_per_s": 1e300}, "read_bytes_per_s is not a rate"),
-                ({"read_bytes_per_s": float("nan")}, "read_bytes_per_s is not a rate"),
-                ({"cache_bytes_per_s": True}, "cache_bytes_per_s is not a rate"),
-                ({"threads": 1}, "threads or probes is wrong"),
-                ({"probes": 0}, "threads or probes is wrong"),
+                ({"flops": "fast"}, "flops is not a possible rate"),
+                ({"flops": -1.0}, "flops is not a possible rate"),
+                ({"read_bytes_per_s": 1e300}, "read_bytes_per_s is not a possible rate"),
+                ({"read_bytes_per_s": float("nan")}, "read_bytes_per_s is not a possible rate"),
+                ({"cache_bytes_per_s": True}, "cache_bytes_per_s is not a possible rate"),
+                ({"threads": 1}, "threads or probes is not as expected"),
+                ({"probes": 0}, "threads or probes is not as expected"),
                 ({"others": 3.0}, "others must be null or a fraction"),
                 ({"date": "\x1b[31mtoday"}, "Invalid isoformat"),
                 ({"date": 3}, "must be"),

@@ -175,7 +175,7 @@ def test_create() -> None:
     checkpoint = make_llama(1)[1]
     dims = make_dims(checkpoint.config)
     assert runtime.create("reference", checkpoint, dims, PAGES, dtype=Dtype.F32).name == "reference"
-    for name, message in (("cuda", "the cuda backend cannot run"), ("gpu", "unknown backend 'gpu': known are auto")):
+    for name, message in (("cuda", "the cuda backend cannot run"), ("gpu", "unknown backend 'gpu': choose from auto")):
         with pytest.raises(MegakernelError, match=message):
             runtime.create(name, checkpoint, dims, PAGES, dtype=Dtype.F32)
 

@@ -280,7 +280,7 @@ def test_a_step_reads_the_bytes_of_the_blocks() -> None:
     [("weights", "cannot store weights in 'q4'", "f32, bf16, .*q6_k"), ("kv_cache_dtype", "K and V in 'q4'", "q8_0")],
 )
 def test_unknown_types_are_refused(capsys: pytest.CaptureFixture[str], flag: str, message: str, known: str) -> None:
-    with pytest.raises(MegakernelError, match=f"{message}: known are auto, {known}$"):
+    with pytest.raises(MegakernelError, match=f"{message}: choose from auto, {known}$"):
         LLM("random:smollm2-135m", **{flag: "q4"})  # type: ignore[arg-type]
     name = f"--{flag.replace('_', '-')}"
     assert main(["generate", "--model", "random:smollm2-135m", name, "q4", "--prompt-ids", "1"]) == 1

@@ -317,7 +317,7 @@ def test_a_queue_that_is_not_emptied_is_refused() -> None:
         offsets=program.queues.offsets + np.array([0, 0, 1], np.int32),
     )
     n = len(queues.records) - queues.offsets[1]
-    with pytest.raises(MegakernelError, match=f"claimed {n - 1} of the {n} records of queue 0 of rank 1"):
+    with pytest.raises(MegakernelError, match=f"claimed only {n - 1} of the {n} records of queue 0 of rank 1"):
         mixed.backend.launch(replace(program, queues=queues), table)
 
 

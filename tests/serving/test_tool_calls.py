@@ -106,7 +106,7 @@ def test_formats_come_from_the_template() -> None:
     assert tool_format(None, "<|start_header_id|>") is FORMATS["llama3_json"]
     assert tool_format(None, None) is FORMATS["hermes"]
     assert tool_format("mistral", "<tool_call>") is FORMATS["mistral"]
-    with pytest.raises(MegakernelError, match="unknown tool call parser 'x': known are hermes"):
+    with pytest.raises(MegakernelError, match="unknown tool call parser 'x': choose from hermes"):
         tool_format("x", None)
 
 

@@ -169,7 +169,7 @@ def test_loads_are_hidden_under_waits_and_earlier_work() -> None:
 
 
 def test_a_load_that_goes_on_under_its_own_compute_hides_nothing_of_others() -> None:
-    """Of [0, 10) before the own COMPUTE 8 lie under the one before; of all 30, 8 + 15 under some COMPUTE."""
+    """Of [0, 10) before its own COMPUTE, 8 lie under the COMPUTE before; of all 30, 8 + 15 lie under some COMPUTE."""
     before = rows((COMPUTE, 0, 0, 0, 0, 8), (COMPUTE, 0, 1, 0, 10, 25), role=Role.CONSUMER)
     overlap = summary(before + rows((LOAD, 0, 1, 0, 0, 30), role=Role.LOADER)).overlap
     assert (overlap.inside_worker, overlap.loads_under_compute) == pytest.approx((8 / 10, 23 / 30))

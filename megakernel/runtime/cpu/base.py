@@ -41,7 +41,9 @@ class RanksBackend(ABC):
 
     def __init__(self, dims: Dims, pages: int, dtype: Dtype, threads: int | None, null: bool) -> None:
         if dims.dtype != dtype or dtype not in (Dtype.F32, Dtype.BF16):
-            raise MegakernelError(f"the cpu backend was asked for {dtype.name} with dims of {Dtype(dims.dtype).name}")
+            raise MegakernelError(
+                f"the cpu backend needs F32 or BF16, the same as dims: not {dtype.name}, {Dtype(dims.dtype).name}"
+            )
         if dims.kv_block % dims.kv_page or dims.kv_page % 16 or dims.head_dim % 8 or dims.head_dim > MOST_HEAD_DIM:
             raise MegakernelError(
                 "the cpu backend needs a page size that is a multiple of 16 and divides the KV block, and a head size "

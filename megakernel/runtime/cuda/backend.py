@@ -75,7 +75,9 @@ class CudaBackend:
         self, checkpoint: Checkpoint, dims: Dims, pages: int, *, dtype: Dtype, timeout_s: float = _TIMEOUT_S
     ) -> None:
         if dims.dtype != dtype:
-            raise MegakernelError(f"the cuda backend was asked for {dtype.name} with dims of {Dtype(dims.dtype).name}")
+            raise MegakernelError(
+                f"cannot create the cuda backend: dtype is {dtype.name}, but dims have {Dtype(dims.dtype).name}"
+            )
         why = refusal(dims)
         if why is not None:
             raise MegakernelError(f"the cuda backend cannot run {checkpoint.name}: {why}")
@@ -145,7 +147,7 @@ class CudaBackend:
         loaded = self._loaded(program)
         check_table(program, table, self.pages)
         if self.by_phases and trace:
-            raise MegakernelError("a launch by phases has no trace: turn one of the two off")
+            raise MegakernelError("launches by phases cannot be traced: turn one of the two off")
         loaded.synchronise(self.synchronised and self.ablation is Ablation.NONE)
         return CudaLaunch(self, loaded, table, trace=trace)
 

@@ -43,7 +43,9 @@ class ReferenceBackend:
         self, checkpoint: Checkpoint, dims: Dims, pages: int, *, dtype: Dtype, seed: int | None = None
     ) -> None:
         if dtype != dims.dtype:
-            raise MegakernelError(f"dtype {dtype.name} differs from the dtype of the dims, {Dtype(dims.dtype).name}")
+            raise MegakernelError(
+                f"cannot create the reference backend: dtype is {dtype.name}, but dims have {Dtype(dims.dtype).name}"
+            )
         self.pages = pages
         self.link_bytes = np.zeros(dims.tp, np.int64)
         self._order = None if seed is None else np.random.default_rng(seed)

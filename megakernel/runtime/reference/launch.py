@@ -149,8 +149,8 @@ class Launch:
             if (self._claimed[queue] != end).any():
                 rank, number = divmod(queue, self._program.rank_queues)
                 raise MegakernelError(
-                    f"program {self._program.hash} is wrong: drains claimed {self._claimed[queue].min()} of the {end} "
-                    f"records of queue {number} of rank {rank}"
+                    f"program {self._program.hash} is wrong: DRAIN records claimed only"
+                    f" {self._claimed[queue].min()} of the {end} records of queue {number} of rank {rank}"
                 )
 
     def trace(self) -> Trace:

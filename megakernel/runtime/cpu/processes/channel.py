@@ -149,7 +149,7 @@ class Channel:
         self._socket = connection
         self.pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid != os.getuid():
-            raise PermissionError(f"process {self.pid} at the other end belongs to user {uid}")
+            raise PermissionError(f"process {self.pid} at the other end belongs to another user, {uid}")
 
     def fileno(self) -> int:
         return self._socket.fileno()
