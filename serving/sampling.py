@@ -113,7 +113,7 @@ class SamplingParams:
             raise _error("bad_words", "...", f"must be a list of at most {MAX_BAD_WORDS} texts")
         for word in self.bad_words:
             if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_CHARACTERS:
-                raise _error("bad_words", word, f"must be non-empty texts of at most {MAX_BAD_CHARACTERS} characters")
+                raise _error("bad_words", word, f"must be non-empty strings of at most {MAX_BAD_CHARACTERS} characters")
         if self.structured_outputs is not None:
             for name in ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words"):
                 if getattr(self, name):

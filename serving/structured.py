@@ -48,11 +48,11 @@ class StructuredOutputsParams:
             )
         for name in ("regex", "grammar"):
             if (text := getattr(self, name)) is not None and (not isinstance(text, str) or not text):
-                raise MegakernelError(f"structured outputs: {name} must be a non-empty text")
+                raise MegakernelError(f"structured outputs: {name} must be a non-empty string")
         if self.choice is not None and (
             isinstance(self.choice, str) or not self.choice or not all(isinstance(c, str) and c for c in self.choice)
         ):
-            raise MegakernelError("structured outputs: choice must be a list of non-empty texts")
+            raise MegakernelError("structured outputs: choice must be a list of non-empty strings")
         size = sum(map(len, self.choice or ())) + len(self.regex or "") + len(self.grammar or "")
         if size > MOST_GRAMMAR_CHARACTERS:
             raise MegakernelError(f"structured outputs: {given[0]} has more than {MOST_GRAMMAR_CHARACTERS} characters")

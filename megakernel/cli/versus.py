@@ -25,7 +25,7 @@ def add_versus(parser: argparse.ArgumentParser) -> None:
         type=lambda text: text.split(","),
         default=[],
         metavar="NAME",
-        help="also run llama.cpp or torch, in turn: on the same weights, with its best settings (may be repeated)",
+        help="alternate with llama.cpp or torch on the same weights, with its best settings (may be repeated)",
     )
     parser.add_argument(
         "--llama-bench",

@@ -132,8 +132,8 @@ class FileCheckpoint:
 
 
 def _interleave(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
-    """Reorder a head's rows from Hugging Face's order to adjacent pairs: row 2i is row i, row 2i+1 is row i +
-    head_dim/2.
+    """Reorder a head's rows from Hugging Face's order to adjacent pairs: row 2i was row i, row 2i+1 was row
+    i + head_dim/2.
     """
     heads = rows.reshape(-1, 2, head_dim // 2, rows.shape[1])
     return np.ascontiguousarray(heads.transpose(0, 2, 1, 3)).reshape(rows.shape)

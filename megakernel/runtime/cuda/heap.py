@@ -21,7 +21,7 @@ from .maps import layers, map_layouts
 from .node import Node
 
 _ALIGNMENT = 256
-STATUS_BYTES = 256  # of a grid: its abort word, on a cache line of its own
+STATUS_BYTES = 256  # holds a grid's abort word, on a cache line of its own
 _READ = (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT)
 
 
