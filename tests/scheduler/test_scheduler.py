@@ -187,7 +187,7 @@ def test_disassembly_names_operands_counters_and_totals() -> None:
         ({"tp": 3}, "tensor parallel"),
         ({"tokens": 0}, "tokens"),
         ({"logit_rows": -1}, "logit_rows"),
-        ({"tokens": 10**9}, "at most"),
+        ({"tokens": 10**9}, "the limit is"),
     ],
 )
 def test_bad_arguments_are_one_sentence(change: dict[str, int], text: str) -> None:
