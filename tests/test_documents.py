@@ -67,7 +67,7 @@ SMALLER = {
     r"bench throughput": _LOAD,
     r"bench serve .*--vs": f"{_LOAD} --runs 1 --base-url URL --vs URL",
     r"bench serve": f"{_LOAD} --base-url URL",
-    r"^megakernel serve": "--port 0 --json",
+    r"^megakernel serve": "--port 0 --json --max-model-len 256",  # an answer without max_tokens fills the context
     r"(compile|simulate|verify) .*--tokens 8192": "--tokens 256 --tp 2",
     r"overlaps\.py": "--rounds 1 --tokens 16",
     r"predictions\.py": "--batches 1",
