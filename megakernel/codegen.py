@@ -112,7 +112,7 @@ def _c(node: ast.expr) -> str:
 
 
 def _function(source: Callable[..., Any]) -> tuple[str, str]:
-    """(parameters, body) in C++ of a Python function that returns an expression, or one of two."""
+    """The C++ (parameters, body) of a Python function that returns an expression, or one of two."""
     definition = ast.parse(textwrap.dedent(inspect.getsource(source))).body[0]
     assert isinstance(definition, ast.FunctionDef)
     parameters = ", ".join(f"int32_t {a.arg}" for a in definition.args.args if a.arg != "self")
@@ -312,7 +312,7 @@ def _pages_reference() -> list[str]:
     out = [
         f"Shared memory of the CUDA interpreter: {launch.PAGES} pages of {launch.PAGE_BYTES} bytes in a ring, each"
         f" {p.PAGE_ROWS} rows of {p.ROW_BYTES} bytes.",
-        "An instruction takes a run of them; `megakernel/isa/pages.py` gives the order and the counts, and `verify`"
+        "An instruction takes consecutive pages; `megakernel/isa/pages.py` gives the order and the counts, and `verify`"
         " proves that the ring has room for all pages that an instruction holds at once.",
         "",
         *_columns("pages of | filled by | released by"),
@@ -332,16 +332,17 @@ def _pages_reference() -> list[str]:
     laps = f"weight pages / ({launch.PAGES} − X, rounded down to an even number)"
     out += [
         "",
-        f"As dots, the tile takes 2 · (K / {p.DOT_PIECE}) · (columns of all matrices / {2 * p.PIECES}) weight pages"
-        f" and X · ({laps}) input pages, where X = rows · (K / {p.DOT_PIECE}) / {p.PIECES} is at most"
-        f" {p.DOT_INPUT_PAGES}. It takes no output pages.",
+        f"Computed by dot products on CUDA cores (dots), the tile takes 2 · (K / {p.DOT_PIECE}) · (columns of all"
+        f" matrices / {2 * p.PIECES}) weight pages. It loads its inputs again for each lap, that is, each time its"
+        f" pages fill the ring, so it takes X · ({laps}) input pages. X = rows · (K / {p.DOT_PIECE}) / {p.PIECES} is"
+        f" at most {p.DOT_INPUT_PAGES}, and 0 if the matmul normalises its inputs. There are no output pages.",
         "",
-        f"Attention makes passes over {p.UNITS} units each ({p.QUERY_TILE} query rows × heads of one KV head). For"
-        f" each pass, KV block and KV head of the pass, it takes 2 · (head_dim / {p.K_STEP}) input pages. A padding"
-        " item takes one input page. All other instructions take no pages.",
+        f"Attention divides its work into units of {p.QUERY_TILE} (query row, head) pairs of one KV head, and computes"
+        f" {p.UNITS} units per pass. Each pass takes 2 · (head_dim / {p.K_STEP}) input pages for each of its KV heads"
+        " and KV blocks. A padding item takes one input page. All other instructions take no pages.",
         "",
-        "A matmul's consumers release the pages of a K step once they have started the products of the next one. For"
-        " dots, they release weights right after use, and the inputs of a lap once all its weight pages are used."
+        "On tensor cores, consumers release a K step's pages once they have started the products of the next one."
+        " For dots, they release a weight page right after use, and a lap's inputs once all its weight pages are used."
         " The storer releases an output page once it has read it.",
     ]
     return out

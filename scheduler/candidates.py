@@ -35,9 +35,10 @@ MOST_MASKS = 256
 def with_matmul(options: Options, config: ModelConfig, machine: Machine, *, tp: int, tokens: int) -> Options:
     """`options` with `matmul` decided, for an engine whose largest bucket has `tokens` rows.
 
-    All programs of an engine must use the same matmul units, because these belong to the numerics class. With few rows,
-    dot products read weights faster than matrix units do, but they must hold all rows of a tile in shared memory. So
-    `auto` chooses dot products if one tile holds the whole bucket.
+    All programs of an engine must use the same matmul units, because these determine the bits of
+    the results. With few rows, dot products read weights faster than matrix units do, but they must
+    hold all rows of a tile in shared memory. So `auto` chooses dot products if one tile holds the
+    whole bucket.
     """
     units = TARGETS[machine.target].units
     if options.matmul != "auto" or len(units) == 1:
@@ -130,9 +131,10 @@ class Candidates:
         self._config, self._machine, self._options, self._weight_bits = config, machine, options, weight_bits
 
     def fastest(self, dims: Dims) -> Candidate:
-        """The candidate that is predicted to be fastest. The form of the O projection must not depend on the bucket,
-        because it belongs to the numerics class. It is therefore chosen for the number of rows at which the machine's
-        arithmetic takes as long as reading the weights.
+        """The candidate that is predicted to be fastest. Whether the O projection is sharded or
+        replicated must not depend on the bucket, because it determines the bits of the results. It
+        is therefore chosen for the number of rows at which the machine's arithmetic takes as long
+        as reading the weights.
         """
         if dims.tp == 1:
             return self._normed(self._shared(dims, 0, 0))
@@ -156,10 +158,11 @@ class Candidates:
         return Candidate(dims, forward(self._config, dims, norm, self._weight_bits))
 
     def _shared(self, dims: Dims, replicated_o: int, replicated_residual: int) -> Dims:
-        """`dims` with this form of the O projection and of the residual.
+        """`dims` with the O projection and the residual replicated (1) or divided among ranks (0).
 
-        If token rows have owners, row blocks are so short that each rank owns a block, if there are enough rows.
-        However, the rows that the target stores at once must not extend into the next block.
+        If the residual's rows are divided, row blocks are so short that each rank owns one,
+        provided that there are enough rows. However, the rows that the target stores at once must
+        not extend into the next block.
         """
         rows = dims.tokens if replicated_residual else ceil_div(dims.tokens, dims.tp)
         unit = target_of(dims).row_unit[Units(dims.units)]
@@ -169,9 +172,9 @@ class Candidates:
     def _normed(self, dims: Dims) -> Candidate:
         """The candidate with the place of a layer's norms decided.
 
-        A norm that sends its rows to all ranks runs during the last stage of the previous layer, if that stage has
-        enough panels for the norm to follow it. If every rank has all rows, a matmul of few rows may normalise its
-        inputs itself.
+        A norm that sends its rows to all ranks runs during the last stage of the previous layer, if
+        that stage has enough panels (groups of row blocks) for the norm to follow it. If every rank
+        has all rows, a matmul of few rows may normalise its inputs itself.
         """
         sends = dims.tp > 1 and not dims.replicated_residual
         shape = self._options.shape

@@ -1,4 +1,6 @@
-"""Compiles a model, a machine and a bucket into a program: candidates, tasks, counters, placement, records."""
+"""Compiles a program for a model, a machine and a bucket, in steps: candidates, tasks, counters,
+placement, records.
+"""
 
 from __future__ import annotations
 

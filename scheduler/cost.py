@@ -89,7 +89,8 @@ def balanced_rows(dims: Dims, machine: Machine) -> float:
 
 
 def panel_blocks(dims: Dims, machine: Machine, shape: Shape) -> int:
-    """Row blocks that share one pass over the weights: enough rows for arithmetic, not memory, to be the limit.
+    """The number of row blocks in a panel, which share one pass over the weights: enough for
+    arithmetic, not memory, to be the limit.
 
     If all row blocks are already in one panel, a larger number changes nothing.
     """

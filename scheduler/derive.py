@@ -114,7 +114,7 @@ def derive(tasks: Tasks) -> Dependencies:
 
 
 def _groups(segment: int, number: int, ordinal: int, part: PhaseTasks, d: Dims) -> Iterator[Group]:
-    """The real groups by block, followed by the virtual groups by row block."""
+    """The groups of a phase's tasks: the real, then the virtual ones, each by row block."""
     touched_by = accesses(part.phase, part.columns, d)
     order = np.argsort(part.block, kind="stable")
     starts = np.flatnonzero(np.diff(part.block[order], prepend=-1))
@@ -180,7 +180,8 @@ def _candidates(groups: list[Group], node_group: Sequence[int], node_copy: Seque
 
 
 def _overlapping(hulls: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[2, pairs] of nodes whose boxes overlap. A box is (row, row_end, col, col_end, node, writes), sorted by row.
+    """[2, pairs] of nodes whose boxes overlap, where at least one of the two writes. A box is (row,
+    row_end, col, col_end, node, writes), sorted by row.
 
     Boxes cover few rows, so all boxes that may overlap a given box lie in a short range of the sorted boxes.
     """

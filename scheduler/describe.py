@@ -87,7 +87,8 @@ def _all_to_all(program: Program) -> int:
     """The number of counters that all instructions of one phase signal and all of another wait for, on the rank with
     the most such counters. Signals may come from all ranks.
 
-    No counter of the body belongs to both its own layer and the next one.
+    A counter of the body serves either its own layer or the next one, never both, so signals to
+    both are counted alike.
     """
     body, owners = program.numbered(1)
     ranks = [body[owners == rank] for rank in range(program.ranks)]
@@ -102,8 +103,8 @@ def _all_to_all(program: Program) -> int:
 
 
 def _users(program: Program, records: Records, named: Records, to: int | None = None) -> NDArray[np.int64]:
-    """[phase, counter]: the instructions that name a rank's counter in their words `named`. A grid counts for each of
-    its members.
+    """[phase, counter]: how many instructions name a rank's counter in their words `named`. A word
+    that names a grid of counters counts for each of them.
 
     If the words are signals, which name a rank, `to` is the rank whose counters are meant.
     """

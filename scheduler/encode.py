@@ -79,7 +79,9 @@ def _encode(
     joins: list[Join],
     workers: int,
 ) -> _Placed:
-    """Encode the records. A join runs in the stream where its first consumer runs."""
+    """Encode the records. A join, which only waits and signals, runs in its first consumer's
+    stream.
+    """
     records = [_records(*columns) for columns in zip(parts, waits, signals, strict=True)]
     records += [_join(join.waits, join.signal) for join in joins]
     order: list[NDArray[np.float64]] = [p.order.astype(np.float64) for p in placed]
@@ -102,9 +104,10 @@ def _streams(placed: _Placed, count: int) -> Segment:
 def _with_queue(body: _Placed, ranks: int, workers: int, phases: list[int] | None) -> tuple[_Placed, Segment]:
     """Give the body a queue per rank, which holds the instructions of some phases or of all phases.
 
-    In the common order of all streams, every worker's drain stands where the queue's first record stood. In that order,
-    attention follows everything that its items may wait for and precedes everything that waits for attention, so a
-    drain may claim all attention instructions.
+    In the common order of all streams, every worker's drain (the instruction that claims from the
+    queue) stands where the queue's first record stood. In that order, attention follows everything
+    that its items may wait for and precedes everything that waits for attention, so a drain may
+    claim all attention instructions.
     """
     rank = body.stream // workers
     claimed = np.ones(len(rank), bool) if phases is None else np.isin(rec.phase_number(body.records), phases)
@@ -125,7 +128,7 @@ def _with_queue(body: _Placed, ranks: int, workers: int, phases: list[int] | Non
 
 
 def _with_barrier(epilogue: Segment, counters: tuple[int, int], workers: int) -> Segment:
-    """End every stream only after every instruction of every rank.
+    """Make every stream wait at its end until every instruction of every rank has ended.
 
     All workers of a rank signal a first counter. One of them waits for it and then signals the second counter of all
     ranks, for which every worker waits.

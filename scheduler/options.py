@@ -40,8 +40,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a compilation. `auto` chooses what is predicted to be faster. Only `o` and `matmul` affect the
-    numerics class.
+    """Options of a compilation. `auto` chooses what is predicted to be faster. Only `o` and
+    `matmul` affect the numerics class, which determines the bits of the results.
 
     o              O projection: W_O sharded by head, or replicated on every rank
     residual       token rows dealt to owner ranks, or kept on every rank

@@ -182,7 +182,9 @@ class _Builder:
         self._attention_done(items, done)
 
     def _attention_done(self, items: list[int], done: int) -> None:
-        """Add the arrivals at the second grid, whose first counter is `done`, and the waits of its consumers."""
+        """Add the arrivals at the grid of attention outputs, which starts at `done`, and its
+        consumers' waits.
+        """
         dims = self.tasks.dims
         for g in items:
             group = self.groups[g]

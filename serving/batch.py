@@ -24,7 +24,7 @@ from .request import Request, Sequence
 from .slots import Slots
 from .waiting import Waiting
 
-SCORED_ROWS = 64  # maximum logit rows for prompt scoring; each row takes the memory of a whole vocabulary
+SCORED_ROWS = 64  # maximum logit rows for prompt scoring; each row has a logit per vocabulary entry
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Batch:
         """Queue a request's choices. If the prompt exceeds a page, the first choice computes it and the others wait."""
         now = (
             len(request.choices) if len(request.prompt_ids) <= self._page else 1
-        )  # 1: the other choices will share at least one page
+        )  # If it is 1, the other choices wait, and then share at least one of its pages.
         self.waiting.append(request.client, request.choices[:now])
         request.held = request.choices[now:]
 
@@ -96,7 +96,10 @@ class Batch:
         return self._deal()
 
     def take_histories(self) -> list[tuple[int, int, NDArray[np.int32]]]:
-        """What the host must write to HISTORY before the step starts: (slot, first position, tokens)."""
+        """The tokens that the host must write to the buffer HISTORY before the step starts.
+
+        Each entry is (slot, first position, tokens).
+        """
         histories, self._histories = self._histories, []
         return histories
 
@@ -118,7 +121,7 @@ class Batch:
     def lengthen(self, sequence: Sequence, tokens: int) -> int:
         """Give a running sequence pages for `tokens` tokens, or for fewer if not enough pages are free.
 
-        Returns for how many of these tokens it then has room.
+        Returns how many of these tokens fit in its pages then.
         """
         held = int(self.slots.pages.count[sequence.slot])
         more = self._pool.take(max(0, min(self.pages_for(tokens) - held, self._pool.free)))
@@ -168,7 +171,7 @@ class Batch:
         self._pool.forget()
 
     def _publish(self, sequence: Sequence) -> None:
-        """Put the pages that the launches so far have filled into the prefix cache."""
+        """Add the pages that launches have filled so far to the prefix cache."""
         slots, slot = self.slots, sequence.slot
         full, known = int(slots.full_pages(np.array(slot))), int(slots.known_pages[slot])
         hashes = sequence.page_hashes(self._page, full)
@@ -205,9 +208,10 @@ class Batch:
     def _admit(self) -> None:
         """Admit waiting sequences in turn while there is a free slot and enough pages for the next one's tokens.
 
-        One page is reserved for each running sequence that will need one. A step table has masks for at most MOST_MASKS
-        constrained sequences. A sequence that was just preempted is not admitted before the running launch has sampled
-        its token, because the launch stores that token in the sequence's old slot.
+        One page is reserved for each running sequence that will need one. At most MOST_MASKS
+        constrained sequences run, because a step table has no more masks. A sequence that was just
+        preempted is not admitted before the running launch has sampled its token, because the
+        launch stores that token in the sequence's old slot.
         """
         if not self.waiting or not self._slots:
             return

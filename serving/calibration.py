@@ -63,8 +63,8 @@ class Calibration:
 def calibrate(ceilings: Ceilings, alone: Ceilings, on_round: Callable[[int, int], None]) -> Calibration:
     """Run the micro-benchmarks, which takes about a minute. `on_round(done, of)` reports progress.
 
-    `ceilings` holds for all cores together, `alone` for one core. An instruction's rate is capped at the multiply-add
-    rate of one core while all cores compute.
+    `ceilings` are those of all cores together, `alone` those of a single core. An instruction's
+    rate is capped at the multiply-add rate that one core has while all cores compute.
     """
     begin = busy.now()
     rounds, idle = [], []
@@ -162,10 +162,11 @@ def _backend(name: str, config: ModelConfig, dims: Dims, threads: int) -> Any:
 
 
 def _arithmetic() -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
-    """FLOP/s of one core: by rows of a matmul tile, by (row, head) pairs of an attention item, and of a norm.
+    """FLOP/s of one core for a matmul tile, an attention item and a norm.
 
-    Each rate is the difference between a launch that runs an instruction once and one that runs it many times. This
-    cancels the cost of the launch and of the call.
+    The keys are a tile's rows, an item's (row, head) pairs and the norm's rows. Each rate comes
+    from the difference in time between a launch that runs an instruction many times and one that
+    runs it once. This cancels the cost of the launch and of the call.
     """
     config, most = _config(1), max(_ROWS)
     program = _compiled(config, 1, most, norm="own")
@@ -241,7 +242,7 @@ def _instructions(workers: int, layers: int) -> int:
 
 
 def null_step(workers: int, layers: int, *, threads: int | None = None) -> tuple[float, int, int]:
-    """Launch a step of one token without arithmetic several times.
+    """Time launches of a one-token step whose instructions do no arithmetic.
 
     Returns the seconds of the shortest launch, the number of instructions of each worker and the number of phases of a
     layer. Each worker has a thread, unless `threads` says otherwise.

@@ -24,7 +24,10 @@ def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
 
 
 def share_of(ceilings: Ceilings, machine: Machine, ranks: int) -> Machine:
-    """`machine` as one of `ranks` equal parts of a host with `ceilings`. A GPU keeps its datasheet's rates."""
+    """`machine` with the rates of one of `ranks` equal parts of a host that has `ceilings`.
+
+    A GPU keeps its datasheet's rates.
+    """
     if machine.name != HOST:
         return machine
     flops, cache = ceilings.flops / ranks, ceilings.cache_bytes_per_s

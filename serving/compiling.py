@@ -39,7 +39,7 @@ class Compiling:
         return self._grammars.known(params)
 
     def ask(self, params: SamplingParams, answer: Answer) -> None:
-        """Queue a constraint to be made. `answer` is called with it, or with the error."""
+        """Queue the constraint of `params` for compilation. `answer` gets it, or the error."""
         self._asked.put((params, answer))
 
     def _run(self) -> None:

@@ -18,7 +18,8 @@ Forced = dict[Sequence, list[int]]  # a constrained sequence -> the tokens that 
 def force(work: Work, batch: Batch, programs: Programs, tokens: int) -> Forced:
     """Add forced tokens to a step, as many as fit without padding and without exceeding `tokens` tokens.
 
-    A forced token that does not fit is not lost: this step or a later one gives it as its next token.
+    A forced token that does not fit is not lost: this step or a later one outputs it as the target
+    of a row.
     """
     part, slots = work.part, batch.slots
     turns = part.turns

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Counts:
     """Token counts of some steps.
 
-    generated  tokens
+    generated  tokens that the steps generated
     turns      pairs of a step and a sequence that got at least one token in that step
     proposed   tokens that were proposed and verified
     accepted   proposed tokens that were right

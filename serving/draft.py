@@ -50,11 +50,11 @@ class Share:
 
 @dataclass(slots=True)
 class Draft:
-    """Decides when a sequence's proposals deserve a probe. `share` is the sequence's own acceptance rate.
+    """Decides when to test a sequence's proposals. `share` is the sequence's own acceptance rate.
 
-    After `patience` declined proposals in a row, one token is verified without an expected gain: a probe. A successful
-    probe is followed by another, until the acceptance rate is high enough to decide. Each failed probe makes probes
-    rarer.
+    After `patience` declined proposals in a row, one token is verified although no gain is
+    expected: a probe. A successful probe is followed by another, until the acceptance rate is high
+    enough to decide. Each failed probe makes probes rarer.
     """
 
     proposer: Proposer

@@ -1,9 +1,10 @@
 """Continuous batching with chunked prefill. Each step is one launch.
 
 A step takes one token of every decoding sequence, then fills the rest of its token budget with chunks of prompts, in
-the order of arrival. While a launch runs, the engine plans the next step and builds its table. A token that the running
-launch has yet to sample is represented there by its position in HISTORY. If such a token turns out to end its sequence,
-the sequence still has a row in the next step, and that row is ignored.
+the order of arrival. While a launch runs, the engine plans the next step and builds its table. A
+token that the running launch has yet to sample is represented in the table by its position in the
+token buffer HISTORY. If such a token turns out to end its sequence, the sequence still has a row in
+the next step, and that row is ignored.
 
 Proposed tokens are added to a planned step when the launch before it has ended. If a step verifies proposed tokens, the
 next step is planned only after that step has ended, because its results decide where the sequences continue.
@@ -59,7 +60,7 @@ class Step:
 
 
 class _Fates:
-    """What became of each logit row of a step, as arrays.
+    """The outcome of each logit row of a step, as arrays.
 
     `heard` is False if the row is ignored, because its sequence had ended or a proposed token before it was wrong. For
     the other rows that sample, `finish` is an index into FINISH that says why the token ends its sequence, `first` says
@@ -126,7 +127,8 @@ class Engine:
     ) -> Request:
         """Queue a prompt. Its tokens will carry `tag`. When many prompts wait, the clients are admitted in turn.
 
-        `constraint` is what `Grammars` made from `params`. Raises MegakernelError if the prompt can never run.
+        `constraint` is the one that `Grammars` made from `params`. Raises MegakernelError if the
+        prompt can never run.
         """
         prompt = self.check(prompt_ids, params)
         if (constraint is not None) != params.constrained:

@@ -87,7 +87,7 @@ class EngineLoop:
         self._compiler = threading.Thread(
             target=engine.programs.warm, args=(self._stop_compiling,), name="compile", daemon=True
         )
-        # Only the engine's thread uses what follows.
+        # Only the engine's thread uses the following fields.
         self.owners: dict[Request, Owner] = {}  # of requests with choices that have not ended
         self._jobs: dict[tuple[bytes, int], Job] = {}
         self._addresses = Addresses()
@@ -303,7 +303,7 @@ class EngineLoop:
         step = self.engine.step(trace=self.wants_trace())
         now = self._step_began = perf_counter()
         self.row.put(progress_at=monotonic())
-        self._tell()  # before the tokens, so that a client that has an answer finds it in the metrics
+        self._tell()  # before sending tokens: a client with an answer must find it in the metrics
         for frontend, tokens in self._addresses.sort(step.tokens, now).items():
             self._socket.send_multipart([frontend, encode(tokens)])
         for sequence in step.tokens.sequence[step.tokens.finish > 0]:

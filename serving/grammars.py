@@ -62,7 +62,7 @@ class Grammars:
         return Words(self._vocab, params.allowed_token_ids, self._runs(params.bad_words))
 
     def _runs(self, words: Sequence[str]) -> list[list[int]]:
-        """The token sequences that spell `words`, each word both inside another word and at the beginning of a word."""
+        """The token sequences that spell `words`, each both with a space before it and without."""
         if words and self._tokenizer is None:
             raise MegakernelError("bad_words need a tokenizer, and this model has none: use logit_bias")
         found: dict[tuple[int, ...], None] = {}

@@ -31,7 +31,7 @@ class Owner:
 
 
 class Addresses:
-    """Maps each tag to a frontend and to the number that the request's first choice has there."""
+    """Maps a request's tag to its frontend and to the number that its first choice has there."""
 
     def __init__(self) -> None:
         self._frontends: list[bytes] = []

@@ -107,7 +107,10 @@ class Live:
             return self._totals
 
     def _error(self, totals: Totals) -> str | None:
-        """Why the roofline fractions are invalid, or None: no step can be faster than the limits."""
+        """Why the roofline fractions are invalid: no step can be faster than the limits.
+
+        None if they are valid.
+        """
         if self._about.get("backend") == "null":
             return "the null backend computes nothing, so it has no roofline fraction"
         return fraction_error(totals.bound_s / totals.wall_s, self.ceilings) if totals.steps else None

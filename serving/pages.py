@@ -36,7 +36,7 @@ class PagePool:
         return len(self._unknown) + len(self._unused)
 
     def take(self, count: int) -> list[int]:
-        """Allocate `count` pages for one user. The caller has checked that so many are free."""
+        """Allocate `count` pages for one sequence. The caller has checked that so many are free."""
         taken = []
         for _ in range(count):
             if self._unknown:

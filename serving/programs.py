@@ -1,4 +1,4 @@
-"""One program per bucket, compiled in advance or when a step first needs it."""
+"""One program per bucket (a size of steps), compiled in advance or when a step first needs it."""
 
 from __future__ import annotations
 

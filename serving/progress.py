@@ -15,7 +15,7 @@ from .engine import Step
 def progress(prompts: int, wanted: bool) -> Iterator[Callable[[Step, int], None]]:
     """A progress bar, shown if standard error is a terminal.
 
-    Call the result with each step and its finished prompts.
+    Call the result with each step and the number of prompts that it finished.
     """
     console = Console(stderr=True)
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

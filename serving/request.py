@@ -108,7 +108,10 @@ class Sequence:
         return self._hashes[:count]
 
     def sample_row(self, *, early: bool) -> SampleRow:
-        """How to sample its tokens. `early` is for tokens before min_tokens, which must not be stop ids."""
+        """The sampling parameters of the sequence's tokens for the engine.
+
+        `early` is for tokens before min_tokens, which must not be stop ids.
+        """
         p = self.request.params
         return SampleRow(
             index=0,

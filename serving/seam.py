@@ -30,8 +30,8 @@ class Hello(_Record):
 class Submit(_Record):
     """Continue each of `prompts` with `params`. A prompt is the bytes of its int32 token ids.
 
-    The job's choices are numbered from `first` on. When many requests wait, the engine admits the values of `client` in
-    turn.
+    The job's choices are numbered from `first` on. When many requests wait, the engine admits the
+    clients (`client` names the job's own) in turn.
     """
 
     first: int

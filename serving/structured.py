@@ -58,9 +58,10 @@ class StructuredOutputsParams:
             raise MegakernelError(f"structured outputs: {given[0]} has more than {MOST_GRAMMAR_CHARACTERS} characters")
 
     def source(self) -> tuple[str, str]:
-        """(notation, grammar).
+        """The pair (notation, grammar).
 
-        GRAMMAR means Lark or GBNF, which the worker tells apart; COMPLETE is ready for the library.
+        The notation GRAMMAR means Lark or GBNF, which the worker process tells apart. COMPLETE
+        means that the grammar library can read the grammar as it is.
         """
         try:
             found = (GRAMMAR, self.grammar) if self.grammar is not None else (COMPLETE, self._text())

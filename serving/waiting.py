@@ -11,7 +11,7 @@ _Queue = OrderedDict[Sequence, None]
 
 
 class Waiting:
-    """Waiting sequences. Sequences at the front are admitted first, then one of each client in turn.
+    """Waiting sequences. First those that `push` put at the front, then one of each client in turn.
 
     The sequences of one client keep their order. So a client with one request waits for at most one sequence of every
     other client, however many requests they have sent.

@@ -79,12 +79,13 @@ class Part(NamedTuple):
 class Work:
     """A planned step. It gets `program` and `table` when it is built, and `launch` when it starts.
 
-    `histories` lists what the host writes to HISTORY before it starts: (slot, first position, tokens).
+    `histories` lists the tokens that the host writes to the buffer HISTORY before the step starts,
+    as (slot, first position, tokens).
     """
 
     part: Part
     histories: list[tuple[int, int, NDArray[np.int32]]]
-    verifies: bool = False  # it has proposed tokens, so where its sequences continue is known only after it
+    verifies: bool = False  # it has proposed tokens: its results decide where sequences continue
     program: Program | None = None
     table: StepTable | None = None
     launch: Launch | None = None
@@ -169,7 +170,7 @@ def _proposed(slots: Slots, slot: int, proposed: Seq[int]) -> Part:
 
 
 class _Logits(NamedTuple):
-    """One logit row: the chunk's row number `row`. `Turns` and `Lineup` describe the other fields."""
+    """The logit row of row `row` of a chunk. `Turns` and `Lineup` describe the other fields."""
 
     row: int
     place: int

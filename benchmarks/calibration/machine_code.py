@@ -100,13 +100,13 @@ class Paths:
         return self._filled("p.load_columns(", "if (member) x += kPiece", visits=(ahead,))
 
     def _walk(self) -> tuple[set[int], set[int]]:
-        """The waits for a free page on the walk over a matmul's pages, and the whole walk."""
+        """In the loop over a matmul's pages: the waits for a free page, and all instructions."""
         here = self._at("plan.h", "dot_pages(d, task, each) : tensor_pages(d, task, each)")
         return here & self._at("loaders.h", "p.wait(block.empty[at.slot]", _WAIT), here
 
     def _filled(self, copy: str, text: str, copies: int = 1, visits: Sequence[set[int]] = ()) -> Floor:
-        """The cycles to fill a page by this many copies. `text` occurs in the line that advances to the next page of
-        its kind; the path also passes through each of `visits`.
+        """The cycles to fill a page with `copies` copies. `text` occurs in the line that advances
+        to the next page of its kind. The path also passes through each of `visits`.
         """
         waits, here = self._walk()
         copying = self._at("loaders.h", copy) & {*self._code.find("UBLKCP"), *self._code.find("UTMALDG")}
@@ -136,7 +136,7 @@ class Paths:
         return self._at("dots.h", "second = pages.full(page + 1)", _WAIT)
 
     def _whole_piece(self) -> tuple[set[int], list[set[int]]]:
-        """For one row and a whole piece, whose products are not in a loop: the last product, and all others."""
+        """For one row and a whole piece: the last product, and all others. None is in a loop."""
         products = self._at("dots.h", "multiply(sum_[0],", "FFMA")
         return {max(products)}, [products] * (PRODUCTS * VECTORS - 1)
 
@@ -152,7 +152,7 @@ class Paths:
         return self._floor("sampling", {max(loads)}, self._at("sample.h", "expf(held.v[k] - top)", "MUFU.EX2")) * AHEAD
 
     def sample_entries(self) -> int:
-        """The logits of a row that all consumer warps have in flight."""
+        """The number of a row's logits that all consumer warps together have in flight."""
         words = sum(4 if ".128" in self._code.instructions[i].opcode else 1 for i in self._logits())
         return AHEAD * words * CONSUMERS * LANES
 
@@ -194,7 +194,7 @@ def cycles(name: str, floor: Floor) -> int:
 
 
 def issue_of(codes: dict[Units, Code]) -> Issue:
-    """The figures that the machine files should have: the slower of both cubins' figures."""
+    """The figures that the machine files should have: each is the slower of both cubins'."""
     paths = {units: Paths(code, units) for units, code in codes.items()}
     found: dict[str, float] = {}
     for one in paths.values():

@@ -73,8 +73,8 @@ class Case:
 
 
 def cases(model: str, workers: int, file: str, measured: bool) -> list[Case]:
-    """The cases of one model with this many workers, which share a backend. Programs are those that this
-    machine runs.
+    """The cases of one model with this many workers, which share a backend. Predictions and
+    measurements use the same programs, compiled for this machine.
     """
     config, machine, cpu, found = load_config(model), machines.load(file, workers), None, []
     ceilings = machine_ceilings(machine)

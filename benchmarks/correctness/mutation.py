@@ -51,7 +51,7 @@ from source_mutants import SourceMutant, of_cpp, of_python
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
 ROOMS = ("megakernel", "scheduler", "serving")
-SECONDS = 10.0  # of the tests of one mutant; a mutant may take three times as long
+SECONDS = 10.0  # CPU time of the tests chosen for a mutant; their run may take three times as long
 # The tests that run C++. One SIMD path at -O1 builds quickly and computes the same as the others.
 NATIVE_TESTS = {
     "cpu": ("tests/runtime/",),
@@ -64,7 +64,7 @@ FLAGS += [f"-D{width}_kernels=portable_kernels" for width in ("avx2", "avx512", 
 IDLE_TURNS = 1500  # half a minute
 ANOTHER_WAY, OTHER_STATUS = "in a new process", 77  # for changes that cannot be patched into loaded functions
 PLUGINS = ("-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist")
-# Modules that tests import and nobody mutates are imported before the forks.
+# Tests import these modules and no mutant changes them, so they are imported before the forks.
 HEAVY = (
     "pytest",
     "numpy",
@@ -80,7 +80,7 @@ HEAVY = (
 
 
 REASONS = Path(__file__).with_name("unnoticed.json")
-Key = tuple[str, str, int, str]  # file, source line, column, the text there
+Key = tuple[str, str, int, str]  # file, source line, column, the text that the mutant puts there
 Drawn = tuple[str, SourceMutant, list["Test"]]  # file, mutant, tests that reach it
 
 
@@ -128,7 +128,7 @@ class Copy:
             place.write_text(good)
 
     def collect(self, files: list[str]) -> None:
-        """Import the tests once; a mutant of functions then costs only a fork and its tests."""
+        """Import the tests once, so that a mutant of a function costs only a fork and its tests."""
         self._collected = Collected(self, files)
 
     def outcome_of_native(self, library: Path, rounds: list[list[Test]]) -> str:
@@ -205,7 +205,7 @@ def seconds_of(session: int) -> float:
 
 
 def ended(run: Callable[[], int]) -> str:
-    """How a fork of this process ends. The fork exits with the result of `run`."""
+    """Call `run` in a fork of this process, which exits with its result. Returns how it ended."""
     child = os.fork()
     if child == 0:
         status = 70
@@ -296,7 +296,7 @@ class Collected:
 
                 outcome = ended(run)
                 os.close(last)
-                # a process that a test has left running may still have the other end open
+                # do not wait: a process that a test left running may still have the other end open
                 os.set_blocking(first, False)
                 with os.fdopen(first, "rb") as said:
                     return (said.read() or b"").decode() or outcome
@@ -309,7 +309,10 @@ class Collected:
 
 
 def rounds_of(file: str, tests: list[Test]) -> list[list[Test]]:
-    """The tests that may run for a mutant of `file`, the cheapest first: those of its room, then the others."""
+    """The tests that may run for a mutant of `file`, the cheapest ones that fit in SECONDS.
+
+    The tests of the file's own room (its part of the package) come first.
+    """
     ordered = sorted(tests, key=lambda test: test.seconds)
     sums = itertools.accumulate(test.seconds for test in ordered)
     some = [test for test, so_far in zip(ordered, sums, strict=True) if so_far <= SECONDS] or ordered[:1]

@@ -87,8 +87,8 @@ class Run:
         return Interval(number, str(self.names[record]), (layer, record), kind, begin, end)
 
     def share(self, edges: NDArray[np.float64], kind: IntervalKind, phases: Sequence[str]) -> NDArray[np.float64]:
-        """The mean fraction of rank 0's workers with an interval of this kind and these phases, between successive
-        edges in ticks.
+        """Between each two successive `edges` (in ticks): the mean fraction of rank 0's workers
+        that are in an interval of this kind and these phases.
         """
         rows = self.rows
         mine = (rows["rank"] == 0) & (rows["kind"] == kind) & (rows["layer"] < PROLOGUE)

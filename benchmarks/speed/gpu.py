@@ -152,7 +152,7 @@ class Decode:
             yield build_step(self.program.dims, [Chunk(0, PROMPT + i, [-1], self.pages, [SampleRow(0)])])
 
     def run(self, trace: bool = False) -> tuple[Times, bytes, Any]:
-        """(times of the decode steps, bits of tokens and log-probabilities, the last step's trace)."""
+        """Returns (times of the decode steps, bits of tokens and log-probabilities, last trace)."""
         out = self.prefill()
         bits, times = [_bits(out)], Times([], [], [])
         begin = time.perf_counter()
@@ -224,7 +224,7 @@ def ratio(report: Report, name: str) -> float | None:
 
 
 def own_clock(trace: Any) -> float:
-    """Seconds from the begin of the first interval to the end of the last one."""
+    """Seconds from the beginning of the first interval to the end of the last one."""
     return float(trace.intervals["end"].max() - trace.intervals["begin"].min()) * float(trace.header.tick_s)
 
 
@@ -420,8 +420,8 @@ def mixed(report: Report, _: Path | None) -> None:
 
 
 def partitions(report: Report, _: Path | None) -> None:
-    """Several ranks on parts of one GPU: how long they wait for each other. There is no link, so this is
-    synchronisation alone.
+    """Several ranks on parts of one GPU: how long they wait for each other. No data crosses a link
+    between GPUs, so this measures synchronisation alone.
     """
     from megakernel import LLM
 
@@ -470,7 +470,7 @@ def numerics(report: Report, _: Path | None) -> None:
 
 
 def _scores(step: int) -> Json:
-    """The comparison when the sequence is computed `step` tokens at a time."""
+    """The comparison with float32 when the sequence is computed `step` tokens at a time."""
     import torch
     from torch_llama import TorchLlama
 
@@ -592,7 +592,9 @@ def run_all(plan: Sequence[str], trace: Path | None, save: Callable[[Json], None
 
 
 def headline(result: Json) -> str:
-    """The summary of a part: the ratio by which the megakernel must win, the kernels' times, and errors."""
+    """The summary of a part: the time of the launch by phases divided by the megakernel's, the
+    kernels' times, and errors.
+    """
     said = f", by phases / megakernel {result['phases_ratio']:.3f}" if result.get("phases_ratio") else ""
     for name, found in result.items():
         if isinstance(found, dict) and "kernel_s" in found:

@@ -71,7 +71,7 @@ def memory_of(child: Child) -> Iterator[list[tuple[float, int]]]:
 
 
 def flatness(samples: list[tuple[float, int]]) -> dict[str, Any]:
-    """The growth from the second quarter of the time to the last; the first quarter is a warm-up."""
+    """The growth of memory from the run's second quarter to its last. The first is a warm-up."""
     quarters = [samples[len(samples) * i // 4 : len(samples) * (i + 1) // 4] for i in range(4)]
     means = [sum(size for _, size in quarter) / len(quarter) if quarter else None for quarter in quarters]
     growth = means[3] / means[1] - 1 if means[3] and means[1] else None

@@ -24,7 +24,7 @@ def family(pid: int) -> list[int]:
     for entry in _PROC.iterdir():
         if entry.name.isdigit():
             try:
-                # The name of a program, in parentheses, may contain any character.
+                # Split after the last parenthesis: the program's name may contain any character.
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue  # the process has ended

@@ -65,7 +65,7 @@ class Instruction:
         return found
 
     def _width(self, place: int) -> int:
-        """The number of registers of an operand after `place` others; at least one."""
+        """The number of registers, at least one, that the operand after `place` others takes."""
         suffixes = self.opcode.split(".")[1:]
         match self.name:
             case "HGMMA":

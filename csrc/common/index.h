@@ -55,7 +55,8 @@ MK_DIMS_FN inline Ranks norm_ranks(const Dims& d) {
   return d.replicated_residual ? own_rank(d) : all_ranks(d);
 }
 
-// Whether this rank normalises logit row `i`: it does if it keeps the residual; rank 0 handles padding.
+// Whether this rank normalises logit row `i`: it does if it keeps the residual of that row. Padding
+// rows count as rows of rank 0.
 MK_DIMS_FN inline bool norms_logit_row(const Dims& d, const StepView& s, int32_t i) {
   if (d.replicated_residual) return true;
   const int32_t row = s.logit_rows[i];

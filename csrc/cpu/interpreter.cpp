@@ -359,8 +359,8 @@ void Interpreter::fetch(Cursor& c, const int32_t* record, int32_t number) {
   }
 }
 
-// Claims the next record of the current drain's queue; returns false if all records up to the drain's end are
-// claimed.
+// Claims the next record of the queue that the current drain instruction empties; returns false if
+// all records up to the drain's end are claimed.
 bool Interpreter::claim(Cursor& c) {
   const Drain& op = operands<Drain>(c.record);
   const int queue = program_->queue(c.rank, op.queue);

@@ -41,8 +41,8 @@ class Interpreter {
   // Aborts what runs.
   ~Interpreter() { abort(); }
 
-  // Binds a buffer of any rank. Of ranks that run in other processes, only the buffers are bound that
-  // instructions store to.
+  // Binds a buffer of any rank. For a rank that runs in another process, only the
+  // buffers that instructions store to are bound.
   void bind(int rank, Buffer buffer, int layer, void* data) { buffers_[index(rank, buffer, layer)] = data; }
   void* bound(int rank, Buffer buffer, int layer) const { return buffers_[index(rank, buffer, layer)]; }
 

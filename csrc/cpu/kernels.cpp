@@ -40,8 +40,8 @@ double read(const void* data, int64_t bytes) {
 
 template <class M>
 double multiply_add(int64_t rounds, double* flops) {
-  // At least latency x ports of all known processors, and few enough for 16 registers. Pairs have more
-  // chains, because their instruction takes twice as long.
+  // Dependent chains of FMAs: at least latency x ports of every known processor, and few enough for
+  // 16 registers. Pairs have more chains, because their instruction takes twice as long.
   constexpr int kChains = kInPairs<M> ? 16 : 12;
   F32 acc[kChains];
   MK_UNROLL for (int j = 0; j < kChains; ++j) acc[j] = splat(static_cast<float>(j));

@@ -25,7 +25,8 @@ constexpr int kWideStride = kWideSteps * kPanel + 16;  // floats between two wid
 constexpr int kWidePanels = 4;  // maximum number of panels that a register block covers
 constexpr int kQueryRows = 64;  // (row, query head) pairs that share one pass over a KV block
 
-// The floats between two elements of the widened keys; not a power of two, like kChunkStride.
+// The distance in floats between two elements of the widened keys. Like kChunkStride, it is not a
+// power of two.
 inline int64_t key_stride(const Dims& d) { return d.kv_block + 16; }
 
 // The working memory of a thread, allocated when the engine is created.

@@ -111,7 +111,8 @@ std::string Program::wrong(int list, int rank, const int32_t* r) const {
   return "";
 }
 
-// The faulty rows or columns of a record that is neither a join nor a drain.
+// Describes what is wrong with the operands of a record that is not a drain. Empty if nothing is
+// wrong; a join has no operands.
 std::string Program::wrong_operands(int rank, const int32_t* r) const {
   const Dims& d = dims_[rank];
   const Phase& p = phase(rank, r);

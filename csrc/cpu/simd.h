@@ -43,8 +43,8 @@ MK_INLINE F32 load(const float* p) {
   return v;
 }
 
-// GCC turns the conversion into several instructions although AVX has one (and warns about the header of the
-// unmasked intrinsic).
+// GCC turns the plain conversion into several instructions although AVX has one. The intrinsic is
+// the masked one because GCC warns about the header of the unmasked one.
 MK_INLINE U32 widen(U16 v) {
 #if defined(__AVX512F__)
   return (U32)_mm512_maskz_cvtepu16_epi32(0xFFFF, (__m256i)v);

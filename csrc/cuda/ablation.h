@@ -1,5 +1,6 @@
-// Builds for benchmarks that leave a part of the work out: -DMK_ABLATION is an Ablation. They show how fast
-// the remaining part is alone. Results are meaningless, so only unsynchronised launches are useful.
+// With -DMK_ABLATION set to an Ablation (params.h), a build leaves a part of the work out, so that
+// a benchmark can time the rest alone. The results of such a build are meaningless, so its launches
+// need not synchronise.
 #pragma once
 #include "plan.h"
 

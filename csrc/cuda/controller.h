@@ -44,9 +44,9 @@ class Controller {
     return true;
   }
 
-  // Claims late, so that work goes to a worker that is free and a claimed instruction waits little. When it
-  // claims, at most one instruction of this worker is under way, with its counters satisfied and its loads
-  // requested.
+  // Claims an instruction as late as possible, so that the work goes to a worker that is free, and
+  // so that a claimed instruction waits little. At a claim, at most one instruction of this worker
+  // is under way; its counters are satisfied and its loads are requested.
   MK_FN bool drain(const Drain& op, const Where& where) {
     const int32_t stream = block_.rank * params_.queues + op.queue;
     const int32_t first = params_.offsets[kQueues][stream];
@@ -143,9 +143,9 @@ class Controller {
   Block<P>& block_;
   const Params& params_;
   uint32_t published_ = 0;
-  // The rank's phases, distributed over the lanes, so that a record's phase is at hand without using shared
-  // memory. For two SMs, registers do not suffice, so the lanes load the phase word by word; their
-  // instructions are longer, so this matters less.
+  // The rank's phases (isa.h), distributed over the lanes, so that a record's phase is at hand
+  // without using shared memory. A worker of two SMs has no registers for them: its lanes load a
+  // phase from memory, word by word. That matters less there, because the instructions take longer.
   static constexpr int kHeld = (kMaxPhases + 1) / P::kLanes;
   static_assert(kHeld * P::kLanes == kMaxPhases + 1);
   Phase phases_[kHeld];

@@ -6,13 +6,16 @@
 
 namespace mk {
 
-// Everyone who adds to a counter or waits for it must use the same scope, because the memory model treats
-// accesses with different scopes as a race. A grid runs all ranks, unless some of them run on other GPUs.
+// The scope of all accesses to counters: the GPU if it runs all ranks, otherwise the system. All
+// who add to a counter or wait for it must use the same scope, because the memory model treats
+// accesses with different scopes as a race.
 MK_FN Scope scope_of(const Params& params, const Sizes& d) {
   return params.ranks == d.tp ? Scope::kGpu : Scope::kSystem;
 }
 
-// The target is kSms times the program's total, because each SM of a worker arrives for itself.
+// The value that a counter must reach in this launch. Counters keep counting from launch to launch,
+// and each SM of a worker arrives for itself, so it is kSms times the program's total for every
+// launch so far.
 MK_FN Need need_of(const Params& params, const Sizes& d, const Where& where, int32_t counter) {
   const int32_t totals = where.block == 0 ? 0 : where.block == d.layers ? 2 : 1;
   return {params.counter_values[d.rank] + static_cast<int64_t>(where.block) * params.counters + counter,
@@ -71,8 +74,9 @@ MK_FN void arrive(P& p, const Params& params, const Sizes& d, Ranks ranks, int32
                scope_of(params, d));
 }
 
-// The signals of those words that name a single counter. The lanes divide the words and their ranks among
-// themselves. The addresses of the counters are loaded when this object is made, before the signals are due.
+// The signals of those signal words of a record that name a single counter. The lanes divide the
+// words and their ranks among themselves. The addresses of the counters are loaded when this object
+// is made, before the signals are due.
 template <class P>
 class Signals {
  public:

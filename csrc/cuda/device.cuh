@@ -354,14 +354,14 @@ class Device {
   MK_DEVICE void check_time(uint32_t& since) {
     if (waited(since) > limit()) abort();
   }
-  // Called when a wait that may have been recorded has ended: clears the record. If another lane still waits,
-  // it will record its wait again.
+  // Called when a wait has ended: clears the warp's record of it, if there is one. If another lane
+  // still waits, it will record its wait again.
   MK_DEVICE void forget_late() {
     if (block_.late[warp_].what && !aborted()) block_.late[warp_].what = nullptr;
   }
 
-  // One lane's wait. The warp's record is that of any one of its late lanes; the lanes' records differ only
-  // in the address of the counter.
+  // One lane's wait. The late lanes of a warp overwrite each other's record of the wait. Any of
+  // them will do, because they differ only in the address of the counter.
   MK_DEVICE bool wait_counter(const Need& need, Scope scope, const Where& where) {
     uint32_t since = 0;
     for (int polls = 1;; ++polls) {

@@ -20,14 +20,14 @@ constexpr int kDotRows = kDotInputPages * kPieces;  // the maximum if one piece 
 static_assert(kDotRows == 32, "a warp has one lane for each row");
 static_assert(kPieces == kConsumerWarps, "a page has a piece for each consumer warp");
 
-// Where the pieces of the rows lie: row 0's at `first`, each further row's `stride` after the one before, in
-// bytes from `base`. At `end` the ring begins again.
+// Where the pieces of the rows lie: row 0's at `first`, each further row's `stride` after the one
+// before, in bytes from `base`. An address that reaches `end` continues at the start of the ring.
 struct DotInput {
   const unsigned char* base;
   int32_t first, stride, end;
 };
 
-// The sums of a warp's two outputs per row; each lane has a part until `reduce`.
+// The sums of a warp's two outputs per row. Until `reduce`, each lane has only a partial sum.
 template <class P>
 class Dots {
  public:
@@ -66,8 +66,8 @@ class Dots {
       sum_[0].b += shuffle_xor(sum_[0].b, mask);
     }
   }
-  // After reduce(): the sums of a row that the lane has: row `lane`, or any row if the warp has only one
-  // lane.
+  // The sums of a row, after reduce(). Lane i has those of row i only; a warp with a single lane
+  // has all rows.
   MK_FN Pair at(int row) const { return sum_[P::kLanes == 1 ? row : 0]; }
 
  private:
@@ -117,7 +117,8 @@ MK_FN void store_dots(P& p, const Dots<P>& dots, const To& to, const Matmul& m, 
   }
 }
 
-// Results for heads. For normalised heads, a warp keeps its columns until the last of them are computed.
+// Stores results that are attention heads. A normalised head needs the squares of all its columns,
+// so a warp keeps its results until it has computed the last of them.
 template <class P>
 class DotHeads {
  public:

@@ -111,9 +111,9 @@ MK_FN void store_results(const Accumulators& acc, const To& to, OwnRows<Accumula
   }
 }
 
-// Does the same for heads. The results of a normalised head are passed twice, the first time to sum their
-// squares: a lane adds the squares of its columns in ascending order, then the sums of the row's lanes are
-// added.
+// Passes results to ToHeads::store like store_results, but those of a normalised head twice. The
+// first time sums their squares: a lane adds the squares of its columns in ascending order, then
+// the sums of the row's lanes are added.
 template <class Accumulators>
 MK_FN void store_heads(const Accumulators& acc, ToHeads to, const Matmul& m, int col, int cols) {
   OwnRows<Accumulators, ToHeads> rows(acc, to, m.tile);

@@ -6,16 +6,17 @@
 
 namespace mk {
 
-// Sets `shared` of the page in a slot; called by the weight loader.
+// Sets the `shared` entry (block.h) of the page in a slot. Only the weight loader calls this.
 template <class P>
 MK_FN void note_shared(P& p, Block<P>& block, int slot, int32_t bytes) {
   if (p.lane() == 0) block.shared[slot] = bytes;
 }
 
-// Starts the loads of a page, with one copy or with several that the lanes share. A page of weights is loaded
-// only if it is this SM's turn. `rows` is where the buffer of the page's pieces begins. After a whole page of
-// dots, it also prefetches into the L2 cache a page for which the ring has no room yet, so that memory stays
-// busy while workers wait for one another.
+// Starts the loads of a page, with one copy or with several that the lanes share. Of two SMs that
+// share a page of weights, only the one whose turn it is loads it. `rows` is the result of
+// `pieces_of`. After a whole page of weights for dot products, the function also prefetches into
+// the L2 cache a page for which the ring has no room yet, so that memory stays busy while workers
+// wait for one another.
 template <class P>
 MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use, int slot,
                 const char* rows) {
@@ -63,7 +64,8 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
   p.sync_warp();
 }
 
-// The start of the pieces that a loader loads for an instruction; null if it loads none.
+// The start of the buffer, or of its present layer, from which a loader takes an instruction's
+// pieces; null if it loads no pieces.
 template <class P>
 MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, const Task& task, bool inputs) {
   if (!uses_dots(block.dims) || !task.is(Operation::kMatmul)) return nullptr;
@@ -73,10 +75,11 @@ MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, con
       params.at(block.rank, inputs ? task.phase.inputs : task.phase.weights, layer));
 }
 
-// Called at the end of the stream by loader 0 (weights) or 1 (inputs), which has passed `page` pages. After
-// an abort, loads may still be in flight, and a block must not end before they have completed. One loader may
-// have passed fewer pages than another. It then arrives at the pages that it has not passed, so that all
-// barriers complete their phases, except where bytes are missing that the other SM has not requested.
+// Called at the end of the stream by loader 0 (weights) or 1 (inputs), which has passed `page`
+// pages. After an abort, loads may still be in flight, and a block must not end before they have
+// completed. A loader that has passed fewer pages than another arrives at the remaining ones too,
+// so that all barriers complete their phases, except where bytes are missing that the other SM has
+// not requested.
 template <class P>
 MK_FN void settle_loads(P& p, Block<P>& block, int loader, uint32_t page) {
   const int own = sm_of(block), other = kSms - 1 - own;
@@ -121,9 +124,9 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
     const Task& task = slot.task;
     if (!p.wait_always(slot.fetched, slot_parity(j)) || task.end()) break;
     const char* rows = pieces_of(p, block, params, task, inputs);
-    // The input rows of dots come after a lap's weights. The input loader passes these weight pages before it
-    // waits for the counters, because their slots, which earlier instructions may still use, become free
-    // first.
+    // For dot products, the input rows come after the weights of a lap. The input loader passes
+    // these weight pages before it waits for the counters: it must wait for their slots in any
+    // case, and those, which earlier instructions may still use, become free first.
     bool waits = inputs;
     const auto wait = [&] {
       waits = false;

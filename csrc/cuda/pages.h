@@ -30,9 +30,10 @@ class Pages {
     p_.reads(block_.pages[page.slot], generic_);
     return block_.pages[page.slot];
   }
-  // After full(i): this warp no longer needs page i and the n - 1 pages behind it. Every warp releases every
-  // page that is not an output. Tensor cores read pages through the asynchronous proxy, which also fills
-  // them. Reads by the warp itself are generic, so they must be fenced.
+  // Called after full(i), when this warp no longer needs page i and the n - 1 pages behind it.
+  // Every warp releases every page that is not an output. Tensor cores read pages through the
+  // asynchronous proxy, which also fills them. Reads by the warp itself are generic, so a fence
+  // must order them before the next fill.
   MK_FN void release(int i, int n = 1) {
     if (generic_) p_.fence_pages();
     for (const int end = i + n; i < end; ++i) release_page(p_, block_, page_of(first_ + i).slot);

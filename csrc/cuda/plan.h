@@ -80,8 +80,8 @@ MK_DIMS_FN constexpr uint64_t layered_buffers() {
 }
 constexpr uint64_t kLayeredBuffers = layered_buffers();
 
-// Whether the numerics class uses dots. Device code is compiled for one class, without the code of the other;
-// host code is for both.
+// Whether matmuls are dot products on the CUDA cores ("dots"), not on tensor cores (Dims.units).
+// Device code is compiled for one of the two, without the code of the other; host code is for both.
 MK_FN bool uses_dots([[maybe_unused]] const Sizes& d) {
 #if defined(MK_UNITS)
   return MK_UNITS == static_cast<int>(Units::kDots);
@@ -97,7 +97,7 @@ struct Matmul {
   const Tile& tile;
 
   MK_FN bool two() const { return phase.matrices == 2; }
-  // Whether it normalises its rows itself, so that they take no pages.
+  // Whether the matmul normalises its input rows itself, so that they take no pages.
   MK_FN bool normed() const { return phase.norm != Buffer::kNone; }
 };
 MK_FN Matmul matmul_of(const Task& task) { return {task.phase, operands<Tile>(task.record)}; }
@@ -278,7 +278,8 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
   }
 }
 
-// The range of the items of the task's attention slot, which a worker's SMs take in turn.
+// The first item of an attention task and the end of its slot's items. The SMs of a worker take a
+// slot's items in turn.
 MK_FN int32_t first_item(const StepView& s, const Task& task) {
   return s.slot_items[operands<Attention>(task.record).slot] + (kSms == 1 ? 0 : task.sm);
 }
@@ -341,7 +342,8 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32
 MK_FN int32_t item_page_count(const Sizes& d, const StepView& s, int32_t item) {
   if (s.item_seq[item] < 0) return 1;
   const int32_t tiles = ceil_div(s.item_rows[item] * d.group_size(), kQueryTile);
-  // The number of passes that contain a head, summed over the heads; the present head's first unit.
+  // `passes`: how many passes contain a head, summed over the heads. `unit`: the present head's
+  // first.
   int32_t passes = 0, unit = 0;
   MK_LOOP for (int32_t head = s.item_kv_heads[item]; head > 0; --head, unit += tiles) passes +=
       (unit + tiles - 1) / kConsumerWarps - unit / kConsumerWarps + 1;

@@ -21,9 +21,10 @@
 //                                            acquires at block scope. A new barrier has completed parity 1.
 //                                            Returns false if the launch was aborted
 //   bool wait_always(Barrier&, parity, const Where& = between())
-//                                            does the same, acquires from both blocks of the worker, and
-//                                            goes on waiting after an abort. Returns false if a long time
-//                                            after the abort the phase has not completed; it never will
+//                                            does the same, acquires from both blocks of the worker,
+//                                            and goes on waiting after an abort. Returns false if
+//                                            the phase is still incomplete long after the abort; it
+//                                            will then never complete
 //   void arrive(Barrier&, int count = 1)     arrives, and releases at block scope what the warp did before
 //   void arrive_at(int sm, Barrier&, int count = 1)
 //                                            arrives at the corresponding barrier of an SM of the worker.
@@ -70,8 +71,8 @@
 //   void signal(int32_t*, int count, Scope)  is called by one lane: adds, and releases what its warp has
 //                                            seen
 //   int claim(int32_t*, uint32_t base, int end)
-//                                            takes the next of [0, end), counted from `base`; -1 if all are
-//                                            taken
+//                                            takes the next number of [0, end) from a counter that
+//                                            began at `base`; -1 if all are taken
 //   int arrive_acq_rel(int32_t*)             adds 1 and returns the value before
 //   void sync_warp()                         makes what one lane did before visible to all lanes
 //   void consumer_sync()                     synchronises the consumer warps of the block
@@ -104,7 +105,8 @@ constexpr int kSms = MK_SMS;
 constexpr int kSms = 1;
 #endif
 
-// Written by the host for the bulk copy engine or for its stand-in.
+// Describes a tensor to the bulk copy engine or, in tests on the CPU, to its stand-in. The host
+// writes it.
 struct alignas(64) TensorMap {
   unsigned char bytes[kMapBytes];
 };

@@ -104,7 +104,7 @@ class ToHeads {
   const float *const bias_, *const norm_;
 };
 
-// The common part of the other destinations, which need only a column's number.
+// The common base of all destinations but ToHeads. They need to know only a column's number.
 class To {
  public:
   MK_FN explicit To(const Call& c) : c_(c), bias_(c.weights<float>(c.phase().bias)) {}
@@ -153,7 +153,7 @@ class ToPartial : public To {
   }
 };
 
-// output = silu(gate) up. Here `store` takes gate and up of one column.
+// output = silu(gate) * up. Here `store` takes gate and up of one column.
 class ToGated : public To {
  public:
   using To::To;

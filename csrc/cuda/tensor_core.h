@@ -1,6 +1,6 @@
-// The layouts in which tensor cores and the bulk copy engine expect bytes and leave results (PTX ISA: wgmma,
-// mma, ldmatrix, tensor swizzling modes). It is plain arithmetic, so that the CPU can test it and the host's
-// stand-ins can use it.
+// The layouts in which tensor cores and the bulk copy engine expect bytes and leave results (PTX
+// ISA: wgmma, mma, ldmatrix, tensor swizzling modes). This file is plain arithmetic, so that the
+// CPU can test it and the host's stand-ins can use it.
 #pragma once
 #include "arithmetic.h"
 

@@ -108,7 +108,7 @@ class Engine {
     double fetched = 0.0;  // set up
     double head_begin = 0.0, head_end = kNever, ready = kNever;
     double body_begin = kNever, body_end = kNever;
-    // begin of the body's last loads, which the ring holds once all are requested
+    // when the body's last loads begin: those that the ring holds once all have been requested
     double last_begin = kNever;
     double begin = kNever, end = kNever;
     double store_begin = 0.0;

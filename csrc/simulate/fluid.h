@@ -65,7 +65,7 @@ class Flows {
   double v_ = 0.0, at_ = 0.0, speed_ = 0.0, next_ = kNever, delivered_ = 0.0;
 };
 
-// One rate for all flows, none of which gets more than `cap`.
+// A rate that all flows share equally; none of them gets more than `cap`.
 class Shared {
  public:
   Shared(double rate, double cap) : rate_(rate), cap_(cap) {}
@@ -136,7 +136,7 @@ class Links {
   double carried = 0.0;
 
  private:
-  // From one rank to another: all flows between them have the same speed.
+  // The flows from one rank to another, which all have the same speed.
   struct Pair {
     int out, in;  // the places that they pass, besides the switch
     Flows flows;

@@ -1,4 +1,5 @@
-// A program in virtual time. scheduler/simulate/native.py declares the same structs.
+// The interface of the simulator, which runs a program in virtual time.
+// scheduler/simulate/native.py declares the same structs.
 //
 // Times are in seconds, sizes in bytes. A record is an instruction of a stream or a queue. It consists of
 // tasks: one per item for attention, otherwise one. Each task waits, loads, computes and stores as a unit.

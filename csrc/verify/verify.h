@@ -17,8 +17,9 @@ struct Graph {
 
 enum class Kind : int32_t { read, write, host };  // host: must have been written when the launch ends
 
-// The phases in the order of a step's sequential meaning, and the boxes that their events touch, sorted by
-// phase. A place is one rank's copy of a buffer: buffer * ranks + rank.
+// The phases of a step in the order in which they would run one after another, and the boxes that
+// their events touch, sorted by phase. A place is one rank's copy of a buffer: buffer * ranks +
+// rank.
 struct Step {
   int32_t phases;
   int32_t buffers;

@@ -1,4 +1,4 @@
-// The sequential meaning of a step, box by box: which event must come before which.
+// Derives, box by box, which event must come before which, from the order of a step's phases.
 #pragma once
 #include <stdint.h>
 

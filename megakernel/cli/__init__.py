@@ -16,7 +16,8 @@ from ..errors import MegakernelError
 
 FAILED, INTERRUPTED = 1, 130
 LOG_LEVELS = ("debug", "info", "warning", "error")
-# The modules of the verbs; a verb with a space in its name belongs to a group.
+# The modules that register the verbs. A verb with a space in its name, such as `bench serve`, is
+# in a group.
 _VERBS = (
     "demo", "pull", "generate", "chat", "serve", "programs", "simulate", "bench", "bench_throughput", "bench_serve",
     "timeline", "roofline", "doctor", "completion",
@@ -56,7 +57,7 @@ def _fail(text: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of a whole command line; `args.run(args)` executes it."""
-    # Imported here and not at the top, because by now Ctrl-C is handled.
+    # Imported here and not at the top, so that `main` handles a Ctrl-C during the imports.
     from importlib.metadata import version
 
     from ..settings import SETTINGS

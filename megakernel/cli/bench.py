@@ -1,5 +1,5 @@
-"""`megakernel bench latency`: tokens per second of one sequence, the distance from the limit, and a comparison with
-other programs.
+"""`megakernel bench latency`: tokens per second of one sequence, how near they are to the
+roofline, and a comparison with other programs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measured_ceilings(llm: LLM) -> Ceilings:
-    """The measured rates of this machine with the engine's threads; for GPUs, those of the datasheet."""
+    """This machine's rates, measured with the engine's threads; for GPUs, the datasheet's rates."""
     from ..serving.ceilings import device_ceilings
 
     if llm.engine.backend.name == "cuda":
@@ -62,7 +62,9 @@ def measured_ceilings(llm: LLM) -> Ceilings:
 
 
 def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
-    """The rates of this machine with this number of threads, from an earlier measurement or measured `anew`."""
+    """This machine's rates with `threads` threads, measured now if `anew`; otherwise an earlier
+    result may serve.
+    """
     from ..serving import ceilings
 
     with output.busy("measuring this machine's ceilings"):
@@ -73,7 +75,7 @@ def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
 
 
 def host_machine(workers: int, ranks: int) -> Machine:
-    """The machine of one of `ranks` ranks on this host, with `workers` and a share of the measured rates."""
+    """One of `ranks` equal parts of this host, with `workers` cores and its share of the rates."""
     from .. import machine as machines
     from ..serving.ceilings import share_of
 
@@ -84,7 +86,9 @@ def host_machine(workers: int, ranks: int) -> Machine:
 def latency(
     llm: LLM, ids: list[int], tokens: int, runs: int, ceilings: Ceilings, peers: Sequence[Contest] = ()
 ) -> dict[str, Any]:
-    """The figures of `bench latency`, ceilings included. Each of our runs is followed by one of each of the `peers`."""
+    """The figures of `bench latency` and the ceilings. After each of our runs, every peer runs
+    once.
+    """
     from ..serving.latency import measure, report
 
     with output.progress("measuring decode and prefill") as advance:

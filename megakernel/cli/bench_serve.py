@@ -157,7 +157,9 @@ async def _ceilings(args: argparse.Namespace, servers: list[Server]) -> Ceilings
 
 
 def _workload(args: argparse.Namespace, server: Server) -> tuple[str, ModelConfig, Workload]:
-    """The model, its sizes and the requests. The name that a server reports is used only if it is a known one."""
+    """The model's name, its sizes and the requests. Without --model, the server must report a name
+    that we know.
+    """
     from ..model import PACKAGES, load_config, load_tokenizer
 
     name = args.model or server.model or ""

@@ -99,7 +99,7 @@ class _Talk:
     def _talk(self) -> int:
         if self._typed:
             with suppress(ImportError):
-                import readline  # noqa: F401 -- `input` then edits lines and remembers them
+                import readline  # noqa: F401 -- gives `input` line editing and a history
             output.stderr.print(f"{self._partner.name}: {_HELP}", style="dim")
         for line in self._lines():
             if not (text := line.strip()):

@@ -25,7 +25,7 @@ _PACKAGES = (
     "megakernel", "numpy", "safetensors", "gguf", "tokenizers", "huggingface_hub", "perfetto", "torch", "cuda-bindings",
     "cupy-cuda13x",
 )  # fmt: skip
-_SEEDS, _REPEATS = 3, 20  # per case: sets of data, and runs of each set, which must give the same bits
+_SEEDS, _REPEATS = 3, 20  # per case: sets of data, and runs of a set, which must give the same bits
 _COMPILERS = ("c++", "g++", "clang++", "nvcc")
 
 
@@ -137,7 +137,7 @@ def _calibrate(path: Path, ceilings: Ceilings) -> None:
 
 
 def _shown(setting: Setting) -> str:
-    """The present value without passwords, because reports end up in public issues."""
+    """The setting's value without passwords, because users paste reports into public issues."""
     if setting.secret and setting.env and os.environ.get(setting.env):
         return "set"
     return re.sub(r"//[^/@]*@", "//***@", setting.value())

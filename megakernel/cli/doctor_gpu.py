@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _SMI = ("driver_version", "mig.mode.current", "memory.used", "memory.total", "compute_mode")
 _TIMEOUT_S = 2.0  # limit of a wait in a check; no instruction takes a thousandth of it
-_MOST_DIFFERENCES = 8  # differences reported per case: each may be a launch that fails after 3 * _TIMEOUT_S
-_BUSY_SHARE = 0.05  # fraction of a GPU's memory in use by others that is worth a line
+_MOST_DIFFERENCES = 8  # reported per case; few, as each may cost a failed launch of 3 * _TIMEOUT_S
+_BUSY_SHARE = 0.05  # other processes may use this fraction of a GPU's memory without a note
 
 
 def report() -> dict[str, Any]:
@@ -85,8 +85,8 @@ def _notes(smi: list[dict[str, str]]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """A shape and a bucket whose step contains every operation: with dots or tensor cores, one rank or several, and
-    norms as `norm` says.
+    """A model's sizes and a number of tokens whose step contains every operation. `matmul` (dots or
+    tensor cores) and `norm` are options of the compiler; `tp` is the number of ranks.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Few and small cases, in which no size is a multiple of a tile; groups of 1, 2, 3 and 8 query heads."""
+    """Small cases with 1, 2, 3 and 8 query heads per KV head. No size is a multiple of a tile."""
     from ..model import ModelConfig
 
     biased = ModelConfig(331, 136, 200, 2, 6, 2, 64, 512, qkv_bias=True, o_bias=True, mlp_bias=True)
@@ -170,7 +170,9 @@ def _compile(case: Case) -> Program:
 
 
 def _step(program: Program, seed: int) -> Any:
-    """A step with a long context, whose attention is split, and a short prompt."""
+    """A step with two sequences: a decode whose long context splits its attention, and a short
+    prompt.
+    """
     import numpy as np
 
     from ..runtime import Chunk, SampleRow, build_step

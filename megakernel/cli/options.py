@@ -25,7 +25,9 @@ AddVerb = Callable[[str, str, str], argparse.ArgumentParser]
 
 
 def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool = False) -> None:
-    """Add the flag of a setting. With `optional`, its absence gives None, for verbs that also read a file."""
+    """Add a setting's flag. With `optional`, a missing flag gives None, for verbs that can take a
+    file instead of it.
+    """
     setting = SETTINGS[name]
     assert setting.flag is not None
     parser.add_argument(
@@ -79,14 +81,16 @@ def add_speculate(parser: argparse.ArgumentParser) -> None:
 
 
 def depth(text: str) -> int:
-    """Parses an integer of at least 0; the model limits its size."""
+    """Parses an integer of at least 0. `check_depth` checks the upper limit."""
     return 0 if text == "0" else positive(text)
 
 
 def add_count(
     parser: argparse._ActionsContainer, flag: str, default: int | None, what: str, metavar: str = "N"
 ) -> None:
-    """Add the flag of an integer of at least 1. If there is no default, `what` describes the effect of its absence."""
+    """Add a flag for an integer of at least 1. Without a default, `what` says what a missing flag
+    means.
+    """
     said = what if default is None else f"{what} (default: {default})"
     parser.add_argument(flag, type=positive, default=default, metavar=metavar, help=said)
 
@@ -183,14 +187,15 @@ class PaperModel(NamedTuple):
 
 
 def add_paper_model(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `paper_model`, besides the model, the machine and the context."""
+    """Add the flags that `paper_model` reads, other than the model, the machine and the context."""
     for name in ("dtype", "weights"):
         add_setting(parser, name)
 
 
 def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) -> PaperModel:
-    """The model as it would lie in memory on `machine`. No weights are read or downloaded; if they are not on
-    this computer, they count as bf16. Raises MegakernelError if the model was not made for `context` tokens.
+    """The model as a backend for `machine` would store it. No weights are read or downloaded; if
+    they are not on this computer, they count as bf16. Raises MegakernelError if the model was not
+    made for `context` tokens.
     """
     from ..isa import Dtype
     from ..model import load_config, local_checkpoint
@@ -213,7 +218,7 @@ def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) ->
 
 
 def paper_shape(model: str) -> Shape:
-    """The sizes of a model for formulas: of one that is known only on paper, or of any that can be opened."""
+    """A model's sizes for formulas, from `SHAPES` or from a model that can be opened."""
     from ..model import load_config
     from ..roofline import SHAPES, shape_of
 

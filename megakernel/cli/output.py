@@ -112,12 +112,12 @@ def progress(what: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
 
 
 def lowering_text(lowering: dict[str, str]) -> str:
-    """The lowering from `describe` in words: O sharded, residual dealt, norm own."""
+    """The lowering that `describe` reports, as text: O sharded, residual dealt, norm own."""
     return ", ".join(f"{'O' if name == 'o' else name} {how}" for name, how in lowering.items())
 
 
 def workers_text(program: Program) -> str:
-    """The number of workers of a rank, and what a worker is unless it is a single SM or core."""
+    """The number of workers per rank, and the SMs per worker if a worker has more than one."""
     return f"{program.workers} workers" + (f" of {program.dims.sms} SMs" if program.dims.sms > 1 else "")
 
 

@@ -187,7 +187,7 @@ def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 def _message(body: bytes | dict[str, Any]) -> str:
-    """The message of an error; the whole body if it has another form."""
+    """The message in a server's error, or the start of the body if it has no message."""
     try:
         return f"the server says: {(json.loads(body) if isinstance(body, bytes) else body)['error']['message']}"
     except (ValueError, KeyError, TypeError):

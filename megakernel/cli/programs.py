@@ -24,7 +24,7 @@ _SEQUENCES = 64
 
 
 class Compiled(NamedTuple):
-    """A program, its model, and the result of a search for it."""
+    """A program, its model and machine, and the result of `--search`, if any."""
 
     program: Program
     config: ModelConfig
@@ -87,8 +87,8 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def compile_for(args: argparse.Namespace, **sizes: Any) -> Compiled:
-    """The program that the flags of `add_machine` describe, with these `sizes` (of `compile_program`) if given,
-    otherwise with those from the flags of `_add_bucket`.
+    """Compile the program that the flags of `add_machine` describe. `sizes` are arguments of
+    `compile_program`; if there are none, the flags of `_add_bucket` give the sizes.
     """
     from .. import machine as machines
     from ..scheduler.tune import Fastest, search

@@ -18,7 +18,7 @@ _UNITS = ("flops_per_s", "bytes_per_s", "per_s", "bytes", "hz", "s")
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Register the verb below `roofline`. The questions are imported only when one is asked."""
+    """Register `megakernel roofline ask`. The questions are imported only when one is asked."""
     what = "answer a question about chips, collectives or parallelism; alone, list the questions"
     verbs = parser.add_subparsers(metavar="ask", prog="megakernel roofline")
     ask = verbs.add_parser("ask", help=what, description=what[0].upper() + what[1:] + ".", add_help=False)

@@ -104,7 +104,7 @@ def _time_json(time: LayoutTime, gpus: int) -> dict[str, Any]:
 
 
 def _shape(args: argparse.Namespace) -> Shape:
-    """The sizes of the model, with weights and router as the flags say."""
+    """The model's sizes, with the bytes per weight and the limit of router nodes from the flags."""
     shape = paper_shape(args.model)
     if args.router_nodes and shape.experts == 1:
         raise MegakernelError(f"--router-nodes needs a mixture-of-experts model, which {args.model} is not")

@@ -105,7 +105,7 @@ def _parts(tasks: Tasks) -> list[Part]:
 
 
 def _bytes_per_weight(step: StepRoofline, rows: int) -> float:
-    """The mean over all matmuls. Their FLOPs tell the number of weights: two FLOPs per weight and row."""
+    """The mean over all matmuls. Two FLOPs per weight and row tell the number of weights."""
     from ..isa import OperationFamily
 
     matmuls = [c for c in step.instructions if c.matrix_flops and c.family is OperationFamily.MATMUL]
@@ -113,7 +113,7 @@ def _bytes_per_weight(step: StepRoofline, rows: int) -> float:
 
 
 def _points(step: StepRoofline) -> list[Point]:
-    """The possible rate of each phase that reads memory and multiplies, and of the whole step."""
+    """The highest possible FLOP rates of the step and of its phases that read and multiply."""
     from ..roofline import Mark, Point
 
     out = []

@@ -217,7 +217,7 @@ def _names(hosts: list[str]) -> frozenset[str] | None:
 
 
 def _value(args: argparse.Namespace, name: str) -> Any:
-    """The value of a flag, of the environment, or the default; None if the default is none."""
+    """A setting's value: its flag, else the environment, else the default, which may be None."""
     value = getattr(args, name)
     if value is not None:
         return value

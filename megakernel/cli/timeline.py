@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _traced(args: argparse.Namespace) -> tuple[Program, list[Trace], Machine]:
-    """A program, its traces, and a rank of the machine that ran it.
+    """A program, its traces, and the machine as one rank sees it: with a share of the rates.
 
     The traces are those of the last step of a prompt, or of the requested number of decode steps of one bucket.
     """

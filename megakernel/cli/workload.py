@@ -20,8 +20,8 @@ _UNLESS = {"dataset": _SHAREGPT, "random_input_len": 1024, "random_output_len": 
 
 
 def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
-    """Add the flags. `args.unless` has the values for flags that are not given. A verb may change these values before
-    it calls `workload`.
+    """Add the flags. `args.unless` has the values of flags that are not given. A verb may change
+    these values before it calls `workload`.
     """
     parser.set_defaults(unless=_UNLESS | {"num_prompts": prompts})
     parser.add_argument(

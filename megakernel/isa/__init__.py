@@ -1,4 +1,6 @@
-"""Declares phases, instructions and steps. All other code reads these tables; nothing repeats them."""
+"""Declares phases, instructions and step tables. All other code reads these declarations, and none
+repeats them.
+"""
 
 from .access import EVERY, OWN, Access, Columns, Index, Kind, item_columns
 from .buffers import BUFFERS, Buffer, Space

@@ -1,4 +1,6 @@
-"""What instructions touch: boxes of rows and columns of a buffer, as arrays with one box per instruction."""
+"""Describes the data that instructions read and write: boxes of rows and columns of a buffer, as
+arrays with one box per instruction.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,19 @@ class Kind(Enum):
 
 
 class Index(Enum):
-    """What selects the part of its box that an instruction touches.
+    """How the part of its box that an instruction touches is selected.
 
-    NONE         Nothing: the instruction touches its whole box.
-    ITEM         Attention work items. The items of all attention instructions of a rank and layer together partition
-                 the box (rows x KV heads). An item also reads the K and V rows of the row blocks that it waits for
-                 (`item_wait_block`, `item_wait_blocks`). `item_columns` gives the columns that belong to KV heads.
-    LOGIT_ROW    The step table. For each logit row i of the instruction, it touches row `logit_rows[i]`; the box has
-                 every row that this may be. Where rows have owners, it touches only rows that its rank owns.
-    LOGIT_OWNER  The step table. The rank that owns token row `logit_rows[i]` writes row i of the box. Every rank has an
-                 instruction with this box, and exactly one rank writes each row (rank 0 writes padding rows).
+    NONE         The instruction touches its whole box.
+    ITEM         By attention items. The items of all attention instructions of a rank and layer
+                 together partition the box (rows x KV heads). An item also reads the K and V rows
+                 of the row blocks for which it waits (`item_wait_block`, `item_wait_blocks`).
+                 `item_columns` gives the columns that belong to KV heads.
+    LOGIT_ROW    By the step table. For each logit row i of the instruction, it touches row
+                 `logit_rows[i]`. The box has all rows that may be selected. If each rank owns a
+                 part of the rows, the instruction touches only rows that its rank owns.
+    LOGIT_OWNER  By the step table. The rank that owns token row `logit_rows[i]` writes row i of the
+                 box. Every rank has an instruction with this box, and exactly one rank writes each
+                 row (rank 0 writes padding rows).
     """
 
     NONE = "none"
@@ -44,13 +49,14 @@ class Index(Enum):
 class Access:
     """Half-open boxes, one per instruction: rows [row, row_end) x columns [col, col_end) of `buffer`.
 
-    Rows are token rows, also for K_CACHE and V_CACHE, where the step table maps each token row to its own cache slot.
-    For buffers with one row per logit row they are logit rows, and for REDUCE they are rows of the buffer itself.
-    Columns are elements of a row. Only buffers that a step writes are listed, because weights and earlier KV do not
-    change during a launch.
+    Rows are token rows. This includes K_CACHE and V_CACHE, because the step table maps each token
+    row to its own place in the cache. For buffers with one row per logit row they are logit rows,
+    and for REDUCE they are rows of the buffer itself. Columns are elements of a row. Only buffers
+    that a step writes are listed, because weights and earlier KV do not change during a launch.
 
-    `rank` says whose copy is touched: OWN, EVERY, a rank, or an array with one rank per instruction. Copies of other
-    ranks are only written, never read. In an ITEM access, `rank` may be None, which means the owner of each row block.
+    `rank` says which rank's copy is touched: OWN, EVERY, a rank, or an array with one rank per
+    instruction. Copies of other ranks are only written, never read. In an ITEM access, `rank` may
+    be None, which means that each row block is touched on the rank that owns it.
     """
 
     buffer: Buffer

@@ -61,9 +61,9 @@ class BufferSpec:
     A `layered` buffer has one copy per layer: the layer is a further axis in front of `shape`. The number of pages in
     the KV pool is known only when a program is bound, so it is an argument of `shape`.
 
-    Quantised K and V are Q8_0, and their shape is in bytes. A head's page has one block per KV_UNIT elements, and the
-    last block has the remaining elements. Each block has the scales of all tokens first and then their values, ordered
-    by element in K and by token in V.
+    Quantised K and V are Q8_0, and their shape is in bytes. A KV page of a head has one block for
+    each KV_UNIT elements of head_dim; the last block may have fewer. A block has the scales of all
+    tokens of the page, then their values, which are ordered by element in K and by token in V.
     """
 
     buffer: Buffer

@@ -21,9 +21,10 @@ from .phases import Phase
 class Cost:
     """The work of each instruction, as float64 columns. A multiply-add counts as two FLOPs.
 
-    `memory_bytes` are the weight and KV bytes that must pass through main memory once per step even with perfect
-    caches; activations stay in caches. Attention's cost depends on the step table and is zero here; `attention_cost`
-    gives it for a context length. Bytes sent to other ranks follow from the accesses (`link_bytes`).
+    `memory_bytes` counts the bytes of weights, KV cache and embeddings that must be read from main
+    memory once per step, even with perfect caches. It assumes that activations stay in caches.
+    Attention's cost depends on the step table and is zero here; `attention_cost` gives it for a
+    context length. Bytes sent to other ranks follow from the accesses (`link_bytes`).
     """
 
     matrix_flops: NDArray[np.float64]
@@ -42,7 +43,7 @@ def itemsize(dims: Dims) -> int:
 
 
 def kv_bytes(dims: Dims) -> int:
-    """Bytes of K and V of one token and KV head, as the cache stores them."""
+    """The number of bytes that K and V of one token and one KV head take in the cache."""
     return 2 * dims.kv_row * BUFFERS[Buffer.K_CACHE].resolve_dtype(dims).itemsize
 
 
@@ -59,7 +60,7 @@ def _cost(
 
 
 def weight_bytes(phase: Phase, cols: NDArray[Any], dims: Dims) -> NDArray[np.float64]:
-    """The bytes in memory of the weights for this many output columns of a matmul."""
+    """The number of bytes that the weights for `cols` output columns of a matmul take in memory."""
     return cols.astype(np.float64) * (phase.matrices(dims) * phase.inner(dims) * phase.stored_bits(dims) / 8)
 
 
@@ -78,16 +79,18 @@ def _matmul(p: Phase, c: Columns, d: Dims) -> Cost:
 
 
 def attention_cost(dims: Dims, row_kv_heads: int, kv_tokens: float) -> tuple[float, float]:
-    """(FLOPs, KV bytes) of one item: `row_kv_heads` = query rows x KV heads, each over `kv_tokens` tokens.
+    """Return (FLOPs, KV bytes) of one attention item. `row_kv_heads` is its query rows x KV heads,
+    each of which attends to `kv_tokens` tokens.
 
-    FLOPs = 4 x query heads x head_dim x tokens (roofline: 2nP + 4nSLHh). KV bytes count one read per row.
+    FLOPs = 4 x query heads x head_dim x tokens: two products (QK and PV), two FLOPs each. KV bytes
+    count one read per row.
     """
     flops = 4.0 * row_kv_heads * dims.group_size * dims.head_dim * kv_tokens
     return flops, row_kv_heads * kv_tokens * kv_bytes(dims)
 
 
 def _nothing(p: Phase, c: Columns, d: Dims) -> Cost:
-    """The cost of phases without work, or whose work only the step table knows."""
+    """The cost of phases that do no work, or whose work depends on the step table."""
     return _cost(next(iter(c.values()), np.zeros(0)))
 
 

@@ -1,4 +1,4 @@
-"""The sizes that a program is compiled for. Declared once: the C++ struct is generated from these fields."""
+"""The sizes for which a program is compiled. The C++ struct is generated from `Dims`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from .dtypes import BLOCKS, Dtype
 
-# Every shard of the FFN and of the vocabulary, except the last, has a multiple of this many columns: those of a
-# quantisation group, or of two packed panels.
+# Every shard of the FFN and of the vocabulary, except the last, has a multiple of this many
+# columns. It is the size of a quantisation group, and of two panels of a packed CPU matrix.
 SHARD_UNIT = 32
 
-# The elements of a row of K or V that share a scale in a quantised cache (Q8_0), and the bytes of that scale.
+# In a quantised cache (Q8_0): how many elements of a row of K or V share a scale, and the bytes of
+# this scale.
 KV_UNIT = BLOCKS[Dtype.Q8_0].weights
 KV_SCALE = BLOCKS[Dtype.Q8_0].bytes - KV_UNIT
 
@@ -26,9 +27,9 @@ Int = TypeVar("Int", int, NDArray[np.int32], NDArray[np.int64])
 class Units(IntEnum):
     """The units that compute a matmul.
 
-    CORE    a CPU core's vector unit: any number of rows, one order of additions
-    DOTS    a GPU's vector units: one dot product per output, for few rows
-    TENSOR  a GPU's matrix units
+    CORE    a CPU core's vector unit, for any number of rows, with the same order of additions
+    DOTS    a GPU's CUDA cores: one dot product per output, for few rows
+    TENSOR  a GPU's tensor cores
     """
 
     CORE = 0
@@ -40,10 +41,10 @@ class Units(IntEnum):
 class Dims:
     """The sizes of a step as one rank sees them. All are counts unless a unit is given.
 
-    The first group of fields comes from the model, the second from the numerics class and the machine, the third from
-    the bucket and the engine's limits. The fourth group says how `tp` ranks share the model and which rank's view this
-    is, and the last describes a worker. `rms_eps` is the only float. Properties named `rank_...` are sizes of the
-    rank's shard.
+    The first group of fields comes from the model, the second from the number formats and the
+    machine, and the third from the bucket and the engine's limits. The fourth group says how `tp`
+    ranks share the model, and which rank has these sizes. The last describes a worker. `rms_eps` is
+    the only float. Properties named `rank_...` are sizes of the rank's shard.
 
     Query heads, FFN columns and vocabulary rows are divided among the ranks in contiguous shards, larger ones first,
     whose sizes differ by at most one unit (a head, or SHARD_UNIT columns). A shard may be empty. A rank has the KV
@@ -60,31 +61,32 @@ class Dims:
     head_dim: int
     rms_eps: float
 
-    dtype: int  # Dtype of activations, and of the KV cache unless that is quantised; accumulation is in float32
-    kv_block: int  # KV tokens that share one softmax partial (m, l, o); fixed by the numerics class
+    dtype: int  # Dtype of activations, and of K and V unless quantised_kv; sums are in float32
+    kv_block: int  # KV tokens per partial softmax result (m, l, o); the same in all programs
     kv_page: int  # KV tokens in a page of the cache; divides kv_block
-    row_block: int  # token rows that share one row-block counter
+    row_block: int  # token rows of a row block, which share counters
 
     tokens: int  # token rows of the bucket
-    logit_rows: int  # rows that get logits
+    logit_rows: int  # token rows that get logits
     max_seqs: int  # sequences with a block table, and request slots with a history
-    max_context: int  # tokens a sequence may reach
-    items: int  # attention work items
+    max_context: int  # the maximum number of tokens in a sequence
+    items: int  # attention items, at most (isa/step.py)
     attention_slots: int  # attention instructions per layer
-    partials: int  # split-attention partials, one per (split item, query row, kv block)
-    bias_entries: int  # logit-bias pairs, all rows together
+    partials: int  # rows of PARTIALS, one per (split, query row, KV head, KV block)
+    bias_entries: int  # (token, bias) pairs of all rows together
     mask_rows: int = 0  # logit rows that may have a mask of allowed tokens
 
     tp: int = 1  # ranks that share the model
-    rank: int = 0  # the rank that sees these sizes; a program's own dims are rank 0's
-    replicated_o: int = 0  # 1: every rank has all of W_O, and attention stores heads at the rank that owns the row
-    replicated_residual: int = 0  # 1: every rank has the whole residual and adds all ranks' partials itself
+    rank: int = 0  # the rank that has these sizes; `Program.dims` are rank 0's
+    replicated_o: int = 0  # 1: every rank has all of W_O; attention stores heads at a row's owner
+    replicated_residual: int = 0  # 1: every rank has the whole residual and adds all partial sums
 
-    units: int = 0  # which Units compute a matmul; part of the numerics class
-    ring_pages: int = 0  # pages of shared memory in a worker's ring (see isa/pages.py); 0 if the target has none
-    # 1: K and V are stored in Q8_0; each token's row of a head is quantised by itself. Part of the numerics class
+    units: int = 0  # the Units that compute matmuls; they determine the bits of the results
+    ring_pages: int = 0  # shared-memory pages of an SM (see isa/pages.py); 0 if the target has none
+    # 1: K and V are stored in Q8_0, where each token's row of a head is quantised by itself. This
+    # too determines the bits of the results.
     quantised_kv: int = 0
-    sms: int = 1  # SMs of a worker; two SMs load each weight tile once for both and divide an instruction's rows
+    sms: int = 1  # SMs of a worker; two SMs share weight tiles and divide an instruction's rows
 
     @property
     def row_blocks(self) -> int:
@@ -96,12 +98,16 @@ class Dims:
 
     @property
     def own_rows(self) -> int:
-        """The maximum number of token rows that a rank owns. Each slot of REDUCE has this many rows."""
+        """The maximum number of token rows that a rank owns. In REDUCE, each rank has a slot of
+        this many rows.
+        """
         return self.tokens if self.replicated_residual else ceil_div(self.row_blocks, self.tp) * self.row_block
 
     @property
     def own_logit_rows(self) -> int:
-        """Logit rows are dealt to the ranks in runs of this length: row i is sampled by rank i // own_logit_rows."""
+        """The number of consecutive logit rows that each rank samples: rank i // own_logit_rows
+        samples row i.
+        """
         return ceil_div(self.logit_rows, self.tp)
 
     @property
@@ -172,7 +178,9 @@ class Dims:
 
     @property
     def kv_row(self) -> int:
-        """Elements of a token's row of K or V of one head as the cache stores it; bytes if the cache is quantised."""
+        """The length of a row in the KV cache, which has K or V of one token and one head:
+        elements, or bytes if the cache is quantised.
+        """
         return self.head_dim + self.quantised_kv * KV_SCALE * ceil_div(self.head_dim, KV_UNIT)
 
     @property
@@ -185,15 +193,19 @@ class Dims:
         return max((self.first_kv_head + kv_head) * self.group_size - self.first_head, 0)
 
     def query_head_end(self, kv_head: int) -> int:
-        """One past the last query head that uses KV head `kv_head`, counted likewise."""
+        """One past the last query head that uses KV head `kv_head`. Both numbers count from the
+        rank's own first head.
+        """
         return min((self.first_kv_head + kv_head + 1) * self.group_size - self.first_head, self.rank_heads)
 
     def owner(self, row: Int) -> Int:
-        """The rank that keeps the residual of a token row, unless every rank does."""
+        """The rank that keeps the residual of a token row, if the residual is not replicated."""
         return row // self.row_block % self.tp
 
     def reduce_place(self, row: Int) -> Int:
-        """The row, within a rank's slot of REDUCE, of the partial sum for token row `row`."""
+        """The row of a partial sum for token row `row`, counted from the beginning of a rank's slot
+        in REDUCE.
+        """
         if self.replicated_residual:
             return row
         return row // self.row_block // self.tp * self.row_block + row % self.row_block

@@ -39,7 +39,7 @@ class Dtype(IntEnum):
 
     @property
     def itemsize(self) -> int:
-        """The bytes of an element of a type that is not quantised."""
+        """The number of bytes per element. The type must not be quantised."""
         return self.numpy.itemsize
 
     @property
@@ -49,15 +49,19 @@ class Dtype(IntEnum):
         return 8.0 * (block.bytes / block.weights if block else self.itemsize)
 
     def row_bytes(self, elements: int) -> int:
-        """The bytes of a row of a matrix; a partial block at its end is stored whole."""
+        """The number of bytes that a row of a matrix takes. If the last block is partial, it still
+        takes the bytes of a whole one.
+        """
         block = BLOCKS.get(self)
         return -(-elements // block.weights) * block.bytes if block else elements * self.itemsize
 
 
 class Block(NamedTuple):
-    """Neighbouring weights of a row that are quantised together. csrc/cpu/packed.h explains the bytes.
+    """A block of neighbouring weights of a row, which are quantised together. csrc/cpu/packed.h
+    explains its bytes.
 
-    `scales` has the offsets of the float16 scale and of the minimum, if there is one. All other bytes are integers.
+    `scales` has the byte offsets of the float16 scale and, if the type has one, of the float16
+    minimum. All other bytes are integers.
     """
 
     weights: int
@@ -79,10 +83,12 @@ _INFINITY = {Dtype.F32: 0x7F800000, Dtype.BF16: 0x7F80, Dtype.F16: 0x7C00}
 
 
 def all_finite(a: NDArray[np.generic], dtype: Dtype) -> bool:
-    """Whether elements or rows of blocks of `dtype` contain neither NaN nor infinity.
+    """Whether an array of `dtype` (elements, or rows of quantised blocks) contains neither NaN nor
+    infinity.
 
-    Read as integers, NaN and infinity exceed all finite floats of their sign, so two maxima show whether there are any.
-    They take a tenth of the time of `isfinite`.
+    If the bits of floats are read as integers, NaN and infinity exceed all finite floats of their
+    sign. So two maxima, one for each sign, show whether there are any, in a tenth of the time of
+    `isfinite`.
     """
     if dtype.quantised:
         blocks = a.view(np.uint8).reshape(-1, BLOCKS[dtype].bytes)
@@ -94,12 +100,14 @@ def all_finite(a: NDArray[np.generic], dtype: Dtype) -> bool:
 
 
 def to_f32(a: NDArray[np.generic], dtype: Dtype | None = None) -> NDArray[np.float32]:
-    """The float32 values of an array of `dtype`. Without `dtype`, it has floats, or bfloat16 bits as uint16.
+    """The float32 values of an array of `dtype`. Without `dtype`, the array must have floats, or
+    bfloat16 as uint16.
 
-    Rows of quantised blocks, `[..., bytes]`, become rows of weights, each rounded once from scale * value + offset.
+    Rows of quantised blocks, `[..., bytes]`, become rows of float32 weights. Each weight is scale *
+    value + offset, rounded once.
     """
     if dtype is not None and dtype.quantised:
-        from gguf import GGMLQuantizationType, dequantize  # imported here because a GPU machine need not have gguf
+        from gguf import GGMLQuantizationType, dequantize  # here: GPU machines may lack gguf
 
         values: NDArray[np.float32] = dequantize(a, GGMLQuantizationType[dtype.name])
         return values

@@ -12,9 +12,11 @@ Floats = NDArray[np.float64]
 
 
 def item_work(view: StepTable) -> tuple[Floats, Floats]:
-    """[items] FLOPs, and bytes of K and V, of each item of the view's rank; zero for padding.
+    """The FLOPs, and the bytes of K and V, of each attention item of the view's rank, as two arrays
+    [items]; zero for padding.
 
-    A row attends to earlier tokens and itself. The bytes count one read per item, whatever its number of rows.
+    A row attends to earlier tokens and itself. The bytes count one read per item, however many rows
+    it has.
     """
     dims, n = view.dims, int(view.slot_items[-1])
     row, rows = view.item_row[:n].astype(np.int64), view.item_rows[:n].astype(np.int64)
@@ -28,7 +30,8 @@ def item_work(view: StepTable) -> tuple[Floats, Floats]:
     tokens = np.maximum(np.minimum(view.positions[row + rows - 1].astype(np.int64) + 1, end) - begin, 0)
     per_pair, per_token = attention_cost(dims, 1, 1.0)
     first, heads = view.item_kv_head[:n].astype(np.int64), np.where(live, view.item_kv_heads[:n], 0)
-    # Ranks that share a KV head each have some of its query heads.
+    # Several ranks may use the same KV head, each for a part of its query heads. So count the
+    # rank's own.
     query_heads = [end - begin for begin, end in map(dims.query_heads, range(dims.rank_kv_heads))]
     before = np.cumsum([0, *query_heads])
     asked = (before[first + heads] - before[first]) / dims.group_size
@@ -36,7 +39,9 @@ def item_work(view: StepTable) -> tuple[Floats, Floats]:
 
 
 def slot_work(table: StepTable) -> Floats:
-    """[ranks, slots, 2] FLOPs, and bytes of K and V, of the items of each attention slot in one layer."""
+    """The FLOPs, and the bytes of K and V, of all items of each attention slot in one layer:
+    [ranks, slots, 2].
+    """
     dims = table.dims
     out = np.zeros((dims.tp, dims.attention_slots, 2))
     for rank in range(dims.tp):

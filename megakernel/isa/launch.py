@@ -11,22 +11,24 @@ from typing import Any
 
 THREADS = 384  # threads of a block; one block per SM
 WARPS = THREADS // 32
-PAGES = 13  # pages of shared memory in the ring that all operands pass through
+PAGES = 13  # pages of shared memory in the ring through which all operands pass
 PAGE_BYTES = 16384
-SLOTS = 4  # instructions that a block has under way, from their set-up to the end of their stores
-# The same limit while a block claims from a queue. A claim also waits until the previous loads have been requested.
+SLOTS = 4  # instructions in flight in a block, at most, from set-up to the end of their stores
+# The same maximum while a block claims from a queue. A claim also waits until the loads of the
+# previous instruction have been issued.
 CLAIM_SLOTS = 2
-SHARED_BYTES = 227 * 1024  # dynamic shared memory of a block: all that Hopper offers
+SHARED_BYTES = 227 * 1024  # dynamic shared memory of a block, the maximum on Hopper
 MAP_BYTES = 128  # bytes of an encoded tensor map, which must be aligned to 64 bytes
-CLOCK_STAMPS = 4  # stamps of a block in a traced launch: (clock64, %globaltimer) at its beginning and at its end
+CLOCK_STAMPS = 4  # of a traced block: (clock64, %globaltimer) when it begins and when it ends
 
 PROLOGUE, BODY, EPILOGUE, QUEUES = range(4)  # record lists; the first three are segments
 
-# The warps of a block in order; all further warps are consumers.
+# The first warps of a block, in order. All further warps are consumers.
 SERVICE_WARPS = ("controller", "weight loader", "storer", "input loader")
 
-# What a warp waits for: a counter, or a shared-memory barrier of a page or of an instruction (csrc/cuda/block.h). {} is
-# its slot, or the index of the counter.
+# The things for which a warp may wait: a counter, or a shared-memory barrier of a page or of an
+# instruction (csrc/cuda/block.h). {} is the index of the counter, or the slot of the page or
+# instruction.
 COUNTER = "counter"
 AWAITED = {
     COUNTER: "counter {}",
@@ -43,7 +45,7 @@ AWAITED = {
 
 
 class Ablation(IntEnum):
-    """What a build of the interpreter leaves out, so that a benchmark can time the rest."""
+    """The work that a build of the kernel leaves out, so that a benchmark can time the rest."""
 
     NONE = 0
     COPIES = 1  # loaders do not fill pages
@@ -59,8 +61,8 @@ _SCALARS: dict[str, tuple[str, Any]] = {
 
 @dataclass(frozen=True)
 class Field:
-    """`kind` is a scalar (i4, u4, u8), one of these structs, or the C type of a pointer; `count` > 1 declares an
-    array.
+    """A field of a struct. `kind` is a scalar (i4, u4, u8), the name of another struct, or the C
+    type of a pointer. `count` > 1 declares an array.
     """
 
     name: str
@@ -75,8 +77,9 @@ class Field:
         return f"{kind} {self.name}{f'[{self.count}]' if self.count > 1 else ''};"
 
 
-# For a pointer, `what` begins with the shape of the data behind it. There, `tp` counts all ranks of the model, and
-# `blocks` only the blocks of this grid.
+# For a pointer, `what` begins with the shape of the data behind the pointer. In this shape, `tp` is
+# the number of all ranks of the model, and `blocks` is the number of thread blocks of this grid
+# only.
 STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
     "Delay": (
         "A stall of one instruction, for tests of the trace; only traced launches have it.",

@@ -15,18 +15,22 @@ Bytes = NDArray[np.int64]
 
 
 def link_bytes(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
-    """[tp] bytes that instructions of rank `dims.rank` store on each rank; 0 for the rank itself.
+    """The bytes that instructions of rank `dims.rank` store on each rank, [tp]; 0 for the rank
+    itself.
 
-    `columns` must contain all attention instructions of the rank's layer, because their items together partition a box.
-    All rows of the final norm are counted as sent by rank 0: their real senders, the owners of the rows, depend on the
-    step table, but the number of bytes does not.
+    If the phase is attention, `columns` must contain all of the rank's instructions in a layer,
+    because their items together partition a box. All rows of the final norm are counted as sent by
+    rank 0. Their real senders, the owners of the rows, depend on the step table, but the total
+    number of bytes does not.
     """
     total: Bytes = link_bytes_each(phase, columns, dims).sum(axis=0)
     return total
 
 
 def link_bytes_each(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
-    """`link_bytes` per instruction, [n, tp]. Attention instructions divide their box's bytes equally."""
+    """The bytes that each instruction stores on each rank, [n, tp]; 0 for its own rank. Attention
+    instructions divide the bytes of their common box equally.
+    """
     count = len(next(iter(columns.values()), ()))
     out = np.zeros((count, dims.tp), dtype=np.int64)
     for access in accesses(phase, columns, dims):
@@ -37,7 +41,7 @@ def link_bytes_each(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
 
 
 def _stored(access: Access, d: Dims) -> Bytes:
-    """[n, tp] bytes that one access of n instructions stores on each rank's copy."""
+    """The bytes that one access of n instructions stores in each rank's copy, [n, tp]."""
     rows = np.maximum(access.row_end - access.row, 0).astype(np.int64)
     cols = np.maximum(access.col_end - access.col, 0)
     size = rows * cols * BUFFERS[access.buffer].resolve_dtype(d).itemsize

@@ -21,8 +21,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Loads:
-    """Bytes per instruction: its weights, which may be loaded before its waits end, and its inputs (`read`), which are
-    loaded after its waits.
+    """The bytes that each instruction loads: its weights, which it may load before its waits end,
+    and its inputs (`read`), which it loads after its waits.
     """
 
     weights: Floats
@@ -59,8 +59,9 @@ def region_reads(phase: Phase, columns: Columns, dims: Dims) -> Floats:
 
 
 def _through_the_ring(phase: Phase, columns: Columns, dims: Dims) -> Floats:
-    """The bytes of a matmul's inputs that pass through the ring. All inputs are loaded anew for each lap of dots, or
-    for each chunk of columns of a tile.
+    """The bytes of a matmul's inputs that pass through the ring of shared-memory pages. All inputs
+    are loaded again for each lap of dots (one filling of the ring), or for each chunk of a tile's
+    columns.
     """
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
     if dims.units == Units.DOTS:

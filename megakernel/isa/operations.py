@@ -1,4 +1,5 @@
-"""The operations that interpreters know. Each phase of a model is one of them with parameters (`phases.py`).
+"""The operations that interpreters know. Each phase of a model is an operation with parameters
+(`phases.py`).
 
 `csrc/common/isa.h` and `docs/instructions.md` are generated from these tables. A new operation, result or set of rows
 needs a case in every backend; a backend without this case does not compile.
@@ -23,7 +24,9 @@ class Operation(IntEnum):
 
 
 class OperationFamily(Enum):
-    """Operations of one kind, with their colour in every view (Okabe-Ito, readable for colour-blind people)."""
+    """A family is a kind of operation. Its value is its colour in every view, from the Okabe-Ito
+    palette, which colour-blind people can tell apart.
+    """
 
     GATHER = "#999999"
     NORM = "#F0E442"
@@ -50,12 +53,12 @@ class Rows(IntEnum):
 
 
 class Result(IntEnum):
-    """What a matmul does with its results after adding the bias.
+    """What a matmul does with its results, after it has added the bias.
 
     NONE      not a matmul
-    HEADS     q and k are rotated by ROPE; q goes to Q, k and v go to their place in the KV cache
+    HEADS     RoPE rotates q and k; q is stored in Q, k and v at their place in the KV cache
     RESIDUAL  added to the residual stream
-    PARTIAL   stored, as this rank's part of a sum over ranks, at the rank that keeps the residual of the row
+    PARTIAL   stored at the rank that keeps the row's residual, as one term of a sum over ranks
     GATED     silu(first matrix) * second matrix
     LOGITS    stored at the rank that samples the row
     """
@@ -70,7 +73,9 @@ class Result(IntEnum):
 
 @dataclass(frozen=True)
 class OperationSpec:
-    """`operands` are the operands of a record, in order. `layout` names the C++ struct that overlays them."""
+    """The properties of an operation. `operands` names the operands of its records, in order.
+    `layout` is the name of the C++ struct through which C++ reads them.
+    """
 
     family: OperationFamily
     layout: str
@@ -112,8 +117,9 @@ OPERATIONS: dict[Operation, OperationSpec] = {
         "t = inputs[r] weights^T + bias; if the phase has a norm, the inputs are normalised first. The phase's result "
         "says what happens to t",
     ),
-    # The q, k and v of `group_heads` consecutive KV heads form a group, which shares one counter per row block. The
-    # wait word names the grid of counters [row block][group], and the signal word the grid [row block].
+    # The q, k and v of `group_heads` consecutive KV heads form a group. In each row block, a group
+    # has one counter. The wait word names this grid of counters, [row block][group]. The signal
+    # word names the grid [row block].
     Operation.ATTENTION: OperationSpec(
         OperationFamily.ATTENTION,
         "Attention",

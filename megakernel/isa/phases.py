@@ -36,7 +36,7 @@ class Phase:
     `bias`         added to the results; None if the model has none
     `norm`         the scale of an RMS norm that a matmul applies to its inputs first
     `head_norm`    the scales of the RMS norms of each head of q and of k, applied before the rotation
-    `ahead`        how many layers after the current one the weights' layer is; at most the last layer
+    `ahead`        how many layers later the layer is whose weights are used; at most the last layer
     `weight_bits`  bits per weight in memory, the mean if there are several types; None means the compute type's bits
 
     `number` is the phase's place in its `Forward`.
@@ -74,7 +74,9 @@ class Phase:
 
     @property
     def reads_weights(self) -> bool:
-        """Whether the phase reads a matrix. A reduction names a matrix too, but only adds that matrix's products."""
+        """Whether the phase reads a weight matrix. A reduction has `weights` too, but only adds the
+        products that a matmul made with them.
+        """
         return self.operation in (Operation.MATMUL, Operation.GATHER)
 
     @property
@@ -92,7 +94,7 @@ class Phase:
         return self._shape(dims)[-1]
 
     def width(self, dims: Dims) -> int:
-        """The output columns of a matmul; 0 if the rank has nothing to multiply."""
+        """The number of output columns of a matmul; 0 if the rank has nothing to multiply."""
         return self._shape(dims)[-2] if self.is_matmul and self.inner(dims) else 0
 
     def matrices(self, dims: Dims) -> int:
@@ -109,7 +111,9 @@ class Phase:
         return Dtype(dims.dtype).bits if self.weight_bits is None else self.weight_bits
 
     def ranks(self, dims: Dims) -> int:
-        """The number n of ranks that have a part of the weights' inner length, which are ranks 0 .. n - 1."""
+        """The number n of ranks that have a part of the weights' inner length. They are ranks 0 to
+        n - 1.
+        """
         return sum(self.inner(replace(dims, rank=rank)) > 0 for rank in range(dims.tp))
 
     def _shape(self, dims: Dims) -> tuple[int, ...]:
@@ -118,8 +122,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class PhaseField:
-    """A field of the C++ struct `Phase`, which is a phase as one rank sees it. `kind` is an enum of isa.h or
-    int32_t.
+    """A field of the C++ struct `Phase`, which describes a phase as one rank sees it. `kind` is its
+    C++ type: an enum of isa.h, or int32_t.
     """
 
     name: str
@@ -191,7 +195,7 @@ class Forward:
 
     @cached_property
     def by_number(self) -> dict[int, Phase]:
-        """All phases by number, which is the first byte of a record."""
+        """All phases by number. The first byte of a record is its phase's number."""
         return {phase.number: phase for phase in (*CONTROL, *self.phases)}
 
     @cached_property
@@ -199,14 +203,18 @@ class Forward:
         return {phase.name: phase for phase in self.by_number.values()}
 
     def numbers(self, operation: Operation, result: Result | None = None) -> list[int]:
-        """The numbers of the phases of an operation; for matmuls, optionally only those with one result."""
+        """The numbers of the phases with this operation. For matmuls, `result` selects those with
+        this result.
+        """
         return [p.number for p in self.by_number.values() if p.operation is operation and result in (None, p.result)]
 
     def __iter__(self) -> Iterator[Phase]:
         return iter(self.phases)
 
     def words(self, dims: Dims) -> NDArray[np.int32]:
-        """[MAX_PHASES + 1, fields]: the C++ `Phase`s as rank `dims.rank` sees them; zeros for unused numbers."""
+        """The words of the C++ structs `Phase` as rank `dims.rank` sees them, [MAX_PHASES + 1,
+        fields]; zeros for unused numbers.
+        """
         out = np.zeros((MAX_PHASES + 1, len(PHASE_FIELDS)), dtype=np.int32)
         for number, phase in self.by_number.items():
             out[number] = [field.value(phase, dims) for field in PHASE_FIELDS]

@@ -32,7 +32,9 @@ def _full(value: Column | int, like: Column) -> Column:
 
 
 def _peers(d: Dims) -> int:
-    """Where a row that every rank needs is stored: in all copies, or only in the rank's own if all compute it."""
+    """The rank of an access that stores a row which every rank needs: all ranks, or only the own
+    rank if all compute the row.
+    """
     return OWN if d.replicated_residual or d.tp == 1 else EVERY
 
 
@@ -46,7 +48,9 @@ def _tile(c: Columns) -> tuple[Column, Column]:
 
 
 def _overlap(c: Columns, start: int, width: int) -> tuple[Column, Column]:
-    """The part of each column tile inside [start, start + width), relative to start; empty if there is none."""
+    """The part of each column tile that lies inside [start, start + width), relative to `start`; an
+    empty range if there is none.
+    """
     col, end = _tile(c)
     low = np.clip(col - start, 0, width)
     return low, np.maximum(np.clip(end - start, 0, width), low)
@@ -87,7 +91,9 @@ def _heads(p: Phase, c: Columns, d: Dims) -> list[Access]:
 
 
 def _partial(p: Phase, c: Columns, d: Dims) -> list[Access]:
-    """Stores at the rank that keeps the residual of the rows, which lie in one row block."""
+    """Stores of partial sums at the rank that keeps the residual of the rows. The rows of an
+    instruction lie in one row block.
+    """
     row, rank = d.reduce_row(d.rank, c["row"]), EVERY if d.replicated_residual else d.owner(c["row"])
     return [Access(_given(p.output), Kind.WRITE, row, row + c["rows"], *_tile(c), rank=rank)]
 

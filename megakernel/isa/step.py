@@ -20,7 +20,9 @@ from .dims import Dims
 
 @dataclass(frozen=True)
 class StepField:
-    """Its length in words is the product of the Dims named in `of`, plus `plus`; with `per_rank`, for each rank."""
+    """A field of the step table. Its length in words is the product of the Dims that `of` names,
+    plus `plus`. With `per_rank`, each rank has that many words.
+    """
 
     name: str
     of: tuple[str, ...]
@@ -37,7 +39,7 @@ class StepField:
 _T, _L, _I, _B = ("tokens",), ("logit_rows",), ("items",), ("bias_entries",)
 
 STEP_FIELDS: tuple[StepField, ...] = (
-    # -- token rows; rows at and beyond the live count are padding: sequence -1, token 0, position 0
+    # -- token rows; rows after the step's own are padding: sequence -1, token 0, position 0
     StepField("token_ids", _T, "token id, or -1 - slot: take HISTORY[slot][position]"),
     StepField("positions", _T, "absolute position of the row in its sequence"),
     StepField("row_seq", _T, "row of block_tables; -1 for padding (its K and V are not stored)"),
@@ -95,8 +97,8 @@ STEP_FIELDS: tuple[StepField, ...] = (
 
 @functools.cache
 def _layout(dims: Dims) -> tuple[dict[str, tuple[int, int, bool]], int]:
-    """The (first word, end, whether it is float) of each field, as rank `dims.rank` sees it, and the number of words of
-    a table.
+    """Two values: for each field, as rank `dims.rank` sees it, (first word, end, whether it is
+    float); and the number of words in a table.
     """
     fields, offset = {}, 0
     for field in STEP_FIELDS:
@@ -113,10 +115,11 @@ def step_words(dims: Dims) -> int:
 
 
 class StepTable:
-    """One step's table as rank `dims.rank` sees it. Attributes are views into `words`, named as in STEP_FIELDS.
+    """A step table as rank `dims.rank` sees it. Its attributes are views into `words` and have the
+    names of STEP_FIELDS.
 
-    A per-rank field shows this rank's own values; `rank` returns another rank's view of the same words. block_tables
-    and masks are 2-D.
+    The attribute for a per-rank field has this rank's values only. The method `rank` returns
+    another rank's view of the same words. block_tables and masks are 2-D.
     """
 
     def __init__(self, dims: Dims, words: NDArray[np.int32] | None = None) -> None:

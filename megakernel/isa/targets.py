@@ -1,5 +1,5 @@
-"""What a backend's processor requires of a program, as one declared object per processor; nothing is inferred from
-sizes.
+"""Declares what each kind of processor requires of a program, with one object for each kind.
+Nothing is inferred from sizes.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ from dataclasses import dataclass
 from . import pages
 from .dims import Dims, Units
 
-MOST_HEAD_DIM = 496  # elements: a CPU computes the norm of a head in one pass
-_ANY = 1 << 30  # more rows than a program has
+MOST_HEAD_DIM = 496  # the maximum head_dim, because a CPU computes the norm of a head in one pass
+_ANY = 1 << 30  # any number of rows: more than a program has
 
 
 @dataclass(frozen=True)
 class Target:
-    """`units` are the units that can compute matmuls; those for few rows come first.
+    """The kind of processor for which programs are compiled.
 
-    row_unit   row blocks are multiples of this number of rows, which are stored at once; 1 if any number can be stored
-    col_unit   column tiles start at multiples of this number; None if the machine file decides
-    pages      whether workers stream operands through a ring of pages, whose size the machine file gives
-    any_split  whether any attention slot's share may end inside a row's KV range, which leaves partial results
+    units      the units that can compute matmuls; those for few rows come first
+    row_unit   row blocks are multiples of this number of rows, which are stored together; 1 if any
+               number of rows can be stored
+    col_unit   column tiles start at multiples of this number; None if the machine file gives it
+    pages      whether operands pass through a ring of pages, whose size the machine file gives
+    any_split  whether the KV range of any query tile may be split between attention slots
     """
 
     name: str
@@ -32,11 +34,13 @@ class Target:
     any_split: bool
 
     def chosen(self, name: str) -> Units:
-        """The units that `--matmul` names, or the only ones that the target has."""
+        """The units that `--matmul` names, or the target's only ones."""
         return self.units[0] if len(self.units) == 1 else Units[name.upper()]
 
     def tile_rows(self, units: Units, inner: int) -> int:
-        """The maximum number of rows of a tile if a row of its inputs has at most `inner` elements."""
+        """The maximum number of rows in a tile, if a row of its inputs has at most `inner`
+        elements.
+        """
         return pages.dot_rows(inner) if units is Units.DOTS else _ANY
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _STAT = Path("/proc/stat")
-_IDLE = (3, 4)  # columns of its first line: idle, and waiting for a disk
-_COLUMNS = 8  # columns up to the time stolen by other virtual machines; user time already includes guests
+_IDLE = (3, 4)  # columns of the first line of /proc/stat: idle, and waiting for a disk
+_COLUMNS = 8  # up to time stolen by other virtual machines; user time already has that of guests
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ def now(stat: Path = _STAT) -> Moment | None:
 
 
 def others(begin: Moment | None, end: Moment | None) -> float | None:
-    """The fraction of all cores' time that other programs used between two moments, including stolen time; None if
-    unknown.
+    """The fraction of all cores' time that other programs used between two moments; None if
+    unknown. It includes time that other virtual machines stole.
     """
     if begin is None or end is None or end.total_s <= begin.total_s:
         return None

@@ -75,14 +75,14 @@ MACHINES: dict[str, Machine] = {h.name: _machine(h) for h in map(read, names()) 
 
 
 def host(workers: int | None = None) -> Machine:
-    """This machine's CPU with one worker per core. Its rates are nominal and only guide placement; `doctor` measures
-    the real ones.
+    """This machine's CPU with one worker per core. Its rates are nominal and only guide where the
+    compiler places work; `doctor` measures the real ones.
     """
     return _machine(read(HOST, workers))
 
 
 def host_hardware(flops_per_s: float, read_bytes_per_s: float) -> Hardware:
-    """This machine's CPU as one device with measured rates. bf16 weights are widened, so both types have one rate."""
+    """This machine's CPU as one device with measured rates. bf16 and float32 get the same rate."""
     nominal = read(HOST)
     return replace(
         nominal,
@@ -97,7 +97,7 @@ def hardware(name: str) -> Hardware:
 
 
 def load(name: str, workers: int | None = None) -> Machine:
-    """One device of a machine, by the names that `hardware` takes, with this many workers (cores, for a CPU)."""
+    """One device of a machine that `hardware` knows, with this many workers (for a CPU: cores)."""
     machine = MACHINES.get(name) or _machine(read(name, workers))
     if not workers or workers == machine.workers:
         return machine

@@ -29,8 +29,8 @@ _OTHER = {"base", "curve", "source"}
 _OPTIONAL = {"fabric", "costs", "tiles", "issue", "core"}
 _NODE = re.compile(r"(.+)x(\d+)")
 
-# Whole numbers count SMs, links and rows, and a trace has 16 bits for an SM. The limits of all other numbers keep
-# products of a few of them finite.
+# Whole numbers count SMs, links and rows; a trace stores the number of an SM in 16 bits. All other
+# numbers have limits that keep products of a few of them finite.
 _MOST_WHOLE = 1 << 16
 _LEAST, _MOST = 1e-30, 1e30
 

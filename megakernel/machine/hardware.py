@@ -107,7 +107,9 @@ class Costs:
 class Issue:
     """The least number of cycles that each role's warps need to issue their work, read from the machine code.
 
-    If several warps of a role share a scheduler, their cycles add up.
+    If several warps of a role share a scheduler, their cycles add up. Loaders fill pages of shared
+    memory, and consumers compute on them, either with matrix units or, for a few rows, with dot
+    products (dots).
     """
 
     pass_page: float  # cycles of a loader to skip a page that the other loader fills

@@ -31,7 +31,9 @@ def processor() -> str:
 
 
 def table(cores: int) -> dict[str, Any]:
-    """The table for this many cores. A core counts as an SM with one vector unit. Nominal rates guide placement."""
+    """The table for this many cores. A core counts as an SM with one vector unit. The rates are
+    nominal, because they only guide where the compiler places work.
+    """
     return {
         "chip": {
             "generation": processor(),

@@ -13,16 +13,19 @@ from .limited import Ended, LimitedProcess
 from .limits import MOST_PROMPT_CHARACTERS, MOST_TEMPLATE_BYTES, MOST_TEMPLATE_CHARACTERS, MOST_TEMPLATE_SECONDS
 from .template_worker import environment
 
-# Template variables that the server or other request fields set.
+# Template variables that the server sets, or that other request fields than `chat_template_kwargs`
+# set.
 OWN_NAMES = {"messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"}
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class ChatTemplate:
-    """A template. Its process starts at the first rendering and ends with this object.
+    """A chat template. It runs in a process of its own, which starts at the first rendering and
+    ends with this object.
 
-    The sandbox keeps a template away from files and from Python's internal objects, but does not prevent endless loops
-    or huge numbers. Jinja evaluates constants while it compiles, so outside that process only the syntax is checked.
+    Jinja's sandbox keeps a template away from files and from Python's internal objects, but does
+    not prevent endless loops or huge numbers. Compiling is dangerous too, because Jinja evaluates
+    constants while it compiles. So this process only checks the template's syntax.
     """
 
     def __init__(self, source: str, origin: str) -> None:
@@ -37,8 +40,8 @@ class ChatTemplate:
             raise self._error("broken", str(e)) from e
 
     def render(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
-        """The prompt's text, up to where the assistant's answer begins. `values` add or replace template
-        variables.
+        """The prompt's text, which ends where the assistant's answer begins. `values` are template
+        variables, which are added to the default ones or replace them.
         """
         values = {"messages": list(messages), "add_generation_prompt": True, "tools": None, **values}
         try:

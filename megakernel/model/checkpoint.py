@@ -21,7 +21,9 @@ class Part(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of a matrix as they are stored: [rows, bytes of a row], in the type's own layout."""
+    """Rows of a matrix as the file stores them: an array [rows, bytes of a row], in the type's own
+    layout.
+    """
 
     dtype: Dtype
     data: NDArray[np.uint8]
@@ -35,13 +37,15 @@ def widened(parts: Sequence[Rows], inner: int) -> NDArray[np.float32]:
 
 @dataclass(frozen=True)
 class Storage:
-    """The types of the rows of a weight buffer: the parts for each layer, or for the only copy."""
+    """The types in which the rows of a weight buffer are stored: a list of parts for each layer, or
+    one list if the buffer is not layered.
+    """
 
     layers: tuple[tuple[Part, ...], ...]
 
     def bits(self, inner: int) -> float:
-        """Bits per weight if rows have `inner` weights: the mean over all rows, with the padding of each row's
-        last block.
+        """The mean number of bits per weight over all rows, if a row has `inner` weights. The
+        padding of each row's last block counts too.
         """
         parts = [part for layer in self.layers for part in layer]
         size = sum(part.rows * part.dtype.row_bytes(inner) for part in parts)
@@ -51,9 +55,10 @@ class Storage:
 class Checkpoint(Protocol):
     """The weights of one model.
 
-    `dtype` is the type its matrices are stored in, or the nearest type in which backends compute. `storage` lists the
-    matrices that a backend may keep in memory in their own types. `stored` returns them in these types, and `load`
-    converts them like all others.
+    `dtype` is the type in which its matrices are stored, or the nearest type in which backends
+    compute. `storage` lists the matrices that a backend may keep in memory in the types of the
+    file. For these matrices, `stored` returns rows in those types, and `load` converts them like
+    all other weights.
     """
 
     name: str
@@ -64,16 +69,21 @@ class Checkpoint(Protocol):
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
         """One weight buffer (of one layer if layered) in the shape that `megakernel.isa.buffers` gives.
 
-        A buffer with a declared type has that type, whatever `dtype` says; bfloat16 is returned as uint16. q and k rows
-        are in the interleaved RoPE order. Accepts the buffers that `families.weights` lists.
+        If BUFFERS declares a type for the buffer, the result has this type, otherwise `dtype`;
+        bfloat16 is returned as uint16. The rows of q and k are in the interleaved RoPE order.
+        `buffer` must be one that `families.weights` lists.
         """
 
     def stored(self, buffer: Buffer, layer: int) -> Sequence[Rows]:
-        """A buffer (of one layer) that `storage` names: its rows in order, one matrix after another."""
+        """The rows of a weight buffer (of one layer if layered), in order, one matrix after
+        another. `storage` must list the buffer.
+        """
 
 
 def weight_dims(config: ModelConfig, dtype: Dtype) -> Dims:
-    """`config` as Dims for the shapes of weight buffers. Sizes on which weight shapes do not depend are 1."""
+    """Dims from which the shapes of a model's weight buffers can be computed. Sizes on which these
+    shapes do not depend are 1.
+    """
     return Dims(
         vocab=config.vocab,
         hidden=config.hidden,

@@ -10,7 +10,7 @@ class RopeKind(Enum):
     DEFAULT = "default"
     LINEAR = "linear"
     LLAMA3 = "llama3"
-    FACTORS = "factors"  # one divisor per pair, which is how GGUF files store Llama 3.1's scaling
+    FACTORS = "factors"  # one frequency divisor per RoPE pair, as in GGUF files of Llama 3.1
 
 
 @dataclass(frozen=True)

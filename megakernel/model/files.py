@@ -1,4 +1,4 @@
-"""Weights from files: which tensors make up each buffer, whatever the file format."""
+"""Reads weights from files of any format, and says of which tensors each buffer consists."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from .config import ModelConfig
 from .families import forward, weights
 from .rope import inverse_frequencies
 
-# Elements converted at a time: few enough to stay in a cache and to bound the memory for a huge tensor.
+# The number of elements that are converted at a time. It is small, so that they stay in a cache,
+# and a huge tensor needs little extra memory.
 _CHUNK = 1 << 18
 
 
 class TensorFile(Protocol):
-    """Named tensors that are read by rows. A row is the part of a tensor at one index of the first axis."""
+    """A file, or several, with named tensors that are read by rows. A row is the part of a tensor
+    at one index of the first axis.
+    """
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
@@ -34,8 +37,8 @@ class TensorFile(Protocol):
         """The type of the elements that `rows` returns."""
 
     def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
-        """Rows [start, end) as 2-D (a vector is one column). bfloat16 is uint16; quantised blocks are returned as
-        bytes.
+        """Rows [start, end) of a tensor as a 2-D array; a vector is one column. bfloat16 values are
+        returned as uint16, and quantised blocks as bytes.
         """
 
 
@@ -43,9 +46,10 @@ class TensorFile(Protocol):
 class Naming:
     """The names of the tensors of each buffer in a file format, in the order of the buffer's rows. `{}` is the layer.
 
-    `halved`: how many of a buffer's tensors, counted from the first, have the rows of a RoPE pair half a head apart. In
-    all other tensors they are adjacent. `biases_optional`: a bias that is absent counts as zero. `ignored`: suffixes of
-    tensors that only repeat what the config says.
+    `halved` says how many of a buffer's tensors, counted from the first, have the rows of a RoPE
+    pair half a head apart. In all other tensors these rows are adjacent. With `biases_optional`, a
+    bias that is absent counts as zero. Tensors whose names end with one of `ignored` are not read,
+    because they only repeat what the config says.
     """
 
     parts: Mapping[Buffer, tuple[str, ...]]
@@ -58,7 +62,9 @@ class Naming:
 
 
 class FileCheckpoint:
-    """A Checkpoint over a TensorFile. Opening checks every name and shape and reads no weights."""
+    """A Checkpoint that reads from a TensorFile. The constructor checks every name and shape, but
+    reads no weights.
+    """
 
     def __init__(self, name: str, config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
         self.name = name
@@ -107,7 +113,7 @@ class FileCheckpoint:
         return out
 
     def _layout(self, buffer: Buffer) -> Storage:
-        """The type and number of rows of each tensor that is a part of the buffer."""
+        """The type and the number of rows of each tensor that the buffer consists of."""
         layers = range(self.config.layers if BUFFERS[buffer].layered else 1)
         dtype, shapes = self._tensors.dtype, self._tensors.shapes
         names = (self._naming.names(buffer, layer) for layer in layers)
@@ -122,8 +128,8 @@ class FileCheckpoint:
             out[start : start + step] = rows if kind is dtype else from_f32(to_f32(rows, kind), dtype)
 
     def _check_finite(self, name: str, rows: NDArray[np.generic]) -> None:
-        """Refuse NaN and infinity: one such weight would make every token meaningless, and no later message could name
-        it.
+        """Refuse NaN and infinity. One such weight would make every token meaningless, and a later
+        error could not name the weight.
         """
         if not all_finite(rows, self._tensors.dtype(name)):
             raise MegakernelError(
@@ -132,8 +138,8 @@ class FileCheckpoint:
 
 
 def _interleave(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
-    """Reorder a head's rows from Hugging Face's order to adjacent pairs: row 2i was row i, row 2i+1 was row
-    i + head_dim/2.
+    """Reorder the rows of each head from Hugging Face's order, so that RoPE pairs are adjacent: row
+    i becomes row 2i, and row i + head_dim/2 becomes row 2i + 1.
     """
     heads = rows.reshape(-1, 2, head_dim // 2, rows.shape[1])
     return np.ascontiguousarray(heads.transpose(0, 2, 1, 3)).reshape(rows.shape)
@@ -146,7 +152,9 @@ def _halve(rows: NDArray[np.generic], head_dim: int) -> NDArray[np.generic]:
 
 
 def tensors_of(checkpoint: Checkpoint, naming: Naming, dtype: Dtype) -> Iterator[tuple[str, NDArray[np.generic]]]:
-    """The tensors of `expected_shapes` in order, as a file with this naming stores them. bfloat16 is uint16."""
+    """Yield the tensors of `expected_shapes`, in order, as a file with this naming stores them.
+    bfloat16 values are uint16.
+    """
     config = checkpoint.config
     for buffer in _expected_buffers(config):
         shapes = _part_shapes(config, naming, buffer)
@@ -173,7 +181,9 @@ def expected_shapes(config: ModelConfig, naming: Naming) -> dict[str, tuple[int,
 
 
 def _part_shapes(config: ModelConfig, naming: Naming, buffer: Buffer) -> list[tuple[int, ...]]:
-    """The shapes of the tensors that make up `buffer`, in order: q, k and v; or equal parts; or the whole."""
+    """The shapes of the tensors that `buffer` consists of, in order. These are q, k and v, or equal
+    parts, or one tensor.
+    """
     shape = BUFFERS[buffer].shape(weight_dims(config, Dtype.F32), 0)
     if buffer in (Buffer.W_QKV, Buffer.B_QKV):
         q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -189,7 +199,9 @@ def _expected_buffers(config: ModelConfig) -> list[Buffer]:
 
 
 def _check(config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
-    """Check that every tensor the config requires is present with its shape, and that there is no other."""
+    """Check that every tensor which the config requires is present with the right shape, and that
+    there are no others.
+    """
     expected = expected_shapes(config, naming)
     biases = [p.bias for p in forward(config, weight_dims(config, Dtype.F32)) if p.bias is not None]
     optional = {

@@ -14,8 +14,9 @@ from .gguf_file import GgufFile
 from .limits import check_config
 
 ROPE_FREQS = "rope_freqs.weight"
-# Keys with the architecture's prefix that are read, and keys that never change a forward pass. Any other key is refused
-# by name, unless its value is empty, zero or false.
+# Metadata keys, without the architecture's prefix: those that are read, and those that never change
+# a forward pass. Any other key with this prefix is refused by name, unless its value is empty, zero
+# or false.
 _READ = {
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
     "attention.value_length", "block_count", "context_length", "embedding_length", "feed_forward_length",
@@ -26,7 +27,7 @@ _HARMLESS = {"attention.causal", "rope.scaling.finetuned", "rope.scaling.origina
 
 
 def open_gguf(path: Path, name: str | None = None) -> FileCheckpoint:
-    """Open a GGUF file. `name` is the user's name for it. Raises MegakernelError."""
+    """Open a GGUF file. `name` is the model's name in messages. Raises MegakernelError."""
     file = GgufFile(path)
     config = gguf_config(file)
     return FileCheckpoint(name or path.name, config, file, gguf_naming(config))

@@ -1,8 +1,8 @@
 """Reads GGUF files, versions 2 and 3: metadata, tensor table, and dequantised rows.
 
-The layout is described in ggml's `docs/gguf.md`. The reader of the `gguf` package trusts every count and length and
-keeps an array per string; this reader first checks each count and length against the file's size. Dequantisation uses
-the package.
+ggml's `docs/gguf.md` describes the layout. The reader of the `gguf` package trusts every count and
+length, and keeps an array for each string. This reader first checks each count and length against a
+limit or the file's size. Only dequantisation uses the package.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class _Cursor:
         return self.bytes(size).decode("utf-8")
 
     def count(self, number: int) -> int:
-        """Returns `number`, the count of elements to be read, after checking it."""
+        """Return `number`, the number of elements that follow. Raises MegakernelError if the header
+        has too many elements in all.
+        """
         self._elements += number
         if self._elements > MOST_METADATA_ELEMENTS:
             raise MegakernelError(
@@ -103,12 +105,15 @@ class _Cursor:
         return numbers
 
 
-# Types that stay as they are; all others become float32.
+# The types in which `rows` returns tensors as they are stored. It converts all other types to
+# float32.
 _KEPT = {GGMLQuantizationType[kind.name]: kind for kind in Dtype if kind is not Dtype.I32}
 
 
 class GgufFile:
-    """A TensorFile. `metadata` maps keys to numbers, strings and lists of them."""
+    """A GGUF file as a TensorFile. The values of `metadata` are numbers, strings, and lists of
+    either.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -164,7 +169,9 @@ class GgufFile:
         check_ranges(self.path, ranges, start, len(self._bytes))
 
     def _tensor_entry(self, cursor: _Cursor) -> tuple[str, GGMLQuantizationType, int, int]:
-        """The name, type, offset and size in bytes. The shape is added to `shapes`, slowest axis first."""
+        """Read one entry of the tensor table: return the tensor's name, type, offset and size in
+        bytes, and add its shape to `shapes`, slowest axis first.
+        """
         name, axes = cursor.string(), cursor.u32()
         if name in self.shapes or not 1 <= axes <= 4:
             what = "appears twice" if name in self.shapes else f"has {axes} axes"

@@ -23,16 +23,19 @@ from .rope import inverse_frequencies
 
 
 def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path | None = None) -> None:
-    """Write matrices in the type `kind`, quantised as with `--weights`, and vectors in float32.
+    """Write a checkpoint as a GGUF file, with matrices in the type `kind`, quantised as with
+    `--weights`, and vectors in float32.
 
-    `tokenizer` is a GGUF file whose tokenizer is copied; without one, only token ids work. Raises MegakernelError.
+    `tokenizer` is a GGUF file whose tokenizer is copied. Without it, the new file has no tokenizer
+    and works with token ids only. Raises MegakernelError.
     """
     stored = Type[kind.name]
     compute = Dtype.BF16 if kind is Dtype.BF16 else Dtype.F32
     config = checkpoint.config
     family = FAMILIES[config.family]
     naming = gguf_naming(config)
-    # llama.cpp refuses tensors that it does not expect, and its architecture "llama" covers Mistral models too.
+    # llama.cpp refuses tensors that an architecture does not have. Its architecture "llama" has
+    # those of Mistral models too.
     writer = gguf.GGUFWriter(path, "llama" if family.interleaved else family.gguf[0])
     _add_config(writer, config)
     _add_tokenizer(writer, config.vocab, tokenizer)
@@ -86,7 +89,9 @@ def _add_tokenizer(writer: Any, vocab: int, source: Path | None) -> None:
 
 
 def _rope_factors(config: ModelConfig) -> NDArray[np.float32] | None:
-    """The divisor of each RoPE pair's frequency, if no single number describes all of them; else None."""
+    """The divisor of each RoPE pair's frequency; None if one number for all pairs, or none, is
+    enough.
+    """
     if config.rope.kind not in (RopeKind.LLAMA3, RopeKind.FACTORS):
         return None
     unscaled = inverse_frequencies(Rope(config.rope.theta), config.head_dim)

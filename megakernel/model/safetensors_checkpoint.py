@@ -1,7 +1,8 @@
 """Hugging Face folders: `model.safetensors`, or shards with `model.safetensors.index.json`.
 
-The format is an 8-byte little-endian header length, a JSON header of (dtype, shape, data_offsets), and the data
-(huggingface.co/docs/safetensors). It is read here and not by its package because NumPy has no bfloat16.
+A file has an 8-byte little-endian header length, a JSON header with the dtype, shape and
+data_offsets of each tensor, and the data (huggingface.co/docs/safetensors). It is read here and not
+by the package safetensors, because NumPy has no bfloat16.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class _Tensor(NamedTuple):
 
 
 class SafetensorsFiles:
-    """A TensorFile over one file or all shards of a folder. Headers are checked when opened; data is mapped."""
+    """A TensorFile for the only file or all shards of a folder. The constructor checks the headers
+    and maps the data into memory.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -110,7 +113,9 @@ def _header(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _entry(path: Path, name: str, entry: Any, data_start: int) -> tuple[tuple[int, ...], _Tensor]:
-    """One header entry, checked: the byte range must have the size that shape and dtype require."""
+    """Check one header entry, and return the tensor's shape and place. Its byte range must have the
+    size that shape and dtype require.
+    """
 
     def whole(values: Any) -> bool:
         return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values) and len(values) < 9
@@ -131,7 +136,7 @@ def _entry(path: Path, name: str, entry: Any, data_start: int) -> tuple[tuple[in
 
 
 def open_folder(folder: Path, name: str | None = None) -> FileCheckpoint:
-    """Open a Hugging Face model folder. `name` is the user's name for it."""
+    """Open a Hugging Face model folder. `name` is the model's name in messages."""
     config = read_hf_config(folder)
     tensors = SafetensorsFiles(folder)
     _check_tied(config, tensors)
@@ -147,9 +152,10 @@ def safetensors_naming(config: ModelConfig) -> Naming:
 
 
 def _check_tied(config: ModelConfig, tensors: SafetensorsFiles) -> None:
-    """A tied config may come with a redundant copy of the embedding as LM head, but not with a different LM head.
+    """Check that a model with tied embeddings has no LM head of its own, or one that equals the
+    embeddings.
 
-    Readers disagree about which of the two to use, so a file in which they differ is refused.
+    If they differ, the file is refused, because readers disagree about which of the two to use.
     """
     head, embed = "lm_head.weight", "model.embed_tokens.weight"
     if not config.tied or head not in tensors.shapes:

@@ -14,7 +14,8 @@ from .checkpoint import Rows
 
 
 def shard(whole: NDArray[np.generic], buffer: Buffer, dims: Dims) -> NDArray[np.generic]:
-    """The part of a weight buffer (of one layer) that rank `dims.rank` holds; a view if that part is contiguous.
+    """The part of a weight buffer (of one layer) that rank `dims.rank` holds. If the part is
+    contiguous, this is a view.
 
     `whole` is the buffer that a single rank (tp = 1) holds. The result has the shape that BUFFERS declares for `dims`.
     """
@@ -30,7 +31,9 @@ def shard(whole: NDArray[np.generic], buffer: Buffer, dims: Dims) -> NDArray[np.
 
 
 def shard_rows(whole: Sequence[Rows], buffer: Buffer, dims: Dims) -> list[Rows]:
-    """Like `shard`, for rows stored in their own types. Raises MegakernelError if a cut splits a quantised block."""
+    """Like `shard`, for rows in the types in which they are stored. Raises MegakernelError if a
+    rank's part begins or ends inside a quantised block.
+    """
     ranges, columns = _share(buffer, dims) if dims.tp > 1 else (None, None)
     if ranges is not None:
         whole = [part for chosen in ranges for part in _cut(whole, *chosen)]
@@ -38,9 +41,11 @@ def shard_rows(whole: Sequence[Rows], buffer: Buffer, dims: Dims) -> list[Rows]:
 
 
 def _share(buffer: Buffer, dims: Dims) -> tuple[list[tuple[int, int]] | None, tuple[int, int] | None]:
-    """The (first, count) ranges of the rows that a rank holds, and the (first, count) range of its columns.
+    """The ranges (first, count) of the rows that a rank holds, and the range (first, count) of the
+    columns.
 
-    Rows of matrices that share a buffer are numbered consecutively. None stands for all rows or all columns.
+    If a buffer has several matrices, their rows are numbered consecutively. None stands for all
+    rows or all columns.
     """
     d = dims
     match buffer:

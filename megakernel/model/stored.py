@@ -39,8 +39,8 @@ def stored_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
 
 
 def storage_of(checkpoint: Checkpoint | None, config: ModelConfig, name: str) -> dict[Buffer, Storage]:
-    """The matrices that `stored_as` would keep in types of their own: those of `checkpoint`, or those of `config` if
-    there are no weights.
+    """The matrices that a backend would keep in types of their own with `--weights NAME`, and these
+    types. `checkpoint` is None if there are no weights.
 
     Raises MegakernelError.
     """
@@ -50,7 +50,7 @@ def storage_of(checkpoint: Checkpoint | None, config: ModelConfig, name: str) ->
 
 
 def bits_of(config: ModelConfig, storage: Mapping[Buffer, Storage]) -> dict[Buffer, float]:
-    """The bits per weight of each stored buffer, for which programs are compiled."""
+    """The bits per weight of each buffer in `storage`. Programs are compiled for these."""
     dims = weight_dims(config, Dtype.F32)
     return {buffer: stored.bits(BUFFERS[buffer].shape(dims, 0)[-1]) for buffer, stored in storage.items()}
 
@@ -62,7 +62,7 @@ def _weight_type(name: str) -> Dtype:
 
 
 def _all_in(config: ModelConfig, kind: Dtype) -> dict[Buffer, Storage]:
-    """A storage that has all matrices of a model in one type."""
+    """The `storage` of a checkpoint that stores all matrices of a model in one type."""
     dims = weight_dims(config, Dtype.F32)
     shapes = {b: BUFFERS[b].shape(dims, 0) for b in weights(config, dims) if BUFFERS[b].matrix}
     return {
@@ -72,7 +72,8 @@ def _all_in(config: ModelConfig, kind: Dtype) -> dict[Buffer, Storage]:
 
 
 def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, Storage]) -> dict[str, int]:
-    """The bytes of all matrices of a model in memory, by the name of their type; tied embeddings count once.
+    """The bytes that all matrices of a model take in memory, by the name of their type. Tied
+    embeddings count once.
 
     `storage` lists the matrices that are not in the compute type `dtype`.
     """
@@ -89,7 +90,9 @@ def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, St
 
 
 class _Stored:
-    """The checkpoint that `stored_as` returns. Rows that already have the requested type stay as they are."""
+    """The checkpoint that `stored_as` returns. It does not convert rows that already have the
+    requested type.
+    """
 
     def __init__(self, whole: Checkpoint, dtype: Dtype) -> None:
         self.name, self.config, self.dtype = whole.name, whole.config, whole.dtype

@@ -21,7 +21,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks text for training; here it is only text."""
+    """Makes Jinja accept `{% generation %}...{% endgeneration %}`, which marks text for training.
+    Here the text between them is rendered as usual.
+    """
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 
@@ -35,7 +37,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Like Jinja's filter, but without escaping HTML, because a prompt is not HTML."""
+    """Like Jinja's filter `tojson`, but without escaping HTML, because a prompt is not HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
@@ -54,7 +56,7 @@ def _answer(kind: str, make: Callable[[], str | None], most: int) -> dict[str, s
     try:
         text = make() or ""
         return {"text": text} if len(text) <= most else {kind: f"it gives {len(text)} characters, more than {most}"}
-    except Exception as e:  # a template can fail in any way a Python expression can
+    except Exception as e:  # a template can raise anything that Python code can raise
         return {kind: (str(e) or type(e).__name__)[:500]}
 
 

@@ -19,9 +19,10 @@ from .limits import MOST_VOCABULARY
 
 
 class Tokenizer:
-    """A vocabulary with its splitting rules. `eos_ids` end a text; `vocab_size` includes added tokens.
+    """Converts between text and token ids. A token in `eos_ids` ends a text. `vocab_size` includes
+    added tokens.
 
-    `special` has the text of `bos_token` and `eos_token`, if the model names them.
+    `special` has the texts of `bos_token` and `eos_token`, if the model has them.
     """
 
     def __init__(
@@ -32,7 +33,9 @@ class Tokenizer:
         template: ChatTemplate | None = None,
         special: Mapping[str, str] | None = None,
     ) -> None:
-        """`special` maps names that a template may use (bos_token, eos_token) to their text."""
+        """`special` maps the names of special tokens that a template may use (bos_token, eos_token)
+        to their texts.
+        """
         self._backend = backend
         self._template = template
         self.special = dict(special or {})
@@ -63,7 +66,8 @@ class Tokenizer:
         continue_final: bool = False,
         add_special: bool = False,
     ) -> list[int]:
-        """The ids of a conversation up to where the assistant's answer begins. Messages have `role` and `content`.
+        """The ids of a conversation, which end where the assistant's answer begins. Messages have
+        `role` and `content`.
 
         `values` are further template variables. With `continue_final`, the ids end with the last message's text, which
         the answer then continues.
@@ -88,7 +92,9 @@ class Tokenizer:
         return TextStream(self._known[skip_special].__getitem__, self._strip)
 
     def token_bytes(self, token: int, *, skip_special: bool = False) -> bytes:
-        """The bytes that `token` adds to a text; a character may begin in one token and end in another."""
+        """The bytes that `token` adds to a text. They may end inside a character, which the next
+        token completes.
+        """
         if (added := self._added.get(token)) is not None:
             return b"" if skip_special and added.special else added.content.encode()
         piece = self._backend.id_to_token(token)
@@ -115,13 +121,15 @@ class Tokenizer:
             ids: list[int] = list(encoding.ids)
         except (TypeError, UnicodeEncodeError) as e:  # the exception depends on the package's version
             raise MegakernelError("the text holds a lone surrogate, which no encoding of Unicode allows") from e
-        except Exception as e:  # the package raises bare Exception if a file refers to something that is missing
+        except Exception as e:  # what `tokenizers` raises if its file names a missing thing
             raise MegakernelError(f"the model's tokenizer failed: {str(e)[:500]}") from e
         return ids
 
 
 def _up_to_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """A rendered conversation up to the end of its last message's text. The template may have stripped that text."""
+    """Cut a rendered conversation off at the end of its last message's text. The template may have
+    stripped whitespace from that text.
+    """
     content = str(messages[-1]["content"]) if messages else ""
     core = content.strip()
     if not core:
@@ -161,7 +169,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """What remains if a text ends inside a character: U+FFFD, or nothing."""
+        """The end of the text: U+FFFD if the last character is incomplete, otherwise nothing."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -173,7 +181,7 @@ def open_hf_tokenizer(folder: Path, eos_ids: Iterable[int]) -> Tokenizer | None:
     _check_ids(read_json(path), path)
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except BaseException as e:  # the package raises bare Exception, and its panics derive from BaseException
+    except BaseException as e:  # `tokenizers` raises Exception, and panics are BaseException
         if isinstance(e, (KeyboardInterrupt, SystemExit)):
             raise
         raise MegakernelError(f"cannot read {path}: {str(e)[:500]}") from e
@@ -185,7 +193,9 @@ def open_hf_tokenizer(folder: Path, eos_ids: Iterable[int]) -> Tokenizer | None:
 
 
 def _check_ids(declared: dict[str, Any], path: Path) -> None:
-    """Refuse ids beyond the vocabulary, because the package allocates room for the largest id."""
+    """Refuse ids from MOST_VOCABULARY on, because the package `tokenizers` allocates room for the
+    largest id.
+    """
     model, added = declared.get("model"), declared.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else []
@@ -216,10 +226,11 @@ def _hf_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
 
 
 def _decoder(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
-    """Returns the bytes of a piece of the vocabulary, and whether the first space of a text is dropped.
+    """Return a function that maps an entry of the vocabulary to its bytes, and whether the first
+    space of a text is dropped.
 
-    A vocabulary uses one of two alphabets: GPT-2's, where each byte is a printable character, or SentencePiece's, where
-    "▁" is a space and "<0x0A>" a byte.
+    A vocabulary uses one of two alphabets: GPT-2's, where a printable character stands for each
+    byte, or SentencePiece's, where "▁" stands for a space and "<0x0A>" for a byte.
     """
     declared = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
     steps = declared.get("decoders", [declared])
@@ -234,9 +245,11 @@ def _decoder(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], boo
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """The byte of each of GPT-2's printable characters (inverse of `bytes_to_unicode`, Radford et al. 2019).
+    """GPT-2's alphabet: the byte for which each character stands. It is the inverse of
+    `bytes_to_unicode` (Radford et al. 2019).
 
-    Printable Latin-1 characters represent themselves; the characters from U+0100 on represent the other bytes in order.
+    Printable Latin-1 characters stand for their own byte. The characters from U+0100 on stand for
+    the other bytes, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

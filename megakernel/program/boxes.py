@@ -13,7 +13,7 @@ from .phases import Ints, all_dims
 
 
 def extent(buffer: Buffer, dims: Dims) -> tuple[int, int]:
-    """The rows and columns of a rank's copy of a buffer, as `Access` counts them."""
+    """The number of rows and of columns in a rank's copy of a buffer, as `Access` counts them."""
     if buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
         return dims.tokens, dims.kv_cols
     rows, *cols = BUFFERS[buffer].shape(dims, 0)
@@ -32,7 +32,7 @@ class Use:
 
 
 def uses(parts: list[Part]) -> list[Use]:
-    """The uses of all parts, segment by segment and in the order of the phases."""
+    """One Use for each phase and rank of the parts, in the order of the parts and their phases."""
     out = []
     program = parts[0].program
     dims = all_dims(program.dims)
@@ -49,7 +49,9 @@ def uses(parts: list[Part]) -> list[Use]:
 
 
 def check_boxes(found: list[Use]) -> Iterator[str]:
-    """Check that boxes lie inside their buffers, and that each rank uses only its own rows of the residual."""
+    """Check that the boxes that instructions read or write lie inside their buffers, and that each
+    rank uses only its own rows of the residual.
+    """
     every = [(use, access) for use in found for access in use.accesses]
     if not every:
         return
@@ -72,7 +74,10 @@ def check_boxes(found: list[Use]) -> Iterator[str]:
 
 
 def _check_owners(use: Use) -> Iterator[str]:
-    """Check that a rank uses the residual of its own row blocks only. Partial sums are laid out by row block."""
+    """Check that a rank uses only the residual of its own row blocks, and that no instruction on
+    the residual or on partial sums has rows of several row blocks, because partial sums are stored
+    by row block.
+    """
     d, phases = use.dims, use.part.phases
     residual = any(a.buffer in phases.residual and a.index is Index.NONE for a in use.accesses)
     if not residual and all(a.buffer not in phases.partial for a in use.accesses):

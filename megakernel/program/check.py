@@ -1,7 +1,8 @@
-"""Checks a program by itself before anything executes it: the form of its records, but not their order.
+"""Checks a program before anything executes it: whether each record is valid, but not their order.
 
-Code that reads a program without violations never leaves the program's arrays. `scheduler.verify` begins with the
-same stages and also proves that the program computes the right thing and ends.
+Code that reads a program without violations never reads outside the program's arrays.
+`scheduler.verify` begins with the same stages, and also proves that the program computes the right
+thing and ends.
 """
 
 from __future__ import annotations

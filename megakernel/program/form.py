@@ -1,4 +1,4 @@
-"""Checks that an interpreter can decode every record and execute it in bounds."""
+"""Checks that interpreters can decode every record, with operands and counters in range."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ _GROUPS = bits.OPERAND_WORD + OPERATIONS[Operation.ATTENTION].operands.index("gr
 
 @dataclass(frozen=True)
 class Word:
-    """The wait or signal words in use: the `row` of the record, the `slot` of the word in it, and the decoded word."""
+    """The wait or signal words of some records that are not empty, as arrays: the `row` of the
+    record, the `slot` of the word in the record, and the fields of the word.
+    """
 
     row: Ints
     slot: Ints
@@ -65,7 +67,8 @@ def _words(words: NDArray[np.int32]) -> Word:
 
 
 class Part:
-    """A segment's records with their stream, their position in the stream's part of the segment, and decoded words.
+    """A segment's records, with each record's stream and its position in this stream, and the
+    decoded wait and signal words.
 
     The body's records are followed by those of the queues, as in a trace. Queue records belong to no stream: `queue` is
     their queue, counted over all ranks (-1 for records of streams), and `position` is the position in the queue.
@@ -111,7 +114,9 @@ class Part:
 
 
 def check_arrays(program: Program) -> Iterator[str]:
-    """Check the shapes of the arrays and the streams in them, on which all indexing relies."""
+    """Check the arrays' shapes, and the offsets of the streams in them. All indexing relies on
+    these.
+    """
     if program.ranks < 1 or program.workers < 1 or program.dims.layers < 1 or program.counters < 1:
         yield "ranks, workers, layers and counters must all be at least 1"
         return
@@ -149,7 +154,7 @@ def check_layout(program: Program) -> Iterator[str]:
 
 
 def _sizes(d: Dims) -> Iterator[str]:
-    """Check the relations between sizes on which every lowering and every step table relies."""
+    """Check that sizes are in range and fit each other. All phases and step tables rely on this."""
     counts = ("vocab", "hidden", "ffn", "heads", "kv_heads", "head_dim", "kv_page", "row_block", "tokens", "logit_rows")
     low = [name for name in (*counts, "max_seqs", "max_context", "attention_slots") if getattr(d, name) < 1]
     if low:
@@ -172,7 +177,7 @@ def _sizes(d: Dims) -> Iterator[str]:
         yield f"{d.heads} heads of {d.head_dim} elements do not fit {d.kv_heads} KV heads and RoPE pairs"
     if d.kv_block < 1 or d.kv_block % d.kv_page:
         yield f"pages of {d.kv_page} tokens do not divide KV blocks of {d.kv_block}"
-    # Every sequence, the padding and every row block may begin a new item.
+    # A new item may begin at each sequence, at the padding, and at each row block.
     items = min(d.tokens, d.row_blocks + d.max_seqs)
     if d.items < items or d.partials < 0 or d.bias_entries < 0 or d.mask_rows < 0:
         yield f"{d.items} attention items, {d.partials} partials: at least {items} and 0 are needed"
@@ -256,7 +261,8 @@ def _counters(part: Part) -> Iterator[str]:
         if words.indexed.any():
             row = words.row[words.indexed]
             attends = np.isin(row, part.rows(part.phases.attention))
-            # Counters of a grid per row block: one per head group for the waits of items, otherwise one.
+            # For each row block, a grid has one counter, or if items wait for it, one for each head
+            # group.
             members = np.where(attends & (not signal), part.records[row, _GROUPS].astype(np.int64), 1)
             picks = attends | np.isin(part.number[row], [] if signal else part.phases.logit_norms)
             bad = ~picks | (words.slot[words.indexed] != 0)
@@ -266,7 +272,9 @@ def _counters(part: Part) -> Iterator[str]:
 
 
 def _pages(part: Part, dims: list[Dims]) -> Iterator[str]:
-    """Check that what an instruction holds at once fits the ring of pages, and that pages can hold its tiles."""
+    """Check that the ring has room for the pages that an instruction holds at once, and that its
+    tile fits pages.
+    """
     have = dims[0].ring_pages
     if pages.kv_pages(dims[0]) > have:
         what = f"it holds {pages.kv_pages(dims[0])} pages at once, but the ring has {have}"
@@ -280,7 +288,7 @@ def _pages(part: Part, dims: list[Dims]) -> Iterator[str]:
 
 
 def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
-    """The pages of one rank's matmuls of one phase; `rows` selects their records."""
+    """Check the pages of one rank's instructions of a matmul phase. `rows` are their records."""
     c = phase.columns(part.records[rows])
     taken = matmul_pages(phase, c["rows"], c["cols"], d)
     for at in np.nonzero(taken.held > d.ring_pages)[0]:
@@ -295,7 +303,8 @@ def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
     per_page = pages.output_columns(phase, d)
     if not per_page or phase.output is None:
         return
-    # Outputs are stored in whole boxes, which must not reach beyond the tile into neighbouring rows or columns.
+    # The storer stores whole boxes, which must not extend beyond the tile into neighbouring rows or
+    # columns.
     width = BUFFERS[phase.output].shape(d, 0)[1]
     bad = (c["rows"] % pages.BOX_ROWS != 0) & (c["row"] + c["rows"] != d.tokens)
     bad |= (c["cols"] % per_page != 0) & (c["col"] + c["cols"] != width)
@@ -303,7 +312,9 @@ def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
 
 
 def _attention(program: Program, body: Part, dims: list[Dims]) -> Iterator[str]:
-    """Check attention. Any slot may run any item, so all attention instructions of a rank must name the same grids."""
+    """Check the attention instructions. The step table may give any item to any of a rank's
+    attention instructions, so all of them must name the same grids of counters.
+    """
     phase = body.phases.attention
     if phase is None:
         return

@@ -1,4 +1,4 @@
-"""The header of a program file, and the position of the arrays behind it.
+"""Reads and writes the header of a program file, and finds the arrays behind it.
 
     7 bytes  magic                     1 byte   version
     32       SHA-256 of everything that follows
@@ -24,7 +24,7 @@ from .limits import MOST_HEADER_BYTES, MOST_NAME
 
 HASHED = 40  # offset of the first byte that the SHA-256 covers
 START = 48  # offset of the header in the file
-ALIGNMENT = 64  # of the arrays in the file, in bytes
+ALIGNMENT = 64  # the arrays begin at a multiple of this number of bytes in the file
 _COUNTS = ("ranks", "workers", "counters")
 
 

@@ -1,4 +1,6 @@
-"""How long a worker's roles take to issue an instruction, however fast memory and arithmetic units are."""
+"""Estimates how long a worker's roles (its specialised warps) take to issue the machine
+instructions of an instruction, however fast memory and arithmetic units are.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Roles:
-    """The time of each role for each instruction, in the units of an Issue. The roles work at the same time."""
+    """The time that each role needs for each instruction, in the unit of the `Issue` from which it
+    is computed (cycles or seconds). The roles work at the same time.
+    """
 
     weight_loader: Floats
     input_loader: Floats
@@ -30,7 +34,7 @@ class Roles:
 
 
 def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, issue: Issue) -> Roles:
-    """The issue times of matmuls with tiles of `rows` x `cols` outputs."""
+    """The issue times of matmul instructions with tiles of `rows` x `cols` outputs."""
     pages = matmul_pages(phase, rows, cols, dims)
     columns = phase.matrices(dims) * cols.astype(np.int64)
     consumers: NDArray[np.floating]
@@ -52,12 +56,16 @@ def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, issue: Is
 
 
 def sample_steps(dims: Dims, issue: Issue) -> int:
-    """The number of groups in which the logits of a sampled row are added, with one group of loads in flight."""
+    """The number of groups into which `sample` divides the logits of a row. While it adds one
+    group, it loads the next.
+    """
     return ceil_div(dims.vocab, int(issue.sample_entries))
 
 
 def issued(phase: Phase, columns: dict[str, Column], dims: Dims, issue: Issue) -> Roles | None:
-    """The issue times of a program's instructions; None if the machine file has no issue rates."""
+    """The issue times of a phase's instructions; None if the program does not use a ring of pages,
+    and for operations other than matmul and sample, whose issue times are not modelled.
+    """
     if not dims.ring_pages:
         return None
     if phase.is_matmul:

@@ -1,8 +1,8 @@
 """Checks that a program's phases make sense on every rank.
 
-A program contains its phases, and all proofs about its records rely on them. So a phase must name exactly the buffers
-that its operation uses, with the right space, type and shape. Otherwise the declared boxes would not describe what a
-backend touches.
+A program file contains its phases, and all proofs about its records rely on them. So a phase must
+name exactly the buffers that its operation uses, with the right space, type and shape. Otherwise
+the boxes that follow from the phase would not describe the data that a backend reads and writes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .segments import SEGMENTS
 
 Ints = NDArray[np.int64]
 _PROLOGUE, _BODY, _EPILOGUE = range(len(SEGMENTS))
-# The buffers that phases of each operation must name, and those that they may name.
+# For each operation, the buffer fields that its phases must have, and those that they may have.
 _BUFFERS: dict[Operation, tuple[set[str], set[str]]] = {
     Operation.GATHER: ({"weights", "output"}, set()),
     Operation.ROPE: ({"weights", "output"}, set()),
@@ -47,7 +47,8 @@ _BUFFERS: dict[Operation, tuple[set[str], set[str]]] = {
     Operation.SAMPLE: ({"inputs"}, set()),
 }
 _FIELDS = ("weights", "inputs", "output", "bias", "norm", "head_norm")
-_Kind = tuple[Space, Dtype | None, tuple[int, ...]]  # space, type (None: the compute type) and shape of a buffer
+# A buffer's space, type (None: the compute type) and shape.
+_Kind = tuple[Space, Dtype | None, tuple[int, ...]]
 
 
 @lru_cache(maxsize=64)
@@ -57,14 +58,17 @@ def all_dims(dims: Dims) -> list[Dims]:
 
 
 class Phases:
-    """The facts about a program's phases that checks of records need, by phase number."""
+    """Facts about a program's phases that the checks of records need. Arrays are indexed by phase
+    number.
+    """
 
     def __init__(self, forward: Forward) -> None:
         self.by_number = forward.by_number
         self.known = np.isin(np.arange(256), list(self.by_number))
         self.segment: Ints = np.full(256, -1)  # an index of SEGMENTS; -1: any
         self.segment[DRAIN.number] = _BODY
-        # The least and greatest values of operands. The sum of two operands stays far below the limit of int32.
+        # The least and greatest allowed values of operands. Two operands can be added without
+        # overflow of int32.
         self.least = np.full((256, bits.OPERANDS), -(1 << 31), dtype=np.int32)
         self.most = np.full((256, bits.OPERANDS), (1 << 31) - 1, dtype=np.int32)
         for number, phase in self.by_number.items():
@@ -74,9 +78,10 @@ class Phases:
             self.segment[[phase.number for phase in phases]] = segment
         self.matmuls = [phase for phase in forward if phase.is_matmul]
         self.attention = next((phase for phase in forward if phase.operation is Operation.ATTENTION), None)
-        # Instructions of these phases wait for the row blocks of logit rows.
+        # Instructions of these phases wait for the row blocks that contain their logit rows.
         self.logit_norms = [p.number for p in forward if p.operation is Operation.NORM and p.rows is Rows.LOGIT]
-        # A rank has the results of these operations only for its own row blocks, unless the residual is replicated.
+        # These operations write the residual. Unless it is replicated, a rank has it only for its
+        # own row blocks.
         writers = (Operation.GATHER, Operation.REDUCE)
         self.residual = {p.output for p in forward if p.operation in writers or p.result is Result.RESIDUAL}
         self.partial = {p.output for p in forward if p.result is Result.PARTIAL}
@@ -89,7 +94,9 @@ def phases_of(forward: Forward) -> Phases:
 
 @lru_cache(maxsize=64)
 def check_phases(forward: Forward, dims: Dims) -> tuple[str, ...]:
-    """At most one violation per phase; if there is none, those of all phases together."""
+    """Find the first violation in each phase. If no phase has one, find those in the phases
+    together.
+    """
     found = []
     for segment, phases in enumerate(forward.segments):
         for phase in phases:
@@ -135,7 +142,7 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
 
 
 def _place(p: Phase, segment: int, layers: int) -> Iterator[str]:
-    """Check where the phase may be, and which rows it may have."""
+    """Check that the phase is in a segment where it may be, and that its rows are allowed there."""
     logits = p.result is Result.LOGITS or p.operation is Operation.SAMPLE
     if p.result is Result.HEADS or p.operation is Operation.ATTENTION:
         home = {_BODY}
@@ -246,8 +253,8 @@ def _together(forward: Forward) -> Iterator[str]:
 
 
 def _is_reduced(forward: Forward, p: Phase) -> bool:
-    """Whether the nearest earlier phase of the segment that writes the inputs of `p` stores the partial sums that `p`
-    adds.
+    """Whether the partial sums that `p` adds exist: the last phase before `p` in its segment that
+    writes the inputs of `p` must store them.
     """
     segment = next(s for s in forward.segments if p in s)
     before = [q for q in segment[: segment.index(p)] if q.output is p.inputs]

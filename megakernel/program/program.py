@@ -1,22 +1,26 @@
-"""A compiled program: a stream of instruction records per rank and worker, and the counters that order them.
+"""A compiled program: a stream of instruction records for each worker of each rank, and the
+counters that order the instructions.
 
-A program has three segments: prologue, body and epilogue. The body is stored once and runs `dims.layers` times. Run l
-uses the layer-l copy of layered buffers and counter block l. A signal word with the NEXT bit refers to block l + 1. The
-prologue signals block 0 by words without this bit, and the epilogue runs on block `dims.layers`. Every run of the body
-therefore finds the counters that it starts with in its own block. Every rank has its own copy of every block, which has
-`counters` counters.
+A program has three segments: prologue, body and epilogue. The body is stored once and runs
+`dims.layers` times. A block has `counters` counters, and each rank has a copy of every block. Run l
+of the body uses counter block l, and the copies of layered buffers for layer l. A signal word with
+the NEXT bit names a counter in block l + 1. The prologue signals block 0 with words without this
+bit, and the epilogue uses block `dims.layers`. Every run of the body therefore finds the counters
+for which it first waits in its own block.
 
-The total of a counter is the number of arrivals it gets per launch. In block 0, the prologue takes the place of the
-previous layer, and no body runs on the last block, so these two blocks may have other totals than the middle blocks.
-Totals are therefore stored for the first, the middle and the last blocks.
+The total of a counter is the number of arrivals that it gets per launch. The first and the last
+block may have other totals than the middle blocks: in block 0, the prologue takes the place of the
+previous layer, and no run of the body uses the last block. Totals are therefore stored for the
+first, the middle and the last blocks.
 
 A rank may also have queues: records that belong to the body but to no worker. In each run of the body, `drain`
 instructions claim them in order. In traces and messages, record i of the queues is instruction len(body.records) + i.
 
 `forward` has the phases that records name by number.
 
-With more than one rank, a program ends in a barrier over all ranks: every stream's last instruction comes after every
-instruction of every rank. The barrier is the only edge between launches.
+With more than one rank, a program ends in a barrier over all ranks: every stream's last instruction
+waits until all other work of every rank is done. The barrier is the only thing that orders
+consecutive launches.
 """
 
 from __future__ import annotations
@@ -44,7 +48,9 @@ VERSION = 7
 
 @dataclass(frozen=True)
 class Program:
-    """Immutable. `machine` is a name for people; `counters` is the number of counters in a block."""
+    """An immutable program. `machine` is a name for people. `counters` is the number of counters in
+    a block.
+    """
 
     dims: Dims
     forward: Forward
@@ -62,7 +68,9 @@ class Program:
 
     @property
     def instructions(self) -> int:
-        """The number of instructions of one launch over all ranks, with the body counted once per layer."""
+        """The number of instructions that all ranks together execute in one launch. The body counts
+        once per layer.
+        """
         body = len(self.body.records) + len(self.queues.records)
         return len(self.prologue.records) + self.dims.layers * body + len(self.epilogue.records)
 
@@ -81,7 +89,9 @@ class Program:
         return replace(self.dims, rank=rank)
 
     def numbered(self, index: int) -> tuple[Records, NDArray[np.int64]]:
-        """The records of segment `index`, numbered as in traces (the queues follow the body), and their ranks."""
+        """The records of segment `index`, in the order in which traces number them (the queues
+        follow the body), and the rank of each.
+        """
         segment: Segment = getattr(self, SEGMENTS[index])
         ranks = np.repeat(np.arange(self.ranks * self.workers) // self.workers, np.diff(segment.offsets))
         if SEGMENTS[index] != "body":
@@ -91,8 +101,8 @@ class Program:
         return np.concatenate([segment.records, self.queues.records]), ranks
 
     def by_phase(self, index: int) -> Iterator[tuple[Phase, Dims, NDArray[np.int64], dict[str, Column]]]:
-        """For each rank and phase with records in segment `index`: the phase, the rank's sizes, the indices of the
-        records in `numbered`, and their operands.
+        """For each rank and each phase that has records in segment `index`, yield the phase, the
+        rank's sizes, the records' indices in `numbered`, and their operands.
         """
         records, ranks = self.numbered(index)
         numbers = phase_number(records)
@@ -102,11 +112,13 @@ class Program:
                 yield phase, self.rank_dims(rank), rows, phase.columns(records[rows])
 
     def phases(self, index: int) -> list[Segment]:
-        """Segment `index` as a list of phases, each with all of its instructions, on the streams of all ranks.
+        """Segment `index` as a list of phases. Each is a Segment with all of the phase's
+        instructions, in the streams of all ranks.
 
-        The sequential meaning of the program is to run these phases one after another, with a barrier over all ranks
-        after each, and to repeat the body for each layer. This needs no counters. Joins and drains are removed, and a
-        queue's instructions are dealt to the workers of its rank.
+        To run a program without counters, run these phases one after another, with a barrier over
+        all ranks after each, and repeat the body for each layer. The program must give the same
+        results as this. Joins and drains are removed, and a queue's instructions are divided among
+        the workers of its rank.
         """
         records, ranks = self.numbered(index)
         segment: Segment = getattr(self, SEGMENTS[index])
@@ -140,12 +152,14 @@ class Program:
 
     @cached_property
     def violation(self) -> str | None:
-        """The first fault in the program's sizes, phases or records, and its place; None if each is right by itself."""
+        """The first violation in the program's sizes, phases or records, and its place; None if all
+        are valid.
+        """
         return first_violation(self)
 
     def check(self, name: str = "the program") -> None:
-        """Raise MegakernelError if the program has a violation. The result is kept, so only the first call takes
-        time.
+        """Raise MegakernelError if the program has a violation. Only the first call takes time,
+        because the result is cached.
         """
         if self.violation is not None:
             raise MegakernelError(f"{name} is wrong: {self.violation}: compile it again")
@@ -189,7 +203,7 @@ class Program:
 
     @staticmethod
     def from_bytes(data: bytes, name: str) -> Program:
-        """Inverse of `to_bytes`, with all checks. Errors use `name` for the source."""
+        """The inverse of `to_bytes`, with all checks. Error messages call the program `name`."""
         if data[:7] != _MAGIC:
             raise MegakernelError(f"{name} is not a megakernel program")
         if len(data) < header.START or data[7] != VERSION:
@@ -212,7 +226,9 @@ _TOTALS = ("totals_first", "totals_middle", "totals_last")
 
 
 def _decode(data: bytes) -> Program:
-    """Decode the program in a file whose checksum has matched. Raises ValueError."""
+    """Decode the program in a file's `data`, whose checksum the caller has verified. Raises
+    ValueError.
+    """
     known, arrays = header.decode(data, (*_ARRAYS, *_TOTALS))
     shape = (known.ranks, known.counters)
     for name in _TOTALS:

@@ -1,4 +1,4 @@
-"""The parts of a program, and the streams of records in each."""
+"""Segments, the parts of a program, and the streams of records in each."""
 
 from __future__ import annotations
 

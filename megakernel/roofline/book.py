@@ -1,9 +1,12 @@
-"""The formulas of a book about GPUs, with the inputs that the book's questions have; `ask` uses them.
+"""The formulas of a book about GPUs, with the inputs of the book's questions. `ask` uses them.
 
-The formulas are those of Austin et al., *How to Scale Your Model*, "How to Think About GPUs" (2025), written exactly,
-with the (N - 1) / N that the text drops; docs/roofline.md lists the differences. `array_bytes` is a whole array, all
-shards together. Link rates are in one direction. `alpha` is FLOP/s / collective bytes/s. The model layer is an MLP x[B,
-D] W_in[D, F] W_out[F, D] in bf16: its backward pass takes 8 B D F FLOPs and its forward pass 4 B D F.
+The formulas are those of Austin et al., *How to Scale Your Model*, "How to Think About GPUs"
+(2025), written exactly, with the (N - 1) / N that the text drops; docs/roofline.md lists the
+differences. `array_bytes` is a whole array, all shards together. Link rates are in one direction.
+`alpha` is FLOP/s / collective bytes/s. The model layer is an MLP x[B, D] W_in[D, F] W_out[F, D] in
+bf16: its backward pass takes 8 B D F FLOPs and its forward pass 4 B D F. X, Y and Z GPUs share a
+layer by data, tensor and expert parallelism. C is a GPU's FLOP/s and W the bytes/s of a link.
+In "a against b", a is seconds of arithmetic and b seconds of communication.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ from typing import TypeVar
 from ..errors import MegakernelError
 from ..machine import OPERAND_BYTES, Chip, Hardware, Level
 
-# Figures that price nothing in a program: the book's anatomy of an SM, its table of GPUs, and its measurement of an
-# in-network all-reduce. Links are from DGX datasheets, those of hosts also from the datasheets of GH200 and GB200.
+# Figures that no estimate for a program uses: the book's anatomy of an SM, its table of GPUs, and
+# its measurement of an in-network all-reduce. Links are from DGX datasheets, those of hosts also
+# from the datasheets of GH200 and GB200.
 REGISTERS_PER_SM, WARPS_PER_SM, THREADS_PER_WARP = 65536, 64, 32
 # Per SM: bytes of shared memory and L1 together, and 32-bit registers.
 ON_CHIP = {"h100": (262144, REGISTERS_PER_SM), "tpu-v5p": (64e6, 32768)}
@@ -98,18 +102,19 @@ def vector_add(hardware: Hardware, elements: int, clock_hz: float) -> Times:
 
 
 def level_seconds(array_bytes: float, levels: Sequence[Level], inner: int = 1) -> list[float]:
-    """The seconds that each level of an all-gather (or reduce-scatter) takes, innermost first; the largest counts.
+    """The seconds that each level of an all-gather (or reduce-scatter) takes, innermost first; the
+    slowest level determines the time.
 
-    B (D - 1) S / (D max(Y, S) W): degree D, S GPUs below a child whose link is W, and Y = `inner` shards along another
-    axis.
+    B (D - 1) S / (D max(Y, S) W): an array of B bytes, degree D, S GPUs below a child whose link
+    has the rate W, and Y = `inner` shards along another axis.
     """
     shares = level_shares(array_bytes, levels, inner)
     return [share * (level.degree - 1) / level.degree for share, level in zip(shares, levels, strict=True)]
 
 
 def level_shares(array_bytes: float, levels: Sequence[Level], inner: int = 1) -> list[float]:
-    """The seconds of an all-reduce with in-network reduction: each child's link carries its share once in each
-    direction.
+    """The seconds of an all-reduce with in-network reduction, per level: each child's link carries
+    its share once in each direction.
     """
     return [array_bytes * x.child_gpus / (max(inner, x.child_gpus) * x.child_bytes_per_s) for x in levels]
 
@@ -133,7 +138,8 @@ def resident_warps(registers_per_thread: int) -> int:
 
 
 def spread(experts: int, active: int) -> tuple[float, float]:
-    """The fraction of Z GPUs, one per expert, to which a token of another GPU is sent: expected, and approximate.
+    """The expected fraction of Z GPUs, each with one expert, that receive a token of another GPU:
+    exact, and approximate.
 
     A token chooses k experts at random: (1 - (1 - 1/Z)^k) (1 - 1/Z), and min(k/Z, 1) (1 - 1/Z).
     """

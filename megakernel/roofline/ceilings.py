@@ -13,8 +13,8 @@ _REPEATS = 3
 _PROBE_S = 0.25
 _CACHE_FACTOR = 8  # reads must miss the cache, so the probe covers this many times the last-level cache
 _UNKNOWN_CACHE = 32 << 20
-_LARGEST_READ = 2 << 30  # some virtual machines report the cache of a whole socket
-_IN_CACHE = 8 << 20  # per thread: more than its own caches hold, if the last-level cache has room for all threads
+_LARGEST_READ = 2 << 30  # a bound, as some virtual machines report the cache of a whole socket
+_IN_CACHE = 8 << 20  # per thread: more than its core's caches hold; less if the last level is small
 QUIET = 0.05  # the fraction of all cores' time that others may use during a valid measurement
 
 

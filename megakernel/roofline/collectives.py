@@ -20,8 +20,9 @@ def axis_seconds(array_bytes: float, levels: Sequence[Level], inner: int, member
     """The seconds at each level of a gather over `members` GPUs that are `inner` GPUs apart; inner axes already shard
     the array in `inner` ways.
 
-    Every byte that the GPUs of a node lack enters over the node's link: B S / (max(Y, S) W) (1 - max(Y, S) / (X Y)),
-    with S GPUs behind the link, Y = inner, X = members. Inside a node, a GPU gets from its peers what they have or
+    Every byte that the GPUs of a node lack enters over the node's link:
+    B S / (max(Y, S) W) (1 - max(Y, S) / (X Y)), with B bytes in the array, S GPUs behind a link of
+    W bytes/s, Y = inner, X = members. Inside a node, a GPU gets from its peers what they have or
     received: B (d - 1) / (d Y W), with d members per node.
     """
     out: dict[str, float] = {}

@@ -43,8 +43,8 @@ class Serving:
         return self.gpus / self.tokens_per_s
 
     def usd_per_million_tokens(self, usd_per_gpu_hour: float) -> float:
-        """The price of a million generated tokens from the price of a GPU-hour. It is linear, so a price of 1 gives the
-        factor.
+        """The price of a million generated tokens. It is proportional to the price of a GPU-hour,
+        so a price of 1 gives the factor.
         """
         return usd_per_gpu_hour * self.gpu_seconds_per_token() / SECONDS_PER_HOUR * TOKENS_PRICED
 

@@ -181,8 +181,9 @@ def _tensor_seconds(hardware: Hardware, gather: dict[str, float], ways: int) -> 
     """The seconds of a layer's tensor-parallel exchange by the faster of two lowerings; `gather` has the seconds of one
     gather.
 
-    One lowering has four gathers and scatters. The other, for few tokens, has two exchanges of whole partial sums: each
-    moves `ways` times as much as a gather, but half of the hops suffice.
+    One lowering has two gathers and two scatters. The other, for few tokens, exchanges whole
+    partial sums twice: each exchange moves `ways` times as much as a gather, but the layer needs
+    only half as many hops.
     """
     lowerings = (
         _with_hops(hardware, gather, _GATHERS_PER_LAYER, _GATHERS_PER_LAYER),
@@ -207,7 +208,9 @@ def _train_bytes(shape: Shape, layout: Layout, tokens: float) -> float:
 
 
 def _stage_bytes_per_s(hardware: Hardware, stage_gpus: int, gpus: int) -> float:
-    """The rate from one stage to the next: of the GPUs' links inside a node, of their network cards beyond it."""
+    """The rate from one pipeline stage to the next: that of the GPUs' links inside a node, and of
+    their network cards between nodes.
+    """
     inside = stage_gpus < hardware.node.gpus or gpus <= hardware.node.gpus
     per_gpu = hardware.link.egress_bytes_per_s if inside else hardware.node.nic_bytes_per_s_per_gpu
     return stage_gpus * per_gpu
@@ -242,7 +245,8 @@ def _why(
 
 
 def pipeline_comms_s(tokens: float, model: int, microbatches: int, stages: int, bytes_per_s: float) -> float:
-    """The seconds of a pass's hops on the critical path: N_mb + N_stages - 2 hops, one after the other.
+    """The seconds that hops between pipeline stages add to a pass: N_mb + N_stages - 2 hops, one
+    after the other.
 
     Each sends a microbatch's activations to the next stage: 2 B D / (W N_mb).
     """

@@ -204,7 +204,9 @@ def _shape(point: Point, x: float, y: float) -> str:
 
 
 def _legend(points: Sequence[Point]) -> list[str]:
-    """A marker for each family and each other kind in the figure, in a row under the title, from the right."""
+    """One row under the title, from the right: a marker for each family of instructions in the
+    figure and for each other kind of point.
+    """
     kinds = dict.fromkeys((p.mark, p.family if p.mark is Mark.INSTRUCTION else OperationFamily.CONTROL) for p in points)
     out, x = [], float(_WIDTH - _RIGHT)
     for mark, family in reversed(kinds):

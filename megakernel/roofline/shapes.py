@@ -1,4 +1,6 @@
-"""The sizes of a model that plans need, experts included. Only dense models can be compiled and run."""
+"""The sizes of a model that the planner needs, experts included. Only dense models can be compiled
+and run.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from ..model.config import ModelConfig
 
 @dataclass(frozen=True)
 class Shape:
-    """Counts. `ffn` is that of one expert if there are experts; `kv_width` values are kept per token and layer.
+    """A model's sizes, as counts. `ffn` is that of one expert if there are experts; `kv_width`
+    values are kept per token and layer.
 
     `router_nodes` is the maximum number of nodes with a token's experts (0: no limit). `weight_bytes` is per weight
     while decoding.
@@ -80,8 +83,8 @@ _PUBLISHED: tuple[tuple[Any, ...], ...] = (
 
 
 def _published(vocab: int, dense_layers: int, **row: Any) -> Shape:
-    """A model with a separate table for its LM head, and with gate, up and down matrices for every expert in the other
-    layers.
+    """A model with a separate table for its LM head, and with gate, up and down matrices for every
+    expert in each layer that is not dense.
     """
     expert = 3.0 * row["hidden"] * row["ffn"]
     return Shape(

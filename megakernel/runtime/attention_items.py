@@ -2,14 +2,16 @@
 
 Each rank has its own items, for the KV heads that its query heads use.
 
-Rows are first grouped into query tiles, and the KV heads of a tile into parts. All work is then laid out on one line:
-tile after tile, and within a tile part after part. The line is divided into equal lengths, one per slot. Where a share
-ends inside a tile, the tile is cut: between two parts, or inside a part, either between rows or (a split) between KV
-blocks. The number of items is thus at most the number of tiles plus three per slot.
+Rows are first grouped into query tiles, and the KV heads of a tile into parts. All work is then
+laid out on one line: tile after tile, and within a tile part after part. The line is divided into
+equal lengths, one per slot. Where a share ends inside a tile, the tile is cut: between two parts,
+or inside a part. A cut inside a part is between rows, or between KV blocks, which is called a
+split. The number of items is thus at most the number of tiles plus three per slot.
 
-A CPU core processes one KV head after another, so a part is one head. An SM computes `pages.UNITS` units side by side,
-each of `pages.QUERY_TILE` (query row, query head) pairs. A full tile for an SM has so many rows that one KV head fills
-all units. If a tile has fewer rows, a part has more heads.
+A CPU core processes one KV head after another, so a part is one head. An SM computes `pages.UNITS`
+units side by side, each with `pages.QUERY_TILE` (query row, query head) pairs. A full tile for an
+SM has enough rows for one KV head to fill all units. If a tile has fewer rows, a part has more KV
+heads.
 """
 
 from __future__ import annotations
@@ -24,22 +26,25 @@ from ..errors import MegakernelError
 from ..isa import Dims, StepTable, ceil_div, pages, target_of
 
 Ints = NDArray[np.signedinteger]
-# The key is a rank's number of KV heads, which determines its items. The value: items by step-table field, slot_items.
+# The items of all ranks. Ranks with the same number of KV heads have the same items, so this number
+# is the key. The value is the pair (items by step-table field, slot_items).
 Dealt = dict[int, tuple[dict[str, Ints], Ints]]
 
-# Rows of a query tile on a CPU. They share each read of K and V: from 32 rows on, a loaded element feeds enough
-# multiply-adds to hide its load, and the scores (rows x group x one KV block) still fit a core's L1 cache.
+# Rows of a query tile on a CPU, which share each read of K and V. With 32 rows, each loaded element
+# is used in enough multiply-adds to hide its load, and the scores (rows x query heads of the group
+# x one KV block) still fit a core's L1 cache.
 QUERY_TILE = 32
-# KV blocks of the smallest item of a split on a CPU. A smaller item costs more for merge and hand-off than it saves.
-# (On a GPU the smallest item has one block, which keeps a unit busy for longer than the hand-off takes; and with few
-# rows most SMs are idle.)
+# The number of KV blocks in the smallest item of a split on a CPU. For a smaller item, the hand-off
+# and the merge of partial results cost more than the split saves. On a GPU, the smallest item has
+# one block, because one block takes longer than the hand-off, and because with few rows most SMs
+# are idle.
 SPLIT_GRAIN = 2
-# While an SM computes one pass over a KV block, its share of the memory bandwidth delivers K and V of about this many
-# heads. H200: 8 units x 16 x 128 x 128 x 4 FLOP at 60 % of 7.5 TFLOP/s and softmax take 3 us; 64 KiB at 36 GB/s take
-# 1.8 us.
+# About the number of KV heads whose K and V an SM can load from HBM while it computes one pass over
+# a KV block. On an H200, the 8 units of a pass (8 x 16 x 128 x 128 x 4 FLOP at 60 % of an SM's 7.5
+# TFLOP/s) and their softmax take 3 us. K and V of a head (64 KiB at an SM's 36 GB/s) take 1.8 us.
 PASS_HEADS = 2
-# A cut that is closer to a part's border than this fraction of a share is moved to the border. Shares are then less
-# equal, but there is no split, and there are fewer items.
+# If a cut is closer to a part's border than this fraction of a slot's share, it moves to the
+# border. The shares become less equal, but this avoids a split and makes fewer items.
 SLACK = 1 / 8
 
 
@@ -53,18 +58,21 @@ class _Cut(Enum):
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Runs of rows of one chunk, or of padding (`seq` -1), inside one row block; one array element per tile."""
+    """The query tiles, one array element for each. A tile consists of consecutive rows of one
+    chunk, or of padding (`seq` is -1), inside one row block.
+    """
 
     row: Ints
     rows: Ints
     seq: Ints
-    position: Ints  # of the first row; 0 for padding
-    chunk_row: Ints  # first row of the chunk
+    position: Ints  # position of the first row in its sequence; 0 for padding
+    chunk_row: Ints  # first row of the chunk to which the tile belongs
     blocks: Ints  # KV blocks up to the last row's position; 0 for padding
 
 
 def deal_items(dims: Dims, seq: Ints, start: Ints, count: Ints) -> Dealt:
-    """Every rank's items, for chunks of `count` rows of sequence `seq` from position `start`.
+    """Compute every rank's items. Chunk i has `count[i]` rows of sequence `seq[i]`, which begin at
+    position `start[i]`.
 
     Chunks are in row order. If `dims.items` is too small, tiles are cut more coarsely; if `dims.partials` is too small,
     fewer parts are split. Raises MegakernelError if not even one item per chunk and row block fits.
@@ -122,10 +130,10 @@ def _tile(dims: Dims, seq: Ints, start: Ints, count: Ints, tile_rows: int) -> _T
 class _Parts:
     """How tiles are divided into parts; one array element per tile."""
 
-    wide: Ints  # KV heads of a part; a divisor of the rank's KV heads
-    cost: Ints  # of a part
-    by_blocks: NDArray[np.bool_]  # a part is cut between KV blocks instead of rows
-    grain_blocks: int  # KV blocks of the smallest item
+    wide: Ints  # number of KV heads in a part; a divisor of the rank's KV heads
+    cost: Ints  # cost of one part, in the unit of _core_parts or _gpu_parts
+    by_blocks: NDArray[np.bool_]  # whether a part is cut between KV blocks instead of rows
+    grain_blocks: int  # number of KV blocks in the smallest item
 
 
 def _core_parts(dims: Dims, tiles: _Tiles) -> _Parts:
@@ -136,12 +144,13 @@ def _core_parts(dims: Dims, tiles: _Tiles) -> _Parts:
 
 
 def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
-    """The parts for an SM. A fraction of a block or of a pass takes as long as a whole one, so parts are cut between KV
-    blocks.
+    """The parts for an SM. A fraction of a KV block or of a pass takes as long as a whole one, so
+    parts are cut between KV blocks, never between rows.
 
-    A part gets enough KV heads to fill all units, as long as one of its blocks is a small fraction of a share, so that
-    cuts between blocks keep the shares equal. Otherwise, if there are enough blocks for all slots, it gets just as
-    many heads as keep memory busy.
+    A part gets enough KV heads to fill all units, as long as one KV block of the part is a small
+    fraction of a slot's share, because cuts between large blocks would make the shares unequal.
+    Otherwise, if there are enough blocks for all slots, a part gets at most PASS_HEADS heads, which
+    keep memory busy.
     """
     heads, blocks = dims.rank_kv_heads, np.maximum(tiles.blocks, 1)
     units = -(-tiles.rows * dims.group_size // pages.QUERY_TILE)  # of one head
@@ -154,7 +163,7 @@ def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
 
 
 def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
-    """Items by step-table field, and the slot of each, ascending.
+    """The items by step-table field, and the slot of each item, in ascending order.
 
     On the line, the length of a part is its number of grains. A grain is a row, or a run of KV blocks (`by_blocks`).
     """
@@ -168,7 +177,8 @@ def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
         grains = np.ones_like(grains)
     line = np.append(0, np.cumsum(parts * grains))
 
-    # The end of each share: which tile, which part of it, how far into the part.
+    # For the end of each slot's share, find the tile, the part of this tile, and the grain of this
+    # part.
     cost_end = np.cumsum(parts * cost)
     at = share * np.arange(1, dims.attention_slots)
     tile = np.minimum(np.searchsorted(cost_end, at, side="right"), len(cost) - 1)
@@ -182,7 +192,8 @@ def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
     border = nearest.astype(np.int64) * grains[tile]
     grain = np.where(near, border, np.rint(rest * grains[tile]).astype(np.int64))
 
-    # Splits get room in PARTIALS, first come first served. If none is left, a split's cuts move to the part's border.
+    # Splits get room in the PARTIALS buffer in the order of their parts. When it is full, the cuts
+    # inside a further part move to the part's border.
     number = first_part[tile] + part
     inside = (grain > 0) & (grain < grains[tile])
     split = np.unique(number[inside & by_blocks[tile]])

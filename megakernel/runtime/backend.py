@@ -27,7 +27,7 @@ class Output:
 
     tokens: NDArray[np.int32]  # [logit_rows]
     logprobs: NDArray[np.float32]  # [logit_rows]
-    logits: Logits  # [logit_rows, vocab], raw
+    logits: Logits  # [logit_rows, vocab], before any sampling parameter applies
     seconds: float  # wall time of the launch
     trace: Trace | None
 
@@ -36,7 +36,9 @@ class Launch(Protocol):
     """A running launch."""
 
     def wait(self) -> Output:
-        """Return the output, once. Ctrl-C aborts the launch within a second; the next launch works."""
+        """Wait until the launch ends, and return its output. Call it once. Ctrl-C aborts the launch
+        within a second, and the next launch works.
+        """
 
     def abort(self) -> None:
         """Stop the launch soon and return when it has stopped; its output is lost. Does nothing if the launch

@@ -29,7 +29,9 @@ def allocate(buffer: Buffer, dims: Dims, pages: int) -> NDArray[np.generic]:
 
 
 def write_history(history: NDArray[np.int32], slot: int, start: int, tokens: NDArray[np.int32]) -> None:
-    """HISTORY[slot, start : start + len(tokens)] = tokens. Raises MegakernelError if this place does not exist."""
+    """Set HISTORY[slot, start : start + len(tokens)]. Raises MegakernelError if HISTORY has no room
+    there.
+    """
     check_history(history.shape, slot, start, len(tokens))
     history[slot, start : start + len(tokens)] = tokens
 

@@ -1,4 +1,4 @@
-"""All backends, registered once: `--backend`, `doctor`, the engine and the benchmarks read this table.
+"""The table of all backends, which `--backend`, `doctor`, the engine and the benchmarks read.
 
 The modules of a backend are imported when it is used, so that a machine without GPU packages can run the others.
 """
@@ -24,8 +24,8 @@ RANKS = ("threads", "processes")
 
 @dataclass(frozen=True)
 class Request:
-    """The inputs of a backend. For a CPU, `threads` is its number of threads, and `ranks` (one of RANKS) says whether
-    ranks are threads or processes.
+    """The arguments for making a backend. On a CPU, `threads` is the number of threads, and `ranks`
+    (one of RANKS) says whether ranks are threads or processes.
     """
 
     checkpoint: Checkpoint
@@ -38,13 +38,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Registered:
-    """`lack` returns why the backend cannot run a model with a compute type on this machine; None if it can. `machine`
-    returns one rank's share of this machine, for a number of threads and of ranks.
+    """The properties of a backend. `lack` returns the reason why the backend cannot run a model
+    with a compute type on this machine, or None if it can. `machine` returns one rank's share of
+    this machine for given numbers of threads and ranks.
 
-    `dtype` is the default compute type; None means the checkpoint's own. `target` is the target that programs are
-    compiled for. `stores`: weights and KV cache may have their own types in memory; otherwise all have the compute
-    type. `automatic`: `auto` may choose it. `devices`: each rank has its own memory. `arithmetic`: results are
-    meaningful.
+    `dtype` is the default compute type; None means the checkpoint's own. `target` is the target for
+    which programs are compiled. With `stores`, weights and KV cache may have types of their own in
+    memory; otherwise all have the compute type. With `automatic`, `auto` may choose the backend.
+    With `devices`, each rank has its own memory. Without `arithmetic`, results are meaningless.
     """
 
     what: str
@@ -68,8 +69,8 @@ class Registered:
 
 
 def _host_share(threads: int | None, ranks: int) -> Machine:
-    """One worker per thread, but at most one per core, because two workers that share a core only wait for
-    each other.
+    """One rank's share of this machine. It has one worker per thread, but at most one per core,
+    because two workers on one core would only wait for each other.
     """
     cores = cpu_count()
     return host(max(1, min(threads or cores, cores) // ranks))
@@ -113,7 +114,7 @@ def _cuda_lack(config: ModelConfig, dtype: Dtype) -> str | None:
     return missing() or refusal(replace(weight_dims(config, dtype), kv_page=KV_BLOCK, ring_pages=PAGES))
 
 
-# `auto` takes the first one that is `automatic` and lacks nothing.
+# `auto` chooses the first backend that is `automatic` and whose `lack` returns None.
 REGISTRY: dict[str, Registered] = {
     "cuda": Registered(
         "a Hopper GPU", _cuda, _cuda_share, _cuda_lack, Dtype.BF16, HOPPER, stores=False, automatic=True, devices=True
@@ -140,8 +141,9 @@ def backend_for(target: str) -> Registered:
 def choose_backend(
     name: str, config: ModelConfig, dtype: Dtype | None, weights: str = "auto", kv_cache: str = "auto"
 ) -> tuple[str, Dtype | None]:
-    """The backend's name, with `auto` replaced by the choice, and the compute type; None means the checkpoint's own.
-    `weights` and `kv_cache` are the values of `--weights` and `--kv-cache-dtype`.
+    """Return the backend's name, where `auto` is replaced by the chosen one, and the compute type,
+    where None means the checkpoint's own. `weights` and `kv_cache` are the values of `--weights`
+    and `--kv-cache-dtype`.
 
     Raises MegakernelError if `name` is unknown or cannot run this model here.
     """
@@ -166,11 +168,12 @@ def create(
     threads: int | None = None,
     ranks: str = "threads",
 ) -> Backend:
-    """The backend `name` (`auto` as in `choose_backend`) with the checkpoint's weights and a KV pool of `pages` pages.
+    """Make the backend `name` with the checkpoint's weights and a KV pool of `pages` pages. `auto`
+    chooses one as `choose_backend` does.
 
-    `threads` defaults to the cores this process may use; the reference backend uses one. In a torchrun job, ranks on a
-    CPU are always its processes, and the call returns on rank 0 only. Raises MegakernelError for a backend that is
-    unknown or not in this build.
+    `threads` defaults to the number of cores that this process may use; the reference backend uses
+    one. In a torchrun job, ranks on a CPU are always the job's processes, and this function returns
+    on rank 0 only. Raises MegakernelError for a backend that is unknown or not in this build.
     """
     if ranks not in RANKS:
         raise MegakernelError(f"ranks={ranks!r} is unknown: choose from {', '.join(RANKS)}")
@@ -180,13 +183,15 @@ def create(
 
 
 def rank_machine(name: str, threads: int | None, ranks: int) -> Machine:
-    """The share of this machine that one of `ranks` ranks has, for the compiler."""
+    """The machine for which a program is compiled: the share of this machine that each of `ranks`
+    ranks has.
+    """
     return registered(name).machine(threads, ranks)
 
 
 def join_ranks(tp: int) -> bool:
-    """In a torchrun job of `tp` ranks, every process calls this first, and only rank 0 continues. Returns False
-    outside a job.
+    """In a torchrun job of `tp` ranks, every process calls this first. It returns True on rank 0,
+    and does not return on the others. Outside a job it returns False.
     """
     from .cpu.processes import join_ranks as join
 

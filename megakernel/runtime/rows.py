@@ -15,22 +15,24 @@ from .sampling import Ints, Sampling
 
 @dataclass(eq=False)
 class Lineup:
-    """The sequences of a step and their work: chunks of tokens, each in its own slot, and the chunks' logit rows."""
+    """The work of a step, without token ids and positions: a chunk of tokens for each sequence, in
+    a slot of its own, and the chunks' logit rows.
+    """
 
-    # -- of each chunk
+    # -- one element for each chunk
     slot: Ints
-    count: Ints  # its tokens
-    # -- of each logit row, in the order of token rows
-    chunk: Ints  # which chunk it belongs to
-    index: Ints  # which token of the chunk
+    count: Ints  # number of its tokens
+    # -- one element for each logit row, in the order of token rows
+    chunk: Ints  # the chunk to which it belongs
+    index: Ints  # the index of its token in the chunk
     place: Ints  # the place in `Sampling` that says how to sample
-    target: Ints  # token to score; -1: sample
+    target: Ints  # the token whose log-probability is wanted; -1: sample a token
     store: NDArray[np.bool_]  # whether HISTORY gets the sampled token
 
 
 @dataclass(eq=False, slots=True)
 class Rows:
-    """The rows of a step. Consecutive steps in which the same sequences continue share their lineup."""
+    """The rows of a step. Consecutive steps share one Lineup if the same sequences continue."""
 
     lineup: Lineup
     start: Ints  # for each chunk, its first token's position
@@ -38,7 +40,7 @@ class Rows:
 
     @property
     def position(self) -> Ints:
-        """For each logit row, the number of tokens before the one it predicts."""
+        """For each logit row, the position of the token that it predicts."""
         return self.start[self.lineup.chunk] + self.lineup.index + 1
 
 
@@ -74,7 +76,9 @@ def fill_rows(table: StepTable, rows: Rows, sampling: Sampling) -> None:
 
 
 def move_rows(table: StepTable, rows: Rows) -> None:
-    """Write only tokens and positions, into a table that was filled for the same lineup before."""
+    """Write only tokens and positions, into a table that `fill_rows` has filled for the same
+    lineup.
+    """
     live, lineup, position = len(rows.tokens), rows.lineup, rows.start
     if live > len(lineup.slot):
         first = np.cumsum(lineup.count) - lineup.count

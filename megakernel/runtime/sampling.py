@@ -1,4 +1,4 @@
-"""How logit rows are sampled: one object per row, or columns for many rows."""
+"""How logit rows are sampled: the parameters of one row, or of many rows as arrays."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _WORD = 0xFFFFFFFF
 class SampleRow:
     """Requests logits at token `index` of a chunk and says how to use them. The defaults sample greedily.
 
-    `target` >= 0 scores that token instead of sampling. `store` writes the token to HISTORY at the position after the
-    row's. A row with penalties reads the earlier tokens of its sequence from HISTORY, and the same step must store none
-    of these.
+    If `target` >= 0, the row returns the log-probability of that token instead of sampling. If
+    `store`, the sampled token is written to HISTORY at the position after the row's. A row with
+    penalties reads the earlier tokens of its sequence from HISTORY, so the same step must store
+    none of them.
     """
 
     index: int
@@ -47,9 +48,10 @@ class SampleRow:
 
 
 class Sampling:
-    """Sampling parameters in columns; a place is an index. The last place has the defaults, for padding rows.
+    """The sampling parameters of many rows, as arrays. A place is an index into these arrays. The
+    last place has the defaults, which padding rows use.
 
-    `columns` are named like fields of the step table.
+    The keys of `columns` are names of step-table fields.
     """
 
     def __init__(self, places: int) -> None:

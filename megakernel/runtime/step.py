@@ -17,10 +17,12 @@ from .sampling import SampleRow, Sampling
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive tokens of one sequence: a part of a prefill, or one decode row with proposed tokens after it.
+    """Consecutive tokens of one sequence: a part of its prompt, or its newest token, perhaps
+    followed by tokens proposed for speculative decoding.
 
-    `slot` is its block-table row and HISTORY slot. A token of -1 means HISTORY[slot][position]. `pages` are the
-    sequence's page ids from its start, enough for `start + len(tokens)`.
+    `slot` is the sequence's row in the block table and in HISTORY. A token of -1 stands for the
+    token in HISTORY[slot][position]. `pages` are the sequence's page ids from its start, enough for
+    `start + len(tokens)`.
     """
 
     slot: int
@@ -33,9 +35,10 @@ class Chunk:
 def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
     """The step table that runs `chunks`, each in its own slot; `check_step` lists its invariants.
 
-    Chunks take token rows, and their samples take logit rows, in order; the rest is padding. Raises MegakernelError
-    that names the capacity (a field of Dims) which one chunk or all chunks together exceed. A token outside the
-    vocabulary is an error too, because it would read beyond the embedding table.
+    Chunks get token rows in order, and their samples get logit rows in order. All other rows are
+    padding. Raises MegakernelError that names the capacity (a field of Dims) which one chunk or all
+    chunks together exceed. A token outside the vocabulary is an error too, because it would read
+    beyond the embedding table.
     """
     lengths = [len(chunk.tokens) for chunk in chunks]
     if not all(lengths):

@@ -21,11 +21,12 @@ def check_step(table: StepTable) -> None:
     - The rows of a sequence are one run with consecutive positions, so no two rows share a (page, offset).
     - Page ids are >= 0, and no page that one sequence writes is used by another.
 
-    Attention items, of each rank; KV heads are the rank's own, counted from its first
+    Attention items of each rank; KV heads are counted from the rank's first one
     - slot_items ascends from 0 to at most `items`; only items with an index below its last entry count.
     - An item's rows lie in one row block and are all of its sequence, or all padding; its KV heads exist.
-    - The (rows x KV heads) of the items, a split counted once, partition tokens x KV heads.
-    - A padding item has no KV blocks. An unsplit item covers the KV blocks 0 to that of its last row's position.
+    - The items' (rows x KV heads) partition tokens x KV heads, where a split counts as one item.
+    - A padding item has no KV blocks. An unsplit item covers all KV blocks from 0 to the one with
+      its last row's position.
     - The items of a split agree in rows, heads, sequence, partial and span; their number is item_splits. Their
       blocks partition the `span` blocks of an unsplit item. Split indices are < items. The PARTIALS
       ranges of different splits are disjoint and inside `partials`.
@@ -89,7 +90,7 @@ def _check_pages(t: StepTable, seq: NDArray[Any], start: NDArray[Any], last: NDA
     at = np.minimum(np.searchsorted(pages, tables[used]), len(pages) - 1)
     foreign = (pages[at] == tables[used]) & (owners[at] != owner[used])
     _require(~foreign, "a page that one sequence writes is used by another")
-    # A sequence must not have a page that it writes among its older pages either.
+    # A page that a sequence writes must not be one of its own older pages either.
     older = used & ~written
     at = np.minimum(np.searchsorted(pages, tables[older]), len(pages) - 1)
     _require(pages[at] != tables[older], "a page is written and also an older page of its sequence")
@@ -137,8 +138,8 @@ def _check_items(t: StepTable) -> None:
 
 
 def _check_splits(t: StepTable, n: int, whole: NDArray[Any]) -> NDArray[Any]:
-    """Check split items; returns a mask of the items that count in the partition: unsplit ones and the first
-    of each split.
+    """Check the items of splits. Returns a mask with all unsplit items and the first item of each
+    split, which together must partition the rows x KV heads.
     """
     d = t.dims
     once = np.ones(n, bool)

@@ -1,4 +1,4 @@
-"""Writes the tables of successive steps, changing only what differs from the previous one."""
+"""Writes the tables of successive steps, and rewrites only the fields that have changed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from .sampling import Sampling
 
 
 class Pages:
-    """The page ids of each slot's sequence; the first `count` of a row of `ids` are valid.
+    """The page ids of each slot's sequence. In row `slot` of `ids`, the first `count[slot]` are
+    valid.
 
-    Any change of a row must be marked in `changed`, which has a row for each of the two tables that `Steps` writes in
-    turn.
+    Whoever changes a row must mark it in both rows of `changed`, one for each of the two tables
+    that `Steps` writes in turn.
     """
 
     def __init__(self, dims: Dims) -> None:
@@ -27,7 +28,9 @@ class Pages:
 
 @dataclass
 class _Kept:
-    """A table and the rows it was last written for. `rows` is None after an exception."""
+    """A step table, the rows for which it was last written, and its attention items. `rows` is None
+    if writing them failed.
+    """
 
     table: StepTable
     rows: Rows | None = None
@@ -35,8 +38,8 @@ class _Kept:
 
 
 class Steps:
-    """Writes the tables of an engine's steps alternately into two tables: a launch reads one while the other is
-    written.
+    """Writes an engine's steps alternately into two step tables, so that a launch can read one
+    while the other is written.
 
     While every sequence of a lineup continues by one token, a table needs only new tokens and positions. Its attention
     items stay the same until a row enters its next KV block.
@@ -48,7 +51,7 @@ class Steps:
         self._turn = 0  # which of the two tables is written next
 
     def build(self, dims: Dims, rows: Rows) -> StepTable:
-        """The table of a step of `rows`. The call after the next one overwrites it.
+        """The table for a step with these rows. The call after the next one overwrites it.
 
         Raises MegakernelError that names the exceeded capacity (a field of Dims).
         """

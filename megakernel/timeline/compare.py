@@ -65,8 +65,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Executed:
-    """Executed instructions: identity [n, words], position of the phase in the list from `in_common`, layer (-1: none),
-    seconds in COMPUTE, begin and end in seconds since the launch began, launch.
+    """Columns of n executed instructions: the identity [n, words], the position of the phase in the
+    list from `in_common`, the layer (-1: none), the seconds in COMPUTE, the begin and the end in
+    seconds since the launch began, and the launch.
     """
 
     key: NDArray[np.int64]
@@ -142,8 +143,8 @@ def identity(resolved: Resolved, rows: NDArray[np.int64], places: NDArray[np.int
 
 
 def _executed(resolved: Resolved, places: NDArray[np.int64]) -> _Executed:
-    """All executed instructions that have a COMPUTE and are not control instructions. In practice, identities
-    do not repeat.
+    """All executed instructions that have a COMPUTE interval and are not control instructions. In
+    practice, no two of them have the same identity.
     """
     chosen = np.flatnonzero(resolved.kind(IntervalKind.COMPUTE) & ~resolved.control)
     instances, first, at = np.unique(resolved.instance[chosen], return_index=True, return_inverse=True)

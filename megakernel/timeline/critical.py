@@ -109,7 +109,9 @@ def critical_path(resolved: Resolved, finish: NDArray[np.int64], releaser: NDArr
 
 
 def _done(resolved: Resolved, finish: NDArray[np.int64]) -> NDArray[np.int64]:
-    """When each instance lets the next one of its worker continue: its last end, not counting stores by a storer."""
+    """When each instance lets the next one of its worker continue: at the end of its last interval.
+    Stores by a storer warp do not count.
+    """
     done = np.full(len(finish), -1)
     inline = ~resolved.stored
     np.maximum.at(done, resolved.instance[inline], resolved.end[inline])
@@ -129,7 +131,7 @@ def _starts(resolved: Resolved, finish: NDArray[np.int64]) -> NDArray[np.int64]:
 def _previous_on_lane(
     resolved: Resolved, nodes: NDArray[np.int64], begin: NDArray[np.int64], done: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """For each instance, the one that began before it on the same lane in the same launch, or -1."""
+    """For each instance, the previous instance on the same lane in the same launch, or -1."""
     instance = resolved.instance[nodes]
     order = np.lexsort((instance, done[instance], begin[instance], resolved.lane[nodes]))
     instance, lane = instance[order], resolved.lane[nodes[order]]

@@ -48,8 +48,9 @@ Columns = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class _Source:
-    """A trace and everything that the page shows of it. `places`: positions of its phases in the page's list, by
-    number. `peaks`: of RESOURCES. `curves`: fractions of the peaks, [ranks, RESOURCES, bins].
+    """A trace and everything that the page shows of it. `places`: for each phase number, the
+    position in the page's list. `peaks`: the peak rate of each of RESOURCES. `curves`: fractions of
+    the peaks, [ranks, RESOURCES, bins].
     """
 
     resolved: Resolved

@@ -51,7 +51,9 @@ def inside_worker(resolved: Resolved) -> float | None:
 
 
 def loads_under_compute(resolved: Resolved) -> float | None:
-    """sum over LOAD of |load and COMPUTE of the worker, its own included| / sum of |load|."""
+    """sum over LOAD of |load and any COMPUTE of its worker| / sum of |load|. The COMPUTE of the
+    load's own instruction counts too.
+    """
     load = resolved.kind(IntervalKind.LOAD)
     begin, end = resolved.begin[load], resolved.end[load]
     return _covered(resolved, load, begin, end, resolved.kind(IntervalKind.COMPUTE))

@@ -1,4 +1,4 @@
-"""The worst places of a figure, where a user should look first."""
+"""Finds the places in a trace that contribute most to a figure, where a user should look first."""
 
 from __future__ import annotations
 

@@ -92,7 +92,9 @@ class Resolved:
 
     @cached_property
     def attention(self) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
-        """(`of_attention`, [n, 2] FLOPs and bytes of K and V of their instances); None if the trace lacks them."""
+        """`of_attention`, and for each of these intervals the FLOPs and the bytes of K and V of its
+        instance [n, 2]. None if the trace lacks them.
+        """
         if self.trace.attention is None:
             return None
         i = self.of_attention
@@ -132,7 +134,9 @@ def by_phase(program: Program) -> Iterator[tuple[Phase, Dims, NDArray[np.int64],
 
 
 def resolve(program: Program, trace: Trace) -> Resolved:
-    """Join the two. Raises MegakernelError if the trace is empty or damaged, or belongs to another program."""
+    """Join a program and its trace. Raises MegakernelError if the trace is empty or damaged, or
+    belongs to another program.
+    """
     rows = trace.intervals
     if trace.header.program != program.hash:
         raise MegakernelError(f"the trace is of program {trace.header.program}, not of {program.hash}: record it again")

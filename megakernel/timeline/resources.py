@@ -60,7 +60,9 @@ def peaks(machine: Machine, workers: int) -> list[float]:
 
 
 def resources(resolved: Resolved, machine: Machine) -> list[Resource]:
-    """Every resource that the program uses. Attention's use comes from the items in the trace."""
+    """Every resource that the program uses. Attention's use comes from the work items that the
+    trace records.
+    """
     amounts = curves(resolved, BINS)
     first, last = resolved.launch_spans()
     tick = resolved.trace.header.tick_s
@@ -152,8 +154,8 @@ def _or_else(resolved: Resolved, wanted: NDArray[np.bool_], other: NDArray[np.bo
 def _spread(
     resolved: Resolved, chosen: NDArray[np.bool_], amount: Amounts, row: NDArray[np.int64], bins: int
 ) -> Amounts:
-    """[ranks, bins]: the amount of each interval's instance, spread evenly over its chosen intervals and added
-    up in its row.
+    """[ranks, bins]: the amount of each instance, spread evenly over the instance's chosen
+    intervals. Each interval adds to its `row`.
     """
     i = np.flatnonzero(chosen & (amount > 0))
     begin = resolved.begin[i].astype(np.float64)

@@ -46,7 +46,7 @@ class _Signals:
     record: NDArray[np.int64]
     rank: NDArray[np.int64]
     counter: NDArray[np.int64]
-    ahead: NDArray[np.int64]  # 1: the next block
+    ahead: NDArray[np.int64]  # 1: a counter of the next block
     maybe: NDArray[np.bool_]  # the step table selects one of several counters
 
 
@@ -88,7 +88,8 @@ def causes(program: Program) -> Causes:
     signals = [_signals(program, s) for s in range(3)]
     waits = [_wait_sets(program, s) for s in range(3)]
     ranks = [program.numbered(s)[1] for s in range(3)]
-    # A record's set is its phase's bit; the set of a join that waits starts empty and grows until it no longer changes.
+    # Each record has a bit set of phases. That of a join which waits starts empty and grows until
+    # no set changes; any other set is the bit of the record's phase.
     numbers = [rec.phase_number(program.numbered(s)[0]) for s in range(3)]
     waiting = [(n == JOIN.number) & (w[0] >= 0).any(axis=1) for n, w in zip(numbers, waits, strict=True)]
     stands = [np.where(w, 0, np.int64(1) << n.astype(np.int64)) for n, w in zip(numbers, waiting, strict=True)]

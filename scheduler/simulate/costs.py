@@ -189,5 +189,7 @@ def _scaled(rows: tuple[float, ...], rates: tuple[float, ...], scale: float) -> 
 
 
 def costs_of(machine: Machine) -> Costs:
-    """The costs for a machine. For `host`, they follow from the rates in `machine`, measured or nominal."""
+    """The costs for a machine. For this computer (`host`), they follow from the rates in `machine`,
+    measured or nominal.
+    """
     return _cpu_costs(machine) if machine.target == CPU else _gpu_costs(machine)

@@ -248,13 +248,14 @@ def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims
     taken = matmul_pages(phase, columns["rows"], columns["cols"], dims)
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
     if dims.units == Units.DOTS:
-        # The rows are loaded in every lap and stay until the lap ends.
+        # The input rows are loaded in every lap of the ring and stay there until the lap ends.
         held = dot_input_pages(phase, rows, dims)
         ahead = ahead_columns(phase, dims) * phase.inner(dims) * itemsize(dims)
         tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held, ahead_bytes=float(ahead))
         weights = phase.inner(dims) * phase.matrices(dims) * cols
         return (2 * rows * weights).astype(np.float64) / costs.vector_flops
-    # The next instruction's pages follow the results of the last columns.
+    # In the ring, the next instruction's pages follow the output pages of the last chunk of
+    # columns.
     last = np.minimum(taken.output, chunk_output_pages(phase, dims))
     tasks.set(task, ring_bytes=PAGE_BYTES * (taken.weights + taken.inputs), output_bytes=PAGE_BYTES * last)
     flops = tile_work(phase, rows, cols, dims)[0]
@@ -369,7 +370,9 @@ def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
 
 
 def _item_words(tasks: _Tasks, phase: Phase, records: Records, first: Ints, view: StepTable) -> None:
-    """Add the waits and signals of attention at counter grids, which its first wait and its first signal name."""
+    """Add attention's waits for and signals to counter grids, which its first wait and its first
+    signal name.
+    """
     dims = view.dims
     task, item, record = _items(phase, records, first, view)
     if not len(item):

@@ -26,25 +26,26 @@ from .predict import predicted_seconds
 # The simulated program has at most this many logit rows, like an engine's programs. More logit rows would affect all
 # options alike.
 _LOGIT_ROWS = 64
-# Dots are tried as well as matrix units if the rows need at most this many tiles of dots. With more rows, dots are many
-# times slower.
+# Dot products are tried as well as matrix units if the rows need at most this many tiles of dot
+# products. With more rows, they are many times slower.
 _DOT_TILES = 4
-# A residual on every rank is tried up to this many rows. With more, each rank would repeat too much of the others'
-# work.
+# A residual replicated on every rank is tried up to this many rows. With more, each rank would
+# repeat too much of the others' work.
 _REPLICATED_ROWS = 1024
 _VALUES: dict[str, tuple[Any, ...]] = {**CHOICES, "interleave": (True, False)}
-# Up to this many row blocks are tried as one panel. Each rank owns a part of that panel, so its exchange uses all
-# links.
+# Up to this many row blocks are tried as one panel. Each rank owns a part of that panel, so
+# exchanging it between ranks uses all links.
 _ONE_PANEL = 16
 
 
 class Fastest:
     """`compile_program` with everything fixed except the bucket.
 
-    If `options.queue` is auto, the simulator chooses it, all other auto options and interleaving, once for each number
-    of tokens. With `one_class`, all buckets share the form of the O projection, as an engine requires; the engine fixes
-    the matmul units itself. A CPU gains nothing from a queue, because a thread runs whichever stream is ready, so its
-    programs use the cost model's choice.
+    If `options.queue` is auto, the simulator chooses it, all other auto options and interleaving,
+    once for each number of tokens. With `one_class`, the O projection is sharded for all buckets or
+    replicated for all, as an engine requires; the engine fixes the matmul units itself. A CPU gains
+    nothing from a queue, because a thread runs whichever stream is ready, so its programs use the
+    cost model's choice.
     """
 
     def __init__(
@@ -66,8 +67,8 @@ class Fastest:
         return self.compile(self.options(tokens), tokens, logit_rows)
 
     def _settled(self, options: Options) -> Options:
-        """`options` with the form of O decided by the cost model if it is auto. The choice does not depend on the
-        bucket.
+        """`options` with `o`, if it is auto, decided by the cost model. The choice does not depend
+        on the bucket.
         """
         if self._tp == 1 or options.o != "auto":
             return options
@@ -106,7 +107,8 @@ class Fastest:
         if tokens not in self._chosen:
             start = with_matmul(self._options, self._config, self.machine, tp=self._tp, tokens=tokens)
             start, known = replace(start, queue="body"), dict[Options | str, float]()
-            # The choices that suit one form of O need not suit the other, so a search starts from each form.
+            # The choices that suit a sharded O projection need not suit a replicated one, so a
+            # search starts from each.
             forms = [form for form in CHOICES["o"] if form != "auto"]
             starts = [replace(start, o=o) for o in forms] if self._tp > 1 and start.o == "auto" else [start]
             found = [self._choose(each, tokens, known) for each in starts]

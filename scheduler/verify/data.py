@@ -1,11 +1,12 @@
 """Fourth stage of the verifier: does each access come after the accesses that it must follow?
 
-The required order follows from the program's phases alone. Their sequence (prologue, the body once per layer, epilogue)
-is the sequential meaning of a step. Here, a phase means all of its instructions in one run, on all ranks. Copies of a
-buffer on two ranks are two places. For each box, the following must hold. No phase writes an element twice. What a
-phase reads was written by the last earlier phase that writes the buffer. A read comes after that write, and a write
-comes after the previous write and after all reads of the previous value. "After" means that the later access begins
-when the earlier one has ended.
+The required order follows from the program's phases alone. Running them one after another
+(prologue, the body once per layer, epilogue) defines the meaning of a step. Here, a phase means all
+of its instructions in one run, on all ranks. Copies of a buffer on two ranks are two places. For
+each box, the following must hold. No phase writes an element twice. What a phase reads was written
+by the last earlier phase that writes the buffer. A read comes after that write, and a write comes
+after the previous write and after all reads of the previous value. "After" means that the later
+access begins when the earlier one has ended.
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ def _items(out: _Touches, events: Events, phase: int, kind: int, dims: Dims, acc
 
 
 def _logit_rows(out: _Touches, events: Events, phase: int, kind: int, use: Use, access: Access) -> None:
-    """A logit row is read after the counter of its row block, or, without an indexed wait, after the waits of the
-    instruction.
+    """Add the reads of logit rows. A row is read after the counter of its row block, or, without an
+    indexed wait, after the waits of the instruction.
     """
     d = use.dims
     blocks = row_blocks(d, d.rank)

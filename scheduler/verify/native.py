@@ -105,8 +105,9 @@ def _checked(count: int) -> int:
 
 
 def topological_order(graph: Graph, missing: Int32s) -> tuple[Int32s, Int32s]:
-    """The rows that can be ordered, in order, and the number of each row's incoming edges whose sources cannot be
-    ordered. `missing` has each row's number of incoming edges; a row can be taken when all their sources are taken.
+    """The rows that can be ordered, in order, and the number of each row's incoming edges whose
+    sources cannot be ordered. `missing` has each row's number of incoming edges. A row can be
+    ordered once all their sources have been.
     """
     order, left = np.empty(graph.rows, dtype=np.int32), missing.copy()
     count = _library().mk_verify_order(ctypes.byref(graph.native()), left.ctypes.data, order.ctypes.data)

@@ -59,7 +59,9 @@ class Grid:
 
 @dataclass(frozen=True)
 class Reads:
-    """The `records` of one rank that wait for one grid, and the event for each of the rank's row blocks."""
+    """The `records` of one rank that wait for one grid of counters, and the event for each of the
+    rank's row blocks.
+    """
 
     records: Ints
     rank: int
@@ -251,7 +253,9 @@ class Unrolled:
         return order, [] if len(order) == self.rows else self._cycle(left > 0)
 
     def _cycle(self, stuck: Mask) -> list[int]:
-        """Every stuck row has a stuck predecessor, so walking back must repeat a row and find the cycle."""
+        """A cycle of stuck rows. Each of these has a stuck predecessor, so walking back must repeat
+        a row.
+        """
         graph = self._any_order
         inside = stuck[graph.source] & stuck[graph.target]
         predecessor = np.full(self.rows, -1)

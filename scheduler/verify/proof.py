@@ -132,7 +132,7 @@ def _totals(program: Program, events: list[Events]) -> Iterator[str]:
 
 
 def _counter(program: Program, counter: int, events: list[Events]) -> str:
-    """A counter with one instruction that signals it and one that waits for it."""
+    """Describe a counter, with one instruction that signals it and one that waits for it."""
     rank, index = divmod(counter, program.counters)
     out = f"counter {index} (rank {rank}"
     signallers = [(e, event) for e in events for event, c, _, _ in e.signals for event in event[c == counter][:1]]

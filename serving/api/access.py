@@ -92,5 +92,5 @@ def _key(header: bytes) -> bytes:
 
 
 def _digest(key: bytes) -> bytes:
-    """A hash, so that keys of any length are compared at equal length."""
+    """The key's hash. All hashes are equally long, so comparing them reveals no key's length."""
     return hashlib.sha256(key).digest()

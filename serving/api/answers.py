@@ -1,4 +1,4 @@
-"""Collects the engine's tokens of one HTTP request into the text of its choices."""
+"""Turns the tokens that the engine generates for one HTTP request into the text of its choices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _REASONS: dict[str | None, FinishReason | None] = {"stop": "stop", "length": "le
 
 @dataclass(slots=True)
 class Delta:
-    """An increment of one choice. `index` counts the choices of all prompts. `text` has only text that is certain."""
+    """An increment of one choice. `index` counts the choices of all prompts.
+
+    `text` has only text that later tokens cannot change.
+    """
 
     index: int
     prompt: int
@@ -78,7 +81,7 @@ class Answers:
 
     async def _take(self, deltas: dict[int, Delta]) -> None:
         taken = await self.job.take()
-        if self._prompts:  # the first tokens show that the engine has accepted them
+        if self._prompts:  # counted now, because the first tokens mean the engine has accepted them
             self._metrics.prompts(self._prompts)
             self._prompts = ()
         if self._params.prompt_logprobs is not None:
@@ -87,7 +90,10 @@ class Answers:
             self._add(index, pieces, deltas)
 
     def _with_scores(self, taken: dict[int, list[Piece]]) -> dict[int, list[Piece]]:
-        """Hold back the tokens of prompts whose scores are not known yet. They come when the first choice begins."""
+        """Hold back the tokens of prompts whose scores have not arrived, and return all others.
+
+        The engine sends a prompt's scores when the first of its choices begins.
+        """
         for index, pieces in taken.items():
             self._held.setdefault(index, []).extend(pieces)
         known = [index for index in self._held if index // self._params.n in self.job.scores]

@@ -56,7 +56,7 @@ def create_app(service: Service) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.openapi()  # It is generated once, which takes 0.1 s. Do that before requests wait.
+        app.openapi()  # Generates the schema once, in 0.1 s, before any request waits for it.
         service.engine.start()
         yield
         service.engine.close()

@@ -113,7 +113,10 @@ class _Chat(Answer):
         return ChatMessage(content=text or None if calls else text, tool_calls=calls or None)
 
     def _tool_event(self, delta: Delta) -> bytes:
-        """The events for an increment of a choice that may call tools. There are none while the text is ambiguous."""
+        """The events for an increment of a choice that may call tools.
+
+        There are none while the text may still turn out to be a tool call.
+        """
         reader = self._readers.get(delta.index)
         if reader is None and (reader := self._tools.reader(self._service.codec)) is not None:
             self._readers[delta.index] = reader

@@ -37,7 +37,10 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
 
 
 def _scored(body: CompletionRequest) -> list[int]:
-    """How many top tokens of each prompt position are asked for, by prompt_logprobs and by echo with logprobs."""
+    """The numbers of top tokens per prompt position that the request asks for.
+
+    Both prompt_logprobs and logprobs with echo ask for such a number.
+    """
     asked = (body.prompt_logprobs, body.logprobs if body.echo else None)
     return [count for count in asked if count is not None]
 

@@ -85,7 +85,10 @@ def shortened(text: str) -> str:
 
 
 def quoted(value: object) -> str:
-    """A client's value as an error quotes it. A long text is cut before it is formatted, which would take long."""
+    """A client's value as an error quotes it.
+
+    A long text is cut first, because formatting all of it would take long.
+    """
     if isinstance(value, str):
         return repr(value[:_SHOWN]) + (f"... ({len(value)} characters)" if len(value) > _SHOWN else "")
     return shortened(repr(value))
@@ -95,7 +98,7 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-# What an error says for each of pydantic's error types.
+# The error message for each of pydantic's error types.
 _MUST = {
     "less_than_equal": "must be at most {le}",
     "greater_than_equal": "must be at least {ge}",

@@ -32,7 +32,7 @@ SUPPORTED, HARMLESS, REFUSED = "supported", "harmless", "refused"
 
 @dataclass(frozen=True)
 class Field:
-    """One field of the table.
+    """One request field: an entry of the table.
 
     apis     the initials of the APIs that have it
     why      why it is refused or harmless
@@ -46,7 +46,7 @@ class Field:
     neutral: tuple[Any, ...] = ()
 
     def admits(self, value: Any) -> bool:
-        """Whether a value is accepted. Types count: 1 is not true, and 0 is not false."""
+        """Whether a value is accepted. Its type must match too: 1 is not true, 0 is not false."""
         return self.kind != REFUSED or any(type(value) is type(one) and value == one for one in self.neutral)
 
 
@@ -173,8 +173,9 @@ def known(body: str) -> dict[str, Field]:
 
 
 def without_unread(body: str, given: Any, read: Container[str]) -> Any:
-    """`given` without the fields that are ignored. `read` holds the names of the fields that the body's model has.
+    """The JSON object `given` without the fields that the server ignores.
 
+    `read` holds the names of the fields of the body's pydantic model.
     Raises an error for a field that is refused or unknown.
     """
     if not isinstance(given, dict):

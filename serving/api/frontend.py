@@ -23,14 +23,16 @@ from .limits import Limits
 from .server import Server, allow_connections
 from .service import Service
 
-_GC_THRESHOLD = 5_000  # objects; Python's default is 700. With 50,000 a collection stopped every request for 95 ms.
+# New objects until a garbage collection; Python's default is 700. With 50,000, a collection stopped
+# every request for 95 ms.
+_GC_THRESHOLD = 5_000
 READY = b"R"  # a frontend sends it to its parent when it accepts connections
 
 
 class Start(msgspec.Struct, frozen=True):
     """The configuration that a frontend gets from its parent.
 
-    number    the frontend's row on the board
+    number    the frontend's row on the board of shared counters
     identity  its name in messages to the engine
     listener  file descriptor of the listening socket that all frontends share
     parent    file descriptor of a socket whose other end stays open while the parent lives
@@ -78,7 +80,7 @@ def main(start: Start) -> int:
 
     def ready() -> None:
         gc.collect()
-        gc.freeze()  # Existing objects stay alive; scanning them takes tens of milliseconds.
+        gc.freeze()  # Skip the existing objects: all stay alive, and a scan takes tens of ms.
         asyncio.get_running_loop().add_reader(parent, gone)
         with contextlib.suppress(OSError):  # the parent has ended, which `gone` notices
             parent.send(READY)

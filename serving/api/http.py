@@ -124,8 +124,8 @@ class Gate:
 def _answered_to_the_end(receive: Receive, send: Send) -> tuple[Receive, Send]:
     """Wrap `receive` and `send` so that an answer ends only after the whole body has arrived, or after BODY_SECONDS.
 
-    If a connection is closed while its client still sends, the connection is reset, and the client never reads the
-    answer. The rest of the body is dropped.
+    The rest of the body is read and dropped. Closing the connection while the client still sends
+    would reset it, and the client would never read the answer.
     """
     more = True
 
@@ -188,8 +188,8 @@ def event(data: bytes) -> bytes:
 class EventStream(Response):
     """A stream of server-sent events that ends with `end`. Each part has one or more events and is one write.
 
-    An error after the start is sent as an event. The first part exists before the stream is created, so an error before
-    that still sets the HTTP status.
+    The first part is made before the stream is created, so an error in making it still sets the
+    HTTP status. A later error is sent as an event.
     """
 
     media_type = "text/event-stream"

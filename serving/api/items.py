@@ -55,7 +55,10 @@ class Events:
 
 
 class Items:
-    """The output items of one answer in order. Only the last one may be open. Each method returns its events."""
+    """The output items of one answer, in order. Only the last one may still grow: it is open.
+
+    Each method returns the stream events that report its change.
+    """
 
     def __init__(self, events: Events, *, scored: bool) -> None:
         """`scored` says that text comes with log-probabilities."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 BODY_SECONDS = 60.0  # Maximum time for a body to arrive: a slow client occupies memory for bodies until then.
 LARGE_BODY = 1 << 18  # Bytes. A larger body takes milliseconds to parse, so other requests have their turn before it.
 THREADS = 4  # Threads that tokenize and detokenize. Each holds the GIL for a part of its time.
-TURNS = 4  # Event loop iterations in which a short request on a new connection gets its answer.
+TURNS = 4  # Event loop iterations that a short request on a new connection takes to get its answer.
 MAX_PROMPTS = 2048  # Each prompt has its own queue entry.
 MAX_MESSAGES = 2048  # A template walks over every message in Python.
 MAX_PARTS = 1024  # The parts of a message are joined in Python.
@@ -40,14 +40,15 @@ def max_values(context: int) -> int:
 
 
 def has_more_values(body: bytes, most: int) -> bool:
-    """Whether a JSON body has more than `most` values. The body is not parsed to find out.
+    """Whether a JSON body has more than `most` values, found without parsing it.
 
-    Every value but the outermost follows a comma, a bracket or a brace, so those outside of strings are counted.
+    Every value but the outermost follows a comma, a bracket or a brace. So the function counts
+    these characters outside of strings.
     """
     if _marks(body) < most:
         return False
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    if plain.count(b'"') > 4 * most:  # A value has at most two strings: its key and itself.
+    if plain.count(b'"') > 4 * most:  # A value has at most four quotes: its key's and its own.
         return True
     return _marks(b"".join(plain.split(b'"')[::2])) >= most
 

@@ -18,7 +18,7 @@ def scores(tokens: Iterable[Piece]) -> list[Score]:
 
 
 def completion_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], offset: int) -> CompletionLogprobs:
-    """The format of completions. `offset` is where the first of these tokens begins in its text."""
+    """The tokens in the format of completions. `offset` is the first token's start in the text."""
     out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for token, logprob, top in tokens:
         text = _text(tokenizer, token)
@@ -34,7 +34,7 @@ def completion_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], offset
 
 
 def chat_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], count: int) -> ChatLogprobs:
-    """The format of chat, with the `count` most likely tokens at each position."""
+    """The tokens in the format of chat, with the `count` most likely tokens at each position."""
     content = []
     for token, logprob, top in tokens:
         best = [_chat_token(tokenizer, other, value) for other, value in list((top or {}).items())[:count]]

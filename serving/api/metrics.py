@@ -26,7 +26,8 @@ _HISTOGRAMS = {
     "request_generation_tokens": ("generated tokens per choice", _TOKENS),
 }
 _REASONS = ("stop", "length")
-# The fields of a frontend's row on the board. A histogram has its sum, then one count per bucket, the last one +Inf.
+# The fields of a frontend's row on the board of shared counters. A histogram has its sum, then one
+# count per bucket. The last bucket is +Inf.
 _FIELDS = [(name, 1) for name in ("cpu_s", "prompt_tokens", "generation_tokens", *_REASONS)]
 _FIELDS += [(name, len(bounds) + 2) for name, (_, bounds) in _HISTOGRAMS.items()]
 
@@ -118,7 +119,8 @@ class Metrics(Collector):
         yield success
         for name, (what, bounds) in _HISTOGRAMS.items():
             yield self._histogram(name, what, bounds)
-        # The record of steps: rate(step_bound_seconds) / rate(step_seconds) is the roofline fraction of any period.
+        # Totals over all steps. rate(step_bound_seconds) / rate(step_seconds) is the fraction of
+        # the roofline that the engine reached in any period.
         for name, what, value in (
             ("steps", "steps run", engine("steps")),
             ("step_seconds", "wall time of steps", engine("wall_s")),

@@ -37,7 +37,8 @@ class Protocol(HttpToolsProtocol):
         super().data_received(data)
         if waiting is None:
             return
-        # If no answer is pending, the header is incomplete, or this is the rest of a refused body: keep the timer.
+        # No pending answer means that the header is incomplete, or that this is the rest of a
+        # refused body. Keep the timer then.
         idle = self.cycle is None or self.cycle.response_complete
         if idle and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = waiting

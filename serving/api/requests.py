@@ -55,7 +55,7 @@ def contradiction(field: str, text: str) -> PydanticCustomError:
     return PydanticCustomError("contradiction", text, {"field": field})
 
 
-# Use it after the bounds: before them, it would remove the bounds from the schema.
+# In an Annotated type, WHOLE must follow the bounds: before them, it removes them from the schema.
 WHOLE = BeforeValidator(_whole)
 TokenId = Annotated[int, Field(ge=0, le=INT32, json_schema_extra=VOCABULARY)]
 Text = Annotated[str, Field(min_length=1)]

@@ -89,7 +89,7 @@ class TextConfig(Strict):
 
 
 class _OfType(Strict):
-    """A base class that follows another one, so that an unknown type is reported before a missing name."""
+    """The field `type`. As a class's last base it is checked first, before a missing name."""
 
     type: Literal["function"]
 
@@ -152,7 +152,10 @@ class ResponsesRequest(Sampled):
         return tools, choice
 
     def conversation(self) -> Conversation:
-        """The conversation that a chat template reads. Calls become part of the assistant's message before them."""
+        """The conversation that a chat template reads.
+
+        Function calls become part of the assistant's message before them.
+        """
         said: list[dict[str, Any]] = []
         if self.instructions:
             said.append({"role": "system", "content": self.instructions})

@@ -50,7 +50,9 @@ class Service:
         limits: Limits | None = None,
         tool_parser: str | None = None,
     ) -> None:
-        """`number` is the frontend's row on the board. `identity` is its name in messages to the engine, never reused.
+        """`number` is the frontend's row on the board of shared counters.
+
+        `identity` is its name in messages to the engine, never reused.
 
         `tool_parser` names the tool call format; None: found from the chat template.
         """
@@ -146,7 +148,7 @@ class Service:
             )
 
     def _check_text(self, *texts: str) -> None:
-        """Raise a 400 for a text that exceeds the context even if every token were the longest one.
+        """Raise a 400 for a text that exceeds the context even if every token is the longest one.
 
         Without this check, the whole text would be encoded before it is refused.
         """

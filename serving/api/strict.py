@@ -16,9 +16,10 @@ def _describe(schema: dict[str, Any], model: type[Any]) -> None:
 
 
 class Strict(BaseModel):
-    """A strictly validated object. `body` names its entry in the table of `fields.py`, which decides on other fields.
+    """A strictly validated JSON object. Its class declares the supported fields.
 
-    If `body` is empty, other fields are ignored.
+    `body` names an entry of the table in `fields.py`, which says which other fields are ignored or
+    refused. If `body` is empty, all are ignored.
     """
 
     # "5" is not accepted as a number, nor 1 as true. JSON has no infinity.

@@ -27,7 +27,10 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """The OpenAI API's field. The answer always follows the schema, whatever `strict` says. `schema` is llama.cpp's."""
+    """The OpenAI API's field `response_format`, with `schema` from llama.cpp.
+
+    The answer always follows the schema, whatever `strict` says.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -45,7 +48,10 @@ class StructuredOutputs(Strict):
 
 
 class Constrained(Strict):
-    """The fields that completions and chat share: OpenAI's, vLLM's current and older ones, and SGLang's."""
+    """The constraints on the answer that completions and chat share.
+
+    The fields are OpenAI's, vLLM's current and older ones, and SGLang's.
+    """
 
     structured_outputs: StructuredOutputs | None = None
     allowed_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None

@@ -91,7 +91,10 @@ class Tools:
         self._several = parallel is not False and named is None
 
     def structured(self, asked: StructuredOutputsParams | None, codec: Codec) -> StructuredOutputsParams | None:
-        """What the answer must match: `asked`, or tool calls if one is required. Raises a 400 if both apply."""
+        """The format that the answer must match: `asked`, or tool calls if a call is required.
+
+        Raises a 400 if both apply.
+        """
         if not self._required or codec.tokenizer is None:
             return asked
         if asked:

@@ -75,7 +75,7 @@ def _shifted(on_done: Callable[[int, int], None], before: int, total: int, done:
 
 
 def _steps(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What a server's own record reports of the steps between two snapshots of it."""
+    """The figures of the steps between two snapshots of a server's own record (`/roofline`)."""
     if not before or not after or "total" not in before or "total" not in after:
         return None
     steps, wall, bound = (after["total"][name] - before["total"][name] for name in ("steps", "wall_s", "bound_s"))

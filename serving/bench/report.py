@@ -118,11 +118,12 @@ def spread(values: ArrayLike) -> dict[str, float | None]:
 
 
 def least_work(forward: Forward, dims: Dims, jobs: Sequence[Job], in_flight: int, *, tied: bool) -> Work:
-    """The least work of any server that answers `jobs` token by token, with at most `in_flight` requests at a time.
+    """The least work with which any server can answer `jobs` one token per step.
 
+    The server has at most `in_flight` requests at a time.
     FLOPs and KV bytes are counted as if each prompt were computed in one step and each later token in its own step.
     Every step reads all weights, and there are at least max(longest output, all output tokens / in_flight) steps.
-    Only the model's sizes in `dims` are used, not the bucket's.
+    Of `dims`, only the model's sizes are used, not the limits of a compiled step.
     """
     prompts, outputs = np.array([(job.prompt_tokens, job.output_tokens) for job in jobs]).T
     last = prompts + outputs - 1  # the last generated token is never an input

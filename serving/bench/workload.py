@@ -51,10 +51,11 @@ class Workload:
 
 
 def sharegpt_lengths(count: int, vocab: int, seed: int) -> Workload:
-    """Random ids with the lengths of ShareGPT conversations that pass vLLM's filter: first two turns in Llama-2 tokens.
+    """Random ids with the lengths of the ShareGPT conversations that pass vLLM's filter.
 
-    There are 15,277 pairs of lengths, on average 246 input and 235 output tokens. If `count` is larger, the pairs
-    repeat with other ids.
+    Each pair of lengths is that of a conversation's first two turns, in Llama-2 tokens. There are
+    15,277 pairs, on average 246 input and 235 output tokens. If `count` is larger, the pairs repeat
+    with other ids.
     """
     text = (files(__package__) / "sharegpt_lengths.csv").read_text(encoding="utf-8")
     return _from_csv("ShareGPT lengths, random ids", text, "sharegpt_lengths.csv", count, vocab, seed)

@@ -41,7 +41,10 @@ _HEALTH_SECONDS = 2.0
 
 
 class Replica:
-    """An actor and its server. They end together, so that a caller who waits for one learns of both."""
+    """A Ray actor and its server process.
+
+    They end together, so a caller that waits for the actor learns that the server has ended.
+    """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._server = ServerProcess(settings, on_end=lambda: os._exit(1))
@@ -96,7 +99,10 @@ class PrefixRouter(RequestRouter):
 
 
 class Front:
-    """Passes requests on. An ASGI application whose task Ray cancels when the client leaves."""
+    """The ASGI application that passes requests on to replicas.
+
+    Ray cancels its task when the client leaves.
+    """
 
     def __init__(self, max_body: int) -> None:
         self._max_body = max_body
@@ -155,7 +161,7 @@ async def relay(parts: Any, scope: Scope, receive: Receive, send: Send) -> None:
             await lost.response()(scope, receive, send)
             return
         if not dict(headers).get("content-type", "").startswith("text/event-stream"):
-            raise  # Ray closes the connection before the announced end of the body.
+            raise  # Ray then closes the connection before the announced end of the body.
         if isinstance(part, bytes) and not part.endswith(_EVENT_END):
             last = _EVENT_END  # the last event is incomplete
         last += event(lost.body()) + event(b"[DONE]")
@@ -164,7 +170,10 @@ async def relay(parts: Any, scope: Scope, receive: Receive, send: Send) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is deployed. `settings` are flags of serve by name. A `slack` of None means least-loaded routing."""
+    """A deployment. `settings` holds values of `serve` flags by name.
+
+    A `slack` of None means least-loaded routing.
+    """
 
     replicas: int
     share: Share

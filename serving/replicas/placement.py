@@ -25,8 +25,9 @@ class Share:
 
 
 def place(nodes: Sequence[Node], replicas: int, tp: int, threads: int | None, *, on_gpus: bool) -> Share:
-    """The share of each of `replicas`. Without `threads`, it has the largest number of cores with which all replicas
-    fit; on GPUs, it has one GPU per rank. Raises MegakernelError if the replicas do not fit.
+    """The share of the cluster that each replica gets. Without `threads`, it has the largest number
+    of cores with which all replicas fit. On GPUs, it also has one GPU per rank. Raises
+    MegakernelError if the replicas do not fit.
     """
     gpus = tp if on_gpus else 0
     most = max((node.gpus for node in nodes), default=0)

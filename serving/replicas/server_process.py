@@ -17,7 +17,7 @@ from yarl import URL
 from ...errors import MegakernelError
 
 Headers = list[tuple[str, str]]
-# Headers of one connection, or headers that Ray's proxy sets too.
+# Headers that hold for one connection only, or that Ray's proxy sets itself.
 _NOT_PASSED_ON = {"connection", "content-length", "date", "keep-alive", "transfer-encoding", "x-request-id"}
 _FLAGS = ("--host", "127.0.0.1", "--port", "0")
 # The system kills the server when the thread that started it ends (PR_SET_PDEATHSIG, SIGKILL). The server requests that
@@ -26,7 +26,7 @@ _MAIN = "import ctypes, sys; ctypes.CDLL(None).prctl(1, 9); from megakernel.cli 
 
 
 class ServerProcess:
-    """The server of `settings` (flags of serve by name) on a free port of the loopback.
+    """A `megakernel serve` process with the flags `settings`, on a free port of the loopback.
 
     It ends with this process. `on_end` is called in another thread if the server ends after it was ready. Raises
     MegakernelError with the server's own reason if the server ends before it is ready.
@@ -73,7 +73,10 @@ class ServerProcess:
     async def ask(
         self, method: str, target: str, headers: Headers, body: bytes
     ) -> AsyncGenerator[tuple[int, Headers] | bytes]:
-        """Status and headers, then the body in pieces as they arrive. Closing the generator aborts the request."""
+        """Yields the status and headers, then the body in pieces as they arrive.
+
+        Closing the generator aborts the request.
+        """
         session = self._session = self._session or aiohttp.ClientSession(
             auto_decompress=False,
             connector=aiohttp.TCPConnector(limit=0),

@@ -214,7 +214,7 @@ inline void divide(T* out, const float* o, float l, int head_dim) {
   for (int e = 0; e < head_dim; e += kLanes) store(out + e, load(o + e, head_dim - e) / l, head_dim - e);
 }
 
-// A row of the output for some query heads, at the place where the O projection reads it.
+// Stores a row of the output for some query heads at the place where the O projection reads it.
 template <class T>
 inline void store_output(const Call& call, int row, QueryHeads heads, const T* values) {
   const Dims& d = *call.dims;
@@ -347,7 +347,8 @@ struct Widened {
   }
 };
 
-// Turns the scores of one pair into probabilities (zero beyond its tokens) and computes m and l.
+// Turns the scores of one (row, head) pair into probabilities (zero beyond its tokens) and computes
+// m and l.
 inline void softmax_row(float* scores, int tokens, float scale, float& m, float& l) {
   const I32 lane = lane_index();
   F32 top = splat(-INFINITY);

@@ -1,7 +1,7 @@
-// Attention for the work items of a slot. For each item, the query rows that share a KV head (ordered by
-// token row, then by head of the group) are divided into tiles of 16. A unit is a tile of one KV head, and
-// the consumer warps process eight units at a time over all KV blocks. Pages come in the order of plan.h; a
-// warp skips those of other heads.
+// Attention for the work items that the step table assigns to a record's slot. For each item, the
+// query rows that share a KV head (ordered by token row, then by head of the group) are divided
+// into tiles of 16. A unit is a tile of one KV head, and the consumer warps process eight units at
+// a time over all KV blocks. Pages come in the order of plan.h; a warp skips those of other heads.
 #pragma once
 #include "../plan.h"
 #include "call.h"
@@ -51,7 +51,8 @@ class AttentionItem {
   MK_FN int tiles() const { return ceil_div(s_.item_rows[item_] * d_.group_size(), kQueryTile); }
   MK_FN int units() const { return s_.item_kv_heads[item_] * tiles(); }
 
-  // For each block, a narrow head has one page of keys and one of values; a wider head has two of each.
+  // For each KV block, a narrow head has one page of keys and one of values; a wider head has two
+  // of each.
   MK_FN bool narrow() const { return d_.head_dim <= kTileInner; }
   MK_FN int head_pages() const { return narrow() ? 2 : 4; }
 
@@ -63,7 +64,7 @@ class AttentionItem {
     const int first = unit % tiles * kQueryTile;
     const int last = own < 0 ? -1 : last_position(query_rows(own, first));
     const bool split = s_.item_split[item_] >= 0;
-    // The KV heads of the pass, and how many of them come before the warp's own.
+    // The number of KV heads in the pass, and how many of them come before the warp's own.
     const int heads = (end - 1) / tiles - begin / tiles + 1, before = own - begin / tiles;
     const float scale = 1.0f / sqrtf(static_cast<float>(d_.head_dim));
     AttentionTile<P> tile(p_, d_.head_dim);
@@ -130,7 +131,7 @@ class AttentionItem {
     return call_.shared->last;
   }
 
-  // Merges the partial results of all blocks: one warp per query row and head.
+  // Merges the partial results of all KV blocks: one warp per query row and head.
   MK_FN void merge_split() {
     int turn = 0;
     MK_LOOP for (int r = 0; r < s_.item_rows[item_]; ++r) {
@@ -194,8 +195,9 @@ class AttentionItem {
            (q.first_head + q.head(i)) * d_.head_dim;
   }
 
-  // The m, l and o of one row and one query head for a block. `row` and the KV head `head` are counted from
-  // the item's first; `group_head` is the query head's number in its group.
+  // Where the partial result (m, l and o, softmax.h) of one row, query head and KV block is stored.
+  // `row` and the KV head `head` are counted from the item's first; `group_head` is the query
+  // head's number in its group.
   MK_FN float* partial(int row, int head, int group_head, int block) const {
     const int64_t entry = partial_index(s_, item_, row, head) + block;
     return call_.at<float>(Buffer::PARTIALS) + (entry * d_.group_size() + group_head) * (d_.head_dim + 2);
@@ -206,7 +208,8 @@ class AttentionItem {
     return call_.copy<uint16_t>(call_.phase().output, rank) + int64_t{row} * d_.o_cols() + d_.o_first() +
            head * d_.head_dim;
   }
-  // The item's first row decides, because all of its rows lie in one row block.
+  // The ranks that get the item's output. Its first row decides, because all of its rows lie in one
+  // row block.
   MK_FN Ranks output_ranks() const {
     return d_.replicated_o ? residual_ranks(d_, s_.item_row[item_]) : own_rank(d_);
   }

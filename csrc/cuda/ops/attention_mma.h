@@ -19,8 +19,9 @@ __device__ __forceinline__ uint32_t own_matrix_row(const unsigned char* tile, in
          tile_offset(matrix % 2 * 8 + ldmatrix_row(lane), matrix / 2 * 16);
 }
 
-// Loads rows [row, row + 16) and columns [col, col + 16) of the tile. The swizzle repeats every eight rows,
-// and 16 columns are two of its chunks, so the address follows from `own` by an XOR and an addition.
+// Loads rows [row, row + 16) and columns [col, col + 16) of the tile. The swizzle repeats every
+// eight rows, and 16 columns are two of its chunks, so the address follows from `own`, the result
+// of own_matrix_row, by an XOR and an addition.
 __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t own, int row, int col) {
   load_matrices(b, (own ^ col * 2) + row * kTileRowBytes);
 }
@@ -85,7 +86,8 @@ class AttentionTile {
         mma_16x8x16(score_[8 * kHalf + n + 1], query_[k], b[2], b[3]);
       }
     }
-    // Eight elements are left, and what lies behind them does not belong to this head.
+    // Eight elements of the head are left. The second half of their fragment is zero, because the
+    // rows of the tile that follow them do not belong to this head.
     if (head_dim % 16 == 0) return;
     uint32_t query[4] = {};
     pick(query, query_, head_dim / 16);
@@ -113,7 +115,8 @@ class AttentionTile {
       m = fmaxf(m, shuffle_xor(m, 2));
       const float base = m == minus_infinity() ? 0.0f : m;
       float l = 0.0f;
-      // The accumulators of 16 tokens form the A fragment of those tokens.
+      // The accumulators of 16 tokens already have the register layout of the next mma's A
+      // fragment.
       MK_UNROLL for (int k = 0; k < 8; ++k) {
         MK_UNROLL for (int n = 0; n < 2; ++n) {
           const float* pair = &score_[2 * k + n][2 * half];
@@ -129,7 +132,8 @@ class AttentionTile {
     }
   }
 
-  // Merges the block's m and l into those of earlier blocks, in rows that see it. values() merges its o.
+  // Merges the block's m and l into those of earlier blocks, for the rows that see the block.
+  // values() merges its o.
   __device__ void merge() {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       const Rescale scale = seen_[half] ? sums_[half].merge(block_[half].a, block_[half].b) : Rescale{};
@@ -137,10 +141,10 @@ class AttentionTile {
     }
   }
 
-  // Computes the block's o for elements [64 * kHalf, 64 * kHalf + 64), in rows that see the block; `values`
-  // is a tile [token][64 elements]. This o is merged into the o of earlier blocks, or replaces it if the
-  // block is `alone`. Four accumulator fragments are processed at a time, because a warp has no registers for
-  // more.
+  // Computes the block's o for elements [64 * kHalf, 64 * kHalf + 64), in rows that see the block;
+  // `values` is a tile [token][64 elements]. This o is merged into the o of earlier blocks. With
+  // `alone` it replaces that o, because the caller stores each block's result separately. Four
+  // accumulator fragments are processed at a time, because a warp has no registers for more.
   template <int kHalf>
   __device__ void values(const unsigned char* values, bool alone) {
     const uint32_t own = own_matrix_row(values, here(lane_));
@@ -181,7 +185,8 @@ class AttentionTile {
     }
   }
 
-  // Stores o / l of all blocks, rounded, to to(i), for each row i unless to(i) is null.
+  // Stores the result of each row i, o / l over all blocks rounded to bf16, at to(i); skips the row
+  // if to(i) is null.
   template <class To>
   __device__ void store_results(To to) const {
     const int lane = here(lane_), head_dim = head_dim_;

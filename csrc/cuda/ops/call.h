@@ -1,4 +1,5 @@
-// The context of an instruction's body, and the eight consumer warps as a team.
+// The context of an instruction's body (the code that does its work), and the eight consumer warps
+// as a team.
 #pragma once
 #include "../../common/record.h"
 #include "../platform.h"
@@ -20,7 +21,8 @@ struct Task {
   MK_FN bool end() const { return record[0] == 0; }  // no instruction: the stream has ended
 };
 
-// The layer whose copy of its weights a phase uses in layer `layer`.
+// The layer whose weights a phase uses in layer `layer`: `ahead` layers further on, but at most the
+// last.
 MK_FN int32_t weight_layer(const Phase& phase, const Sizes& d, int32_t layer) {
   return lower_of(layer + phase.ahead, d.layers - 1);
 }

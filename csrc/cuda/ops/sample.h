@@ -9,7 +9,7 @@
 
 namespace mk {
 
-// Unsigned integers in the same order as the floats; zeros of both signs are equal.
+// Maps floats to unsigned integers that have the same order; both zeros give the same integer.
 MK_FN uint32_t order_key(float value) {
   const uint32_t bits = float_to_bits(value + 0.0f);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -227,12 +227,14 @@ class Sampler {
     return lower_of(begin, vocab_ - 1);
   }
 
-  // Finds the smallest set of largest logits that measures at least `wanted`: all logits above `bound`, and
-  // as many of those equal to `bound` as this function returns.
+  // Finds the fewest of the largest logits whose total `measure` (number or weight) is at least
+  // `wanted`: all logits above `bound`, and as many of those equal to `bound` as this function
+  // returns.
   //
-  // This is a bisection between the order keys `low` and `high`: the logits above `low` measure enough, those
-  // above `high` too little. Both keys move to existing values, so the bisection ends when one value is left.
-  // After some rounds, the logits in between are copied to a list, and only the list is examined.
+  // This is a bisection between the order keys `low` and `high`: the logits above `low` reach
+  // `wanted`, those above `high` do not. Both keys move to existing values, so the bisection ends
+  // when one value is left. After some rounds, the logits in between are copied to a list, and only
+  // the list is examined.
   MK_FN uint64_t shorten(uint64_t wanted, bool count, float& bound) {
     constexpr int kRoundsBeforeList = 4;
     uint32_t low = order_key(top_ - kWeightless) - 1, high = order_key(top_);

@@ -21,7 +21,7 @@ __all__ = ["FAMILIES", "Family", "Norm", "forward", "weights"]
 def forward(
     config: ModelConfig, dims: Dims, norm: Norm = Norm.OWN, weight_bits: Mapping[Buffer, float] | None = None
 ) -> Forward:
-    """The phases of a model's step, sharded as `dims` says.
+    """The phases of a model's step, divided among ranks as `dims` says.
 
     `weight_bits` gives the bits per weight of each buffer that is not stored in the compute type.
     """

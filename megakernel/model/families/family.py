@@ -12,7 +12,7 @@ from ..config import ModelConfig
 
 
 class Norm(Enum):
-    """Where the norms of a layer are computed. All three give bit-identical results.
+    """Where the norms of a layer are computed. All three ways give bit-identical results.
 
     OWN     a layer begins with its own attention norm
     NEXT    a layer ends with the attention norm of the next one
@@ -28,7 +28,7 @@ class Norm(Enum):
 class Weight:
     """The tensor names of a buffer in safetensors and GGUF files, in the order of its rows. `{}` is the layer's number.
 
-    RoPE rotates the rows of the first `rotated` tensors in pairs.
+    The rows of the first `rotated` tensors form RoPE pairs.
     """
 
     safetensors: tuple[str, ...]
@@ -50,11 +50,12 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Family:
-    """`name` is the model_type of config.json, and `architecture` is the class that it lists. `gguf` has the names of
-    the architecture in GGUF files.
+    """A model family. `name` is the `model_type` of config.json, and `architecture` is the class
+    that config.json lists. `gguf` has the names of the architecture in GGUF files.
 
-    `weights` maps each buffer to its tensor names. `interleaved` says that the rows of a RoPE pair are adjacent in GGUF
-    files. `read` returns the ModelConfig fields that follow from the family or from its own keys, listed in `keys`.
+    `weights` maps each buffer to its tensor names. `interleaved` says that the rows of a RoPE pair
+    are adjacent in GGUF files. `read` returns the ModelConfig fields that follow from the family,
+    or from the config.json keys that only this family has, which `keys` lists.
     """
 
     name: str

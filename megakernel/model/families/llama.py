@@ -12,7 +12,9 @@ B = Buffer
 
 
 def forward(c: ModelConfig, d: Dims, norm: Norm) -> Forward:
-    """The phases of a step, sharded over `d.tp` ranks as `d` says. `norm` says where a layer computes its norms."""
+    """The phases of a step, divided among `d.tp` ranks as `d` says. `norm` says where a layer
+    computes its norms.
+    """
     tokens = Phase("embed", Operation.GATHER, Rows.OWN, B.EMBED, output=B.X)
     angles = Phase("rope", Operation.ROPE, Rows.EVERY, B.INV_FREQ, output=B.ROPE)
     into_heads = _normed_matmul(
@@ -50,7 +52,9 @@ def _norm(name: str, scale: Buffer, ahead: int = 0) -> Phase:
 def _normed_matmul(
     norm: Norm, name: str, weights: Buffer, scale: Buffer, output: Buffer, result: Result, bias: Buffer | None
 ) -> Phase:
-    """A matmul of normalised residual rows. An earlier phase normalises them, or the matmul itself as it loads them."""
+    """A matmul whose inputs are normalised residual rows. Either an earlier phase has normalised
+    them, or the matmul does so itself, as it loads them.
+    """
     inside = norm is Norm.INSIDE
     inputs = B.X if inside else B.H
     return Phase(
@@ -61,7 +65,9 @@ def _normed_matmul(
 def _project(
     whole: bool | int, names: tuple[str, str, str], weights: Buffer, inputs: Buffer, bias: Buffer | None
 ) -> list[Phase]:
-    """A matmul that adds to the residual: directly if each rank has all the weights, else after a sum over ranks."""
+    """A matmul whose result is added to the residual: directly if each rank has all the weights,
+    otherwise after a sum over ranks.
+    """
     at_once, partial, total = names
     if whole:
         return [Phase(at_once, Operation.MATMUL, Rows.OWN, weights, inputs, B.X, Result.RESIDUAL, bias)]

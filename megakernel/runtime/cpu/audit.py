@@ -44,7 +44,7 @@ class _Box:
 def audit(program: Program, table: StepTable, stores: NDArray[Any], locate: Callable[[int, int], Target]) -> None:
     """Raise MegakernelError that names the first of `stores` (STORE) that its instruction does not declare.
 
-    `locate` finds the elements at an address, for a number of bytes.
+    `locate(address, size)` finds the elements in the `size` bytes at `address`.
     """
     records = [program.numbered(segment)[0] for segment in range(len(SEGMENTS))]
     for address, size, segment, layer, number, rank in stores.tolist():
@@ -61,7 +61,7 @@ def audit(program: Program, table: StepTable, stores: NDArray[Any], locate: Call
 
 
 def _boxes(target: Target, dims: Dims) -> Iterator[_Box]:
-    """Consecutive elements as boxes: part of one row, or whole rows one by one."""
+    """Divide consecutive elements into boxes, one for each row or part of a row."""
     width = math.prod(BUFFERS[target.buffer].shape(dims, 0)[1:])
     start, end = target.first, target.first + target.count
     while start < end:
@@ -104,7 +104,9 @@ def _at_rank(access: Access, box: _Box, rank: int, dims: Dims) -> bool:
 
 
 def _picked(access: Access, columns: dict[str, NDArray[np.int32]], box: _Box, own: StepTable) -> bool:
-    """Whether the step table selects this box; True if the access does not depend on the table."""
+    """Whether the access, as the step table resolves it, covers this box. True if the access does
+    not depend on the table.
+    """
     dims = own.dims
     if access.index is Index.ITEM:
         slot = int(columns["slot"][0])

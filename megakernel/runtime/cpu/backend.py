@@ -51,9 +51,10 @@ class CpuBackend(RanksBackend):
         )
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
-        """A view of a rank's copy of a buffer, in its declared shape; not for packed matrices.
+        """A view of a rank's copy of a buffer, in the buffer's declared shape. Packed matrices have
+        no view.
 
-        There may be more rows than in the bucket. Ranks share one copy of the outputs.
+        The view may have more rows than the bucket. All ranks share one copy of the output buffers.
         """
         return self._ranks.buffer(buffer, layer, rank)
 
@@ -70,7 +71,9 @@ class CpuBackend(RanksBackend):
         return _Launch(self, program, table, trace)
 
     def _load(self, program: Program) -> _Loaded:
-        """The program in the library. The first time, it is checked and copied, and activations grow to its bucket."""
+        """Return the program as the native library has it. The first call for a program checks and
+        copies it, and enlarges the activation buffers to its bucket.
+        """
         if (known := self._programs.get(id(program))) is not None:
             return known
         self._ranks.fit(program.dims)
@@ -92,7 +95,7 @@ class CpuBackend(RanksBackend):
 
 
 class _Launch(RanksLaunch):
-    """A launch in the library, which runs one launch at a time."""
+    """A launch in the native library, which runs one launch at a time."""
 
     loaded: _Loaded | None
 

@@ -96,7 +96,9 @@ class RanksBackend(ABC):
 
 
 class RanksLaunch(ABC):
-    """A launch on all ranks. `loaded` is the program they run, once they have it."""
+    """A launch on all ranks. `loaded` is the program that they run, or None until they have loaded
+    it.
+    """
 
     def __init__(self, backend: RanksBackend, program: Program, table: StepTable, trace: bool) -> None:
         self._backend, self._program, self._table, self._traced = backend, program, table, trace
@@ -104,8 +106,8 @@ class RanksLaunch(ABC):
         self.loaded: Loaded | None = None
 
     def wait(self) -> Output:
-        """Return the output, once; `seconds` is the time until the end was noticed. Ctrl-C aborts the launch within
-        a second.
+        """Wait until the launch ends, and return its output. Call it once. The output's `seconds`
+        last until this process noticed the end. Ctrl-C aborts the launch within a second.
         """
         try:
             self._finish()
@@ -169,6 +171,6 @@ class RanksLaunch(ABC):
 
     @abstractmethod
     def _intervals(self) -> tuple[Intervals, int, float]:
-        """The intervals sorted by rank, worker and begin; the number that did not fit; the seconds by which ranks'
-        clocks may differ.
+        """Return three values: the intervals sorted by rank, worker and begin; the number of
+        intervals that did not fit into the trace; the seconds by which ranks' clocks may differ.
         """

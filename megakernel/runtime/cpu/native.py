@@ -55,8 +55,8 @@ class CMatrix(ctypes.Structure):
 
 
 class CPanel(ctypes.Structure):
-    """`mk::Panel` of csrc/cpu/packed.h: the columns of one panel of a packed matrix, which is bound as a table
-    of panels.
+    """`mk::Panel` of csrc/cpu/packed.h: one panel (16 columns) of a packed matrix. The native
+    library finds a packed matrix through a table of its panels.
     """
 
     COLUMNS = 16
@@ -127,7 +127,9 @@ def error() -> MegakernelError:
 
 
 def requested_simd() -> bytes:
-    """MEGAKERNEL_SIMD (portable, avx2, avx512 or avx512bf16); empty for the widest that the processor has."""
+    """The value of MEGAKERNEL_SIMD (portable, avx2, avx512 or avx512bf16). Empty means the widest
+    that the processor has.
+    """
     return os.environ.get("MEGAKERNEL_SIMD", "").encode()
 
 
@@ -145,17 +147,18 @@ def clock_cost() -> float:
 
 
 def probe_read(threads: int, size: int, seconds: float = 1.0) -> float:
-    """Bytes per second that `threads` threads together read from `size` bytes (use 8 x the last-level cache), in the
-    best pass.
+    """Measure how fast `threads` threads together read `size` bytes of memory (use 8 x the
+    last-level cache), and return the bytes per second of the best of several passes.
     """
     return _checked(library().mk_probe_read(requested_simd(), threads, size, seconds))
 
 
 def probe_fma(threads: int, seconds: float = 0.5) -> float:
-    """FLOP per second of the fastest multiply-adds that kernels use, on `threads` threads, in the best pass.
+    """Measure the fastest multiply-adds that kernels use, on `threads` threads, and return the FLOP
+    per second of the best of several passes.
 
-    Sums are float32. A processor that can multiply pairs of bfloat16 values multiplies these nearly twice as fast as
-    float32 values, to which weights are otherwise widened.
+    Sums are float32. On a processor with instructions for pairs of bfloat16 values, the kernels use
+    these, which are nearly twice as fast. Otherwise they widen weights to float32.
     """
     return _checked(library().mk_probe_fma(requested_simd(), threads, seconds))
 

@@ -1,4 +1,6 @@
-"""Ranks in the native library: their packed weights, NumPy arrays for state, programs and launches."""
+"""Python's side of the ranks that the native library executes: it packs their weights, allocates
+NumPy arrays for all other buffers, loads programs and launches them.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,11 @@ _SLICE_MS = 50
 class CpuRanks:
     """The ranks `ranks` of a model, executed by `threads` threads of this process.
 
-    All their buffers are allocated here except those in `bound`. Other processes write these, so the caller binds them,
-    both for `ranks` and for the other processes' ranks. `abort` is a word that ends a launch when it is non-zero, and
-    that the caller clears; by default only the method `abort` ends a launch. A launch that still runs when this object
-    is collected or when Python ends is aborted.
+    All their buffers are allocated here except those in `bound`. Other processes write to the
+    buffers in `bound`, so the caller binds them to shared memory, both for `ranks` and for the
+    other processes' ranks. `abort` is a word in memory that ends a launch when the caller sets it;
+    the caller also clears it. By default only the method `abort` ends a launch. A launch that still
+    runs when this object is collected or when Python ends is aborted.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class CpuRanks:
         self._ranks = [replace(dims, rank=rank) for rank in range(dims.tp)]
         self._model, self._storage = checkpoint.name, checkpoint.storage
         self._weights = families.weights(checkpoint.config, dims)
-        # Whether the LM head is rows of the packed embeddings.
+        # Whether the LM head uses rows of the packed embeddings instead of memory of its own.
         self._tied = checkpoint.config.tied and self._storage.get(Buffer.LM_HEAD) == self._storage.get(Buffer.EMBED)
         self._bound = frozenset(bound)
         self._arrays: dict[tuple[int, Buffer], NDArray[np.generic]] = {}
@@ -145,7 +148,9 @@ class CpuRanks:
             raise native.error()
 
     def _bind_shared(self, rank: int, buffer: Buffer, layer: int) -> bool:
-        """Bind another rank's copy if it can be shared; returns whether there is one."""
+        """If the rank uses another rank's copy of this buffer (see `_home`), bind that copy.
+        Returns whether it does.
+        """
         home = self._home(rank, buffer)
         if home != rank:
             address = self._lib.mk_bound(self._engine, home, buffer, layer)
@@ -162,9 +167,11 @@ class CpuRanks:
         self._arrays[rank, buffer][layer] = part
 
     def _home(self, rank: int, buffer: Buffer) -> int:
-        """The rank whose copy `rank` uses: its own, except for outputs and for weights that several ranks have whole.
+        """The rank whose copy of a buffer `rank` uses: its own, except for outputs, and for weights
+        of which several ranks have all.
 
-        Each row of an output is touched in only one rank's copy, so one array serves all ranks and collects the rows.
+        Each row of an output is read and written in only one rank's copy. So all ranks can use one
+        array, which then has all rows.
         """
         spec = BUFFERS[buffer]
         if spec.space is Space.OUTPUT:
@@ -191,7 +198,8 @@ class CpuRanks:
         return len(_layers(buffer, self.dims)) * math.prod(self._shape(rank, buffer)) * bits / 8
 
     def _check_memory(self) -> None:
-        # If other processes have the other ranks, all of them will soon allocate their part of the same memory.
+        # If each rank has a process, count the need of all ranks, because all processes allocate
+        # from this machine's memory at the same time.
         ranks = range(self.dims.tp) if self._bound else self.ranks
         need = sum(
             self._bytes(rank, buffer)
@@ -212,7 +220,9 @@ class CpuRanks:
     # -- buffers
 
     def fit(self, dims: Dims) -> None:
-        """Make activations and outputs large enough for programs of `dims`; their contents may be lost."""
+        """Make the activation and output buffers large enough for programs with the sizes `dims`.
+        Their contents may be lost.
+        """
         self._grow((Space.ACTIVATION, Space.OUTPUT), dims)
 
     def _grow(self, spaces: Collection[Space], dims: Dims) -> None:
@@ -232,15 +242,18 @@ class CpuRanks:
                 self.bind(rank, buffer, _aligned(shape, kind) if own else self._arrays[home, buffer])
 
     def bind(self, rank: int, buffer: Buffer, array: NDArray[np.generic]) -> None:
-        """Use `array`, layers first, as the copy of a buffer of any rank of the model."""
+        """Use `array`, whose first axis is the layer, as the copy of a buffer for `rank`, which may
+        be any rank of the model.
+        """
         self._arrays[rank, buffer] = array
         for layer in _layers(buffer, self.dims):
             self._lib.mk_bind(self._engine, rank, buffer, layer, array[layer].ctypes.data)
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
-        """A view of a rank's copy of a buffer, in its declared shape; not for packed matrices.
+        """A view of a rank's copy of a buffer, in the buffer's declared shape. Packed matrices have
+        no view.
 
-        There may be more rows than in the bucket.
+        The view may have more rows than the bucket.
         """
         view: NDArray[Any] = self._arrays[rank, buffer][layer]
         return view
@@ -250,13 +263,13 @@ class CpuRanks:
     def load(self, program: Program, counters: NDArray[np.uint8] | None = None) -> int:
         """Copy a program into the library and return its handle.
 
-        If processes share counters, `counters` has those of each rank: `program.total_counters` of COUNTER_BYTES each,
-        zero.
+        If processes share the counters, `counters` is their memory, which must be zero. For each
+        rank it has `program.total_counters` counters of COUNTER_BYTES bytes.
         """
         program.check_arrays()
         self._check_weights(program.forward)
         lists = [getattr(program, name) for name in SEGMENTS] + [program.queues]
-        # kept until the call returns, because the library copies them
+        # These arrays must exist until mk_load_program returns, because it copies them.
         arrays = [
             [np.ascontiguousarray(a, dtype=np.int32) for a in group]
             for group in (
@@ -300,10 +313,10 @@ class CpuRanks:
             raise native.error()
 
     def wait(self) -> bool:
-        """Whether the launch ended within a slice of 50 ms.
+        """Wait at most 50 ms, and return whether the launch has ended.
 
-        Raises MegakernelError, with the blocked wait, if it was aborted or made no progress. Its program then needs a
-        `reset`.
+        Raises MegakernelError, which names the blocked wait, if the launch was aborted or made no
+        progress. Call `reset` for its program then.
         """
         status = self._lib.mk_launch_wait(self._engine, _SLICE_MS)
         if status < 0:
@@ -325,12 +338,15 @@ class CpuRanks:
     def audit(self, words: tuple[int, int] | None) -> None:
         """From now on, only remote stores may touch watched memory, and `stores` lists them.
 
-        `words` is the address and size of shared memory where this process writes why it dies; None: standard error.
+        `words` is the address and size of shared memory into which this process writes the reason
+        when any other access kills it. With None, it writes to standard error.
         """
         self._lib.mk_audit(self._engine, *(words or (None, 0)))
 
     def watch(self, address: int, size: int) -> None:
-        """Audit memory of another rank, which is mapped without access."""
+        """Watch memory of another rank, which the caller has mapped without read or write
+        permission.
+        """
         if self._lib.mk_watch(self._engine, address, size):
             raise native.error()
 
@@ -341,8 +357,8 @@ class CpuRanks:
         return stores
 
     def intervals(self) -> tuple[Intervals, int]:
-        """The intervals of the last traced launch, sorted by rank, worker and begin in nanoseconds; and the number that
-        did not fit.
+        """The intervals of the last traced launch in nanoseconds, sorted by rank, worker and begin;
+        and the number of intervals that did not fit into the trace.
         """
         dropped = ctypes.c_int64()
         count = self._lib.mk_intervals(self._engine, None, ctypes.byref(dropped))
@@ -379,8 +395,8 @@ class CpuRanks:
 def _end(
     lib: ctypes.CDLL, process: int, engine: int, programs: dict[int, NDArray[np.uint8] | None], memory: object
 ) -> None:
-    """End an engine, keeping the `memory` of its threads alive until then. A fork of `process` does not have
-    these threads, so this does nothing there.
+    """End a native engine. The argument `memory` keeps the memory that its threads use alive until
+    then. In a fork of `process`, which does not have these threads, this does nothing.
     """
     if os.getpid() != process:
         return
@@ -403,7 +419,9 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> NDArray[np.
 
 
 def _available_memory() -> int:
-    """Bytes that can be allocated without swapping, within a cgroup v2 limit where there is one."""
+    """The number of bytes that can be allocated without swapping. A cgroup v2 memory limit counts
+    too.
+    """
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024

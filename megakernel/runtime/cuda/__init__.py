@@ -1,1 +1,1 @@
-"""Ranks on Hopper GPUs. cuda-python is imported only when it is used."""
+"""Runs programs on Hopper GPUs. The package cuda-python is imported only when it is used."""

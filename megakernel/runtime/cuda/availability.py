@@ -1,7 +1,7 @@
 """Finds out whether this machine can run the CUDA interpreter, and if not, what is missing.
 
-The driver is asked through ctypes before any CUDA package is imported, because without a driver the packages' calls
-raise or hang.
+It asks the driver through ctypes before it imports any CUDA package, because without a driver calls
+of these packages raise or hang.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _SMS, _MAJOR, _MINOR = 16, 75, 76
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU as the driver describes it. `ordinal` is its number among the GPUs that CUDA_VISIBLE_DEVICES leaves."""
+    """A GPU as the driver describes it. `ordinal` is its number among the GPUs that
+    CUDA_VISIBLE_DEVICES makes visible.
+    """
 
     ordinal: int
     name: str
@@ -36,10 +38,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Driver:
-    """`missing` says in one sentence why no GPU is usable; None if `devices` has a Hopper GPU."""
+    """The GPUs as the driver reports them. `missing` says in one sentence why no GPU is usable;
+    None if one is.
+    """
 
-    version: int  # of CUDA, 1000 * major + 10 * minor; 0 without a driver
-    devices: tuple[Device, ...]  # all of them, usable or not
+    version: int  # the driver's CUDA version, 1000 * major + 10 * minor; 0 without a driver
+    devices: tuple[Device, ...]  # all GPUs, usable or not
     missing: str | None
 
     @property

@@ -59,14 +59,16 @@ class DeviceLogits:
 class CudaBackend:
     """One model's weights and KV pool on this machine's GPUs.
 
-    `dims` gives the model, ranks, page size and limits; its bucket fields are not used. A wait that exceeds `timeout_s`
-    seconds ends the launch with an error that names it. If a launch takes several times as long and does not stop, its
-    GPUs are lost: every later call is an error until the process ends. With `by_phases`, a step runs as a graph of one
-    launch per phase, and gives the same bits. With `pipelined` off, a block fetches an instruction only when the
-    previous one has ended.
+    `dims` gives the model, ranks, page size and limits; its bucket fields are not used. A wait that
+    exceeds `timeout_s` seconds ends the launch with an error that names the wait. If a launch takes
+    several times as long and does not stop, its GPUs are lost: every later call is an error until
+    the process ends. With `by_phases`, a step runs as a CUDA graph with one kernel launch per
+    phase, and gives the same bits. With `pipelined` off, a block fetches an instruction only when
+    the previous one has ended.
 
-    Two switches for benchmarks make results meaningless: with `synchronised` off, no instruction waits for another;
-    `ablation` selects a build that leaves something out; its launches do not synchronise either.
+    Two switches for benchmarks make results meaningless: with `synchronised` off, no instruction
+    waits for another; `ablation` selects a build of the kernel that leaves out the copies or the
+    arithmetic, and whose instructions do not wait either.
     """
 
     name = "cuda"
@@ -104,7 +106,9 @@ class CudaBackend:
     # -- for tests and checks
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0, dims: Dims | None = None) -> NDArray[Any]:
-        """A host copy of a rank's copy of a buffer, shaped for `dims` (by default the backend's)."""
+        """Copy a rank's buffer to the host, in the shape that it has for `dims` (by default the
+        backend's).
+        """
         return self._heap.read(rank, buffer, layer, dims or self.dims)
 
     def set_buffer(self, buffer: Buffer, array: NDArray[Any], layer: int = 0, rank: int = 0) -> None:
@@ -112,8 +116,8 @@ class CudaBackend:
         self._heap.write(rank, buffer, layer, array)
 
     def execute(self, program: Program, index: int, work: Segment, layer: int, table: StepTable) -> None:
-        """Run `work` on its streams, without waits and signals: records of segment `index`, all of one phase.
-        `layer` matters only in the body.
+        """Run the records `work` in their streams, without waits and signals. All records belong to
+        segment `index` and to one phase. `layer` matters only in the body.
         """
         parts = [_nothing(program.ranks * program.workers)] * len(SEGMENTS)
         parts[index] = work
@@ -128,15 +132,19 @@ class CudaBackend:
                     grid.params.layer_begin, grid.params.layer_end = layer, layer + 1
             CudaLaunch(self, loaded, table, trace=False).wait()
         finally:
-            if not self._closed:  # if the GPU was lost, the backend is closed and must not call it
+            if not self._closed:  # otherwise the GPU may be lost and must not be called
                 loaded.close()
 
     def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:
-        """Stall one instruction in every traced launch (segment 0: prologue, 1: body, 2: epilogue); 0 s ends this."""
+        """Stall one instruction in every traced launch (segment 0: prologue, 1: body, 2: epilogue).
+        0 seconds turn this off.
+        """
         self._tracing.delay = (segment, layer, record, round(seconds * 1e9))
 
     def time_launches(self) -> None:
-        """From now on, measure the GPU time of each launch, without copies to and from the host."""
+        """From now on, measure the GPU time of each launch. This time does not include copies to
+        and from the host.
+        """
         self._watches = self._watches or [Stopwatch(gpu) for gpu in self._node.gpus]
 
     # -- launches
@@ -155,7 +163,9 @@ class CudaBackend:
         return self.start(program, table, trace=trace).wait()
 
     def _loaded(self, program: Program) -> Loaded:
-        """The program on the GPUs. The first time, it is checked and copied, and activations grow to its bucket."""
+        """Return the program as the GPUs have it. The first call for a program checks and copies
+        it, and enlarges the activation buffers to its bucket.
+        """
         if self._closed:
             self._node.gpus[0].check()
             raise MegakernelError("the backend is closed: make another one")
@@ -180,7 +190,9 @@ class CudaBackend:
                 )
 
     def _kernel(self, gpu: Gpu, dims: Dims, *, trace: bool) -> Kernel:
-        """The kernel for programs with the numerics class and the SMs per worker of `dims`."""
+        """The kernel for programs with the matmul units and the number of SMs per worker that
+        `dims` has.
+        """
         variant = trace, units, sms, ablation = trace, Units(dims.units), dims.sms, self.ablation
         key = *variant, gpu.ordinal
         if key not in self._kernels:
@@ -232,7 +244,9 @@ class CudaBackend:
         return Output(tokens, logprobs, DeviceLogits(self._heap, loaded.program.dims), seconds, trace)
 
     def _provide(self, gpu: Gpu, params: Any, blocks: int) -> None:
-        """Set the parameters that a launch gets from the backend: the watchdog's limit and memory for sampling."""
+        """Set the launch parameters that come from the backend: the watchdog's time limit, and
+        scratch memory for sampling.
+        """
         params.timeout_ns = round(self.timeout_s * 1e9)
         need = blocks * 2 * self.dims.vocab * ctypes.sizeof(ctypes.c_float)
         address, have = self._scratch.get(gpu.ordinal, (0, 0))

@@ -1,9 +1,10 @@
 """Compares every instruction of a program on the GPU with the reference, phase by phase, from the same poisoned state.
 
-Before all instructions of a phase run together, the GPU receives the reference's buffers, with NaN wherever nothing has
-been written. This reveals an element that is not written, or wrongly written, and a value that changes between runs. If
-a phase is wrong, its instructions run one by one to find the first that is wrong alone. To launch every instruction of
-every phase alone would take a quarter of an hour.
+Before all instructions of a phase run together, the GPU receives the reference's buffers, with NaN
+wherever nothing has been written. This reveals an element that is not written, or wrongly written,
+and a value that changes between runs. If the results of a phase are wrong, its instructions run one
+by one, to find the first whose results are wrong even then. Running every instruction of every
+phase alone would take a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _State = dict[_Key, NDArray[np.generic]]
 
 @dataclass(frozen=True)
 class Difference:
-    """What is wrong with the instructions of a phase. If values are wrong, `what` also describes the first instruction
-    that is wrong when it runs alone.
+    """An error in the instructions of a phase. If values are wrong, `what` also describes the first
+    instruction whose results are wrong even when it runs alone.
     """
 
     phase: str
@@ -43,7 +44,7 @@ class Difference:
 
 
 def prepare(reference: ReferenceBackend, seed: int) -> None:
-    """Poison what a step computes, and fill the KV cache with noise."""
+    """Fill the reference's activation and output buffers with NaN, and its KV cache with noise."""
     rng = np.random.default_rng(seed)
     for buffer, layer, rank in _keys(reference):
         array, spec = reference.buffer(buffer, layer, rank), BUFFERS[buffer]
@@ -73,7 +74,8 @@ def _padding(d: Dims) -> NDArray[np.bool_]:
 def check_instructions(
     gpu: CudaBackend, reference: ReferenceBackend, program: Program, table: StepTable, *, repeats: int = 20
 ) -> Iterator[Difference | None]:
-    """Execute all phases of a step in order on both backends; for each phase, None or what is wrong.
+    """Execute all phases of a step in order on both backends. For each phase, yield None if it is
+    correct, otherwise its Difference.
 
     The reference's buffers must be as `prepare` leaves them, with the program's sizes. Each phase runs `repeats` times
     on the GPU and must give the same bits every time. A launch that fails counts as a difference too.
@@ -112,8 +114,8 @@ class _Twins:
             self._reference.buffer(*key)[:] = array
 
     def wrong(self, before: _State, index: int, layer: int, work: Segment, repeats: int) -> str | None:
-        """Run some records of a segment on both backends, from the reference's present state `before`. Returns what is
-        wrong with them.
+        """Run the records `work` on both backends, from the reference's present state `before`.
+        Returns a description of the first error, or None.
         """
         for stream in range(len(work.offsets) - 1):
             for words in work.stream(stream):
@@ -139,7 +141,7 @@ class _Twins:
         return None
 
     def culprit(self, before: _State, index: int, layer: int, phase: Segment) -> str:
-        """The first instruction of a phase that is wrong when it runs alone."""
+        """Describe the first instruction of a phase whose results are wrong when it runs alone."""
         for row in range(len(phase.records)):
             stream = int(np.searchsorted(phase.offsets, row, "right")) - 1
             ends = (np.arange(len(phase.offsets)) > stream).astype(np.int32)
@@ -173,14 +175,15 @@ def _phases(program: Program) -> Iterator[tuple[int, int, Segment]]:
 
 
 def _compare(before: _State, after: _State, got: _State) -> str | None:
-    """What is wrong with the first wrong buffer; None if no buffer is wrong."""
+    """A description of the first wrong buffer's error; None if no buffer is wrong."""
     for key, expected in after.items():
         found, buffer = got[key], key[0]
         if expected.dtype == np.int32:
             if not np.array_equal(found, expected):
                 return f"{buffer.name} holds integers that differ from the reference's"
             continue
-        # Compare every element that either backend has changed, so that a change on only one side counts in full.
+        # Compare every element that one or both backends have changed. A change on only one side
+        # must count in full.
         bits = np.dtype(f"u{expected.dtype.itemsize}")
         old = before[key].view(bits)
         changed = (old != expected.view(bits)) | (old != found.view(bits))
@@ -201,7 +204,8 @@ def _compare(before: _State, after: _State, got: _State) -> str | None:
 def _limit(buffer: Buffer, dtype: Dtype) -> float:
     """The allowed relative error of an instruction's results, in the Euclidean norm.
 
-    bfloat16: a few values are rounded to the other neighbour. float32: the order of additions differs. PARTIALS: the o
-    of a split is a sum over probabilities that the tensor cores take in bfloat16.
+    For bfloat16, a few values are rounded to the other neighbour. For float32, the order of
+    additions differs. PARTIALS are float32 but get the bfloat16 limit, because the tensor cores
+    take the probabilities of attention in bfloat16.
     """
     return _ROUNDED if dtype is Dtype.BF16 or buffer is Buffer.PARTIALS else _SUMMED

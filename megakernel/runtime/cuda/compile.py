@@ -1,4 +1,5 @@
-"""Compiles csrc/cuda into a cubin: with NVRTC at first use, or with nvcc if there is no NVRTC; cached by content.
+"""Compiles csrc/cuda into a cubin (GPU machine code) at first use, with NVRTC, or with nvcc if
+there is no NVRTC. A cache on disk keeps each cubin under a hash of everything on which it depends.
 
 `python -m megakernel.runtime.cuda.compile` fills the cache in advance, including the builds for benchmarks.
 """
@@ -25,11 +26,12 @@ from ...isa.launch import Ablation
 from ...model.cache import cache_folder
 
 KERNEL = "megakernel"
-# line information: for profilers, and for tests of the machine code
+# Profilers, and tests of the machine code, need the line information.
 _FLAGS = ["-std=c++20", "-lineinfo", "--ptxas-options=-v"]
 _NVRTC_ARCH = ["--gpu-architecture=sm_90a"]
 _NVCC_ARCH = ["-gencode=arch=compute_90a,code=sm_90a"]
-# Notes about code that is several times slower (setmaxnreg ignored, wgmma serialised); the exit status is still 0.
+# ptxas notes that setmaxnreg is ignored or wgmma is serialised, which makes code several times
+# slower. The exit status is 0 all the same.
 _SLOW = re.compile(r"\(C75\d\d\)[^\n]*")
 
 
@@ -49,7 +51,9 @@ class Compiler:
     nvcc: str | None = None
 
     def compile(self, *, trace: bool, units: Units, sms: int = 1, ablation: Ablation = Ablation.NONE) -> Cubin:
-        """Compile one cubin. Raises MegakernelError with the compiler's first error, or if the code is slow."""
+        """Compile one cubin. Raises MegakernelError with the compiler's first error, or with a note
+        that matches _SLOW.
+        """
         defines = _defines(trace, units, sms, ablation)
         cubin = _with_nvcc(self.nvcc, defines) if self.nvcc else _with_nvrtc(defines)
         if slow := _SLOW.search(cubin.log):
@@ -89,7 +93,7 @@ def compiler() -> Compiler:
 
 
 def nvcc_path() -> str | None:
-    """The path of the nvcc on the PATH, or where CUDA installs it."""
+    """The path of nvcc, from the PATH or else from CUDA's default folder; None without nvcc."""
     return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 
@@ -131,8 +135,8 @@ def _key(with_: Compiler, defines: list[str]) -> str:
 
 
 def _store(path: Path, code: bytes) -> None:
-    """Store a cubin completely or not at all, even if other processes do the same. If the cache cannot be written, the
-    next start compiles again.
+    """Store a cubin completely or not at all, even if other processes store the same one. If the
+    cache cannot be written, the next start compiles again.
     """
     part = None
     try:
@@ -178,7 +182,8 @@ def _with_nvrtc(defines: list[str]) -> Cubin:
     try:
         options = [*_NVRTC_ARCH, *_FLAGS, *defines, f"-I{folder}"]
         status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        # At least two bytes: b" " alone is an object that CPython shares, and the library would overwrite it.
+        # Allocate at least two bytes: CPython shares one object for all uses of b" ", and NVRTC
+        # would overwrite it.
         log = b" " * max(2, check(nvrtc.nvrtcGetProgramLogSize(program)))
         check(nvrtc.nvrtcGetProgramLog(program, log))
         said = log.rstrip(b" \0").decode(errors="replace")

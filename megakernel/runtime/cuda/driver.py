@@ -1,7 +1,8 @@
-"""The parts of the CUDA driver that this package needs: a GPU, its memory, a kernel. A thin layer over cuda-python's
-bindings.
+"""A thin layer over cuda-python's bindings of the CUDA driver, with the parts that this package
+needs: a GPU, its memory, a kernel.
 
-Addresses are ints: device memory of all GPUs and pinned host memory share one address space.
+Addresses are ints, because device memory of all GPUs and pinned host memory share one address
+space.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _NOT_READY, _OUT_OF_MEMORY, _PEER_ENABLED, _TOO_LARGE = 600, 2, 704, 720
 
 
 def check(what: str, answer: tuple[Any, ...]) -> Any:
-    """The value of a driver call, or MegakernelError that says what failed (`what`) and how."""
+    """Return the value of a driver call. If the call failed, raise MegakernelError, which says what
+    failed (`what`) and how.
+    """
     status, *values = answer
     if int(status) != 0:
         raise MegakernelError(f"{what} failed: the CUDA driver answers {status.name}{_remedy(int(status))}")
@@ -68,7 +71,9 @@ class Gpu:
         check("using the GPU", self.driver.cuCtxSetCurrent(self.context))
 
     def lose(self) -> None:
-        """Stop calling the GPU: its work may never end, and most calls wait for the end. Its memory is not released."""
+        """Make every later use of the GPU an error, because its work may never end, and most driver
+        calls would wait for this end. Its memory is not released.
+        """
         _lost.add(self.ordinal)
 
     def check(self) -> None:
@@ -91,7 +96,9 @@ class Gpu:
         return int(free), int(total)
 
     def reach(self, other: Gpu) -> None:
-        """Let kernels of this GPU access the other's memory, present and future."""
+        """Let kernels of this GPU access all memory of `other`, including memory that is allocated
+        later.
+        """
         self.use()
         d = self.driver
         if not check("asking the GPU", d.cuDeviceCanAccessPeer(self._device, other._device)):
@@ -147,26 +154,33 @@ class Gpu:
         return out
 
     def send(self, address: int, array: NDArray[Any]) -> None:
-        """Begin to copy to the device; from pinned memory the call does not wait."""
+        """Begin to copy to the device. If the array is in pinned memory, the call does not wait for
+        the copy.
+        """
         answer = self.driver.cuMemcpyHtoDAsync(address, array.ctypes.data, array.nbytes, self.stream)
         check("copying to the GPU", answer)
 
     def fetch(self, array: NDArray[Any], address: int, stream: Any = None) -> None:
-        """Begin to copy from the device, in the order of `stream`, by default the stream of launches."""
+        """Begin to copy from the device, after everything that `stream` already holds. The default
+        stream is that of launches.
+        """
         answer = self.driver.cuMemcpyDtoHAsync(array.ctypes.data, address, array.nbytes, stream or self.stream)
         check("copying from the GPU", answer)
 
     def interrupt(self, address: int) -> None:
         """Set an int32 of the device to 1 while a kernel runs.
 
-        The copy engine writes it. A fill may be a kernel, for which the persistent kernel would leave no SM.
+        This is a copy, which the copy engine performs. A fill may be a kernel, and the persistent
+        kernel leaves no SM free to run it.
         """
         self.use()
         source = self._one.ctypes.data
         check("stopping the launch", self.driver.cuMemcpyHtoDAsync(address, source, self._one.nbytes, self._side))
 
     def peek(self, pinned: NDArray[np.uint8], address: int) -> None:
-        """Copy from the device, whatever runs there; zeros if the copy does not arrive within a second."""
+        """Copy from the device into `pinned`, even while a kernel runs there. `pinned` stays zero
+        if the copy does not arrive within a second.
+        """
         self.use()
         pinned[:] = 0
         self.fetch(pinned, address, self._side)
@@ -286,8 +300,8 @@ class Kernel:
 
 
 class Prepared:
-    """Launches `blocks` blocks repeatedly; each launch takes the present contents of `params` and is a single call
-    from Python.
+    """Launches a kernel of `blocks` blocks repeatedly. Each launch is a single call from Python,
+    and takes the contents that `params` has at that time.
     """
 
     def __init__(self, kernel: Kernel, blocks: int, params: ctypes.Structure) -> None:
@@ -297,8 +311,8 @@ class Prepared:
         self._arguments = ctypes.addressof(self._held[1])
 
     def begin(self, *, together: bool) -> None:
-        """With `together`, it is an error if not all blocks can be resident at once. Without it, blocks must never wait
-        for each other.
+        """Begin a launch. With `together`, the launch is cooperative, and fails unless all blocks
+        can be resident at once. Without it, blocks must never wait for each other.
         """
         d, shape = self._driver, (self._blocks, 1, 1, THREADS, 1, 1)
         arguments = (self._function, *shape, SHARED_BYTES, self._stream, self._arguments)
@@ -309,8 +323,8 @@ class Prepared:
 def encode_map(address: int, layout: MapLayout) -> NDArray[np.uint8]:
     """A tensor map for memory at an address.
 
-    Reads beyond the sizes give zeros, and writes there do nothing. The driver is called directly, because the bindings
-    would encode into an object of their own, at an address that the driver refuses.
+    Reads outside the tensor give zeros, and writes there do nothing. The driver is called through
+    ctypes, because cuda-python would place the map at an address that the driver refuses.
     """
     lib = ctypes.CDLL("libcuda.so.1")
     raw = np.zeros(MAP_BYTES + _MAP_ALIGNMENT, np.uint8)

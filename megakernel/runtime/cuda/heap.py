@@ -1,6 +1,7 @@
-"""Device memory of all ranks: the symmetric heap, and the weights outside it.
+"""Device memory of all ranks: the symmetric heap, and the weights, which are not part of it.
 
-Data in the heap lies at the same offset on each rank, and every GPU of the node can access all of it.
+A buffer in the heap lies at the same offset on each rank, and every GPU of the node can access the
+heaps of all ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _READ = (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT)
 
 
 def copy_bytes(buffer: Buffer, dims: Dims, pages: int) -> int:
-    """The bytes of rank `dims.rank`'s copy of a buffer; of one layer if the buffer is layered."""
+    """The number of bytes in rank `dims.rank`'s copy of a buffer; for one layer only, if the buffer
+    is layered.
+    """
     spec = BUFFERS[buffer]
     return math.prod(spec.shape(dims, pages)) * spec.resolve_dtype(dims).itemsize
 
@@ -42,8 +45,9 @@ class Heap:
         self._address: dict[tuple[int, Buffer], int] = {}
         self._grown: list[tuple[Gpu, int]] = []  # by rank: allocations that `fit` replaces
         self._kept: list[tuple[Gpu, int]] = []
-        self._maps: dict[tuple[int, bytes], int] = {}  # by GPU and contents
-        # By rank, the address of STATUS_BYTES on its GPU, zeroed, followed by TOKENS_OUT and LOGPROBS_OUT.
+        self._maps: dict[tuple[int, bytes], int] = {}  # addresses by GPU and contents
+        # For each rank, the address of STATUS_BYTES zeroed bytes on its GPU. TOKENS_OUT and
+        # LOGPROBS_OUT follow them.
         self.status: dict[int, int] = {}
         self._kept += self._place({b: self._most(b, dims) for b in _in(Space.STATE)})
         self.fit(dims)
@@ -52,7 +56,7 @@ class Heap:
         return (replace(dims, rank=rank) for rank in range(dims.tp))
 
     def _most(self, buffer: Buffer, dims: Dims) -> int:
-        """The bytes that are enough for any rank's copy, with all layers."""
+        """The number of bytes that the largest of all ranks' copies takes, with all layers."""
         return layers(buffer, dims) * max(copy_bytes(buffer, d, self.pages) for d in self._ranks(dims))
 
     def _place(self, sizes: dict[Buffer, int], head: int = 0) -> list[tuple[Gpu, int]]:
@@ -71,7 +75,9 @@ class Heap:
         return made
 
     def fit(self, dims: Dims) -> None:
-        """Make room for programs of `dims`; activations may be lost and addresses may change."""
+        """Make room for programs with the sizes `dims`. Activations and outputs may be lost, and
+        their addresses may change.
+        """
         # The buffers that the host reads after each launch come first, so that one copy transfers them.
         buffers = (*_READ, *(b for b in _in(Space.ACTIVATION, Space.OUTPUT) if b not in _READ))
         sizes = {b: max(self._most(b, dims), self._sizes.get(b, 0)) for b in buffers}
@@ -98,7 +104,9 @@ class Heap:
         return self._address[rank, buffer] + layer * self.stride(rank, buffer)
 
     def stride(self, rank: int, buffer: Buffer) -> int:
-        """The bytes from a layer's copy to the next one's; 0 if all layers share one."""
+        """The number of bytes from a buffer's copy for one layer to that for the next; 0 if all
+        layers share one copy.
+        """
         if not BUFFERS[buffer].layered:
             return 0
         return copy_bytes(buffer, replace(self._dims, rank=rank), self.pages)
@@ -114,7 +122,8 @@ class Heap:
         return np.array([[self.stride(r, b) for b in Buffer] for r in range(self._dims.tp)], np.uint64)
 
     def maps(self, gpu: Gpu, forward: Forward, dims: Dims) -> int:
-        """The address of the tensor maps for a program of `dims`: [tp, buffers, MAPS, bytes]; zeros for unused ones.
+        """The address of the tensor maps for a program with the sizes `dims`: [tp, buffers, MAPS,
+        MAP_BYTES]. Unused maps are zero.
 
         The copy engine caches maps, so this memory is not written again while the heap exists.
         """
@@ -135,7 +144,7 @@ class Heap:
     # -- for the host
 
     def read(self, rank: int, buffer: Buffer, layer: int, dims: Dims) -> NDArray[Any]:
-        """A host copy of a rank's copy of a buffer, shaped for `dims`."""
+        """Copy a rank's buffer to the host, in the shape that it has for `dims`."""
         d = replace(dims, rank=rank)
         spec = BUFFERS[buffer]
         gpu = self.node.gpu(rank)

@@ -13,15 +13,16 @@ from .loaded import Loaded
 if TYPE_CHECKING:
     from .backend import CudaBackend
 
-_SPIN_S = 2e-3  # long enough for a decode step; longer steps are polled with pauses
+_SPIN_S = 2e-3  # poll without pauses for this long, enough for a decode step, then with pauses
 _NAP_S = 50e-6
 _STOP_S = 5.0
-# The host's limit, as a multiple of that of the device's watchdog, which misses an operation that never completes.
+# The host gives up after this multiple of the time limit of the device's watchdog. The watchdog
+# notices only waits, not an operation that never completes.
 _PATIENCE = 4
 
 
 class CudaLaunch:
-    """The constructor begins the launch. A backend has at most one at a time."""
+    """A launch, which the constructor begins. A backend has at most one running launch."""
 
     def __init__(self, backend: CudaBackend, loaded: Loaded, table: StepTable, *, trace: bool) -> None:
         self.traced = trace
@@ -34,8 +35,8 @@ class CudaLaunch:
             raise
 
     def wait(self) -> Output:
-        """Return the output, once; `seconds` is the time until the host noticed the end. Ctrl-C aborts the launch
-        within a second.
+        """Wait until the launch ends, and return its output. Call it once. The output's `seconds`
+        last until the host noticed the end. Ctrl-C aborts the launch within a second.
         """
         try:
             ended = self._answered(_PATIENCE * self._backend.timeout_s)
@@ -66,7 +67,9 @@ class CudaLaunch:
         self._backend.ended(self._loaded, failed=True)
 
     def _answered(self, limit_s: float) -> bool:
-        """Wait until the launch has ended; returns false if it has not."""
+        """Wait until the launch has ended. Returns False if it has not ended `limit_s` seconds
+        after its begin.
+        """
         while not self._loaded.answered():
             seconds = time.perf_counter() - self._begin
             if seconds > limit_s:

@@ -7,7 +7,7 @@ from ...isa.launch import PAGES
 from ...isa.pages import CHUNK, PIECES, norm_fits
 from ...isa.record import Records
 
-_TURN = 32  # columns that a warp takes from its accumulators at a time (csrc/cuda/gemm.h)
+_TURN = 32  # a warp processes this many columns of its accumulators at a time (csrc/cuda/gemm.h)
 
 
 def refusal(dims: Dims) -> str | None:

@@ -57,13 +57,16 @@ class Tables:
 
 
 class Grid:
-    """The ranks of one GPU. `params` holds the arguments of their launches; `refresh` updates it."""
+    """A program for the ranks of one GPU, which run as one grid. `params` holds the arguments of
+    its launches; `refresh` updates them.
+    """
 
     def __init__(self, heap: Heap, program: Program, gpu: Gpu, ranks: range, arrivals: Mapping[str, Any]) -> None:
         self.gpu, self.ranks, self._heap, self._program = gpu, ranks, heap, program
         lists = segments(program)
         ranks_dims = [program.rank_dims(rank) for rank in range(program.ranks)]
-        # The keys are fields of Params. A field in `several` holds one pointer for each of its arrays.
+        # The keys of both dictionaries are fields of Params. A field in `arrays` holds one pointer.
+        # A field in `several` holds a pointer for each array of its list.
         arrays: dict[str, NDArray[Any]] = {
             "dims": np.frombuffer(b"".join(bytes(CDims.of(d)) for d in ranks_dims), np.uint8),
             "phases": np.stack([program.forward.words(d) for d in ranks_dims]),
@@ -129,7 +132,9 @@ class Grid:
         prepared.begin(together=True)
 
     def waits(self) -> list[stall.Wait]:
-        """What the warps waited for when the last launch failed; for a running launch, the reports so far."""
+        """The warps' waits when the last launch failed. For a running launch, those that its
+        watchdog has reported so far.
+        """
         self.gpu.peek(self._notes, self._tables["diagnoses"])
         return stall.waits_of(self._program, self._notes.view(stall.NOTE), self.ranks)
 
@@ -143,8 +148,9 @@ class Grid:
 
 
 class Loaded:
-    """A program on the GPUs. The object `program` is kept alive, because its id is the backend's key. `launches`
-    counts the launches since the counters were zero.
+    """A program on the GPUs. It keeps the object `program` alive, because the backend finds a
+    Loaded by this object's id. `launches` counts the launches since the counters were last reset to
+    zero.
     """
 
     def __init__(self, heap: Heap, program: Program) -> None:
@@ -247,7 +253,7 @@ class Loaded:
             gpu.fill(self._heap.status[rank], 0, STATUS_BYTES)
         for grid in self.grids:
             grid.forget_waits()
-        for grid in self.grids:  # until all are reset: another GPU's next launch may signal here immediately
+        for grid in self.grids:  # wait: another GPU's next launch may signal here at once
             grid.gpu.synchronise()
         self.launches = 0
 
@@ -266,7 +272,9 @@ def segments(program: Program) -> list[Segment]:
 
 
 def _check_records(program: Program) -> None:
-    """Raise MegakernelError for words that would reach outside the program's tables, or that no GPU can execute."""
+    """Raise MegakernelError if a record refers to something outside the program's tables, or no GPU
+    can execute it.
+    """
 
     def bad(where: str, wrong: Any, what: str) -> None:
         if wrong.any():

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from ...isa import BUFFERS, Buffer, Dims, Forward, Operation, Phase, Result, Units
 from ...isa.pages import BOX_ROWS, DOT_PIECE, MAPS, PAGE_ROWS, PIECE_INNER, PIECES, ROW_BYTES, output_columns
 
-PARTS, PAGES = range(MAPS)  # the two maps of a buffer: boxes of BOX_ROWS rows, or boxes that fill a page
+PARTS, PAGES = range(MAPS)  # a buffer's two maps have boxes of BOX_ROWS rows, or of a page
 
 
 @dataclass(frozen=True)
 class MapLayout:
-    """A tensor map without its address. The innermost dimension comes first. `sizes` and `box` count elements;
-    `strides` count bytes and omit the first dimension. `swizzled`: rows of a box are in the 128-byte swizzle.
+    """A tensor map without its address. The innermost dimension comes first. `sizes` and `box`
+    count elements; `strides` count bytes and omit the first dimension. If `swizzled`, a box has the
+    128-byte swizzle in shared memory.
     """
 
     item: int  # bytes of an element
@@ -54,8 +55,9 @@ def map_layouts(forward: Forward, dims: Dims, pages: int) -> dict[tuple[Buffer, 
 
 
 def map_bits(forward: Forward, dims: Dims) -> tuple[int, int]:
-    """Two masks with bit b for buffer b: the buffers that a rank's blocks copy with tensor maps, and those of them for
-    which the blocks use the maps of all ranks.
+    """Two masks with bit b for buffer b. The first has the buffers that a rank's thread blocks copy
+    with tensor maps. The second has those of them for which the blocks use every rank's map,
+    because they store to other ranks.
     """
     partial = {phase.output for phase in forward if phase.is_matmul and phase.result is Result.PARTIAL}
     ranks = (replace(dims, rank=rank) for rank in range(dims.tp))
@@ -65,7 +67,7 @@ def map_bits(forward: Forward, dims: Dims) -> tuple[int, int]:
 
 
 def _tiles(buffer: Buffer, per_layer: int, rows_of_box: int, dims: Dims, pages: int) -> MapLayout:
-    """The map of the tiles in a buffer that has `per_layer` matrices in each layer."""
+    """The map for the tiles of a buffer that has `per_layer` matrices in each layer."""
     spec = BUFFERS[buffer]
     shape, item = spec.shape(dims, pages), spec.resolve_dtype(dims).itemsize
     rows, columns = math.prod(shape[:-1]) // per_layer, shape[-1]
@@ -74,10 +76,12 @@ def _tiles(buffer: Buffer, per_layer: int, rows_of_box: int, dims: Dims, pages: 
 
 
 def _columns(phase: Phase, weights: Buffer, dims: Dims) -> MapLayout:
-    """The map of the weight pages of `dots`. A box is a piece of PIECES columns of a matrix: consecutive columns if the
-    phase has two matrices, otherwise every other column.
+    """The map for the weight pages of `dots` (matmuls as dot products). A box is a piece of PIECES
+    columns of a matrix: consecutive columns if the phase has two matrices, otherwise every other
+    column.
 
-    A box has at most 256 elements per dimension, so a piece consists of rows of PIECE_INNER elements.
+    TMA limits a box to 256 elements per dimension, so a piece is divided into rows of PIECE_INNER
+    elements.
     """
     item, inner, width = BUFFERS[weights].resolve_dtype(dims).itemsize, phase.inner(dims), phase.width(dims)
     row, two = inner * item, phase.matrices(dims) == 2

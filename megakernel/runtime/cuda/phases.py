@@ -1,7 +1,8 @@
-"""Runs one launch per phase: the same instructions with the same code, but without waits. Each kernel starts when
-that of the previous phase has ended.
+"""Runs a program with one kernel launch per phase: the same instructions with the same code, but
+without waits. Each kernel starts when that of the previous phase has ended.
 
-This is the baseline for the megakernel. Because it uses no waits, it also helps to find a wait that a program lacks.
+This is the baseline for measuring the megakernel. Because its results do not depend on waits, a
+comparison with them also shows that a program lacks a wait.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from .loaded import Grid, Tables
 
 
 class Phases:
-    """One program's phases on one GPU as a graph. `generation` is that of the heap addresses in the graph."""
+    """One program's phases on one GPU as a CUDA graph. `generation` is the heap's generation when
+    the graph recorded the heap's addresses.
+    """
 
     def __init__(self, program: Program, grid: Grid, kernel: Kernel, generation: int) -> None:
         self.generation = generation

@@ -1,8 +1,9 @@
 """Explains why a launch made no progress, from what each warp waits for (csrc/cuda/watchdog.h).
 
-Most warps wait for warps that wait themselves. If a worker's oldest unfinished instruction waits for no counter, the
-worker itself is at fault. If every worker's oldest instruction waits for a counter, a signal is missing: the one for
-the earliest of these instructions, because everything before it has ended.
+Most warps wait for other warps, which also wait. If a worker's oldest unfinished instruction waits
+for something other than a counter, the worker itself is at fault. If every worker's oldest
+instruction waits for a counter, a signal is missing. It is the signal for the earliest of these
+instructions, because everything before that one has ended.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Wait:
 
 
 def waits_of(program: Program, notes: NDArray[Any], ranks: range) -> list[Wait]:
-    """The recorded waits of a grid; `notes` is [blocks * WARPS] of NOTE."""
+    """The waits that a grid's watchdog recorded. `notes` is an array [blocks * WARPS] of NOTE."""
     found = []
     for index in np.flatnonzero(notes["set"]):
         block, warp = divmod(int(index), WARPS)
@@ -63,7 +64,9 @@ def waits_of(program: Program, notes: NDArray[Any], ranks: range) -> list[Wait]:
 
 
 def explain(program: Program, table: StepTable, waits: Sequence[Wait]) -> str:
-    """A clause that says which of `waits` (at least one) holds up the launch. The program may be right or wrong."""
+    """A clause that says which of `waits` (at least one) holds up the launch. The cause may be in
+    the program or in the interpreter.
+    """
     order, sms = _Rehearsal(program, table).run(), program.dims.sms
 
     def age(wait: Wait) -> tuple[int, int, int]:
@@ -87,11 +90,12 @@ def explain(program: Program, table: StepTable, waits: Sequence[Wait]) -> str:
 
 
 def _inside(waits: Sequence[Wait], oldest: Sequence[Wait], sms: int) -> Wait:
-    """The wait that holds up the other warps of a worker's blocks; `oldest` are the waits at its oldest instruction.
+    """The wait that holds up the other warps of a worker's blocks. `oldest` are the waits at the
+    worker's oldest instruction.
 
-    If a consumer waits for a page which the loaders have passed, a load is missing. If the storer waits although all
-    consumers have passed or one waits for nothing, a consumer's output is missing. If a loader waits, a consumer has
-    not released a page.
+    If a consumer waits for a page that no loader is about to fill, a load is missing. If the storer
+    waits although all consumers have finished the instruction, or although one of them waits for
+    nothing, a consumer's output is missing. If a loader waits, a consumer has not released a page.
     """
     consumers = [w for w in waits if w.consumer >= 0]
     to_be_filled = {(w.index, 1 - w.expected) for w in waits if w.kind == "empty"}
@@ -106,10 +110,12 @@ def _inside(waits: Sequence[Wait], oldest: Sequence[Wait], sms: int) -> Wait:
 
 
 class _Rehearsal(Launch):
-    """A launch of one layer without work, to find an order of its instructions.
+    """A launch of one layer that computes nothing, to find an order in which its instructions can
+    run.
 
-    Instructions are claimed as late as possible. In the order found, an instruction therefore follows everything that
-    a worker may have to do before it claims that instruction.
+    Workers claim instructions from queues only when nothing else can run. In the order found, an
+    instruction of a queue therefore follows everything that a worker may have to do before it
+    claims it.
     """
 
     def __init__(self, program: Program, table: StepTable) -> None:
@@ -127,7 +133,9 @@ class _Rehearsal(Launch):
         self._clock = count()
 
     def run(self, order: None = None) -> dict[tuple[int, int], int]:  # type: ignore[override]
-        """The position of each (segment, number) in the order, as far as the launch gets."""
+        """Run the launch as far as it gets. Returns the position in the order of each instruction,
+        by (segment, record number).
+        """
         ended = object()
         for rank in range(self._program.ranks):
             self._ready.extend(self._worker(rank, worker) for worker in range(self._program.workers))
@@ -163,7 +171,7 @@ class _Rehearsal(Launch):
             self._may_claim = False
             claimed = self._claim(place)
             if not self._left(place):
-                self._ready.extend(self._late)  # workers that continue after the last claim run before the next claim
+                self._ready.extend(self._late)  # the queue is empty; they go on before any claim
                 self._late.clear()
             yield from self._run(claimed)
 

@@ -1,9 +1,9 @@
 """Converts the intervals of a traced launch from the GPUs' clocks to the common trace.
 
-A block stamps intervals with its SM's cycle counter, which is cheap and precise. But each SM counts from its own start,
-at a rate that may differ between launches. So at its begin and its end, right after the GPU's global timer has
-advanced, the block reads both that timer and its SM's counter. The two pairs of values give the conversion from cycles
-to nanoseconds.
+A block stamps intervals with its SM's cycle counter, which is cheap and precise. But each SM counts
+from its own start, at a rate that may differ between launches. So when it begins and when it ends,
+right after the GPU's global timer has advanced, the block reads both that timer and its SM's
+counter. The two pairs of values give the conversion from cycles to nanoseconds.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from ...trace import DTYPE, Intervals, Trace, TraceHeader
 from .heap import Heap
 from .loaded import Grid, Loaded, segments
 
-_PER_INSTRUCTION = 32  # in most programs, all roles together report at most this many intervals per instruction
-_MOST = 1 << 16  # intervals of a block, which take 2 MiB
+_PER_INSTRUCTION = 32  # intervals of all roles per instruction, at most, in most programs
+_MOST = 1 << 16  # intervals of a block at most; they take 2 MiB
 _READ_CYCLES = 36  # cycles to read clock64, measured on a B300; benchmarks/speed/probe_gpu.py measures it
 
 
 class Tracing:
-    """Memory for the intervals of one launch on every GPU. `delay` is (segment, layer, record, nanoseconds)."""
+    """Memory for the intervals of one launch on every GPU. `delay` is (segment, layer, record,
+    nanoseconds), an instruction to stall in tests.
+    """
 
     def __init__(self, heap: Heap) -> None:
         self._heap = heap
@@ -34,7 +36,7 @@ class Tracing:
         self.delay = (0, 0, 0, 0)
 
     def prepare(self, grid: Grid, program: Program) -> None:
-        """Give the next launch of a grid empty memory, and the delay."""
+        """Give the next launch of a grid empty memory for its intervals, and set its `delay`."""
         capacity, blocks = _capacity(program), grid.blocks
         address, have_blocks, have = self._memory.get(grid.gpu.ordinal, (0, 0, 0))
         if blocks > have_blocks or capacity > have:
@@ -86,7 +88,9 @@ class Tracing:
 
 
 def to_nanoseconds(intervals: Intervals, stamps: NDArray[np.uint64]) -> Intervals:
-    """Intervals with begin and end in the global timer's nanoseconds. `stamps` are the CLOCK_STAMPS of their block."""
+    """Return the intervals with their begin and end converted to the global timer's nanoseconds.
+    `stamps` are the CLOCK_STAMPS clock values of their block.
+    """
     out = intervals.copy()
     cycles, ns = float(stamps[2] - stamps[0]), float(stamps[3] - stamps[1])
     for name in ("begin", "end"):
@@ -102,13 +106,17 @@ def cycles_per_ns(clocks: NDArray[np.uint64]) -> float:
 
 
 def timer_step(clocks: NDArray[np.uint64]) -> int:
-    """The nanoseconds by which the global timer advances: all stamps differ by multiples of this step."""
+    """The step in nanoseconds by which the global timer advances. All of its values in `clocks`
+    differ by multiples of this step.
+    """
     stamps = clocks[:, 1::2].reshape(-1)
     return int(np.gcd.reduce(stamps - stamps.min())) or 1
 
 
 def _capacity(program: Program) -> int:
-    """The intervals that one block has room for: enough for the longest stream and all records of the queues."""
+    """The number of intervals for which one block has room: enough for the longest stream and all
+    records of a rank's queues.
+    """
     lists = segments(program)
     runs = (1, program.dims.layers, 1)
     lengths: Any = sum(np.diff(s.offsets) * n for s, n in zip(lists[:3], runs, strict=True))

@@ -1,5 +1,5 @@
-"""Copies a checkpoint to the devices: each rank's part of each tensor, row-major in the shapes of the
-instruction set.
+"""Copies a checkpoint to the GPUs: each rank's part of each tensor, row-major, in the shapes of
+`isa.BUFFERS`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _THREADS = 8  # threads that read tensors, one each
 
 
 def load_weights(heap: Heap, checkpoint: Checkpoint, dims: Dims) -> None:
-    """Copy all weights of the model and bind them.
+    """Copy all weights of the model to the GPUs, and set their addresses in the heap.
 
-    Ranks on one GPU share the weights that each of them needs whole. A tied LM head uses the rows of EMBED.
+    Ranks on one GPU share one copy of the weights that each of them needs whole. A tied LM head
+    uses the rows of EMBED.
     """
     ranks = [replace(dims, rank=rank) for rank in range(dims.tp)]
     weights = families.weights(checkpoint.config, dims)
@@ -61,7 +62,9 @@ def _home(heap: Heap, ranks: list[Dims], d: Dims, buffer: Buffer) -> int:
 
 
 def _read_ahead(checkpoint: Checkpoint, buffer: Buffer, dims: Dims) -> Iterator[NDArray[Any]]:
-    """All layers' whole tensors in order; while one is copied to the GPU, others are read or generated."""
+    """Yield the whole tensor of each layer, in order. While one is copied to the GPU, other threads
+    read or generate the next ones.
+    """
     threads = min(_THREADS, os.cpu_count() or 1)
     waiting: deque[Future[NDArray[Any]]] = deque()
     with ThreadPoolExecutor(threads) as pool:

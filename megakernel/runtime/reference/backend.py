@@ -1,8 +1,9 @@
 """The reference backend: it executes a program exactly as written, with all ranks in one thread.
 
-Streams and counters are honoured, so a program with wrong waits computes nonsense or deadlocks here as anywhere else:
-activations are NaN at the start of each launch, and the order in which ready workers run can be shuffled. Every rank
-has its own copies of all buffers, and no instruction can read those of another rank.
+Instructions run in the order of the streams, and wait for counters. A program with wrong waits
+therefore computes nonsense or deadlocks here as on any other backend. To reveal this, activations
+are NaN at the start of each launch, and ready workers can run in random order. Every rank has its
+own copies of all buffers, and no instruction can read those of another rank.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ _PER_LAUNCH = tuple(b for b, spec in BUFFERS.items() if spec.space in (Space.ACT
 
 
 class ReferenceBackend:
-    """Implements `Backend` in NumPy. `seed` shuffles the order in which ready workers run; None means in turn.
+    """Implements `Backend` in NumPy. `seed` makes ready workers run in random order; with None,
+    they run in turn.
 
-    `dims` sizes the buffers that `execute` and `buffer` use until a program of another bucket is launched. `link_bytes`
+    `dims` gives the buffers' sizes, until a program with another bucket is launched. `link_bytes`
     counts, for each rank, the bytes stored in other ranks' copies.
     """
 
@@ -56,7 +58,7 @@ class ReferenceBackend:
         for buffer, spec in BUFFERS.items():
             if spec.space is Space.STATE:
                 self._allocate(buffer)
-        self._counters: dict[int, Counters] = {}  # by id of the program, which the value keeps alive
+        self._counters: dict[int, Counters] = {}  # by id of the program, which Counters keeps alive
         self._size_for(dims)
 
     def _load(self, checkpoint: Checkpoint, buffer: Buffer, dtype: Dtype) -> None:

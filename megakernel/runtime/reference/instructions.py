@@ -1,7 +1,9 @@
-"""The meaning of the operations: a short NumPy function for each operation and for each kind of matmul result.
+"""Defines what each operation computes: a short NumPy function for each operation and for each kind
+of matmul result.
 
-All values are float32; a result is rounded to its buffer's type once, where it is stored. Each BLAS adds in its own
-order. Dot products are therefore added in float64, where the order hardly ever changes the float32 result.
+All values are float32; a result is rounded to its buffer's type once, where it is stored. BLAS
+libraries add in different orders. Dot products are therefore added in float64, where the order
+hardly ever changes the result in float32.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ from .sampling import F32, draw, kept, log_sum_exp, penalised, uniform
 
 @dataclass(frozen=True)
 class Context:
-    """What one instruction can access: its phase, its rank's sizes and step, and its layer's part of buffers.
+    """The data that one instruction can access: its phase, its rank's sizes and step table, and its
+    layer's part of buffers.
 
-    `buffer(buffer, ahead=0)` returns the rank's own copy, for the layer that is `ahead` layers later, or for the last
-    layer if there are not so many. Other ranks' copies can only be written, by `send(buffer, rank, index, values)`,
-    whose values have the buffer's own type.
+    `buffer(buffer, ahead=0)` returns the rank's own copy for the layer that is `ahead` layers
+    later, or for the last layer if there is none. Other ranks' copies can only be written, by
+    `send(buffer, rank, index, values)`, whose values have the buffer's own type.
     """
 
     phase: Phase
@@ -57,7 +60,7 @@ class Context:
         return values if self.phase.bias is None else values + self.read(self.phase.bias, index)
 
     def write(self, buffer: Buffer, index: Any, values: Any) -> None:
-        """Store values in the buffer's own type. This is the only rounding."""
+        """Round values to the buffer's own type and store them."""
         self.store(buffer, (self.dims.rank,), index, values)
 
     def store(self, buffer: Buffer, ranks: Iterable[int], index: Any, values: Any) -> None:
@@ -77,15 +80,17 @@ def _given(buffer: Buffer | None) -> Buffer:
 
 
 def _peers(d: Dims) -> Iterable[int]:
-    """The ranks that receive a row that every rank needs: all, or only this one if every rank computes the row."""
+    """The ranks to which a rank stores a row that all ranks need: all ranks, or only itself if
+    every rank computes the row.
+    """
     return (d.rank,) if d.replicated_residual else range(d.tp)
 
 
 def product(a: F32, b: F32) -> F32:
     """a @ b, added in float64 and rounded once.
 
-    The order of additions, which depends on the BLAS and on the other rows in the batch, changes fewer than one in
-    ten million of the rounded numbers.
+    The order of additions depends on the BLAS library and on the other rows in the batch. It
+    changes fewer than one in ten million of the rounded numbers.
     """
     return (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
 
@@ -127,7 +132,7 @@ def _matmul(c: Context, row: int, rows: int, col: int, cols: int) -> None:
     columns = slice(col, col + cols)
     a = c.read(c.inputs, slice(row, row + rows))
     if c.phase.norm is not None:
-        # Round to the values that a buffer of the compute type would hold.
+        # A norm of its own would store its result in a buffer, so round to the type of that buffer.
         a = to_f32(from_f32(_rms_norm(a, c.read(c.phase.norm), c.dims.rms_eps), Dtype(c.dims.dtype)))
     matrices = (
         [(columns,)] if c.phase.matrices(c.dims) == 1 else [(i, columns) for i in range(c.phase.matrices(c.dims))]
@@ -185,13 +190,15 @@ def _partial_sum(c: Context, row: int, col: int, t: F32) -> None:
 
 
 def _reduce_rows(d: Dims, rank: int, row: int, rows: int) -> slice:
-    """The rows of REDUCE, on the owner of token rows in one row block, that hold a rank's partial sums for them."""
+    """The rows of the owner's REDUCE buffer that hold the partial sums of `rank` for token rows of
+    one row block.
+    """
     start = d.reduce_row(rank, row)
     return slice(start, start + rows)
 
 
 def _gated(c: Context, row: int, col: int, gate: F32, up: F32) -> None:
-    with np.errstate(over="ignore"):  # exp of a large negative gate: silu is 0 there, as it should be
+    with np.errstate(over="ignore"):  # for a large negative gate exp overflows, and SiLU is 0
         tile = (slice(row, row + len(gate)), slice(col, col + gate.shape[1]))
         c.write(c.output, tile, gate / (1 + np.exp(-gate)) * up)
 
@@ -222,7 +229,9 @@ def _attention(c: Context, slot: int, group_heads: int, groups: int) -> None:
 
 
 def attend(c: Context, item: int) -> bool:
-    """Run one work item; returns True when its rows of ATTN are final (for a split, after its last item)."""
+    """Run one attention item. Returns True when its rows of ATTN are final; for a split, only its
+    last item returns True.
+    """
     d, t = c.dims, c.table
     rows = range(t.item_row[item], t.item_row[item] + t.item_rows[item])
     heads = range(t.item_kv_head[item], t.item_kv_head[item] + t.item_kv_heads[item])
@@ -260,13 +269,13 @@ def attend(c: Context, item: int) -> bool:
 
 
 def _query_columns(d: Dims, head: int) -> slice:
-    """The columns of Q for the rank's query heads that share a KV head."""
+    """The columns of Q for the rank's query heads that share KV head `head`."""
     first, end = d.query_heads(head)
     return slice(first * d.head_dim, end * d.head_dim)
 
 
 def _store_heads(c: Context, rows: slice, head: int, values: F32) -> None:
-    """Store the output of the query heads of a KV head, for rows of one row block."""
+    """Store attention's output for one KV head's query heads, for rows of one row block."""
     columns = _query_columns(c.dims, head)
     index = (rows, slice(c.dims.o_first + columns.start, c.dims.o_first + columns.stop))
     ranks = c.dims.owners(rows.start) if c.dims.replicated_o else (c.dims.rank,)
@@ -286,7 +295,7 @@ def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, offset: Any) -> t
     """An index that selects the bytes of quantised rows of K or V, in the order of their Q8_0 blocks. Its shape is
     [..., kv_row].
 
-    `page`, `head` and `offset` have one shape, or broadcast to it.
+    `page`, `head` and `offset` must have the same shape, or broadcast to a common one.
     """
     page, head, offset = (np.expand_dims(each, -1) for each in (page, head, offset))
     block, byte = np.divmod(np.arange(d.kv_row), BLOCKS[Dtype.Q8_0].bytes)
@@ -307,7 +316,9 @@ def _widened(c: Context, buffer: Buffer, page: Any, head: int, offset: Any) -> F
 
 
 def _partial(c: Context, row: int, head: int, keys: F32, values: F32) -> F32:
-    """(m, l, o) of one row's query heads over some tokens, [heads, 2 + head_dim]; o is not yet divided by l."""
+    """Attention of one row's query heads over some tokens: the maximum m, the sum l, and the output
+    o, which is not yet divided by l. The shape is [heads, 2 + head_dim].
+    """
     q = c.read(c.inputs, (row, _query_columns(c.dims, head))).reshape(-1, c.dims.head_dim)
     scores = product(q, keys.T) * np.float32(c.dims.head_dim**-0.5)
     m = scores.max(axis=1, keepdims=True)
@@ -321,7 +332,9 @@ def _partial_index(t: StepTable, item: int, row: int, head: int, block: int) -> 
 
 
 def _merge(partials: list[F32]) -> F32:
-    """Softmax-weighted values of all blocks, [heads, head_dim]: rescale to the common maximum, add, divide."""
+    """Merge the partial results of all KV blocks into attention's output, [heads, head_dim]:
+    rescale to the common maximum, add, divide.
+    """
     total = partials[0]
     for partial in partials[1:]:
         m = np.maximum(total[:, :1], partial[:, :1])

@@ -1,4 +1,6 @@
-"""One launch of a program in one thread: streams that advance when their waits are satisfied, and the counters."""
+"""Runs one launch of a program in one thread: the streams, which advance when their waits are
+satisfied, and the counters.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from .instructions import Context, attend
 
 
 class Counters:
-    """A program's counters, [ranks, blocks x counters]. Launch k waits for value - k * total >= 0, modulo 2^32."""
+    """A program's counters, [ranks, blocks x counters]. They are not reset between launches, so in
+    launch k a wait ends when value - k * total >= 0, modulo 2^32.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -51,13 +55,13 @@ class Counters:
 
 @dataclass(frozen=True)
 class Place:
-    """An instruction of an unrolled stream or of a queue. `block` is its counter block; in the body, that is
-    the layer.
+    """An instruction of a queue, or of a stream, in a certain layer. `block` is its counter block,
+    which in the body has the layer's number.
     """
 
     rank: int
     worker: int
-    layer: int  # as in a trace: PROLOGUE or EPILOGUE outside the body
+    layer: int  # as in a trace, with PROLOGUE and EPILOGUE outside the body
     block: int
     row: int
     words: NDArray[np.int32]
@@ -196,7 +200,9 @@ class Launch:
         return self._timed(place, partial(attend, self._context(place.phase, self._tables[place.rank], layer), item))
 
     def _drain(self, place: Place) -> Iterator[Blocked | None]:
-        """Claim and run records of the queue until its first `end` records are claimed in this layer."""
+        """Claim and run records of the queue, until its first `end` records have been claimed in
+        this layer by any worker.
+        """
         while self._left(place):
             yield from self._run(self._claim(place))
 
@@ -214,7 +220,9 @@ class Launch:
         return drain.rank * self._program.rank_queues + drain.operand("queue")
 
     def _item_members(self, place: Place, item: int) -> list[int]:
-        """The members of the grid [row block][group] that an item waits for: its row blocks x its KV heads' groups."""
+        """The counters for which an attention item waits, one for each of its row blocks and each
+        group of its KV heads, as members of the counter grid [row block][group].
+        """
         t = self._tables[place.rank]
         first = int(t.item_kv_head[item])
         last = first + int(t.item_kv_heads[item]) - 1
@@ -223,8 +231,8 @@ class Launch:
         return [block * place.operand("groups") + group for block in blocks for group in groups]
 
     def _logit_row_members(self, place: Place) -> list[int]:
-        """For a norm of logit rows, the members of the grid [row block] that it waits for: the blocks of the token
-        rows that its rank owns.
+        """The counters for which a norm of logit rows waits, as members of the counter grid [row
+        block]: one for the row block of each of its token rows that its rank owns.
         """
         if place.phase.operation is not Operation.NORM or place.phase.rows is not Rows.LOGIT:
             return []
@@ -239,8 +247,8 @@ class Launch:
             self._signal(place, word, row, arrivals)
 
     def _signal(self, place: Place, word: int, row: int = 0, arrivals: int = 1) -> None:
-        """Add to the counter that a signal word names, or in a grid to the member for token row `row`'s row block, on
-        the ranks that the word names.
+        """Add to a counter on the ranks that a signal word names. It is the counter that the word
+        names, or in a grid of counters, the one for the row block of token row `row`.
         """
         dims = self._tables[place.rank].dims
         rank = word >> record.RANK_SHIFT & record.RANK_MASK
@@ -252,7 +260,9 @@ class Launch:
         return block * self._program.counters + (word & record.COUNTER_MASK) - 1
 
     def _wait(self, place: Place, words: list[int], members: Iterable[int] = (0,)) -> Iterator[Blocked]:
-        """For each wait word, wait for `members` of the grid it names, on the place's own rank."""
+        """For each wait word, wait for the counter that it names, or for `members` of the grid of
+        counters that it names, on the place's own rank.
+        """
         for counter in [self._counter(place, word) + member for word in words for member in members]:
             while not self._counters.met(place.rank, counter):
                 value = int(self._counters.values[place.rank, counter])

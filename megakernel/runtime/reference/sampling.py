@@ -1,4 +1,4 @@
-"""From one row of logits to one token: the meaning of the `sample` instruction, in NumPy."""
+"""Defines in NumPy how the `sample` instruction turns one row of logits into one token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def philox(counter: Four, key: tuple[int, int]) -> Four:
 
 
 def uniform(seed_low: int, seed_high: int, position: int, choice: int) -> float:
-    """The random number in [0, 1) for a choice at a position, a multiple of 2^-24. Seed halves may be signed int32."""
+    """The random number in [0, 1), a multiple of 2^-24, for completion `choice` of a request at a
+    position. The halves of the seed may be signed int32.
+    """
     first = philox((position & _WORD, choice & _WORD, 0, 0), (seed_low & _WORD, seed_high & _WORD))[0]
     return float(first >> 8) * 2.0**-24
 
@@ -53,7 +55,8 @@ def penalised(z: F32, seen: I32, output: I32, *, repetition: float, presence: fl
 
 
 def kept(z: F32, *, min_p: float, top_k: int, top_p: float) -> NDArray[np.intp]:
-    """The ids that survive min-p, then top-k, then top-p, most probable first, with ties by id.
+    """The ids that remain after min-p, then top-k, then top-p. The most probable comes first; of
+    equally probable ids, the smaller.
 
     z are logits after temperature. min_p 0, top_k 0 and top_p 1 keep all. top_p keeps the shortest prefix with at least
     the fraction top_p of the probability that min-p and top-k left, and at least one token.
@@ -70,7 +73,9 @@ def kept(z: F32, *, min_p: float, top_k: int, top_p: float) -> NDArray[np.intp]:
 
 
 def draw(z: F32, ids: NDArray[np.intp], u: float) -> int:
-    """The id among `ids` where the cumulative softmax of z, in id order, first exceeds u."""
+    """Draw a token: the first of `ids`, in ascending order, at which the cumulative softmax of z
+    exceeds u.
+    """
     ids = np.sort(ids)
     mass = np.cumsum(np.exp(z[ids] - z[ids].max()), dtype=np.float64)
     return int(ids[np.searchsorted(mass, u * mass[-1], side="right")])

@@ -44,7 +44,7 @@ for (let i = 0; i < count; i++) {
   shapeOf[i] = k === COUNTER_WAIT || k === PAGE_WAIT ? SHAPE.wait : k === LOAD || k === FETCH ? SHAPE.load
     : k === STORE && role[i] === STORER ? SHAPE.store : SHAPE.work;
 }
-// A column of the picture is divided into parts: one for each shade, and one for waiting.
+// A column of pixels is divided into parts: one for each phase, in its shade, and one for waiting.
 const PARTS = meta.phases.length + 1, WAITING = meta.phases.length;
 const partOf = (i) => (shapeOf[i] === SHAPE.wait ? WAITING : shadeOf[i]);
 const partName = (p) => (p === WAITING ? "waiting" : meta.phases[p].name);

@@ -10,8 +10,8 @@ function dimmed(i) {
   return (matchFlags !== null && !matchFlags[i]) || (showPath && !onPath[i]);
 }
 
-// Each function below makes a test of intervals from a value. There are millions of intervals but few lanes and names, so
-// the result for each lane or name is computed once and kept in a list.
+// Each function below turns the value of a search term into a test of intervals. There are millions of intervals but
+// few lanes and names, so the result for each lane or name is computed once and kept in a list.
 const chosen = (many, test) => Uint8Array.from({ length: many }, (_, n) => (test(n) ? 1 : 0));
 const ofLanes = (test) => { const some = chosen(lanes, test); return (i) => some[lane[i]]; };
 const named = (names, column, v) => { const some = chosen(names.length, (n) => names[n].startsWith(v)); return (i) => some[column[i]]; };

@@ -147,7 +147,7 @@ function paintColumns(share, whole, y0, h) {
 /** Paint a worker's intervals of at least 2 * `columns` pixels. Work is painted last, so that nothing covers it. */
 function paintBars(row, columns, y, box, labelled) {
   const least = 2 * columns, wide = wideIntervals(row.lane0, least), strips = { [SHAPE.load]: box.loadY, [SHAPE.store]: box.storeY };
-  // If too many intervals are visible, the columns already include waits and stores.
+  // If too many intervals are visible to be drawn one by one, the columns of pixels already show waits and stores.
   if (wide.few) paintPieces(row, least, y, box, labelled);
   for (const shape of box.strip ? [SHAPE.load, SHAPE.store] : []) {
     for (const i of wide[shape]) paintBar(i, y + strips[shape], box.strip, null);

@@ -34,7 +34,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Task:
-    """What a peer has to do, with the same threads or GPU as we use.
+    """The task of a peer, with the same threads or GPU as we use.
 
     `gguf` is the model file for peers that read GGUF, and `weights` the type of its weights. `dtype` is our own compute
     type, bf16 or f32.

@@ -51,7 +51,8 @@ class LlamaBench:
         if self._path.name == _BATCHED:
             command += ["-tb", str(settings["threads"]), "-c", str(llama_cpp.context(work)), "--output-format", "jsonl"]
             command += ["-npp", str(work.prompt_tokens), "-ntg", str(work.decode_steps)]
-            # The same measurement twice, because the tool itself warms up with a few tokens only; the second counts.
+            # Request the measurement twice and use the second, because the tool itself warms up
+            # with a few tokens only.
             command += ["-npl", f"{work.sequences},{work.sequences}"]
             lines = [line for line in self._output(command).splitlines() if line.startswith("{")]
             last = self._json(lines[-1] if len(lines) == 2 else "")

@@ -85,7 +85,8 @@ class _Model:
         self._device = "cuda" if task.gpu else "cpu"
         self._dtype, self._model = "", None
         self._warm: list[Settings] = []
-        self._compiled: Any = None  # the compiled function and its cache, whose addresses are part of the compiled code
+        # The compiled function and its KV cache. The compiled code contains the cache's addresses.
+        self._compiled: Any = None
 
     def seconds(self, phase: Phase, settings: Settings) -> float:
         import torch

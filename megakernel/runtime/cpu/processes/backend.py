@@ -27,15 +27,16 @@ from .peers import Peer, spawn
 from .rank_executor import RankExecutor
 from .shared_memory import LINE, Mapping, aligned, create
 
-_STOP_S = 5.0  # ranks that do not leave an aborted launch within this time are killed
+_STOP_S = 5.0  # a rank that has not left an aborted launch after this time is killed
 _CLOCK_ROUNDS = 200
 
 
 class ProcessBackend(RanksBackend):
     """A CpuBackend whose ranks are processes; each gets an equal part of `threads`. See CpuBackend for the arguments.
 
-    `audit` checks that ranks touch each other's memory only as their instructions declare; it is slow. If a rank dies,
-    the launch raises RankGone, and the next launch restarts all ranks with an empty KV cache and history.
+    With `audit`, the backend checks that ranks touch each other's memory only as their instructions
+    declare; this is slow. If a rank dies, the launch raises RankGone, and the next launch restarts
+    all ranks with an empty KV cache and history.
     """
 
     def __init__(
@@ -213,7 +214,9 @@ class _Ranks:
         return error
 
     def load(self, program: Program) -> _Loaded:
-        """The program on all ranks. The first time, every rank receives it, and the heaps grow to its needs."""
+        """Return the program as all ranks have loaded it. The first call for a program sends it to
+        every rank and enlarges the heaps to its needs.
+        """
         if (known := self._programs.get(id(program))) is not None:
             return known
         self._fit(program.dims)
@@ -304,7 +307,9 @@ class _Broadcast:
         self._sent = False
 
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
-        """The tensor, returned when it has been sent. Other ranks pack their parts while this one packs its own."""
+        """Send the tensor to the other ranks, then return it. They pack their parts while this rank
+        packs its own.
+        """
         tensor = self._checkpoint.load(buffer, layer, dtype)
         self._send(buffer, layer, [tensor], [])
         return tensor

@@ -35,7 +35,9 @@ class Board:
         return self._abort[rank : rank + 1]
 
     def words_address(self, rank: int) -> tuple[int, int]:
-        """The address and size of a rank's last message, in which it says why it dies."""
+        """The address and size of the memory in which a rank that dies writes the reason, its last
+        message.
+        """
         return int(self._words[rank].ctypes.data), _WORDS_BYTES
 
     def words(self, rank: int) -> str:
@@ -50,8 +52,8 @@ class Board:
         self._abort[:] = 0
 
     def measure_clock(self, rounds: int) -> float:
-        """Ask a process that runs `answer_clock` for its time. Returns a bound in seconds on the difference between
-        the two clocks.
+        """Compare this process's clock with that of a process that runs `answer_clock`. Returns an
+        upper bound on their difference in seconds.
         """
         ping, pong = range(2)
         least, offset = _PATIENCE_NS, 0

@@ -1,4 +1,6 @@
-"""The messages between the driver and its rank processes: small typed messages, and descriptors of shared memory."""
+"""The messages between the driver (rank 0) and the other ranks' processes. Messages are small and
+typed, and they may carry file descriptors of shared memory.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,11 @@ class Gone(Exception):
 
 @dataclass(frozen=True)
 class Open:
-    """From the driver: make an executor of rank `rank` of `dims`. Descriptor: the board.
+    """From the driver: make the executor of rank `rank`, for a model with the sizes `dims`.
+    Descriptor: the Board.
 
-    `config` has the fields of the model's ModelConfig except `rope`. `storage` is that of the checkpoint: by buffer and
-    layer, the (type, rows) of each part.
+    `config` has the fields of the model's ModelConfig except `rope`. `storage` is the checkpoint's:
+    for each buffer and layer, a list of parts, each with its type and number of rows.
     """
 
     rank: int
@@ -41,10 +44,11 @@ class Open:
 
 @dataclass(frozen=True)
 class Weight:
-    """From the driver: the staging memory contains arrays of these types and shapes, one after another from its start.
+    """From the driver: a weight is in the staging memory (shared memory for weights on their way to
+    the ranks), as arrays of these types and shapes, one after another from its start.
 
-    If the weight's rows are stored in their own types, `kinds` has the type of each array. Descriptor: the staging
-    memory, if it is new.
+    If the weight's rows keep the types of the checkpoint's file, `kinds` has the Dtype of each
+    array. Descriptor: the staging memory, if it is new.
     """
 
     buffer: int
@@ -56,8 +60,8 @@ class Weight:
 
 @dataclass(frozen=True)
 class Place:
-    """From the driver: the new places of buffers, as byte offset and shape. Descriptors: the memory, one file
-    per rank.
+    """From the driver: the byte offsets and shapes of buffers that move to new shared memory.
+    Descriptors: this memory, one file per rank.
     """
 
     buffers: list[int]
@@ -67,9 +71,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Load:
-    """From the driver: load program `index`. Descriptor: its memory, which begins with the step table.
+    """From the driver: load program `index`. Descriptor: the program's shared memory, which begins
+    with the step table.
 
-    All ranks' counters lie at `counters`, and the `size` bytes of the program lie at `start`.
+    All ranks' counters begin at byte `counters` of this memory. The program itself begins at byte
+    `start` and has `size` bytes.
     """
 
     index: int
@@ -122,8 +128,8 @@ class Done:
 
 @dataclass(frozen=True)
 class Ended:
-    """From a rank: the launch is over; it has stored `link_bytes` on other ranks since the start. Descriptor: the
-    intervals, if the launch was traced.
+    """From a rank: the launch is over. `link_bytes` is the number of bytes that the rank has stored
+    on other ranks since its process started. Descriptor: the intervals, if the launch was traced.
     """
 
     link_bytes: int
@@ -133,7 +139,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failed:
-    """From a rank: the reason, in a sentence, why the last message could not be processed."""
+    """From a rank: it could not process the last message. `why` is the reason, in a sentence."""
 
     why: str
 

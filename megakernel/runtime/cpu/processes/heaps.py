@@ -31,8 +31,8 @@ SHARED = (
 class Heaps:
     """All ranks' heaps as one process sees them: its own, and mappings of the others'.
 
-    A heap is a list of shared files. A program with larger buffers than before adds a file with new places for these
-    buffers, and their old places are freed.
+    A heap is a list of shared files. If a program needs larger buffers, these buffers move to a new
+    file, and a file without buffers is freed.
     """
 
     def __init__(self, dims: Dims) -> None:
@@ -52,7 +52,9 @@ class Heaps:
         return (Place(list(map(int, moved)), offsets, list(moved.values())), size) if moved else None
 
     def place(self, message: Place, files: Sequence[Mapping]) -> list[Buffer]:
-        """Map new places in each rank's file; returns the buffers that have moved."""
+        """Use the new places that `message` names, in each rank's file. Returns the buffers that
+        have moved.
+        """
         moved = [Buffer(number) for number in message.buffers]
         for buffer, offset, shape in zip(moved, message.offsets, message.shapes, strict=True):
             self._places[buffer] = list(files), offset, tuple(shape)
@@ -64,7 +66,7 @@ class Heaps:
         return files[rank].array(offset, BUFFERS[buffer].resolve_dtype(self._dims).numpy, shape)
 
     def locate(self, address: int, size: int) -> Target:
-        """The buffer and elements at `address` in a heap, for `size` bytes."""
+        """The buffer, rank and elements of the `size` bytes at `address` in a heap."""
         for buffer in self._places:
             itemsize = BUFFERS[buffer].resolve_dtype(self._dims).itemsize
             for rank in range(self._dims.tp):

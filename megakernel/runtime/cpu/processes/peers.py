@@ -13,8 +13,9 @@ from ....errors import MegakernelError
 from . import channel
 from .channel import Channel, Close, Done, Ended, Failed, Gone, Message
 
-_LAST_WORDS_S = 0.5  # seconds until a process whose channel has closed is killed
-# The slowest answer is to a tensor of gigabytes, which the rank packs.
+_LAST_WORDS_S = 0.5  # time for a process to end after its channel has closed
+# After this many seconds without an answer, a rank counts as ended. The slowest answer is to a
+# Weight message, because the rank first packs the tensor, which may have gigabytes.
 _SILENCE_S = 120
 
 
@@ -53,8 +54,9 @@ class Peer:
     def answer(self) -> tuple[Done | Ended, list[int]]:
         """The next answer and its descriptors. Raises RankGone, or MegakernelError if the rank reports a failure.
 
-        A process that the system has stopped does not answer. Its silence is measured in seconds that this process has
-        waited, because both processes may have been stopped.
+        A process that the system has stopped (SIGSTOP) does not answer, so a silence of _SILENCE_S
+        counts as its end. Only seconds in which this process itself ran count, because both
+        processes may have been stopped.
         """
         if not any(channel.ready([self.fileno()], 1.0) for _ in range(_SILENCE_S)):
             raise self._gone(f"has not answered for {_SILENCE_S} s")
@@ -88,7 +90,9 @@ class Peer:
         return f"was killed by {signal.Signals(-status).name}"
 
     def end(self) -> None:
-        """Close the connection, which ends the process. If it was started here, it is gone on return."""
+        """Close the connection, which makes the process end. If this process started it, it has
+        ended when this function returns.
+        """
         self._channel.close()
         if self._process is None:
             return

@@ -30,7 +30,7 @@ class _Loaded:
 
 
 class RankExecutor:
-    """Executes the driver's messages for one rank; the driver uses it for rank 0."""
+    """Executes the driver's messages for one rank. The driver itself uses one for rank 0."""
 
     def __init__(self, message: Open, checkpoint: Checkpoint, board: Board) -> None:
         dims = Dims(**message.dims)
@@ -78,7 +78,9 @@ class RankExecutor:
         self.ranks.start(self._running.handle, self._running.words, message.trace)
 
     def poll(self) -> bool:
-        """Whether the launch ended within one time slice. Raises MegakernelError if it was stopped."""
+        """Wait for one time slice, and return whether the launch has ended. Raises MegakernelError
+        if it was stopped.
+        """
         try:
             if not self.ranks.wait():
                 return False

@@ -92,7 +92,7 @@ class _Server:
         except ProcessLookupError:
             raise Gone from None
         except OSError:
-            self._driver = []  # on an old kernel, only the end of the connection is noticed
+            self._driver = []  # a Linux without pidfd; the end of the connection still shows
 
     @property
     def idle(self) -> bool:
@@ -100,7 +100,7 @@ class _Server:
         return self._executor is None
 
     def run(self) -> NoReturn:
-        """Obey until the driver ends, then raise Gone."""
+        """Process messages until the driver ends, then raise Gone."""
         while True:
             self._heed(None)
             message, descriptors = self._channel.receive()
@@ -113,7 +113,9 @@ class _Server:
                 self._channel.send(channel.Failed(str(e)))
 
     def _heed(self, seconds: float | None) -> bool:
-        """Whether the driver has sent something within `seconds` (None: no limit). Raises Gone if it has ended."""
+        """Wait at most `seconds` (None: no limit) for a message, and return whether there is one.
+        Raises Gone if the driver has ended.
+        """
         found = channel.ready([self._channel.fileno(), *self._driver], seconds)
         if any(fd in found for fd in self._driver):
             raise Gone
@@ -168,7 +170,9 @@ class _Server:
 
 
 def serve(connection: Channel) -> bool:
-    """Obey the driver until the driver ends. Returns whether the driver had closed the model by then."""
+    """Process the driver's messages until the driver ends. Returns whether it had closed its model
+    before it ended.
+    """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
     try:

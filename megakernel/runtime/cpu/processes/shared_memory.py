@@ -14,13 +14,13 @@ from numpy.typing import DTypeLike, NDArray
 
 from ....errors import MegakernelError
 
-LINE = 64  # bytes of a cache line; everything that processes share starts on a line of its own
+LINE = 64  # bytes of a cache line; each thing that processes share starts at a new line
 _PROT_NONE, _PROT_READ_WRITE = 0, 1 | 2
 
 
 def create(what: str, size: int) -> int:
-    """The file descriptor of `size` zero bytes, with every page allocated, so that later accesses cannot fail with a
-    signal.
+    """Create an anonymous file of `size` zero bytes and return its descriptor. Every page is
+    allocated, so that later accesses cannot fail with a signal.
 
     Raises MegakernelError if the system has no room or no anonymous files.
     """
@@ -42,9 +42,11 @@ def create(what: str, size: int) -> int:
 
 
 class Mapping:
-    """A shared file mapped into this process, as long as this object or an array of it exists. Closes `fd`.
+    """A shared file, mapped into this process as long as this object or an array of it exists. The
+    constructor closes `fd`.
 
-    `window` marks another rank's memory in an audited process, which may be touched only inside `opened`.
+    `window` marks another rank's memory in a process whose stores are audited. The host may touch
+    it only inside `opened`.
     """
 
     def __init__(self, fd: int, *, window: bool = False) -> None:

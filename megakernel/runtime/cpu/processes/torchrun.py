@@ -1,4 +1,6 @@
-"""Ranks as the processes of a torchrun job: all run the same script, rank 0 drives, and the others serve it."""
+"""Lets the processes of a torchrun job be the ranks. All run the same script, but only rank 0
+executes it to its end; the others execute rank 0's messages.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +54,11 @@ def job() -> Job | None:
 
 
 def join(tp: int) -> bool:
-    """Whether this is rank 0 of a job of `tp` ranks, all of which have connected. False outside a job.
+    """On rank 0 of a job of `tp` ranks, wait until all have connected, and return True. Outside a
+    job, return False.
 
-    Other ranks serve rank 0 until it ends and then end too, so on them the call does not return. Raises MegakernelError
-    if the job has another number of processes.
+    On the other ranks, the call does not return: they serve rank 0 until it ends, and then end too.
+    Raises MegakernelError if the job has another number of processes.
     """
     this = job()
     if this is None or tp == 1:
@@ -91,7 +94,9 @@ def _connect(this: Job) -> Channel:
 
 @functools.cache
 def gather() -> list[Peer]:
-    """On rank 0: the connections to the other ranks, which all models share."""
+    """On rank 0, wait for the other ranks and return the connections to them. All models share
+    these connections.
+    """
     this = job()
     assert this is not None and this.rank == 0
     found: dict[int, Peer] = {}
@@ -113,7 +118,8 @@ def gather() -> list[Peer]:
                 ) from None
             found[rank] = Peer(rank, Channel(connection), None)
     peers = [found[rank] for rank in sorted(found)]
-    # A script that ends without closing its model has not crashed.
+    # If the script ends without closing its model, tell the other ranks, because otherwise they
+    # would report that rank 0 crashed.
     for peer in peers:
         atexit.register(peer.dismiss)
     return peers
