@@ -1,4 +1,4 @@
-"""Benchmark scripts, on little work."""
+"""Tests of the benchmark scripts, with small workloads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPEED = BENCHMARKS / "speed"
 
 
 def test_many_requests_through_the_server(tmp_path: Path, model: str) -> None:
-    """A sample of the 65,536: every request answered in full, and memory looked at."""
+    """With 60 requests instead of 65,536, the server answers every request in full and its memory is sampled."""
     out = tmp_path / "out.json"
     flags = ["--model", model, "--backend", "null", "--num-prompts", "60", "--repetitions", "2"]
     flags += ["--max-concurrency", "32", "--logs", str(tmp_path), "-o", str(out)]
@@ -33,7 +33,7 @@ def test_many_requests_through_the_server(tmp_path: Path, model: str) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
     assert result["answered"] and [one["completed"] for one in result["raw"]["runs"]] == [60, 60]
-    assert result["ours"]["tokens_per_s"] == result["raw"]["runs"][1]["tokens_per_s"]  # the first warms up
+    assert result["ours"]["tokens_per_s"] == result["raw"]["runs"][1]["tokens_per_s"]  # run 0 is a warm-up
     assert result["published"]["ours_tokens_per_s"] == "not yet run"
     assert result["memory"]["samples"] and result["machine"]["cores"] >= 1
 
@@ -63,7 +63,7 @@ def test_speculation_is_compared_with_none(tmp_path: Path, model: str) -> None:
 
 
 def test_perplexity_is_that_of_the_scored_halves(tmp_path: Path, model: str) -> None:
-    """Judged by transformers."""
+    """perplexity.py reports the perplexity that transformers gives for the second half of every chunk of the text."""
     out = tmp_path / "out.json"
     script = BENCHMARKS / "correctness" / "perplexity.py"
     flags = ["--model", model, "--chunks", "2", "-o", str(out)]
@@ -83,7 +83,7 @@ def test_perplexity_is_that_of_the_scored_halves(tmp_path: Path, model: str) -> 
 
 
 def test_the_torch_model_computes_what_a_program_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It judges the CUDA backend, so it is judged by transformers."""
+    """The torch model gives the logits of transformers. Scripts check the CUDA backend against the torch model."""
     monkeypatch.syspath_prepend(SPEED)
     import torch_llama
 
@@ -99,7 +99,7 @@ def test_the_torch_model_computes_what_a_program_does(monkeypatch: pytest.Monkey
 
 def test_gpu_figures_need_a_gpu() -> None:
     if missing() is None:
-        pytest.skip("there is one")
+        pytest.skip("this machine has a GPU")
     done = subprocess.run([sys.executable, str(SPEED / "gpu.py")], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"gpu: {missing()}\n")
 
@@ -112,6 +112,33 @@ def test_memory_that_grows_is_not_flat(monkeypatch: pytest.MonkeyPatch) -> None:
     grown = flatness([(i, 100 + i) for i in range(100)])
     assert not grown["flat"] and grown["growth_after_warm_up"] > 0.3
     assert flatness([])["flat"] is None
+
+
+def test_each_kind_of_passage_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS / "correctness")
+    from passages import comments, docstrings, messages, paragraphs
+
+    text = "# Head\n\nOne\n#2 paragraph.\n* an item\n```\ncommand\n```\n| a | b |\n| - | - |\n| 1 | 2 |\n"
+    assert [(one.place, one.context, one.text) for one in paragraphs("x", text)] == [
+        ("x:3", "# Head", "One\n#2 paragraph."),
+        ("x:5", "# Head", "* an item"),
+        ("x:11", "# Head\n| a | b |", "| 1 | 2 |"),
+    ]
+    code = 'def f():\n    """Do it."""\n    # Why\n    # so.\n    a = 1  # one\n    raise E(f"no {a}")\n'
+    assert [(one.place, one.context, one.text) for one in comments("x.py", code)] == [
+        ("x.py:3", '    a = 1  # one\n    raise E(f"no {a}")', "# Why\n    # so."),
+        ("x.py:5", "a = 1", "# one"),
+    ]
+    assert not list(comments("x.py", 'text = "  # no comment"\n'))
+    assert [(one.place, one.context, one.text) for one in docstrings("x", code)] == [("x:2", "def f():", "Do it.")]
+    assert [(one.place, one.context, one.text) for one in messages("x", code)] == [
+        ("x:6", "\n".join(code.splitlines()[2:]), "f'no {a}'")
+    ]
+    flag = 'add("--n", type=int,\n  help="how many")\nname = Field(description="a name")\n'
+    assert [(one.context, one.text) for one in messages("x", flag)] == [
+        ("'--n'", "'how many'"),
+        ('name = Field(description="a name")', "'a name'"),
+    ]
 
 
 def test_committed_results_have_a_run_on_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
