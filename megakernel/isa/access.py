@@ -1,5 +1,5 @@
-"""Describes the data that instructions read and write: boxes of rows and columns of a buffer, as
-arrays with one box per instruction.
+"""Describes the data that instructions read and write: boxes, which are ranges of rows and columns of
+a buffer. They are arrays with one box per instruction.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from .record import Column
 
 Columns = Mapping[str, Column]  # by operand
 
-OWN, EVERY = -1, -2  # values of Access.rank besides rank numbers
+OWN, EVERY = -1, -2  # values that Access.rank may have besides rank numbers
 
 
 class Kind(Enum):
     READ = "read"
     WRITE = "write"
-    UPDATE = "update"  # read, add, write back
+    UPDATE = "update"  # the instruction reads an element, adds to it and writes it back
 
 
 class Index(Enum):
-    """How the part of its box that an instruction touches is selected.
+    """Which part of its box an instruction touches.
 
     NONE         The instruction touches its whole box.
-    ITEM         By attention items. The items of all attention instructions of a rank and layer
-                 together partition the box (rows x KV heads). An item also reads the K and V rows
-                 of the row blocks for which it waits (`item_wait_block`, `item_wait_blocks`).
-                 `item_columns` gives the columns that belong to KV heads.
-    LOGIT_ROW    By the step table. For each logit row i of the instruction, it touches row
-                 `logit_rows[i]`. The box has all rows that may be selected. If each rank owns a
-                 part of the rows, the instruction touches only rows that its rank owns.
-    LOGIT_OWNER  By the step table. The rank that owns token row `logit_rows[i]` writes row i of the
-                 box. Every rank has an instruction with this box, and exactly one rank writes each
-                 row (rank 0 writes padding rows).
+    ITEM         The attention items of the instruction select the part: each item has some rows and KV heads of the
+                 box. The items of all attention instructions of a rank and layer together cover the box once.
+                 `item_columns` gives the columns of KV heads. An item also reads K and V of the row blocks for which
+                 it waits (`item_wait_block`, `item_wait_blocks`).
+    LOGIT_ROW    The step table selects the part. For each logit row i, the instruction touches row `logit_rows[i]`.
+                 The box has all rows that may be selected. If each rank owns a part of the rows, the instruction
+                 touches only rows that its rank owns.
+    LOGIT_OWNER  The step table selects the part. The rank that owns token row `logit_rows[i]` writes row i of the box.
+                 Every rank has an instruction with this box, and exactly one rank writes each row (rank 0 writes
+                 padding rows).
     """
 
     NONE = "none"
@@ -49,10 +49,10 @@ class Index(Enum):
 class Access:
     """Half-open boxes, one per instruction: rows [row, row_end) x columns [col, col_end) of `buffer`.
 
-    Rows are token rows. This includes K_CACHE and V_CACHE, because the step table maps each token
-    row to its own place in the cache. For buffers with one row per logit row they are logit rows,
-    and for REDUCE they are rows of the buffer itself. Columns are elements of a row. Only buffers
-    that a step writes are listed, because weights and earlier KV do not change during a launch.
+    Rows are token rows, also in K_CACHE and V_CACHE, where the step table maps each token row to its own
+    place. Two kinds of buffers differ: those with one row per logit row have logit rows, and REDUCE has
+    rows of its own. Columns are elements of a row. Only buffers that a step writes are listed, because
+    weights and earlier KV do not change during a launch.
 
     `rank` says which rank's copy is touched: OWN, EVERY, a rank, or an array with one rank per
     instruction. Copies of other ranks are only written, never read. In an ITEM access, `rank` may
@@ -70,7 +70,7 @@ class Access:
 
 
 def item_columns(buffer: Buffer, dims: Dims, first: int, end: int) -> tuple[int, int]:
-    """The columns of `buffer` that attention items touch for the rank's KV heads [first, end)."""
+    """Return the columns [begin, end) of `buffer` that attention items touch for the rank's KV heads [first, end)."""
     if buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
         return first * dims.head_dim, end * dims.head_dim
     base = dims.o_first if buffer is Buffer.ATTN else 0

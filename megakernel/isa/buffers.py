@@ -61,9 +61,10 @@ class BufferSpec:
     A `layered` buffer has one copy per layer: the layer is a further axis in front of `shape`. The number of pages in
     the KV pool is known only when a program is bound, so it is an argument of `shape`.
 
-    Quantised K and V are Q8_0, and their shape is in bytes. A KV page of a head has one block for
-    each KV_UNIT elements of head_dim; the last block may have fewer. A block has the scales of all
-    tokens of the page, then their values, which are ordered by element in K and by token in V.
+    Quantised K and V are Q8_0, and their shape is in bytes. In each KV page, the head_dim elements
+    of a head are divided into blocks of KV_UNIT elements; the last block may have fewer. A block
+    has the scales of all tokens of the page, then the values, ordered by element in K and by token
+    in V.
     """
 
     buffer: Buffer
@@ -88,48 +89,67 @@ _W, _A, _S, _O = Space.WEIGHT, Space.ACTIVATION, Space.STATE, Space.OUTPUT
 _F, _I = Dtype.F32, Dtype.I32
 _B = Buffer
 
-# The q and k rows of W_QKV and B_QKV are stored so that RoPE pairs are adjacent: row 2i of a head is Hugging Face's row
-# i, and row 2i+1 is its row i + head_dim/2 (the order of GGUF files). Attention scores do not depend on this order.
+# The q and k rows of W_QKV and B_QKV are stored so that RoPE pairs are adjacent, as in GGUF files: row 2i of a head is
+# row i of Hugging Face's order, and row 2i+1 is row i + head_dim/2. Attention scores do not depend on this order.
 _SPECS: tuple[BufferSpec, ...] = (
     # -- weights
     BufferSpec(_B.EMBED, _W, None, lambda d, p: (d.vocab, d.hidden), "token embeddings"),
-    BufferSpec(_B.INV_FREQ, _W, _F, lambda d, p: (d.head_dim // 2,), "RoPE inverse frequencies, scaling applied"),
-    BufferSpec(_B.ATTN_NORM, _W, _F, lambda d, p: (d.hidden,), "RMS norm before attention", True),
-    BufferSpec(_B.W_QKV, _W, None, lambda d, p: (d.qkv_cols, d.hidden), "q heads, k heads, v heads; rows", True),
+    BufferSpec(
+        _B.INV_FREQ, _W, _F, lambda d, p: (d.head_dim // 2,), "RoPE inverse frequencies, including RoPE scaling"
+    ),
+    BufferSpec(_B.ATTN_NORM, _W, _F, lambda d, p: (d.hidden,), "RMS norm scales before attention", True),
+    BufferSpec(
+        _B.W_QKV,
+        _W,
+        None,
+        lambda d, p: (d.qkv_cols, d.hidden),
+        "QKV projection: q heads, then k heads, then v heads",
+        True,
+    ),
     BufferSpec(_B.B_QKV, _W, _F, lambda d, p: (d.qkv_cols,), "bias of W_QKV", True),
     BufferSpec(_B.W_O, _W, None, lambda d, p: (d.hidden, d.o_cols), "attention output projection", True),
     BufferSpec(_B.B_O, _W, _F, lambda d, p: (d.hidden,), "bias of W_O", True),
-    BufferSpec(_B.MLP_NORM, _W, _F, lambda d, p: (d.hidden,), "RMS norm before the MLP", True),
-    BufferSpec(_B.W_GATE_UP, _W, None, lambda d, p: (2, d.rank_ffn, d.hidden), "gate, then up projection", True),
+    BufferSpec(_B.MLP_NORM, _W, _F, lambda d, p: (d.hidden,), "RMS norm scales before the MLP", True),
+    BufferSpec(
+        _B.W_GATE_UP, _W, None, lambda d, p: (2, d.rank_ffn, d.hidden), "gate projection, then up projection", True
+    ),
     BufferSpec(_B.B_GATE_UP, _W, _F, lambda d, p: (2, d.rank_ffn), "bias of W_GATE_UP", True),
     BufferSpec(_B.W_DOWN, _W, None, lambda d, p: (d.hidden, d.rank_ffn), "down projection", True),
     BufferSpec(_B.B_DOWN, _W, _F, lambda d, p: (d.hidden,), "bias of W_DOWN", True),
-    BufferSpec(_B.FINAL_NORM, _W, _F, lambda d, p: (d.hidden,), "RMS norm before the LM head"),
-    BufferSpec(_B.LM_HEAD, _W, None, lambda d, p: (d.rank_vocab, d.hidden), "LM head; rows of EMBED where tied"),
+    BufferSpec(_B.FINAL_NORM, _W, _F, lambda d, p: (d.hidden,), "RMS norm scales before the LM head"),
+    BufferSpec(
+        _B.LM_HEAD, _W, None, lambda d, p: (d.rank_vocab, d.hidden), "LM head; the rows of EMBED if embeddings are tied"
+    ),
     # -- activations
-    BufferSpec(_B.ROPE, _A, _F, lambda d, p: (d.tokens, d.head_dim), "cos, sin of each pair, interleaved"),
+    BufferSpec(_B.ROPE, _A, _F, lambda d, p: (d.tokens, d.head_dim), "cos and sin of each RoPE pair, interleaved"),
     BufferSpec(_B.X, _A, _F, lambda d, p: (d.tokens, d.hidden), "residual stream"),
     BufferSpec(_B.H, _A, None, lambda d, p: (d.tokens, d.hidden), "normalised residual"),
     BufferSpec(_B.Q, _A, None, lambda d, p: (d.tokens, d.q_cols), "rotated queries"),
-    BufferSpec(_B.ATTN, _A, None, lambda d, p: (d.tokens, d.o_cols), "attention output by head"),
+    BufferSpec(_B.ATTN, _A, None, lambda d, p: (d.tokens, d.o_cols), "attention output, one head after another"),
     BufferSpec(_B.ACT, _A, None, lambda d, p: (d.tokens, d.rank_ffn), "silu(gate) * up"),
-    BufferSpec(_B.Y, _A, None, lambda d, p: (d.logit_rows, d.hidden), "final norm of the logit rows"),
+    BufferSpec(_B.Y, _A, None, lambda d, p: (d.logit_rows, d.hidden), "rows that get logits, after the final norm"),
     BufferSpec(_B.LOGITS, _O, _F, lambda d, p: (d.logit_rows, d.vocab), "raw logits"),
     BufferSpec(
         _B.PARTIALS,
         _A,
         _F,
         lambda d, p: (d.partials, d.group_size, d.head_dim + 2),
-        "m, l, o of one query row, one KV head, one KV block",
+        "partial softmax (maximum, sum, output) per query row, KV head and KV block",
     ),
-    BufferSpec(_B.SPLITS, _A, _I, lambda d, p: (d.items,), "arrived items of a split; the last one resets this to 0"),
+    BufferSpec(
+        _B.SPLITS,
+        _A,
+        _I,
+        lambda d, p: (d.items,),
+        "number of finished items of each split; the item that finishes last resets the number to 0",
+    ),
     # -- state
     BufferSpec(
         _B.K_CACHE,
         _S,
         None,
         lambda d, p: (p, d.rank_kv_heads, d.kv_row, d.kv_page),
-        "keys, transposed; Q8_0 with quantised_kv",
+        "keys [element][token]; Q8_0 if quantised_kv",
         True,
     ),
     BufferSpec(
@@ -137,22 +157,26 @@ _SPECS: tuple[BufferSpec, ...] = (
         _S,
         None,
         lambda d, p: (p, d.rank_kv_heads, d.kv_page, d.kv_row),
-        "values; Q8_0 with quantised_kv",
+        "values [token][element]; Q8_0 if quantised_kv",
         True,
     ),
-    BufferSpec(_B.HISTORY, _S, _I, lambda d, p: (d.max_seqs, d.max_context + 1), "token ids of each request slot"),
+    BufferSpec(
+        _B.HISTORY, _S, _I, lambda d, p: (d.max_seqs, d.max_context + 1), "token ids of the request in each slot"
+    ),
     # -- outputs
     BufferSpec(_B.TOKENS_OUT, _O, _I, lambda d, p: (d.logit_rows,), "sampled (or scored) token ids"),
-    BufferSpec(_B.LOGPROBS_OUT, _O, _F, lambda d, p: (d.logit_rows,), "log-softmax of raw logits at that token"),
+    BufferSpec(
+        _B.LOGPROBS_OUT, _O, _F, lambda d, p: (d.logit_rows,), "log-softmax of raw logits at the token in TOKENS_OUT"
+    ),
     # -- between ranks
     BufferSpec(
         _B.REDUCE,
         _A,
         None,
         lambda d, p: (d.tp * d.own_rows if d.tp > 1 else 0, d.hidden),
-        "partial sums of a projection by rank: rank k stores slot k, which has own_rows rows",
+        "partial sums of a projection: own_rows rows from each rank, in the order of the ranks",
     ),
-    BufferSpec(_B.QK_NORM, _W, _F, lambda d, p: (2, d.head_dim), "RMS norms of a head of q and of k", True),
+    BufferSpec(_B.QK_NORM, _W, _F, lambda d, p: (2, d.head_dim), "RMS norm scales of q heads and k heads", True),
 )
 
 BUFFERS: dict[Buffer, BufferSpec] = {spec.buffer: spec for spec in _SPECS}

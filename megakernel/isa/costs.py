@@ -33,17 +33,17 @@ class Cost:
 
 
 def cost(phase: Phase, columns: Columns, dims: Dims) -> Cost:
-    """The work of the instructions of `phase` on rank `dims.rank` with these operand columns."""
+    """Return the work of the instructions of `phase` on rank `dims.rank`. `columns` has their operands."""
     return _COSTS[phase.operation](phase, columns, dims)
 
 
 def itemsize(dims: Dims) -> int:
-    """The bytes of an element in the compute dtype."""
+    """Return the bytes of an element in the compute dtype."""
     return Dtype(dims.dtype).itemsize
 
 
 def kv_bytes(dims: Dims) -> int:
-    """The number of bytes that K and V of one token and one KV head take in the cache."""
+    """Return the number of bytes that K and V of one token and one KV head take in the cache."""
     return 2 * dims.kv_row * BUFFERS[Buffer.K_CACHE].resolve_dtype(dims).itemsize
 
 
@@ -60,15 +60,16 @@ def _cost(
 
 
 def weight_bytes(phase: Phase, cols: NDArray[Any], dims: Dims) -> NDArray[np.float64]:
-    """The number of bytes that the weights for `cols` output columns of a matmul take in memory."""
+    """Return the number of bytes that the weights for `cols` output columns of a matmul take in memory."""
     return cols.astype(np.float64) * (phase.matrices(dims) * phase.inner(dims) * phase.stored_bits(dims) / 8)
 
 
 def _matmul(p: Phase, c: Columns, d: Dims) -> Cost:
-    """The cost of tiles of rows x cols outputs. The tiles that begin at the rank's first row read the weights from
-    memory, and all others find them in a cache. A norm applied to the inputs is computed once per tile.
+    """Return the cost of matmul tiles. Only tiles that begin at the rank's first row read weights from memory; all
+    other tiles find the weights in a cache. A norm applied to the inputs is computed once per tile.
     """
-    place = d.reduce_place(c["row"]) if p.rows is Rows.OWN else c["row"]  # the position among the rank's rows
+    # The positions of the tiles' first rows among the rank's rows.
+    place = d.reduce_place(c["row"]) if p.rows is Rows.OWN else c["row"]
     products = c["cols"].astype(np.float64) * p.matrices(d) * p.inner(d)
     return _cost(
         c["row"],
@@ -79,8 +80,8 @@ def _matmul(p: Phase, c: Columns, d: Dims) -> Cost:
 
 
 def attention_cost(dims: Dims, row_kv_heads: int, kv_tokens: float) -> tuple[float, float]:
-    """Return (FLOPs, KV bytes) of one attention item. `row_kv_heads` is its query rows x KV heads,
-    each of which attends to `kv_tokens` tokens.
+    """Return (FLOPs, KV bytes) of one attention item. `row_kv_heads` is the product of the item's
+    query rows and KV heads. Each row attends to `kv_tokens` tokens.
 
     FLOPs = 4 x query heads x head_dim x tokens: two products (QK and PV), two FLOPs each. KV bytes
     count one read per row.
@@ -90,7 +91,7 @@ def attention_cost(dims: Dims, row_kv_heads: int, kv_tokens: float) -> tuple[flo
 
 
 def _nothing(p: Phase, c: Columns, d: Dims) -> Cost:
-    """The cost of phases that do no work, or whose work depends on the step table."""
+    """Return the cost of phases that do no work, or whose work depends on the step table."""
     return _cost(next(iter(c.values()), np.zeros(0)))
 
 

@@ -12,22 +12,21 @@ from numpy.typing import NDArray
 from .dtypes import BLOCKS, Dtype
 
 # Every shard of the FFN and of the vocabulary, except the last, has a multiple of this many
-# columns. It is the size of a quantisation group, and of two panels of a packed CPU matrix.
+# columns. It is the size of a quantisation group, and the width of two column panels of a packed CPU matrix.
 SHARD_UNIT = 32
 
-# In a quantised cache (Q8_0): how many elements of a row of K or V share a scale, and the bytes of
-# this scale.
+# In a quantised cache (Q8_0), KV_UNIT elements of a row of K or V share a scale, which has KV_SCALE bytes.
 KV_UNIT = BLOCKS[Dtype.Q8_0].weights
 KV_SCALE = BLOCKS[Dtype.Q8_0].bytes - KV_UNIT
 
-# One row or count, or an array of them.
+# A row number or a count, or an array of such numbers.
 Int = TypeVar("Int", int, NDArray[np.int32], NDArray[np.int64])
 
 
 class Units(IntEnum):
     """The units that compute a matmul.
 
-    CORE    a CPU core's vector unit, for any number of rows, with the same order of additions
+    CORE    a CPU core's vector unit; the order of additions is the same for any number of rows
     DOTS    a GPU's CUDA cores: one dot product per output, for few rows
     TENSOR  a GPU's tensor cores
     """
@@ -41,15 +40,16 @@ class Units(IntEnum):
 class Dims:
     """The sizes of a step as one rank sees them. All are counts unless a unit is given.
 
-    The first group of fields comes from the model, the second from the number formats and the
-    machine, and the third from the bucket and the engine's limits. The fourth group says how `tp`
-    ranks share the model, and which rank has these sizes. The last describes a worker. `rms_eps` is
-    the only float. Properties named `rank_...` are sizes of the rank's shard.
+    The first group of fields comes from the model, the second from the number formats and the machine, and the third
+    from the bucket (the maximum sizes of a step of this program) and the engine's limits. The fourth group says how
+    `tp` ranks share the model, and which rank has these sizes. The last group describes a worker. `rms_eps` is the only
+    float. Properties named `rank_...` are sizes of the rank's shard.
 
-    Query heads, FFN columns and vocabulary rows are divided among the ranks in contiguous shards, larger ones first,
-    whose sizes differ by at most one unit (a head, or SHARD_UNIT columns). A shard may be empty. A rank has the KV
-    heads that its query heads use, so two neighbouring ranks may have the same KV head. Row block b of the token rows
-    belongs to rank b % tp, or to every rank if the residual is replicated (`replicated_residual`).
+    Query heads, FFN columns and vocabulary rows are divided among the ranks in contiguous shards. The sizes of
+    the shards differ by at most one unit (a head, or SHARD_UNIT columns), and larger shards come first. A shard may be
+    empty. A rank has the KV heads that its query heads use, so two neighbouring ranks may have the same KV head. Row
+    block b of the token rows belongs to rank b % tp, or to every rank if the residual is replicated
+    (`replicated_residual`).
     """
 
     vocab: int
@@ -64,27 +64,28 @@ class Dims:
     dtype: int  # Dtype of activations, and of K and V unless quantised_kv; sums are in float32
     kv_block: int  # KV tokens per partial softmax result (m, l, o); the same in all programs
     kv_page: int  # KV tokens in a page of the cache; divides kv_block
-    row_block: int  # token rows of a row block, which share counters
+    row_block: int  # token rows of a row block; the rows of a block share counters
 
     tokens: int  # token rows of the bucket
     logit_rows: int  # token rows that get logits
-    max_seqs: int  # sequences with a block table, and request slots with a history
+    max_seqs: int  # maximum number of sequences in a step, each with a block table; HISTORY has as many slots
     max_context: int  # the maximum number of tokens in a sequence
-    items: int  # attention items, at most (isa/step.py)
+    items: int  # maximum number of attention items (isa/step.py)
     attention_slots: int  # attention instructions per layer
     partials: int  # rows of PARTIALS, one per (split, query row, KV head, KV block)
-    bias_entries: int  # (token, bias) pairs of all rows together
+    bias_entries: int  # maximum number of (token, bias) pairs of all rows together
     mask_rows: int = 0  # logit rows that may have a mask of allowed tokens
 
     tp: int = 1  # ranks that share the model
-    rank: int = 0  # the rank that has these sizes; `Program.dims` are rank 0's
-    replicated_o: int = 0  # 1: every rank has all of W_O; attention stores heads at a row's owner
+    rank: int = 0  # the rank that has these sizes; `Program.dims` has the sizes of rank 0
+    replicated_o: int = 0  # 1: every rank has all of W_O; attention stores a row's heads at the row's owner
     replicated_residual: int = 0  # 1: every rank has the whole residual and adds all partial sums
 
     units: int = 0  # the Units that compute matmuls; they determine the bits of the results
     ring_pages: int = 0  # shared-memory pages of an SM (see isa/pages.py); 0 if the target has none
-    # 1: K and V are stored in Q8_0, where each token's row of a head is quantised by itself. This
-    # too determines the bits of the results.
+
+    # 1: K and V are stored in Q8_0, where each token's row of a head is quantised by itself. This field
+    # also determines the bits of the results.
     quantised_kv: int = 0
     sms: int = 1  # SMs of a worker; two SMs share weight tiles and divide an instruction's rows
 
@@ -98,21 +99,21 @@ class Dims:
 
     @property
     def own_rows(self) -> int:
-        """The maximum number of token rows that a rank owns. In REDUCE, each rank has a slot of
+        """Return the maximum number of token rows that a rank owns. In REDUCE, each rank has a slot of
         this many rows.
         """
         return self.tokens if self.replicated_residual else ceil_div(self.row_blocks, self.tp) * self.row_block
 
     @property
     def own_logit_rows(self) -> int:
-        """The number of consecutive logit rows that each rank samples: rank i // own_logit_rows
+        """Return the number of consecutive logit rows that each rank samples. Rank i // own_logit_rows
         samples row i.
         """
         return ceil_div(self.logit_rows, self.tp)
 
     @property
     def mask_words(self) -> int:
-        """32-bit words of a mask, which has one bit per token."""
+        """Return the number of 32-bit words of a mask, which has one bit per token of the vocabulary."""
         return ceil_div(self.vocab, 32)
 
     @property
@@ -151,7 +152,7 @@ class Dims:
 
     @property
     def head_ranks(self) -> int:
-        """Ranks 0 .. head_ranks - 1 have query heads."""
+        """Return the number of ranks that have query heads. These are ranks 0 to head_ranks - 1."""
         return min(self.heads, self.tp)
 
     @property
@@ -168,42 +169,42 @@ class Dims:
 
     @property
     def o_cols(self) -> int:
-        """The columns of ATTN, which are the inner length of the O projection."""
+        """Return the number of columns of ATTN, which is the inner length of the O projection."""
         return self.heads * self.head_dim if self.replicated_o else self.q_cols
 
     @property
     def o_first(self) -> int:
-        """The column of ATTN where the rank's first query head begins."""
+        """Return the column of ATTN where the rank's first query head begins."""
         return self.first_head * self.head_dim if self.replicated_o else 0
 
     @property
     def kv_row(self) -> int:
-        """The length of a row in the KV cache, which has K or V of one token and one head:
-        elements, or bytes if the cache is quantised.
+        """Return the length of a row in the KV cache, which has K or V of one token and one head. The
+        length is in elements, or in bytes if the cache is quantised.
         """
         return self.head_dim + self.quantised_kv * KV_SCALE * ceil_div(self.head_dim, KV_UNIT)
 
     @property
     def group_size(self) -> int:
-        """The number of query heads that share one KV head."""
+        """Return the number of query heads that share one KV head."""
         return self.heads // self.kv_heads
 
     def query_head(self, kv_head: int) -> int:
-        """The first query head that uses KV head `kv_head`. Both numbers count from the rank's own first head."""
+        """Return the first query head that uses KV head `kv_head`. Both are numbered from the rank's first head."""
         return max((self.first_kv_head + kv_head) * self.group_size - self.first_head, 0)
 
     def query_head_end(self, kv_head: int) -> int:
-        """One past the last query head that uses KV head `kv_head`. Both numbers count from the
-        rank's own first head.
+        """Return one past the last query head that uses KV head `kv_head`. Both are numbered from the
+        rank's first head.
         """
         return min((self.first_kv_head + kv_head + 1) * self.group_size - self.first_head, self.rank_heads)
 
     def owner(self, row: Int) -> Int:
-        """The rank that keeps the residual of a token row, if the residual is not replicated."""
+        """Return the rank that keeps the residual of a token row, if the residual is not replicated."""
         return row // self.row_block % self.tp
 
     def reduce_place(self, row: Int) -> Int:
-        """The row of a partial sum for token row `row`, counted from the beginning of a rank's slot
+        """Return the row of a partial sum for token row `row`, counted from the beginning of a rank's slot
         in REDUCE.
         """
         if self.replicated_residual:
@@ -211,23 +212,23 @@ class Dims:
         return row // self.row_block // self.tp * self.row_block + row % self.row_block
 
     def reduce_row(self, from_rank: int, row: Int) -> Int:
-        """The row of REDUCE where `from_rank` stores its partial sum for token row `row`."""
+        """Return the row of REDUCE where `from_rank` stores its partial sum for token row `row`."""
         return from_rank * self.own_rows + self.reduce_place(row)
 
-    # -- the remaining methods exist only in Python
+    # -- The methods below have no counterpart in C++.
 
     def query_heads(self, kv_head: int) -> tuple[int, int]:
-        """The rank's query heads [first, end) that use its KV head `kv_head`."""
+        """Return the rank's query heads [first, end) that use its KV head `kv_head`."""
         return self.query_head(kv_head), self.query_head_end(kv_head)
 
     def owners(self, row: int) -> range:
-        """The ranks that keep the residual of a token row."""
+        """Return the ranks that keep the residual of a token row."""
         owner = self.owner(row)
         return range(self.tp) if self.replicated_residual else range(owner, owner + 1)
 
 
 def ceil_div(a: Int, b: int) -> Int:
-    """a / b, rounded up; also for NumPy arrays."""
+    """Return a / b, rounded up. Also works for NumPy arrays."""
     return -(-a // b)
 
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 
 class Dtype(IntEnum):
-    """Element types. Those after I32 are only for weight matrices, except that Q8_0 is also for K and V. Q8_0 and all
-    later ones are GGML's block types.
+    """The types of elements and of quantised blocks. The types after I32 are only for weight matrices, except that K
+    and V can also have the type Q8_0. Q8_0 and all types after it are block types of GGML.
     """
 
     F32 = 0
@@ -29,7 +29,7 @@ class Dtype(IntEnum):
 
     @property
     def numpy(self) -> np.dtype[np.generic]:
-        """The NumPy dtype of an array with such elements or blocks."""
+        """The NumPy dtype of an array that stores elements or blocks of this type."""
         plain = {Dtype.F32: np.float32, Dtype.BF16: np.uint16, Dtype.I32: np.int32, Dtype.F16: np.float16}
         return np.dtype(plain.get(self, np.uint8))
 
@@ -44,13 +44,13 @@ class Dtype(IntEnum):
 
     @property
     def bits(self) -> float:
-        """The bits per element, including its share of the block's scales."""
+        """The number of bits per element, including the element's share of its block's scales."""
         block = BLOCKS.get(self)
         return 8.0 * (block.bytes / block.weights if block else self.itemsize)
 
     def row_bytes(self, elements: int) -> int:
-        """The number of bytes that a row of a matrix takes. If the last block is partial, it still
-        takes the bytes of a whole one.
+        """The number of bytes that a row of a matrix takes. A last block that is only partly filled
+        takes as many bytes as a whole block.
         """
         block = BLOCKS.get(self)
         return -(-elements // block.weights) * block.bytes if block else elements * self.itemsize
@@ -60,8 +60,8 @@ class Block(NamedTuple):
     """A block of neighbouring weights of a row, which are quantised together. csrc/cpu/packed.h
     explains its bytes.
 
-    `scales` has the byte offsets of the float16 scale and, if the type has one, of the float16
-    minimum. All other bytes are integers.
+    `scales` has the byte offset of the block's float16 scale and, if the type has a float16
+    minimum, also the byte offset of this minimum. All other bytes of a block are integers.
     """
 
     weights: int
@@ -86,9 +86,9 @@ def all_finite(a: NDArray[np.generic], dtype: Dtype) -> bool:
     """Whether an array of `dtype` (elements, or rows of quantised blocks) contains neither NaN nor
     infinity.
 
-    If the bits of floats are read as integers, NaN and infinity exceed all finite floats of their
-    sign. So two maxima, one for each sign, show whether there are any, in a tenth of the time of
-    `isfinite`.
+    If the bits of floats are read as integers, NaN and infinity are greater than all finite floats
+    with the same sign. So the maxima of the positive and of the negative floats show whether the
+    array contains a NaN or an infinity. This takes a tenth of the time of `isfinite`.
     """
     if dtype.quantised:
         blocks = a.view(np.uint8).reshape(-1, BLOCKS[dtype].bytes)
@@ -100,14 +100,15 @@ def all_finite(a: NDArray[np.generic], dtype: Dtype) -> bool:
 
 
 def to_f32(a: NDArray[np.generic], dtype: Dtype | None = None) -> NDArray[np.float32]:
-    """The float32 values of an array of `dtype`. Without `dtype`, the array must have floats, or
-    bfloat16 as uint16.
+    """Return the float32 values of an array of `dtype`. Without `dtype`, the elements of the array
+    must be floats, or bfloat16 values that are stored as uint16.
 
     Rows of quantised blocks, `[..., bytes]`, become rows of float32 weights. Each weight is scale *
     value + offset, rounded once.
     """
     if dtype is not None and dtype.quantised:
-        from gguf import GGMLQuantizationType, dequantize  # here: GPU machines may lack gguf
+        # The import is not at the top of the file, because GPU machines may lack the package gguf.
+        from gguf import GGMLQuantizationType, dequantize
 
         values: NDArray[np.float32] = dequantize(a, GGMLQuantizationType[dtype.name])
         return values
@@ -117,14 +118,14 @@ def to_f32(a: NDArray[np.generic], dtype: Dtype | None = None) -> NDArray[np.flo
 
 
 def from_f32(a: NDArray[np.float32], dtype: Dtype) -> NDArray[np.generic]:
-    """Round float32 values to `dtype`, which must not be quantised (to nearest, ties to even; NaN stays NaN)."""
+    """Round float32 values to `dtype`, to nearest, ties to even; NaN stays NaN. `dtype` must not be quantised."""
     if dtype is Dtype.F32:
         return np.ascontiguousarray(a, dtype=np.float32)
     if dtype is Dtype.F16:
         with np.errstate(over="ignore"):
             return a.astype(np.float16)
     if dtype is not Dtype.BF16:
-        raise ValueError(f"{dtype.name} does not store single floats")
+        raise ValueError(f"{dtype.name} stores blocks of weights, not single floats")
     bits = np.ascontiguousarray(a, dtype=np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(a), np.uint32(0x7FC0), rounded).astype(np.uint16)

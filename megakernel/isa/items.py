@@ -1,4 +1,4 @@
-"""The work of attention's items, which only the step table determines."""
+"""Computes the FLOPs and the bytes read of attention items. They depend on the step table, not on the program."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Floats = NDArray[np.float64]
 
 
 def item_work(view: StepTable) -> tuple[Floats, Floats]:
-    """The FLOPs, and the bytes of K and V, of each attention item of the view's rank, as two arrays
-    [items]; zero for padding.
+    """Return two arrays [items] for the attention items of the view's rank: the FLOPs of each item,
+    and the bytes of K and V that it reads. Both are zero for padding items.
 
-    A row attends to earlier tokens and itself. The bytes count one read per item, however many rows
-    it has.
+    A row attends to earlier tokens and to itself. An item reads K and V once, however many rows the
+    item has.
     """
     dims, n = view.dims, int(view.slot_items[-1])
     row, rows = view.item_row[:n].astype(np.int64), view.item_rows[:n].astype(np.int64)
@@ -30,8 +30,8 @@ def item_work(view: StepTable) -> tuple[Floats, Floats]:
     tokens = np.maximum(np.minimum(view.positions[row + rows - 1].astype(np.int64) + 1, end) - begin, 0)
     per_pair, per_token = attention_cost(dims, 1, 1.0)
     first, heads = view.item_kv_head[:n].astype(np.int64), np.where(live, view.item_kv_heads[:n], 0)
-    # Several ranks may use the same KV head, each for a part of its query heads. So count the
-    # rank's own.
+    # Several ranks may use the same KV head, each for some of the query heads that share it. So only
+    # the query heads of this rank are counted.
     query_heads = [end - begin for begin, end in map(dims.query_heads, range(dims.rank_kv_heads))]
     before = np.cumsum([0, *query_heads])
     asked = (before[first + heads] - before[first]) / dims.group_size
@@ -39,8 +39,8 @@ def item_work(view: StepTable) -> tuple[Floats, Floats]:
 
 
 def slot_work(table: StepTable) -> Floats:
-    """The FLOPs, and the bytes of K and V, of all items of each attention slot in one layer:
-    [ranks, slots, 2].
+    """Return the work of each attention slot (list of items) in one layer: [ranks, slots, 2]. The two
+    numbers are the FLOPs of all its items, and the bytes of K and V that they read.
     """
     dims = table.dims
     out = np.zeros((dims.tp, dims.attention_slots, 2))

@@ -9,26 +9,27 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-THREADS = 384  # threads of a block; one block per SM
+THREADS = 384  # threads per block; each SM runs one block
 WARPS = THREADS // 32
 PAGES = 13  # pages of shared memory in the ring through which all operands pass
 PAGE_BYTES = 16384
-SLOTS = 4  # instructions in flight in a block, at most, from set-up to the end of their stores
-# The same maximum while a block claims from a queue. A claim also waits until the loads of the
-# previous instruction have been issued.
+SLOTS = 4  # maximum instructions in flight in a block, from set-up to the end of their stores
+
+# While a block claims an instruction from a queue, at most this many instructions are in flight. A claim also waits
+# until the loads of the previous instruction have been issued.
 CLAIM_SLOTS = 2
 SHARED_BYTES = 227 * 1024  # dynamic shared memory of a block, the maximum on Hopper
 MAP_BYTES = 128  # bytes of an encoded tensor map, which must be aligned to 64 bytes
-CLOCK_STAMPS = 4  # of a traced block: (clock64, %globaltimer) when it begins and when it ends
+CLOCK_STAMPS = 4  # clock values of a traced block: (clock64, %globaltimer) at its start and at its end
 
-PROLOGUE, BODY, EPILOGUE, QUEUES = range(4)  # record lists; the first three are segments
+PROLOGUE, BODY, EPILOGUE, QUEUES = range(4)  # numbers of a program's lists of instruction records
 
 # The first warps of a block, in order. All further warps are consumers.
 SERVICE_WARPS = ("controller", "weight loader", "storer", "input loader")
 
 # The things for which a warp may wait: a counter, or a shared-memory barrier of a page or of an
-# instruction (csrc/cuda/block.h). {} is the index of the counter, or the slot of the page or
-# instruction.
+# instruction (csrc/cuda/block.h). In the texts, {} stands for the index of the counter, or for the
+# slot (position in a ring) of the page or instruction.
 COUNTER = "counter"
 AWAITED = {
     COUNTER: "counter {}",
@@ -48,8 +49,8 @@ class Ablation(IntEnum):
     """The work that a build of the kernel leaves out, so that a benchmark can time the rest."""
 
     NONE = 0
-    COPIES = 1  # loaders do not fill pages
-    COMPUTE = 2  # consumers compute nothing
+    COPIES = 1  # the build leaves out the loaders' copies into pages
+    COMPUTE = 2  # the build leaves out the consumers' arithmetic
 
 
 _SCALARS: dict[str, tuple[str, Any]] = {
@@ -82,72 +83,94 @@ class Field:
 # only.
 STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
     "Delay": (
-        "A stall of one instruction, for tests of the trace; only traced launches have it.",
+        "Delays one instruction by `ns` nanoseconds, for tests of the trace. Only traced launches apply it.",
         (
             Field("segment", "i4", ""),
             Field("layer", "i4", ""),
-            Field("record", "i4", "as in a trace"),
-            Field("ns", "i4", "0: none"),
+            Field("record", "i4", "index of the record, as in a trace"),
+            Field("ns", "i4", "0: no delay"),
         ),
     ),
     "Diagnosis": (
-        "A wait of a warp that lasts too long.",
+        "The wait in which a warp was stuck when its launch was aborted.",
         (
-            Field("set", "i4", "0: it waits for nothing"),
-            Field("segment", "i4", "the instruction that the warp is at; -1: it is between two"),
-            Field("layer", "i4", "of the body"),
-            Field("number", "i4", "record, as in a trace"),
-            Field("awaited", "i4", "what it waits for, an Awaited"),
-            Field("index", "i4", "counter: its index in its block; barrier: the slot of its page or instruction"),
-            Field("value", "i4", "counter: its value"),
-            Field("expected", "i4", "counter: the expected value; barrier: the parity of the incomplete phase"),
+            Field("set", "i4", "0: the warp was not stuck, and the other fields are unset"),
+            Field(
+                "segment", "i4", "segment of the instruction that the warp was executing; -1: between two instructions"
+            ),
+            Field("layer", "i4", "layer of the instruction, in the body"),
+            Field("number", "i4", "index of the instruction's record, as in a trace"),
+            Field("awaited", "i4", "the kind of counter or barrier waited for, an Awaited"),
+            Field(
+                "index",
+                "i4",
+                "index of the counter in its counter block, or ring slot of the barrier's page or instruction",
+            ),
+            Field("value", "i4", "value of the counter; unused for a barrier"),
+            Field("expected", "i4", "the counter value waited for, or the parity of the barrier phase waited for"),
         ),
     ),
     "Params": (
         "Arguments of a launch.",
         (
-            Field("dims", "const Dims*", "[tp], as each rank sees them"),
-            Field("phases", "const Phase*", "[tp][kMaxPhases + 1], by number"),
-            Field("records", "const int32_t*", "prologue, body, epilogue, queues: [n][kWords]", 4),
-            Field("offsets", "const int32_t*", "[tp * workers + 1]; of the queues [tp * queues + 1]", 4),
+            Field("dims", "const Dims*", "[tp]: one Dims per rank, which differ in Dims.rank"),
+            Field("phases", "const Phase*", "[tp][kMaxPhases + 1]: each rank's phases, indexed by phase number"),
+            Field(
+                "records",
+                "const int32_t*",
+                "[n][kWords]: one list of records each for prologue, body, epilogue and queues",
+                4,
+            ),
+            Field(
+                "offsets",
+                "const int32_t*",
+                "[tp * workers + 1]; for queues [tp * queues + 1]: where each worker or queue begins in `records`",
+                4,
+            ),
             Field(
                 "totals",
                 "const int32_t*",
-                "arrivals per launch in the first, the middle and the last counter blocks: [tp][counters]",
+                "[tp][counters]: signals per launch to each counter of the first, a middle and the last counter block",
                 3,
             ),
-            Field("counter_values", "int32_t* const*", "[tp] of [layers + 1][counters]"),
-            Field("claims", "int32_t* const*", "[tp] of [layers][queues]"),
+            Field("counter_values", "int32_t* const*", "[tp]: each rank's counters, [layers + 1][counters]"),
+            Field("claims", "int32_t* const*", "[tp]: each rank's claim counters, [layers][queues]"),
             Field("buffers", "void* const*", "[tp][kBuffers]"),
             Field(
-                "layer_stride", "const uint64_t*", "[tp][kBuffers] bytes; 0 where a buffer has one copy for all layers"
+                "layer_stride",
+                "const uint64_t*",
+                "[tp][kBuffers]: bytes between layers; 0 if all layers share one copy",
             ),
             Field(
                 "maps",
                 "const TensorMap*",
-                "[tp][kBuffers][kMaps]; only for buffers that tiles or pages are copied from or to",
+                "[tp][kBuffers][kMaps]: set only for buffers that are copied through tensor maps",
             ),
-            Field("mapped", "u8", "bit b: a rank's blocks copy buffer b with the rank's own maps"),
-            Field("mapped_everywhere", "u8", "bit b: a rank's blocks copy buffer b with the maps of all ranks"),
+            Field("mapped", "u8", "bit b is set if blocks use their own rank's tensor maps of buffer b"),
+            Field("mapped_everywhere", "u8", "bit b is set if blocks use every rank's tensor maps of buffer b"),
             Field("step_words", "const int32_t*", "the step table"),
-            Field("abort", "int32_t*", "not 0: all warps end"),
-            Field("diagnoses", "Diagnosis*", "[blocks][warps] the wait of each warp that lasts too long"),
+            Field("abort", "int32_t*", "a value other than 0 makes all warps abort the launch"),
+            Field("diagnoses", "Diagnosis*", "[blocks][warps]: for each warp, the wait in which it was stuck"),
             Field("sample_scratch", "float*", "[blocks][2][vocab]"),
             Field("trace", "Interval*", "[blocks][trace_capacity]"),
-            Field("trace_counts", "int32_t*", "[blocks] number of intervals, including those that did not fit"),
+            Field("trace_counts", "int32_t*", "[blocks]: number of intervals, including those beyond trace_capacity"),
             Field("clocks", "uint64_t*", "[blocks][kClockStamps]"),
-            Field("timeout_ns", "u8", "a wait that lasts longer ends the launch"),
+            Field("timeout_ns", "u8", "a wait that lasts longer than this aborts the launch"),
             Field("delay", "Delay", ""),
             Field("trace_capacity", "i4", ""),
-            Field("launch", "u4", "number of this launch since the counters were zeroed, from 1"),
-            Field("first_rank", "i4", "of this grid"),
-            Field("ranks", "i4", "of this grid; each has `workers` blocks"),
-            Field("workers", "i4", "per rank"),
-            Field("counters", "i4", "per counter block"),
-            Field("queues", "i4", "per rank"),
-            Field("synchronise", "i4", "0: instructions neither wait nor signal, for launches of a single phase"),
-            Field("pipelined", "i4", "0: an instruction is fetched only after the previous one has ended"),
-            Field("segments", "i4", "bit s: run segment s"),
+            Field("launch", "u4", "number of launches since the counters were zeroed, including this one"),
+            Field("first_rank", "i4", "the lowest rank that this grid runs"),
+            Field("ranks", "i4", "number of ranks that this grid runs; each has `workers` workers"),
+            Field("workers", "i4", "number of workers per rank"),
+            Field("counters", "i4", "number of counters per counter block"),
+            Field("queues", "i4", "number of queues per rank"),
+            Field(
+                "synchronise",
+                "i4",
+                "0: instructions neither wait for counters nor signal them, for launches of a single phase",
+            ),
+            Field("pipelined", "i4", "0: a block fetches an instruction only after its previous instruction has ended"),
+            Field("segments", "i4", "bit s is set if segment s is run"),
             Field("layer_begin", "i4", "first layer of the body to run"),
             Field("layer_end", "i4", "one past the last layer to run"),
         ),

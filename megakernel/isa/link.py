@@ -15,21 +15,23 @@ Bytes = NDArray[np.int64]
 
 
 def link_bytes(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
-    """The bytes that instructions of rank `dims.rank` store on each rank, [tp]; 0 for the rank
-    itself.
+    """Return the bytes that instructions of rank `dims.rank` store on each rank, as an array [tp].
+    The entry of rank `dims.rank` itself is 0.
 
-    If the phase is attention, `columns` must contain all of the rank's instructions in a layer,
-    because their items together partition a box. All rows of the final norm are counted as sent by
-    rank 0. Their real senders, the owners of the rows, depend on the step table, but the total
-    number of bytes does not.
+    If the phase is attention, `columns` must contain all of the rank's instructions in a layer, because they are
+    counted together. All rows of the final norm are counted as sent by rank 0: the real senders depend on the step
+    table, but the total number of bytes does not.
     """
     total: Bytes = link_bytes_each(phase, columns, dims).sum(axis=0)
     return total
 
 
 def link_bytes_each(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
-    """The bytes that each instruction stores on each rank, [n, tp]; 0 for its own rank. Attention
-    instructions divide the bytes of their common box equally.
+    """Return the bytes that each of n instructions stores on each rank, as an array [n, tp]. The
+    entries of rank `dims.rank` itself are 0.
+
+    The step table divides a layer's attention among the attention instructions. Here, each of them
+    counts with an equal part of the bytes.
     """
     count = len(next(iter(columns.values()), ()))
     out = np.zeros((count, dims.tp), dtype=np.int64)
@@ -41,7 +43,7 @@ def link_bytes_each(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
 
 
 def _stored(access: Access, d: Dims) -> Bytes:
-    """The bytes that one access of n instructions stores in each rank's copy, [n, tp]."""
+    """Return the bytes that n instructions store in each rank's copy by one kind of access: [n, tp]."""
     rows = np.maximum(access.row_end - access.row, 0).astype(np.int64)
     cols = np.maximum(access.col_end - access.col, 0)
     size = rows * cols * BUFFERS[access.buffer].resolve_dtype(d).itemsize
@@ -52,7 +54,8 @@ def _stored(access: Access, d: Dims) -> Bytes:
         blocks = np.arange(d.row_blocks)
         owned = np.zeros(d.tp, dtype=np.int64)
         np.add.at(owned, d.owner(blocks * d.row_block), np.minimum(d.row_block, d.tokens - blocks * d.row_block))
-        out[:] = owned * int(size[0] // d.tokens)  # the box covers all token rows
+        # `size[0]` has the bytes of all token rows. A row is stored only in the copy of the rank that owns it.
+        out[:] = owned * int(size[0] // d.tokens)
     elif isinstance(access.rank, np.ndarray):
         out[np.arange(len(size)), access.rank] = size
     elif access.rank == EVERY:

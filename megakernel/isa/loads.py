@@ -21,8 +21,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Loads:
-    """The bytes that each instruction loads: its weights, which it may load before its waits end,
-    and its inputs (`read`), which it loads after its waits.
+    """The bytes that each instruction loads: its `weights`, which it may load before its waits end,
+    and its inputs (`read`), which it loads after its waits have ended.
     """
 
     weights: Floats
@@ -34,7 +34,9 @@ class Loads:
 
 
 def loads(phase: Phase, columns: Columns, dims: Dims) -> Loads:
-    """The loads of instructions on rank `dims.rank`. Attention's loads depend on the step table; here they are 0."""
+    """Return the loads of instructions on rank `dims.rank`. The loads of attention instructions depend on the step
+    table; this function returns 0 for them.
+    """
     if phase.operation is Operation.ATTENTION:
         none = np.zeros(len(next(iter(columns.values()))))
         return Loads(none, none)
@@ -47,7 +49,7 @@ def loads(phase: Phase, columns: Columns, dims: Dims) -> Loads:
 
 
 def region_reads(phase: Phase, columns: Columns, dims: Dims) -> Floats:
-    """The bytes of the regions that the instructions read, each counted once."""
+    """Return the bytes of the regions that each instruction reads. Each region is counted once."""
     read = np.zeros(len(next(iter(columns.values()))))
     for access in accesses(phase, columns, dims):
         if access.kind is Kind.WRITE:
@@ -59,8 +61,9 @@ def region_reads(phase: Phase, columns: Columns, dims: Dims) -> Floats:
 
 
 def _through_the_ring(phase: Phase, columns: Columns, dims: Dims) -> Floats:
-    """The bytes of a matmul's inputs that pass through the ring of shared-memory pages. All inputs
-    are loaded again for each lap of dots (one filling of the ring), or for each chunk of a tile's
+    """Return the bytes of inputs that each matmul instruction loads through its ring of
+    shared-memory pages. Matmuls as dot products load all inputs again in each lap, which is one
+    filling of the ring. Matmuls on tensor cores load them again for each chunk of the tile's
     columns.
     """
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)

@@ -24,8 +24,8 @@ class Operation(IntEnum):
 
 
 class OperationFamily(Enum):
-    """A family is a kind of operation. Its value is its colour in every view, from the Okabe-Ito
-    palette, which colour-blind people can tell apart.
+    """A family is a kind of operation. Its value is the colour of these operations in every chart.
+    The colours are from the Okabe-Ito palette, which colour-blind people can tell apart.
     """
 
     GATHER = "#999999"
@@ -91,64 +91,67 @@ OPERATIONS: dict[Operation, OperationSpec] = {
         OperationFamily.CONTROL,
         "Join",
         (),
-        "no work: turns its waits into a signal, if a record has too few waits or ranks meet at the end of a launch",
+        "computes nothing: waits, then signals; used where an instruction needs more than eight waits, and to "
+        "synchronise ranks at the end of a launch",
     ),
     Operation.DRAIN: OperationSpec(
         OperationFamily.CONTROL,
         "Drain",
         ("queue", "end"),
         "repeatedly claims the next instruction of the rank's queue and runs it (its waits, work and signals), until "
-        "workers have claimed the first `end` instructions of this layer's queue",
+        "workers have claimed the queue's first `end` instructions in this layer",
     ),
-    Operation.GATHER: OperationSpec(OperationFamily.GATHER, *_RUN, "output[r] = weights[token(r)]"),
+    Operation.GATHER: OperationSpec(OperationFamily.GATHER, *_RUN, "output[r] = weights[token id of row r]"),
     Operation.ROPE: OperationSpec(
-        OperationFamily.GATHER, *_RUN, "output[r] = cos, sin of position(r) * weights (product in float32)"
+        OperationFamily.GATHER,
+        *_RUN,
+        "output[r] = cos(a) and sin(a) interleaved, where a = (position of row r) * weights, in float32",
     ),
     Operation.NORM: OperationSpec(
         OperationFamily.NORM,
         *_RUN,
-        "output[r] = inputs[r] / sqrt(mean(inputs[r]^2) + eps) * weights, rounded once and stored at every rank if "
-        "rows have owners. For logit rows: output[i] = norm of inputs[logit_rows[i]], for the rows that this rank "
-        "owns; rank 0 stores zeros for padding rows",
+        "output[r] = inputs[r] / sqrt(mean(inputs[r]^2) + eps) * weights, rounded once. If only one rank keeps a row's "
+        "residual, that rank computes the norm and stores it at every rank. For logit row i: output[i] = norm of "
+        "inputs[logit_rows[i]], or zeros for padding",
     ),
     Operation.MATMUL: OperationSpec(
         OperationFamily.MATMUL,
         *_TILE,
-        "t = inputs[r] weights^T + bias; if the phase has a norm, the inputs are normalised first. The phase's result "
-        "says what happens to t",
+        "t = inputs[r] weights^T + bias; if the phase has a norm, the inputs are normalised first. The `result` of the "
+        "phase (next table) determines where t is stored",
     ),
-    # The q, k and v of `group_heads` consecutive KV heads form a group. In each row block, a group
-    # has one counter. The wait word names this grid of counters, [row block][group]. The signal
-    # word names the grid [row block].
+    # The q, k and v of `group_heads` consecutive KV heads form a group. Each row block has one counter per
+    # group, and the wait word names the first counter of this grid [row block][group]. The signal word
+    # names the first of another array of counters, which has one counter per row block.
     Operation.ATTENTION: OperationSpec(
         OperationFamily.ATTENTION,
         "Attention",
         ("slot", "group_heads", "groups"),
-        "for each item of the slot: softmax(Q K^T / sqrt(head_dim)) V over its KV blocks. Each block's (m, l, o) is "
-        "computed by itself, and blocks are merged in ascending order; in a split, the item that arrives last merges. "
-        "Signals add rows x KV heads. With a replicated O projection the output goes to the rank that owns the rows, "
-        "or to every rank if all own them",
+        "for each attention item of the slot: softmax(Q K^T / sqrt(head_dim)) V over the item's KV blocks. Each block "
+        "gives a maximum score m, a sum l of exponentials and an unnormalised output o, which are merged in ascending "
+        "block order. If several items divide the blocks, the last to finish merges. An item's signal adds rows x KV "
+        "heads. If every rank has all of W_O, the output is stored at each rank that keeps the row's residual",
     ),
     Operation.REDUCE: OperationSpec(
         OperationFamily.REDUCE,
         *_TILE,
-        "output[r] += (inputs[0][r] + inputs[1][r] + ..) + bias, over the ranks that have a part of `weights`, summed "
-        "in float32 and in rank order",
+        "output[r] += (inputs[0][r] + inputs[1][r] + ..) + bias, in float32 and in rank order; inputs[k] is rank k's "
+        "partial sum, for all ranks that have a part of `weights`",
     ),
     Operation.SAMPLE: OperationSpec(
         OperationFamily.SAMPLING,
         *_RUN,
-        "penalties, bias, mask, temperature, min-p, top-k, top-p, then one draw keyed by (seed, choice, position), "
-        "where ids break ties; or the target token. The token goes to HISTORY on every rank and to TOKENS_OUT "
-        "on rank 0, its raw "
+        "takes the row's target token, if any. Otherwise applies penalties, bias, mask, temperature, min-p, top-k and "
+        "top-p, then samples with a random number from (seed, choice, position); of equal logits, the lower token id "
+        "ranks first. Writes the token to HISTORY on every rank and to TOKENS_OUT on rank 0, and its raw "
         "log-softmax to LOGPROBS_OUT on rank 0",
     ),
 }
 
 RESULTS: dict[Result, str] = {
-    Result.HEADS: "q and k columns rotated pairwise by ROPE[r]; q to Q, k and v to their page; rounded once",
+    Result.HEADS: "rotates pairs of q and k columns by ROPE[r]; stores q in Q, and k and v in a KV page, rounded once",
     Result.RESIDUAL: "output[r] += t, in float32",
-    Result.PARTIAL: "output[this rank][r] = t at the rank that keeps the residual of r (at every rank if all keep it)",
+    Result.PARTIAL: "output[this rank][r] = t, stored at each rank that keeps row r's residual",
     Result.GATED: "output[r] = silu(t of the first matrix) * (t of the second), rounded once",
-    Result.LOGITS: "output[i] = t, over the rank's part of the vocabulary, at the rank that samples row i; float32",
+    Result.LOGITS: "output[i] = t in float32, for this rank's part of the vocabulary, at the rank that samples row i",
 }

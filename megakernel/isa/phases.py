@@ -24,7 +24,7 @@ from .operations import OPERATIONS, Operation, OperationFamily, OperationSpec, R
 from .record import OPERAND_WORD, Column, Records
 
 NO_BUFFER = -1
-MAX_PHASES = 31  # phases of a program, including the control operations
+MAX_PHASES = 31  # maximum number of phases of a program, including the control operations
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Phase:
     `bias`         added to the results; None if the model has none
     `norm`         the scale of an RMS norm that a matmul applies to its inputs first
     `head_norm`    the scales of the RMS norms of each head of q and of k, applied before the rotation
-    `ahead`        how many layers later the layer is whose weights are used; at most the last layer
+    `ahead`        0 if the phase uses the weights of the current layer; n if it uses those of the layer n layers
+                   later, or of the last layer if there are fewer
     `weight_bits`  bits per weight in memory, the mean if there are several types; None means the compute type's bits
 
     `number` is the phase's place in its `Forward`.
@@ -87,7 +88,7 @@ class Phase:
         """The operand columns of this phase's records."""
         return {name: records[:, OPERAND_WORD + i] for i, name in enumerate(self.operands)}
 
-    # -- sizes on rank `dims.rank`
+    # -- The following methods return sizes on rank `dims.rank`.
 
     def inner(self, dims: Dims) -> int:
         """The length of a matmul's dot products, or of a norm's rows."""
@@ -107,12 +108,12 @@ class Phase:
         return self.result is Result.HEADS and (self.head_norm is not None or dims.quantised_kv > 0)
 
     def stored_bits(self, dims: Dims) -> float:
-        """The bits per weight in memory."""
+        """The number of bits per weight in memory."""
         return Dtype(dims.dtype).bits if self.weight_bits is None else self.weight_bits
 
     def ranks(self, dims: Dims) -> int:
-        """The number n of ranks that have a part of the weights' inner length. They are ranks 0 to
-        n - 1.
+        """The number n of ranks that hold a part of the inner dimension of the weights. These are
+        ranks 0 to n - 1.
         """
         return sum(self.inner(replace(dims, rank=rank)) > 0 for rank in range(dims.tp))
 
@@ -145,24 +146,29 @@ PHASE_FIELDS: tuple[PhaseField, ...] = (
     PhaseField("rows", "Rows", "", lambda p, d: p.rows),
     PhaseField("result", "Result", "of a matmul", lambda p, d: p.result),
     PhaseField("weights", "Buffer", "", _buffer("weights")),
-    PhaseField("bias", "Buffer", "kNone if there is none, as in the next two fields", _buffer("bias")),
-    PhaseField("norm", "Buffer", "scale of the norm of the inputs", _buffer("norm")),
-    PhaseField("head_norm", "Buffer", "scales of the norms of q and k heads", _buffer("head_norm")),
+    PhaseField("bias", "Buffer", "kNone if the phase adds no bias; likewise for norm and head_norm", _buffer("bias")),
+    PhaseField("norm", "Buffer", "scale of the RMS norm that is applied to the inputs", _buffer("norm")),
+    PhaseField("head_norm", "Buffer", "scales of the RMS norms of q heads and k heads", _buffer("head_norm")),
     PhaseField("inputs", "Buffer", "", _buffer("inputs")),
     PhaseField("output", "Buffer", "", _buffer("output")),
-    PhaseField("ahead", "int32_t", "how many layers the weights' layer is after this one", lambda p, d: p.ahead),
-    PhaseField("inner", "int32_t", "length of a dot product", lambda p, d: p.inner(d)),
+    PhaseField(
+        "ahead",
+        "int32_t",
+        "a phase in layer i uses the weights of layer i + ahead, or of the last layer if i + ahead exceeds it",
+        lambda p, d: p.ahead,
+    ),
+    PhaseField("inner", "int32_t", "length of each dot product (K)", lambda p, d: p.inner(d)),
     PhaseField("width", "int32_t", "output columns", lambda p, d: p.width(d)),
     PhaseField("matrices", "int32_t", "number of weight matrices", lambda p, d: p.matrices(d)),
     PhaseField(
         "ranks",
         "int32_t",
-        "of a reduction: ranks that have partials",
+        "for a reduction: number of ranks whose partial sums are added",
         lambda p, d: p.ranks(d) if p.operation is Operation.REDUCE else 0,
     ),
 )
 
-# Every program contains these, with these numbers.
+# The control phases: every program contains them, under these numbers.
 JOIN = Phase("join", Operation.JOIN, number=1)
 DRAIN = Phase("drain", Operation.DRAIN, number=2)
 CONTROL = (JOIN, DRAIN)
@@ -230,7 +236,7 @@ class Forward:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Forward:
-        """Inverse of `to_json`. Raises MegakernelError for anything else."""
+        """Return the Forward from which `to_json` made `value`. Raises MegakernelError if `value` is malformed."""
         try:
             return Forward.of(*(tuple(map(_phase, value[name])) for name in ("prologue", "body", "epilogue")))
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as e:
@@ -248,6 +254,6 @@ _ENUMS: dict[str, type[int]] = {
 def _phase(row: Mapping[str, Any]) -> Phase:
     known = {field.name for field in fields(Phase)}
     if not isinstance(row.get("name"), str) or set(row) - known:
-        raise ValueError(f"a phase lacks a name or has unknown fields: {sorted(row)}")
+        raise ValueError(f"a phase lacks a name or has unknown fields: its fields are {sorted(row)}")
     kinds: dict[str, Callable[[Any], Any]] = {**_ENUMS, "name": str, "weight_bits": float}
     return Phase(**{key: kinds.get(key, int)(value) for key, value in row.items()})

@@ -1,4 +1,6 @@
-"""The regions that a phase's instructions read and write, as arrays with one box per instruction."""
+"""Derives which regions of buffers the instructions of a phase read and write. An `Access` describes one buffer: its
+arrays give a range of rows and a range of columns for each instruction.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ from .record import Column
 
 
 def accesses(phase: Phase, columns: Columns, dims: Dims) -> list[Access]:
-    """The accesses of the instructions of `phase` on rank `dims.rank` with these operand columns."""
+    """Return the accesses of instructions of `phase` on rank `dims.rank`. `columns` has the instructions' operands."""
     return _REGIONS[phase.operation](phase, columns, dims)
 
 
 def _box(
     buffer: Buffer, kind: Kind, c: Columns, cols: tuple[Column | int, Column | int], rank: int | Column = OWN
 ) -> Access:
-    """Boxes with the rows that the `row` and `rows` operands give."""
+    """Return an access to the columns `cols` of `buffer`, and to the rows that the operands `row` and `rows` give."""
     row = c["row"]
     return Access(buffer, kind, row, row + c["rows"], _full(cols[0], row), _full(cols[1], row), rank=rank)
 
@@ -32,8 +34,8 @@ def _full(value: Column | int, like: Column) -> Column:
 
 
 def _peers(d: Dims) -> int:
-    """The rank of an access that stores a row which every rank needs: all ranks, or only the own
-    rank if all compute the row.
+    """Return where to store a row that every rank needs: at EVERY rank, or only at the OWN rank if all
+    ranks compute the row themselves.
     """
     return OWN if d.replicated_residual or d.tp == 1 else EVERY
 
@@ -48,8 +50,8 @@ def _tile(c: Columns) -> tuple[Column, Column]:
 
 
 def _overlap(c: Columns, start: int, width: int) -> tuple[Column, Column]:
-    """The part of each column tile that lies inside [start, start + width), relative to `start`; an
-    empty range if there is none.
+    """Return the part of each column tile that lies inside [start, start + width): its first column
+    and its end, both relative to `start`. The two are equal if the part is empty.
     """
     col, end = _tile(c)
     low = np.clip(col - start, 0, width)
@@ -57,7 +59,7 @@ def _overlap(c: Columns, start: int, width: int) -> tuple[Column, Column]:
 
 
 def _whole_rows(p: Phase, c: Columns, d: Dims) -> list[Access]:
-    """The accesses of a gather and of ROPE."""
+    """Return the accesses of the operations GATHER and ROPE."""
     output = _given(p.output)
     return [_box(output, Kind.WRITE, c, (0, BUFFERS[output].shape(d, 0)[-1]))]
 
@@ -91,15 +93,15 @@ def _heads(p: Phase, c: Columns, d: Dims) -> list[Access]:
 
 
 def _partial(p: Phase, c: Columns, d: Dims) -> list[Access]:
-    """Stores of partial sums at the rank that keeps the residual of the rows. The rows of an
-    instruction lie in one row block.
+    """Return the accesses that store partial sums at each rank that keeps these rows of the residual.
+    The rows of an instruction lie in one row block.
     """
     row, rank = d.reduce_row(d.rank, c["row"]), EVERY if d.replicated_residual else d.owner(c["row"])
     return [Access(_given(p.output), Kind.WRITE, row, row + c["rows"], *_tile(c), rank=rank)]
 
 
 def _logits(p: Phase, c: Columns, d: Dims) -> list[Access]:
-    """Stores of each row at the rank that samples it."""
+    """Return the accesses that store each row of logits at the rank that samples the row."""
     col, col_end = (d.first_vocab + edge for edge in _tile(c))
     out = []
     for rank in range(d.tp):

@@ -39,41 +39,63 @@ class StepField:
 _T, _L, _I, _B = ("tokens",), ("logit_rows",), ("items",), ("bias_entries",)
 
 STEP_FIELDS: tuple[StepField, ...] = (
-    # -- token rows; rows after the step's own are padding: sequence -1, token 0, position 0
-    StepField("token_ids", _T, "token id, or -1 - slot: take HISTORY[slot][position]"),
+    # -- Token rows. The rows after those of the step's tokens are padding: sequence -1, token 0, position 0.
+    StepField("token_ids", _T, "token id; the value -1 - s means the token HISTORY[s][position]"),
     StepField("positions", _T, "absolute position of the row in its sequence"),
-    StepField("row_seq", _T, "row of block_tables; -1 for padding (its K and V are not stored)"),
-    StepField("block_tables", ("max_seqs", "pages_per_seq"), "page ids of each sequence"),
-    # -- attention work items: each has a run of rows of one sequence inside one row block, some KV heads and some KV
-    # blocks. Each rank has its own items; their KV heads are counted from the rank's first.
+    StepField("row_seq", _T, "index of the row's sequence in block_tables; -1: padding, whose K and V are not stored"),
+    StepField("block_tables", ("max_seqs", "pages_per_seq"), "KV page ids of each sequence"),
+    # -- Attention items. An item has consecutive rows of one sequence inside one row block, some KV heads and some KV
+    # blocks. Each rank has items of its own, and numbers its KV heads from 0.
     StepField(
-        "slot_items", ("attention_slots",), "slot s has items [slot_items[s], slot_items[s+1])", plus=1, per_rank=True
+        "slot_items",
+        ("attention_slots",),
+        "attention slot s runs items slot_items[s] to slot_items[s+1] - 1",
+        plus=1,
+        per_rank=True,
     ),
-    StepField("item_row", _I, "first token row", per_rank=True),
-    StepField("item_rows", _I, "token rows; positions are consecutive", per_rank=True),
-    StepField("item_kv_head", _I, "first KV head", per_rank=True),
-    StepField("item_kv_heads", _I, "KV heads", per_rank=True),
-    StepField("item_seq", _I, "row of block_tables; -1: padding rows, the output is zero", per_rank=True),
-    StepField("item_block", _I, "first KV block (of kv_block tokens)", per_rank=True),
-    StepField("item_blocks", _I, "KV blocks; an unsplit item covers all up to its last row's position", per_rank=True),
-    StepField("item_wait_block", _I, "first row block whose q, k, v the item needs", per_rank=True),
-    StepField("item_wait_blocks", _I, "number of row blocks that the item needs, including its own", per_rank=True),
-    StepField("item_split", _I, "index into SPLITS shared by the items of one split; -1: not split", per_rank=True),
-    StepField("item_splits", _I, "items in the split", per_rank=True),
+    StepField("item_row", _I, "first token row of the item", per_rank=True),
+    StepField("item_rows", _I, "number of token rows, at consecutive positions", per_rank=True),
+    StepField("item_kv_head", _I, "first KV head of the item", per_rank=True),
+    StepField("item_kv_heads", _I, "number of KV heads", per_rank=True),
+    StepField(
+        "item_seq", _I, "index of the rows' sequence in block_tables; -1: padding, whose output is zero", per_rank=True
+    ),
+    StepField("item_block", _I, "first KV block (of kv_block tokens) of the item", per_rank=True),
+    StepField(
+        "item_blocks",
+        _I,
+        "number of KV blocks; an item that is not split has all blocks up to the position of its last row",
+        per_rank=True,
+    ),
+    StepField("item_wait_block", _I, "first row block whose q, k and v the item waits for", per_rank=True),
+    StepField(
+        "item_wait_blocks",
+        _I,
+        "number of row blocks that the item waits for, including the block of its own rows",
+        per_rank=True,
+    ),
+    StepField(
+        "item_split",
+        _I,
+        "index in SPLITS of the item's split (the items that divide the rows' KV blocks); -1: not split",
+        per_rank=True,
+    ),
+    StepField("item_splits", _I, "number of items in the split", per_rank=True),
     StepField(
         "item_partial",
         _I,
-        "split: PARTIALS index of KV block 0; (row, head, block) lies (row * kv_heads + head) * span + block further",
+        "index in PARTIALS of the split's first row, first KV head and KV block 0; for row r, head h, block b add "
+        "(r * item_kv_heads + h) * item_span + b",
         per_rank=True,
     ),
-    StepField("item_span", _I, "split: KV blocks over all of its items", per_rank=True),
+    StepField("item_span", _I, "number of KV blocks of all items of the split", per_rank=True),
     # -- logit rows
-    StepField("logit_rows", _L, "token row; -1 for padding"),
-    StepField("sample_slot", _L, "HISTORY slot that the token is written to; -1: nowhere"),
-    StepField("history_slot", _L, "HISTORY slot with the tokens that penalties count; -1: no penalties"),
+    StepField("logit_rows", _L, "token row whose logits are computed; -1: padding"),
+    StepField("sample_slot", _L, "HISTORY slot to which the token is written; -1: none"),
+    StepField("history_slot", _L, "HISTORY slot whose tokens the penalties count; -1: no penalties"),
     StepField("sample_position", _L, "index in HISTORY of the sampled token, which is the number of tokens before it"),
-    StepField("prompt_length", _L, "prompt tokens in HISTORY; later ones count as output"),
-    StepField("target", _L, "score this token instead of sampling; -1: sample"),
+    StepField("prompt_length", _L, "number of prompt tokens in HISTORY; all later tokens are output"),
+    StepField("target", _L, "token whose log-probability is computed; -1: a token is sampled instead"),
     StepField("temperature", _L, "0: greedy", True),
     StepField("top_p", _L, "1: off", True),
     StepField("min_p", _L, "0: off", True),
@@ -83,22 +105,22 @@ STEP_FIELDS: tuple[StepField, ...] = (
     StepField("repetition_penalty", _L, "1: off", True),
     StepField("seed_low", _L, "low 32 bits of the seed"),
     StepField("seed_high", _L, "high 32 bits of the seed"),
-    StepField("choice", _L, "index of the choice among the n of its request"),
-    StepField("bias_begin", _L, "first bias pair of the row"),
-    StepField("bias_end", _L, "one past the last bias pair"),
-    StepField("bias_ids", _B, "token ids"),
-    StepField("bias_values", _B, "added to the logit; -inf forbids", True),
+    StepField("choice", _L, "index of the completion among the n completions of its request"),
+    StepField("bias_begin", _L, "the row's first entry in bias_ids and bias_values"),
+    StepField("bias_end", _L, "index after the row's last entry in bias_ids and bias_values"),
+    StepField("bias_ids", _B, "token id"),
+    StepField("bias_values", _B, "value added to the logit; -inf forbids the token", True),
     # -- The masks come last, because a launch copies only the masks in use.
-    StepField("mask", _L, "number of the row's mask, from 1 on; 0: every token may be sampled"),
-    StepField("mask_count", (), "masks in use"),
-    StepField("masks", ("mask_rows", "mask_words"), "bit i of word w: token 32 w + i may be sampled"),
+    StepField("mask", _L, "number of the row's mask, counted from 1; 0: no mask"),
+    StepField("mask_count", (), "number of masks in use"),
+    StepField("masks", ("mask_rows", "mask_words"), "bit i of word w is 1 if token 32 w + i may be sampled"),
 )
 
 
 @functools.cache
 def _layout(dims: Dims) -> tuple[dict[str, tuple[int, int, bool]], int]:
-    """Two values: for each field, as rank `dims.rank` sees it, (first word, end, whether it is
-    float); and the number of words in a table.
+    """Return (fields, words). `fields` maps a field's name to (first word, end, whether the words
+    are floats), as rank `dims.rank` sees the field. `words` is the number of words in a table.
     """
     fields, offset = {}, 0
     for field in STEP_FIELDS:
@@ -110,7 +132,7 @@ def _layout(dims: Dims) -> tuple[dict[str, tuple[int, int, bool]], int]:
 
 
 def step_words(dims: Dims) -> int:
-    """The number of words of a table."""
+    """The number of words of a step table."""
     return _layout(dims)[1]
 
 
@@ -128,7 +150,7 @@ class StepTable:
         self.words: NDArray[np.int32] = np.zeros(size, dtype=np.int32) if words is None else words
 
     def rank(self, rank: int) -> StepTable:
-        """The table as `rank` sees it."""
+        """Return the same table as rank `rank` sees it."""
         return self if rank == self.dims.rank else StepTable(replace(self.dims, rank=rank), self.words)
 
     def copy(self) -> StepTable:

@@ -10,20 +10,23 @@ from dataclasses import dataclass
 from . import pages
 from .dims import Dims, Units
 
-MOST_HEAD_DIM = 496  # the maximum head_dim, because a CPU computes the norm of a head in one pass
-_ANY = 1 << 30  # any number of rows: more than a program has
+# The maximum head_dim. One pass of a CPU's matmul computes at most this many columns, and a pass must compute all
+# columns of a head if the head is normalised or its K and V are quantised.
+MOST_HEAD_DIM = 496
+_ANY = 1 << 30  # stands for "any number of rows": more rows than a program can have
 
 
 @dataclass(frozen=True)
 class Target:
     """The kind of processor for which programs are compiled.
 
-    units      the units that can compute matmuls; those for few rows come first
-    row_unit   row blocks are multiples of this number of rows, which are stored together; 1 if any
-               number of rows can be stored
+    units      the kinds of units that can compute matmuls; the kind that suits few rows comes first
+    row_unit   row blocks start at multiples of this number of rows, because so many rows are stored
+               together; 1 if any number of rows can be stored
     col_unit   column tiles start at multiples of this number; None if the machine file gives it
     pages      whether operands pass through a ring of pages, whose size the machine file gives
-    any_split  whether the KV range of any query tile may be split between attention slots
+    any_split  whether attention may split the KV range of every tile of query rows; if not, it splits
+               only those of tiles with one row or a long context
     """
 
     name: str
@@ -34,7 +37,7 @@ class Target:
     any_split: bool
 
     def chosen(self, name: str) -> Units:
-        """The units that `--matmul` names, or the target's only ones."""
+        """The matmul units that `--matmul NAME` selects. A target with only one kind of units ignores the name."""
         return self.units[0] if len(self.units) == 1 else Units[name.upper()]
 
     def tile_rows(self, units: Units, inner: int) -> int:

@@ -1,8 +1,8 @@
-"""Every request field of the OpenAI API, vLLM and SGLang, and what this server does with it.
+"""The table of all request fields of the OpenAI API, vLLM and SGLang: each is supported, ignored or refused.
 
-`requests.py` declares the type and range of each supported field. A harmless field changes no answer and is ignored. A
-refused field is an error, unless its value has no effect; null never has an effect. Fields that are not in the table
-are errors too. `python -m megakernel.serving.api.fields` prints docs/fields.md.
+`requests.py` declares the type and range of each supported field. A harmless field is ignored, because it changes no
+answer. A refused field causes an error, unless its value has no effect. A field that is not in the table causes an
+error too. A value of null never causes an error. `python -m megakernel.serving.api.fields` prints docs/fields.md.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ _BODIES = {
     TEXT: "`text` of `/v1/responses`",
 }
 _APIS = {"O": "OpenAI", "V": "vLLM", "S": "SGLang"}
-SUPPORTED, HARMLESS, REFUSED = "supported", "harmless", "refused"
+SUPPORTED, HARMLESS, REFUSED = "supported", "ignored", "refused"
 
 
 @dataclass(frozen=True)
 class Field:
     """One request field: an entry of the table.
 
-    apis     the initials of the APIs that have it
-    why      why it is refused or harmless
+    kind     whether the server supports, ignores (HARMLESS) or refuses the field
+    apis     the APIs that define the field, by their initials: O, V and S
+    why      why the field is refused or harmless
     neutral  values of a refused field that are accepted, because they have no effect
     """
 
@@ -46,7 +47,11 @@ class Field:
     neutral: tuple[Any, ...] = ()
 
     def admits(self, value: Any) -> bool:
-        """Whether a value is accepted. Its type must match too: 1 is not true, 0 is not false."""
+        """Whether the server accepts `value` for this field.
+
+        A refused field accepts only its neutral values, and the value must have the same type: if true is neutral, 1 is
+        not accepted.
+        """
         return self.kind != REFUSED or any(type(value) is type(one) and value == one for one in self.neutral)
 
 
@@ -86,30 +91,34 @@ _add(SUPPORTED, ITEM, "OV", "type role content call_id name arguments output")
 _add(SUPPORTED, STREAM_OPTIONS, "OVS", "include_usage")
 _add(SUPPORTED, TEXT, "OVS", "format")
 
+_REASONING_IN_TEXT = "reasoning is part of the answer's text"
+_EARLIER_ANSWER = "they only describe an earlier answer"
 _add(HARMLESS, _ALL, "OVS", "user", "it only identifies the client's user")
 _add(HARMLESS, f"{CHAT} {RESPONSES}", "O", "safety_identifier", "it only identifies the client's user")
 _add(HARMLESS, f"{CHAT} {RESPONSES}", "O", "prompt_cache_key prompt_cache_retention prompt_cache_options",
-     "every prompt uses the prefix cache anyway")  # fmt: skip
+     "every prompt uses the prefix cache")  # fmt: skip
 _add(HARMLESS, f"{CHAT} {RESPONSES}", "O", "service_tier", "this server has only one tier")
 _add(HARMLESS, f"{CHAT} {RESPONSES}", "O", "store", "nothing is stored")
 _add(HARMLESS, CHAT, "O", "metadata", "nothing is stored")
-_add(HARMLESS, CHAT, "O", "prediction", "it is only a hint for speed; `--speculate` works without it")
+_add(HARMLESS, CHAT, "O", "prediction", "it is only a speed hint; `--speculate` works without it")
 _add(HARMLESS, RESPONSES, "OV", "max_tool_calls", "it limits built-in tools, and this server has none")
-_add(HARMLESS, RESPONSES, "OV", "stream_options", "the last event always has the usage, and events are not obfuscated")
-_add(HARMLESS, _GENERATE, "VS", "request_id rid session_id", "it only names the request; use the header X-Request-Id")
-_add(HARMLESS, _ALL, "VS", "priority", "requests of one client run in the order of their arrival")
-_add(HARMLESS, _GENERATE, "V", "spaces_between_special_tokens", "the decoder adds no spaces")
-_add(HARMLESS, _GENERATE, "V", "stream_interval", "tokens are sent at once; a slow reader gets several per event")
+_add(HARMLESS, RESPONSES, "OV", "stream_options",
+     "the last event always has the usage, and events have no obfuscation padding")  # fmt: skip
+_add(HARMLESS, _GENERATE, "VS", "request_id rid session_id", "they only name the request: use the header X-Request-Id")
+_add(HARMLESS, _ALL, "VS", "priority", "one client's requests run in order of arrival")
+_add(HARMLESS, _GENERATE, "V", "spaces_between_special_tokens", "the detokenizer never adds such spaces")
+_add(HARMLESS, _GENERATE, "V", "stream_interval", "tokens are sent immediately, several per event to a slow client")
 _add(HARMLESS, _GENERATE, "S", "custom_labels", "metrics have no client-defined labels")
-_add(HARMLESS, CHAT, "S", "separate_reasoning stream_reasoning", "reasoning is part of the text")
-_add(HARMLESS, MESSAGE, "O", "id status type annotations phase", "it is part of an earlier answer that is sent back")
-_add(HARMLESS, ITEM, "O", "id status annotations phase", "it is part of an earlier answer that is sent back")
-_add(HARMLESS, STREAM_OPTIONS, "O", "include_obfuscation", "events are never padded")
+_add(HARMLESS, CHAT, "S", "separate_reasoning stream_reasoning", _REASONING_IN_TEXT)
+_add(HARMLESS, MESSAGE, "O", "id status type annotations phase", _EARLIER_ANSWER)
+_add(HARMLESS, ITEM, "O", "id status annotations phase", _EARLIER_ANSWER)
+_add(HARMLESS, STREAM_OPTIONS, "O", "include_obfuscation", "events have no obfuscation padding")
 _add(HARMLESS, STREAM_OPTIONS, "VS", "continuous_usage_stats", "the usage is sent once, in the last event")
 _add(HARMLESS, TEXT, "O", "verbosity", "the supported models have no verbosity setting")
 
-_ONLY_TEXT = "this server's models read and write text only"
+_ONLY_TEXT = "this server handles text only"
 _NOTHING_STORED = "this server stores nothing: send the whole conversation as input"
+_NO_BACKGROUND = "this server answers only while the client waits"
 _add(REFUSED, _GENERATE, "V", "guided_decoding_backend guided_whitespace_pattern structural_tag",
      "the grammar backend is llguidance: use guided_json, guided_regex, guided_choice or guided_grammar")  # fmt: skip
 _add(REFUSED, _GENERATE, "S", "json_schema", "use response_format or guided_json")
@@ -119,22 +128,22 @@ _add(REFUSED, MESSAGE, "OVS", "function_call", "use tool_calls")
 _add(REFUSED, RESPONSES, "V", "allowed_token_ids bad_words", "use /v1/completions or /v1/chat/completions", [])
 _add(REFUSED, COMPLETIONS, "OVS", "suffix", "this server's models cannot fill in the middle of a text", "")
 _add(REFUSED, COMPLETIONS, "V", "prompt_embeds", "a prompt must be text or token ids")
-_add(REFUSED, CHAT, "S", "input_ids", "send token ids to /v1/completions, as its prompt")
+_add(REFUSED, CHAT, "S", "input_ids", "send token ids to /v1/completions")
 _add(REFUSED, _ALL, "V", "use_beam_search early_stopping", "this server has no beam search", False)
 _add(REFUSED, _ALL, "V", "length_penalty", "this server has no beam search", 1, 1.0)
 _add(REFUSED, _GENERATE, "V", "watermarking", "this server adds no watermark", False)
-_add(REFUSED, _GENERATE, "V", "truncation_side", "truncate_prompt_tokens always keeps the last tokens", "left")
+_add(REFUSED, _GENERATE, "V", "truncation_side", "truncate_prompt_tokens cuts only on the left", "left")
 _add(REFUSED, _GENERATE, "V", "logprob_token_ids", "use logprobs, which reports the most likely tokens")
-_add(REFUSED, _GENERATE, "V", "repetition_detection", "use stop, stop_token_ids or max_tokens to end an answer")
+_add(REFUSED, _GENERATE, "V", "repetition_detection", "use stop, stop_token_ids or max_tokens")
 _add(REFUSED, _GENERATE, "V", "logits_processors vllm_xargs kv_transfer_params ec_transfer_params",
      "this server has no plug-ins", [], {})  # fmt: skip
-_add(REFUSED, _GENERATE, "V", "return_token_offsets return_prompt_text", "use return_token_ids", False)
+_add(REFUSED, _GENERATE, "V", "return_token_offsets return_prompt_text", "use return_token_ids and /detokenize", False)
 _add(REFUSED, _GENERATE, "VS", "cache_salt extra_key", "all clients share one prefix cache")
 _add(REFUSED, _GENERATE, "V", "thinking_token_budget", "use max_tokens, which bounds all tokens together", -1)
-_add(REFUSED, CHAT, "V", "include_reasoning", "reasoning is part of the text", True)
-_add(REFUSED, CHAT, "OVS", "reasoning_effort", "pass the template's own variable in chat_template_kwargs")
+_add(REFUSED, CHAT, "V", "include_reasoning", _REASONING_IN_TEXT, True)
+_add(REFUSED, CHAT, "OVS", "reasoning_effort", "set the chat template's variable in chat_template_kwargs")
 _add(REFUSED, CHAT, "O", "verbosity", "the supported models have no verbosity setting", "medium")
-_add(REFUSED, CHAT, "V", "chat_template", "this server runs only the served model's own template")
+_add(REFUSED, CHAT, "V", "chat_template", "this server runs only the model's own template")
 _add(REFUSED, CHAT, "V", "documents", "pass them in chat_template_kwargs if the template reads them", [])
 _add(REFUSED, CHAT, "V", "media_io_kwargs mm_processor_kwargs", _ONLY_TEXT, {})
 _add(REFUSED, CHAT, "O", "modalities", _ONLY_TEXT, ["text"])
@@ -149,18 +158,18 @@ _add(REFUSED, _GENERATE, "S", "session_params", "this server stores nothing betw
 _add(REFUSED, _GENERATE, "S", "return_hidden_states return_routed_experts return_cached_tokens_details",
      "usage reports the cached tokens; hidden states are not available", False)  # fmt: skip
 _add(REFUSED, _GENERATE, "S", "bootstrap_host bootstrap_port bootstrap_room data_parallel_rank routed_dp_rank"
-     " disagg_prefill_dp_rank ngram_corpus_id", "this server has one engine")  # fmt: skip
+     " disagg_prefill_dp_rank ngram_corpus_id", "this server has one engine and no n-gram corpora")  # fmt: skip
 _add(REFUSED, _GENERATE, "S", "images_config", _ONLY_TEXT, {})
 _add(REFUSED, RESPONSES, "OV", "previous_response_id conversation prompt context_management", _NOTHING_STORED)
-_add(REFUSED, RESPONSES, "OV", "background", _NOTHING_STORED, False)
-_add(REFUSED, RESPONSES, "O", "background_options", _NOTHING_STORED)
-_add(REFUSED, RESPONSES, "OV", "reasoning", "the supported models have no reasoning effort", {})
+_add(REFUSED, RESPONSES, "OV", "background", _NO_BACKGROUND, False)
+_add(REFUSED, RESPONSES, "O", "background_options", _NO_BACKGROUND)
+_add(REFUSED, RESPONSES, "OV", "reasoning", "the supported models have no setting for reasoning effort", {})
 _add(REFUSED, RESPONSES, "OV", "truncation", "use truncate_prompt_tokens", "disabled")
 _add(REFUSED, RESPONSES, "O", "image", _ONLY_TEXT)
-_add(REFUSED, RESPONSES, "O", "access_programs", "this server has no such programs")
-_add(REFUSED, TOKENIZE, "V", "chat_template", "this server runs only the served model's own template")
+_add(REFUSED, RESPONSES, "O", "access_programs", "this server has no access programs")
+_add(REFUSED, TOKENIZE, "V", "chat_template", "this server runs only the model's own template")
 _add(REFUSED, TOKENIZE, "V", "tools", "use tools in /v1/chat/completions", [])
-_add(REFUSED, TOKENIZE, "V", "return_token_strs", "use /detokenize for the text of an id", False)
+_add(REFUSED, TOKENIZE, "V", "return_token_strs", "use /detokenize for the text of a token id", False)
 _add(REFUSED, TOKENIZE, "V", "media_io_kwargs mm_processor_kwargs", _ONLY_TEXT, {})
 _add(REFUSED, MESSAGE, "O", "refusal", "send it as content")
 _add(REFUSED, MESSAGE, "O", "audio", _ONLY_TEXT)
@@ -168,15 +177,15 @@ _add(REFUSED, MESSAGE, "VS", "reasoning reasoning_content", "send it as part of 
 
 
 def known(body: str) -> dict[str, Field]:
-    """The fields of a body in the table, by name."""
+    """Return the table's fields for one kind of request body, by field name."""
     return _TABLE[body]
 
 
 def without_unread(body: str, given: Any, read: Container[str]) -> Any:
-    """The JSON object `given` without the fields that the server ignores.
+    """Return the JSON object `given` without the fields that the server ignores.
 
-    `read` holds the names of the fields of the body's pydantic model.
-    Raises an error for a field that is refused or unknown.
+    `read` has the names of the fields of the body's pydantic model. Raises an error for a field that is refused or
+    unknown.
     """
     if not isinstance(given, dict):
         return given
@@ -185,7 +194,8 @@ def without_unread(body: str, given: Any, read: Container[str]) -> Any:
         return given
     for name in others:
         field = _TABLE[body].get(name)
-        misplaced = field is not None and field.kind == SUPPORTED  # of another model of the same body
+        # the server supports the field, but in another pydantic model that shares this table of fields
+        misplaced = field is not None and field.kind == SUPPORTED
         if given[name] is None or (field and not misplaced and field.admits(given[name])):
             continue
         said = name if len(name) <= 60 else f"{name[:60]}..."
@@ -197,20 +207,19 @@ def without_unread(body: str, given: Any, read: Container[str]) -> Any:
 
 
 def reference() -> str:
-    """The text of docs/fields.md."""
+    """Return the text of docs/fields.md."""
     return "\n".join(_lines()) + "\n"
 
 
 def _lines() -> Iterator[str]:
     yield "# Fields of requests"
     yield ""
-    yield "This page tells you which fields of requests are supported, which are ignored, and which are refused."
+    yield "This page lists the supported, ignored and refused fields of requests."
     yield "`python -m megakernel.serving.api.fields` generates it from `serving/api/fields.py`, which also checks"
-    yield "requests. A harmless field is ignored, because it changes no answer. A refused field is an error, unless it"
-    yield "is null or has one of the values in parentheses, which have no effect. A field that is not listed is an"
-    yield "error too."
+    yield "requests. An ignored field changes no answer. A field that is refused or not listed causes an error, unless"
+    yield "its value is null. Values in parentheses have no effect, so a refused field is accepted with them."
     for body, where in _BODIES.items():
-        yield from ("", f"## {where[0].upper()}{where[1:]}", "", "| fields | known to | here | why |")
+        yield from ("", f"## {where[0].upper()}{where[1:]}", "", "| field (accepted values) | API | status | reason |")
         yield "| --- | --- | --- | --- |"
         for kind in (SUPPORTED, HARMLESS, REFUSED):
             rows: dict[tuple[str, str], list[Field]] = {}
