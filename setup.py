@@ -1,8 +1,8 @@
-"""Builds the native core; everything else is in pyproject.toml.
+"""Builds the native core, the C++ part of the package. All other settings of the build are in pyproject.toml.
 
 The core is a plain shared library with a C interface that ctypes loads, so it needs no Python headers. `kernels.cpp` is
-compiled once per SIMD path, and the path is chosen at run time. Set CXX for another compiler, and MEGAKERNEL_WERROR=1
-to make warnings errors.
+compiled once per SIMD path, and the path is chosen at run time. The environment variable CXX names another
+compiler, and MEGAKERNEL_WERROR=1 makes warnings errors.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-# -Werror=switch: a switch statement must have a case for each operation or result.
+# -Werror=switch: a switch over an enumeration, for example of operations, must have a case for each value.
 FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Werror=switch"]
-# Contraction to fused multiply-adds is part of the numerics: each product is rounded only once, together with its sum.
+# -ffp-contract=fast: the compiler must use fused multiply-adds, because the specified results have one rounding, not
+# two, for each product that is added to a sum.
 KERNEL_FLAGS = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 SIMD = {"portable": (4, [])}
 if platform.machine().lower() in ("x86_64", "amd64"):
@@ -37,11 +38,11 @@ def compiler() -> str:
             return name
     remedy = "xcode-select --install" if sys.platform == "darwin" else "apt install g++"
     what = f"CXX={wanted} is not found" if wanted else "megakernel needs a C++ compiler and found none"
-    raise SystemExit(f"{what}: run `{remedy}`, then install again")
+    raise SystemExit(f"{what}: run `{remedy}`, then install megakernel again")
 
 
 class BuildNative(build_ext):
-    """Compiles the sources in parallel and links them; it builds no Python module."""
+    """A build command that compiles the C++ sources in parallel and links them. It builds no Python module."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split("."))) + ".so"
@@ -61,7 +62,7 @@ class BuildNative(build_ext):
             for name, (lanes, simd_flags) in SIMD.items():
                 defines = [f"-DMK_SIMD={name}", f"-DMK_LANES={lanes}"]
                 jobs.append((source, KERNEL_FLAGS + simd_flags + defines, objects / f"kernels_{name}.o"))
-        jobs.sort(key=lambda job: -len(job[1]))  # the kernels take longest and so come first
+        jobs.sort(key=lambda job: -len(job[1]))  # compile the kernels first, because they take longest
 
         def run(command: list[str]) -> None:
             result = subprocess.run(command, capture_output=True, text=True)
@@ -75,7 +76,7 @@ class BuildNative(build_ext):
 
 
 class AnyPython(bdist_wheel):
-    """A wheel for every Python 3 on a platform."""
+    """A command that builds a wheel for every Python 3 on one platform, because no file depends on Python's version."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
@@ -85,7 +86,7 @@ setup(
     ext_modules=[
         Extension(
             "megakernel._native",
-            sources=sorted(str(p) for room in ("cpu", "simulate", "verify") for p in Path("csrc", room).glob("*.cpp")),
+            sources=sorted(str(p) for part in ("cpu", "simulate", "verify") for p in Path("csrc", part).glob("*.cpp")),
             depends=sorted(str(p) for p in Path("csrc").rglob("*.h")),
         )
     ],

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# When installed, scheduler and serving lie inside this package. In a checkout, which Python prefers if it is the
-# current folder, they lie next to it.
+# In an installed package, scheduler and serving are inside this folder. In a checkout, they are next to this folder.
+# (Python imports the checkout if it is the current folder.)
 if not (Path(__file__).parent / "scheduler").exists():
     __path__.append(str(Path(__file__).parents[1]))
 
@@ -29,7 +29,7 @@ _HOMES = dict.fromkeys(__all__, ".serving") | {"MegakernelError": ".errors"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use, so that reading the instruction table does not load an engine."""
+    """Import a public name on first use, so that importing the instruction table, for example, loads no engine."""
     if name == "__version__":
         from importlib.metadata import version
 

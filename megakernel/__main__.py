@@ -1,4 +1,4 @@
-"""Runs the console script as `python -m megakernel`, for shells that do not have it on the path."""
+"""Runs the command `megakernel` as `python -m megakernel`, for shells whose path lacks the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one exception that users see: a sentence that says what failed, where, and the remedy."""
+"""Declares the one exception that users see. Its text is a sentence that says what failed, where, and the remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class MegakernelError(Exception):
-    """Bad input or a failed operation. The command line prints its text as one line and exits with 1.
+    """Raised for bad input or a failed operation. The command line prints its text as one line and exits with 1.
 
     Names in an error may come from a file, so characters that would control a terminal are shown as their codes.
     """
@@ -20,7 +20,7 @@ class MegakernelError(Exception):
 
 @contextmanager
 def file_errors(task: str) -> Iterator[None]:
-    """Raises MegakernelError for an OSError in the block: "cannot `task`", with the system's message."""
+    """Turn an OSError in the block into a MegakernelError: "cannot `task`", with the system's message."""
     try:
         yield
     except OSError as e:
@@ -29,7 +29,7 @@ def file_errors(task: str) -> Iterator[None]:
 
 @contextmanager
 def whole_file(path: Path, what: str) -> Iterator[Path]:
-    """A file to write, which replaces `path` when the block ends, so that a reader never sees a partial file.
+    """Yield a file to write, which replaces `path` when the block ends, so that a reader never sees a partial file.
 
     If the disk is full, the old file stays and nothing else is left behind. A device is written directly. Raises
     MegakernelError: "cannot write `what`", with the system's message.

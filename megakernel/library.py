@@ -14,8 +14,8 @@ _FILE = "megakernel/_native.so"
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The loaded library. Calls release the GIL."""
-    # A checkout that is imported from the current folder has no library of its own, so an installed one is used.
+    """Load the native library and return it. Calls into the library release the GIL."""
+    # If the package is imported from a checkout that has no library, the library of an installed package is used.
     installed = (Path(str(found.locate_file(_FILE))) for found in distributions(name="megakernel"))
     for path in (Path(__file__).parents[1] / _FILE, *installed):
         if path.exists():

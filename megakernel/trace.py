@@ -1,4 +1,4 @@
-"""Declares the trace: one 32-byte record per interval, the same from every executor.
+"""Declares the format of a trace: one 32-byte record per interval. All executors write the same format.
 
 `megakernel.codegen` writes the C++ struct from FIELDS.
 """
@@ -43,14 +43,14 @@ class IntervalKind(IntEnum):
 FIELDS: tuple[tuple[str, str, str], ...] = (
     ("begin", "u8", "ticks"),
     ("end", "u8", "ticks"),
-    ("instruction", "u4", "row in the segment's records; the segment follows from `layer`"),
-    ("launch", "u4", "1 for the first launch after the trace was started"),
+    ("instruction", "u4", "index of the record in its segment (prologue, body or epilogue); `layer` tells the segment"),
+    ("launch", "u4", "number of the launch, counted from 1 when the trace starts"),
     ("worker", "u2", ""),
-    ("layer", "u2", "layer; PROLOGUE or EPILOGUE outside the layer body"),
+    ("layer", "u2", "layer number, or PROLOGUE or EPILOGUE outside the layers"),
     ("rank", "u1", ""),
     ("role", "u1", "Role"),
     ("kind", "u1", "IntervalKind"),
-    ("slot", "u1", "COUNTER_WAIT: the wait word that was satisfied last"),
+    ("slot", "u1", "index of the wait word that was satisfied last, if kind is COUNTER_WAIT"),
 )
 DTYPE = np.dtype([(name, kind) for name, kind, _ in FIELDS])
 PROLOGUE, EPILOGUE = 0xFFFE, 0xFFFF
@@ -59,20 +59,22 @@ Intervals = NDArray[np.void]
 if DTYPE.itemsize != 32:
     raise AssertionError("a trace record is 32 bytes")
 
-# Limits of the times in a header, in seconds: no clock has a tick of less than a femtosecond, and reading a clock takes
+# Limits of the times in a header, in seconds. No clock has a tick of less than a femtosecond, and reading a clock takes
 # less than a second.
 _LEAST_TICK_S, _MOST_S = 1e-15, 1.0
-_MOST_WORK = 1e30  # FLOPs or bytes of an attention slot: sums of them stay finite
+_MOST_WORK = 1e30  # limit of the FLOPs or bytes of an attention slot, so that sums of them stay finite
 
 _MAGIC = b"MKTRACE1"
 
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """`program` is the program's hash. Ticks are `tick_s` seconds. `read_s` is the cost of reading the clock.
+    """The header of a trace. `program` is the hash of the traced program. A tick lasts `tick_s` seconds. `read_s` is
+    the time in seconds that reading the clock takes.
 
-    `clock_error_s` bounds the clock offset between ranks after alignment (0 if they share a clock). `dropped` is the
-    number of intervals that did not fit. `source` is reference, cpu, cuda, protocol or simulator.
+    `clock_error_s` bounds the offset between the clocks of ranks after alignment (0 if the ranks share a clock).
+    `dropped` is the number of intervals that did not fit the buffer. `source` is reference, cpu, cuda, protocol or
+    simulator.
     """
 
     program: str
@@ -84,9 +86,9 @@ class TraceHeader:
 
 
 def _check(header: TraceHeader, attention: NDArray[np.float64] | None) -> None:
-    """Raise ValueError for records that no executor writes."""
+    """Raise ValueError if the header or the attention array has values that no executor writes."""
     if not all(isinstance(text, str) and text.isprintable() for text in (header.program, header.source)):
-        raise ValueError("program and source are not printable text")
+        raise ValueError("the header's program or source is not printable text")
     for name, least in (("tick_s", _LEAST_TICK_S), ("read_s", 0.0), ("clock_error_s", 0.0)):
         value = getattr(header, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= _MOST_S:
@@ -94,18 +96,18 @@ def _check(header: TraceHeader, attention: NDArray[np.float64] | None) -> None:
     if isinstance(header.dropped, bool) or not isinstance(header.dropped, int) or not 0 <= header.dropped < 1 << 63:
         raise ValueError("dropped must be a whole number of at least 0")
     if attention is not None and not ((attention >= 0) & (attention < _MOST_WORK)).all():
-        raise ValueError(f"an attention slot's work is not a number from 0 to {_MOST_WORK:g}")
+        raise ValueError(f"the FLOPs or bytes of an attention slot are not a number from 0 to {_MOST_WORK:g}")
 
 
 @dataclass(frozen=True)
 class Trace:
-    """`attention`, [launches, ranks, slots, 2], has the FLOPs and the bytes of K and V of each attention slot's items
-    in a layer, which the program does not determine; None if not recorded. In a file, the array follows the header,
-    which gives its shape.
+    """A trace. `attention`, an array [launches, ranks, slots, 2], has the work of each attention instruction (slot) in
+    a layer: FLOPs, and bytes of K and V. It depends on the sequences of the step, so the program does not contain it.
+    `attention` is None if the work was not recorded. In a file, the array follows the header, which gives its shape.
     """
 
     header: TraceHeader
-    intervals: Intervals  # DTYPE, sorted by (rank, worker, begin)
+    intervals: Intervals  # an array of DTYPE, sorted by (rank, worker, begin)
     attention: NDArray[np.float64] | None = None
 
     def save(self, path: Path) -> None:
@@ -129,7 +131,7 @@ class Trace:
             header, attention = TraceHeader(**fields), None
             if shape is not None:
                 if not all(isinstance(n, int) and 0 <= n <= len(data) for n in shape):
-                    raise ValueError("its attention has an impossible shape")
+                    raise ValueError("the array of attention work has an impossible shape")
                 attention = np.frombuffer(data, np.float64, math.prod(shape), start).reshape(shape)
                 start += attention.nbytes
             intervals = np.frombuffer(data, DTYPE, offset=start)

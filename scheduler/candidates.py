@@ -17,28 +17,28 @@ from .lower import lower_segment
 from .options import Options
 from .tasks import Candidate
 
-# Limits of attention in the step table. The table has room for one item per row and _ITEMS_PER_SLOT more per slot, so
-# that few rows can be divided by KV head and KV block. At most _SPLIT_ROWS rows with long contexts may be split at the
+# Limits of attention in the step table. An item is a part of the work, and the items of one instruction form a slot.
+# The table can hold one item per row and _ITEMS_PER_SLOT more per slot, so that a step with few rows can divide each
+# row's attention by KV head and KV block. At most _SPLIT_ROWS rows with long contexts may be split by KV block at the
 # same time, into at most _MAX_PARTIALS partial results.
 _ITEMS_PER_SLOT = 4
 _SPLIT_ROWS, _MAX_PARTIALS = 4, 16384
-# The largest number of partial results on a target where every slot's share may end inside a row's KV range, so that as
-# many rows as slots may be split.
+# The limit of partial results on targets with `any_split`, where as many rows as there are slots may be split.
 _MAX_SLOT_PARTIALS = 65536
-# Logit-bias pairs: the OpenAI API allows 300 per request.
+# The table has room for _BIAS_PER_ROW logit-bias pairs per row, and for at most _MAX_BIAS in total. The OpenAI API
+# allows 300 per request.
 _BIAS_PER_ROW, _MAX_BIAS = 512, 65536
-# The largest number of logit rows with a mask of one bit per token. So many masks take 4 MB with the largest
-# vocabularies in use.
+# The largest number of logit rows that may have a token mask. A mask has one bit per token of the vocabulary, so 256
+# masks take 4 MB for a vocabulary of 128,000 tokens.
 MOST_MASKS = 256
 
 
 def with_matmul(options: Options, config: ModelConfig, machine: Machine, *, tp: int, tokens: int) -> Options:
-    """`options` with `matmul` decided, for an engine whose largest bucket has `tokens` rows.
+    """Return `options` with `matmul` decided, for an engine whose largest bucket has `tokens` rows.
 
-    All programs of an engine must use the same matmul units, because these determine the bits of
-    the results. With few rows, dot products read weights faster than matrix units do, but they must
-    hold all rows of a tile in shared memory. So `auto` chooses dot products if one tile holds the
-    whole bucket.
+    All programs of an engine must use the same matmul units, because the units determine the bits of the results. With
+    few rows, dot products read weights faster than matrix units do, but dot products must hold all rows of a tile in
+    shared memory. So `auto` chooses dot products if one tile holds the whole bucket.
     """
     units = TARGETS[machine.target].units
     if options.matmul != "auto" or len(units) == 1:
@@ -48,26 +48,28 @@ def with_matmul(options: Options, config: ModelConfig, machine: Machine, *, tp: 
 
 
 def with_tiles(machine: Machine, config: ModelConfig, *, tp: int, units: Units) -> Machine:
-    """`machine` with the tile sizes of the chosen units. Tiles of dot products have few rows and a column unit of
-    their own.
+    """Return `machine` with the tile sizes of the chosen matmul units. Tiles of dot products have few rows, and their
+    widths are multiples of a different column unit.
     """
     rows = min(machine.tile_rows, _tile_rows(config, machine, tp, units))
     if rows < 1:
         raise MegakernelError(
-            f"cannot compile matmuls as dots: a row of this model takes more than {pages.DOT_INPUT_PAGES} pages of"
-            " shared memory; use --matmul tensor"
+            f"cannot compile matmuls as dot products: a row of this model takes more than {pages.DOT_INPUT_PAGES} "
+            "pages of shared memory; use --matmul tensor"
         )
     return replace(machine, tile_rows=rows, col_unit=TARGETS[machine.target].col_unit[units] or machine.col_unit)
 
 
 def _tile_rows(config: ModelConfig, machine: Machine, tp: int, units: Units) -> int:
-    """The largest number of rows of any matmul tile of a rank, whichever form the O projection has."""
+    """Return the largest number of rows that every matmul tile of a rank can have, with the O projection either sharded
+    or replicated.
+    """
     dims = replace(weight_dims(config, Dtype.BF16), tp=tp, replicated_o=1)
     return TARGETS[machine.target].tile_rows(units, max(dims.hidden, dims.o_cols, dims.rank_ffn))
 
 
 def most_dot_rows(config: ModelConfig, machine: Machine, tp: int) -> int:
-    """The largest number of rows of a tile computed with dot products."""
+    """Return the largest number of rows of a tile that is computed with dot products."""
     return max(1, min(machine.tile_rows, _tile_rows(config, machine, tp, TARGETS[machine.target].units[0])))
 
 
@@ -86,10 +88,10 @@ def program_dims(
     units: Units = Units.CORE,
     quantised_kv: bool = False,
 ) -> Dims:
-    """The sizes of a bucket. The room in its step table depends only on the bucket and on the workers.
+    """Return the sizes of a bucket. Its step table's capacity depends only on the bucket and the number of workers.
 
-    `claims` is the number of attention slots per worker. Row blocks, and how ranks share the work, are initially those
-    of a single rank.
+    `claims` is the number of attention slots per worker. The row blocks, and how ranks share the work, are set as for a
+    single rank; the caller changes them later.
     """
     kv_blocks = ceil_div(max_context, KV_BLOCK)
     slots = machine.workers * claims
@@ -117,8 +119,8 @@ def program_dims(
 
 
 class Candidates:
-    """The choices that `options` leaves open for one bucket, and the choice that the cost model predicts to be
-    fastest.
+    """Compares the candidates that `options` leaves open for one bucket, and finds the one that the cost model predicts
+    to be fastest.
     """
 
     def __init__(
@@ -131,10 +133,11 @@ class Candidates:
         self._config, self._machine, self._options, self._weight_bits = config, machine, options, weight_bits
 
     def fastest(self, dims: Dims) -> Candidate:
-        """The candidate that is predicted to be fastest. Whether the O projection is sharded or
-        replicated must not depend on the bucket, because it determines the bits of the results. It
-        is therefore chosen for the number of rows at which the machine's arithmetic takes as long
-        as reading the weights.
+        """Return the candidate that is predicted to be fastest.
+
+        Whether the O projection is sharded or replicated must not depend on the bucket, because it determines the bits
+        of the results. This choice is therefore made for the number of rows at which the machine's arithmetic takes as
+        long as reading the weights.
         """
         if dims.tp == 1:
             return self._normed(self._shared(dims, 0, 0))
@@ -158,11 +161,11 @@ class Candidates:
         return Candidate(dims, forward(self._config, dims, norm, self._weight_bits))
 
     def _shared(self, dims: Dims, replicated_o: int, replicated_residual: int) -> Dims:
-        """`dims` with the O projection and the residual replicated (1) or divided among ranks (0).
+        """Return `dims` with the O projection and the residual either replicated (1) or divided among ranks (0).
 
-        If the residual's rows are divided, row blocks are so short that each rank owns one,
-        provided that there are enough rows. However, the rows that the target stores at once must
-        not extend into the next block.
+        If the rows of the residual are divided, row blocks are so short that each rank owns one, provided that there
+        are enough rows. Their length is rounded up to a multiple of the number of rows that the target stores at once,
+        so that no store extends into the next block.
         """
         rows = dims.tokens if replicated_residual else ceil_div(dims.tokens, dims.tp)
         unit = target_of(dims).row_unit[Units(dims.units)]
@@ -170,11 +173,11 @@ class Candidates:
         return replace(dims, row_block=block, replicated_o=replicated_o, replicated_residual=replicated_residual)
 
     def _normed(self, dims: Dims) -> Candidate:
-        """The candidate with the place of a layer's norms decided.
+        """Return the candidate for `dims`, and decide where the norms of a layer are computed.
 
-        A norm that sends its rows to all ranks runs during the last stage of the previous layer, if
-        that stage has enough panels (groups of row blocks) for the norm to follow it. If every rank
-        has all rows, a matmul of few rows may normalise its inputs itself.
+        If rows of the residual have owners, a norm sends its rows to all ranks. It then runs during the last stage of
+        the previous layer, provided that there are enough row blocks to overlap the norm with that stage. If every rank
+        has all rows, a matmul with few rows may normalise its inputs itself.
         """
         sends = dims.tp > 1 and not dims.replicated_residual
         shape = self._options.shape
@@ -194,10 +197,11 @@ class Candidates:
         return self._fastest([self._candidate(dims, norm) for norm in ([Norm.INSIDE] if inside else []) + [Norm.OWN]])
 
     def _layer_seconds(self, candidate: Candidate) -> float:
-        """Predicted seconds of a layer, one phase after another. For attention, only stores to other ranks are counted.
+        """Return the predicted seconds of a layer whose phases run one after another. For attention, only its stores to
+        other ranks are counted.
 
-        A phase lasts as long as the slower of ranks 0 and 1. These two suffice: no shard is larger than rank 0's, and
-        if only rank 0 owns rows, rank 1 stands for the ranks that send to it.
+        A phase lasts as long as it does on the slower of ranks 0 and 1. These two ranks suffice: no shard is larger
+        than rank 0's, and if only rank 0 owns rows, all other ranks send to rank 0 as rank 1 does.
         """
         slowest: dict[int, float] = {}
         dims, shape = candidate.dims, self._options.shape

@@ -46,10 +46,10 @@ def compile_program(
     """Compile one bucket of `tokens` token rows, of which `logit_rows` rows get logits, for `tp` ranks.
 
     `max_seqs` and `max_context` (tokens) are the engine's limits. The backend that launches the program must have the
-    same limits and the same `options.matmul`: an engine calls `with_matmul` first. `weight_bits` gives the bits per
-    element of weight matrices that are not stored in `dtype`. With `quantised_kv`, K and V are stored in Q8_0, and the
-    backend must do the same. The result depends only on the arguments. Raises MegakernelError for arguments out of
-    range.
+    same limits and the same `options.matmul`, so an engine decides `matmul` with `with_matmul` before it compiles any
+    bucket. `weight_bits` gives the bits per element of weight matrices that are not stored in `dtype`. With
+    `quantised_kv`, K and V are stored in Q8_0, and the backend must do the same. The result depends only on the
+    arguments. Raises MegakernelError for arguments out of range.
     """
     sizes = {"tokens": tokens, "logit_rows": logit_rows, "max_seqs": max_seqs, "max_context": max_context}
     _check(config, machine, tp=tp, **sizes)
@@ -86,7 +86,9 @@ def build_program(tasks: Tasks, machine: Machine, options: Options = _DEFAULT) -
 
 
 def _in_pairs(machine: Machine, units: Units) -> Machine:
-    """`machine` with workers of two SMs each, whose tiles have twice the rows."""
+    """Return `machine` with each worker made of two SMs. It has half as many workers, and tiles may have twice the
+    rows.
+    """
     if units is not Units.TENSOR:
         raise MegakernelError(
             "cannot compile for pairs of SMs: only programs for the matrix units of a GPU can use them"

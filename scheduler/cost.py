@@ -15,10 +15,11 @@ from .options import Shape
 
 
 def seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> NDArray[np.float64]:
-    """[n] predicted seconds of each instruction on one worker, which gets an equal share of the machine's rates.
+    """Return the predicted seconds of each instruction of a phase on one worker: [n]. A worker gets an equal share of
+    the machine's rates.
 
-    Loads overlap arithmetic inside a worker, so only the longer of their two times counts. Attention's work is in the
-    step table; here attention costs only its dispatch.
+    Loads overlap arithmetic inside a worker, so only the longer of the two counts. The work of attention is in the step
+    table; so here attention costs only its dispatch.
     """
     share = float(machine.workers)
     memory = cost(phase, columns, dims).memory_bytes * (share / machine.memory_bytes_per_s)
@@ -26,11 +27,12 @@ def seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machi
 
 
 def phase_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> float:
-    """Predicted seconds of all of a rank's instructions of one phase, if its workers have no other work.
+    """Return the predicted seconds in which a rank executes all its instructions of one phase, if its workers have no
+    other work.
 
-    Arithmetic, memory and links overlap. Memory time is computed for the whole rank, because if few workers read, each
-    gets more than an equal share of the bandwidth. The latency of one signal is added, and that of a second signal if
-    the phase stores to other ranks.
+    Arithmetic, memory and links overlap. Memory time is that of the whole rank at full bandwidth: if only few workers
+    read, each gets more than an equal share. The latency of one signal is added, or of two signals if the phase
+    stores to other ranks.
     """
     arithmetic = _arithmetic(phase, columns, dims, machine) + machine.dispatch_s
     _, memory, link = unit_seconds(phase, columns, dims, machine)
@@ -39,7 +41,7 @@ def phase_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine:
 
 
 def step_seconds(program: Program, machine: Machine) -> float:
-    """Predicted seconds of a step of `program`: the sum over rank 0's phases, which run one after another.
+    """Return the predicted seconds of a step of `program`: the sum over rank 0's phases, which run one after another.
 
     Attention costs only its dispatch, because its work is in the step table.
     """
@@ -54,7 +56,9 @@ def step_seconds(program: Program, machine: Machine) -> float:
 
 
 def unit_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> tuple[float, float, float]:
-    """The seconds for which a rank's instructions fully occupy its arithmetic, its memory and its link."""
+    """Return three times: the seconds for which a rank's instructions of a phase would fully occupy the rank's
+    arithmetic units, its memory and its link.
+    """
     arithmetic = float(_arithmetic(phase, columns, dims, machine).sum()) / machine.workers
     memory = float(cost(phase, columns, dims).memory_bytes.sum()) / machine.memory_bytes_per_s
     link = float(link_bytes(phase, columns, dims).sum()) / machine.link_bytes_per_s
@@ -80,17 +84,17 @@ def _matmul_flops(dims: Dims, machine: Machine) -> float:
 
 
 def balanced_rows(dims: Dims, machine: Machine) -> float:
-    """The number of rows for which a matmul's arithmetic takes as long as reading its weights.
+    """Return the number of rows for which a matmul's arithmetic takes as long as reading its weights.
 
-    At F FLOP/s, R rows take 2 R / F seconds per weight; at B bytes/s, reading the b bytes of a weight takes b / B
-    seconds. So R = b F / 2 B.
+    At F FLOP/s, R rows take 2 R / F seconds per weight. At B bytes/s, reading the b bytes of a weight takes b / B
+    seconds. So R = b F / (2 B).
     """
     return itemsize(dims) * _matmul_flops(dims, machine) / (2 * machine.memory_bytes_per_s)
 
 
 def panel_blocks(dims: Dims, machine: Machine, shape: Shape) -> int:
-    """The number of row blocks in a panel, which share one pass over the weights: enough for
-    arithmetic, not memory, to be the limit.
+    """Return the number of row blocks in a panel. The row blocks of a panel share one pass over the weights, and the
+    panel is so large that arithmetic, not memory, is the limit.
 
     If all row blocks are already in one panel, a larger number changes nothing.
     """

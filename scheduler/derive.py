@@ -1,12 +1,14 @@
 """Derives which tasks must precede which, from the regions that phases declare.
 
-Tasks are handled in groups: the tasks of one phase in one row block. The analysis covers the prologue, two runs of the
-body and the epilogue; two runs suffice to find the edges between neighbouring layers. Two groups conflict if they touch
-a common part of the same rank's copy of a buffer and one of them writes. All tasks of the group that is earlier in
-program order then precede all tasks of the later group. An edge is kept unless other kept edges imply it.
+Tasks are handled in groups: a group has the tasks of one phase in one row block. The analysis covers the prologue, two
+runs of the body and the epilogue; two runs suffice to find the edges between neighbouring layers. Two groups conflict
+if they touch a common part of the same rank's copy of a buffer and at least one of them writes it. There is then an
+edge: all tasks of the group that is earlier in program order must precede all tasks of the later group. An edge that
+other edges imply is left out.
 
-If the step table selects what an access touches, one virtual group per row block represents the access: "whatever
-touches rows of this block". A virtual consumer becomes an INDEXED wait, a virtual producer an INDEXED signal.
+Some tasks touch rows that only the step table selects. For these tasks, each row block has a virtual group, which means
+"every task that touches rows of this block". An edge to a virtual group becomes an INDEXED wait, and an edge from a
+virtual group becomes an INDEXED signal.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ PROLOGUE, BODY, EPILOGUE = range(3)
 
 @dataclass(frozen=True)
 class Touch:
-    """The smallest box (row, row_end, col, col_end) around everything that a group touches in the copies of a buffer on
-    `ranks`.
+    """One access of a group to a buffer. `ranks` lists the ranks whose copies of the buffer the group reads or writes.
+    `box` (row, row_end, col, col_end) is the smallest rectangle around all elements that the group touches.
     """
 
     buffer: Buffer
@@ -40,11 +42,11 @@ class Touch:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Tasks of one phase in one row block. `index` is NONE for a real group. For a virtual group, it says how the step
-    table selects what the group touches.
+    """A group of tasks: those of one phase in one row block. `index` is NONE for a real group. For a virtual group,
+    which has no tasks, `index` says how the step table selects the rows that the group touches.
 
-    `tasks` is the index of its PhaseTasks in the segment. `ordinal` numbers the segment's phases in program order and
-    is the same on every rank.
+    `tasks` is the index of the group's PhaseTasks in the segment. `ordinal` numbers the segment's phases in program
+    order and is the same on every rank.
     """
 
     segment: int
@@ -53,7 +55,7 @@ class Group:
     rank: int
     block: int
     index: Index
-    members: NDArray[np.int64]  # indices of its tasks; none for a virtual group
+    members: NDArray[np.int64]  # indices of the group's tasks; empty for a virtual group
     touches: tuple[Touch, ...]
 
     @property
@@ -77,7 +79,7 @@ class Dependencies:
 
 
 def derive(tasks: Tasks) -> Dependencies:
-    """Compute the transitive reduction of the conflicts."""
+    """Return the edges between conflicting groups, without those that other edges imply (the transitive reduction)."""
     groups = [
         group
         for segment, parts in enumerate(tasks.segments)
@@ -87,18 +89,19 @@ def derive(tasks: Tasks) -> Dependencies:
     copies = [PROLOGUE, *[BODY] * min(tasks.dims.layers, 2), EPILOGUE]
     node_group = [g for copy in copies for g, group in enumerate(groups) if group.segment == copy]
     node_copy = [c for c, copy in enumerate(copies) for group in groups if group.segment == copy]
-    before = [0] * len(node_group)  # bit sets: the nodes that precede each node
+    before = [0] * len(node_group)  # for each node (one run of a group), a bit set of the nodes that must precede it
     found = Dependencies(groups)
-    kept: dict[int, list[int]] = defaultdict(list)  # producers that an item waits for in its own run
+    # for each node of attention items, the producers that the items wait for
+    kept: dict[int, list[int]] = defaultdict(list)
     for b, producers in enumerate(_candidates(groups, node_group, node_copy)):
         by_item = groups[node_group[b]].index is Index.ITEM
         for a in reversed(producers):
-            # Visit the nearest producer first: any path that implies this edge passes through a later producer of the
-            # same consumer.
+            # Visit the latest producer first. If other edges already imply the edge from `a` to `b`, they do so through
+            # a producer of `b` that comes after `a`.
             if before[b] >> a & 1:
                 continue
-            # Items wait only for counters of their own run. A producer in an earlier run must therefore precede the
-            # producers that the item waits for.
+            # Attention items wait only for counters of their own layer. A producer in an earlier layer must therefore
+            # precede the producers that the item waits for.
             targets = [b]
             if by_item and node_copy[a] == node_copy[b]:
                 kept[b].append(a)
@@ -107,14 +110,14 @@ def derive(tasks: Tasks) -> Dependencies:
             for target in targets:
                 _keep(found, (node_group[a], node_group[target]), copies, node_copy[a], node_copy[target])
             for node in {b, *targets}:
-                # A LOGIT_ROW consumer waits for rows that differ from step to step, so it orders nothing for other
-                # groups. Its entry here is harmless, because it has no successors.
+                # A LOGIT_ROW consumer waits for different rows in each step, so an edge to it must not imply an
+                # edge between other groups. It never does, because nothing depends on a LOGIT_ROW consumer.
                 before[node] |= before[a] | 1 << a
     return found
 
 
 def _groups(segment: int, number: int, ordinal: int, part: PhaseTasks, d: Dims) -> Iterator[Group]:
-    """The groups of a phase's tasks: the real, then the virtual ones, each by row block."""
+    """Yield the groups of a phase's tasks: first the real groups, then the virtual ones, each sorted by row block."""
     touched_by = accesses(part.phase, part.columns, d)
     order = np.argsort(part.block, kind="stable")
     starts = np.flatnonzero(np.diff(part.block[order], prepend=-1))
@@ -143,7 +146,7 @@ def _groups(segment: int, number: int, ordinal: int, part: PhaseTasks, d: Dims) 
                     access.buffer,
                     (owner,) if access.rank is None else _ranks(access.rank, d),
                     access.kind is not Kind.READ,
-                    # The declared box covers every possible row; this is the part of it in the block.
+                    # The declared box covers every row that the step table may select. Take its part in this block.
                     (*block_rows(d, block), int(access.col[0]), int(access.col_end[0])),
                 )
                 for access in picked
@@ -152,14 +155,16 @@ def _groups(segment: int, number: int, ordinal: int, part: PhaseTasks, d: Dims) 
 
 
 def _ranks(rank: int | Column | None, d: Dims) -> tuple[int, ...]:
-    """The ranks that one value of an access's `rank` selects."""
+    """Return the ranks that `rank` stands for. `rank` is a field of an access: EVERY means all ranks, OWN means the
+    rank of `d`, and a number means that rank.
+    """
     assert rank is not None
     return tuple(range(d.tp)) if rank == EVERY else (d.rank if rank == OWN else int(rank),)
 
 
 def _candidates(groups: list[Group], node_group: Sequence[int], node_copy: Sequence[int]) -> Iterator[list[int]]:
-    """For each node in order, the earlier nodes whose bounding boxes overlap its own in some buffer, if one of the two
-    nodes writes that buffer.
+    """Yield, for each node in order, the list of earlier nodes that may conflict with it. Two nodes may conflict if
+    their bounding boxes in some buffer overlap and at least one of the two nodes writes the buffer.
     """
     touched: dict[tuple[Buffer, int, int], list[tuple[int, int, int, int, int, int]]] = defaultdict(list)
     for node, g in enumerate(node_group):
@@ -180,10 +185,10 @@ def _candidates(groups: list[Group], node_group: Sequence[int], node_copy: Seque
 
 
 def _overlapping(hulls: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[2, pairs] of nodes whose boxes overlap, where at least one of the two writes. A box is (row,
-    row_end, col, col_end, node, writes), sorted by row.
+    """Return the pairs of nodes whose boxes overlap, where at least one of the two nodes writes: [2, pairs]. Each row
+    of `hulls` is a box (row, row_end, col, col_end, node, writes). The rows are sorted.
 
-    Boxes cover few rows, so all boxes that may overlap a given box lie in a short range of the sorted boxes.
+    A box covers few rows of its buffer, so all boxes that may overlap it lie in a short range of the sorted boxes.
     """
     row, row_end, col, col_end, node, writes = hulls.T
     first = np.searchsorted(row, row - (row_end - row).max(), side="right")
@@ -198,7 +203,9 @@ def _keep(found: Dependencies, edge: Edge, copies: list[int], first: int, second
     if first == second:
         found.within.add(edge)
     elif second != first + 1:
-        raise AssertionError(f"tasks of segment {copies[first]} must precede tasks that are not in the next run")
+        raise AssertionError(
+            f"a task waits for a task of segment {copies[first]} that runs more than one segment earlier"
+        )
     elif copies[first] == PROLOGUE:
         found.entering.add(edge)
     else:

@@ -22,13 +22,13 @@ def describe(program: Program) -> dict[str, Any]:
     per_layer               the instructions of one layer, counted by phase name
     workers, ranks, layers, counters (of all blocks), bytes (of the file)
     sms                     SMs per worker
-    all_to_all_per_layer    counters of a layer that every instruction of one phase signals and every instruction of
-                            another waits for, if both have several instructions: a barrier between the two phases
+    all_to_all_per_layer    counters of a layer that act as a barrier between two phases with several instructions
+                            each: all instructions of one signal the counter, and all of the other wait for it
     waits_per_instruction   {number of waits: instructions}, with the body counted once per layer
     matmul                  dots or tensor; None for a CPU
     lowering                see the function `lowering`
     link_bytes_per_layer    [from rank][to rank]: bytes that a layer's instructions store on other ranks
-    link_bytes              declared bytes stored on other ranks in one launch
+    link_bytes              bytes that the instructions of one launch declare to store on other ranks
     """
     dims, layers = program.dims, program.dims.layers
     segments = ((program.prologue, 1), (program.body, layers), (program.queues, layers), (program.epilogue, 1))
@@ -61,7 +61,7 @@ def describe(program: Program) -> dict[str, Any]:
 
 
 def lowering(dims: Dims, forward: Forward) -> dict[str, str]:
-    """Where a layer's norms are computed, and, with several ranks, how they share the O projection and the residual."""
+    """Where a layer's norms are computed, and how several ranks share the O projection and the residual."""
     inside, ahead = (any(getattr(phase, name) for phase in forward.body) for name in ("norm", "ahead"))
     ranks = {
         "o": "replicated" if dims.replicated_o else "sharded",
@@ -71,7 +71,7 @@ def lowering(dims: Dims, forward: Forward) -> dict[str, str]:
 
 
 def _link(program: Program, segment: int) -> NDArray[np.int64]:
-    """[from rank, to rank] bytes of one execution of a segment."""
+    """Return the bytes that one execution of a segment stores on other ranks: [from rank, to rank]."""
     out = np.zeros((program.ranks, program.ranks), dtype=np.int64)
     for phase, dims, _, columns in program.by_phase(segment):
         out[dims.rank] += link_bytes(phase, columns, dims)
@@ -84,11 +84,11 @@ def _names(program: Program, records: Records) -> dict[str, int]:
 
 
 def _all_to_all(program: Program) -> int:
-    """The number of counters that all instructions of one phase signal and all of another wait for, on the rank with
-    the most such counters. Signals may come from all ranks.
+    """Return the number of counters for which this holds: all instructions of one phase, on all ranks, signal the
+    counter, and all instructions of another phase on the counter's rank wait for it. The number is that of the rank
+    with the most such counters.
 
-    A counter of the body serves either its own layer or the next one, never both, so signals to
-    both are counted alike.
+    Signals to the same layer and to the next layer are not distinguished: no counter of the body gets both kinds.
     """
     body, owners = program.numbered(1)
     ranks = [body[owners == rank] for rank in range(program.ranks)]
@@ -103,10 +103,10 @@ def _all_to_all(program: Program) -> int:
 
 
 def _users(program: Program, records: Records, named: Records, to: int | None = None) -> NDArray[np.int64]:
-    """[phase, counter]: how many instructions name a rank's counter in their words `named`. A word
-    that names a grid of counters counts for each of them.
+    """Return, as [phase, counter], how many instructions of the phase name the counter. `named` has the wait words or
+    the signal words of `records`. A word that names a grid of counters counts for each counter of the grid.
 
-    If the words are signals, which name a rank, `to` is the rank whose counters are meant.
+    A signal word also names a rank; only signals to the rank `to` are counted.
     """
     dims = program.dims
     used = named != 0

@@ -11,16 +11,17 @@ from ..isa import Dtype, Forward
 from ..isa import record as rec
 from ..program import Program, Segment
 
-Totals = tuple[NDArray[np.int32], NDArray[np.int32]]  # totals of layer 0 and of every later layer; [ranks, counters]
+# the arrivals of each counter in layer 0, and in each later layer: [ranks, counters]
+Totals = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
 def disassemble(program: Program) -> Iterator[str]:
-    """Lines without line ends. The same program always gives the same text.
+    """Yield the lines of the listing, without line ends. The same program always gives the same text.
 
-    `#7=3` waits until counter 7 has its 3 arrivals of this launch; it reads `#7=3 (1 in layer 0)` if the prologue feeds
-    the counter. `#7+` signals counter 7 of the next layer's block. `#7@3` signals counter 7 on rank 3, `#7@all` on
-    every rank, and `#7@owner` on the rank that owns the rows. `#7[table]` is a grid of counters that starts at counter
-    7; the step table selects one of them.
+    `#7=3` waits until counter 7 has received its 3 arrivals in this launch. `#7=3 (1 in layer 0)` means that only one
+    arrival is needed in layer 0, where the prologue signals the counter. `#7+` signals counter 7 of the next layer.
+    `#7@3` signals counter 7 on rank 3, `#7@all` on every rank, and `#7@owner` on the rank that owns the rows.
+    `#7[table]` is a grid of counters that starts at counter 7; the step table selects one of them.
     """
     program.check()
     d = program.dims
@@ -42,7 +43,10 @@ def disassemble(program: Program) -> Iterator[str]:
 def _segment(
     title: str, segment: Segment, of: tuple[str, int], totals: Totals, forward: Forward, start: int = 0
 ) -> Iterator[str]:
-    """`of` says what the records are dealt to (streams or queues), and how many of these a rank has."""
+    """Yield the lines of one part of a program: the prologue, body or epilogue of all workers, or all queues.
+
+    `of` is ("worker", workers per rank), or for queues ("queue", queues per rank).
+    """
     name, each = of
     if each:
         yield f"{title}:"

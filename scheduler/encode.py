@@ -58,13 +58,13 @@ def _records(tasks: PhaseTasks, waits: Words, signals: Words) -> Records:
 
 
 def _join(waits: Words, signals: Words) -> Records:
-    """[1, WORDS]: the record of one `join`."""
+    """Return the record of one `join` instruction: [1, WORDS]."""
     return rec.encode(JOIN.number, (), waits, signals)[None]
 
 
 @dataclass(frozen=True)
 class _Placed:
-    """The records of a segment, with each record's stream and its position in the common order of all streams."""
+    """The records of a segment. Each record has a stream and a position in the common order of all streams."""
 
     records: Records
     stream: NDArray[np.int64]  # rank * workers + worker
@@ -79,8 +79,8 @@ def _encode(
     joins: list[Join],
     workers: int,
 ) -> _Placed:
-    """Encode the records. A join, which only waits and signals, runs in its first consumer's
-    stream.
+    """Encode the records of a segment. A `join` instruction, which only waits and signals, runs in the stream of the
+    first of the tasks that wait for it.
     """
     records = [_records(*columns) for columns in zip(parts, waits, signals, strict=True)]
     records += [_join(join.waits, join.signal) for join in joins]
@@ -94,7 +94,7 @@ def _encode(
 
 
 def _streams(placed: _Placed, count: int) -> Segment:
-    """The records of each stream, in order."""
+    """Return a segment with the records sorted by stream, and in each stream by position."""
     sorting = np.lexsort((placed.order, placed.stream))
     offsets = np.zeros(count + 1, dtype=np.int32)
     np.cumsum(np.bincount(placed.stream, minlength=count), out=offsets[1:])
@@ -102,12 +102,12 @@ def _streams(placed: _Placed, count: int) -> Segment:
 
 
 def _with_queue(body: _Placed, ranks: int, workers: int, phases: list[int] | None) -> tuple[_Placed, Segment]:
-    """Give the body a queue per rank, which holds the instructions of some phases or of all phases.
+    """Move the instructions of `phases` (None: of all phases) from the workers' streams into one queue per rank.
+    Return the streams and the queues.
 
-    In the common order of all streams, every worker's drain (the instruction that claims from the
-    queue) stands where the queue's first record stood. In that order, attention follows everything
-    that its items may wait for and precedes everything that waits for attention, so a drain may
-    claim all attention instructions.
+    Each stream gets a drain, which claims instructions from the queue, in the place of the queue's first record. The
+    common order of all streams has everything that attention may wait for before all attention instructions, and
+    everything that waits for attention after them. So one drain may claim all attention instructions.
     """
     rank = body.stream // workers
     claimed = np.ones(len(rank), bool) if phases is None else np.isin(rec.phase_number(body.records), phases)
@@ -128,10 +128,11 @@ def _with_queue(body: _Placed, ranks: int, workers: int, phases: list[int] | Non
 
 
 def _with_barrier(epilogue: Segment, counters: tuple[int, int], workers: int) -> Segment:
-    """Make every stream wait at its end until every instruction of every rank has ended.
+    """Return the epilogue with a barrier: at its end, every stream waits until every instruction of every rank has
+    ended.
 
-    All workers of a rank signal a first counter. One of them waits for it and then signals the second counter of all
-    ranks, for which every worker waits.
+    All workers of a rank signal a first counter. One worker of the rank waits for that counter and then signals a
+    second counter on all ranks. Every worker waits for the second counter.
     """
     gather, leave = counters
     none = np.zeros(0, np.int32)

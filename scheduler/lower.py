@@ -22,7 +22,9 @@ _SHAPE = Shape()
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Some row blocks: `total` rows are divided into blocks of `length` rows, and `numbers` lists the selected ones."""
+    """A selection of row blocks. `total` rows are divided into blocks of `length` rows, and `numbers` lists the
+    selected blocks.
+    """
 
     total: int
     length: int
@@ -33,7 +35,7 @@ class _Blocks:
 
 
 def lower(candidate: Candidate, machine: Machine, shape: Shape = _SHAPE) -> Tasks:
-    """The tasks of all ranks."""
+    """Return the tasks of all ranks."""
     ranks = range(candidate.dims.tp)
     segments = (lower_segment(segment, ranks, candidate.dims, machine, shape) for segment in candidate.forward.segments)
     return Tasks(candidate, *segments)
@@ -42,7 +44,7 @@ def lower(candidate: Candidate, machine: Machine, shape: Shape = _SHAPE) -> Task
 def lower_segment(
     phases: Iterable[Phase], ranks: Sequence[int], dims: Dims, machine: Machine, shape: Shape
 ) -> list[PhaseTasks]:
-    """The tasks of some ranks, phase by phase and rank by rank, without phases that have nothing to do."""
+    """Return the tasks of `ranks`, ordered by phase and then by rank. A phase without work has no entry."""
     out: list[PhaseTasks] = []
     for phase in phases:
         for rank in ranks:
@@ -53,14 +55,14 @@ def lower_segment(
 
 
 def _tasks(phase: Phase, d: Dims, machine: Machine, shape: Shape, before: list[PhaseTasks]) -> PhaseTasks:
-    """The tasks of rank `d.rank`."""
+    """Return the tasks of one phase on the rank `d.rank`. `before` has the tasks of the earlier phases."""
     match phase.operation:
         case Operation.GATHER | Operation.ROPE | Operation.NORM:
             return _runs(phase, d, machine)
         case Operation.MATMUL:
             return _tiles(phase, d, machine, shape)
         case Operation.REDUCE:
-            # A task has whole rows, because the norm that follows needs them.
+            # A reduction sums whole rows, because the norm that follows needs every column of a row.
             tasks = _runs(phase, d, machine)
             zero = np.zeros_like(tasks.block)
             return replace(tasks, columns=tasks.columns | {"col": zero, "cols": zero + d.hidden})
@@ -72,7 +74,7 @@ def _tasks(phase: Phase, d: Dims, machine: Machine, shape: Shape, before: list[P
             row = np.arange(first, min(first + d.own_logit_rows, d.logit_rows), dtype=np.int32)
             return PhaseTasks(phase, {"row": row, "rows": np.ones_like(row)}, row // _logit_block(d, machine), d.rank)
         case Operation.JOIN | Operation.DRAIN:
-            raise AssertionError("control instructions are not lowered")
+            raise AssertionError("JOIN and DRAIN are control instructions, which have no tile tasks")
 
 
 def _logit_block(d: Dims, machine: Machine) -> int:
@@ -80,7 +82,7 @@ def _logit_block(d: Dims, machine: Machine) -> int:
 
 
 def _blocks(phase: Phase, d: Dims, machine: Machine) -> _Blocks:
-    """The row blocks of a phase's rows."""
+    """Return the row blocks that the rank `d.rank` computes in a phase."""
     if phase.rows in (Rows.LOGIT, Rows.SAMPLED):
         length = _logit_block(d, machine)
         return _Blocks(d.logit_rows, length, np.arange(ceil_div(d.logit_rows, length), dtype=np.int32))
@@ -103,7 +105,7 @@ def _runs(phase: Phase, d: Dims, machine: Machine) -> PhaseTasks:
 
 
 def _tiles(phase: Phase, d: Dims, machine: Machine, shape: Shape) -> PhaseTasks:
-    """Row blocks × column tiles of nearly equal width that start at multiples of the column unit."""
+    """Divide each row block into column tiles of nearly equal width that start at multiples of the column unit."""
     rows, cols = _blocks(phase, d, machine), phase.width(d)
     blocks, unit = len(rows.numbers), max(machine.col_unit, output_columns(phase, d))
     unit = math.lcm(unit, d.head_dim) if phase.whole_heads(d) else unit
@@ -121,12 +123,13 @@ def _tiles(phase: Phase, d: Dims, machine: Machine, shape: Shape) -> PhaseTasks:
 
 
 def _column_tiles(phase: Phase, rows: _Blocks, cols: int, unit: int, d: Dims, machine: Machine, shape: Shape) -> int:
-    """The number of column tiles that minimises the time of the phase: the number of waves × seconds of the widest
-    tile. A wave is one tile per worker.
+    """Return the number of column tiles that minimises the time of the phase. This time is the number of waves × the
+    seconds of the widest tile. In a wave, each worker computes one tile.
 
-    A tile holds at most tile_rows × tile_cols outputs, so short row blocks may have wide tiles; a phase then has about
-    one tile per worker. Tiles become narrower only to occupy all workers or to fill the last wave. With several panels,
-    the next phase uses the workers that the last wave leaves idle, so a partial wave counts only as its fraction.
+    A tile holds at most tile_rows × tile_cols outputs, so tiles of short row blocks may be wide. Tiles are narrower
+    than this limit only to occupy all workers or to fill the last wave. If the row blocks form several panels (see
+    `panel_blocks`), the next phase uses the workers that the last wave leaves idle. A partial wave then counts only as
+    the fraction of workers that it uses.
     """
     blocks, units = len(rows.numbers), ceil_div(cols, unit)
     widest = max(1, machine.tile_rows * machine.tile_cols // (rows.length * unit))
@@ -144,8 +147,11 @@ def _column_tiles(phase: Phase, rows: _Blocks, cols: int, unit: int, d: Dims, ma
 
 
 def _attention(phase: Phase, heads: PhaseTasks | None, d: Dims) -> PhaseTasks:
-    """One instruction per slot. `heads` are the tasks that compute q, k and v. Groups of KV heads are as small as
-    possible, but so large that the signals of each of these tasks fit its record.
+    """Return the attention tasks of a rank: one instruction per attention slot. `heads` are the tasks that compute q, k
+    and v.
+
+    KV heads are divided into groups, and a task of `heads` signals every group to which it contributes. The groups are
+    as small as possible, but large enough that these signals fit into the record of the task.
     """
     slot = np.arange(d.attention_slots if heads else 0, dtype=np.int32)
     columns = {name: np.zeros_like(slot) for name in phase.operands} | {"slot": slot}

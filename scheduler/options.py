@@ -18,16 +18,16 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of tiles and panels. No result depends on them, in any bit. 0 means the machine's value or the cost model's
-    choice.
+    """Sizes that affect a program's speed, but no bit of its results. A size of 0 means that the machine's value or the
+    cost model's choice is used.
 
-    tile_rows, tile_cols    the maximum numbers of rows and output columns of a matmul tile, at most the machine's
-    panel                   row blocks that share one pass over the weights
-    reduce_lag, norm_lag    lags, in panels, if a layer ends with the next layer's norm: from the last stage to the
-                            reduction, so that the partial sums of all ranks have arrived, and from the reduction to the
-                            norm
-    claims                  attention slots per worker, if workers claim slots; the step's attention is then divided
-                            into equal slots where possible
+    tile_rows, tile_cols    the maximum rows and output columns of a matmul tile; the machine's maximum applies too
+    panel                   the number of row blocks that share one pass over the weights; they form a panel
+    reduce_lag              if a layer ends with the next layer's norm: the panels by which the reduction runs after
+                            the layer's last matmul, so that the partial sums of all ranks have arrived
+    norm_lag                the panels by which that norm runs after the reduction
+    claims                  if workers claim attention from a queue: the number of attention instructions per worker,
+                            among which the attention of a step is divided equally where possible
     """
 
     tile_rows: int = 0
@@ -40,20 +40,20 @@ class Shape:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a compilation. `auto` chooses what is predicted to be faster. Only `o` and
-    `matmul` affect the numerics class, which determines the bits of the results.
+    """Options of a compilation. For `auto`, the compiler chooses the value that it predicts to be fastest. Only `o` and
+    `matmul` affect the bits of the results.
 
     o              O projection: W_O sharded by head, or replicated on every rank
-    residual       token rows dealt to owner ranks, or kept on every rank
-    norm           own: a layer begins with its own attention norm; next: it ends with the next layer's attention norm;
-                   inside: each matmul that reads normalised rows normalises them itself
-    queue          what workers claim at run time: nothing, attention, or the whole body of a layer. If it is auto,
-                   `tune.Fastest` simulates all possibilities that these options leave open, and `compile_program`
-                   treats it as none
+    residual       the rows of the residual: each on one owner rank (dealt), or on every rank (replicated)
+    norm           own: a layer begins with its own attention norm; next: a layer ends with the next layer's attention
+                   norm; inside: each matmul that reads normalised rows normalises them itself
+    queue          what workers claim from a queue at run time: nothing (none), attention, or a whole layer (body).
+                   For auto, `tune.Fastest` simulates all possibilities that these options leave open;
+                   `compile_program` treats auto as none
     pairs          whether a worker is two SMs, which load each weight tile once for both (matrix units of GPUs only);
                    `compile_program` treats auto as off
-    interleave     whether memory-bound and compute-bound work of neighbouring phases may share a worker's time; if off,
-                   phases run one after another
+    interleave     whether a worker may alternate between memory-bound and compute-bound work of neighbouring phases; if
+                   off, phases run one after another
     matmul         dot products (for few rows) or matrix units; `with_matmul` resolves auto. It has no effect on a CPU
     overlap_ranks  if off, instructions wait for whole phases of other ranks instead of row blocks
     """
@@ -70,7 +70,7 @@ class Options:
 
     @property
     def claimed(self) -> str:
-        """The part of a layer that workers claim at run time, if any."""
+        """Return what workers claim from queues at run time: "attention", "body" (whole layers) or "" for nothing."""
         return "" if self.queue in ("auto", "none") else self.queue
 
     def __post_init__(self) -> None:

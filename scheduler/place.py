@@ -1,4 +1,6 @@
-"""Assigns tasks to streams and orders them. Every stream is a subsequence of one topological order of the segment."""
+"""Assigns tasks to instruction streams and orders them. All streams of a segment (prologue, one layer or epilogue)
+follow one topological order of the segment's tasks.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,23 @@ from .tasks import PhaseTasks, ordinals
 
 @dataclass(frozen=True)
 class Placed:
-    """Where and when each task runs: its worker, and its position in the common order of all ranks."""
+    """The place of each task: the worker that runs it, and its position in the common order of all ranks."""
 
     worker: NDArray[np.int64]
     order: NDArray[np.int64]
 
 
 def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, options: Options) -> list[Placed]:
-    """Place the tasks of one segment.
+    """Place the tasks of one segment: the prologue, one layer or the epilogue.
 
-    Stages (matmuls and attention) run one after another. Inside a stage, panels of row blocks run in order, and inside
-    a panel the tasks run column by column, so that a weight tile read from memory serves the whole panel. If one of two
-    neighbouring stages is limited by arithmetic and the other by links or memory, they alternate panel by panel. Norms,
-    reductions and sampling between two stages are placed well after the producers of their inputs and well before their
-    consumers, so neither they nor the consumers wait. Without interleaving, phases run one after another. They also do
-    so if tasks wait for whole phases of other ranks, because in every stream such a task must come after those phases.
+    Matmul and attention phases are called stages, and run one after another. Inside a stage, panels (groups of row
+    blocks) run in order. Inside a panel, the tasks run column by column, so that a weight tile read from memory serves
+    the whole panel. Two neighbouring matmul stages alternate panel by panel if one is limited by arithmetic and the
+    other by links or memory. Norms, reductions and sampling between two stages are placed well after the producers of
+    their inputs and well before their consumers, so that neither they nor the consumers wait.
+
+    Without `options.interleave`, phases run one after another. Without `options.overlap_ranks` they do so too, because
+    tasks then wait for whole phases of other ranks, and must come after those phases in every stream.
     """
     kind = ordinals(segment)
     blocks = panel_blocks(dims, machine, options.shape)
@@ -60,13 +64,14 @@ def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, options: Opti
 def _turns(
     segment: list[PhaseTasks], kind: list[int], panels: int, dims: Dims, machine: Machine, shape: Shape
 ) -> list[tuple[float, float]]:
-    """The sort key of the first panel of each phase, and the step from one panel to the next.
+    """Return (key of the first panel, difference between the keys of successive panels) for each phase. Tasks run in
+    the order of these keys.
 
-    The keys of a stage span an interval of length 1. A panel of a phase between two stages lies about midway between
-    the panel's end in the first stage and its start in the second. Two alternating stages share an interval of length
-    2: the second lags behind the first by one panel, and by one more for each kind of phase between them. If a layer
-    ends with the next layer's norm, no stage follows the norm in this segment, so the phases after the last stage
-    simply follow that stage panel by panel.
+    The keys of a stage span an interval of length 1. In a phase between two stages, a panel's key lies about midway
+    between the panel's end in the first stage and its start in the second. Two alternating stages share an interval of
+    length 2: the second stage lags behind the first by one panel, and by one more panel for each phase between them.
+    If a layer ends with a reduction and the next layer's norm, no stage follows in this segment. So both phases follow
+    the last stage panel by panel, with the lags given by `shape`.
     """
     of_kind = {k: [p for p, number in zip(segment, kind, strict=True) if number == k] for k in kind}
     stages = [k for k, members in of_kind.items() if members[0].phase.family in _STAGES]
@@ -80,8 +85,8 @@ def _turns(
         if lag and panels > 2 * lag and _complementary(of_kind[stage], of_kind[following], dims, machine):
             step = 2 / (panels + lag)
             turns[stage] = number, step
-            # The first kind of phase between the two stages begins 4/3 panels after `stage`, and each further kind
-            # begins one panel later.
+            # The first phase between the two stages begins 4/3 panels after `stage`, and each further phase begins
+            # one panel later.
             for k in range(stage + 1, following):
                 turns[k] = number + (k - stage + 1 / 3) * step, step
             turns[following] = number + lag * step, step
@@ -96,14 +101,14 @@ def _turns(
 
 
 _STAGES = (OperationFamily.MATMUL, OperationFamily.ATTENTION)
-# Phases between two stages run in the gap between the end of a panel in the first stage and its start in the second.
-# This fraction of the gap remains after them. It is less than one half, because at the midpoint an earlier panel may
-# begin in the second stage, and that panel is more urgent.
+# A phase between two stages runs a panel in the gap between the panel's end in the first stage and its start in the
+# second. _LEFT is the fraction of the gap that is left when the phase runs. The fraction is less than one half, because
+# at the middle of the gap another panel may begin in the second stage, and that is more urgent.
 _LEFT = 7 / 16
 
 
 def _complementary(first: list[PhaseTasks], second: list[PhaseTasks], dims: Dims, machine: Machine) -> bool:
-    """Whether one stage is limited by arithmetic and the other by memory or links."""
+    """Whether one of the two stages is limited by arithmetic and the other one by memory or links."""
     bound = []
     for stage in (first, second):
         if not stage[0].phase.is_matmul:
@@ -121,11 +126,12 @@ def _workers(
     *,
     pipelined: bool,
 ) -> list[NDArray[np.int64]]:
-    """Assign each task, in the order of keys, to the worker that is free first. Attention tasks are assigned by slot.
+    """Return the worker of each task. Tasks are assigned in the order of their keys, each one to the worker that is
+    free first. Attention tasks go to the workers in turn.
 
-    `parts` has a rank's tasks, with the panel and the key of each. With one panel, a phase starts when the previous one
-    has ended, so all workers are free. With several panels, a phase begins while workers still finish the previous one,
-    so the load carries over.
+    `parts` has the tasks of one rank, with the panel and the key of each task. If `pipelined`, a phase begins while
+    workers still finish the previous phase, so each worker's load from that phase counts. Otherwise a phase starts when
+    the previous phase has ended, so all workers are free.
     """
     load = np.zeros(machine.workers)
     out = [np.arange(len(tasks)) % machine.workers for tasks, _, _ in parts]
@@ -145,7 +151,9 @@ def _workers(
 
 
 def _first_free(tasks: int, cost: float, load: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The worker of each of `tasks` equal tasks, which are dealt in order to the worker with the least load so far."""
+    """Return the worker of each of `tasks` equal tasks. Each task in turn goes to the worker with the least load so
+    far.
+    """
     depth = min(tasks, tasks // len(load) + 2 + int((load.max() - load.min()) / cost))
     start = load[:, None] + cost * np.arange(depth)
     return np.argsort(start.T.ravel(), kind="stable")[:tasks] % len(load)

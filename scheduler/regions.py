@@ -1,4 +1,4 @@
-"""Boxes of rows and columns as arrays, and the parts of a box that the step table selects."""
+"""Functions on boxes, which are ranges of rows and columns of a buffer, and on row blocks and groups of KV heads."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ Boxes = NDArray[np.int32]  # [n, 4]: row, row_end, col, col_end
 
 
 def boxes(access: Access) -> Boxes:
-    """One box per instruction; the box is empty if the instruction does not touch the buffer."""
+    """Return one box per instruction. The box is empty if the instruction does not touch the buffer."""
     return np.stack([access.row, access.row_end, access.col, access.col_end], axis=1)
 
 
 def nonempty(b: Boxes) -> NDArray[np.bool_]:
-    """[n]: which boxes are not empty."""
+    """Return a mask of the boxes that are not empty: [n]."""
     found: NDArray[np.bool_] = (b[:, 0] < b[:, 1]) & (b[:, 2] < b[:, 3])
     return found
 
 
 def hulls(b: Boxes, starts: NDArray[np.int64]) -> Boxes:
-    """[len(starts), 4]: the smallest box around each run of boxes; empty if all boxes of the run are empty."""
+    """Divide `b` into groups of consecutive boxes, and return the smallest box around each group: [len(starts), 4].
+
+    `starts` has the first index of each group. The box around a group of empty boxes is empty.
+    """
     none = np.iinfo(np.int32).max
     filled = np.where(nonempty(b)[:, None], b, np.array([none, -1, none, -1], dtype=np.int32))
     low = np.minimum.reduceat(filled[:, ::2], starts)
@@ -31,13 +34,14 @@ def hulls(b: Boxes, starts: NDArray[np.int64]) -> Boxes:
 
 
 def block_rows(dims: Dims, block: int) -> tuple[int, int]:
-    """The token rows of a row block."""
+    """Return the first token row of a row block, and the row after its last one."""
     return block * dims.row_block, min((block + 1) * dims.row_block, dims.tokens)
 
 
 def head_groups(producer: Phase, columns: Columns, attention: Phase, dims: Dims, group_heads: int) -> NDArray[np.bool_]:
-    """[tasks, head groups]: whether a task of the producer writes data that attention items read, if the items have the
-    task's rows and that group of `group_heads` KV heads.
+    """Return a mask [tasks, head groups]: whether attention for a head group may read what a task of `producer` writes.
+
+    A head group is `group_heads` consecutive KV heads. The mask compares columns only, as if the rows were the same.
     """
     one = {name: np.zeros(1, dtype=np.int32) for name in attention.operands}
     found = accesses(attention, one, dims)

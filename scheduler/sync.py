@@ -1,9 +1,11 @@
 """Turns dependencies into counters: the wait and signal words of every task.
 
-A counter means "these groups of tasks are done"; its total is the number of their arrivals. Groups with the same
-successors share a counter, so a task signals few counters and most consumers wait for one counter. Counters that the
-step table selects form grids: [row block][head group] for the inputs of attention items, and [row block] for the
-outputs of attention items and for the residual rows after the last layer (final rows).
+A counter means "these groups of tasks are done". Its total is the number of arrivals that its signals add. Groups with
+the same successors share a counter, so a task signals few counters and most consumers wait for one counter.
+
+Which counters attention items and norms of logit rows use depends on the step table. Such counters form three grids:
+[row block][KV-head group] for the inputs of attention items, [row block] for the outputs of attention items, and
+[row block] for the final rows, which are the residual rows after the last layer.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ Words = NDArray[np.int32]
 Totals = NDArray[np.int32]  # [ranks, counters]
 
 # Counters are first numbered in order of creation. At the end of `synchronise`, a counter gets its final number, which
-# depends on its home: a rank, or SHARED.
+# depends on its home: the only rank that uses the counter, or SHARED.
 SHARED = -1  # the home of a counter that must have the same index on all ranks
 
 
 @dataclass(frozen=True, order=True)
 class Counter:
-    """The target of a signal: a counter, and the rank whose copy of it gets the signal, or ALL_RANKS."""
+    """The target of a signal: a counter, and the rank whose copy of the counter gets the signal (or ALL_RANKS)."""
 
     number: int
     rank: int
@@ -43,8 +45,8 @@ class Counter:
 
 @dataclass(frozen=True)
 class Join:
-    """A `join` instruction that runs before `members` of a segment's `tasks`, because each member has more waits than
-    its record holds.
+    """A `join` instruction, which only waits and signals. It waits on behalf of tasks that have more waits than their
+    records hold. `tasks` is the index of these tasks' PhaseTasks in the segment, and `members` are their indices in it.
     """
 
     segment: int
@@ -56,10 +58,11 @@ class Join:
 
 @dataclass(frozen=True)
 class Sync:
-    """The wait and signal words of each phase of each segment, [n, 8], and the totals of a counter block (see Program).
+    """The result of `synchronise`. `waits` and `signals` have the wait and signal words of each phase of each segment,
+    [n, 8]. The totals are those of a counter block (see Program).
 
-    `barrier` has the two counters of the barrier at the end of a launch: one at which the workers of a rank arrive, and
-    one at which the ranks arrive.
+    `barrier` has the two counters of the barrier at the end of a launch: one that the workers of a rank signal, and one
+    that the ranks signal.
     """
 
     waits: list[list[Words]]
@@ -72,8 +75,8 @@ class Sync:
 
 
 def synchronise(tasks: Tasks, dependencies: Dependencies, workers: int, *, overlap_ranks: bool = True) -> Sync:
-    """Assign counters. If `overlap_ranks` is true, tasks wait for row blocks of other ranks' data, otherwise for whole
-    phases of other ranks.
+    """Return the counters of all tasks. If `overlap_ranks` is true, tasks wait for row blocks of other ranks' data,
+    otherwise for whole phases of other ranks.
     """
     build = _Builder(tasks, dependencies, overlap_ranks)
     build.attention_grids()
@@ -88,13 +91,14 @@ class _Builder:
     def __init__(self, tasks: Tasks, dependencies: Dependencies, overlap_ranks: bool) -> None:
         self.tasks = tasks
         self.groups = dependencies.groups
-        self.homes: list[int] = []  # for each counter: a rank, or SHARED
+        self.homes: list[int] = []  # for each counter, its home: a rank, or SHARED
         self.waits = [[np.zeros((len(p), rec.WAITS), np.int32) for p in s] for s in tasks.segments]
         self.signals = [[np.zeros((len(p), rec.SIGNALS), np.int32) for p in s] for s in tasks.segments]
         self.joins: list[Join] = []
         self.arrivals_by_table: dict[Counter, int] = {}
-        self.waited: dict[int, set[int]] = defaultdict(set)  # consumer group -> the counters it waits for on its rank
-        # consumer group -> the counters that the previous run of the body may signal for it
+        self.waited: dict[int, set[int]] = defaultdict(set)  # consumer group -> the counters that it waits for
+
+        # consumer group -> the counters by which the previous layer may signal the group
         self.from_last_run: dict[int, set[Counter]] = defaultdict(set)
         self.entering = _successors(dependencies.entering)
         self.producers: dict[int, list[int]] = defaultdict(list)
@@ -110,20 +114,23 @@ class _Builder:
             self.families[self._family(g)].append(g)
         self.within = {p: self._targets(p, s) for p, s in _successors(dependencies.within - self.to_items).items()}
         self.onward = {p: self._targets(p, s) for p, s in _successors(dependencies.onward).items()}
-        # Groups with the same successors share a counter. (run, rank, successors) -> counter
+        # (run, rank, successors) -> the counter that all groups with these successors share
         self.shared: dict[tuple[str, int, frozenset[int]], Counter] = {}
 
     def _family(self, g: int) -> tuple[int, ...]:
-        """The key of a group's family: the groups of all ranks with the same phase and, with `by_blocks`, the same row
-        block. A family receives data from several ranks, or sends data to several ranks, as one.
+        """Return the key of a group's family. A family has the groups of all ranks with the same phase and, with
+        `by_blocks`, also with the same row block. If a family receives data from several ranks or sends data to several
+        ranks, its groups share one counter.
         """
         group = self.groups[g]
         family = (group.segment, group.ordinal, int(group.virtual))
         return (*family, group.block) if self.by_blocks else family
 
     def _targets(self, producer: int, successors: Iterable[int]) -> list[tuple[int, frozenset[int]]]:
-        """Pairs of a rank to signal and the successors there. If a family has successors on several ranks, the pair is
-        ALL_RANKS and the whole family.
+        """Return pairs of a rank to signal and the successors on that rank.
+
+        If the successors of one family are on several ranks, all ranks are signalled: the pair of ALL_RANKS then has
+        all groups of the family. Without `by_blocks`, one successor on another rank than the producer's suffices.
         """
         by_family: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for g in successors:
@@ -138,18 +145,19 @@ class _Builder:
         return [(rank, frozenset(groups)) for rank, groups in sorted(out.items())]
 
     def attention_grids(self) -> None:
-        """Number both counter grids of attention. Producers of the items' inputs signal the first grid, and the items
-        signal the second.
+        """Create the two counter grids of attention. The tasks that produce the items' inputs signal the first grid,
+        and the items signal the second grid.
 
-        The first grid is on the rank that runs the items, the second on the rank that receives the attention output of
-        the rows.
+        The first grid is on the rank that runs the items. The second grid is on the rank that receives the attention
+        output of the rows.
         """
         items = [g for g, group in enumerate(self.groups) if group.index is Index.ITEM]
         if not items:
             return
         dims = self.tasks.dims
         done = self._new(SHARED, dims.row_blocks)
-        ready: dict[int, tuple[int, int]] = {}  # rank -> first counter of its first grid, number of head groups
+        # rank -> the first counter of its grid of inputs, and the number of head groups
+        ready: dict[int, tuple[int, int]] = {}
         for g in items:
             group = self.groups[g]
             if group.rank in ready:
@@ -159,7 +167,8 @@ class _Builder:
             waits, signals = (words[group.segment][group.tasks] for words in (self.waits, self.signals))
             waits[:, 0] = rec.counter_word(ready[group.rank][0], indexed=True)
             signals[:, 0] = rec.counter_word(done, rank=self._output_rank(group.rank), indexed=True)
-        feeds: dict[int, NDArray[np.bool_]] = {}  # by index of tasks: [tasks, head groups]
+        # index of a PhaseTasks -> the result of `head_groups` for it: [tasks, head groups]
+        feeds: dict[int, NDArray[np.bool_]] = {}
         for producer, consumer in sorted(self.to_items):
             group, item = self.groups[producer], self.groups[consumer]
             first, groups = ready[item.rank]
@@ -182,8 +191,8 @@ class _Builder:
         self._attention_done(items, done)
 
     def _attention_done(self, items: list[int], done: int) -> None:
-        """Add the arrivals at the grid of attention outputs, which starts at `done`, and its
-        consumers' waits.
+        """Add the arrivals at the grid of attention outputs, which starts at counter `done`, and the waits of the
+        groups that read these outputs.
         """
         dims = self.tasks.dims
         for g in items:
@@ -203,14 +212,16 @@ class _Builder:
         return self.tasks.segments[self.groups[g].segment][self.groups[g].tasks]
 
     def _output_rank(self, rank: int) -> int:
-        """The rank in the signal word of attention on `rank`."""
+        """Return the rank that attention on `rank` names in its signal word."""
         dims = self.tasks.dims
         if not dims.replicated_o:
             return rank
         return rec.ALL_RANKS if dims.replicated_residual else rec.OWNER
 
     def final_row_grid(self) -> None:
-        """Number the counters of final rows in row-block order, as a grid, before `groups_done` numbers others."""
+        """Create a grid with one counter for each row block of the final rows (the residual rows after the last layer).
+        This method must run before `groups_done`, which would create these counters in another order.
+        """
         rows = [g for g, group in enumerate(self.groups) if group.index is Index.LOGIT_ROW]
         if not rows:
             return
@@ -218,14 +229,16 @@ class _Builder:
         for g in rows:
             picked = {target for targets in self.onward.values() for target in targets if g in target[1]}
             if len(picked) != 1:
-                raise AssertionError("a final row must wait for exactly one counter of the last layer")
+                raise AssertionError(
+                    "a residual row after the last layer must wait for exactly one counter of that layer"
+                )
             rank, successors = picked.pop()
             self.shared["onward", rank, successors] = Counter(base + self.groups[g].block, rank)
             group = self.groups[g]
             self.waits[group.segment][group.tasks][:, 0] = rec.counter_word(base, indexed=True)
 
     def groups_done(self) -> None:
-        """Assign the signals of each group, and the counters that its successors wait for."""
+        """Assign the signals of each group, and find the counters that each of its successors must wait for."""
         for producer, group in enumerate(self.groups):
             words = self.signals[group.segment][group.tasks]
             for rank, successors in self.within.get(producer, ()):
@@ -247,14 +260,14 @@ class _Builder:
         return self.shared[key]
 
     def prologue_done(self) -> None:
-        """Let the prologue signal the counters of block 0 that in later blocks the previous layer signals. The totals
-        of block 0 therefore differ from those of later blocks.
+        """Add signals of the prologue to those counters of layer 0 that, in later layers, the previous layer signals.
+        The totals of layer 0 therefore differ from those of later layers.
         """
         fed: dict[int, int | None] = {}
 
         def nearest(consumer: int) -> int | None:
-            """`consumer` if an earlier run signals it, otherwise a group that it waits for in every layer and that an
-            earlier run signals, if there is one.
+            """Return `consumer` if the previous layer signals it. Otherwise return a group that the previous layer
+            signals and that `consumer` waits for, directly or through other groups, or None if there is no such group.
             """
             if consumer not in fed:
                 near = (nearest(p) for p in self.producers.get(consumer, ()))
@@ -274,8 +287,8 @@ class _Builder:
                 fed_counters[counter].add(producer)
                 for consumer in alone:
                     self.waited[consumer].add(counter.number)
-        # Some counters get signals from a previous layer but none from the prologue. A prologue task of the same rows
-        # signals them, so that no counter lacks arrivals.
+        # Some counters get signals from a previous layer but none from the prologue. For each of them, a prologue task
+        # of the same rows sends a signal, so that the counter gets arrivals in layer 0 too.
         prologue = [g for g, group in enumerate(self.groups) if group.segment == PROLOGUE]
         by_block: dict[int, list[int]] = defaultdict(list)
         for g in prologue:
@@ -293,7 +306,9 @@ class _Builder:
                 _append(self.signals[group.segment][group.tasks], group.members, counter.signal())
 
     def wait_for_groups(self) -> None:
-        """Assign the waits of each group, through joins if a record has too few wait words."""
+        """Assign the waits of each group. If a group waits for more counters than a record has wait words, `join`
+        instructions wait for some of them.
+        """
         for consumer in sorted(self.waited):
             group = self.groups[consumer]
             if group.virtual:
@@ -336,8 +351,8 @@ class _Builder:
         return len(self.homes) - count
 
     def _numbers(self) -> NDArray[np.int32]:
-        """The index of each counter in its rank's block: shared counters first, then the rank's own counters, which
-        begin at the same index on every rank.
+        """Return the final number of each counter: its index in its rank's block. Shared counters come first. The
+        counters of a single rank come after them and begin at the same index on every rank.
         """
         homes = np.array(self.homes, dtype=np.int32)
         out = np.zeros(len(homes), dtype=np.int32)
@@ -348,7 +363,9 @@ class _Builder:
         return out
 
     def _arrivals(self, segment: int, counters: int) -> tuple[Totals, Totals]:
-        """[ranks, counters] arrivals from the segment: those in its own block, and those in the next block."""
+        """Return two arrays [ranks, counters] with the arrivals that a segment causes: those at counters of its own
+        block, and those at counters of the next block.
+        """
         tp = self.tasks.dims.tp
         words = np.concatenate(
             [w.ravel() for w in self.signals[segment]] + [j.signal for j in self.joins if j.segment == segment]
@@ -370,7 +387,7 @@ def _renumber(words: Words, numbers: NDArray[np.int32]) -> None:
 
 
 def _successors(edges: set[tuple[int, int]]) -> dict[int, list[int]]:
-    """The consumers of each producer, with producers in order."""
+    """Return the consumers of each producer. The producers are in order."""
     out: dict[int, list[int]] = defaultdict(list)
     for producer, consumer in sorted(edges):
         out[producer].append(consumer)

@@ -11,7 +11,7 @@ from ..isa import Column, Dims, Forward, Phase
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute a step: its sizes, how ranks share it, and its phases."""
+    """One way to compute a step: the sizes, how ranks share the work, and the phases."""
 
     dims: Dims
     forward: Forward
@@ -36,7 +36,9 @@ class PhaseTasks:
 
 @dataclass(frozen=True)
 class Tasks:
-    """A step's instructions: three segments of phases in program order, with the tasks of all ranks for each phase."""
+    """All instructions of a step, in three segments. Each segment lists its phases in program order, and for each phase
+    the tasks of all ranks.
+    """
 
     candidate: Candidate
     prologue: list[PhaseTasks]
@@ -53,11 +55,11 @@ class Tasks:
 
     @cached_property
     def rank_dims(self) -> list[Dims]:
-        """The sizes as each rank sees them."""
+        """Return one copy of the sizes for each rank, with that rank's number in `rank`."""
         return [replace(self.dims, rank=rank) for rank in range(self.dims.tp)]
 
 
 def ordinals(tasks: list[PhaseTasks]) -> list[int]:
-    """For each element of `tasks`, the position of its phase among the phases of the segment that have tasks."""
+    """Return, for each element of `tasks`, the position of its phase among the segment's phases that have tasks."""
     changes = [a.phase is not b.phase for a, b in itertools.pairwise(tasks)]
     return list(itertools.accumulate(changes, initial=0))

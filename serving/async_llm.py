@@ -75,7 +75,10 @@ class AsyncLLM:
             client.abort(job)
 
     def close(self) -> None:
-        """Abort all requests and free the weights and the KV pool. Call it in the event loop, or after its end."""
+        """Abort all requests and free the weights and the KV pool.
+
+        Call this method in the event loop's thread, or after the event loop has ended.
+        """
         if self._client is not None:
             self._client.close()
         self._host.close()
@@ -95,7 +98,7 @@ class AsyncLLM:
 
 
 def _choice(transcript: Transcript, first_at: float, last_at: float, params: SamplingParams, job: Job) -> Completion:
-    """A copy of a choice so far, which later tokens do not change."""
+    """Copy the tokens and text that a choice has so far. Later tokens do not change the copy."""
     later = len(transcript.token_ids) - 1
     return Completion(
         token_ids=list(transcript.token_ids),

@@ -3,9 +3,9 @@
 Work that every step does for every sequence is vectorised over the arrays of `Slots`. Code for single sequences runs
 only when a sequence arrives, leaves, fills a page or computes its prompt.
 
-A sequence has pages for the tokens that it has. If a running sequence needs a page and none is free, the youngest
-sequence is preempted: it gives up its pages and waits again with the tokens that it has generated. When it computes
-these tokens again, the results have the same bits.
+A running sequence has KV pages for its prompt and the tokens generated so far. If it needs another page and none is
+free, the youngest running sequence is preempted: it frees its pages and waits again, but keeps its generated tokens.
+When it is admitted again, it recomputes them with bit-identical results.
 """
 
 from __future__ import annotations
@@ -74,10 +74,12 @@ class Batch:
         )
 
     def add(self, request: Request) -> None:
-        """Queue a request's choices. If the prompt exceeds a page, the first choice computes it and the others wait."""
-        now = (
-            len(request.choices) if len(request.prompt_ids) <= self._page else 1
-        )  # If it is 1, the other choices wait, and then share at least one of its pages.
+        """Queue a request's choices.
+
+        If the prompt is longer than a page, only the first choice is queued. The other choices wait until the first one
+        has computed the prompt, because they can then share at least one of the prompt's pages.
+        """
+        now = len(request.choices) if len(request.prompt_ids) <= self._page else 1
         self.waiting.append(request.client, request.choices[:now])
         request.held = request.choices[now:]
 
@@ -85,8 +87,10 @@ class Batch:
         return -(-tokens // self._page)
 
     def plan(self) -> tuple[Ints, list[tuple[Sequence, int]]]:
-        """Plan the next step. Returns the slots of the sequences that compute one token, and the other sequences with
-        their numbers of tokens. All of them have a slot and the pages that they need.
+        """Plan the next step, in which some sequences compute one token and others several.
+
+        Returns the slots of the sequences that compute one token, and a list of (sequence, number of tokens) for the
+        other sequences. All these sequences have a slot and the pages that they need.
         """
         slots, order = self.slots, self.slots.order
         for sequence in slots.sequence[order[slots.full_pages(order) > slots.known_pages[order]]]:
@@ -96,7 +100,7 @@ class Batch:
         return self._deal()
 
     def take_histories(self) -> list[tuple[int, int, NDArray[np.int32]]]:
-        """The tokens that the host must write to the buffer HISTORY before the step starts.
+        """Return and forget the tokens that the host must write to the buffer HISTORY before the step starts.
 
         Each entry is (slot, first position, tokens).
         """
@@ -104,7 +108,10 @@ class Batch:
         return histories
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """End a sequence, whether it runs, waits or is held. Does nothing if it has ended already."""
+        """End a sequence. Does nothing if it has ended already.
+
+        The sequence may be running, queued, or waiting for its request's first choice to compute the prompt.
+        """
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason = reason
@@ -119,9 +126,9 @@ class Batch:
             self.unhold(sequence.request)
 
     def lengthen(self, sequence: Sequence, tokens: int) -> int:
-        """Give a running sequence pages for `tokens` tokens, or for fewer if not enough pages are free.
+        """Give a running sequence pages for a length of `tokens` tokens, or for fewer if not enough pages are free.
 
-        Returns how many of these tokens fit in its pages then.
+        Returns the length that the sequence can now have, at most `tokens`.
         """
         held = int(self.slots.pages.count[sequence.slot])
         more = self._pool.take(max(0, min(self.pages_for(tokens) - held, self._pool.free)))
@@ -130,7 +137,7 @@ class Batch:
         return min(tokens, (held + len(more)) * self._page)
 
     def shorten(self, sequence: Sequence) -> None:
-        """Discard what a step computed for rejected proposed tokens, and free the pages that only they needed."""
+        """Discard a step's results for rejected draft tokens, and free the pages that only these tokens used."""
         slots, slot = self.slots, sequence.slot
         tokens = int(slots.known[slot])
         slots.computed[slot], slots.length[slot] = tokens - 1, tokens
@@ -141,7 +148,10 @@ class Batch:
             self._write_history(sequence, tokens - 1)
 
     def unhold(self, request: Request) -> None:
-        """Queue a request's held choices at the front, once the first choice has computed the prompt or has ended."""
+        """Move a request's held choices to the front of the queue.
+
+        These choices waited until the request's first choice had computed the prompt or had ended.
+        """
         for sequence in reversed(request.held):
             self.waiting.push(sequence)
         request.held = []
@@ -150,7 +160,7 @@ class Batch:
             self.slots.holds[slot] = False
 
     def unhold_computed(self, planned: Ints) -> None:
-        """Call `unhold` for each slot in `planned` whose first choice has now computed the prompt."""
+        """For each slot in `planned`, call `unhold` if its sequence is a first choice that has computed the prompt."""
         slots = self.slots
         ready = slots.holds[planned] & (slots.computed[planned] >= slots.prompt[planned])
         for sequence in slots.sequence[planned[ready]]:
@@ -247,10 +257,10 @@ class Batch:
             self._prefix_hits += sequence.computed
 
     def _prefix(self, sequence: Sequence) -> list[int]:
-        """Cached pages that hold the sequence's prefix.
+        """Return the cached pages that hold the beginning of the sequence's tokens.
 
-        The last token is never included, because its logits are needed. A prompt that is scored uses no cached page,
-        because it needs the logits of all its tokens.
+        A page with the last token is never returned, because a step must compute that token's logits. If the request
+        asks for log-probabilities of the prompt, no page is returned, because the logits of all tokens are needed.
         """
         request = sequence.request
         if request.scores_prompt(sequence.choice) or not self._prefix_cache:
@@ -259,7 +269,10 @@ class Batch:
         return self._pool.find(sequence.page_hashes(page, (len(sequence.tokens) - 1) // page))
 
     def _deal(self) -> tuple[Ints, list[tuple[Sequence, int]]]:
-        """Divide the step's tokens: one for each decoding sequence, the rest for prompts in order of admission."""
+        """Divide the step's token budget among the running sequences, and return the result as `plan` does.
+
+        Each decoding sequence gets one token. The rest goes to prompts, in the order of admission.
+        """
         slots, order = self.slots, self.slots.order
         tokens, rows = self._step_tokens, max(self._max_seqs, SCORED_ROWS)
         pending = slots.pending(order)

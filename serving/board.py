@@ -1,6 +1,6 @@
 """Counters in memory that all processes of a server share. Each process writes its own row, and all may read every row.
 
-A row outlives its process, so a frontend that replaces a dead one continues its counters.
+A row remains when its process ends, so a frontend that replaces a dead frontend continues the counters of that row.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-_COLUMNS = 512  # numbers per row: more than the fields, so that rows of two processes share no cache line
+_COLUMNS = 512  # numbers per row: many more than the fields, so that two rows share no cache line
 
 # The fields of row 0, which the engine's process writes. `progress_at` is a `monotonic` time, valid in all processes.
 ENGINE_FIELDS = [
@@ -44,13 +44,16 @@ class Row:
             self.numbers[self.at[name]] = value
 
     def count_cpu(self) -> None:
-        """Add the CPU time that this process has used since the last call."""
+        """Add to the row the CPU time that this process has used since the last call."""
         before, self._cpu_s = self._cpu_s, time.process_time()
         self.numbers[self.at["cpu_s"]] += self._cpu_s - before
 
 
 class Board:
-    """`rows` rows of numbers in the file `path`. The engine's process creates the file (`create`)."""
+    """A table of `rows` rows of numbers in the memory-mapped file `path`.
+
+    The engine's process sets `create` and thereby creates the file.
+    """
 
     def __init__(self, path: Path, rows: int, *, create: bool = False) -> None:
         if create:

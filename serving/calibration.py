@@ -1,4 +1,4 @@
-"""Measures this machine's costs for the simulator with micro-benchmarks. No step of a model is timed.
+"""Measures with micro-benchmarks what the simulator must know about this machine. No step of a model is timed.
 
 The arithmetic rates come from single instructions that run again and again on weights in the CPU caches. The costs of
 set-up and signals come from launches without arithmetic. The fastest of several runs counts, because other work on the
@@ -61,10 +61,11 @@ class Calibration:
 
 
 def calibrate(ceilings: Ceilings, alone: Ceilings, on_round: Callable[[int, int], None]) -> Calibration:
-    """Run the micro-benchmarks, which takes about a minute. `on_round(done, of)` reports progress.
+    """Run the micro-benchmarks for about a minute, and return the measured rates and times.
 
-    `ceilings` are those of all cores together, `alone` those of a single core. An instruction's
-    rate is capped at the multiply-add rate that one core has while all cores compute.
+    `ceilings` are the measured maximum rates of all cores together, and `alone` those of one core while others idle.
+    An instruction's rate is capped at the multiply-add rate that one core has while all cores compute.
+    `on_round` is called with (finished rounds, all rounds).
     """
     begin = busy.now()
     rounds, idle = [], []
@@ -80,7 +81,10 @@ def calibrate(ceilings: Ceilings, alone: Ceilings, on_round: Callable[[int, int]
 
 
 def write_machine(path: Path, found: Calibration) -> None:
-    """Write a machine file that is based on `host`. A failure leaves no partial file."""
+    """Write a machine file with the measured costs, based on the built-in machine `host`.
+
+    A failure leaves no partial file.
+    """
     host = machines.hardware(machines.HOST)
     ghz = host.clock_hz
     cache = (found.ceilings.cache_bytes_per_s or 0.0) / found.ceilings.threads / ghz
@@ -128,7 +132,10 @@ def _columns(rates: dict[int, float]) -> tuple[tuple[float, ...], tuple[float, .
 
 
 def _fastest(rounds: list[dict[int, float]], most: float) -> dict[int, float]:
-    """The best rate of all rounds for each number of rows, at most `most`. Raises MegakernelError if there is none."""
+    """Return the highest rate of all rounds for each number of rows, but at most `most`.
+
+    Raises MegakernelError if other processes disturbed every measurement of a rate.
+    """
     rates = {rows: min(most, max(one[rows] for one in rounds)) for rows in rounds[0]}
     if not all(rates.values()):
         raise MegakernelError(
@@ -138,7 +145,10 @@ def _fastest(rounds: list[dict[int, float]], most: float) -> dict[int, float]:
 
 
 def _config(layers: int) -> ModelConfig:
-    """A model shape for calibration only. No prediction is made for it, so nothing is fitted to a predicted model."""
+    """Return a model shape that is used for calibration only.
+
+    So the measured costs are not fitted to a model whose speed the simulator predicts.
+    """
     base = load_config("random:llama-3.2-1b")
     return replace(base, layers=layers, hidden=1024, ffn=1024, heads=16, kv_heads=4, head_dim=64, vocab=1024)
 
@@ -162,11 +172,11 @@ def _backend(name: str, config: ModelConfig, dims: Dims, threads: int) -> Any:
 
 
 def _arithmetic() -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
-    """FLOP/s of one core for a matmul tile, an attention item and a norm.
+    """Measure the FLOP/s of one core for a matmul tile, an attention item and a norm, and return a dict for each.
 
-    The keys are a tile's rows, an item's (row, head) pairs and the norm's rows. Each rate comes
-    from the difference in time between a launch that runs an instruction many times and one that
-    runs it once. This cancels the cost of the launch and of the call.
+    The keys are the numbers of a tile's rows, of an item's (row, head) pairs and of a norm's rows. Each rate comes from
+    the difference in time between a launch that runs an instruction many times and a launch that runs it once. This
+    cancels the cost of the launch and of the call.
     """
     config, most = _config(1), max(_ROWS)
     program = _compiled(config, 1, most, norm="own")
@@ -201,12 +211,12 @@ def _arithmetic() -> tuple[dict[int, float], dict[int, float], dict[int, float]]
 
 
 def _rate(work: float, seconds: float) -> float:
-    """Work per second, or 0 if a disturbed launch of one instruction took longer than a launch of many."""
+    """Return `work` per second, or 0 if `seconds` is not positive because other processes disturbed a launch."""
     return work / seconds if seconds > 0 else 0.0
 
 
 def _repeated(program: Program, one: Records, times: int) -> Program:
-    """`program` with only one record, repeated `times` times on its only worker."""
+    """Return `program` with all instructions replaced by `times` copies of the record `one` on its only worker."""
     nothing = Segment(np.zeros((0, rec.WORDS), np.int32), np.zeros(2, np.int32))
     body = Segment(np.tile(one, (times, 1)), np.array([0, times], np.int32))
     unsignalled = {name: np.zeros_like(getattr(program, name)) for name in _TOTALS}
@@ -214,15 +224,15 @@ def _repeated(program: Program, one: Records, times: int) -> Program:
 
 
 def _idle(cores: int) -> list[float]:
-    """Seconds of four launches without arithmetic: few and many layers on one worker, then on all workers."""
+    """Return the seconds of four launches without arithmetic: few and many layers on one worker, then on all."""
     return [null_step(workers, layers)[0] for workers in (1, cores) for layers in (_FEW, _MANY)]
 
 
 def _synchronisation(cores: int, rounds: list[list[float]]) -> tuple[float, float, float]:
-    """Seconds of an instruction's set-up, of a launch and of a signal, from the shortest launches of all `rounds`.
+    """Return the seconds of an instruction's set-up, of a launch and of a signal, using the shortest launches.
 
-    Set-up and launch come from launches on one worker. The cost of a signal is the additional time on all cores,
-    divided by the number of phases: a layer with one row is a chain of phases, and each phase waits for all workers.
+    The first two come from launches on one worker. The cost of a signal is the additional time per phase on all cores:
+    a layer with one row is a chain of phases, and each phase waits for all workers.
     """
     few_s, many_s, few_all_s, many_all_s = map(min, zip(*rounds, strict=True))
     few, many, few_all, many_all = (_instructions(n, layers) for n in (1, cores) for layers in (_FEW, _MANY))
@@ -237,7 +247,7 @@ def _null_program(workers: int, layers: int) -> Program:
 
 
 def _instructions(workers: int, layers: int) -> int:
-    """The number of instructions of each worker."""
+    """Return the number of instructions of each worker."""
     return _null_program(workers, layers).instructions // workers
 
 
@@ -256,7 +266,7 @@ def null_step(workers: int, layers: int, *, threads: int | None = None) -> tuple
 
 
 def _best(work: Callable[[], object]) -> float:
-    """Seconds of the shortest of many runs."""
+    """Run `work` many times, and return the seconds of the shortest run."""
     work()
     times: list[float] = []
     stop = perf_counter() + _BEST_S

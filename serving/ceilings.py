@@ -1,4 +1,4 @@
-"""Roofline ceilings: of this machine's CPU, measured once by the native library's probes, or of GPUs' datasheets."""
+"""Roofline ceilings: measured with the native library for this machine's CPU, and from datasheets for GPUs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..runtime.cpu.native import probe_fma, probe_read, simd
 
 
 def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
-    """The best memory bandwidth and FLOP rate that `threads` threads ever reached on this machine.
+    """Return the highest memory bandwidth and FLOP rate that `threads` threads ever reached on this machine.
 
-    The probes run now, for about three seconds, if there is no earlier result, if other processes kept the machine busy
-    in every earlier run, or if `anew` is set.
+    A measurement of about three seconds runs now if there is no earlier result, if other processes kept the machine
+    busy in every earlier measurement, or if `anew` is set.
     """
     name = kept.this_machine(simd())
     known = kept.recall(name, threads)
@@ -24,9 +24,9 @@ def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
 
 
 def share_of(ceilings: Ceilings, machine: Machine, ranks: int) -> Machine:
-    """`machine` with the rates of one of `ranks` equal parts of a host that has `ceilings`.
+    """Return `machine` with the rates of one of `ranks` ranks that share a host CPU equally.
 
-    A GPU keeps its datasheet's rates.
+    `ceilings` are the measured rates of the whole host. A GPU keeps its datasheet's rates.
     """
     if machine.name != HOST:
         return machine
@@ -43,7 +43,7 @@ def share_of(ceilings: Ceilings, machine: Machine, ranks: int) -> Machine:
 
 
 def device_ceilings(machine: Machine, ranks: int) -> Ceilings:
-    """The datasheet rates of `ranks` devices of type `machine`, added up."""
+    """Return the sum of the datasheet rates of `ranks` devices of type `machine`."""
     one = machine_ceilings(machine)
     return replace(
         one,

@@ -19,7 +19,7 @@ class Codec:
 
     model: str
     tokenizer: Tokenizer | None
-    tool_parser: str | None = None  # a name of FORMATS; None: found from the chat template
+    tool_parser: str | None = None  # a key of FORMATS; None: the chat template decides
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt."""
@@ -37,9 +37,9 @@ class Codec:
         tools: Sequence[Mapping[str, Any]] = (),
         **how: bool,
     ) -> list[int]:
-        """Token ids of a conversation up to where the answer begins; the model may call `tools` in it.
+        """Return the token ids of a conversation, up to the point where the answer begins.
 
-        `values` and `how` go to `Tokenizer.apply_chat_template`.
+        The model may call `tools` in the answer. `values` and `how` are passed to `Tokenizer.apply_chat_template`.
         """
         if self.tokenizer is None:
             raise MegakernelError(f"{self.model} has no tokenizer: give token ids instead of a conversation")
@@ -52,7 +52,7 @@ class Codec:
 
     @property
     def tools(self) -> ToolFormat:
-        """How the model writes calls of functions."""
+        """The format in which the model writes calls of functions."""
         return tool_format(self.tool_parser, self.tokenizer.chat_template if self.tokenizer else None)
 
     def check(self, params: SamplingParams) -> None:
@@ -61,7 +61,10 @@ class Codec:
             raise MegakernelError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
 
     def transcripts(self, params: SamplingParams, *, special: bool = False) -> list[Transcript]:
-        """A transcript for each choice. `special` keeps special tokens in the text, whatever `params` say."""
+        """Return one transcript per choice, which collects the choice's tokens and text.
+
+        `special` keeps special tokens in the text, whatever `params` say.
+        """
         return [Transcript(params, self._decoder(params, special)) for _ in range(params.n)]
 
     def _decoder(self, params: SamplingParams, special: bool) -> TextStream | None:

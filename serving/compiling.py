@@ -17,7 +17,7 @@ Answer = Callable[[Constraint | MegakernelError], None]
 
 
 class Compiling:
-    """A thread that compiles one grammar after the other. The `answer` callbacks run in this thread."""
+    """A thread that compiles one grammar after the other. The callbacks that `ask` takes run in this thread."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
@@ -35,11 +35,14 @@ class Compiling:
         self._thread.join()
 
     def known(self, params: SamplingParams) -> Constraint | None:
-        """A new constraint if its grammar is compiled already, otherwise None. Raises MegakernelError if malformed."""
+        """Return a new constraint if the grammar of `params` is compiled already, otherwise None.
+
+        Raises MegakernelError if the grammar is malformed.
+        """
         return self._grammars.known(params)
 
     def ask(self, params: SamplingParams, answer: Answer) -> None:
-        """Queue the constraint of `params` for compilation. `answer` gets it, or the error."""
+        """Queue the grammar of `params` for compilation. `answer` is called with the new constraint or the error."""
         self._asked.put((params, answer))
 
     def _run(self) -> None:

@@ -1,4 +1,8 @@
-"""Applies the constraints of a step's sequences to it: adds forced tokens, and writes masks into its step table."""
+"""Applies constraints, such as grammars, to the sequences of a step.
+
+A token is forced if the constraint allows no other token. `force` adds forced tokens to a step. `write` puts masks of
+the permitted tokens into the step table.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,10 @@ Forced = dict[Sequence, list[int]]  # a constrained sequence -> the tokens that 
 
 
 def force(work: Work, batch: Batch, programs: Programs, tokens: int) -> Forced:
-    """Add forced tokens to a step, as many as fit without padding and without exceeding `tokens` tokens.
+    """Add as many forced tokens to a step as fit without more padding rows. Returns all forced tokens.
 
-    A forced token that does not fit is not lost: this step or a later one outputs it as the target
-    of a row.
+    The step has at most `tokens` tokens in total. Forced tokens that do not fit are not lost: logit rows of this step
+    or of later steps output them instead of sampling.
     """
     part, slots = work.part, batch.slots
     turns = part.turns
@@ -46,9 +50,10 @@ def force(work: Work, batch: Batch, programs: Programs, tokens: int) -> Forced:
 
 
 def write(table: StepTable, part: Part, forced: Forced) -> list[Sequence]:
-    """Write constraints into a step table: forced tokens as the rows' targets, and a mask for each row that samples.
+    """Write the forced tokens and the masks of permitted tokens into a step table.
 
-    Returns the sequences that have no valid continuation. Their rows sample without a mask.
+    A logit row with a forced token outputs that token instead of sampling. A constrained row that samples gets a mask.
+    Returns the sequences that have no valid continuation. The rows of these sequences sample without a mask.
     """
     turns = part.turns
     table.target[: len(turns.target)] = turns.target

@@ -1,4 +1,4 @@
-"""Constraints on generation: which tokens may come next in a text, and which tokens must."""
+"""Constraints on generation: which tokens may come next in a text, and which tokens must come next."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from numpy.typing import NDArray
 
 
 class Constraint(ABC):
-    """Tracks the output of one sequence. `error` is not empty if no valid continuation is left, and says why."""
+    """Tracks the output of one sequence.
+
+    If the output has no valid continuation, `error` says why. Otherwise `error` is empty.
+    """
 
     error = ""
 
     @abstractmethod
     def copy(self) -> Constraint:
-        """A fresh constraint for another sequence that has no output yet."""
+        """Return a fresh constraint for another sequence, which has no output yet."""
 
     @abstractmethod
     def follow(self, tokens: Seq[int], prompt: int) -> list[int]:
@@ -26,7 +29,7 @@ class Constraint(ABC):
 
 
 class Words(Constraint):
-    """Permits only `allowed` ids (None: all), and no id that would complete one of the token runs in `bad`."""
+    """Permits only the token ids in `allowed` (None: all), and none that would complete a token sequence in `bad`."""
 
     def __init__(self, vocab: int, allowed: Seq[int] | None, bad: Seq[Seq[int]]) -> None:
         bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
@@ -59,13 +62,13 @@ class Words(Constraint):
 class Grammar(Constraint):
     """A grammar that the text must match.
 
-    If only one text can come next, the tokens into which the tokenizer splits it are forced. Otherwise a mask says
-    which tokens may be sampled. Both depend on the output alone. A forced run is computed once, as a whole, so its
-    tokens do not depend on how many steps they take.
+    If only one text can come next, the tokens into which the tokenizer splits this text are forced. Otherwise a mask
+    says which tokens may be sampled. Forced tokens and masks depend on the output alone. All tokens of a forced text
+    are determined at once, so they do not depend on how many steps output them.
     """
 
     def __init__(self, matcher: LLMatcher, executor: LLExecutor) -> None:
-        """`matcher` has read no token. It is copied, never advanced."""
+        """`matcher` must not have read any token yet. The constraint advances only a copy of it."""
         self._start, self._executor = matcher, executor
         self.matcher = matcher.deep_copy()
         self._read: list[int] = []  # the output, then the forced tokens

@@ -33,9 +33,9 @@ class Counts:
 
     @property
     def tokens_per_step(self) -> float:
-        """Average tokens per step and sequence: 1 without speculation."""
+        """Average number of tokens that a sequence gets in a step: 1 without speculation."""
         return self.generated / self.turns if self.turns else 1.0
 
     def figures(self) -> dict[str, float]:
-        """The figures that benchmarks report."""
+        """Return the figures that benchmarks report."""
         return {"proposed": self.proposed, "accepted": self.accepted, "tokens_per_step": self.tokens_per_step}

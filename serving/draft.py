@@ -1,13 +1,13 @@
-"""Speculation state of one sequence: its proposer, and how often its proposals were right."""
+"""State of speculative decoding for one sequence: the proposer of its next tokens, and their acceptance rate."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Protocol
 
-_MEMORY = 0.9  # decay factor of the earlier counts at each verification
-_BEGIN = 2.0  # the weight of the initial acceptance rate, in tokens
-_PATIENCE, _MOST_PATIENCE = 16, 64  # declined proposals in a row before a probe: initially, and at most
+_MEMORY = 0.9  # at each verification, the earlier counts are multiplied by this factor
+_BEGIN = 2.0  # weight of the initial acceptance rate, as a number of tried tokens
+_PATIENCE, _MOST_PATIENCE = 16, 64  # initial and maximum value of `Draft.patience`, in proposals
 
 
 class Proposer(Protocol):
@@ -17,7 +17,7 @@ class Proposer(Protocol):
         """Read the sequence's new tokens. The engine calls this while a launch runs, when it costs no time."""
 
     def propose(self, count: int) -> list[int]:
-        """At most `count` tokens that may come next."""
+        """Return at most `count` tokens that may come next."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Share:
         return self.accepted / self.tried
 
     def young(self) -> Share:
-        """A new acceptance rate that starts with the value of this one."""
+        """Return an acceptance rate for a new sequence. Its initial value is the value of this rate."""
         return Share(tried=_BEGIN, accepted=_BEGIN * self.value)
 
     def learn(self, proposed: int, accepted: int) -> None:
@@ -50,11 +50,12 @@ class Share:
 
 @dataclass(slots=True)
 class Draft:
-    """Decides when to test a sequence's proposals. `share` is the sequence's own acceptance rate.
+    """Decides when to probe whether a sequence's proposals have become right. `share` is the acceptance rate of the
+    sequence.
 
-    After `patience` declined proposals in a row, one token is verified although no gain is
-    expected: a probe. A successful probe is followed by another, until the acceptance rate is high
-    enough to decide. Each failed probe makes probes rarer.
+    A proposal is declined, that is, not verified, if verification is not expected to save time. After `patience`
+    declined proposals in a row, at least one token of the next proposal is verified nevertheless, as a probe. After a
+    successful probe, the next proposal is probed too. A failed probe doubles `patience`, up to _MOST_PATIENCE.
     """
 
     proposer: Proposer
@@ -73,7 +74,7 @@ class Draft:
         return self.declined >= self.patience
 
     def decline(self) -> None:
-        """Record that a proposal is not verified."""
+        """Record that the engine does not verify the current proposal."""
         self.declined += 1
 
     def verify(self) -> None:

@@ -1,15 +1,16 @@
 """Continuous batching with chunked prefill. Each step is one launch.
 
 A step takes one token of every decoding sequence, then fills the rest of its token budget with chunks of prompts, in
-the order of arrival. While a launch runs, the engine plans the next step and builds its table. A
-token that the running launch has yet to sample is represented in the table by its position in the
-token buffer HISTORY. If such a token turns out to end its sequence, the sequence still has a row in
-the next step, and that row is ignored.
+the order of arrival. While a launch runs, the engine plans the next step and builds its step table, which holds the
+inputs of the launch. Tokens that the running launch has yet to sample are inputs of the next step too. For such a
+token, the table says where the launch will store it in the buffer HISTORY. If the token turns out to end its sequence,
+the sequence still has a row in the next step, and the engine ignores the row's result.
 
-Proposed tokens are added to a planned step when the launch before it has ended. If a step verifies proposed tokens, the
-next step is planned only after that step has ended, because its results decide where the sequences continue.
+With speculative decoding, the engine adds proposed tokens to a planned step when the previous launch has ended. While a
+step with proposed tokens runs, the engine does not plan the next step, because the number of accepted tokens decides at
+which position each sequence continues.
 
-The bits of a token depend only on its own sequence, so none of this changes what is generated.
+A sequence's results do not depend on the other sequences, bit for bit, so none of this changes the generated tokens.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ from .work import Part, Planner, Turns, Work
 
 @dataclass(frozen=True)
 class Step:
-    """A finished launch. `rows` and `contexts` hold, for each sequence, its token rows and its KV tokens afterwards.
+    """A finished launch, with the tokens that it generated.
 
-    `output.logits` is empty unless the step's requests needed logits on the host.
+    `rows` holds each sequence's number of token rows in the step, and `contexts` its number of tokens in the KV cache
+    after the step. `output.logits` is empty unless the step's requests needed logits on the host.
     """
 
     program: Program
@@ -60,11 +62,12 @@ class Step:
 
 
 class _Fates:
-    """The outcome of each logit row of a step, as arrays.
+    """What became of each logit row of a step, as arrays with one element per logit row.
 
-    `heard` is False if the row is ignored, because its sequence had ended or a proposed token before it was wrong. For
-    the other rows that sample, `finish` is an index into FINISH that says why the token ends its sequence, `first` says
-    whether it is the sequence's first token, and `waited` is the seconds since the token before it.
+    `heard` is False if the row is ignored, because its sequence had ended or a proposed token before it was wrong. The
+    other arrays describe the tokens that the remaining rows sampled. `finish` is an index into FINISH, the reasons why
+    a token ends its sequence. `first` is True for the sequence's first token. `waited` is the time in seconds since the
+    sequence's previous token or, for its first token, since the request was added.
     """
 
     def __init__(self, rows: int) -> None:
@@ -109,7 +112,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether no sequence waits or runs. Then no launch is running either."""
+        """Whether no sequence waits or runs. An idle engine has no running launch."""
         return not self._batch.waiting and not len(self._batch.slots.order)
 
     @property
@@ -125,14 +128,14 @@ class Engine:
         client: str = "",
         constraint: Constraint | None = None,
     ) -> Request:
-        """Queue a prompt. Its tokens will carry `tag`. When many prompts wait, the clients are admitted in turn.
+        """Queue a prompt. When prompts of several clients wait, the clients are admitted in turn.
 
-        `constraint` is the one that `Grammars` made from `params`. Raises MegakernelError if the
-        prompt can never run.
+        Every token that the request generates carries `tag`. If `params` restrict the output, `constraint` must be what
+        `Grammars.get(params)` returned. Raises MegakernelError if the prompt can never run.
         """
         prompt = self.check(prompt_ids, params)
         if (constraint is not None) != params.constrained:
-            raise AssertionError("give a constraint if, and only if, the sampling parameters ask for one")
+            raise AssertionError("Engine.add: pass `constraint` if, and only if, the sampling parameters ask for one")
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
         if params.min_tokens and params.allowed_token_ids and stop_ids.issuperset(params.allowed_token_ids):
             raise MegakernelError(
@@ -148,7 +151,7 @@ class Engine:
         return request
 
     def check(self, prompt_ids: Seq[int], params: SamplingParams) -> list[int]:
-        """The prompt as plain ints. Raises MegakernelError with the reason if it can never run."""
+        """Return the prompt as a list of Python ints. Raises MegakernelError with the reason if it can never run."""
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
             raise MegakernelError("the prompt is empty: give it at least one token")
@@ -192,9 +195,10 @@ class Engine:
     def step(self, *, trace: bool = False) -> Step:
         """Wait for the running launch, start the next one, and return the finished step. The engine must not be idle.
 
-        `trace` applies to the launches that this call starts. So the returned step is traced if the previous call asked
-        for it, or if no launch was running. After an exception no launch is running, and every request waits to compute
-        again what was lost. Tokens of the finished launch may be missing then, so abort the requests that ran.
+        `trace` applies to the launches that this call starts. So the returned step is traced if the previous call set
+        `trace`, or if this call sets `trace` and no launch was running. After an exception, no launch is running, and
+        all requests wait in the queue to compute their lost KV again. Tokens of the finished launch may then be
+        missing, so the caller should abort the requests that ran.
         """
         try:
             if self._under_way is None:
@@ -234,7 +238,7 @@ class Engine:
         self.backend.close()
 
     def _prepare(self) -> Work | None:
-        """Plan the step after the launches so far. Returns None if no sequence can take part."""
+        """Plan the next step, which follows the running launch if there is one. Returns None if no sequence can run."""
         ones, pieces = self._batch.plan()
         if not len(ones) and not pieces:
             return None
@@ -245,7 +249,7 @@ class Engine:
         return Work(part, self._batch.take_histories())
 
     def _build(self, work: Work) -> None:
-        """Choose the program of a planned step and build its table."""
+        """Choose the program of a planned step and build its step table, the inputs of the launch."""
         turns, _, tokens = work.part
         work.program = self.programs.get(len(tokens), max(len(turns.chunk), 1))
         work.table = self._steps.build(work.program.dims, Rows(*work.part))
@@ -282,7 +286,7 @@ class Engine:
         return failed
 
     def _settle(self) -> None:
-        """Wait for the running launch if its last sequence has left, so that an idle engine has no running launch."""
+        """If no sequence is left, wait for the running launch, so that an idle engine has no running launch."""
         if self.idle and self._under_way and self._under_way.launch:
             try:
                 self._under_way.launch.wait()
@@ -330,7 +334,7 @@ class Engine:
         return fates
 
     def _verify(self, part: Part, tokens: Ints, now: float, fates: _Fates) -> None:
-        """`_advance` for a step with proposed tokens, where a row counts only if the row before it was right."""
+        """Do the work of `_advance` for a step with proposed tokens. A row after a wrong proposed token is ignored."""
         turns = part.turns
         for chunk, (sequence, proposed) in enumerate(zip(turns.sequence, turns.proposed.tolist(), strict=True)):
             mine = (turns.chunk == chunk).nonzero()[0]
@@ -339,7 +343,8 @@ class Engine:
             made = int(np.count_nonzero(fates.heard[mine] & turns.samples[mine]))
             self._batch.counts += Counts(made, int(made > 0))
             if made and proposed:
-                if self._speculation and sequence.constraint is None:  # else they were forced
+                # Tokens that a constraint forced are not guesses, so they do not count as proposals.
+                if self._speculation and sequence.constraint is None:
                     self._batch.counts += Counts(proposed=proposed, accepted=made - 1)
                     self._speculation.learn(sequence, proposed, made - 1)
                 if sequence.finish_reason is None:
@@ -354,7 +359,7 @@ class Engine:
         if turns.samples[row]:
             before, known = turns.after[row], sequence.tokens
             if before >= 0 and (len(known) != part.start[chunk] + turns.index[row] + 1 or known[-1] != before):
-                return  # a token proposed before it was wrong
+                return  # an earlier proposed token was wrong
             fates.first[row], fates.waited[row] = sequence.outputs == 0, now - sequence.waits_since
             if reason := sequence.append(token, now):
                 self._batch.finish(sequence, reason)
@@ -363,12 +368,12 @@ class Engine:
 
 
 def _index(rows: NDArray[np.bool_]) -> NDArray[np.bool_] | slice:
-    """An index for the rows that are True. If all are, it is a slice, which avoids a copy."""
+    """Return an array index that selects the True rows. If all rows are True, it is a slice, to avoid a copy."""
     return slice(None) if np.count_nonzero(rows) == len(rows) else rows
 
 
 def _read(turns: Turns, output: Output, fates: _Fates) -> Tokens:
-    """The step's tokens. The log-probabilities of scored prompt tokens are appended to their requests."""
+    """Return the step's tokens, and append the log-probabilities of scored prompt tokens to their requests."""
     logits = iter(output.logits) if turns.read else iter(())
     told, best = fates.heard & turns.samples, {}
     for row in turns.reported:
@@ -400,7 +405,7 @@ def _read(turns: Turns, output: Output, fates: _Fates) -> Tokens:
 
 
 def _own(output: Output, turns: Turns) -> Output:
-    """A copy of those parts of an output that the host reads, made before the next launch overwrites them.
+    """Return a copy of those parts of an output that the host reads. The next launch will overwrite the original.
 
     The copy has only those rows of the logits for which top log-probabilities are reported.
     """

@@ -1,7 +1,7 @@
 """A frontend's client of the engine in another process, for use in an asyncio event loop.
 
-It reads all messages that have arrived at once, so a frontend that lags behind gets several tokens of a choice
-together.
+The client reads up to 64 messages before other tasks of the event loop run, so a frontend that lags behind gets several
+tokens of a choice together.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Overloaded(MegakernelError):
 
 
 class Piece(msgspec.Struct, gc=False):
-    """A token of one choice. `at` is when its step ended, in seconds of `perf_counter`."""
+    """A generated token of one choice. `at` is the `perf_counter` time in seconds when the token's step ended."""
 
     token_id: int
     logprob: float
@@ -57,11 +57,15 @@ class Piece(msgspec.Struct, gc=False):
 
 @dataclass(eq=False)
 class Job:
-    """Prompts that were submitted together. Only the event loop's thread may use it.
+    """Prompts that were submitted together. Only the event loop's thread may use a job.
 
-    `open` counts the choices that have not ended. Choice c of prompt p has number p * n + c. For each prompt whose
-    first choice has begun, `scores` holds the log-probabilities and most likely ids of its tokens from the second on.
-    `cached` counts the prompt tokens that were in the prefix cache, for the prompts that have begun.
+    `n` is the number of choices per prompt, and choice c of prompt p has the number p * n + c within the job. `open`
+    counts the choices that have not ended. `cached` counts the prompt tokens that were found in the prefix cache, over
+    all prompts that have begun.
+
+    If prompt log-probabilities were requested, `scores` maps the number of a prompt to a pair of lists. Both have an
+    element for each prompt token except the first. The first list has the log-probability of each token, and the second
+    list has the most likely ids at the token's position. The entry of a prompt appears with its first generated token.
     """
 
     first: int
@@ -76,9 +80,9 @@ class Job:
     _waiter: asyncio.Future[None] | None = None
 
     async def take(self) -> dict[int, list[Piece]]:
-        """Wait for new tokens and return all since the last call, by number of the choice.
+        """Wait for new tokens, and return those that arrived since the last call, as {choice number: tokens}.
 
-        Call it only while choices are open. If the job has failed, it raises the job's error.
+        Call `take` only while choices are open. If the job has failed, `take` raises the job's error.
         """
         while not self._pieces:
             if self._error is not None:
@@ -103,7 +107,10 @@ class Job:
 
 
 class EngineClient:
-    """A connection to the engine of `description` for the frontend `name`. It belongs to one event loop."""
+    """Connects the frontend `name` to the engine at the addresses in `description`.
+
+    A client belongs to one event loop.
+    """
 
     def __init__(self, description: Description, name: str) -> None:
         self.dead: EngineDead | None = None
@@ -113,7 +120,7 @@ class EngineClient:
         self._looks = self._connect(description.looks, name)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next = 0
-        self._choices: dict[int, Job] = {}  # the jobs of open choices, by the choice's number at the engine
+        self._choices: dict[int, Job] = {}  # number of an open choice, unique in this frontend -> its job
         self._asked: dict[int, asyncio.Future[bytes | None]] = {}
 
     def _connect(self, address: str, name: str) -> zmq.Socket[bytes]:
@@ -144,8 +151,8 @@ class EngineClient:
     def submit(self, prompts: Seq[Seq[int]], params: SamplingParams, client: str) -> Job:
         """Submit a client's prompts. Raises EngineDead if the engine is known to be dead.
 
-        The job may fail later: with Overloaded, with EngineDead, or with MegakernelError if it can never run. After
-        Overloaded or MegakernelError none of its prompts has run.
+        `Job.take` may raise an error later: Overloaded, EngineDead, or another MegakernelError if the job can never
+        run or if a constraint allows no next token.
         """
         if self.dead is not None:
             raise self.dead
@@ -186,11 +193,14 @@ class EngineClient:
                 future.set_exception(self.dead)
 
     def stalled_for(self) -> float:
-        """Seconds since the last step ended while there is work; 0 without work."""
+        """Return the seconds since the last step ended, or 0 if the engine has no work."""
         return monotonic() - self.row.get("progress_at") if self.row.get("open") else 0.0
 
     async def look(self, what: str) -> bytes | None:
-        """Ask the engine's process for ROOFLINE or TIMELINE. Returns None if there is nothing to show yet."""
+        """Ask the engine's process for `what`: ROOFLINE (the record of steps, JSON) or TIMELINE (a traced step, HTML).
+
+        Returns None for TIMELINE if no step has been traced.
+        """
         if self.dead is not None:
             raise self.dead
         number, self._next = self._next, self._next + 1
@@ -205,7 +215,8 @@ class EngineClient:
 
     def _send(self, message: Hello | Submit | Stop | Abort) -> None:
         self._requests.send(encode(message))
-        # ZeroMQ's file descriptor is edge-triggered, and sending may consume the edge of an arriving message.
+        # ZeroMQ's file descriptor signals an arriving message only once, and sending may consume that signal. So read
+        # after each send: otherwise a message that has arrived could stay unread.
         assert self._loop is not None
         self._loop.call_soon(self._read)
 
@@ -241,7 +252,7 @@ class EngineClient:
         for row, (number, token, logprob, code) in enumerate(token_rows(tokens)):
             job = choices.get(number)
             if job is None:
-                continue  # generated before the engine learned that the choice was stopped
+                continue  # the engine generated the token before it learned that the choice was stopped
             top = tops.get(row, _NO_TOP) if tops else _NO_TOP
             job.put(number - job.first, Piece(token, logprob, top, FINISH[code], at))
             if code:

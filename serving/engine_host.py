@@ -1,4 +1,4 @@
-"""Everything that the engine's process runs for its frontends: engine loop, record of steps, and board."""
+"""Everything that the engine's process runs for its frontends: engine loop, record of steps, and shared counters."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from .seam import Description
 
 
 class EngineHost:
-    """Serves an LLM's engine to `frontends` frontends. `close` ends everything except the LLM."""
+    """Serves an LLM's engine to `frontends` frontends.
+
+    The frontends are either HTTP server processes or one `AsyncLLM`. `close` ends everything except the LLM.
+    """
 
     def __init__(
         self, llm: LLM, *, source: str, name: str, frontends: int, max_waiting: int, ceilings: Ceilings | None = None
     ):
-        """`source` says where the tokenizer is, and `name` is the model's name for people.
+        """`source` says where the tokenizer is, and `name` is the model name that the live page shows.
 
         Steps are recorded and compared with `ceilings`. Without `ceilings` nothing is recorded.
         """
         engine, dims = llm.engine, llm.engine.dims
-        folder = tempfile.mkdtemp(prefix="megakernel-")  # only this user may enter it
+        folder = tempfile.mkdtemp(prefix="megakernel-")  # only this user may enter the folder
         self.description = Description(
             source=source,
             name=llm.model,

@@ -1,8 +1,8 @@
 """Runs an engine in its own thread and takes requests from frontends over ZeroMQ.
 
 The thread takes the messages that came since the last step, runs a step, and sends each frontend its tokens in one
-message. Sending never blocks. The tokens of a frontend that reads slowly are kept in memory; `max_tokens` bounds their
-number for each choice, and a limit over all frontends bounds how many choices may wait.
+message. Sending never blocks. If a frontend reads slowly, its tokens are kept in memory. Their number is bounded,
+because `max_tokens` limits the tokens of each answer, and the number of waiting answers is limited too.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ _GRAMMARS = b"grammars"  # the only sender that may send Compiled
 class EngineLoop:
     """Runs `engine`. No other code may call the engine between `start` and the end of `close`.
 
-    Frontends connect to `address`. `max_waiting` bounds how many choices of one client may wait for their first step.
-    All clients together may have twice as many, so that no client alone fills the queue; further requests are refused.
-    The callbacks in `on_step` run in the engine's thread after each step. They get the step and the seconds since the
-    previous step ended or since work arrived. `on_death` runs in that thread when the engine has failed.
+    Frontends connect to `address`. At most `max_waiting` choices of one client may wait for their first step, and at
+    most twice as many of all clients together, so that no client alone fills the queue. Further requests are refused.
+    The callbacks in `on_step` run in the engine's thread after each step. They get the step and its wall time in
+    seconds, which begins when the previous step ended or, after a pause, when the step began. `on_death` runs in that
+    thread when the engine has failed.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class EngineLoop:
         self._control = context.socket(zmq.DEALER)
         self._control.set(zmq.IDENTITY, CONTROL)
         self._control.connect(address)
-        self._told = context.socket(zmq.DEALER)  # for the thread that compiles grammars
+        self._told = context.socket(zmq.DEALER)  # tells the engine that a grammar is compiled
         self._told.set(zmq.IDENTITY, _GRAMMARS)
         self._told.connect(address)
         self._grammars = Compiling(grammars)
@@ -88,11 +89,11 @@ class EngineLoop:
             target=engine.programs.warm, args=(self._stop_compiling,), name="compile", daemon=True
         )
         # Only the engine's thread uses the following fields.
-        self.owners: dict[Request, Owner] = {}  # of requests with choices that have not ended
+        self.owners: dict[Request, Owner] = {}  # the requests with unfinished choices
         self._jobs: dict[tuple[bytes, int], Job] = {}
         self._addresses = Addresses()
-        self._open = 0  # choices that have not ended
-        self._open_of: Counter[str] = Counter()  # choices that have not ended, by client
+        self._open = 0  # number of unfinished choices
+        self._open_of: Counter[str] = Counter()  # number of unfinished choices, by client
         self._compiling: dict[tuple[bytes, int], Submit] = {}  # jobs whose grammar is being compiled
         self._frontends: set[bytes] = set()
         self._gone: set[bytes] = set()
@@ -150,7 +151,7 @@ class EngineLoop:
             self._socket.send_multipart([frontend, encode(Dead(why))])
 
     def _received(self) -> Iterator[tuple[bytes, ToEngine]]:
-        """The messages that have arrived. An idle engine first waits until one arrives."""
+        """Yield the messages that have arrived. If the engine is idle, first wait until a message arrives."""
         if self.engine.idle:
             self._step_began = 0.0
             self._socket.poll()
@@ -195,7 +196,7 @@ class EngineLoop:
             if constraint := self._grammars.known(asked.params):
                 self._queue(frontend, asked, constraint)
             elif self._waiting() + len(asked.prompts) * asked.params.n > self._max_waiting:
-                self._queue(frontend, asked)  # refuses the job, because too many wait
+                self._queue(frontend, asked)  # `_queue` will refuse the job, because too many choices wait
             else:
                 self._compiling[key] = asked
                 self._grammars.ask(asked.params, partial(self._answer_compiled, key))
@@ -203,7 +204,7 @@ class EngineLoop:
             self._refuse(frontend, asked.first, str(e))
 
     def _answer_compiled(self, key: tuple[bytes, int], result: Constraint | MegakernelError) -> None:
-        """Hand a result to the engine's thread. Runs in the thread that compiles grammars."""
+        """Hand the result of a compilation to the engine's thread. This runs in the thread that compiles grammars."""
         self._compiled[key] = result
         self._told.send(encode(Compiled(*key)))
 
@@ -220,10 +221,10 @@ class EngineLoop:
         self._socket.send_multipart([frontend, encode(Refused(first, why, later))])
 
     def _queue(self, frontend: bytes, asked: Submit, constraint: Constraint | None = None) -> None:
-        """Queue all of a job's prompts, or refuse the job."""
+        """Queue all prompts of a job for the engine, or refuse the job."""
         n, count = asked.params.n, len(asked.prompts) * asked.params.n
         waiting, most = self._waiting(), self._max_waiting
-        own = min(waiting, self._open_of[asked.client])  # an upper bound: some may be running
+        own = min(waiting, self._open_of[asked.client])  # an upper bound: some of these choices may be running
         later = False
         try:
             if count > most:
@@ -257,7 +258,7 @@ class EngineLoop:
     def _add(
         self, prompt: list[int], asked: Submit, frontend: bytes, first: int, constraint: Constraint | None
     ) -> Request:
-        """Queue one prompt of a job; `first` is the number of its first choice within the job."""
+        """Queue one prompt of a job. `first` is the number of the prompt's first choice within the job."""
         tag = self._addresses.take(frontend, asked.first + first)
         try:
             return self.engine.add(prompt, asked.params, tag=tag, client=asked.client, constraint=constraint)
@@ -281,9 +282,9 @@ class EngineLoop:
                     self._ended(request, owner.open)
 
     def _ended(self, request: Request, choices: int) -> None:
-        """Count `choices` more of a request's choices as ended.
+        """Record that `choices` more of a request's choices have ended.
 
-        Drop the request after its last one, and then its job.
+        A request is dropped when its last choice has ended, and a job when its last request has ended.
         """
         owner = self.owners[request]
         owner.open -= choices
@@ -303,7 +304,7 @@ class EngineLoop:
         step = self.engine.step(trace=self.wants_trace())
         now = self._step_began = perf_counter()
         self.row.put(progress_at=monotonic())
-        self._tell()  # before sending tokens: a client with an answer must find it in the metrics
+        self._tell()  # before tokens are sent, so that a client that has an answer finds it counted in the metrics
         for frontend, tokens in self._addresses.sort(step.tokens, now).items():
             self._socket.send_multipart([frontend, encode(tokens)])
         for sequence in step.tokens.sequence[step.tokens.finish > 0]:
@@ -320,7 +321,7 @@ class EngineLoop:
                 self.on_step.remove(observer)
 
     def _waiting(self) -> int:
-        """Choices that have not taken part in a step yet."""
+        """Return the number of choices that have not taken part in a step yet."""
         compiling = sum(len(asked.prompts) * asked.params.n for asked in self._compiling.values())
         return max(0, self._open - self.engine.stats.running) + compiling
 

@@ -1,10 +1,11 @@
 """A process that compiles untrusted grammars, because a hostile grammar may take unlimited time or memory.
 
-The first line of standard input is the vocabulary. Each further line is a notation and a grammar. Each line gets one
-line of JSON as its answer: {"text": the grammar in the library's notation} or {"failed": the reason}. The operating
-system ends the process if it exceeds its limits on CPU time or memory.
+The process reads lines of JSON from standard input. The first line is the vocabulary, and each further line is a pair
+of a notation and a grammar. The process answers each line with one line of JSON: {"text": the grammar in the notation
+of the library llguidance} or {"failed": the reason}. The operating system ends the process if it exceeds its limits on
+CPU time or memory.
 
-It imports nothing from the package, so that it starts quickly.
+This file imports nothing from the package, so that the process starts quickly.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # a rule in Lark has only one colon
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # GBNF has "::=" where Lark has ":"
 
 
 class _Vocabulary:
@@ -32,7 +33,7 @@ class _Vocabulary:
         self._ids = {token: number for number, token in enumerate(tokens)}
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Split a text into single bytes. Any tokenization suffices here, because only the compilation matters."""
+        """Split a text into single bytes. Compiling a grammar needs no better tokenization."""
         data = text if isinstance(text, bytes) else text.encode()
         return [self._ids[byte] for byte in (data[i : i + 1] for i in range(len(data))) if byte in self._ids]
 
@@ -53,14 +54,15 @@ def _from_either(text: str) -> str:
     if _GBNF_RULE.search(text):
         try:
             text = gbnf_to_lark(text)
-        except Exception as e:  # the library raises plain Exception
+        except Exception as e:  # the library raises no more specific type
             raise ValueError(f"the grammar is not valid GBNF: {e}") from e
     return str(LLMatcher.grammar_from_lark(text))
 
 
 def main(cpu_seconds: float, memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and its exit closes our input
+    # The parent process handles Ctrl-C. When it exits, the standard input of this process ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     lines = iter(sys.stdin.readline, "")
     given = json.loads(next(lines))
     vocabulary = _Vocabulary([base64.b64decode(token) for token in given["tokens"]], given["special"], given["eos"][0])

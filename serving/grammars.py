@@ -1,7 +1,7 @@
-"""Makes the `Constraint` that sampling parameters ask for, in the tokens of one model.
+"""Makes the `Constraint` on the output that sampling parameters ask for, such as a JSON schema, for one model's tokens.
 
-Each grammar is compiled once. Before that, a separate process with limits on time and memory compiles it, because a
-hostile grammar may never finish.
+A grammar is first compiled in a separate process with limits on time and memory, because the compilation of a hostile
+grammar may never finish. If that succeeds, the grammar is compiled in this process too, and the result is cached.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Grammars:
         self._executor = LLExecutor(len(os.sched_getaffinity(0)))
 
     def known(self, params: SamplingParams) -> Constraint | None:
-        """A new constraint if its grammar is compiled already, otherwise None."""
+        """Return a new constraint if the grammar of `params` is compiled already, otherwise None."""
         wanted = params.structured_outputs
         return None if wanted is None else self._kept(wanted.source())
 
     def get(self, params: SamplingParams) -> Constraint | None:
-        """A new constraint, or None if `params` ask for none.
+        """Return a new constraint on the output, or None if `params` ask for no constraint.
 
-        Raises MegakernelError with the reason if it is invalid.
+        Raises MegakernelError with the reason if the constraint is invalid.
         """
         if params.structured_outputs is not None:
             return self._grammar(params.structured_outputs)
@@ -62,7 +62,7 @@ class Grammars:
         return Words(self._vocab, params.allowed_token_ids, self._runs(params.bad_words))
 
     def _runs(self, words: Sequence[str]) -> list[list[int]]:
-        """The token sequences that spell `words`, each both with a space before it and without."""
+        """Return the token sequences of all `words`. Each word is tokenised twice: with a leading space and without."""
         if words and self._tokenizer is None:
             raise MegakernelError("bad_words need a tokenizer, and this model has none: use logit_bias")
         found: dict[tuple[int, ...], None] = {}
@@ -88,7 +88,8 @@ class Grammars:
             )
         matcher = LLMatcher(self._tokens(), self._checked(*key), log_level=0)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # prepares what the library would otherwise build at the first token
+            # The library finishes its preparations with the first mask. Compute one now, so that no step has to wait.
+            matcher.compute_bitmask()
         if matcher.is_error():
             raise _refused(matcher.get_error())
         with self._lock:
@@ -98,7 +99,10 @@ class Grammars:
         return Grammar(matcher, self._executor)
 
     def _checked(self, *source: str) -> str:
-        """The grammar in the library's own notation, after the limited process has compiled it within its limits."""
+        """Compile a grammar in the separate process, and return the grammar in the library's own notation.
+
+        Raises MegakernelError if the grammar is invalid or exceeds the limits on time and memory.
+        """
         with self._lock:
             if self._checker is None:
                 vocabulary = self._vocabulary()
@@ -128,7 +132,7 @@ class Grammars:
 class _Vocabulary:
     """The interface that the grammar library requires from a tokenizer.
 
-    Ids of the model that its tokenizer lacks have no text. End-of-sequence ids count as special tokens.
+    The model may have ids that its tokenizer lacks; such ids have no text. End-of-sequence ids count as special tokens.
     """
 
     bos_token_id = None

@@ -24,14 +24,14 @@ class Job:
 
 @dataclass(eq=False)
 class Owner:
-    """The job of a request, and how many of the request's choices have not ended."""
+    """The job that a request belongs to. `open` counts the request's choices that have not ended."""
 
     job: Job
     open: int
 
 
 class Addresses:
-    """Maps a request's tag to its frontend and to the number that its first choice has there."""
+    """Maps a request's tag to its frontend, and to the number of the request's first choice at that frontend."""
 
     def __init__(self) -> None:
         self._frontends: list[bytes] = []
@@ -55,7 +55,7 @@ class Addresses:
         self._free.append(tag)
 
     def sort(self, tokens: Tokens, at: float) -> dict[bytes, seam.Tokens]:
-        """A message for each frontend with its share of a step's tokens. The step ended at time `at`."""
+        """Return a message for each frontend, with its tokens of a step. The step ended at time `at`."""
         numbers, frontends = self._first[tokens.tag] + tokens.choice, self._frontend[tokens.tag]
         found = {}
         for frontend in np.unique(frontends):

@@ -17,9 +17,9 @@ from .sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Phase:
-    """The prefill or decode part of one run. It computed `rows` token rows and generated `tokens` tokens.
+    """The prefill or decode part of one run. Its steps computed `rows` token rows and generated `tokens` tokens.
 
-    `step_s` holds the seconds of each step, including the host's work between steps.
+    `step_s` holds the duration of each step in seconds, including the host's work between steps.
     """
 
     rows: int
@@ -33,7 +33,7 @@ class Phase:
 
     @property
     def step_work(self) -> Work:
-        """The average work of a step."""
+        """The average work per step."""
         n = len(self.step_s)
         return Work(self.work.flops / n, self.work.weight_bytes / n, self.work.kv_bytes / n)
 
@@ -42,15 +42,16 @@ class Phase:
 class Run:
     prefill: Phase
     decode: Phase
-    counts: Counts  # of prefill and decode together
+    counts: Counts  # token counts of prefill and decode together
 
 
 def measure(
     llm: LLM, prompt_ids: list[int], decode_steps: int, runs: int, on_run: Callable[[int], None] | None = None
 ) -> list[Run]:
-    """Continue `prompt_ids` greedily by `decode_steps` steps, `runs` times, after a warm-up run that does not count.
+    """Measure `runs` runs, each of which continues `prompt_ids` greedily for `decode_steps` steps after the prefill.
 
-    `on_run` is called with the number of finished runs, including the warm-up.
+    A warm-up run comes first, and its figures are not returned. `on_run` is called with the number of finished runs,
+    including the warm-up.
     """
     params = SamplingParams(temperature=0.0, max_tokens=decode_steps + 1, ignore_eos=True)
     done: list[Run] = []
@@ -64,13 +65,13 @@ def measure(
 
 
 def report(runs: list[Run], ceilings: Ceilings) -> dict[str, Any]:
-    """The figures of `bench latency`: the median over all decode steps, and the median over the prefills of all runs.
+    """Return the figures of `bench latency`: medians over all decode steps, and medians over the prefills of all runs.
 
-    Steps that verify proposed tokens differ in duration and in the number of tokens. If there are such steps, the
-    decode figures are those of the run with the median token rate, and `step_s` is the mean step of that run.
+    With speculative decoding, steps differ in duration and in the number of tokens. If proposed tokens were verified,
+    the decode figures are those of the run with the median token rate, and `step_s` is the mean duration of its steps.
 
-    `roofline_fraction` is the least time that `ceilings` allow, divided by the measured time. A fraction above 1 means
-    that the measurement is wrong or that weights stay in a cache; `errors` says so.
+    `roofline_fraction` is the minimum time at the hardware's `ceilings`, divided by the measured time. A fraction above
+    1 means that the time or the ceilings are wrong, or that a cache held weights. `errors` then has a message.
     """
     counts = sum((run.counts for run in runs), Counts())
     if counts.proposed:
@@ -78,7 +79,7 @@ def report(runs: list[Run], ceilings: Ceilings) -> dict[str, Any]:
         step_s = decode.seconds / len(decode.step_s)
         tokens_per_s = decode.tokens / decode.seconds
     else:
-        decode = runs[0].decode  # the work of every run is the same
+        decode = runs[0].decode  # only its FLOPs and bytes are used, which are the same in all runs
         step_s = median(s for run in runs for s in run.decode.step_s)
         tokens_per_s = 1.0 / step_s
     medians = [median(run.decode.step_s) for run in runs]
@@ -143,5 +144,5 @@ def _phase(steps: list[tuple[Step, float]], tied: bool) -> Phase:
 
 
 def typical(steps: list[Step]) -> Step:
-    """The step with the median duration, so that a chance disturbance of one step is not shown."""
+    """Return the step with the median duration, because another step may have been disturbed by other work."""
     return sorted(steps, key=lambda step: step.output.seconds)[len(steps) // 2]

@@ -2,7 +2,7 @@
 
 The main figure is sum(bound) / sum(wall). A step's bound is the least time that its tokens and its KV cache need at the
 measured ceilings (`megakernel.roofline`). Its wall time runs from the end of the previous step, or from the arrival of
-work, to its own end, so the host's work between steps counts against it.
+work, to its own end, so it includes the host's work between steps.
 """
 
 from __future__ import annotations
@@ -22,15 +22,24 @@ from ..trace import Trace
 from .batch import Stats
 from .engine import Step
 
-WINDOW_S = 10.0  # seconds of work over which rates and means are computed
-_SHOWN = 240  # steps that a snapshot lists one by one
-_KEPT = 4096  # steps in the record, and samples of each latency
+WINDOW_S = 10.0  # total wall time of the latest steps from which rates are computed
+_SHOWN = 240  # latest steps that a snapshot lists one by one
+_KEPT = 4096  # maximum number of recorded steps, and of samples of each latency
 _PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over steps: seconds, FLOPs, bytes; token rows computed, tokens sampled, sequences in each step."""
+    """Sums over `steps` steps.
+
+    wall_s     wall time in seconds
+    bound_s    minimum time that the hardware's ceilings allow, in seconds
+    flops      floating-point operations
+    bytes      bytes of weights and KV cache
+    rows       token rows that were computed
+    tokens     tokens that were sampled
+    sequences  number of sequences in a step
+    """
 
     steps: int = 0
     wall_s: float = 0.0
@@ -45,7 +54,7 @@ class Totals:
         return Totals(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
     def rates(self, ceilings: Ceilings) -> dict[str, float | None]:
-        """Per-second and per-step figures, and fractions of the ceilings; None where no step has run."""
+        """Return rates per second and per step, and fractions of `ceilings`. All are None if no step has run."""
         wall, steps = self.wall_s or math.nan, self.steps or math.nan
         figures = {
             "roofline_fraction": self.bound_s / wall,
@@ -64,9 +73,9 @@ class Totals:
 class Live:
     """The record of one engine. The engine's thread adds steps, and any thread may read.
 
-    `stats` is the engine's current state. `tied` says that the LM head reads the embedding table. `max_seqs` is how
-    many sequences may run at once, and `about` describes the engine for people. `tracing` asks for a trace of the next
-    step.
+    `stats` is the engine's current state. `tied` says that the LM head uses the embedding table as its weights.
+    `max_seqs` is how many sequences may run at once, and `about` describes the engine for people. While the attribute
+    `tracing` is True, the engine's thread is asked to trace the next step.
     """
 
     def __init__(self, ceilings: Ceilings, stats: Stats, *, tied: bool, max_seqs: int, about: dict[str, Any]) -> None:
@@ -107,18 +116,16 @@ class Live:
             return self._totals
 
     def _error(self, totals: Totals) -> str | None:
-        """Why the roofline fractions are invalid: no step can be faster than the limits.
-
-        None if they are valid.
-        """
+        """Return why the roofline fractions are invalid, for example because one is above 1; None if they are valid."""
         if self._about.get("backend") == "null":
             return "the null backend computes nothing, so it has no roofline fraction"
         return fraction_error(totals.bound_s / totals.wall_s, self.ceilings) if totals.steps else None
 
     def trace(self, wait_s: float) -> tuple[Program, Trace] | None:
-        """The program and trace of the next step.
+        """Have the next step traced, and return its program and trace.
 
-        If no step ends within `wait_s` seconds, the result is the last traced step, or None if there is none.
+        If no traced step ends within `wait_s` seconds, the result is the previously traced step, or None if no step was
+        traced.
         """
         self._trace_made.clear()
         self.tracing = True
@@ -127,8 +134,10 @@ class Live:
         return self._traced
 
     def snapshot(self) -> dict[str, Any]:
-        """The whole record as JSON values: current state, rates over the last WINDOW_S of work, totals, latencies and
-        the latest steps one by one.
+        """Return the whole record as JSON values.
+
+        It has the current state, the rates over the last WINDOW_S seconds of work, the totals, the latencies, and the
+        latest steps one by one.
         """
         with self._lock:
             steps, totals = list(self._steps), self._totals

@@ -10,11 +10,11 @@ from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 from .engine_client import EngineClient
 from .seam import ROOFLINE, TIMELINE
 
-CHAT_PAGE = "/chat"  # served without an API key; the page itself asks for the key
+CHAT_PAGE = "/chat"  # served without an API key, because the page itself asks for the key
 
 
 def live_router(engine: EngineClient) -> APIRouter:
-    """The routes of the pages. `/roofline` and `/timeline` query the engine's process."""
+    """Return the routes of the pages. `/roofline` and `/timeline` query the engine's process."""
     router = APIRouter()
     live_page, chat_page = _page("live.html"), _page("chat.html")
 
@@ -41,7 +41,7 @@ def live_router(engine: EngineClient) -> APIRouter:
 
 
 def _page(name: str) -> str:
-    """The text of an HTML file with the common style sheet inserted."""
+    """Return the text of an HTML file with the common style sheet inserted."""
     folder = files(__package__)
     style = (folder / "page.css").read_text(encoding="utf-8")
     return (folder / name).read_text(encoding="utf-8").replace("/* page.css */", style)

@@ -40,9 +40,10 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 class LLM:
     """A loaded model that is ready to generate.
 
-    model        known name, ORG/NAME[@REV], folder, .gguf file, random:NAME, or a Checkpoint (without tokenizer)
+    model        known name such as smollm2-135m, ORG/NAME[@REV] on Hugging Face, folder, .gguf file, random:NAME
+                 for random weights, or a Checkpoint (without tokenizer)
     tp           number of tensor-parallel ranks, which share the model and the threads: 1, 2, 4 or 8
-    backend      auto (cuda if available, otherwise cpu), reference, cpu, cuda or null
+    backend      auto (cuda if available, otherwise cpu), reference, cpu, cuda, or null, which computes nothing
     dtype        auto (the checkpoint's own type, on a GPU bf16), f32 or bf16; half and float16 are computed in bf16
     weights      type of the matrices in memory: auto (the checkpoint's own) or one of WEIGHT_TYPES (not on a GPU)
     kv_cache_dtype  type of K and V in memory: auto (dtype) or q8_0, about half the bytes of bf16 (not on a GPU)
@@ -51,9 +52,10 @@ class LLM:
     max_seqs     maximum number of sequences that run at once
     step_tokens  maximum tokens that one step computes; longer prompts are split over several steps
     prefix_cache compute the common prefix of several prompts only once
-    speculate    tokens proposed and verified at once for each sequence; 0 turns it off; results are the same
-    ranks        threads or processes: how the ranks run. A torchrun job always uses its own processes, and
-                 only rank 0 returns from this call
+    speculate    maximum tokens that speculative decoding proposes per sequence and step; 0 turns it off. The
+                 generated tokens are the same with any value
+    ranks        threads or processes: whether the ranks run as threads of this process or as separate processes. A
+                 torchrun job always uses its own processes, and only rank 0 returns from this call
 
     `vllm` takes arguments with vLLM's names, such as tensor_parallel_size and max_model_len.
     """
@@ -152,7 +154,9 @@ class LLM:
         on_token: Callable[[Token, str], None] | None = None,
         on_step: Callable[[Step], None] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt. `sampling_params` is one for all prompts or a list with one for each.
+        """Continue each prompt, and return the results in the order of the prompts.
+
+        `sampling_params` is one object for all prompts, or a list with one object for each prompt.
 
         A prompt is text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. `on_token` is called with each token
         and the text that it completes, `on_step` after each step. Without these callbacks, `use_tqdm` shows a progress
@@ -187,7 +191,7 @@ class LLM:
                         request = token.request
                         transcript = requests[request][token.choice]
                         if transcript.finish_reason is not None:
-                            continue  # the step generated it after a stop string had ended the text
+                            continue  # the step generated the token after a stop string had ended the text
                         text = transcript.add(token)
                         if transcript.finish_reason != token.finish_reason:
                             self.engine.stop(request, token.choice)
@@ -239,7 +243,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, on_token=on_token)
 
     def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation up to where the answer begins."""
+        """Return the token ids of a conversation, up to the point where the answer begins."""
         return self.codec.chat_ids(messages)
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
@@ -247,13 +251,13 @@ class LLM:
         return self.codec.encode(prompt)
 
     def transcripts(self, params: SamplingParams) -> list[Transcript]:
-        """A transcript for each choice, which collects its tokens and text."""
+        """Return one transcript per choice, which collects the choice's tokens and text."""
         return self.codec.transcripts(params)
 
     def trace_steps(self, prompt: str | Sequence[int], decode_steps: int = 1) -> tuple[list[Step], list[Step]]:
-        """The prefill steps of a prompt and the decode steps after it, each with its trace in `output.trace`.
+        """Run a prompt and return its prefill steps and its decode steps, each with its trace in `output.trace`.
 
-        The prompt runs once without tracing before that, so that caches and threads are warm.
+        Before the traced run, the prompt runs once without tracing, so that caches and threads are warm.
         """
         ids = self.encode(prompt)
         params = SamplingParams(temperature=0.0, max_tokens=decode_steps + 1, ignore_eos=True)
@@ -285,7 +289,7 @@ class LLM:
 
 
 def parse_dtype(name: str) -> Dtype | None:
-    """A compute dtype by name; None for `auto`."""
+    """Return the compute dtype with this name, or None for `auto`."""
     if name == "auto":
         return None
     if name not in DTYPES:

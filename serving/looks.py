@@ -1,4 +1,4 @@
-"""Answers the frontends' queries about an engine's steps in a thread of its own, because an answer may take seconds."""
+"""Answers frontends that ask how an engine's steps ran, in a thread of its own, because an answer may take seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ TRACE_WAIT_S = 10.0  # maximum time to wait for a step to trace
 
 
 class Looks:
-    """A thread that answers queries at `address` from the record `live`, several at a time."""
+    """A thread that answers queries about the steps in the record `live`. It handles several queries at a time.
+
+    Frontends send their queries to the ZeroMQ address `address`.
+    """
 
     def __init__(self, live: Live, machine: Machine, address: str) -> None:
         self._live, self._machine, self._address = live, machine, address
@@ -64,7 +67,7 @@ class Looks:
         return await asyncio.to_thread(lambda: msgspec.json.encode(self._live.snapshot()))
 
     async def _timeline(self) -> bytes | None:
-        """Trace one step for all concurrent queries, so that they occupy one thread together."""
+        """Trace one step, and return it as an HTML page. Concurrent queries share one trace and one worker thread."""
         if self._tracing is None or self._tracing.done():
             self._tracing = asyncio.ensure_future(asyncio.to_thread(self._trace))
         return await asyncio.shield(self._tracing)

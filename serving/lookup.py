@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_LEAST = 2  # minimum number of last tokens that must have occurred before
-_MOST = 32  # maximum length of the suffix that is compared
+_LEAST = 2  # how many of the last tokens must have occurred before
+_MOST = 32  # how many of the last tokens are compared with earlier text, at most
 _TRIED = 8  # how many earlier occurrences of the last _LEAST tokens are compared, latest first
 
 
@@ -17,11 +17,14 @@ class Lookup:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = tokens
-        self._ends: dict[tuple[int, int], int] = {}  # pair -> where its last occurrence ends
-        self._before = [0, 0]  # [end]: where the same pair's previous occurrence ends; 0: there is none
+        self._ends: dict[tuple[int, int], int] = {}  # pair of tokens -> end index of the pair's last occurrence
+
+        # For the pair that ends at index i, _before[i] is the end index of the same pair's previous occurrence. It is 0
+        # if there is none.
+        self._before = [0, 0]
 
     def read(self) -> None:
-        """Index the new tokens. The last pair is left out, so that it does not find itself."""
+        """Add the new pairs to the index, except the last pair, whose earlier occurrences `propose` looks for."""
         tokens, ends, before = self._tokens, self._ends, self._before
         for end in range(len(before), len(tokens)):
             pair = tokens[end - 2], tokens[end - 1]
@@ -29,10 +32,11 @@ class Lookup:
             ends[pair] = end
 
     def propose(self, count: int) -> list[int]:
-        """Propose `count` tokens: those that followed the earlier occurrence with the longest matching suffix.
+        """Return `count` tokens that followed an earlier occurrence of the last tokens.
 
-        The result is empty if the last two tokens have not occurred before. If the match is closer to the end than
-        `count` tokens, its tokens are repeated, which continues a text that repeats itself.
+        Several earlier occurrences of the last two tokens are compared, and the longest match is used. The result is
+        empty if the last two tokens have not occurred before. If fewer than `count` tokens follow the earlier
+        occurrence, these tokens are repeated, which continues a text that repeats itself.
         """
         tokens, length = self._tokens, len(self._tokens)
         if count < 1 or length <= _LEAST:

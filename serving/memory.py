@@ -13,11 +13,11 @@ from ..roofline.work import model_weights
 
 log = logging.getLogger(__name__)
 
-KV_SHARE = 0.25  # part of the machine's memory that the KV pool may take
+KV_SHARE = 0.25  # the KV pool's fraction of the memory, unless one sequence needs more
 
 
 def weight_bytes(forward: Forward, dims: Dims, *, tied: bool) -> int:
-    """Bytes of one rank's weights. Tied embeddings count once."""
+    """Return the bytes of one rank's weights. If embedding and LM head are tied, they count once."""
     weights = model_weights(forward, dims)
     return sum(weights.values()) - (weights[Buffer.LM_HEAD] if tied else 0)
 
@@ -31,10 +31,12 @@ def kv_capacity(
     tp: int = 1,
     quantised_kv: bool = False,
 ) -> tuple[int, int]:
-    """(maximum tokens of a sequence, tokens of the KV pool) for `tp` ranks that share `memory_bytes`.
+    """Return the maximum tokens of a sequence and the tokens of the KV pool, for `tp` ranks that share `memory_bytes`.
 
-    The pool has room for `max_seqs` full sequences, or for fewer if they exceed KV_SHARE of the memory, but for at
-    least one. Raises MegakernelError if `max_context` exceeds the model's limit or the memory.
+    The pool has room for `max_seqs` sequences of maximum length, but uses at most KV_SHARE of the memory. It always has
+    room for one such sequence, even if that exceeds KV_SHARE. Without `max_context`, a sequence may have as many tokens
+    as the model allows and KV_SHARE of the memory holds. Raises MegakernelError if `max_context` exceeds the model's
+    limit, or if one such sequence exceeds the memory.
     """
     dims = replace(weight_dims(config, dtype), tp=tp, quantised_kv=int(quantised_kv))
     heads = sum(replace(dims, rank=rank).rank_kv_heads for rank in range(tp))  # several ranks may have the same KV head
@@ -46,12 +48,13 @@ def kv_capacity(
             log.info("context reduced from the model's %d tokens to %d to fit in memory", config.max_context, context)
     elif max_context > config.max_context:
         raise MegakernelError(
-            f"context {max_context} exceeds the model's limit of {config.max_context} tokens: lower it"
+            f"context {max_context} exceeds the model's limit of {config.max_context} tokens: choose a shorter context"
         )
     elif max_context * per_token > memory_bytes:
         gigabytes = max_context * per_token / 1e9
         raise MegakernelError(
-            f"context {max_context} needs {gigabytes:.1f} GB of KV cache, more than the memory: lower it"
+            f"context {max_context} needs {gigabytes:.1f} GB of KV cache, but there are only "
+            f"{memory_bytes / 1e9:.1f} GB of memory: choose a shorter context"
         )
     else:
         context = max_context

@@ -13,7 +13,10 @@ from .sampling import SamplingParams
 
 
 class Logprob(NamedTuple):
-    """One token's log-probability. `rank` 1 is the most likely token; None means that it is not among the top ones."""
+    """One token's log-probability.
+
+    `rank` is 1 for the most likely token. It is None for a token that is not among the requested top tokens.
+    """
 
     logprob: float
     rank: int | None
@@ -23,7 +26,10 @@ class Logprob(NamedTuple):
 def by_id(
     tokenizer: Tokenizer | None, top: Mapping[int, float], count: int, token: int, logprob: float
 ) -> dict[int, Logprob]:
-    """The chosen token of a position and the `count` most likely ones, which come first in `top`."""
+    """Return the entries of one position: that of the chosen `token`, then those of the `count` most likely tokens.
+
+    `top` begins with the most likely tokens, in order; it may also hold the chosen token.
+    """
 
     def text(token: int) -> str | None:
         return None if tokenizer is None else tokenizer.token_bytes(token).decode("utf-8", "replace")
@@ -37,10 +43,10 @@ def by_id(
 class Completion:
     """One choice. `logprobs` are the raw log-softmax values of its tokens.
 
-    `top_logprobs`, if asked for, holds for each token the most likely ids and the chosen one. `finish_reason` is
-    `stop`, `length` or `abort`. `stop_reason` is the stop string or stop id of the request that ended the choice.
-    `ttft_s` is the time from the call to the first token and `tpot_s` the mean time per later token, in seconds; None
-    if undefined.
+    `top_logprobs`, if requested, holds for each token the log-probabilities of the most likely ids and of the chosen
+    id. `finish_reason` is `stop`, `length` or `abort`. `stop_reason` is the stop string or the id of `stop_token_ids`
+    that ended the choice, and None for other ends. `ttft_s` is the time from the call to the first token, and `tpot_s`
+    the mean time per later token, both in seconds. Each is None if there is no such token.
     """
 
     token_ids: list[int]
@@ -57,7 +63,7 @@ class Completion:
 class CompletionOutput:
     """One choice with vLLM's names.
 
-    `logprobs`, if asked for, has for each token the chosen id, then the most likely.
+    `logprobs`, if requested, has for each token an entry for the chosen id and then entries for the most likely ids.
     """
 
     index: int
@@ -100,7 +106,7 @@ class RequestOutput(Completion):
 
 
 def in_vllm_names(choice: Completion, index: int, tokenizer: Tokenizer | None, count: int | None) -> CompletionOutput:
-    """A choice with vLLM's names. `count` is how many top tokens were asked for at each position, None if none were."""
+    """Return a choice with vLLM's names. `count` top tokens per position were requested; None means none."""
     scored = None
     if count is not None and choice.top_logprobs is not None:
         each = zip(choice.top_logprobs, choice.token_ids, choice.logprobs, strict=True)
@@ -126,8 +132,10 @@ def request_output(
     scores: tuple[Sequence[float], Sequence[dict[int, float]]],
     cached: int,
 ) -> RequestOutput:
-    """The result of a prompt. `scores` holds the log-probabilities and top tokens of the prompt from its second token
-    on, if they were asked for.
+    """Return the result of a prompt.
+
+    If prompt log-probabilities were requested, `scores` holds two lists for the prompt's tokens from the second on:
+    the log-probabilities of the tokens, and the most likely ids at their positions.
     """
     logprobs, tops = scores
     scored, count = params.prompt_logprobs is not None, params.prompt_logprobs or 0

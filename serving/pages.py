@@ -1,8 +1,8 @@
 """The pool of KV pages: which pages are free, and which cached pages match the prefix of a new sequence.
 
 A page that finished steps have filled is identified by the hash of all tokens up to its end, so sequences with the same
-prefix share pages. A shared page is never written again. An unused page stays in the cache until it is needed for
-something else; the least recently used page goes first.
+prefix share pages. A shared page is never written again. A page without users stays in the cache until the memory is
+needed for other tokens; the least recently used page is taken first.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ ROOT = b""  # the hash before a sequence's first page
 
 
 def page_hash(before: bytes, tokens: Sequence[int]) -> bytes:
-    """The hash of a prefix whose last page holds `tokens`; `before` is the hash of the pages before it."""
+    """Return the hash of a prefix whose last page holds `tokens`. `before` is the hash of the earlier pages."""
     return blake2b(before + array("i", tokens).tobytes(), digest_size=16).digest()
 
 
 class PagePool:
-    """Page ids 0 to pages - 1, each with a reference count."""
+    """The KV pages with ids 0 to `pages` - 1. Each page has a reference count, the number of its users."""
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
@@ -49,7 +49,7 @@ class PagePool:
         return taken
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """The cached pages of the longest matching prefix. The caller must `share` them before it uses them."""
+        """Return the cached pages of the longest matching prefix. The caller must `share` these pages to use them."""
         found: list[int] = []
         for key in hashes:
             page = self._page.get(key)
@@ -59,7 +59,7 @@ class PagePool:
         return found
 
     def unused(self, pages: Sequence[int]) -> int:
-        """How many of `pages` have no user."""
+        """Return how many of `pages` have no user."""
         return sum(not self._users[page] for page in pages)
 
     def share(self, pages: Sequence[int]) -> None:
@@ -72,7 +72,7 @@ class PagePool:
     def learn(self, key: bytes, page: int) -> None:
         """Cache a full `page` under the hash `key` of its prefix.
 
-        If an equal page is cached already, that one stays.
+        If a page with the same hash is cached already, the cache keeps that page and ignores the new one.
         """
         if key not in self._page and page not in self._hash:
             self._page[key], self._hash[page] = page, key

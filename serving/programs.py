@@ -1,4 +1,4 @@
-"""One program per bucket (a size of steps), compiled in advance or when a step first needs it."""
+"""Compiles one program per bucket (a size of steps), in advance or when a step first needs the program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Compile(Protocol):
 
 
 def bucket(count: int, most: int) -> int:
-    """The smallest of the sizes 1, 2, 3, 4, 6, 8, 12, 16 ... with room for `count`, but at most `most`.
+    """Return the smallest of the sizes 1, 2, 3, 4, 6, 8, 12, 16 ... with room for `count` rows, but at most `most`.
 
     A step computes its padding rows too. The sizes between the powers of two keep padding below a third of a step.
     """
@@ -24,7 +24,7 @@ def bucket(count: int, most: int) -> int:
 
 
 def buckets(most: int) -> list[int]:
-    """All bucket sizes up to `most`, in ascending order."""
+    """Return all bucket sizes up to `most`, in ascending order."""
     found = [1]
     while found[-1] < most:
         found.append(bucket(found[-1] + 1, most))
@@ -41,16 +41,16 @@ class Programs:
         self._lock = Lock()
 
     def bucket(self, tokens: int, logit_rows: int) -> tuple[int, int]:
-        """The smallest bucket with room for that many token rows and logit rows."""
+        """Return the smallest bucket with room for `tokens` token rows and `logit_rows` logit rows."""
         return bucket(tokens, self._most_tokens), bucket(logit_rows, self.most_logit_rows)
 
     def unpadded(self, tokens: int, more: int) -> int:
-        """How many of `more` token rows can be added to a step of `tokens` rows without adding padding rows."""
+        """Return how many token rows, at most `more`, can be added to a step of `tokens` rows without more padding."""
         full = next(size for size in reversed(buckets(self._most_tokens)) if size <= max(tokens + more, 1))
         return min(more, max(full, bucket(tokens, self._most_tokens)) - tokens)
 
     def get(self, tokens: int, logit_rows: int) -> Program:
-        """The program of the smallest bucket with room for that many token rows and logit rows."""
+        """Return the program of the smallest bucket with room for `tokens` token rows and `logit_rows` logit rows."""
         key = self.bucket(tokens, logit_rows)
         with self._lock:
             if key not in self._cache:
@@ -58,7 +58,10 @@ class Programs:
             return self._cache[key]
 
     def warm(self, stop: Event | None = None) -> int:
-        """Compile every bucket that a step can need, until `stop` is set. Returns the number of these buckets."""
+        """Compile a program for every bucket that a step can need, until `stop` is set.
+
+        Returns the number of buckets that a step can need, even if `stop` was set.
+        """
         keys = [
             (tokens, rows)
             for tokens in buckets(self._most_tokens)

@@ -1,4 +1,4 @@
-"""A progress bar of finished prompts on a terminal."""
+"""Shows on a terminal how many prompts are finished, as a progress bar."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .engine import Step
 
 @contextmanager
 def progress(prompts: int, wanted: bool) -> Iterator[Callable[[Step, int], None]]:
-    """A progress bar, shown if standard error is a terminal.
+    """Show a progress bar if it is `wanted` and standard error is a terminal.
 
-    Call the result with each step and the number of prompts that it finished.
+    Yields a function. Call this function after each step, with the step and the number of prompts that it finished.
     """
     console = Console(stderr=True)
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 class Sequence:
     """One choice of a request. While it runs, its state, including its newest tokens, is in `slots` at index `slot`.
 
-    `sampling` is True for a preempted sequence whose next token the running launch still samples.
+    `sampling` is True if the sequence was preempted while the running launch still samples its next token.
     """
 
     request: Request
     choice: int
-    length_limit: int  # it ends with reason `length` at so many tokens
+    length_limit: int  # at this number of tokens the choice ends with reason `length`
     slots: Slots
     slot: int = -1
     sampling: bool = False
     finish_reason: str | None = None
-    first_token_at: float = 0.0  # both times are valid only while it does not run
+    first_token_at: float = 0.0  # valid, like last_token_at, only while the choice does not run
     last_token_at: float = 0.0
     draft: Draft | None = None
-    constraint: Constraint | None = None  # the text must match a grammar
+    constraint: Constraint | None = None  # limits which tokens may come next, if the request asks for that
     _tokens: list[int] = field(init=False)
     _hashes: list[bytes] = field(default_factory=list)
 
@@ -52,12 +52,12 @@ class Sequence:
 
     @property
     def stuck(self) -> str:
-        """Why its constraint allows no continuation; empty if it allows one."""
+        """The reason why the constraint allows no next token; empty if it allows one."""
         return self.constraint.error if self.constraint else ""
 
     @property
     def waits_since(self) -> float:
-        """When its last token came, or when the request was added if it has no token yet."""
+        """The time of the choice's last token. If it has no token yet, the time at which the request was added."""
         return (
             float(self.slots.last_token_at[self.slot])
             if self.slot >= 0
@@ -81,7 +81,7 @@ class Sequence:
 
     @property
     def computed(self) -> int:
-        """How many leading tokens have their K and V in `pages`, or will have after the running launch."""
+        """How many of the first tokens have their K and V in `pages`, now or once all planned steps have run."""
         return int(self.slots.computed[self.slot]) if self.slot >= 0 else 0
 
     @property
@@ -90,17 +90,17 @@ class Sequence:
 
     @property
     def known_pages(self) -> int:
-        """How many of `pages` are in the prefix cache."""
+        """How many of the choice's `pages` are in the prefix cache."""
         return int(self.slots.known_pages[self.slot]) if self.slot >= 0 else 0
 
     @property
     def scoring(self) -> bool:
-        """Whether its next rows score the prompt."""
+        """Whether the choice still computes log-probabilities of the prompt's tokens."""
         request = self.request
         return request.scores_prompt(self.choice) and request.scored < len(request.prompt_ids) - 1
 
     def page_hashes(self, page: int, count: int) -> list[bytes]:
-        """Hashes of the first `count` pages of `page` tokens each. All these tokens must be known."""
+        """Return the hashes of the first `count` pages of `page` tokens each. All these tokens must be known."""
         tokens = self.tokens
         for i in range(len(self._hashes), count):
             before = self._hashes[-1] if self._hashes else ROOT
@@ -108,9 +108,9 @@ class Sequence:
         return self._hashes[:count]
 
     def sample_row(self, *, early: bool) -> SampleRow:
-        """The sampling parameters of the sequence's tokens for the engine.
+        """Return the sampling parameters of the sequence as a row for the step table.
 
-        `early` is for tokens before min_tokens, which must not be stop ids.
+        If `early` is set, the row is for the tokens before min_tokens is reached, and forbids stop ids.
         """
         p = self.request.params
         return SampleRow(
@@ -128,14 +128,14 @@ class Sequence:
 class Request:
     """A prompt with its parameters and choices.
 
-    tag              a number that its tokens carry, for the caller of `Engine.add`
-    client           requests of different clients are admitted in turn
+    tag              a number that the caller of `Engine.add` gives, and that the generated tokens carry
+    client           name of the client; clients take turns in having their requests admitted
     stop_ids         token ids that end a choice
     seed             the user's seed, or a random one
     prompt_logprobs  element i is the log-probability of prompt token i + 1
     cached_tokens    prompt tokens that were in the prefix cache; None before the request is admitted
     held             choices that wait until the first has computed the prompt, so that they share its pages
-    scored           number of prompt tokens whose scores are computed or planned
+    scored           number of prompt tokens whose log-probabilities are computed or planned
     """
 
     id: int
@@ -161,5 +161,5 @@ class Request:
         return all(choice.finish_reason is not None for choice in self.choices)
 
     def scores_prompt(self, choice: int) -> bool:
-        """Whether this choice scores the prompt, which the first choice does for all choices."""
+        """Whether this choice computes the prompt's log-probabilities. The first does so for all choices, if asked."""
         return choice == 0 and self.params.prompt_logprobs is not None

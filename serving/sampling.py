@@ -9,14 +9,14 @@ from typing import Any
 from ..errors import MegakernelError
 from .structured import StructuredOutputsParams
 
-FINISH = (None, "stop", "length")  # why a token ends its choice; arrays hold indices into this tuple
+FINISH = (None, "stop", "length")  # reasons why a token ends its choice; arrays contain indices into this tuple
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
-# MAX_BIAS and MAX_STOP_IDS together stay below the number of biases that a step table has room for in each row.
+# A step table has room for more biases per row than MAX_BIAS + MAX_STOP_IDS.
 MAX_BIAS = 300  # the OpenAI API's limit
 MAX_STOP_IDS = 128
 MAX_BAD_WORDS, MAX_BAD_CHARACTERS = 256, 256  # each bad word is compared with the end of the text after each token
-_LEAST, _MOST = 2.0**-126, (2 - 2**-23) * 2.0**127  # range of positive float32, which step tables hold
+_LEAST, _MOST = 2.0**-126, (2 - 2**-23) * 2.0**127  # range of positive float32 numbers, the type in step tables
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class SamplingParams:
 
     temperature         0 means greedy sampling
     top_p, min_p        probability thresholds; top_p=1 and min_p=0 turn them off
-    top_k               0 and -1 turn it off
+    top_k               sample among this many of the most likely tokens; 0 and -1 turn this limit off
     seed                None takes a random seed from the operating system
     n                   choices per prompt, each with its own random numbers
-    best_of             None or n, because every generated choice is returned
+    best_of             must be None or n, because every generated choice is returned
     max_tokens          None generates up to the end of the context
     min_tokens          before this many tokens, stop and end-of-sequence ids are forbidden and stop strings ignored
     stop                stop strings; the text ends before the first one that appears
@@ -100,7 +100,7 @@ class SamplingParams:
         for token in self.stop_token_ids:
             self._whole("stop_token_ids", token, 0, 2**31 - 1)
         if len(self.logit_bias) > MAX_BIAS:
-            raise _error("logit_bias", f"{len(self.logit_bias)} entries", f"may have at most {MAX_BIAS}")
+            raise _error("logit_bias", f"{len(self.logit_bias)} entries", f"may have at most {MAX_BIAS} entries")
         for token, value in self.logit_bias.items():
             self._whole("logit_bias", token, 0, 2**31 - 1)
             self._real("logit_bias", value, -100.0, 100.0)

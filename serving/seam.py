@@ -1,7 +1,8 @@
 """The messages between frontends and the engine's process, encoded as MessagePack.
 
-A frontend numbers the choices of all its jobs. The choices of one job have consecutive numbers from `Submit.first` on,
-prompt by prompt. After each step the engine's process sends a frontend at most one `Tokens` message.
+A job is the work that one `Submit` message asks for. A frontend numbers the choices (completions) of all its jobs. The
+choices of one job have consecutive numbers from `Submit.first` on, prompt by prompt. After each step, the engine's
+process sends a frontend at most one `Tokens` message.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ class _Record(msgspec.Struct, tag=True, array_like=True):
 
 
 class Hello(_Record):
-    """A frontend has started. It will be told if the engine stops."""
+    """A frontend has started. From now on, it will be told if the engine stops."""
 
 
 class Submit(_Record):
-    """Continue each of `prompts` with `params`. A prompt is the bytes of its int32 token ids.
+    """Asks the engine to continue each of `prompts` with `params`. A prompt is the bytes of its int32 token ids.
 
-    The job's choices are numbered from `first` on. When many requests wait, the engine admits the
-    clients (`client` names the job's own) in turn.
+    The job's choices are numbered from `first` on. `client` names the client that sent the job: when many requests
+    wait, the engine admits requests of different clients in turn.
     """
 
     first: int
@@ -55,20 +56,20 @@ class Abort(_Record):
 
 
 class Gone(_Record):
-    """A frontend has exited: abort its jobs and ignore its later messages. Only the server itself sends this."""
+    """A frontend has exited: abort its jobs and ignore its later messages. No frontend may send this message."""
 
     frontend: bytes
 
 
 class Compiled(_Record):
-    """The grammar of a frontend's job is compiled or refused. Only the engine's process itself sends this."""
+    """The compilation of a job's grammar has ended. The engine's process sends this message to itself."""
 
     frontend: bytes
     first: int
 
 
 class Close(_Record):
-    """End the engine loop. Only the server itself sends this."""
+    """End the engine loop. No frontend may send this message."""
 
 
 ToEngine = Hello | Submit | Stop | Abort | Gone | Compiled | Close
@@ -77,7 +78,7 @@ ToEngine = Hello | Submit | Stop | Abort | Gone | Compiled | Close
 
 
 class Score(msgspec.Struct, array_like=True, frozen=True):
-    """Log-probabilities of a prompt's tokens, from the second one on. They come with the first token of `choice`."""
+    """Log-probabilities of a prompt's tokens, from the second on. They are sent with the first token of `choice`."""
 
     choice: int
     logprobs: list[float]
@@ -91,8 +92,8 @@ class Tokens(_Record):
     ids       int32, token ids
     logprobs  float32, log-probabilities of the tokens
     reasons   uint8, index into FINISH: why the token ends its choice
-    tops      array index -> the most likely ids at that token, if the request asks for them
-    cached    choice -> prompt tokens that were in the prefix cache; sent with a prompt's first token, if not 0
+    tops      array index of a token -> the most likely ids at its position, if the request asks for them
+    cached    choice -> number of prompt tokens in the prefix cache, if not 0; sent with a prompt's first token
     """
 
     at: float
@@ -125,7 +126,7 @@ ToFrontend = Tokens | Refused | Dead
 
 
 class Look(_Record):
-    """A query for `what`, which is ROOFLINE or TIMELINE. The answer carries the same `number`."""
+    """A query for `what`, which is ROOFLINE or TIMELINE. The answer to this query carries the same `number`."""
 
     number: int
     what: str
@@ -142,10 +143,10 @@ ROOFLINE, TIMELINE = "roofline", "timeline"  # the values of `Look.what`
 
 
 class Description(msgspec.Struct, frozen=True):
-    """What a frontend must know about the model, and where it finds the engine.
+    """What a frontend must know about the model, and where the frontend finds the engine.
 
     source   where the tokenizer is, as `load_tokenizer` takes it
-    name     the model's own name
+    name     the model's name
     kv_page  tokens per KV page
     folder   the folder with the sockets and the board; only this server's processes can enter it
     rows     the rows of the board: one for the engine, then one for each frontend
@@ -161,7 +162,7 @@ class Description(msgspec.Struct, frozen=True):
 
     @property
     def requests(self) -> str:
-        """The address of the socket for requests and their tokens."""
+        """The address of the socket for requests and for the tokens of their answers."""
         return f"ipc://{self.folder}/requests"
 
     @property
@@ -182,7 +183,7 @@ decode_seen = msgspec.msgpack.Decoder(Seen).decode
 
 
 def prompt_bytes(ids: Seq[int]) -> bytes:
-    """Token ids in the form in which `Submit` carries them."""
+    """Return token ids in the form in which `Submit` carries them."""
     return np.array(ids, np.int32).tobytes()
 
 
@@ -192,7 +193,7 @@ def prompt_ids(data: bytes) -> list[int]:
 
 
 def token_rows(tokens: Tokens) -> zip[tuple[Any, ...]]:
-    """(choice, token id, log-probability, index into FINISH) of each token."""
+    """Return (choice, token id, log-probability, index into FINISH) for each token."""
     return zip(
         np.frombuffer(tokens.choices, np.int64).tolist(),
         np.frombuffer(tokens.ids, np.int32).tolist(),

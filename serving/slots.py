@@ -25,24 +25,24 @@ class Slots:
     def __init__(self, dims: Dims) -> None:
         n = dims.max_seqs
         self.page = dims.kv_page
-        self.order: Ints = np.zeros(0, np.int64)  # replaced, never modified, so its identity shows a change
+        self.order: Ints = np.zeros(0, np.int64)  # a new array after each change, so that `is` shows whether it changed
         self.sequence: Objects = np.full(n, None)
-        self.ticket = np.full(n, -1)  # the admission's number; -1: the slot is free
+        self.ticket = np.full(n, -1)  # number of the sequence's admission; -1: the slot is free
         self.tag, self.choice = np.zeros((2, n), np.int64)
         self.tokens = np.zeros((n, dims.max_context), np.int32)
         self.known, self.length, self.computed, self.known_pages = np.zeros((4, n), np.int64)
         self.limit, self.prompt, self.early_until = np.zeros((3, n), np.int64)
-        self.stop_ids = np.full((n, 1), -1)  # rows with fewer ids are padded with -1
+        self.stop_ids = np.full((n, 1), -1)  # stop ids of each sequence, padded with -1
         self.top = np.full(n, -1)  # how many top log-probabilities to report; -1: report none
-        self.holds = np.zeros(n, np.bool_)  # whether other choices of its request wait until its prompt is computed
-        self.constrained = np.zeros(n, np.bool_)  # whether its text must match a grammar
+        self.holds = np.zeros(n, np.bool_)  # whether other choices wait until this one has computed the prompt
+        self.constrained = np.zeros(n, np.bool_)  # whether the sequence has a `Constraint`, such as a grammar
         self.first_token_at, self.last_token_at = np.zeros((2, n))
         self.pages = Pages(dims)
-        self.sampling = Sampling(2 * n + 1)  # a row per slot, then another row per slot for tokens before min_tokens
+        self.sampling = Sampling(2 * n + 1)  # a row per slot, then a row per slot for use before min_tokens
         self._tickets = 0
 
     def seat(self, slot: int, sequence: Sequence, pages: list[int], shared: int) -> None:
-        """Put a sequence into `slot` with `pages`; the first `shared` of them already hold its prefix."""
+        """Put a sequence into `slot` with `pages`. The first `shared` pages already hold its first tokens."""
         request, tokens = sequence.request, sequence.tokens
         stop, logprobs = sorted(request.stop_ids), request.params.logprobs
         if (more := len(stop) - self.stop_ids.shape[1]) > 0:
@@ -80,7 +80,7 @@ class Slots:
         return self.pages.ids[slot, : self.pages.count[slot]].tolist()  # type: ignore[no-any-return]
 
     def set_pages(self, slot: int, kept: int, more: list[int]) -> None:
-        """Keep the sequence's first `kept` pages and append the pages `more`."""
+        """Keep the first `kept` pages of a slot's sequence, and append the pages `more` to them."""
         self.pages.count[slot] = count = kept + len(more)
         self.pages.ids[slot, kept:count] = more
         self.pages.changed[:, slot] = True
@@ -92,21 +92,21 @@ class Slots:
         self.pages.changed[:, slots] = True
 
     def pending(self, slots: Ints) -> Ints:
-        """How many tokens of each slot are not planned yet.
+        """Return, for each slot, how many of its tokens no planned step computes yet.
 
-        It is 0 for a sequence that has reached its length limit.
+        The number is 0 for a sequence that has reached its length limit.
         """
         length = self.length[slots]
         return np.where(length < self.limit[slots], length - self.computed[slots], 0)
 
     def crowded(self, slots: Ints) -> NDArray[np.bool_]:
-        """Whether the pages are too few for `length` tokens."""
+        """Return for each slot whether its sequence has too few pages for `length` tokens."""
         return self.pages.count[slots] * self.page < self.length[slots]
 
     def place(self, slots: Ints, position: Ints) -> Ints:
-        """The rows of `sampling` that apply to the tokens at `position`.
+        """Return the index of the row of `sampling` that applies to each slot's token at `position`.
 
-        Tokens before min_tokens have rows of their own.
+        Each slot has a separate row for the tokens before min_tokens is reached.
         """
         early = position < self.early_until[slots]
         return slots + len(self.ticket) * early if np.count_nonzero(early) else slots
@@ -116,16 +116,19 @@ class Slots:
         return slot + len(self.ticket) * bool(position < self.early_until[slot])
 
     def full_pages(self, slots: Ints) -> Ints:
-        """How many pages of each slot the launches so far have filled.
+        """Return, for each slot, how many pages the launches so far have filled.
 
-        A page that ends with the last known token does not count: the step that would compute that token may be
-        planned but never start, because the sequence ends.
+        A page that ends with the last known token does not count: a step that computes this token may be planned, but
+        it never starts if the sequence ends.
         """
         full: Ints = np.minimum(self.computed[slots], self.known[slots] - 1) // self.page
         return full
 
     def append(self, slots: Ints, tokens: Ints, now: float) -> NDArray[Any]:
-        """Append one known token to each of `slots`. Returns for each an index into FINISH: why its sequence ends."""
+        """Append one known token to each of `slots`.
+
+        Returns an index into FINISH for each slot: whether and why its sequence ends.
+        """
         known = self.known[slots]
         self.tokens[slots, known] = tokens
         self.known[slots] = known = known + 1

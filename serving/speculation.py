@@ -3,8 +3,8 @@
 A step with more rows takes longer, and generates more tokens only if proposals are right. From each sequence's recent
 acceptance rate and from the measured times of steps, `Speculation.extend` chooses the number of proposed tokens with
 the highest expected tokens per second, which is often zero. A new sequence starts with the recent acceptance rate of
-all sequences. If the proposals of a sequence have been declined for a while, one token is verified nevertheless, as a
-probe, to notice when its text begins to repeat.
+all sequences. If the proposals of a sequence have been declined for a while, one proposed token is verified
+nevertheless. This probe shows when the text of the sequence begins to repeat.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from .step_times import StepTimes
 from .work import Part, Work, extended
 
 MOST = 63  # maximum proposed tokens per sequence and step
-VERIFIED_ROWS = (
-    128  # maximum logit rows of a step with proposed tokens; a step table has room for the biases of so many
-)
+VERIFIED_ROWS = 128  # maximum logit rows of a step with proposals; a step table has room for their logit biases
 _MEMORY = 0.99  # decay factor of the acceptance rate of all sequences; the rate of a single sequence decays faster
 _NO_TIME = 1e-9  # replaces a step time of 0 s, which a backend without arithmetic may report
 
@@ -48,9 +46,10 @@ class _Offer:
 
 
 def granted(work: Work, batch: Batch, sequence: Choice, tokens: list[int]) -> list[int]:
-    """Allocate KV pages for `tokens` after a sequence's last known token. Returns as many as there was room for.
+    """Allocate KV pages for `tokens`, which follow a sequence's last known token.
 
-    If the sequence has penalties, these tokens are also written to HISTORY before the step, because penalties read it.
+    Returns as many of `tokens`, from the first on, as the free pages allow. If the sequence has penalties, the returned
+    tokens will also be written to the buffer HISTORY before the step, because penalties read that buffer.
     """
     known = len(sequence.tokens)
     taken = tokens[: batch.lengthen(sequence, known + len(tokens)) - known] if tokens else []
@@ -62,7 +61,7 @@ def granted(work: Work, batch: Batch, sequence: Choice, tokens: list[int]) -> li
 class Speculation:
     """Proposes up to `depth` tokens for each sequence of a step.
 
-    `proposer` makes a sequence's Proposer from its tokens.
+    The function `proposer` makes a `Proposer` for a sequence from the list of its tokens.
     """
 
     def __init__(self, depth: int, times: StepTimes, proposer: Callable[[Sequence[int]], Proposer] = Lookup) -> None:
@@ -72,7 +71,7 @@ class Speculation:
         self._share = Share(_MEMORY)  # recent acceptance rate of all sequences
 
     def read(self, part: Part) -> None:
-        """Let the proposers of a planned step's sequences read new tokens. This runs while a launch runs."""
+        """Let the proposers of a planned step's sequences read new tokens. Call this while a launch runs."""
         for sequence in part.turns.sequence[np.unique(part.turns.chunk)]:
             if sequence.constraint is None:
                 self._draft(sequence).proposer.read()
@@ -107,7 +106,7 @@ class Speculation:
         self._share.learn(proposed, accepted)
 
     def _draft(self, sequence: Choice) -> Draft:
-        tokens = sequence.tokens  # the proposer holds this list; the property appends new tokens to it
+        tokens = sequence.tokens  # the proposer keeps this list, to which the property `tokens` appends new tokens
         if sequence.draft is None:
             sequence.draft = Draft(self._proposer(tokens), self._share.young())
         return sequence.draft
@@ -119,7 +118,7 @@ class Speculation:
             if sequence.constraint is not None:
                 continue  # each proposed token would need its own mask, which depends on the token before it
             draft = self._draft(sequence)
-            # A step generates one token more than it accepts.
+            # A step generates one token more than the number of proposed tokens that it accepts.
             most = min(self._depth, sequence.length_limit - len(sequence.tokens) - 1)
             if tokens := draft.proposer.propose(most) if most > 0 else []:
                 offers.append(_Offer(chunk, draft, tokens))

@@ -1,4 +1,4 @@
-"""How long steps take: recent measurements, and the cost model's predictions for buckets without a measurement."""
+"""Estimates the time of steps from recent measurements, or from the cost model for buckets that were not measured."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from itertools import pairwise
 from ..program import Program
 from .programs import Programs
 
-_KEPT = 8  # latest times of a bucket; the shortest one counts, because a busy machine only makes steps slower
-_STALE = 1000  # a bucket that has not run for so many steps counts as not measured
+_KEPT = 8  # latest times kept per bucket; the shortest one is used, because other programs only slow steps down
+_STALE = 1000  # if a bucket has not run for so many steps, its times are no longer used
 
 Bucket = tuple[int, int]
 
 
 @dataclass
 class _Measured:
-    """Times of a bucket's latest steps. `at` is the engine's step count at the last one."""
+    """Times of a bucket's latest steps, in seconds. `at` is the engine's step count at the last of these steps."""
 
     at: int = 0
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
 
 class StepTimes:
-    """Times of an engine's steps. `predict` returns the cost model's seconds for a program."""
+    """Measured times of an engine's steps. `predict` returns the seconds that the cost model expects of a program."""
 
     def __init__(self, programs: Programs, predict: Callable[[Program], float]) -> None:
         self._programs, self._predict = programs, predict
@@ -42,16 +42,16 @@ class StepTimes:
         measured.seconds.append(seconds)
 
     def record_late(self, seconds: float) -> None:
-        """Record the host's `seconds` between two launches when it could not plan the second during the first."""
+        """Record the `seconds` between two launches when the second could not be planned during the first."""
         self._late.append(seconds)
 
     @property
     def late_s(self) -> float:
-        """Seconds lost when a step is planned only after the previous one has ended."""
+        """The seconds that are lost if a step is planned only after the previous step has ended."""
         return min(self._late, default=0.0)
 
     def growing(self, tokens: int, logit_rows: int, most: int) -> list[float]:
-        """Expected seconds of a step with 0, 1, 2 ... `most` more token rows and logit rows than the given ones.
+        """Return the expected seconds of steps with 0, 1, 2 ... `most` more token rows and logit rows than given.
 
         Buckets between two measured ones are interpolated linearly. Beyond the last measured bucket, times grow in
         proportion to the cost model's predictions.

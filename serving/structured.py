@@ -1,4 +1,4 @@
-"""Structured outputs: the format that a text must have, with vLLM's names, and its grammar for the grammar library."""
+"""Structured outputs: the formats that a request may demand, under vLLM's names, and the grammar of each format."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from llguidance import LLMatcher
 
 from ..errors import MegakernelError
 
-# A grammar has about as many characters as its schema. The largest common requests have thousands.
+# The maximum length of a schema or grammar. A schema becomes a grammar of about the same length, and the largest common
+# ones have thousands of characters.
 MOST_GRAMMAR_CHARACTERS = 1 << 20
 GRAMMAR, COMPLETE = "grammar", "complete"
-# JSON has the white space that Python's json module writes, because models know it, and because fixed white space needs
-# no sampling. With lenient=False the library refuses schema keywords that it does not implement.
+# The white space in JSON is what Python's json module writes, because models know this form, and because fixed white
+# space need not be sampled. With lenient=False, the library refuses schema keywords that it does not implement.
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
 
 
@@ -58,10 +59,10 @@ class StructuredOutputsParams:
             raise MegakernelError(f"structured outputs: {given[0]} has more than {MOST_GRAMMAR_CHARACTERS} characters")
 
     def source(self) -> tuple[str, str]:
-        """The pair (notation, grammar).
+        """Return the pair (notation, grammar).
 
-        The notation GRAMMAR means Lark or GBNF, which the worker process tells apart. COMPLETE
-        means that the grammar library can read the grammar as it is.
+        The notation GRAMMAR means Lark or GBNF; the worker process finds out which. COMPLETE means that the grammar
+        library can read the grammar as it is.
         """
         try:
             found = (GRAMMAR, self.grammar) if self.grammar is not None else (COMPLETE, self._text())

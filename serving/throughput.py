@@ -14,7 +14,7 @@ from .live import Live
 from .llm import LLM
 from .sampling import SamplingParams
 
-_WARM_UP_TOKENS = 4  # output tokens of each warm-up job
+_WARM_UP_TOKENS = 4  # tokens that each warm-up request generates
 
 
 def measure(
@@ -25,7 +25,7 @@ def measure(
     on_progress: Callable[[int, int], None],
     after_run: Callable[[], object] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """The figures of `runs` runs. A few short requests run before them, to fill caches and compile programs.
+    """Return the figures of `runs` runs. A few short requests come first, to fill caches and compile programs.
 
     If the prompts are random, each run has different ones. `on_progress` gets (tokens so far, tokens in total), and
     `after_run` is called after each run.

@@ -16,7 +16,10 @@ from .slots import Objects
 
 
 class Token(NamedTuple):
-    """One generated token. `top_logprobs` holds the most likely ids and this one if the request asks for them."""
+    """One generated token.
+
+    If requested, `top_logprobs` holds the log-probabilities of the most likely ids and of this token's id.
+    """
 
     request: Request
     choice: int
@@ -28,7 +31,7 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokens:
-    """One array per attribute, with one element per token, in the order of the step's rows."""
+    """The tokens of a step: one array per attribute, with one element per token, in the order of the step's rows."""
 
     sequence: Objects
     tag: Ints  # `Request.tag`
@@ -37,8 +40,8 @@ class Tokens:
     logprob: NDArray[np.float32]
     finish: Ints  # index into FINISH: why the token ends its choice
     first: NDArray[np.bool_]  # whether it is the first token of its choice
-    waited: NDArray[np.float64]  # seconds since the token before it, or since the request was added
-    top: Mapping[int, dict[int, float]]  # index of a token -> its `Token.top_logprobs`, if its request asks
+    waited: NDArray[np.float64]  # seconds since the choice's previous token, or since the request was added
+    top: Mapping[int, dict[int, float]]  # index of a token -> its `Token.top_logprobs`, if requested
 
     def __len__(self) -> int:
         return len(self.token_id)

@@ -11,7 +11,7 @@ from ..errors import MegakernelError
 from ..model.tokenizer import Tokenizer
 from .structured import JSON_OPTIONS
 
-_MOST_CALLS = 16  # maximum calls of one answer that a grammar constrains
+_MOST_CALLS = 16  # maximum number of calls in an answer, if a grammar constrains it
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class ToolFormat:
 
     arguments  the JSON key for a call's arguments
     each       whether every call has its own `begin` and `end`; otherwise all calls share one pair
-    between    separates the calls
+    between    the text that separates two calls
     bare       whether the model may omit `begin` if its answer consists of calls only
     """
 
@@ -40,7 +40,10 @@ FORMATS = {
 
 
 def tool_format(name: str | None, template: str | None) -> ToolFormat:
-    """The format called `name`. Without a name, the chat template's format, or `hermes` if the template shows none."""
+    """Return the format called `name`.
+
+    If `name` is None, return the format that the chat template shows, or `hermes` if the template shows none.
+    """
     if name is not None:
         if name not in FORMATS:
             raise MegakernelError(f"unknown tool call parser {name!r}: choose from {', '.join(FORMATS)}")
@@ -66,7 +69,7 @@ def with_tools(
 
 
 def _told(message: dict[str, Any], form: ToolFormat) -> dict[str, Any]:
-    """A message in which tool calls, or the result of one, are written as text."""
+    """Return the message with its tool calls, or with the result of a tool call, written as text."""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     calls = [call["function"] for call in message.get("tool_calls") or ()]
@@ -78,10 +81,10 @@ def _told(message: dict[str, Any], form: ToolFormat) -> dict[str, Any]:
 
 
 def calls_grammar(functions: Mapping[str, Any], form: ToolFormat, tokenizer: Tokenizer, *, several: bool) -> str:
-    """The grammar, in Lark's notation, of an answer that calls one of `functions`, or `several` of them.
+    """Return the grammar, in Lark's notation, of an answer that consists of a call of one of `functions`.
 
-    `functions` maps names to JSON schemas of parameters. Each schema is a rule of its own, so that references within it
-    stay valid.
+    If `several` is set, the answer may have more calls. `functions` maps names to JSON schemas of parameters. Each
+    schema is a rule of its own, so that references within the schema stay valid.
     """
     rules = []
     for number, (name, parameters) in enumerate(functions.items()):
@@ -97,14 +100,14 @@ def calls_grammar(functions: Mapping[str, Any], form: ToolFormat, tokenizer: Tok
 
 
 def _text(text: str, tokenizer: Tokenizer) -> str:
-    """A text in Lark's notation. If the text is a special token of the model, the result names that token."""
+    """Return a text in Lark's notation. If the text is a special token of the model, the result names that token."""
     token = tokenizer.special_id(text)
     return json.dumps(text) if token is None else f"<[{token}]>"
 
 
 @dataclass(slots=True)
 class CallDelta:
-    """An increment of the call `index` of an answer: first its name, then pieces of its arguments."""
+    """A new piece of the call number `index` of an answer: first the function's name, then pieces of its arguments."""
 
     index: int
     name: str | None = None
@@ -114,23 +117,23 @@ class CallDelta:
 class ToolReader:
     """Splits a streamed answer into content and calls of the functions `names`, at most `most` calls.
 
-    Text that looks like a call but turns out to be none is content.
+    Text that begins like a call but turns out to be no call is content.
     """
 
     def __init__(self, form: ToolFormat, names: Collection[str], most: int | None = None) -> None:
         self.calls = 0
         self._form, self._names, self._most = form, names, most
         self._mark = form.begin.strip()
-        self._held = ""  # text that is not read yet, or that may be the start of `begin`
+        self._held = ""  # text not yet read, or text that may be the start of `begin`
         self._calling = False
         self._object: _Object | None = None
-        self._fresh = True  # only white space has arrived so far
+        self._fresh = True  # whether only white space has arrived so far
         self._space = ""  # white space that becomes content if more content follows
 
     def add(self, text: str, last: bool = False) -> tuple[str, list[CallDelta]]:
-        """Read more text. Returns the content that is now certain and the increments of calls.
+        """Read more text. Returns the text that is now known to be content, and new pieces of calls.
 
-        With the `last` text everything is returned.
+        With the `last` text, everything that was held back is returned.
         """
         self._held += text
         content: list[str] = []
@@ -148,7 +151,7 @@ class ToolReader:
         return "".join(content), deltas
 
     def _outside(self, content: list[str], last: bool) -> bool:
-        """Read content up to the next `begin`. Returns whether to continue."""
+        """Read content up to the next `begin`. Returns whether more of the held text can be read now."""
         text = self._held
         if self._form.bare and self._fresh and text.lstrip().startswith("{"):
             self._held, self._calling = text.lstrip(), True
@@ -174,7 +177,7 @@ class ToolReader:
             self._fresh = False
 
     def _between(self, last: bool) -> bool:
-        """Read the text between calls. Returns whether to continue."""
+        """Read the text between calls. Returns whether more of the held text can be read now."""
         end = self._form.end.strip()
         text = self._held.lstrip(" \n\r\t,;[")
         if text.startswith("{"):
@@ -215,10 +218,10 @@ class _Object:
     `arguments_begin` and `arguments_end` are positions in `text`.
     """
 
-    arguments: str  # the key of the arguments
+    arguments: str  # the JSON key whose value is the arguments
     text: str = ""
     name: str | None = None
-    begun: bool = False  # its name has been returned
+    begun: bool = False  # whether the function's name has been returned
     done: bool = False
     arguments_begin: int = -1
     arguments_end: int = -1
@@ -227,7 +230,7 @@ class _Object:
     _string: bool = False
     _escaped: bool = False
     _key: str = ""
-    _value: bool = False  # inside a value, not a key
+    _value: bool = False  # whether the parser is inside a value, not a key
     _start: int = field(default=-1)  # where the key or the value begins
 
     def add(self, text: str) -> int:
@@ -241,7 +244,7 @@ class _Object:
         return len(text)
 
     def new_arguments(self) -> str:
-        """The part of the arguments that has arrived and has not been returned yet."""
+        """Return the part of the arguments that has arrived and has not been returned yet."""
         end = len(self.text) if self.arguments_end < 0 else self.arguments_end
         begin = max(self._told, self.arguments_begin)
         self._told = max(begin, end)
@@ -294,5 +297,5 @@ def _string(text: str) -> str:
 
 
 def _beginning(text: str, mark: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `mark`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `mark`."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)

@@ -1,7 +1,7 @@
 """Collects the tokens of a choice, converts them to text, and finds stop strings.
 
-The engine handles token ids only. Its readers convert them to text in their own time, so a slow reader never delays a
-step.
+The engine handles token ids only. The readers of its results convert the ids to text outside the engine's thread, so a
+slow reader never delays a step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Decoder(Protocol):
 
 
 class Generated(Protocol):
-    """A generated token. `top_logprobs` has the most likely ids if they were asked for."""
+    """A generated token. `top_logprobs` has the log-probabilities of the most likely ids, if they were requested."""
 
     @property
     def token_id(self) -> int: ...
@@ -34,9 +34,10 @@ class Generated(Protocol):
 class Transcript:
     """Collects the tokens of one choice. `decoder` converts ids to text; without it `text` is None.
 
-    `text` ends before the first stop string, or after it if the request asks for that. If `finish_reason` is `stop`
-    but the last token has no such reason, a stop string was found: call `Engine.stop`. Later tokens are dropped.
-    `stop_reason` is the stop string or the id of `stop_token_ids` that ended the choice, and None for other ends.
+    `text` ends before the first stop string, or after it if the request asks for that. If the `finish_reason` of the
+    transcript is `stop` but the last token has no finish reason, a stop string was found, and the caller must call
+    `Engine.stop`. Tokens that arrive later are dropped. `stop_reason` is the stop string or the id of `stop_token_ids`
+    that ended the choice, and None for other ends.
     """
 
     def __init__(self, params: SamplingParams, decoder: Decoder | None) -> None:
@@ -49,14 +50,14 @@ class Transcript:
         self._stop_ids, self._keeps_end = params.stop_token_ids, params.include_stop_str_in_output
         self._decoder = decoder
         self._text = ""
-        self._shown = 0  # characters of the text that `add` has returned
+        self._shown = 0  # number of characters of the text that `add` has returned
 
     @property
     def text(self) -> str | None:
         return self._text if self._decoder else None
 
     def add(self, token: Generated) -> str:
-        """Append a token. Returns the text that is now certain.
+        """Append a token. Returns the new text, without an ending that may turn out to be part of a stop string.
 
         A stop token has no text, unless include_stop_str_in_output is set.
         """
@@ -80,7 +81,7 @@ class Transcript:
             return piece
         stopped = not unseen and self._append(self._decoder.add(token.token_id))
         if token.finish_reason is not None and not stopped:
-            stopped = self._append(self._decoder.finish())  # an incomplete last character
+            stopped = self._append(self._decoder.finish())  # the rest of the text, if its last character is incomplete
         if stopped:
             self.finish_reason = "stop"
         held = self._partial_stop() if self.finish_reason is None else 0
@@ -88,7 +89,7 @@ class Transcript:
         return self._text[before : self._shown]
 
     def _append(self, piece: str) -> bool:
-        """Append text. If a stop string ends in it, cut the text there and return True."""
+        """Append `piece` to the text. If the text now contains a stop string, end the text there and return True."""
         before = len(self._text)
         self._text += piece
         if len(self.token_ids) < self._min_tokens or not piece:
@@ -103,7 +104,7 @@ class Transcript:
         return True
 
     def _partial_stop(self) -> int:
-        """Length of the longest suffix of the text that is a prefix of a stop string."""
+        """Return the length of the longest suffix of the text that is the beginning of a stop string."""
         longest = max((len(s) for s in self._stop), default=1) - 1
         for length in range(min(longest, len(self._text)), 0, -1):
             tail = self._text[-length:]

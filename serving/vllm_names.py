@@ -14,7 +14,8 @@ _NAMES = {
     "max_num_batched_tokens": "step_tokens",
     "enable_prefix_caching": "prefix_cache",
 }
-# Arguments that change no result: they say how memory is divided, how a step is launched, or what is reported.
+# Arguments that are ignored, because they change no result. They say, for example, how memory is divided, how a step is
+# launched, or what is reported.
 _HARMLESS = {
     *("trust_remote_code", "gpu_memory_utilization", "enforce_eager", "disable_log_stats", "swap_space"),
     *("cpu_offload_gb", "download_dir", "disable_custom_all_reduce", "enable_chunked_prefill", "tokenizer_mode"),
@@ -23,7 +24,10 @@ _HARMLESS = {
 
 
 def own_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename vLLM's arguments of `LLM`. Raises MegakernelError for an unknown one, which might change a result."""
+    """Translate the arguments `given` for vLLM's `LLM` into this package's names.
+
+    Raises MegakernelError for an unknown argument, because it might change a result.
+    """
     own = {}
     for name, value in given.items():
         if name in _NAMES:
@@ -40,8 +44,10 @@ def own_names(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_prompts(prompts: Any) -> list[str | list[int]]:
-    """A list of prompts from one prompt or several. Each is text, token ids, {"prompt": text} or
-    {"prompt_token_ids": ids}. A sequence of whole numbers is one prompt of token ids.
+    """Return a list of prompts, whether one prompt or several are given.
+
+    Each prompt is text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. A sequence of whole numbers is one
+    prompt of token ids.
     """
     if isinstance(prompts, (str, Mapping)):
         return [_one(prompts)]
@@ -73,7 +79,10 @@ def _one(prompt: Any) -> str | list[int]:
 
 
 def as_conversations(messages: Any) -> list[list[dict[str, Any]]]:
-    """A list of conversations from one or several. The text parts of a message are joined into one text."""
+    """Return a list of conversations, whether one conversation or several are given.
+
+    The text parts of a message are joined into one text.
+    """
     several = list(messages)
     if several and isinstance(several[0], Mapping):
         several = [several]

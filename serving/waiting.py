@@ -11,15 +11,15 @@ _Queue = OrderedDict[Sequence, None]
 
 
 class Waiting:
-    """Waiting sequences. First those that `push` put at the front, then one of each client in turn.
+    """A queue of waiting sequences. Sequences that `push` has put at the front come first.
 
-    The sequences of one client keep their order. So a client with one request waits for at most one sequence of every
-    other client, however many requests they have sent.
+    Then clients take turns, with one sequence per turn, and the sequences of one client keep their order. So a client
+    with one request waits for at most one sequence of every other client, however many requests they have sent.
     """
 
     def __init__(self) -> None:
         self._head = _Queue()
-        self._queues: OrderedDict[str, _Queue] = OrderedDict()  # by client; none is empty
+        self._queues: OrderedDict[str, _Queue] = OrderedDict()  # the queue of each client; no queue is empty
 
     def __len__(self) -> int:
         return len(self._head) + sum(map(len, self._queues.values()))
@@ -42,11 +42,11 @@ class Waiting:
         self._head.move_to_end(sequence, last=False)
 
     def first(self) -> Sequence:
-        """The next sequence. The queue must not be empty."""
+        """Return the next sequence. The queue must not be empty."""
         return next(iter(self._head or next(iter(self._queues.values()))))
 
     def take(self) -> None:
-        """Remove the next sequence. Then it is another client's turn."""
+        """Remove the next sequence. Unless `push` had put it at the front, the turn passes to the next client."""
         sequence = self.first()
         at_head = sequence in self._head
         self.remove(sequence)
@@ -54,7 +54,7 @@ class Waiting:
             self._queues.move_to_end(client)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence. Does nothing if it does not wait."""
+        """Remove a sequence from the queue. If the queue does not have it, do nothing."""
         self._head.pop(sequence, None)
         client = sequence.request.client
         if (queue := self._queues.get(client)) is not None:

@@ -1,4 +1,4 @@
-"""A planned step: which tokens each sequence computes in it, and the program and step table for the backend."""
+"""Planned steps: which tokens of each sequence a step computes, and its program and step table for the backend."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from .slots import Objects, Slots
 
 @dataclass(eq=False)
 class Turns(Lineup):
-    """The chunks of a step, with what the engine needs to process their results."""
+    """The chunks of tokens and the logit rows of a step, with what the engine needs to process their results."""
 
     # -- one element per chunk
-    ticket: Ints  # number of its sequence's admission
+    ticket: Ints  # the number that the chunk's sequence got at its admission
     sequence: Objects
     tag: Ints
     choice: Ints
     # -- one element per logit row
     top: Ints  # how many top log-probabilities to report; -1: report none
-    after: Ints  # the proposed token at this row; -1: the row's token is known
+    after: Ints  # the row's input token if that token was proposed, otherwise -1
 
     @cached_property
     def proposed(self) -> Ints:
-        """For each chunk: how many tokens at its end are proposed and have to be verified."""
+        """For each chunk, the number of tokens at its end that are proposed and must be verified."""
         return np.bincount(self.chunk[self.after >= 0], minlength=len(self.slot))
 
     @cached_property
     def samples(self) -> NDArray[np.bool_]:
-        """For each logit row: whether it samples a token, rather than scoring a prompt token."""
+        """For each logit row, whether it samples a token. A row that does not sample scores a prompt token."""
         return self.target < 0
 
     @cached_property
@@ -55,20 +55,23 @@ class Turns(Lineup):
         return (self.top > 0).nonzero()[0].tolist()
 
     def alive(self, slots: Slots) -> NDArray[np.bool_]:
-        """For each chunk: whether its sequence still has the slot that it had when the step was planned."""
+        """Whether each chunk's sequence still has the slot that it had when the step was planned."""
         kept: NDArray[np.bool_] = slots.ticket[self.slot] == self.ticket
         return kept
 
 
 class Part(NamedTuple):
-    """Some or all chunks of a step."""
+    """Some or all chunks of a step, with their first positions and their tokens."""
 
     turns: Turns
     start: Ints  # described at `Rows`
     tokens: Ints
 
     def extensible(self, slots: Slots) -> Ints:
-        """The chunks to which proposed tokens may be added: they compute only their sequence's last known token."""
+        """Return the chunks to which proposed tokens may be added.
+
+        These chunks compute only the last known token of their sequence.
+        """
         turns = self.turns
         single = (turns.count == 1) & (np.bincount(turns.chunk, minlength=len(turns.slot)) == 1)
         found: Ints = (single & turns.alive(slots) & (self.start == slots.known[turns.slot] - 1)).nonzero()[0]
@@ -85,7 +88,7 @@ class Work:
 
     part: Part
     histories: list[tuple[int, int, NDArray[np.int32]]]
-    verifies: bool = False  # it has proposed tokens: its results decide where sequences continue
+    verifies: bool = False  # the step has proposed tokens, so its results decide where sequences continue
     program: Program | None = None
     table: StepTable | None = None
     launch: Launch | None = None
@@ -99,12 +102,16 @@ class Planner:
         self._last: Turns | None = None
 
     def plan(self, ones: Ints, pieces: Seq[tuple[Sequence, int]]) -> Part:
-        """Plan a step: sequences in the slots `ones` compute one token each, and `pieces` has the others' counts."""
+        """Plan a step and return its chunks.
+
+        `ones` has the slot numbers of the sequences that compute one token each. `pieces` has every other sequence of
+        the step, with the number of tokens that it computes.
+        """
         decoded = self._decode(ones)
         return _join([decoded, *(_piece(self._slots, *piece) for piece in pieces)]) if pieces else decoded
 
     def _decode(self, slot: Ints) -> Part:
-        """Plan one decode token for each slot: compute its next token and sample the one after it."""
+        """Plan a chunk of one token for each slot: compute the sequence's last token and sample the next one."""
         slots, n, start = self._slots, len(slot), self._slots.computed[slot]
         slots.length[slot] += 1
         slots.computed[slot] = end = start + 1
@@ -117,17 +124,18 @@ class Planner:
             turns = self._last = _turns(slots, slot, one, **rows)
         known = start < slots.known[slot]
         if not np.count_nonzero(known):
-            return Part(turns, start, turns.after)  # -1: the running launch samples them
+            return Part(turns, start, turns.after)  # id -1: the running launch has yet to sample the token
         return Part(turns, start, np.where(known, slots.tokens[slot, start], -1))
 
 
 def extended(part: Part, slots: Slots, proposals: Mapping[int, Seq[int]]) -> Part:
-    """Append proposed tokens to some one-token chunks of `part`, each with a logit row. `proposals` is keyed by chunk.
+    """Append proposed tokens to some one-token chunks of `part`, and return the new part.
 
-    Rows without penalties store their sampled tokens in HISTORY; up to the first mismatch these equal the proposed
-    ones. Rows with penalties read HISTORY, so the host writes the proposed tokens there before the step, and the rows
-    store nothing. Sequences that have ended since the step was planned are removed, because others may now use their
-    pages.
+    `proposals` maps a chunk to its proposed tokens. Each proposed token gets a logit row. If the sequence has no
+    penalties, the step stores the sampled tokens in HISTORY; up to the first mismatch, they equal the proposed tokens.
+    With penalties, the step reads HISTORY and stores nothing there, so the host writes the proposed tokens to HISTORY
+    before the step. The new part omits sequences that have ended since the step was planned, because other sequences
+    may now use their pages.
     """
     parts = []
     for proposed, chunks in groupby(part.turns.alive(slots).nonzero()[0].tolist(), key=proposals.__contains__):
@@ -139,7 +147,7 @@ def extended(part: Part, slots: Slots, proposals: Mapping[int, Seq[int]]) -> Par
 
 
 def _piece(slots: Slots, sequence: Sequence, count: int) -> Part:
-    """A chunk of the next `count` tokens of a sequence, with the logit rows that they need."""
+    """Return a part with one chunk: the next `count` tokens of a sequence, and the logit rows that they need."""
     request, slot = sequence.request, sequence.slot
     start, known = int(slots.computed[slot]), int(slots.known[slot])
     end = start + count
@@ -159,7 +167,7 @@ def _piece(slots: Slots, sequence: Sequence, count: int) -> Part:
 
 
 def _proposed(slots: Slots, slot: int, proposed: Seq[int]) -> Part:
-    """A chunk of a sequence's last known token and the proposed tokens after it."""
+    """Return a part with one chunk: a sequence's last known token and the proposed tokens after it."""
     start, store, top = int(slots.known[slot]) - 1, int(not slots.sampling.penalised[slot]), int(slots.top[slot])
     slots.computed[slot] += len(proposed)
     slots.length[slot] += len(proposed)
@@ -170,7 +178,10 @@ def _proposed(slots: Slots, slot: int, proposed: Seq[int]) -> Part:
 
 
 class _Logits(NamedTuple):
-    """The logit row of row `row` of a chunk. `Turns` and `Lineup` describe the other fields."""
+    """One logit row of a chunk. `row` is the index of its token in the chunk.
+
+    `Turns` and `Lineup` describe the other fields.
+    """
 
     row: int
     place: int
@@ -188,7 +199,7 @@ def _chunk(slots: Slots, slot: int, start: int, tokens: Ints, logits: Seq[_Logit
 
 
 def _turns(slots: Slots, slot: Ints, count: Ints, **rows: NDArray[Any]) -> Turns:
-    """The `Turns` of the sequences in `slot`. `rows` holds the arrays for logit rows."""
+    """Return the `Turns` of the sequences in the slots `slot`. `rows` holds the arrays for logit rows."""
     names = ("ticket", "sequence", "tag", "choice")
     return Turns(slot=slot, count=count, **{name: getattr(slots, name)[slot] for name in names}, **rows)
 
@@ -203,7 +214,7 @@ def _join(parts: Seq[Part]) -> Part:
 
 
 def _select(part: Part, chunks: Ints) -> Part:
-    """Some of a part's chunks, in order."""
+    """Return a part that has only the given chunks of `part`, in the same order."""
     turns, n = part.turns, len(part.start)
     logit = np.isin(turns.chunk, chunks)
     names = [field.name for field in fields(Turns)]

@@ -1,34 +1,39 @@
-// Index arithmetic, in elements, for buffers that are addressed by page, item or owner.
-// megakernel/isa/buffers.py has the shapes. `D` is Dims or Sizes.
+// Computes element indices into the KV cache and PARTIALS, and the ranks that store or receive a row.
+// megakernel/isa/buffers.py has the shapes of the buffers. The template parameter `D` is either Dims or
+// Sizes, which also contains precomputed sizes.
 #pragma once
 #include "isa.h"
 
 namespace mk {
 
-// The index in K_CACHE [page][KV head][row][token] of token 0 of one row. A row holds one element unless K is
-// quantised.
+// Returns the index of the first element (token 0) of a row of K_CACHE, an array [page][KV head][row][token].
+// K is stored transposed: a row has one element of the key for every token of the page. If K is quantised,
+// only row 0 is meaningful: the result is then the first byte of the head's part of the page.
 template <class D>
 MK_DIMS_FN inline int64_t k_index(const D& d, int64_t page, int64_t head, int64_t row) {
   return ((page * d.rank_kv_heads() + head) * d.kv_row() + row) * d.kv_page;
 }
 
-// The bytes of a block of kKvUnit elements in a head's page, if K and V are quantised.
+// Returns the size in bytes of a quantised block, which has kKvUnit elements of one KV head for every token
+// of a page. For each token, the block contains a scale of kKvScale bytes and kKvUnit one-byte values.
 MK_DIMS_FN inline int32_t kv_block_bytes(const Dims& d) { return (kKvScale + kKvUnit) * d.kv_page; }
 
-// The index in V_CACHE [page][KV head][token][element] of element 0 of one token. In a quantised page, only
-// token 0 has an index.
+// Returns the index of the first element of a token in V_CACHE, an array [page][KV head][token][element]. If
+// V is quantised, only token 0 is meaningful: the result is then the first byte of the head's part of the
+// page.
 template <class D>
 MK_DIMS_FN inline int64_t v_index(const D& d, int64_t page, int64_t head, int64_t token) {
   return ((page * d.rank_kv_heads() + head) * d.kv_page + token) * d.kv_row();
 }
 
-// The PARTIALS entry of one row and one KV head of a split item (both counted from the item's first) for KV
-// block 0.
+// Returns the index in PARTIALS of the partial attention result of one row and one KV head for KV block 0.
+// The results for the next KV blocks follow. `item` belongs to a split, which is a set of items that divide
+// the KV blocks of the same rows. `row` and `head` are counted from the item's first row and first KV head.
 MK_DIMS_FN inline int64_t partial_index(const StepView& s, int32_t item, int64_t row, int64_t head) {
   return s.item_partial[item] + (row * s.item_kv_heads[item] + head) * s.item_span[item];
 }
 
-// The number of tokens of a KV block that the row at `position` may see.
+// Returns how many tokens of KV block `block` the causal mask lets the query at `position` see.
 MK_DIMS_FN inline int32_t visible_tokens(const Dims& d, int32_t position, int32_t block) {
   const int32_t tokens = position + 1 - block * d.kv_block;
   return tokens < 0 ? 0 : tokens < d.kv_block ? tokens : d.kv_block;
@@ -43,19 +48,21 @@ MK_DIMS_FN inline Ranks own_rank(const Dims& d) { return {d.rank, d.rank + 1}; }
 
 MK_DIMS_FN inline Ranks all_ranks(const Dims& d) { return {0, d.tp}; }
 
-// The ranks that keep the residual of a token row: the owner of its row block, or every rank.
+// Returns the ranks that store the residual of a token row: every rank if the residual is replicated,
+// otherwise only the owner of the row's row block.
 MK_DIMS_FN inline Ranks residual_ranks(const Dims& d, int32_t row) {
   if (d.replicated_residual) return all_ranks(d);
   const int32_t owner = d.owner(row);
   return {owner, owner + 1};
 }
 
-// The ranks that receive a normalised row: every rank, unless each computes it itself.
+// Returns the ranks to which this rank stores a row that it has normalised. If the residual is replicated,
+// that is only this rank, because every rank normalises all rows itself. Otherwise it is every rank.
 MK_DIMS_FN inline Ranks norm_ranks(const Dims& d) {
   return d.replicated_residual ? own_rank(d) : all_ranks(d);
 }
 
-// Whether this rank normalises logit row `i`: it does if it keeps the residual of that row. Padding
+// Returns whether this rank normalises logit row `i`. It does if it stores the residual of that row. Padding
 // rows count as rows of rank 0.
 MK_DIMS_FN inline bool norms_logit_row(const Dims& d, const StepView& s, int32_t i) {
   if (d.replicated_residual) return true;

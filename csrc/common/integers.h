@@ -1,4 +1,4 @@
-// The integer types, which NVRTC lacks because it has no host headers.
+// Defines the integer types of <stdint.h>, because NVRTC has no host headers.
 #pragma once
 #if defined(__CUDACC_RTC__)
 typedef signed char int8_t;

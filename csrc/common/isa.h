@@ -36,36 +36,36 @@ enum class Dtype : int32_t { F32 = 0, BF16 = 1, I32 = 2, F16 = 3, Q8_0 = 4, Q4_0
 enum class Buffer : int32_t {
   kNone = -1,
   EMBED = 0,  // token embeddings
-  INV_FREQ = 1,  // RoPE inverse frequencies, scaling applied
-  ATTN_NORM = 2,  // RMS norm before attention
-  W_QKV = 3,  // q heads, k heads, v heads; rows
+  INV_FREQ = 1,  // RoPE inverse frequencies, including RoPE scaling
+  ATTN_NORM = 2,  // RMS norm scales before attention
+  W_QKV = 3,  // QKV projection: q heads, then k heads, then v heads
   B_QKV = 4,  // bias of W_QKV
   W_O = 5,  // attention output projection
   B_O = 6,  // bias of W_O
-  MLP_NORM = 7,  // RMS norm before the MLP
-  W_GATE_UP = 8,  // gate, then up projection
+  MLP_NORM = 7,  // RMS norm scales before the MLP
+  W_GATE_UP = 8,  // gate projection, then up projection
   B_GATE_UP = 9,  // bias of W_GATE_UP
   W_DOWN = 10,  // down projection
   B_DOWN = 11,  // bias of W_DOWN
-  FINAL_NORM = 12,  // RMS norm before the LM head
-  LM_HEAD = 13,  // LM head; rows of EMBED where tied
-  ROPE = 14,  // cos, sin of each pair, interleaved
+  FINAL_NORM = 12,  // RMS norm scales before the LM head
+  LM_HEAD = 13,  // LM head; the rows of EMBED if embeddings are tied
+  ROPE = 14,  // cos and sin of each RoPE pair, interleaved
   X = 15,  // residual stream
   H = 16,  // normalised residual
   Q = 17,  // rotated queries
-  ATTN = 18,  // attention output by head
+  ATTN = 18,  // attention output, one head after another
   ACT = 19,  // silu(gate) * up
-  Y = 20,  // final norm of the logit rows
+  Y = 20,  // rows that get logits, after the final norm
   LOGITS = 21,  // raw logits
-  PARTIALS = 22,  // m, l, o of one query row, one KV head, one KV block
-  SPLITS = 23,  // arrived items of a split; the last one resets this to 0
-  K_CACHE = 24,  // keys, transposed; Q8_0 with quantised_kv
-  V_CACHE = 25,  // values; Q8_0 with quantised_kv
-  HISTORY = 26,  // token ids of each request slot
+  PARTIALS = 22,  // partial softmax (maximum, sum, output) per query row, KV head and KV block
+  SPLITS = 23,  // number of finished items of each split; the item that finishes last resets the number to 0
+  K_CACHE = 24,  // keys [element][token]; Q8_0 if quantised_kv
+  V_CACHE = 25,  // values [token][element]; Q8_0 if quantised_kv
+  HISTORY = 26,  // token ids of the request in each slot
   TOKENS_OUT = 27,  // sampled (or scored) token ids
-  LOGPROBS_OUT = 28,  // log-softmax of raw logits at that token
-  REDUCE = 29,  // partial sums of a projection by rank: rank k stores slot k, which has own_rows rows
-  QK_NORM = 30,  // RMS norms of a head of q and of k
+  LOGPROBS_OUT = 28,  // log-softmax of raw logits at the token in TOKENS_OUT
+  REDUCE = 29,  // partial sums of a projection: own_rows rows from each rank, in the order of the ranks
+  QK_NORM = 30,  // RMS norm scales of q heads and k heads
 };
 constexpr int32_t kBuffers = 31;
 constexpr bool kLayered[kBuffers] = {false, false, true, true, true, true, true, true, true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false, true, true, false, false, false, false, true};
@@ -76,26 +76,26 @@ enum class Rows : int32_t { kEvery = 0, kOwn = 1, kLogit = 2, kSampled = 3 };
 enum class Result : int32_t { kNone = 0, kHeads = 1, kResidual = 2, kPartial = 3, kGated = 4, kLogits = 5 };
 enum class Units : int32_t { kCore = 0, kDots = 1, kTensor = 2 };
 
-// A phase as one rank sees it; kMaxPhases + 1 of them, by number.
+// A phase of the program, with its sizes on one rank. An array of phases has kMaxPhases + 1 entries.
 struct Phase {
   Operation operation;
   Rows rows;
   Result result;  // of a matmul
   Buffer weights;
-  Buffer bias;  // kNone if there is none, as in the next two fields
-  Buffer norm;  // scale of the norm of the inputs
-  Buffer head_norm;  // scales of the norms of q and k heads
+  Buffer bias;  // kNone if the phase adds no bias; likewise for norm and head_norm
+  Buffer norm;  // scale of the RMS norm that is applied to the inputs
+  Buffer head_norm;  // scales of the RMS norms of q heads and k heads
   Buffer inputs;
   Buffer output;
-  int32_t ahead;  // how many layers the weights' layer is after this one
-  int32_t inner;  // length of a dot product
+  int32_t ahead;  // a phase in layer i uses the weights of layer i + ahead, or of the last layer if i + ahead exceeds it
+  int32_t inner;  // length of each dot product (K)
   int32_t width;  // output columns
   int32_t matrices;  // number of weight matrices
-  int32_t ranks;  // of a reduction: ranks that have partials
+  int32_t ranks;  // for a reduction: number of ranks whose partial sums are added
 };
 static_assert(sizeof(Phase) == 56);
 
-// Operands of each operation, laid over words 1..15 of its records.
+// The operands of each operation, which a record stores in its words 1 to 15.
 struct Join { };
 struct Drain { int32_t queue; int32_t end; };
 struct Run { int32_t row; int32_t rows; };
@@ -167,7 +167,7 @@ struct Dims {
   MK_DIMS_FN int32_t reduce_row(int32_t from_rank, int32_t row) const { return ((from_rank * own_rows()) + reduce_place(row)); }
 };
 
-// Dims with all derived sizes, which are computed only once because they take divisions.
+// Dims and all sizes derived from it. The derived sizes need integer divisions, so they are computed once.
 struct Sizes : Dims {
   int32_t row_blocks_;
   int32_t pages_per_seq_;
@@ -245,32 +245,32 @@ MK_DIMS_FN inline Sizes sizes_of(const Dims& d) {
   return s;
 }
 
-// The step table, by field.
+// Pointers to the fields of the step table, an array of all inputs that differ from step to step.
 struct StepView {
-  const int32_t* token_ids;  // token id, or -1 - slot: take HISTORY[slot][position]
+  const int32_t* token_ids;  // token id; the value -1 - s means the token HISTORY[s][position]
   const int32_t* positions;  // absolute position of the row in its sequence
-  const int32_t* row_seq;  // row of block_tables; -1 for padding (its K and V are not stored)
-  const int32_t* block_tables;  // page ids of each sequence
-  const int32_t* slot_items;  // slot s has items [slot_items[s], slot_items[s+1])
-  const int32_t* item_row;  // first token row
-  const int32_t* item_rows;  // token rows; positions are consecutive
-  const int32_t* item_kv_head;  // first KV head
-  const int32_t* item_kv_heads;  // KV heads
-  const int32_t* item_seq;  // row of block_tables; -1: padding rows, the output is zero
-  const int32_t* item_block;  // first KV block (of kv_block tokens)
-  const int32_t* item_blocks;  // KV blocks; an unsplit item covers all up to its last row's position
-  const int32_t* item_wait_block;  // first row block whose q, k, v the item needs
-  const int32_t* item_wait_blocks;  // number of row blocks that the item needs, including its own
-  const int32_t* item_split;  // index into SPLITS shared by the items of one split; -1: not split
-  const int32_t* item_splits;  // items in the split
-  const int32_t* item_partial;  // split: PARTIALS index of KV block 0; (row, head, block) lies (row * kv_heads + head) * span + block further
-  const int32_t* item_span;  // split: KV blocks over all of its items
-  const int32_t* logit_rows;  // token row; -1 for padding
-  const int32_t* sample_slot;  // HISTORY slot that the token is written to; -1: nowhere
-  const int32_t* history_slot;  // HISTORY slot with the tokens that penalties count; -1: no penalties
+  const int32_t* row_seq;  // index of the row's sequence in block_tables; -1: padding, whose K and V are not stored
+  const int32_t* block_tables;  // KV page ids of each sequence
+  const int32_t* slot_items;  // attention slot s runs items slot_items[s] to slot_items[s+1] - 1
+  const int32_t* item_row;  // first token row of the item
+  const int32_t* item_rows;  // number of token rows, at consecutive positions
+  const int32_t* item_kv_head;  // first KV head of the item
+  const int32_t* item_kv_heads;  // number of KV heads
+  const int32_t* item_seq;  // index of the rows' sequence in block_tables; -1: padding, whose output is zero
+  const int32_t* item_block;  // first KV block (of kv_block tokens) of the item
+  const int32_t* item_blocks;  // number of KV blocks; an item that is not split has all blocks up to the position of its last row
+  const int32_t* item_wait_block;  // first row block whose q, k and v the item waits for
+  const int32_t* item_wait_blocks;  // number of row blocks that the item waits for, including the block of its own rows
+  const int32_t* item_split;  // index in SPLITS of the item's split (the items that divide the rows' KV blocks); -1: not split
+  const int32_t* item_splits;  // number of items in the split
+  const int32_t* item_partial;  // index in PARTIALS of the split's first row, first KV head and KV block 0; for row r, head h, block b add (r * item_kv_heads + h) * item_span + b
+  const int32_t* item_span;  // number of KV blocks of all items of the split
+  const int32_t* logit_rows;  // token row whose logits are computed; -1: padding
+  const int32_t* sample_slot;  // HISTORY slot to which the token is written; -1: none
+  const int32_t* history_slot;  // HISTORY slot whose tokens the penalties count; -1: no penalties
   const int32_t* sample_position;  // index in HISTORY of the sampled token, which is the number of tokens before it
-  const int32_t* prompt_length;  // prompt tokens in HISTORY; later ones count as output
-  const int32_t* target;  // score this token instead of sampling; -1: sample
+  const int32_t* prompt_length;  // number of prompt tokens in HISTORY; all later tokens are output
+  const int32_t* target;  // token whose log-probability is computed; -1: a token is sampled instead
   const float* temperature;  // 0: greedy
   const float* top_p;  // 1: off
   const float* min_p;  // 0: off
@@ -280,14 +280,14 @@ struct StepView {
   const float* repetition_penalty;  // 1: off
   const int32_t* seed_low;  // low 32 bits of the seed
   const int32_t* seed_high;  // high 32 bits of the seed
-  const int32_t* choice;  // index of the choice among the n of its request
-  const int32_t* bias_begin;  // first bias pair of the row
-  const int32_t* bias_end;  // one past the last bias pair
-  const int32_t* bias_ids;  // token ids
-  const float* bias_values;  // added to the logit; -inf forbids
-  const int32_t* mask;  // number of the row's mask, from 1 on; 0: every token may be sampled
-  const int32_t* mask_count;  // masks in use
-  const int32_t* masks;  // bit i of word w: token 32 w + i may be sampled
+  const int32_t* choice;  // index of the completion among the n completions of its request
+  const int32_t* bias_begin;  // the row's first entry in bias_ids and bias_values
+  const int32_t* bias_end;  // index after the row's last entry in bias_ids and bias_values
+  const int32_t* bias_ids;  // token id
+  const float* bias_values;  // value added to the logit; -inf forbids the token
+  const int32_t* mask;  // number of the row's mask, counted from 1; 0: no mask
+  const int32_t* mask_count;  // number of masks in use
+  const int32_t* masks;  // bit i of word w is 1 if token 32 w + i may be sampled
 };
 
 MK_DIMS_FN inline StepView step_view(const int32_t* words, const Dims& d) {
@@ -383,15 +383,15 @@ enum class IntervalKind : uint8_t { FETCH = 0, PAGE_WAIT = 1, COUNTER_WAIT = 2, 
 struct Interval {
   uint64_t begin;  // ticks
   uint64_t end;  // ticks
-  uint32_t instruction;  // row in the segment's records; the segment follows from `layer`
-  uint32_t launch;  // 1 for the first launch after the trace was started
+  uint32_t instruction;  // index of the record in its segment (prologue, body or epilogue); `layer` tells the segment
+  uint32_t launch;  // number of the launch, counted from 1 when the trace starts
   uint16_t worker;
-  uint16_t layer;  // layer; PROLOGUE or EPILOGUE outside the layer body
+  uint16_t layer;  // layer number, or PROLOGUE or EPILOGUE outside the layers
   uint8_t rank;
   uint8_t role;  // Role
   uint8_t kind;  // IntervalKind
-  uint8_t slot;  // COUNTER_WAIT: the wait word that was satisfied last
+  uint8_t slot;  // index of the wait word that was satisfied last, if kind is COUNTER_WAIT
 };
-static_assert(sizeof(Interval) == 32, "a trace record is 32 bytes");
+static_assert(sizeof(Interval) == 32, "a trace record must have 32 bytes");
 
 }  // namespace mk

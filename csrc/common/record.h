@@ -4,13 +4,14 @@
 
 namespace mk {
 
-// The number of the record's phase.
+// Returns the number of the phase to which the record belongs.
 MK_DIMS_FN inline int32_t record_phase(const int32_t* record) { return record[0] & 0xFF; }
 
-// The index in a counter block that a wait or signal word names.
+// Returns the counter that a wait or signal word names, as an index into a block of counters.
 MK_DIMS_FN inline int32_t word_counter(int32_t word) { return (word & kCounterMask) - 1; }
 
-// The rank that a signal word names, or kAllRanks or kOwner.
+// Returns the rank whose counter a signal word names. kAllRanks means every rank. kOwner means the owner of
+// the row block, or every rank if the residual is replicated.
 MK_DIMS_FN inline int32_t word_rank(int32_t word) { return word >> kRankShift & kRankMask; }
 
 template <class Operands>

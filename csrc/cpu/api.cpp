@@ -26,7 +26,7 @@ auto guarded(F f, decltype(f()) failure) -> decltype(f()) {
     try {
       last_error = e.what();
     } catch (const std::bad_alloc&) {
-      last_error = "out of memory";  // short enough to need no allocation
+      last_error = "out of memory";  // this allocates nothing: the text fits in the std::string object
     }
   }
   return failure;
@@ -37,20 +37,22 @@ auto guarded(F f, decltype(f()) failure) -> decltype(f()) {
 struct mk_engine {
   mk::Arena weights;
   int64_t weight_bytes = 0;
-  // last, so that it is destroyed before the weights that it reads
+  // `interpreter` is declared last, so that it is destroyed before `weights`, which the interpreter reads.
   std::unique_ptr<mk::Interpreter> interpreter;
 };
 
 MK_API const char* mk_error() { return last_error.c_str(); }
 
-// The name of the SIMD path that `simd` selects.
+// Returns the name of the SIMD path that `simd` selects. An empty `simd` selects the widest path that the
+// processor has.
 MK_API const char* mk_simd(const char* simd) {
   return guarded([&] { return mk::choose_kernels(simd, mk::Dtype::F32).name; }, nullptr);
 }
 
-// Creates an engine for ranks [first_rank, first_rank + ranks) of dims->tp. `cores` is this process's share
-// of the cores that it and the processes of other ranks may use. `abort` is null or an integer in memory
-// shared with other processes: a value other than 0 ends launches, and only the caller sets it back to 0.
+// Creates an engine for ranks [first_rank, first_rank + ranks) of the dims->tp ranks. `cores` is this
+// process's share of the cores that it and the processes of other ranks may use. `abort` is null or points to
+// an integer in memory shared with other processes: a value other than 0 ends launches, and only the caller
+// sets it back to 0.
 MK_API mk_engine* mk_create(const mk::Dims* dims, int32_t first_rank, int32_t ranks, int32_t threads,
                             int32_t cores, const char* simd, int32_t null, double deadlock_seconds,
                             void* abort) {
@@ -67,13 +69,13 @@ MK_API mk_engine* mk_create(const mk::Dims* dims, int32_t first_rank, int32_t ra
       static_cast<mk_engine*>(nullptr));
 }
 
-// Aborts a running launch and returns when it has ended.
+// Aborts a running launch, waits until it has ended and frees the engine.
 MK_API void mk_destroy(mk_engine* engine) { delete engine; }
 
-// The bytes of all packed matrices.
+// Returns the total bytes of the weight matrices that mk_pack has packed.
 MK_API int64_t mk_weight_bytes(mk_engine* engine) { return engine->weight_bytes; }
 
-// Packs a rank's weight matrix into the engine's own memory and binds it.
+// Packs a rank's weight matrix into memory of the engine and binds the result to the rank's `buffer`.
 MK_API int32_t mk_pack(mk_engine* engine, int32_t rank, int32_t buffer, int32_t layer,
                        const mk::Matrix* matrix) {
   return guarded(
@@ -86,13 +88,14 @@ MK_API int32_t mk_pack(mk_engine* engine, int32_t rank, int32_t buffer, int32_t 
       -1);
 }
 
-// Binds memory that stays the caller's. `data` has the declared row-major layout; for a packed matrix it is
-// the table of panels.
+// Makes `data` the memory of a rank's buffer. The caller still owns `data` and must keep it while the engine
+// uses it. The layout of `data` is row-major, with the shape that megakernel/isa/buffers.py declares. If the
+// buffer is a packed weight matrix, `data` must be its table of panels instead.
 MK_API void mk_bind(mk_engine* engine, int32_t rank, int32_t buffer, int32_t layer, void* data) {
   engine->interpreter->bind(rank, static_cast<mk::Buffer>(buffer), layer, data);
 }
 
-// The address of a bound buffer; null if nothing is bound.
+// Returns the address of a bound buffer, or null if nothing is bound.
 MK_API void* mk_bound(mk_engine* engine, int32_t rank, int32_t buffer, int32_t layer) {
   return engine->interpreter->bound(rank, static_cast<mk::Buffer>(buffer), layer);
 }
@@ -112,8 +115,9 @@ MK_API int32_t mk_launch_start(mk_engine* engine, mk::Program* program, const in
       -1);
 }
 
-// 0: done; 1: still running; -1: aborted. After -1, mk_error() names the blocked wait, and the program needs
-// mk_reset before its next launch.
+// Waits at most `timeout_ms` for the launch. Returns 0 if it is done, 1 if it is still running and -1 if it
+// was aborted. After -1, mk_error() names a wait that was not satisfied, and the program needs mk_reset
+// before its next launch.
 MK_API int32_t mk_launch_wait(mk_engine* engine, int32_t timeout_ms) {
   return guarded(
       [&] {
@@ -132,17 +136,18 @@ MK_API int32_t mk_launch_wait(mk_engine* engine, int32_t timeout_ms) {
 
 MK_API void mk_abort(mk_engine* engine) { engine->interpreter->abort(); }
 
-// Resets a program whose launch failed; no rank may run it meanwhile.
+// Resets a program after a failed launch. No rank may be running the program during this call.
 MK_API void mk_reset(mk_engine* engine, mk::Program* program) { engine->interpreter->reset(*program); }
 
-// The bytes that a rank has stored into other ranks' memory so far.
+// Returns the bytes that a rank has stored into other ranks' memory since the engine was created.
 MK_API int64_t mk_link_bytes(mk_engine* engine, int32_t rank) {
   return engine->interpreter->link_bytes(rank);
 }
 
-// Starts an audit: only remote stores may touch memory of other ranks that is passed to mk_watch, and each
-// such store is listed. Any other access ends the process, after it has written the reason to `words`, which
-// is shared memory of `size` bytes, or to standard error if `words` is null.
+// Starts an audit of the accesses to other ranks' memory. Only remote stores may touch the memory that is
+// passed to mk_watch, and the audit lists each of these stores. Any other access ends the process. Before the
+// process ends, it writes the reason to `words`, which is shared memory of `size` bytes, or to standard error
+// if `words` is null.
 MK_API void mk_audit(mk_engine* engine, char* words, int64_t size) {
   engine->interpreter->audit = std::make_unique<mk::Audit>(words, size);
 }
@@ -156,7 +161,8 @@ MK_API int32_t mk_watch(mk_engine* engine, const void* window, int64_t bytes) {
       -1);
 }
 
-// The number of remote stores in the list. If `out` is not null, copies the list and clears it.
+// Returns how many remote stores the audit has listed. If `out` is not null, also copies the list to `out`
+// and clears it.
 MK_API int64_t mk_stores(mk_engine* engine, mk::RemoteStore* out) {
   std::vector<mk::RemoteStore>& all = engine->interpreter->audit->stores;
   const auto count = static_cast<int64_t>(all.size());
@@ -167,8 +173,8 @@ MK_API int64_t mk_stores(mk_engine* engine, mk::RemoteStore* out) {
   return count;
 }
 
-// Runs one instruction on the calling thread. `phases` are the kMaxPhases + 1 phases as rank dims->rank sees
-// them.
+// Runs one instruction on the calling thread. `phases` has kMaxPhases + 1 entries, with the sizes of rank
+// dims->rank.
 MK_API void mk_execute(mk_engine* engine, const mk::Dims* dims, const mk::Phase* phases, const int32_t* words,
                        const int32_t* record, int32_t layer) {
   engine->interpreter->execute(*dims, phases, words, record, layer);
@@ -180,7 +186,8 @@ MK_API void mk_delay(mk_engine* engine, int32_t segment, int32_t record, int32_t
   engine->interpreter->delay = {segment, layer, record, ns};
 }
 
-// The number of intervals of the last traced launch, or -1 on failure. Copies them if `out` is not null.
+// Returns the number of intervals, the entries of a trace, that the last traced launch recorded, or -1 on
+// failure. If `out` is not null, also copies the intervals to `out`.
 MK_API int64_t mk_intervals(mk_engine* engine, mk::Interval* out, int64_t* dropped) {
   return guarded(
       [&] {
@@ -192,7 +199,7 @@ MK_API int64_t mk_intervals(mk_engine* engine, mk::Interval* out, int64_t* dropp
       int64_t{-1});
 }
 
-// The seconds that reading the clock takes.
+// Returns how many seconds one reading of the clock takes.
 MK_API double mk_clock_cost() {
   constexpr int kReads = 1000;
   const uint64_t begin = mk::clock_ns();

@@ -9,7 +9,7 @@ namespace mk {
 namespace {
 
 constexpr int64_t kHuge = int64_t{2} << 20;
-constexpr int64_t kLeast = 16 * kHuge;  // minimum size of a mapping
+constexpr int64_t kLeast = 16 * kHuge;  // minimum bytes of a mapping
 constexpr int64_t kAlign = 64;
 
 int64_t rounded(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
@@ -23,7 +23,8 @@ Arena::~Arena() {
 void* Arena::allocate(int64_t bytes) {
   const int64_t size = rounded(std::max<int64_t>(bytes, 1), kAlign);
   if (end_ - next_ < size) {
-    // One huge page more than requested, so that the first one can be aligned.
+    // The mapping has one huge page more than requested, so that the part in use can start at
+    // a multiple of kHuge.
     const int64_t wanted = std::max(rounded(size, kHuge), kLeast) + kHuge;
     mappings_.reserve(mappings_.size() + 1);
     void* p = mmap(nullptr, wanted, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -1,4 +1,4 @@
-// Memory that is freed all at once.
+// An allocator that frees all of its memory at once.
 #pragma once
 #include <stdint.h>
 
@@ -6,8 +6,8 @@
 
 namespace mk {
 
-// Maps large areas and hands out parts of them, so that small matrices also lie on huge pages. With 4 KiB
-// pages, reads wait for address translation. Not thread-safe.
+// An allocator that maps large areas of huge pages and hands out parts of them, so that small matrices are on
+// huge pages too. If weights were on 4 KiB pages, TLB misses would slow down reading them. Not thread-safe.
 class Arena {
  public:
   Arena() = default;
@@ -15,7 +15,7 @@ class Arena {
   Arena& operator=(const Arena&) = delete;
   ~Arena();
 
-  // Zeroed memory aligned to 64 bytes. Throws std::bad_alloc.
+  // Returns zeroed memory that is aligned to 64 bytes. Throws std::bad_alloc if there is not enough memory.
   void* allocate(int64_t bytes);
 
  private:
@@ -24,7 +24,7 @@ class Arena {
     int64_t bytes;
   };
   std::vector<Mapping> mappings_;
-  char* next_ = nullptr;  // the unused rest of the last mapping
+  char* next_ = nullptr;  // [next_, end_) is the unused rest of the last mapping
   char* end_ = nullptr;
 };
 

@@ -7,11 +7,12 @@
 #include <unistd.h>
 
 #include <stdexcept>
+#include <string>
 
 namespace mk {
 namespace {
 
-// The signal handler can reach these variables only as globals.
+// These variables are global because the signal handler has no other way to reach them.
 struct Window {
   uintptr_t begin, end;
 };
@@ -30,10 +31,12 @@ void explain(int signal, siginfo_t* info, void*) {
     char text[256];
     const int n =
         current_call == nullptr
-            ? snprintf(text, sizeof text, "it touched another rank's memory outside of an instruction")
-            : snprintf(text, sizeof text,
-                       "%s (layer %d, record %d) touched another rank's memory outside of a remote store",
-                       current_call->name, current_call->layer, current_call->number);
+            ? snprintf(text, sizeof text,
+                       "it touched another rank's memory while it was not running an instruction")
+            : snprintf(
+                  text, sizeof text,
+                  "%s (layer %d, record %d) touched another rank's memory directly, not through store_remote",
+                  current_call->name, current_call->layer, current_call->number);
     if (last_words != nullptr) {
       memcpy(last_words, text, static_cast<size_t>(n < last_words_size ? n : last_words_size));
     } else if (write(STDERR_FILENO, text, static_cast<size_t>(n)) > 0) {
@@ -41,10 +44,11 @@ void explain(int signal, siginfo_t* info, void*) {
     }
     break;
   }
-  sigaction(signal, &before, nullptr);  // the access is repeated, and ends the process
+  // The processor repeats the access when this handler returns. The previous handler then ends the process.
+  sigaction(signal, &before, nullptr);
 }
 
-// Protects the pages around [begin, begin + bytes).
+// Sets the protection of all memory pages that overlap [begin, begin + bytes).
 void protect(void* begin, int64_t bytes, int protection) {
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const uintptr_t first = reinterpret_cast<uintptr_t>(begin) / page * page;
@@ -71,7 +75,9 @@ Audit::~Audit() {
 }
 
 void Audit::watch(const void* window, int64_t bytes) {
-  if (window_count == kMostWindows) throw std::runtime_error("too many windows to audit");
+  if (window_count == kMostWindows)
+    throw std::runtime_error("an audit can watch at most " + std::to_string(kMostWindows) +
+                             " memory areas of other ranks");
   const auto begin = reinterpret_cast<uintptr_t>(window);
   windows[window_count] = {begin, begin + static_cast<uintptr_t>(bytes)};
   window_count = window_count + 1;

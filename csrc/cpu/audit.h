@@ -1,5 +1,5 @@
-// For ranks that are processes: checks that they touch each other's memory only in store_remote, and lists
-// their stores, to be compared with the declared regions.
+// Checks that ranks that run as separate processes touch each other's memory only through store_remote. Lists
+// these stores, so that they can be compared with the regions that the instructions declare.
 #pragma once
 #include <mutex>
 #include <vector>
@@ -8,31 +8,36 @@
 
 namespace mk {
 
-// `segment`, `layer` and `number` identify the instruction as in a trace.
+// One call of store_remote. `segment`, `layer` and `number` identify the instruction, as in a trace.
 struct RemoteStore {
   uint64_t address;
   int64_t bytes;
   int32_t segment, layer, number, rank;
 };
 
-// Windows are other ranks' memory, mapped without access, so that any access ends the process. Only one audit
-// at a time per process can explain such faults.
+// An audit of all accesses to the windows of this process. A window is memory of another rank that this
+// process maps without read or write permission, so that any access raises SIGSEGV and ends the process. A
+// process can have only one audit at a time, because the signal handler that reports the access uses global
+// variables.
 class Audit {
  public:
-  // The reason of a fault is written to `words`, which has `size` bytes and outlives the process, or to
-  // standard error if `words` is null.
+  // When a forbidden access is about to end the process, the reason is written to `words`, or to standard
+  // error if `words` is null. `words` is memory of `size` bytes that other processes can still read
+  // afterwards.
   Audit(char* words, int64_t size);
   ~Audit();
   void watch(const void* window, int64_t bytes);
-  // Copies; the window is accessible only during the copy.
+  // Copies `bytes` bytes from `from` to `to`, which is in a window, and lists the store. Access to the window
+  // is permitted only during the copy.
   void store(const Call& call, void* to, const void* from, int64_t bytes);
-  std::vector<RemoteStore> stores;  // the caller clears it
+  std::vector<RemoteStore> stores;  // all stores since the caller last cleared it
 
  private:
   std::mutex mutex_;
 };
 
-// While it exists, faults of this thread are attributed to the call, if the call is audited.
+// While this object exists, the report of a forbidden access by this thread names the instruction of `call`.
+// Does nothing if there is no audit.
 class Audited {
  public:
   explicit Audited(const Call& call);

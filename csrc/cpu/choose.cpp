@@ -10,12 +10,13 @@
 namespace mk {
 namespace {
 
-// Null operations: the interpreter runs without arithmetic, and every sampled token is 0.
+// The operations of the null backend: they compute nothing, and every sampled token is 0.
 void nothing(const Call&, const int32_t*) {}
 
 void sample_zero(const Call& call, const int32_t* record) {
   const Run& op = operands<Run>(record);
-  const std::vector<int32_t> zeros(op.rows);  // int32 tokens and float32 log-probabilities
+  // Zero bits mean 0 both as an int32 token and as a float32 log-probability.
+  const std::vector<int32_t> zeros(op.rows);
   for (const Buffer buffer : {Buffer::TOKENS_OUT, Buffer::LOGPROBS_OUT}) {
     int32_t* out = call.copy<int32_t>(buffer, 0) + op.row;
     const int64_t bytes = int64_t{op.rows} * static_cast<int64_t>(sizeof(int32_t));
@@ -54,10 +55,11 @@ const Kernels& choose_kernels(const char* simd, Dtype dtype) {
 #endif
   if (wanted.empty() || wanted == "portable") return *portable_kernels(dtype);
   if (wanted == "avx2" || wanted == "avx512" || wanted == "avx512bf16")
-    throw std::runtime_error("MEGAKERNEL_SIMD=" + wanted +
-                             ": this processor lacks it; unset the variable or use portable");
+    throw std::runtime_error(
+        "MEGAKERNEL_SIMD=" + wanted +
+        ": this processor cannot run this SIMD path; unset MEGAKERNEL_SIMD or set it to portable");
   throw std::runtime_error("MEGAKERNEL_SIMD=" + wanted +
-                           " is unknown: use portable, avx2, avx512 or avx512bf16");
+                           " is not a SIMD path: set it to portable, avx2, avx512 or avx512bf16");
 }
 
 }  // namespace mk

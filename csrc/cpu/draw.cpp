@@ -8,7 +8,8 @@
 namespace mk {
 namespace {
 
-// A key that sorts by weight, largest first, then by id. Non-negative floats are ordered like their bits.
+// Returns a key for sorting tokens by weight, largest first, and then by id, lowest first. The bits of
+// non-negative floats, read as integers, have the same order as the floats.
 uint64_t order_key(float weight, int32_t id) {
   uint32_t bits;
   memcpy(&bits, &weight, sizeof bits);
@@ -28,9 +29,9 @@ double total(const std::vector<uint64_t>& keys) {
   return sum;
 }
 
-// The smallest keys have the largest weights. Moves to the front, in order, the fewest of them whose weights
-// reach the fraction top_p of the total, and returns their number. Sorts no more keys than necessary: for a
-// trained model's distribution, these are few.
+// Returns how many of the largest weights are needed to reach the fraction top_p of the total weight. Moves
+// the keys of these weights to the front of `keys`, in the order of the weights, largest first. Sorts the
+// keys in growing steps, because a trained model's distribution usually needs only a few of them.
 size_t nucleus(std::vector<uint64_t>& keys, float top_p) {
   const double wanted = top_p * total(keys);
   double sum = 0.0;

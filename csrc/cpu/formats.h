@@ -1,5 +1,7 @@
-// Reads a packed panel (packed.h), step by step along K, as vectors of float32. A quantised weight is a
-// product of at most 24 bits, which float32 holds exactly; adding a minimum rounds once.
+// Reads a packed panel, 16 columns of weights (packed.h), step by step along K, as vectors of float32. A
+// quantised weight is the product of its scales and a stored integer. The product has at most 24 significant
+// bits, so float32 represents it exactly. In types with a minimum, the weight is the sum of the product and
+// the minimum. This sum is rounded once.
 #pragma once
 #include <type_traits>
 
@@ -8,32 +10,34 @@
 
 namespace mk::MK_SIMD {
 
-// The distance, in bytes, from the weights in use to the weights that are prefetched meanwhile. Software
-// prefetching hides DRAM latency at the ends of 4 KiB pages, where the hardware's own prefetching stops.
+// How far ahead of the weights in use to prefetch, in bytes. Software prefetching hides DRAM latency at the
+// ends of 4 KiB pages, where the hardware prefetcher stops.
 constexpr int kPrefetchBytes = 2048;
 
-// Whether weights of type W are multiplied two steps along K at a time.
+// Whether one multiply instruction processes two successive steps along K for weights of type W.
 template <class W>
 constexpr bool kInPairs = std::is_same_v<W, Bf16Pairs>;
 
 struct Half {};    // float16
-struct Cached {};  // quantised weights that have been widened to float32 in a cache
+struct Cached {};  // weights that were quantised and have been converted to float32, in a small buffer
 
-// Whether weights of type W are multiplied directly from memory, whatever the number of rows.
+// Whether weights of type W are always multiplied straight from memory. Weights of other types are converted
+// to float32 in a small buffer first if there are many rows.
 template <class W>
 constexpr bool kPlain = std::is_same_v<W, float> || std::is_same_v<W, Bf16> || kInPairs<W> ||
                         std::is_same_v<W, Half> || std::is_same_v<W, Cached>;
 
 constexpr int kRuns = 4, kRunSteps = kUnit / kRuns;
 
-// Reads a unit of a panel, which consists of kRuns runs of kRunSteps steps. Call `open` at a step that is a
-// multiple of kUnit; then, for each run, call `turn_to` and read the weights of its steps.
+// Reads the weights of a panel, one unit at a time. A unit is kUnit steps along K and is divided into kRuns
+// runs of kRunSteps steps each. Call `open` with the first step of a unit, a multiple of kUnit. Then, for
+// each run, call `turn_to` and read the weights of the steps of that run.
 template <class W>
 class Reader;
 
 MK_INLINE void prefetch(const void* p) { __builtin_prefetch(static_cast<const char*>(p) + kPrefetchBytes); }
 
-// Types with kBytes per weight that need no dequantisation.
+// Reads weights of a type that needs no dequantisation and has kBytes bytes per weight.
 template <class T, int kBytes>
 class PlainReader {
  public:
@@ -90,7 +94,7 @@ class Reader<Bf16> : public PlainReader<uint32_t, 2> {
 template <>
 class Reader<Bf16Pairs> : public PlainReader<uint32_t, 2> {
  public:
-  // The weights of steps 2s and 2s + 1.
+  // Returns the bfloat16 weights of steps 2s and 2s + 1 of the run, two in each 32-bit word.
   MK_INLINE F32 weight(int s, int v) const { return (F32)load_words(at(2 * s, 2 * v)); }
 };
 #endif
@@ -102,8 +106,8 @@ struct Line {
   F32 scale, offset;
 };
 
-// The map for unit `unit` of a block. If a scale covers only 16 steps, `half` selects the unit's first or
-// second half.
+// Returns the linear maps of the weights of unit `unit` of a quantised block, for the columns from `at` on.
+// For types whose scales cover only 16 steps, half a unit, `half` (0 or 1) selects the half.
 MK_INLINE Line line_of(const Scale& s, int /*unit*/, int /*half*/, int at) {
   return {load_half(s.scale + at), F32{}};
 }
@@ -134,7 +138,7 @@ class Reader<PackedBlock<S, kBits, kCount>> {
   using P = PackedBlock<S, kBits, kCount>;
   static constexpr bool kHalves = std::is_same_v<S, SuperScale>;
   static constexpr bool kSymmetric = kHalves || std::is_same_v<S, Scale>;
-  // the stored value that stands for a weight of 0
+  // The stored value that represents a weight of 0.
   static constexpr int kZero = kSymmetric && kBits < 8 ? 1 << (kBits - 1) : 0;
 
  public:
@@ -186,14 +190,16 @@ class Reader<PackedBlock<S, kBits, kCount>> {
   MK_INLINE void set_lines(int half) {
     MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
       Line& line = lines_[v] = line_of(block_->scales, unit_, half, v * kLanes);
-      if (kBits == 4 && kSymmetric)
-        line.offset = line.scale * -float{kZero};  // exact, like the product of scale and value
+      // The offset is exact because kZero is a power of two. The product of a scale and a value is exact,
+      // too.
+      if (kBits == 4 && kSymmetric) line.offset = line.scale * -float{kZero};
       if (kBits == 4) sixteenths_[v] = line.scale * 0x1p-4f;
     }
   }
 
-  // Value s of each column; for an odd s, sixteen times the value, which saves a shift. The vector is loaded
-  // from the address of the value's byte if it then ends within the cache line, and shifted otherwise.
+  // Returns the 4-bit value number s of each column. If s is odd, returns sixteen times the value, which
+  // saves a shift. The value is in byte s / 2 of a 32-bit word. If a vector that starts at this byte ends
+  // within the cache line, that vector is loaded. Otherwise the vector of whole words is loaded and shifted.
   MK_INLINE U32 nibble(int s, int v) const {
     const int byte = s / 2;
     const bool in_line = ((v + 1) * kLanes) * int{sizeof(uint32_t)} + byte <= 64;
@@ -202,14 +208,15 @@ class Reader<PackedBlock<S, kBits, kCount>> {
     return lowest & (s % 2 == 0 ? 0x0F : 0xF0);
   }
 
-  // Joins the low and high bits of all values of a unit and subtracts kZero, one vector of bytes at a time.
+  // Combines the low four bits and the high bits of each value of a unit, and subtracts kZero from the value.
   MK_INLINE void join_bits(const Values<kBits>& values) {
     constexpr int kAbove = kBits - 4, kHigh = (kBits - 4) * 64, kAt = sizeof(Bytes);
     constexpr uint8_t kMask = (1 << kAbove) - 1;
     MK_UNROLL for (int i = 0; i < 256; i += kAt) {
       const Bytes low = load_bytes(values.low + i), high = load_bytes(values.high + i % kHigh);
       MK_UNROLL for (int upper = 0; upper < 2; ++upper) {
-        const uint8_t shift = (i + upper * 256) / kHigh * kAbove;  // position of the values' bits in `high`
+        // In each byte of `high`, the high bits of these values begin at bit `shift`.
+        const uint8_t shift = (i + upper * 256) / kHigh * kAbove;
         const Bytes above = (high >> shift & kMask) << 4;
         const Bytes joined = ((upper ? low >> 4 : low & 15) | above) - uint8_t{kZero};
         memcpy(joined_ + upper * 256 + i, &joined, sizeof joined);
@@ -226,7 +233,7 @@ class Reader<PackedBlock<S, kBits, kCount>> {
   alignas(64) int8_t joined_[kBits == 5 || kBits == 6 ? kUnit * kPanel : 1];
 };
 
-// Calls f.template operator()<W>() for the W whose Reader reads weights of a type.
+// Calls f.template operator()<W>(), where Reader<W> reads weights of type `type`.
 template <class F>
 MK_INLINE void with_format(Dtype type, const F& f) {
   switch (type) {
@@ -246,8 +253,8 @@ MK_INLINE void with_format(Dtype type, const F& f) {
   }
 }
 
-// Widens the steps [begin, begin + steps) along K of a panel to float32, [steps][kPanel]. `begin` and `steps`
-// are multiples of kUnit.
+// Converts the steps [begin, begin + steps) along K of a panel to float32, with shape [steps][kPanel].
+// `begin` and `steps` are multiples of kUnit.
 template <class W>
 void widen(const Panel& panel, int begin, int steps, float* out) {
   for (int s = 0; s < steps; s += kUnit) {

@@ -1,17 +1,19 @@
-// Tiles of C = A W^T with packed weights (packed.h), accumulated in float32.
+// Computes tiles of C = A W^T from packed weights (packed.h), accumulated in float32.
 //
-// Every output has one accumulator, which adds its products in ascending k, each with one fused multiply-add
-// if the processor has it. This order does not depend on the number of rows, the tile or the register block,
-// so a row's bits do not depend on them either. Quantised weights are multiplied as their float32 values.
+// Every output has one accumulator, to which its products are added in ascending order of k, each with one
+// fused multiply-add if the processor has this instruction. The order does not depend on the number of rows,
+// the tile or the register block, so none of these changes the bits of a row's result. Quantised weights are
+// converted to float32 before they are multiplied.
 #pragma once
 #include "formats.h"
 #include "rms_norm.h"
 
 namespace mk::MK_SIMD {
 
-// kAccumulators: the accumulators that fit in registers beside the weights. kWithScales: the accumulators and
-// scales that fit in registers while quantised weights are widened. kMicroRows: the rows of the largest
-// register block. 16-lane targets have 32 registers. A test reads the machine code of every block.
+// kAccumulators: the number of accumulators that fit in registers beside the weights. kWithScales: the number
+// of accumulators and scales that fit while quantised weights are converted to float32 in registers.
+// kMicroRows: the rows of the largest register block. 16-lane targets have 32 vector registers. A test
+// disassembles every block to check that its registers are not spilled.
 #if MK_LANES == 16
 constexpr int kAccumulators = 24, kWithScales = 18, kMicroRows = 12;
 #elif MK_LANES == 8
@@ -22,9 +24,10 @@ constexpr int kAccumulators = 24, kWithScales = 24, kMicroRows = 6;
 constexpr int kAccumulators = 8, kWithScales = 16, kMicroRows = 2;
 #endif
 static_assert(kMicroRows <= kMaxMicroRows);
-constexpr int kPassRows = kTileRows / kMicroRows * kMicroRows;  // rows of one pass over a weight tile
+// The maximum number of rows that one pass over a tile's weights multiplies.
+constexpr int kPassRows = kTileRows / kMicroRows * kMicroRows;
 
-// log2 of the number of panels that a block of `rows` rows covers at once.
+// Returns log2 of the number of weight panels that a register block of `rows` rows covers.
 template <class W>
 constexpr int panel_log2(int rows) {
   int log2 = 2;
@@ -34,17 +37,19 @@ constexpr int panel_log2(int rows) {
 }
 static_assert(1 << panel_log2<float>(1) <= kWidePanels);
 
-// The steps along K in a 32-bit word of A. In a pair of bfloat16 values, the first step is in the upper half.
+// How many steps along K a 32-bit word of A contains. A pair of bfloat16 values is two steps, with the first
+// step in the upper half of the word; a float32 value is one step.
 template <class W>
 constexpr int kWordSteps = kInPairs<W> ? 2 : 1;
 
-// sum + x w, for all steps of a word in order.
+// Returns sum + x * w. If each word of x and w contains two steps, the products of the steps are added in
+// order.
 template <class W>
 MK_INLINE F32 add_products(F32 sum, F32 x, F32 w) {
 #if MK_LANES == 16
   if constexpr (kInPairs<W>) {
-    // The instruction adds the product of the upper halves, then that of the lower halves, and rounds after
-    // each addition.
+    // The instruction adds the product of the upper halves first and that of the lower halves second. It
+    // rounds after each addition.
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
     return sum;
   }
@@ -52,9 +57,10 @@ MK_INLINE F32 add_products(F32 sum, F32 x, F32 w) {
   return sum + x * w;
 }
 
-// C[R][P panels] = A W^T for steps [begin, begin + steps) along K of the panels, in whole units; `resume`
-// adds to C instead. Within a chunk, rows of A are kChunkStride apart; chunks are chunk_stride apart. A range
-// of steps that begins inside a chunk also ends in it.
+// Computes C = A W^T for R rows and P panels, over the steps [begin, begin + steps) along K of the panels.
+// Both limits of this range are multiples of kUnit. With `resume`, adds the products to C instead. A is
+// stored in chunks of kChunk steps, which are chunk_stride floats apart; within a chunk, rows are
+// kChunkStride floats apart. If the range of steps begins inside a chunk, it also ends in that chunk.
 template <int R, int P, class W>
 void micro(const float* a, int64_t chunk_stride, const Panel* panels, int begin, int steps, float* c,
            int64_t ldc, bool resume) {
@@ -130,8 +136,8 @@ inline bool same_type(const Panel* panels, int count) {
   return true;
 }
 
-// Rows to be multiplied with a block of panels: x is laid out like `a` in `micro`, in blocks of block_rows;
-// results go to c.
+// Rows of A to be multiplied with some panels, block_rows rows at a time. `x` has the layout of `a` in
+// `micro`. The results go to `c`.
 struct RowBlocks {
   const float* x;
   int64_t chunk_stride;
@@ -148,8 +154,9 @@ struct RowBlocks {
   }
 };
 
-// c (+)= x W^T for 1 << log2 panels of one type, over the steps [begin, begin + steps) along K. For one block
-// of rows, quantised weights are widened in registers; for more, they are first widened to `wide` (Scratch).
+// Computes c = x W^T, or adds to c with `resume`, for 1 << log2 panels of one type, over the steps
+// [begin, begin + steps) along K. If there is only one block of rows, quantised weights are converted to
+// float32 in registers. If there are more, they are converted once, into the buffer `wide`, for all blocks.
 template <class W>
 void multiply(const RowBlocks& rows, const Panel* panels, int log2, int begin, int steps, float* wide,
               bool resume) {
@@ -167,7 +174,8 @@ void multiply(const RowBlocks& rows, const Panel* panels, int log2, int begin, i
   }
 }
 
-// Converts rows of a matmul's inputs: from the compute type, or from float32 with normalisation.
+// Prepares rows of a matmul's inputs for multiplication. The inputs are values of the compute type, or, if
+// the phase applies an RMS norm to them, float32 values.
 template <class T>
 class Inputs {
  public:
@@ -186,7 +194,8 @@ class Inputs {
   }
 
   // Converts the chunk [begin, begin + kChunk) along K of the selected rows to float32, or to pairs of
-  // bfloat16 values. Rows of `out` are kChunkStride apart; a partial unit is padded with zeros.
+  // bfloat16 values. Rows of `out` are kChunkStride floats apart. If the last unit of kUnit steps is
+  // incomplete, it is padded with zeros.
   void unpack(int begin, bool pairs, float* out) const {
     const int n = lower_of(k_ - begin, kChunk);
     for (int r = 0; r < count_; ++r, out += kChunkStride) {
@@ -226,9 +235,10 @@ class Inputs {
   float scale_[kPassRows];
 };
 
-// Computes t = inputs weights^T + bias of the phase for a tile and gives every output to kResult once: a call
-// gets columns [first, first + columns) of a row. If several matrices alternate by panels, a call gets the
-// columns of one panel, and the next matrix's results lie at t + kPanel.
+// Computes t = inputs weights^T + bias of the phase for a tile, and passes every output to kResult once. Each
+// call of kResult receives the columns [first, first + columns) of one row. If the phase has several
+// matrices, their panels alternate in memory. A call then receives the columns of one panel of the first
+// matrix, and the results of each further matrix follow kPanel floats later.
 template <class T, void (*kResult)(const Call& call, int row, int first, int columns, float* t)>
 inline void gemm(const Call& call, const Tile& tile) {
   const Phase& phase = *call.phase;
@@ -250,8 +260,8 @@ inline void gemm(const Call& call, const Tile& tile) {
     inputs.turn_to(r, rows);
     const int blocks = ceil_div(rows, kMicroRows);
     const int block_rows = ceil_div(rows, blocks);
-    // A few rows fit the cache in their whole length, so weights stream once and accumulators never leave the
-    // registers.
+    // If there are few rows, their inputs fit in the cache for all of K. Each weight is then read only once,
+    // and the accumulators stay in registers from the first step to the last.
     const bool whole_k = blocks == 1;
     const int64_t chunk_stride = int64_t{block_rows} * kChunkStride;
     if (whole_k) {

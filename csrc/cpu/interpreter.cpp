@@ -13,14 +13,16 @@
 namespace mk {
 namespace {
 
-constexpr int64_t kPrefetchLimit = 256 << 10;  // fits a core's L2 cache
-constexpr int64_t kPrefetchSlice = 4 << 10;    // prefetched between two polls of the waits
-// A thread spins longer than most waits of a step last, because a busy system may give its core away as soon
-// as it yields.
+constexpr int64_t kPrefetchLimit = 256 << 10;  // most bytes to prefetch: they fit in a core's L2 cache
+constexpr int64_t kPrefetchSlice = 4 << 10;    // bytes prefetched between two checks of the waits
+
+// Before it yields, a waiting thread spins for longer than most waits of a step last, because a busy system
+// may give the core to another process as soon as the thread yields.
 constexpr int kSpins = 4000, kYields = 200;
-// With more threads than cores, spinning is short, because the awaited thread may need this thread's core.
+// If there are more threads than cores, a waiting thread spins only briefly, because the thread that it waits
+// for may need its core.
 constexpr int kCrowdedSpins = 20;
-constexpr int kPatience = 10;  // pauses before a thread looks at other threads' streams
+constexpr int kPatience = 10;  // pauses before an idle thread tries other threads' streams
 constexpr long kNapNs = 50'000;
 
 void relax() {
@@ -36,7 +38,7 @@ void nap(int64_t ns) {
   nanosleep(&time, nullptr);
 }
 
-// Waits politely: spins, then yields, then sleeps.
+// Pauses a waiting thread: it spins at first, then yields, then sleeps.
 class Backoff {
  public:
   explicit Backoff(bool crowded) : spins_(crowded ? kCrowdedSpins : kSpins) {}
@@ -141,7 +143,7 @@ void Interpreter::start(Program& program, const int32_t* step_words, bool trace)
     if (trace) c.intervals.reserve(interval_bound(c));
   }
   deal_streams();
-  ++program.launches;  // nothing can fail from here on
+  ++program.launches;  // counted only here, because nothing below can throw an exception
   left_.store(0, std::memory_order_relaxed);
   for (Cursor& c : cursors_) {
     if (settle(c)) {
@@ -156,7 +158,8 @@ void Interpreter::start(Program& program, const int32_t* step_words, bool trace)
   pool_.start([this](int thread) { serve(thread); }, [this] { finish(); });
 }
 
-// Deals streams to threads in turn. With at least as many threads as ranks, each thread serves one rank.
+// Assigns the streams to the threads in turn. A stream is the list of instructions of one worker. If there
+// are at least as many threads as ranks, each thread has streams of only one rank.
 void Interpreter::deal_streams() {
   const int threads = pool_.size(), workers = program_->workers;
   dealt_.assign(threads, {});
@@ -173,8 +176,9 @@ void Interpreter::deal_streams() {
       std::count_if(dealt_.begin(), dealt_.end(), [](const auto& own) { return !own.empty(); }) > cores_;
 }
 
-// The maximum number of intervals: a wait, a load, a compute and a store for each instruction and each
-// attention item. A worker may claim all instructions of its rank's queues, so they count too.
+// Returns the maximum number of intervals that a traced stream can record: a wait, a load, a computation and
+// a store for each instruction and each attention item. All instructions in the queues of the stream's rank
+// are included, because one worker may claim all of them.
 int64_t Interpreter::interval_bound(const Cursor& c) const {
   int64_t units = 0;
   const auto add = [&](int list, int first, int end) {
@@ -219,14 +223,14 @@ void Interpreter::serve(int thread) {
   }
 }
 
-// Runs on the thread that ends last in a launch.
+// Records whether the launch failed and why. Called once per launch, on the last thread to finish.
 void Interpreter::finish() {
   failed_ = aborted();
   if (!failed_) return;
   try {
     error_ = out_of_memory_.load(std::memory_order_relaxed) ? "out of memory" : describe_block();
   } catch (const std::bad_alloc&) {
-    error_ = "out of memory";  // short enough to need no allocation
+    error_ = "out of memory";  // this allocates nothing: the text fits in the std::string object
   }
 }
 
@@ -254,7 +258,7 @@ std::string Interpreter::describe_block() {
            std::to_string(program_->counter(c.rank, block(c), counter).load()) + ", expected " +
            std::to_string(static_cast<int32_t>(expected));
   }
-  return "no worker was blocked";
+  return "no worker was waiting for a counter";
 }
 
 template <bool kTrace>
@@ -279,14 +283,14 @@ void Interpreter::run(int thread) {
     }
     if (ended && backoff.sleeps()) return;  // a sleeping thread would delay the end of the launch
     if (blocked != nullptr && fetch_weights<kTrace>(*blocked)) continue;
-    // Another thread's stream is visited only after some pauses, because an owner that runs would have
-    // continued it by then.
+    // The thread tries another thread's stream only after some pauses. By then, the other thread would have
+    // continued the stream if the system had not descheduled it.
     if (backoff.patient() || visit<kTrace>(cursors_[other++ % cursors_.size()], thread) != Visit::kMoved)
       backoff.pause();
   }
 }
 
-// Takes the stream for this thread. No thread gets a stream after the launch is aborted.
+// Reserves the stream for this thread and returns whether that succeeded. It never succeeds after an abort.
 bool Interpreter::hold(Cursor& c) {
   Hold free = Hold::kFree;
   return !aborted() && c.hold.load(std::memory_order_relaxed) == free &&
@@ -294,7 +298,8 @@ bool Interpreter::hold(Cursor& c) {
                                         std::memory_order_relaxed);
 }
 
-// Executes the stream's next instruction if no other thread holds the stream and the waits are satisfied.
+// Executes the stream's next instruction if no other thread has reserved the stream and the instruction's
+// waits are satisfied.
 template <bool kTrace>
 Interpreter::Visit Interpreter::visit(Cursor& c, int thread) {
   if (!hold(c)) return c.hold.load(std::memory_order_relaxed) == Hold::kEnded ? Visit::kEnded : Visit::kHeld;
@@ -314,7 +319,8 @@ Interpreter::Visit Interpreter::visit(Cursor& c, int thread) {
   return visited;
 }
 
-// Prefetches a slice of the weights of a blocked stream's next instruction; returns false if none is left.
+// Prefetches a slice of the weights of a blocked stream's next instruction. Returns false if no slice is left
+// or another thread has reserved the stream.
 template <bool kTrace>
 bool Interpreter::fetch_weights(Cursor& c) {
   if (!hold(c)) return false;
@@ -328,8 +334,8 @@ bool Interpreter::fetch_weights(Cursor& c) {
   return fetched;
 }
 
-// Moves past the ends of segments and layers to the next record and fetches it; returns false once the stream
-// has ended.
+// Moves the cursor to the stream's next record and fetches the record. At the end of a layer or segment, the
+// cursor moves on to the next one. Returns false if the stream has ended.
 bool Interpreter::settle(Cursor& c) {
   const int stream = program_->stream(c.rank, c.worker);
   while (c.segment < kSegments && c.next == program_->end(c.segment, stream)) {
@@ -359,8 +365,8 @@ void Interpreter::fetch(Cursor& c, const int32_t* record, int32_t number) {
   }
 }
 
-// Claims the next record of the queue that the current drain instruction empties; returns false if
-// all records up to the drain's end are claimed.
+// Claims the next record of the queue for the current drain instruction, which covers the first `end` records
+// of the queue. Returns false if all of these have been claimed.
 bool Interpreter::claim(Cursor& c) {
   const Drain& op = operands<Drain>(c.record);
   const int queue = program_->queue(c.rank, op.queue);
@@ -373,7 +379,7 @@ bool Interpreter::claim(Cursor& c) {
     if (done >= op.end) return false;
   } while (!claims.compare_exchange_weak(seen, static_cast<int32_t>(static_cast<uint32_t>(seen) + 1),
                                          std::memory_order_relaxed));
-  // Queue records are numbered after the body's records.
+  // In a trace, the records of queues are numbered after those of the body (the instructions of one layer).
   const int32_t body = program_->end(kBody, program_->stream(program_->ranks - 1, program_->workers - 1));
   fetch(c, program_->record(kQueues, first + done), body + first + done);
   c.claimed = true;
@@ -387,7 +393,8 @@ bool Interpreter::met(int rank, int32_t block, int32_t counter) const {
   return static_cast<int32_t>(value - target) >= 0;
 }
 
-// Whether all waits of the record are satisfied; for attention, those of its current item.
+// Returns whether all waits of the current record are satisfied. An indexed wait of attention depends on the
+// current attention item.
 bool Interpreter::ready(Cursor& c) const {
   for (int i = 0; i < kWaits; ++i) {
     const int32_t word = c.record[kWaitWord + i];
@@ -408,8 +415,8 @@ bool Interpreter::ready(Cursor& c) const {
   return true;
 }
 
-// Attention: whether the counters of the current item have reached their totals. They form a grid, [row
-// block][group of KV heads].
+// Returns whether all counters that the current attention item needs have reached their totals. The counters
+// are part of a grid of counters, [row block][group of KV heads]. `word` names the first counter of the grid.
 bool Interpreter::item_ready(const Cursor& c, int32_t word) const {
   const Attention& op = operands<Attention>(c.record);
   const StepView& s = view(c);
@@ -425,7 +432,8 @@ bool Interpreter::item_ready(const Cursor& c, int32_t word) const {
   return true;
 }
 
-// A norm of logit rows: whether the row block of each row that the rank normalises is ready.
+// For a norm of logit rows, returns whether the inputs of all rows that this rank normalises are complete.
+// Each row block has one counter, and `word` names the counter of row block 0.
 bool Interpreter::rows_ready(const Cursor& c, int32_t word) const {
   const Run& op = operands<Run>(c.record);
   const Dims& d = program_->dims(c.rank);
@@ -437,8 +445,8 @@ bool Interpreter::rows_ready(const Cursor& c, int32_t word) const {
   return true;
 }
 
-// Executes the record: for attention, the items that are ready; for a drain, one claim. Returns false if the
-// launch was aborted meanwhile.
+// Executes the current record. For attention, runs items until one is not ready. For a drain, claims one
+// record of its queue, which the next call executes. Returns false if the launch is aborted during the call.
 template <bool kTrace>
 bool Interpreter::step(Cursor& c, int thread) {
   IntervalKind kind = IntervalKind::COMPUTE;
@@ -499,8 +507,8 @@ bool Interpreter::step(Cursor& c, int thread) {
   return true;
 }
 
-// Runs an attention item. Returns true if its rows are now final: the item is not part of a split, or it is
-// the last part to arrive.
+// Runs an attention item. If the KV blocks of its rows are divided among several items, the last of these to
+// finish also merges their partial results. Returns whether the output of the rows is now final.
 bool Interpreter::run_item(const Call& call, const int32_t* record) {
   kernels_.op (*call.phase)(call, record);
   const int32_t split = call.step->item_split[call.item];
@@ -539,7 +547,7 @@ void Interpreter::arrive(Ranks ranks, int32_t block, int32_t counter, int32_t co
     program_->counter(rank, block, counter).fetch_add(count, std::memory_order_release);
 }
 
-// Prefetches the next slice of the record's weights; returns false if none is left.
+// Prefetches the next slice of the current record's weights. Returns false if no slice is left.
 bool Interpreter::prefetch(Cursor& c) {
   if (!fetch_ahead || c.phase->operation != Operation::kMatmul) return false;
   const Buffer weights = c.phase->weights;

@@ -1,10 +1,12 @@
-// Runs launches of programs on a pool of threads: the streams of ranks [first_rank, first_rank + ranks).
+// Runs launches of programs on a pool of threads. A program has one stream of instructions per worker. An
+// interpreter executes the streams of the ranks [first_rank, first_rank + ranks).
 //
-// A thread owns some of the streams and executes the next instruction of any of them whose waits are
-// satisfied, so a program for 8 ranks of 132 workers runs on two cores. A thread that has nothing to do takes
-// over streams of other threads, which the system may have descheduled. Within a stream the order is fixed. A
-// signal is a release, and a satisfied wait is an acquire; a stream that passes to another thread is released
-// by the first thread and acquired by the second.
+// Each thread is assigned some of the streams. The thread looks through its streams for a next instruction
+// whose waits are satisfied and executes it, so a program for 8 ranks of 132 workers runs even on two cores.
+// A thread that has nothing to do continues streams of other threads, which the system may have descheduled.
+// The instructions of one stream are executed in order. A signal has release semantics, and a satisfied wait
+// has acquire semantics. When a stream passes from one thread to another, the first thread releases it and
+// the second acquires it.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -21,11 +23,11 @@
 
 namespace mk {
 
-// A stall of one instruction, for tests of the trace; it applies to traced launches.
+// An artificial delay of one instruction, for tests of the trace. It affects only traced launches.
 struct Delay {
   int segment, layer;
-  int32_t record;  // as in a trace
-  int64_t ns;      // 0: none
+  int32_t record;  // number as in a trace
+  int64_t ns;      // 0: no delay
 };
 
 enum class Status { kDone, kRunning, kFailed };
@@ -33,68 +35,75 @@ enum class Status { kDone, kRunning, kFailed };
 class Interpreter {
  public:
   // `cores` is this process's share of the cores that it and the processes of other ranks may use. A launch
-  // without progress for `deadlock_seconds` counts as a deadlock. `abort` is an integer; a value other than 0
-  // ends launches. Other processes may write it too, and its owner sets it back to 0. Null: the interpreter
-  // has its own.
+  // that makes no progress for `deadlock_seconds` is treated as a deadlock and aborted. `abort` points to an
+  // integer: any value other than 0 ends launches. Other processes may write the integer too, and the caller
+  // sets it back to 0. If `abort` is null, the interpreter uses an integer of its own.
   Interpreter(const Dims& model, int first_rank, int ranks, const Kernels& kernels, int threads, int cores,
               double deadlock_seconds, std::atomic<int32_t>* abort);
-  // Aborts what runs.
+  // Aborts a running launch.
   ~Interpreter() { abort(); }
 
-  // Binds a buffer of any rank. For a rank that runs in another process, only the
-  // buffers that instructions store to are bound.
+  // Makes `data` the memory of a rank's buffer. For a rank that runs in another process, only the buffers to
+  // which instructions of this process store are bound.
   void bind(int rank, Buffer buffer, int layer, void* data) { buffers_[index(rank, buffer, layer)] = data; }
   void* bound(int rank, Buffer buffer, int layer) const { return buffers_[index(rank, buffer, layer)]; }
 
-  // Copies the step table. The interpreter must be idle, and the program must outlive the launch.
+  // Starts a launch with a copy of the step table. The interpreter must be idle, and the program must outlive
+  // the launch.
   void start(Program& program, const int32_t* step_words, bool trace);
   Status wait(std::chrono::milliseconds limit);
-  // All threads leave soon; wait() then returns kFailed, and the program needs a reset.
+  // Makes all threads stop soon. wait() then returns kFailed, and the program needs a reset.
   void abort() { abort_->store(1, std::memory_order_relaxed); }
-  // Resets counters and SPLITS after a failed launch, once no rank runs the program.
+  // Resets the program's counters and the buffer SPLITS after a failed launch. No rank may still be running
+  // the program.
   void reset(Program& program);
   const std::string& error() const { return error_; }
 
-  // Runs one instruction of rank `dims.rank`, which has these phases, on the calling thread, without waits
-  // and signals; attention runs all items of its slot.
+  // Runs one instruction of rank `dims.rank` on the calling thread, without its waits and signals. `phases`
+  // are the phases of that rank's program. For attention, runs all the work items that the
+  // step table assigns to the instruction.
   void execute(const Dims& dims, const Phase* phases, const int32_t* step_words, const int32_t* record,
                int layer);
 
-  // The bytes that a rank has stored into other ranks' memory so far.
+  // Returns the bytes that a rank has stored into other ranks' memory since the interpreter was created.
   int64_t link_bytes(int rank) const;
 
-  // The intervals of the last traced launch, by rank, worker and begin.
+  // Returns the intervals (trace entries) of the last traced launch, sorted by rank, worker and begin time.
   std::vector<Interval> intervals() const;
   int64_t dropped() const;
 
   Delay delay{};
   bool fetch_ahead = true;       // a waiting worker prefetches the weights of its next instruction
-  std::unique_ptr<Audit> audit;  // null: none
+  std::unique_ptr<Audit> audit;  // null: no audit
   int threads() const { return pool_.size(); }
 
  private:
-  // Who may touch a stream: the thread that changed kFree to kHeld. kEnded is final.
+  // Whether a stream is reserved. Only the thread that changed kFree to kHeld may use the stream, until it
+  // sets kFree again. kEnded means that the stream has no instructions left.
   enum class Hold : int32_t { kFree, kHeld, kEnded };
-  // The result of a visit to a stream. kHeld: another thread has it.
+  // The result of a thread's attempt to continue a stream. kMoved: the thread executed an instruction.
+  // kBlocked: a wait is not satisfied. kHeld: another thread has reserved the stream.
   enum class Visit { kMoved, kBlocked, kHeld, kEnded };
 
-  // The position in a worker's stream.
+  // A position in the stream of one worker: how far the stream has been executed, and data about its current
+  // record.
   struct Cursor {
-    // on a cache line of its own, because other threads read it
+    // `hold` has a cache line of its own, because other threads read it.
     alignas(64) std::atomic<Hold> hold{Hold::kFree};
     alignas(64) int rank = 0, worker = 0;
-    int thread = 0;  // the thread to which it is dealt
+    int thread = 0;  // the thread to which deal_streams assigned the stream
     int segment = 0, layer = 0;
-    int32_t next = 0;  // index of the next record in the segment
-    // The record to run now: number `next`, or, if that is a drain, the record that it has claimed. Null: not
-    // fetched yet.
+    // Index of the next record in the segment.
+    int32_t next = 0;
+    // The current record: record number `next` of the segment, or, if that is a DRAIN instruction, a
+    // record that it has claimed from a queue. Null if the current record has not been fetched yet.
     const int32_t* record = nullptr;
-    const Phase* phase = nullptr;  // of `record`, like the next members
-    int32_t number = 0;            // as in a trace
-    bool claimed = false;
-    int32_t item = 0, item_end = 0;  // attention: the remaining work items
-    int blocked = 0;                 // the wait word that was not satisfied
-    int64_t prefetched = 0;          // bytes of the record's weights that were prefetched
+    const Phase* phase = nullptr;    // the phase of `record`
+    int32_t number = 0;              // the number of `record`, as in a trace
+    bool claimed = false;            // whether a drain claimed `record`
+    int32_t item = 0, item_end = 0;  // if `record` is attention: its remaining items are [item, item_end)
+    int blocked = 0;                 // index of the wait word of `record` that was found unsatisfied last
+    int64_t prefetched = 0;          // bytes of the weights of `record` prefetched so far
     uint64_t wait_begin = 0, load_begin = 0, load_end = 0;
     std::vector<Interval> intervals;
     int64_t dropped = 0;
@@ -102,7 +111,7 @@ class Interpreter {
   struct alignas(64) Progress {
     std::atomic<uint64_t> instructions{0};
   };
-  struct alignas(64) Memory {  // of one thread
+  struct alignas(64) Memory {  // the memory of one thread
     Scratch scratch;
     std::vector<int64_t> link_bytes;  // by rank
   };
@@ -116,7 +125,7 @@ class Interpreter {
   void deal_streams();
   template <bool kTrace>
   void run(int thread);
-  void serve(int thread);  // calls `run`; ends the launch if memory runs out
+  void serve(int thread);  // calls `run`, and aborts the launch if memory runs out
   template <bool kTrace>
   Visit visit(Cursor& cursor, int thread);
   template <bool kTrace>
@@ -154,14 +163,14 @@ class Interpreter {
   std::atomic<int32_t>* const abort_;
   std::string error_;
 
-  // The launch in progress.
+  // The state of the launch in progress.
   Program* program_ = nullptr;
   std::vector<int32_t> words_;
-  std::vector<StepView> views_;  // of the ranks that run here, like the next two
-  std::vector<Cursor> cursors_;
-  std::vector<std::vector<Cursor*>> dealt_;   // to each thread
-  bool crowded_ = false;                      // more threads have streams than there are cores
-  alignas(64) std::atomic<int32_t> left_{0};  // streams that have not ended
+  std::vector<StepView> views_;               // the step table as each rank of this interpreter sees it
+  std::vector<Cursor> cursors_;               // one for each stream of this interpreter's ranks
+  std::vector<std::vector<Cursor*>> dealt_;   // the streams of each thread
+  bool crowded_ = false;                      // whether more threads have streams than there are cores
+  alignas(64) std::atomic<int32_t> left_{0};  // number of streams that have not ended
   std::vector<Progress> progress_;
   bool traced_ = false;
   bool failed_ = false;
@@ -169,10 +178,10 @@ class Interpreter {
   uint64_t seen_progress_ = 0;
   std::chrono::steady_clock::time_point seen_at_;
 
-  Pool pool_;  // last, so that its threads end before the rest is destroyed
+  Pool pool_;  // declared last, so that its threads end before the other members are destroyed
 };
 
-// CLOCK_MONOTONIC, nanoseconds.
+// Returns the time of CLOCK_MONOTONIC in nanoseconds.
 uint64_t clock_ns();
 
 }  // namespace mk

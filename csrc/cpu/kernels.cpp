@@ -19,7 +19,7 @@ namespace mk {
 namespace MK_SIMD {
 namespace {
 
-// Reads four streams at once, which suits the hardware's prefetchers best.
+// Reads `bytes` bytes as four streams at once, because the hardware prefetchers follow several streams best.
 double read(const void* data, int64_t bytes) {
   constexpr int kStreams = 4;
   const int64_t floats = bytes / 4 / kStreams;
@@ -40,8 +40,10 @@ double read(const void* data, int64_t bytes) {
 
 template <class M>
 double multiply_add(int64_t rounds, double* flops) {
-  // Dependent chains of FMAs: at least latency x ports of every known processor, and few enough for
-  // 16 registers. Pairs have more chains, because their instruction takes twice as long.
+  // Each accumulator is a chain of dependent FMAs. To keep the FMA units busy, the number of chains is at
+  // least the FMA latency in cycles times the number of FMA ports, for every known processor. 12 accumulators
+  // still fit in 16 vector registers. The instruction that multiplies pairs of bfloat16 values takes twice as
+  // long, so the loop uses more chains for it.
   constexpr int kChains = kInPairs<M> ? 16 : 12;
   F32 acc[kChains];
   MK_UNROLL for (int j = 0; j < kChains; ++j) acc[j] = splat(static_cast<float>(j));
@@ -56,7 +58,8 @@ double multiply_add(int64_t rounds, double* flops) {
   return sum(all);
 }
 
-// Does nothing: the interpreter handles waits, signals and claims.
+// The function of joins and drains. It does nothing, because the interpreter itself waits on counters,
+// signals them and claims records from queues.
 void nothing(const Call&, const int32_t*) {}
 
 template <class Operands, void (*kFunction)(const Call&, const Operands&)>
@@ -65,8 +68,9 @@ void run(const Call& call, const int32_t* record) {
 }
 
 #if MK_LANES == 16
-// Whether the processor adds the products of a pair in the order and with the roundings that `add_products`
-// relies on. The manuals say so, but nothing else guarantees it.
+// Tests whether this processor's instruction for pairs of bfloat16 values (vdpbf16ps) adds the two products
+// in the order, and with the roundings, that `add_products` relies on. The manuals describe this behaviour,
+// but nothing else guarantees it.
 bool adds_in_order() {
   const FlushSubnormals flush;
   for (uint32_t round = 0; round < 4096; ++round) {
@@ -87,7 +91,7 @@ bool adds_in_order() {
 }
 #endif
 
-// An operation without a function here does not compile.
+// The switch has no default case, so the compiler rejects it if an Operation is missing.
 template <class T, class M>
 Op op(Operation operation) {
   switch (operation) {
@@ -112,7 +116,8 @@ Op op(Operation operation) {
   return nullptr;
 }
 
-// Activations have type T. Matmuls read them as M, which has the same bytes.
+// Fills a table of kernels for activations of type T. Matmuls read the activations as type M, which has the
+// same memory layout as T.
 template <class T, class M = T>
 Kernels table(const char* name = MK_STRING(MK_SIMD)) {
   Kernels k{};

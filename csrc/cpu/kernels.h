@@ -1,5 +1,5 @@
-// The interface between the interpreter and the arithmetic: one function per operation, and one table per
-// SIMD path.
+// The interface between the interpreter and the functions that compute. There is one function per operation
+// and one table of functions per SIMD path.
 #pragma once
 #include "packed.h"
 
@@ -13,60 +13,66 @@ struct Bf16 {
 // A bfloat16 that matmuls multiply in pairs: one instruction adds the products of two steps along K.
 struct Bf16Pairs : Bf16 {};
 
-// The limits of the blocking, for which the scratch memory is sized (gemm.h, attention.h).
-constexpr int kTileRows = 96;      // token rows of one pass over a weight tile
-constexpr int kTilePanels = 32;    // weight panels of one pass
-constexpr int kMaxMicroRows = 12;  // rows of the register block
-constexpr int kChunk = 256;        // steps along K between two accesses to the tile's accumulators
+// Maximum block sizes of matmuls (gemm.h) and attention (attention.h). They determine the size of the scratch
+// memory. A panel is 16 columns of weights (packed.h). A register block is the part of the output that is
+// accumulated in registers.
+constexpr int kTileRows = 96;      // token rows that share one pass over the weights
+constexpr int kTilePanels = 32;    // weight panels that one pass over K multiplies
+constexpr int kMaxMicroRows = 12;  // maximum number of token rows of a register block
+constexpr int kChunk = 256;        // with many rows, accumulators are stored after this many steps along K
 constexpr int kChunkStride =
-    kChunk + 16;                 // floats; not a power of two, so that rows fall into different cache sets
-constexpr int kWideSteps = 128;  // steps along K of quantised weights widened at a time
-constexpr int kWideStride = kWideSteps * kPanel + 16;  // floats between two widened panels; see kChunkStride
+    kChunk + 16;                 // floats; not a power of two, so that rows map to different cache sets
+constexpr int kWideSteps = 128;  // steps along K whose quantised weights are converted to float32 at a time
+constexpr int kWideStride = kWideSteps * kPanel + 16;  // floats between two panels; not a power of two
 constexpr int kWidePanels = 4;  // maximum number of panels that a register block covers
 constexpr int kQueryRows = 64;  // (row, query head) pairs that share one pass over a KV block
 
-// The distance in floats between two elements of the widened keys. Like kChunkStride, it is not a
-// power of two.
+// Returns the number of floats from one row to the next in the float32 copy of a KV block's keys, which is
+// stored as [element of head_dim][token]. The number is not a power of two, so that rows map to different
+// cache sets.
 inline int64_t key_stride(const Dims& d) { return d.kv_block + 16; }
 
-// The working memory of a thread, allocated when the engine is created.
+// The working memory of a thread, allocated when the engine is created. The comments state the arrays'
+// shapes. `pairs` is the number of (token row, query head) pairs that attention computes together. Softmax
+// state consists of the maximum score m, the sum l of exponentials and the weighted sum o of values
+// (attention.h).
 struct Scratch {
-  float* activations;  // rows of A in float32, by chunk
-  float* tile;         // kTileRows x kTilePanels * kPanel accumulators
-  float* weights;      // widened panels: kWidePanels x kWideStride
-  float* keys;         // head_dim x key_stride(dims)
-  float* values;       // kv_block x head_dim, rows padded to kPanel
-  float* scales;       // scales of quantised values: blocks of a head x kv_block
-  float* queries;      // query rows x head_dim
-  float* scores;       // query rows x kv_block
-  float* block_out;    // query rows x head_dim, padded: o of one block
-  float* merged_out;   // like block_out: o of all blocks so far
-  float* stats;        // 4 x query rows: m and l of the block, m and l so far
-  float* logits;       // vocab
-  int32_t* counts;     // vocab, zero between calls
+  float* activations;  // inputs of a matmul: [chunk of kChunk steps along K][token row][kChunkStride]
+  float* tile;         // accumulators of a matmul: [kTileRows][kTilePanels * kPanel]
+  float* weights;      // quantised weight panels, converted to float32: [kWidePanels][kWideStride]
+  float* keys;         // keys of a KV block, converted to float32: [head_dim][key_stride(dims)]
+  float* values;       // values of a KV block, converted to float32: [kv_block][head_dim, padded to kPanel]
+  float* scales;       // scales of a head's quantised values: [quantisation block][kv_block]
+  float* queries;      // the queries in float32: [pairs][head_dim]
+  float* scores;       // scores, then softmax weights, of one KV block: [pairs][kv_block]
+  float* block_out;    // weighted sums o of one KV block: [pairs][head_dim, padded to kPanel]
+  float* merged_out;   // sums o of all KV blocks so far: [pairs][head_dim, padded to kPanel]
+  float* stats;        // m and l of one KV block, then m and l of all KV blocks so far: [4][pairs]
+  float* logits;       // logits of one row: [vocab]
+  int32_t* counts;     // how often a sequence contains each token id: [vocab]; all zero between calls
 };
 
 class Audit;
 
-// The layer whose weights a phase reads when it runs in `layer`.
+// Returns the layer whose weights a phase reads when it runs in layer `layer`.
 inline int32_t weights_layer(const Phase& phase, const Dims& d, int32_t layer) {
   return lower_of(layer + phase.ahead, d.layers - 1);
 }
 
-// The inputs of an operation's function.
+// The arguments of a function that executes an instruction.
 struct Call {
   const Dims* dims;
-  const Phase* phase;  // as the rank sees it
+  const Phase* phase;  // with the sizes that the phase has on this rank
   const StepView* step;
   void* const* buffers;  // [rank][buffer][layer]
   Scratch* scratch;
-  const int32_t* abort;  // non-zero: leave soon, because results no longer matter
-  int64_t* link_bytes;   // bytes stored on other ranks by this one
+  const int32_t* abort;  // non-zero if the launch was aborted; the function then returns soon
+  int64_t* link_bytes;   // counts the bytes that this rank stores on other ranks
   int32_t layer;
-  int32_t item = 0;                 // attention: the work item
+  int32_t item = 0;                 // index of the attention work item in the step table
   Audit* audit = nullptr;           // checks remote stores; null if there is no audit
-  const char* name = "";            // the phase's name; for the audit, like the next two
-  int32_t segment = 0, number = 0;  // of the instruction, as in a trace
+  const char* name = "";            // the phase's name, for the audit's messages
+  int32_t segment = 0, number = 0;  // position of the instruction, for the audit
 
   template <class T>
   MK_INLINE T* inputs() const {
@@ -80,7 +86,7 @@ struct Call {
   MK_INLINE const T* weights() const {
     return copy<T>(phase->weights, dims->rank, weights_layer(*phase, *dims, layer));
   }
-  // Null if the phase has none.
+  // Returns the phase's bias, or null if the phase adds no bias.
   MK_INLINE const float* bias() const {
     return phase->bias == Buffer::kNone ? nullptr : at<float>(phase->bias);
   }
@@ -88,7 +94,7 @@ struct Call {
   MK_INLINE T* at(Buffer buffer) const {
     return copy<T>(buffer, dims->rank);
   }
-  // A rank's copy of a buffer. Other ranks' copies are write-only.
+  // Returns `rank`'s copy of a buffer. Code may write the copies of other ranks but not read them.
   template <class T>
   MK_INLINE T* copy(Buffer buffer, int rank) const {
     return copy<T>(buffer, rank, layer);
@@ -108,27 +114,35 @@ using Op = void (*)(const Call& call, const int32_t* record);
 
 struct Kernels {
   const char* name;
-  Op ops[kOperations];  // indexed by Operation, like the next
-  // The part of an instruction that copies results to other ranks, if the operation has a separate function
-  // for it; otherwise null.
+  // `ops` and `send` are indexed by Operation.
+  Op ops[kOperations];
+  // Copies an instruction's results to other ranks. Null if the operation has no separate function for this.
   Op send[kOperations];
-  Op attention_merge;  // computes the output rows once all items of call.item's split have run
-  // reads every byte and returns a sum, so that reading cannot be optimised away
+  // Computes output rows whose KV blocks were divided among several items (a split). Called once all of these
+  // items have run.
+  Op attention_merge;
+  // Reads every byte of `data`, to measure memory bandwidth. Returns a sum, so that the compiler cannot
+  // remove the reads.
   double (*read)(const void* data, int64_t bytes);
-  double (*multiply_add)(int64_t rounds, double* flops);  // dependent chains that occupy the FMA units
+  // Executes enough independent FMAs to keep the FMA units busy, to measure peak FLOP/s. Stores the number of
+  // floating-point operations that it has executed in `flops`.
+  double (*multiply_add)(int64_t rounds, double* flops);
 
   Op op(const Phase& phase) const { return ops[static_cast<int32_t>(phase.operation)]; }
   Op sender(const Phase& phase) const { return send[static_cast<int32_t>(phase.operation)]; }
 };
 
-// Each is nullptr if the build or this processor lacks it.
+// Each function returns the table of one SIMD path.
 const Kernels* portable_kernels(Dtype dtype);
 const Kernels* avx2_kernels(Dtype dtype);
 const Kernels* avx512_kernels(Dtype dtype);
-const Kernels* avx512bf16_kernels(Dtype dtype);  // also nullptr if this processor's pairs give other bits
+// Returns nullptr if this processor's instruction for pairs of bfloat16 values rounds differently from the
+// other SIMD paths.
+const Kernels* avx512bf16_kernels(Dtype dtype);
 const Kernels* null_kernels();
 
-// The table that `simd` names ("": the widest that this processor has). Throws std::runtime_error.
+// Returns the table of the SIMD path named `simd`, or of the widest path that this processor supports if
+// `simd` is empty. Throws std::runtime_error if there is no such path or this processor lacks it.
 const Kernels& choose_kernels(const char* simd, Dtype dtype);
 
 }  // namespace mk

@@ -1,13 +1,15 @@
 // Weight matrices in memory, repacked for the kernels.
 //
-// A matrix [N, K] becomes panels of kPanel columns, which are rows of the matrix; the last panel is padded
-// with zeros. Several matrices alternate by panels: panel 0 of each, then panel 1 of each, and so on. Each
-// panel has its own type, so the rows of a matrix may have different types. A step is one index along K.
+// A matrix [N, K] is divided into panels of kPanel = 16 rows. A panel is stored transposed, so each row of
+// the matrix is a column of its panel. The last panel is padded with zeros. If a matmul has several matrices,
+// their panels alternate: panel 0 of each matrix, then panel 1 of each, and so on. Each panel has its own
+// type, so the rows of a matrix may have different types. A step is one index along K.
 //
-// float32 and float16: [K][16]. bfloat16: [K / 2][16]; two successive steps of a column share a 32-bit word,
-// with the first one in the upper half. A quantised panel has the blocks of its 16 columns side by side:
-// first the scales, then the values of 32 steps at a time. K is padded with zeros to whole units of 32 steps
-// and to whole blocks.
+// float32 and float16 panels are stored as [K][16]. bfloat16 panels are stored as [K / 2][16] 32-bit words,
+// each of which contains two successive steps (indices along K) of a column, the first one in the upper half.
+// In a quantised panel, quantisation blocks of the 16 columns that begin at the same step are stored
+// together: first the scales of all these blocks, then their values, 32 steps at a time. K is padded with
+// zeros to a multiple of 32 and of the length of a block.
 #pragma once
 #include <stdint.h>
 
@@ -16,7 +18,7 @@
 namespace mk {
 
 constexpr int kPanel = 16;  // columns of a panel
-constexpr int kUnit = 32;   // steps along K that are read at a time
+constexpr int kUnit = 32;   // steps along K that are read together
 
 struct Panel {
   const char* data;
@@ -25,17 +27,19 @@ struct Panel {
   Dtype type() const { return static_cast<Dtype>(dtype); }
 };
 
-// The number of panels that contain columns [col, col + cols).
+// Returns the number of panels that contain any of the columns [col, col + cols).
 constexpr int panel_count(int col, int cols) { return (col + cols + kPanel - 1) / kPanel - col / kPanel; }
 
-// The values of a unit, [32][16], with 5 or 6 bits. Byte i of `low` has the lowest four bits of values i and
-// i + 256. `high` has the other bits: of its n bytes, byte i has those of values i, i + n, i + 2n and so on.
+// The 5-bit or 6-bit values of one unit of a panel, 32 steps of 16 columns, where value i is at step i / 16
+// and column i % 16. Byte i of `low` contains the lowest four bits of values i and i + 256. `high` contains
+// the remaining bits: if it has n bytes, byte i contains those of values i, i + n, i + 2n and so on.
 template <int kBits>
 struct Values {
   uint8_t low[256];
   uint8_t high[(kBits - 4) * 64];
 };
-// A 32-bit word has the values of a column at 8 steps, with the first step in the lowest bits.
+// The 4-bit values of one unit. Each 32-bit word contains 8 successive steps of one column, the first step in
+// the lowest bits.
 template <>
 struct Values<4> {
   uint32_t words[4][kPanel];
@@ -45,28 +49,30 @@ struct Values<8> {
   int8_t bytes[kUnit][kPanel];
 };
 
-// float16 scales: a weight is scale * (value - zero).
+// The scales, in float16, of the 16 columns of a panel in Q8_0, Q4_0 or Q5_0. A weight is
+// scale * (value - zero), where zero is a constant of the type, such as 8 for 4-bit values.
 struct Scale {
   uint16_t scale[kPanel];
 };
-// A weight is scale * value + minimum.
+// The float16 scales and minima of Q4_1 or Q5_1. A weight is scale * value + minimum.
 struct ScaleAndMinimum {
   uint16_t scale[kPanel], minimum[kPanel];
 };
-// A weight is scale * s * value - minimum * m, in a block of eight groups of 32 steps, each with its own s
-// and m. `six` has the 12 bytes in which GGML packs eight 6-bit s and eight 6-bit m.
+// The scales of Q4_K or Q5_K. A block consists of eight groups of 32 steps. A weight is
+// scale * s * value - minimum * m, where each group has its own 6-bit integers s and m. `six` contains the 12
+// bytes into which GGML packs the eight s and eight m of a block.
 struct SuperScaleAndMinimum {
   uint16_t scale[kPanel], minimum[kPanel];
   uint32_t six[3][kPanel];
 };
-// A weight is scale * s * (value - zero), in a block of 16 groups of 16 steps, each with its own s in
-// `eight`.
+// The scales of Q6_K. A block consists of 16 groups of 16 steps. A weight is scale * s * (value - zero),
+// where zero is 32 and each group has its own 8-bit integer s in `eight`.
 struct SuperScale {
   uint16_t scale[kPanel];
   int8_t eight[16][kPanel];
 };
 
-// The blocks of all columns of a panel that begin at the same step.
+// The quantisation blocks of a panel's 16 columns that begin at the same step along K.
 template <class S, int kBits, int kCount>
 struct PackedBlock {
   using Scales = S;
@@ -85,7 +91,8 @@ using PackedQ4_K = PackedBlock<SuperScaleAndMinimum, 4, 8>;
 using PackedQ5_K = PackedBlock<SuperScaleAndMinimum, 5, 8>;
 using PackedQ6_K = PackedBlock<SuperScale, 6, 8>;
 
-// Calls f.template operator()<PackedX>() for a quantised type; otherwise returns `none`.
+// If `type` is quantised, calls f.template operator()<P>(), where P is the packed form of the type
+// (PackedQ8_0 for Q8_0), and returns the result of the call. Otherwise returns `none`.
 template <class F, class R>
 R with_packed(Dtype type, R none, const F& f) {
   switch (type) {
@@ -114,7 +121,7 @@ R with_packed(Dtype type, R none, const F& f) {
   return none;
 }
 
-// The bytes of a panel whose columns have k elements.
+// Returns the size in bytes of a panel whose columns have k elements.
 inline int64_t panel_bytes(Dtype type, int64_t k) {
   const int64_t plain = (k + kUnit - 1) / kUnit * kUnit * kPanel * (type == Dtype::F32 ? 4 : 2);
   return with_packed(type, plain, [&]<class P>() {

@@ -13,14 +13,16 @@
 namespace mk {
 namespace {
 
-// The rows of a part that become the columns of a panel. They need no alignment.
+// `count` rows of k elements of a weight matrix, which become the columns of one panel. The rows need no
+// alignment in memory.
 struct Columns {
   Dtype type;
   const char* rows;
   int64_t count, k;
 };
 
-// kPair successive steps of a column are stored side by side, in reverse order.
+// Packs weights that are not quantised. kPair successive elements of a column are stored side by side in
+// reverse order: the first of two bfloat16 elements then is the upper half of a 32-bit word.
 template <class T, int kPair>
 void pack_plain(const Columns& columns, char* packed) {
   const int64_t k = columns.k;
@@ -35,7 +37,8 @@ void pack_plain(const Columns& columns, char* packed) {
   }
 }
 
-// -- GGML's blocks of a row: the scales go to a column of the panel's scales, and each value goes to a byte.
+// -- The blocks in which GGML stores the rows of quantised types. `scales` copies a block's scales to column
+// c of a panel's scales, and `values` expands its values to one byte each.
 
 template <class P>
 struct RowBlock;
@@ -121,7 +124,8 @@ struct SuperBlock {
   }
 };
 
-// Of each 64 values, the first 32 are the low halves of 32 bytes, and the last 32 are the high halves.
+// Expands 256 4-bit values to one byte each. For every 64 values, GGML stores the first 32 in the low halves
+// of 32 bytes, and the other 32 in the high halves of the same bytes.
 void unpack_runs(const uint8_t* nibbles, uint8_t* values) {
   for (int i = 0; i < 256; ++i) values[i] = nibbles[i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15;
 }
@@ -164,7 +168,7 @@ struct RowBlock<PackedQ6_K> {
   }
 };
 
-// Stores the values of a unit into column c.
+// Stores 32 successive values of one row in column c of a unit (32 steps along K) of a panel.
 template <int kBits>
 void store_values(const uint8_t* values, int c, Values<kBits>& out) {
   for (int s = 0; s < kUnit; ++s) {
@@ -219,7 +223,7 @@ int64_t row_bytes(Dtype type, int64_t k) {
   });
 }
 
-// The columns of panel `index`, as rows of a matrix.
+// Returns the rows that become the columns of panel number `index`.
 Columns columns_of(const Matrix& m, int64_t index) {
   const int64_t first = index / m.matrices * kPanel;
   int64_t row = index % m.matrices * m.rows + first;
@@ -256,7 +260,7 @@ Packed pack(const Matrix& matrix, Arena& arena, int threads) {
   int64_t t = 1;
   try {
     for (; t < n; ++t) pool.emplace_back(work, panels * t / n, panels * (t + 1) / n);
-  } catch (const std::exception&) {  // there is no room for another thread, so this one does the rest
+  } catch (const std::exception&) {  // the system refuses another thread: the calling thread does the rest
   }
   work(0, panels / n);
   work(panels * t / n, panels);

@@ -1,4 +1,4 @@
-// Converts rows of weights, as files store them, to packed panels (packed.h).
+// Converts rows of weights from the layout of model files to packed panels (packed.h).
 #pragma once
 #include "arena.h"
 #include "kernels.h"
@@ -6,15 +6,16 @@
 
 namespace mk {
 
-// Consecutive rows of one type, as files store them; quantised types are in GGML's blocks.
+// Consecutive rows of weights of one type, in the layout of model files. Quantised types are in GGML's
+// blocks.
 struct Part {
   int32_t dtype;
   int64_t rows;
   const void* data;
 };
 
-// One or several matrices, each [rows, k], whose panels alternate when packed. `parts` has the rows of the
-// first matrix, then those of the next. No panel has rows of two parts.
+// One or several matrices, each [rows, k], whose panels alternate after packing. `parts` contains the rows of
+// the first matrix, followed by those of the next. A panel never contains rows of two parts.
 struct Matrix {
   int64_t matrices, rows, k, part_count;
   const Part* parts;
@@ -22,17 +23,18 @@ struct Matrix {
   int64_t panels() const { return matrices * ((rows + kPanel - 1) / kPanel); }
 };
 
-// Packed panels, and the table of them that is bound as the matrix.
+// The packed panels of a matrix. `table` lists their types and addresses; kernels receive it as the matrix.
 struct Packed {
   void* table;  // Panel[panels]
   void* data;
   int64_t bytes;  // of data
 };
 
-// Packs into memory of `arena`, on `threads` threads. Throws std::bad_alloc.
+// Packs a matrix into memory allocated from `arena`, on up to `threads` threads. Throws std::bad_alloc if
+// there is not enough memory.
 Packed pack(const Matrix& matrix, Arena& arena, int threads);
 
-// The memory from the first to the last packed weight of a matmul's tile, if the tile's panels are adjacent.
+// The memory from the first to the last packed weight of a matmul's tile. The tile's panels must be adjacent.
 struct WeightSpan {
   const char* begin;
   int64_t bytes;

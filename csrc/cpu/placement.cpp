@@ -15,12 +15,12 @@ enum class Move : int { kNone, kBegun, kDone };
 
 }  // namespace
 
-// The place of a thread.
+// What is known of one thread of the pool, and the state of its move to another core.
 struct alignas(64) Placement::Place {
-  std::atomic<pid_t> id{0};  // the thread's id in the system; 0 until it starts
-  std::atomic<int> core{0};  // the core on which it was last seen
+  std::atomic<pid_t> id{0};  // the thread's id in the operating system; 0 until it starts
+  std::atomic<int> core{0};  // the core on which the thread was last seen
   std::atomic<Move> move{Move::kNone};
-  cpu_set_t cores;  // of a moved thread: the cores on which it may run again after the job
+  cpu_set_t cores;  // if the thread was moved: its former affinity, restored by its next job
 };
 
 Placement::Placement(int threads) : places_(threads) {}

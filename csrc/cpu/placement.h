@@ -12,21 +12,22 @@ class Placement {
   ~Placement();
   // Thread `self` calls this once, when it starts.
   void thread_starts(int self);
-  // Called when a job starts on all threads.
+  // Called once per job, before any thread starts its part.
   void job_starts();
   // Thread `self` calls this before its part of a job.
   void part_starts(int self);
-  // Thread `self` calls this when `other` could work but does not. The system may have queued `other` behind
-  // `self`, on the same core, although another core is idle; the system itself would correct this only
-  // milliseconds later. Until the next job, `other` runs only on cores on which no other thread of the pool
-  // was seen.
+  // Thread `self` calls this when thread `other` has work but does not run. The operating system may have
+  // queued both threads on the same core although another core is idle, and would correct this only
+  // milliseconds later. This call therefore restricts `other`, until the next job, to cores on which no other
+  // thread of the pool was seen.
   void separate(int self, int other);
 
  private:
   struct Place;
   std::vector<Place> places_;
-  // The credit for moves: a job earns 1, and a move costs kMoveCost. The credit limits moves where they do
-  // not help: if threads have to wait in every job, the machine's other cores have other work.
+  // Limits the number of moves: each job adds 1 to the credit, up to kMostCredit, and a move costs kMoveCost.
+  // If threads have to wait in every job, the machine's other cores are busy with other work and moves do not
+  // help.
   static constexpr int kMoveCost = 4, kMostCredit = 16;
   std::atomic<int> credit_{kMostCredit};
 };

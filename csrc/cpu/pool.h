@@ -17,9 +17,10 @@ class Pool {
   explicit Pool(int threads);
   ~Pool();
   int size() const { return static_cast<int>(threads_.size()); }
-  // Runs job(thread) on every thread, then finish() on the last one to end. The pool must be idle.
+  // Starts job(thread) on every thread. The last thread to end its job then calls finish(). The pool must be
+  // idle.
   void start(std::function<void(int)> job, std::function<void()> finish);
-  // True once the pool is idle; false if `limit` passes first.
+  // Waits until the pool is idle and returns true, or returns false if that takes longer than `limit`.
   bool wait(std::chrono::milliseconds limit);
   Placement& placement() { return placement_; }
 

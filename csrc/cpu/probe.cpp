@@ -14,7 +14,8 @@
 namespace mk {
 namespace {
 
-// Calls pass(thread) on all threads at once, repeatedly; returns the shortest time of a round in seconds.
+// Calls pass(thread) on all threads at once, again and again for about `seconds` seconds. Returns the
+// shortest time, in seconds, in which all threads completed a call.
 template <class Pass>
 double best_round(int threads, double seconds, const Pass& pass) {
   std::atomic<int> arrived{0}, round{0};
@@ -57,7 +58,7 @@ double probe_read(const Kernels& kernels, int threads, int64_t bytes, double sec
   const int64_t share = bytes / threads / 4096 * 4096;
   Arena arena;
   char* data = static_cast<char*>(arena.allocate(share * threads));
-  memset(data, 1, share * threads);  // without this, all addresses would map to one page of zeros
+  memset(data, 1, share * threads);  // otherwise all addresses could map to one shared page of zeros
   std::atomic<double> sink{0.0};
   const double best = best_round(threads, seconds, [&](int t) {
     sink.store(kernels.read(data + t * share, share), std::memory_order_relaxed);

@@ -1,4 +1,4 @@
-// Measures the ceilings of this machine with the chosen SIMD path.
+// Measures the peak memory bandwidth and FLOP/s that this machine reaches with a SIMD path.
 #pragma once
 #include <stdint.h>
 
@@ -6,12 +6,12 @@
 
 namespace mk {
 
-// Bytes per second that `threads` threads read together from `bytes` of memory, in the fastest pass of those
-// made within `seconds`.
+// Returns the bandwidth, in bytes per second, with which `threads` threads together read `bytes` bytes of
+// memory. Repeats the measurement for about `seconds` seconds and returns the best result.
 double probe_read(const Kernels& kernels, int threads, int64_t bytes, double seconds);
 
-// float32 FLOP per second of multiply-adds on `threads` threads, in the fastest pass of those made within
-// `seconds`.
+// Returns the floating-point operations per second of multiply-adds on `threads` threads together. Repeats
+// the measurement for about `seconds` seconds and returns the best result.
 double probe_multiply_add(const Kernels& kernels, int threads, double seconds);
 
 }  // namespace mk

@@ -1,5 +1,6 @@
-// A program in the interpreter: streams, queues, counters and their totals. megakernel/program/program.py
-// describes the format.
+// A program as the interpreter executes it: instruction records in streams and queues, the counters that
+// order the instructions, and the total that each counter reaches. megakernel/program/program.py describes
+// the format.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -11,74 +12,84 @@
 namespace mk {
 
 constexpr int kPrologue = 0, kBody = 1, kEpilogue = 2, kSegments = 3;
-constexpr int kQueues = 3;  // the index of the queues among the record lists, after the segments
+// The first three record lists contain the records of the three segments. The last list contains the records
+// of all queues.
+constexpr int kQueues = 3;
 constexpr int kRecordLists = 4;
 
-// Each counter has its own cache line, so that waiting on one does not slow arrivals at another. It may lie
-// in memory that processes share.
+// Each counter has its own cache line, so that waiting on one counter does not slow arrivals at another.
+// Counters may be in memory that several processes share.
 struct alignas(64) Counter {
   std::atomic<int32_t> value{0};
 };
 static_assert(sizeof(Counter) == 64 && std::atomic<int32_t>::is_always_lock_free);
 
-// The borrowed arrays from which a program is made.
+// The arrays from which a program is made. They belong to the caller.
 struct ProgramSource {
   const Dims* dims;
   const Phase* phases;                       // [ranks][kMaxPhases + 1]
   const char* const* names;                  // names of the phases, [kMaxPhases + 1]
-  int32_t ranks, workers, counters, queues;  // queues: of one rank
+  int32_t ranks, workers, counters, queues;  // workers and queues: per rank; counters: per layer and rank
   const int32_t* records[kRecordLists];
-  int64_t lengths[kRecordLists];         // the number of records of each list
-  const int32_t* offsets[kRecordLists];  // ranks * workers + 1; ranks * queues + 1
-  const int32_t* totals[3];              // first, middle and last block, each [ranks][counters]
-  Counter* const* values;  // each rank's (layers + 1) * counters counters, zero; null: the program's own
+  int64_t lengths[kRecordLists];  // the number of records of each list
+  // Where each stream or queue begins in its list, followed by the end of the last one:
+  // [ranks * workers + 1] for a segment, [ranks * queues + 1] for the queues.
+  const int32_t* offsets[kRecordLists];
+  // Arrivals per launch at each counter, [ranks][counters], in the first block of counters, in each middle
+  // block and in the last block.
+  const int32_t* totals[3];
+  // The counters of each rank, [layers + 1][counters], all of which must be 0. If `values` is null, the
+  // program allocates the counters.
+  Counter* const* values;
 };
 
 class Program {
  public:
-  // Copies everything but the counters. Throws std::runtime_error if a record cannot be executed.
+  // Copies all arrays except the counters. Throws std::runtime_error if a record cannot be executed.
   explicit Program(const ProgramSource& source);
 
   const int32_t ranks, workers, layers;
 
-  // The sizes as a rank sees them.
+  // Returns the model's sizes, with `rank` as the rank to which they apply.
   const Dims& dims(int rank) const { return dims_[rank]; }
 
-  // The phase of a record as a rank sees it, and its name.
+  // Returns the phase of a record, with the sizes that it has on `rank`.
   const Phase& phase(int rank, const int32_t* record) const {
     return phases_[int64_t{rank} * (kMaxPhases + 1) + record_phase(record)];
   }
+  // Returns the name of a record's phase.
   const char* name(const int32_t* record) const { return names_[record_phase(record)].c_str(); }
 
   const int32_t* record(int list, int32_t index) const {
     return records_[list].data() + int64_t{index} * kWords;
   }
-  // The range of records of a (rank, worker)'s stream, or of a rank's queue.
+  // Records [begin, end) of a list are those of one stream or queue. `stream` and `queue` number the streams
+  // and queues of all ranks.
   int32_t begin(int list, int stream) const { return offsets_[list][stream]; }
   int32_t end(int list, int stream) const { return offsets_[list][stream + 1]; }
   int stream(int rank, int worker) const { return rank * workers + worker; }
   int queue(int rank, int index) const { return rank * queues_ + index; }
   int queues() const { return queues_; }
 
-  // The counter block of a record: the prologue shares the first layer's block, and the epilogue has the
-  // block after the last layer's.
+  // Returns the block of counters that a record in `segment` uses. Each layer has a block. The prologue
+  // shares the first layer's block, and the epilogue uses the one after the last layer's.
   int32_t block(int segment, int32_t layer) const {
     return segment == kPrologue ? 0 : segment == kBody ? layer : layers;
   }
   std::atomic<int32_t>& counter(int rank, int32_t block, int32_t index) {
     return values_[rank][int64_t{block} * counters_ + index].value;
   }
-  // Arrivals per launch.
+  // Returns the number of arrivals at a counter per launch.
   int32_t total(int rank, int32_t block, int32_t index) const {
     return totals_[block == 0 ? 0 : block == layers ? 2 : 1][int64_t{rank} * counters_ + index];
   }
-  // The number of records claimed from a queue in one layer's run of the body; like counters, never reset
-  // between launches.
+  // Returns the number of records claimed from a queue while `layer` runs. Like counters, it grows from
+  // launch to launch.
   std::atomic<int32_t>& claims(int queue, int32_t layer) {
     return claims_[int64_t{layer} * ranks * queues_ + queue].value;
   }
 
-  uint32_t launches = 0;  // launches begun since the counters were zero
+  uint32_t launches = 0;  // number of launches begun since the counters were last reset
   // Resets the counters and claims of ranks [first, end) to the state before the first launch.
   void reset(int first, int end);
 

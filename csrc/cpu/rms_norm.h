@@ -6,7 +6,8 @@
 
 namespace mk::MK_SIMD {
 
-// Not inlined, because a row's scale must come from the same instructions wherever it is needed.
+// Returns 1 / sqrt(mean(x^2) + eps). Not inlined, so that all callers run the same machine instructions and
+// get the same bits for a row.
 __attribute__((noinline)) inline float rms_scale(const float* x, int n, float eps) {
   F32 squares{};
   for (int i = 0; i < n; i += kLanes) {
@@ -16,7 +17,8 @@ __attribute__((noinline)) inline float rms_scale(const float* x, int n, float ep
   return 1.0f / sqrtf(sum(squares) / static_cast<float>(n) + eps);
 }
 
-// n elements of a row with this scale, not yet rounded.
+// Returns the first n normalised elements of a row, not yet rounded to the compute type. `scale` is the row's
+// rms_scale.
 MK_INLINE F32 normalised(const float* x, const float* weight, float scale, int n) {
   return load(x, n) * scale * load(weight, n);
 }

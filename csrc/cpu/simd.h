@@ -1,6 +1,6 @@
-// Vectors of MK_LANES floats in the compiler's vector extension, so that one source serves every processor.
-// Everything lies in namespace MK_SIMD, because the linker must not merge copies compiled for different
-// processors.
+// Vectors of MK_LANES floats, written with the compiler's vector extension so that one source serves every
+// processor. Everything is in namespace MK_SIMD, so that the linker does not merge functions that were
+// compiled for different processors.
 #pragma once
 #include <string.h>
 
@@ -28,7 +28,8 @@ typedef uint16_t U16 __attribute__((vector_size(2 * MK_LANES)));
 typedef uint8_t Bytes __attribute__((vector_size(4 * MK_LANES)));
 typedef int8_t I8 __attribute__((vector_size(MK_LANES)));
 
-// With AVX-512, x may be any four bytes, such as a pair of bfloat16 values: they are broadcast unchanged.
+// Returns a vector with x in every lane. With AVX-512, x may be any four bytes, such as a pair of bfloat16
+// values: the bytes are broadcast unchanged.
 MK_INLINE F32 splat(float x) {
 #if defined(__AVX512F__)
   return _mm512_set1_ps(x);
@@ -43,8 +44,9 @@ MK_INLINE F32 load(const float* p) {
   return v;
 }
 
-// GCC turns the plain conversion into several instructions although AVX has one. The intrinsic is
-// the masked one because GCC warns about the header of the unmasked one.
+// Uses intrinsics because GCC compiles __builtin_convertvector to several instructions here, although AVX has
+// a single one. The AVX-512 intrinsic is the masked one because GCC warns about the header of the unmasked
+// one.
 MK_INLINE U32 widen(U16 v) {
 #if defined(__AVX512F__)
   return (U32)_mm512_maskz_cvtepu16_epi32(0xFFFF, (__m256i)v);
@@ -76,7 +78,7 @@ MK_INLINE F32 load(const int8_t* p) {
 
 MK_INLINE void store(float* p, F32 v) { memcpy(p, &v, sizeof v); }
 
-// Rounds to nearest, ties to even; every NaN becomes the same quiet NaN.
+// Rounds to bfloat16, to nearest, ties to even. Every NaN becomes the same quiet NaN.
 MK_INLINE U32 bf16_bits(F32 v) {
   const U32 bits = (U32)v;
   const U32 rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
@@ -84,8 +86,8 @@ MK_INLINE U32 bf16_bits(F32 v) {
   return (rounded & ~nan) | (nan & 0x7FC0);
 }
 
-// Stores two neighbouring lanes, whose values are bfloat16 already, as one 32-bit word, with the first lane
-// in its upper half.
+// Stores every two neighbouring lanes, whose values must already be rounded to bfloat16, as one 32-bit word,
+// with the first lane in the upper half.
 MK_INLINE void store_pairs(uint32_t* p, F32 v) {
   typedef uint64_t U64 __attribute__((vector_size(4 * MK_LANES)));
   typedef uint32_t Half __attribute__((vector_size(2 * MK_LANES)));
@@ -99,13 +101,13 @@ MK_INLINE void store(Bf16* p, F32 v) {
   memcpy(p, &half, sizeof half);
 }
 
-// The value that v has after a store as a T and a load.
+// Returns the value that v has after being stored and loaded as the type of the last parameter.
 MK_INLINE F32 rounded(F32 v, float) { return v; }
 
 MK_INLINE F32 rounded(F32 v, Bf16) { return (F32)(bf16_bits(v) << 16); }
 
-// The first n of kLanes elements, followed by zeros. Memory behind the n elements is not read, because
-// another thread may be storing to it.
+// The first n of kLanes elements, followed by zeros. `part` does not read memory after the n elements,
+// because another thread may be storing to it.
 template <class T>
 struct Part {
   T lanes[kLanes];
@@ -157,7 +159,7 @@ MK_INLINE void store(T* p, F32 v, int n) {
 
 MK_INLINE F32 select(I32 mask, F32 yes, F32 no) { return mask ? yes : no; }
 
-// Loads from byte `skip` of the first word on.
+// Loads a vector of words that starts `skip` bytes after p.
 MK_INLINE U32 load_words(const uint32_t* p, int skip = 0) {
   U32 v;
   memcpy(&v, reinterpret_cast<const char*>(p) + skip, sizeof v);
@@ -165,8 +167,8 @@ MK_INLINE U32 load_words(const uint32_t* p, int skip = 0) {
 }
 
 #if defined(__AVX512F__)
-// The lowest four bits of each lane, minus kZero, as a float. The other bits are ignored, because the four
-// bits index a table in a register.
+// Returns the lowest four bits of each lane, minus kZero, as a float. The four bits index a table in a
+// register, and the instruction ignores the other bits.
 template <int kZero>
 MK_INLINE F32 float_of_nibble(U32 v) {
   const F32 numbers = F32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - static_cast<float>(kZero);
@@ -180,7 +182,7 @@ MK_INLINE Bytes load_bytes(const uint8_t* p) {
   return v;
 }
 
-// Loads float16 values, exactly.
+// Loads float16 values and converts them to float32, which is exact.
 MK_INLINE F32 load_half(const uint16_t* p) {
   U16 v;
   memcpy(&v, p, sizeof v);
@@ -190,7 +192,8 @@ MK_INLINE F32 load_half(const uint16_t* p) {
   return (F32)_mm256_cvtph_ps((__m128i)v);
 #endif
   const U32 half = widen(v), exponent = half & 0x7C00, mantissa = half & 0x03FF;
-  const U32 rebias = U32{} + (112u << 23);  // the float32 exponent's bias is 127 instead of 15
+  // float16 exponents have a bias of 15 and float32 exponents a bias of 127, so 112 is added.
+  const U32 rebias = U32{} + (112u << 23);
   const U32 wide = ((exponent | mantissa) << 13) + rebias + (rebias & (U32)(exponent == 0x7C00));
   const F32 small = __builtin_convertvector((I32)mantissa, F32) * 0x1p-24f;
   return (F32)((U32)select(exponent == 0, small, (F32)wide) | (half & 0x8000) << 16);
@@ -200,11 +203,13 @@ MK_INLINE F32 load_half(const uint16_t* p, int n) {
   return n >= kLanes ? load_half(p) : load_half(part(p, n).lanes);
 }
 
-// Rounds a non-negative number to float16, to nearest, ties to even.
+// Rounds a non-negative number to float16, to nearest, ties to even, and returns its bits.
 inline uint16_t half_of(float x) {
   if (!(x < 65520.0f)) return x != x ? 0x7E00 : 0x7C00;
   uint32_t bits;
-  if (x < 0x1p-14f) {  // adding 0.5 rounds to a multiple of 2^-24, the last bit of numbers from 0.5 to 1
+  if (x < 0x1p-14f) {
+    // Adding 0.5 rounds x to a multiple of 2^-24, the spacing of subnormal float16 numbers, because float32
+    // numbers from 0.5 to 1 have the same spacing.
     x += 0.5f;
     memcpy(&bits, &x, sizeof bits);
     return static_cast<uint16_t>(bits - 0x3F000000);
@@ -219,7 +224,8 @@ MK_INLINE I32 lane_index() {
   return v;
 }
 
-// Reduces all lanes: the upper half is combined with the lower half, lane by lane, until one is left.
+// Reduces all lanes to one: combines the lower half of the lanes with the upper half, lane by lane, and
+// repeats this until one lane is left.
 template <class V, class F>
 MK_INLINE float folded(V v, const F& join) {
   if constexpr (sizeof(V) == 8) {
@@ -240,11 +246,13 @@ MK_INLINE float max(F32 v) {
   return folded(v, [](auto a, auto b) { return b > a ? b : a; });
 }
 
-// e^x: x = n ln 2 + r with |r| <= ln 2 / 2 (Cody-Waite), Taylor polynomial of degree 7 in r (truncation
-// 5e-9), then the exponent field. Zero below -87.3 (no subnormal results), 2.4e38 above 88.3; NaN stays NaN.
+// Computes e^x. Writes x as n ln 2 + r with an integer n and |r| <= ln 2 / 2 (Cody-Waite reduction), computes
+// e^r with a Taylor polynomial of degree 7 (truncation error 5e-9), and adds n to the exponent field of the
+// result. Three cases are special: the result is zero for x below -87.3, so that no subnormal numbers occur;
+// it is 2.2e38 for x above 88.3; and it is NaN for NaN.
 MK_INLINE F32 exp(F32 x) {
   constexpr float kMagic =
-      12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
+      12582912.0f;  // 1.5 * 2^23: adding it to x rounds x to an integer, in the low mantissa bits of the sum
   const F32 high = splat(88.3f), low = splat(-87.3f);
   const I32 tiny = x < low;
   x = select(x > high, high, x);

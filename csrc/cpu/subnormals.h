@@ -1,6 +1,6 @@
-// The CPU backend computes without subnormal numbers: subnormal float32 operands and results count as zero on
-// every SIMD path. Instructions that multiply pairs of bfloat16 values always do that, and all paths must
-// give the same bits.
+// The CPU backend computes without subnormal numbers: every SIMD path treats subnormal float32 operands and
+// results as zero. The instruction that multiplies pairs of bfloat16 values always does so, and all SIMD
+// paths must produce the same bits.
 #pragma once
 #include <stdint.h>
 
@@ -10,7 +10,7 @@
 
 namespace mk {
 
-// Flushes subnormals on the calling thread as long as the object exists.
+// Makes the calling thread flush subnormal numbers to zero as long as the object exists.
 class FlushSubnormals {
  public:
   FlushSubnormals() : before_(control()) { set_control(before_ | kFlush); }

@@ -1,6 +1,6 @@
-// With -DMK_ABLATION set to an Ablation (params.h), a build leaves a part of the work out, so that
-// a benchmark can time the rest alone. The results of such a build are meaningless, so its launches
-// need not synchronise.
+// With -DMK_ABLATION set to a value of Ablation (params.h), a build omits either the copies or the
+// arithmetic, so that a benchmark can time the rest alone. The results of such a build are meaningless, so
+// its instructions do not wait for each other.
 #pragma once
 #include "plan.h"
 
@@ -12,7 +12,8 @@ constexpr Ablation kAblation = static_cast<Ablation>(MK_ABLATION);
 constexpr Ablation kAblation = Ablation::kNone;
 #endif
 
-// Replaces an instruction's work: every page is taken and released.
+// Replaces an instruction's arithmetic in a build without it. Waits for and releases each shared-memory page
+// that the instruction uses, so that the other warps proceed as usual.
 template <class Pages>
 MK_FN void pass_pages(const Call& c, Pages& pages) {
   int page = 0;

@@ -1,5 +1,5 @@
-// Arithmetic that host and device share. bf16 values are passed as 16 bits, or as two in a 32-bit word with
-// the first one in the low half.
+// Arithmetic that host and device share. A single bf16 value is passed as 16 bits. Two bf16 values are passed
+// as one 32-bit word, with the first value in the low half.
 #pragma once
 #include "../common/isa.h"
 #if !defined(__CUDACC__)
@@ -59,7 +59,7 @@ MK_FN float low_half(uint32_t pair) { return bits_to_float(pair << 16); }
 MK_FN float high_half(uint32_t pair) { return bits_to_float(pair & 0xFFFF0000u); }
 MK_FN float from_bf16(uint16_t value) { return bits_to_float(uint32_t{value} << 16); }
 
-// Rounds to nearest, ties to even.
+// Returns the bits of the value rounded to bf16, to nearest, ties to even.
 MK_FN uint16_t to_bf16(float value) {
 #if defined(__CUDA_ARCH__)
   uint16_t out;

@@ -3,35 +3,39 @@
 // Every page of a launch passes through one ring. Page n of a block, counted from 0 over all of its
 // instructions, lies in slot n % kPages, and uses phase n / kPages of the slot's barriers:
 //
-//   full    both loaders have passed the page, and the bytes that one of them requested have arrived. An
-//           output page is full when it may be written
+//   full    both loaders have arrived for the page, and the bytes that one of them requested are in it. For
+//           an output page, `full` means that the consumer warps may write it
 //   ready   output pages only: the consumer warps have written the page
-//   empty   all consumer warps have released the page, each when it no longer needs it; the storer releases
-//           an output page on behalf of all of them
+//   empty   all consumer warps have released the page; a warp releases a page when it no longer needs the
+//           page, but the storer releases an output page on behalf of all consumer warps
 //
-// Which pages an instruction takes, and in which order, is a function of the instruction alone (plan.h), so
-// the roles walk the same pages without communicating. No barrier is ever re-initialised, and a wait can
-// distinguish a phase only from its neighbours. Both loaders therefore wait until a page is free and then
-// arrive at it, whichever of them fills it. So neither is ever more than one lap of the ring ahead of the
-// other or of the consumers.
+// Which pages an instruction uses, and in which order, depends on the instruction alone (plan.h). Every role
+// (loader, consumer, storer) can therefore list the same pages without communicating.
+//
+// A wait knows only the parity of a phase, so it could confuse phases that are two apart. Both loaders
+// therefore wait until a page is empty and then arrive at its `full` barrier, although only one of them fills
+// the page. So neither loader is ever more than kPages pages (the whole ring) ahead of the other loader or of
+// the consumers. No barrier is ever re-initialised.
 //
 // Instruction j of a block uses slot j % kSlots; the slot's barriers complete one phase per instruction:
 //
 //   fetched  the controller has written the slot's task
 //   inputs   the input loader has seen that the instruction's inputs are written
-//   loaded   both loaders have requested all of its loads
+//   loaded   both loaders have requested all of the instruction's loads
 //   outputs  the consumer warps have issued and fenced all of their stores
 //   retired  both loaders, the storer and the consumer warps no longer need the slot
 //
-// A worker may be two SMs with a block each, which run the same instructions: each block takes its part of an
-// instruction's rows, or every second attention item. Page n serves the same purpose in both. A page of
-// weights, which both need, is loaded by one of the two for both. A slot is therefore empty when the consumer
-// warps of both blocks have released it, and neither ring gets more than one lap ahead of the other. The
-// controller of SM 0 serves both blocks: `fetched` exists in each block, `loaded` and `retired` only in SM 0,
-// where the roles of both blocks arrive. No block ends before both have finished, because the other one may
-// still access its memory.
+// A worker may be two SMs with a block each. The two blocks run the same instructions: each block processes
+// its part of an instruction's rows, or every second attention item. Page n serves the same purpose in both
+// blocks. Both blocks need the same pages of weights. Only one of the two loads such a page, and it writes
+// the page to both rings. So a ring's slot is refilled only when the consumer warps of both blocks have
+// released it, and neither block gets more than kPages pages ahead of the other. The controller of SM 0
+// serves both blocks: each block has its own `fetched` barriers, but only SM 0 has `loaded` and `retired`, at
+// which the roles of both blocks arrive. No block ends before both have finished, because each may access the
+// memory of the other until then.
 //
-// A wait that lasts too long is recorded in `late` (watchdog.h) and ends the launch.
+// A wait that lasts a millisecond is recorded in `late` (watchdog.h). A wait that exceeds the timeout aborts
+// the launch.
 #pragma once
 #include "ops/call.h"
 
@@ -48,9 +52,9 @@ struct SlotMemory {
   Task task;
 };
 
-// A wait that lasts too long.
+// A wait that has lasted a millisecond, recorded by the warp that waits.
 struct Late {
-  const void* what;  // a barrier of the block, or a counter; null if no wait is too long
+  const void* what;  // the barrier or counter that the warp waits for; null if there is no such wait
   uint32_t parity;   // parity of the barrier's phase
   Where where;
 };
@@ -60,8 +64,9 @@ struct BlockMemory {
   unsigned char pages[kPages][kPageBytes];  // aligned to 1024 bytes on the device
   Barrier full[kPages], ready[kPages], empty[kPages];
   SlotMemory<Barrier> slots[kSlots];
-  Barrier parted;            // the loaders of the worker have finished
-  uint32_t passed[kSms][2];  // pages that each loader has passed
+  Barrier parted;            // completes once all loaders of the worker have finished
+  uint32_t passed[kSms][2];  // [SM][loader]: number of pages that the loader had processed when it ended
+
   // For the latest page in each slot: the bytes of weights that this block's loader has requested for both
   // blocks; negative if the other block's loader requests them.
   int32_t shared[kSharedPages];
@@ -77,20 +82,22 @@ using Slot = SlotMemory<typename P::Barrier>;
 template <class P>
 using Block = BlockMemory<typename P::Barrier>;
 
-// Which SM of its worker a block runs on.
+// Returns which SM of its worker a block runs on.
 template <class Barrier>
 MK_FN int sm_of(const BlockMemory<Barrier>& block) {
   return kSms == 1 ? 0 : block.index % kSms;
 }
 
-// The slot of instruction j of a block.
+// Returns the slot of instruction j of a block.
 MK_FN constexpr int slot_of(uint32_t j) { return static_cast<int>(j % kSlots); }
 MK_FN constexpr uint32_t slot_parity(uint32_t j) { return j / kSlots & 1; }
 
 // Page n of a block.
 struct Page {
   int slot;
-  uint32_t parity;  // parity of its phases; the preceding phase of `empty` has the other parity
+  // Parity of the page's phase in the slot's barriers. The loaders may fill the page only after the preceding
+  // phase of `empty`, which has the other parity.
+  uint32_t parity;
 };
 MK_FN constexpr Page page_of(uint32_t n) { return {static_cast<int>(n % kPages), n / kPages & 1}; }
 

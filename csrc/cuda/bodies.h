@@ -1,4 +1,4 @@
-// The work of each operation.
+// Calls the function that does an instruction's work, according to its operation.
 #pragma once
 #include "ablation.h"
 #include "matmul.h"
@@ -12,12 +12,12 @@
 namespace mk {
 
 struct Bodies {
-  // A matmul by dots may normalise its rows itself.
+  // Whether the instruction normalises rows: a norm does, and so may a matmul on the CUDA cores (dots.h).
   MK_FN static bool normed(const Call& c) {
     return c.task->is(Operation::kNorm) || (uses_dots(*c.dims) && c.phase().norm != Buffer::kNone);
   }
 
-  // Preparations that need no data of this launch.
+  // Does the part of the work that needs no data of this launch: prefetches the weights of a norm.
   template <class P>
   MK_FN static void prepare(P& p, const Call& c) {
     if (normed(c)) prefetch_norm(p, c);
@@ -36,7 +36,7 @@ struct Bodies {
   template <class P, class Pages>
   MK_FN static void work(P& p, const Call& c, Pages& pages) {
     const int32_t* record = c.task->record;
-    if (normed(c)) norm(p, c);  // called here so that its code exists only once
+    if (normed(c)) norm(p, c);  // the only call, so that the code of `norm` exists only once
     switch (c.phase().operation) {
       case Operation::kGather:
         return gather(p, c, operands<Run>(record));

@@ -1,4 +1,4 @@
-// The controller walks the stream of its worker, claims instructions from queues, and publishes one
+// The controller reads its worker's instruction stream, claims instructions from queues, and publishes one
 // instruction after another to all SMs of the worker.
 #pragma once
 #include "plan.h"
@@ -44,9 +44,10 @@ class Controller {
     return true;
   }
 
-  // Claims an instruction as late as possible, so that the work goes to a worker that is free, and
-  // so that a claimed instruction waits little. At a claim, at most one instruction of this worker
-  // is under way; its counters are satisfied and its loads are requested.
+  // Runs a drain instruction: claims instructions from a queue and publishes them, until the queue is empty.
+  // Each claim is made as late as possible, so that a free worker gets the work and the claimed instruction
+  // runs soon. At a claim, at most one earlier instruction has not retired. All loads of that instruction
+  // have been requested, so the counters for which it waits have reached their totals.
   MK_FN bool drain(const Drain& op, const Where& where) {
     const int32_t stream = block_.rank * params_.queues + op.queue;
     const int32_t first = params_.offsets[kQueues][stream];
@@ -65,8 +66,8 @@ class Controller {
     }
   }
 
-  // Waits until fewer than n instructions are under way; returns false if they do not end. `where` is the
-  // next instruction.
+  // Waits until fewer than n published instructions have not retired. Returns false if the launch is aborted
+  // during the wait. `where` identifies the next instruction, for the watchdog.
   MK_FN bool wait_for_room(uint32_t n, const Where& where) {
     if (!params_.pipelined) n = 1;
     if (published_ < n) return true;
@@ -80,7 +81,8 @@ class Controller {
     const int32_t n = record_phase(record);
     return static_cast<Operation>(shuffle(static_cast<int32_t>(held(n).operation), n % P::kLanes));
   }
-  // The phase with number n, which lane n % kLanes holds.
+  // Returns phase number n. But if the worker is one SM, only lane n % kLanes keeps that phase, and the other
+  // lanes return other phases.
   MK_FN const Phase& held(int32_t n) const {
     if constexpr (kSms > 1) return phases()[n];
     return phases_[kHeld == 1 ? 0 : n / P::kLanes];
@@ -125,8 +127,8 @@ class Controller {
     ++published_;
   }
 
-  // Word i of a record as SM `sm` of the worker gets it. The words for the rows of a tile or run give only
-  // that SM's part of the rows.
+  // Returns word i of the record that SM `sm` of the worker gets. The words for the rows of a tile or run
+  // describe only that SM's part of the rows.
   MK_FN static int32_t word_of(const int32_t* record, int i, Operation operation, int sm) {
     if constexpr (kSms == 1) return record[i];
     static_assert(__builtin_offsetof(Tile, row) == 0 && __builtin_offsetof(Tile, rows) == 4 &&
@@ -143,9 +145,9 @@ class Controller {
   Block<P>& block_;
   const Params& params_;
   uint32_t published_ = 0;
-  // The rank's phases (isa.h), distributed over the lanes, so that a record's phase is at hand
-  // without using shared memory. A worker of two SMs has no registers for them: its lanes load a
-  // phase from memory, word by word. That matters less there, because the instructions take longer.
+  // The rank's phases (isa.h), divided among the registers of the lanes, so that they take no shared memory.
+  // A worker of two SMs has no registers for them, so its lanes load a phase from memory, word by word. This
+  // costs relatively little, because instructions take longer on two SMs.
   static constexpr int kHeld = (kMaxPhases + 1) / P::kLanes;
   static_assert(kHeld * P::kLanes == kMaxPhases + 1);
   Phase phases_[kHeld];

@@ -1,21 +1,22 @@
-// Which counters a record waits for and which it signals. megakernel/isa/record.py defines the words, and
-// docs/architecture.md says what the step table selects.
+// Waits for the counters that a record's wait words name, and signals those that its signal words name.
+// megakernel/isa/record.py defines these words. If a word has the INDEXED bit, the step table selects the
+// counters; see docs/architecture.md.
 #pragma once
 #include "../common/index.h"
 #include "block.h"
 
 namespace mk {
 
-// The scope of all accesses to counters: the GPU if it runs all ranks, otherwise the system. All
-// who add to a counter or wait for it must use the same scope, because the memory model treats
+// Returns the scope of all accesses to counters: the GPU if this GPU runs all ranks, otherwise the system.
+// All warps that add to a counter or wait for it must use the same scope, because the memory model treats
 // accesses with different scopes as a race.
 MK_FN Scope scope_of(const Params& params, const Sizes& d) {
   return params.ranks == d.tp ? Scope::kGpu : Scope::kSystem;
 }
 
-// The value that a counter must reach in this launch. Counters keep counting from launch to launch,
-// and each SM of a worker arrives for itself, so it is kSms times the program's total for every
-// launch so far.
+// Returns the address of a counter and the value that the counter must reach in this launch. Counters are not
+// reset between launches, and each SM of a worker signals separately. The value is therefore the number of
+// launches so far, times kSms, times the total that the program adds to the counter in one launch.
 MK_FN Need need_of(const Params& params, const Sizes& d, const Where& where, int32_t counter) {
   const int32_t totals = where.block == 0 ? 0 : where.block == d.layers ? 2 : 1;
   return {params.counter_values[d.rank] + static_cast<int64_t>(where.block) * params.counters + counter,
@@ -34,8 +35,9 @@ MK_FN bool wait_words(P& p, const Params& params, const Sizes& d, const Task& ta
   });
 }
 
-// Waits for the inputs of an attention item: for the counters of its row blocks and KV-head groups, in the
-// grid of counters [row block][group] that wait word 0 names.
+// Waits for the inputs of an attention item. These inputs have a grid of counters, [row block][KV-head
+// group]. Wait word 0 names the first counter of this grid. The function waits for the counters of the row
+// blocks and groups that the item reads.
 template <class P>
 MK_FN bool wait_item(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task,
                      int32_t item) {
@@ -50,8 +52,8 @@ MK_FN bool wait_item(P& p, const Params& params, const Sizes& d, const StepView&
   });
 }
 
-// Waits for the inputs of a norm of logit rows: for the counter of the row block of each row that the rank
-// normalises, in the grid of counters that wait word 0 names.
+// Waits for the inputs of a norm of logit rows. Each row block has a counter, and wait word 0 names the first
+// of these counters. The function waits for the row blocks of all rows that this rank normalises.
 template <class P>
 MK_FN bool wait_rows(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task) {
   const int32_t word = task.record[kWaitWord];
@@ -74,9 +76,9 @@ MK_FN void arrive(P& p, const Params& params, const Sizes& d, Ranks ranks, int32
                scope_of(params, d));
 }
 
-// The signals of those signal words of a record that name a single counter. The lanes divide the
-// words and their ranks among themselves. The addresses of the counters are loaded when this object
-// is made, before the signals are due.
+// Signals the counters of those signal words of a record that name a single counter. The lanes divide the
+// words, and the ranks of each word, among themselves. The constructor loads the addresses of the counters,
+// so that they are at hand when the signals are due.
 template <class P>
 class Signals {
  public:
@@ -107,17 +109,17 @@ class Signals {
   static constexpr int32_t kWords = P::kLanes < kSignals ? kSignals / P::kLanes : 1;
   static constexpr int32_t kStep = P::kLanes < kSignals ? 1 : P::kLanes / kSignals;
   struct Told {
-    Ranks ranks;     // this lane takes every kStep-th of them
-    int64_t at;      // the counter's index in a rank's counters
-    int32_t* first;  // the counter of the first rank
+    Ranks ranks;     // this lane signals every kStep-th rank, starting with ranks.begin
+    int64_t at;      // the counter's index among a rank's counters
+    int32_t* first;  // the counter of rank ranks.begin
   };
   const Params& params_;
   const Scope scope_;
   Told told_[kWords];
 };
 
-// Signals that the rows of an attention item are final: adds to the counter of their row block, in the grid
-// of counters [row block] that signal word 0 names.
+// Signals that the rows of an attention item are final: adds to the counter of their row block. Each row
+// block has a counter, and signal word 0 names the first of these counters.
 template <class P>
 MK_FN void signal_item(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task,
                        int32_t item) {

@@ -1,5 +1,4 @@
-// The platform of platform.h on a Hopper GPU: everything that the roles need from the hardware, in PTX,
-// without CUDA headers.
+// Implements the interface of platform.h for a Hopper GPU, in PTX and without CUDA headers.
 #pragma once
 #include "watchdog.h"
 #include "wgmma.cuh"
@@ -12,14 +11,14 @@ MK_DEVICE uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Advances in steps of about 32 ns.
+// Returns the wall-clock time in nanoseconds, which advances in steps of about 32 ns.
 MK_DEVICE uint64_t wall_ns() {
   uint64_t t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
   return t;
 }
 
-// PTX with a scope between `before` and `after`.
+// Emits a PTX instruction: `before`, then the scope's suffix (.gpu or .sys), then `after`.
 #define MK_SCOPED_ASM(scope, before, after, ...)   \
   if (scope == Scope::kGpu) {                      \
     asm volatile(before ".gpu" after __VA_ARGS__); \
@@ -50,7 +49,7 @@ class Device {
   };
 
 #if MK_TRACE
-  // `traced` counts the intervals of this block so far, in shared memory.
+  // `traced` points to the number of intervals that this block has recorded so far, in shared memory.
   MK_DEVICE Device(const Params& params, BlockMemory<Barrier>& block, int32_t* traced)
       : Device(params, block) {
     traced_ = traced;
@@ -132,8 +131,8 @@ class Device {
           : "memory");
   }
 
-  // The copy engine caches maps beyond the end of a launch. Because the host may write a map between
-  // launches, a block must not use what an earlier launch has cached.
+  // Makes the copy engine see the current contents of a tensor map. The copy engine keeps maps in a cache
+  // beyond the end of a launch, and the host may write a map between launches.
   MK_DEVICE void acquire_map(const TensorMap& map) {
     if (lane_ == 0)
       asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(&map) : "memory");
@@ -208,9 +207,9 @@ class Device {
   MK_DEVICE void fence_pages() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
   MK_DEVICE void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-  // Polls with acquire, because relaxed polls would need an acquiring load at the end, a second trip to the
-  // cache. The vote does not order memory, so __syncwarp follows: the lane that starts the loads must see
-  // what the other lanes have acquired.
+  // Each poll is an acquire load, because after relaxed polls, acquiring would take a second access to the
+  // cache. __all_sync does not order memory, so __syncwarp follows it. After __syncwarp, the lane that starts
+  // loads of data sees the writes that the other lanes have acquired.
   template <class F>
   MK_DEVICE bool wait_counters(int n, Scope scope, const Where& where, const F& need) {
     bool held = true;
@@ -250,7 +249,7 @@ class Device {
 
   MK_DEVICE void sync_warp() { __syncwarp(); }
   MK_DEVICE void consumer_sync() {
-    __syncwarp();  // the barrier counts whole warps
+    __syncwarp();  // bar.sync counts whole warps, so all lanes must reach it together
     asm volatile("bar.sync 1, %0;" ::"n"(kConsumerWarps * kLanes) : "memory");
   }
   MK_DEVICE bool aborted() { return load_relaxed(params_.abort, Scope::kSystem) != 0; }
@@ -266,7 +265,7 @@ class Device {
   }
   MK_DEVICE void trace(const Where& where, Role role, IntervalKind kind, uint64_t begin, int slot = 0) {
     const uint64_t end = now();
-    if (lane_ != 0 || sm_of(block_) != 0) return;  // a worker's first SM reports for both
+    if (lane_ != 0 || sm_of(block_) != 0) return;  // the first SM of a worker records for both SMs
     const int32_t i = atomicAdd(traced_, 1);
     if (i >= params_.trace_capacity) return;
     const int32_t layer = where.segment == kPrologue   ? kTracePrologue
@@ -295,19 +294,22 @@ class Device {
 #endif
 
  private:
-  // How long a try_wait may suspend the warp. It is long, because a try_wait that ends without success costs
-  // a poll of the abort flag.
+  // How long a try_wait may suspend the warp. The time is long, because the warp polls the abort flag after
+  // every try_wait that ends without success.
   static constexpr uint32_t kSuspendNs = 1'000'000;
   static constexpr int kTick = 20;  // a tick of the watchdog's clock is 2^kTick ns
-  // a second; afterwards the warp abandons operations that are still outstanding
+
+  // After an abort, a warp abandons operations that are still outstanding after this many ticks, about a
+  // second.
   static constexpr uint32_t kLeaveTicks = 1u << 10;
   static constexpr uint32_t kBackOffNs = 32;
   static constexpr int kSpins = 16, kPollsPerCheck = 64;
 
   MK_DEVICE static uint32_t at(const Barrier& b) { return shared_address(&b); }
 
-  // Returns whether the phase has completed. If so, acquires what the warps of kBlocks blocks of the cluster
-  // have done.
+  // Returns whether the barrier's phase with this parity has completed. If so, this warp sees everything that
+  // the arriving warps wrote before they arrived. The arriving warps may belong to any of kBlocks blocks of
+  // the cluster.
   template <int kBlocks>
   MK_DEVICE bool try_wait(Barrier& b, uint32_t parity) {
     uint32_t done;
@@ -332,16 +334,16 @@ class Device {
   MK_DEVICE bool wait_for(Barrier& b, uint32_t parity, const Where& where) {
     bool held = try_wait<kBlocks>(b, parity);
     if (!held && !aborted()) {
-      block_.late[warp_] = {&b, parity, where};  // all late lanes write the same
+      block_.late[warp_] = {&b, parity, where};  // all waiting lanes write the same values
       uint32_t since = 0;
       while (!(held = try_wait<kBlocks>(b, parity)) && !aborted()) check_time(since);
       if (held) forget_late();
     }
-    return __all_sync(0xFFFFFFFFu, held);  // lanes leave the loop one by one and must agree
+    return __all_sync(0xFFFFFFFFu, held);  // lanes leave the loop one by one but must agree on the result
   }
 
-  // The number of ticks that an unfinished wait has lasted. `since` is the tick at which it first failed; 0
-  // until the first call.
+  // Returns how many ticks an unfinished wait has lasted. `since` is the tick of the first call for this
+  // wait, or 0 before that call.
   MK_DEVICE static uint32_t waited(uint32_t& since) {
     const uint32_t time = static_cast<uint32_t>(wall_ns() >> kTick);
     if (since == 0) since = time;
@@ -354,14 +356,15 @@ class Device {
   MK_DEVICE void check_time(uint32_t& since) {
     if (waited(since) > limit()) abort();
   }
-  // Called when a wait has ended: clears the warp's record of it, if there is one. If another lane
-  // still waits, it will record its wait again.
+  // Clears the warp's record of a late wait, if there is one. Called when a wait has ended. If another lane
+  // is still waiting, that lane will record its own wait again.
   MK_DEVICE void forget_late() {
     if (block_.late[warp_].what && !aborted()) block_.late[warp_].what = nullptr;
   }
 
-  // One lane's wait. The late lanes of a warp overwrite each other's record of the wait. Any of
-  // them will do, because they differ only in the address of the counter.
+  // Waits for one counter, on one lane. If several lanes of a warp wait long, each overwrites the warp's
+  // record in `late`. It does not matter which record remains: the records differ only in the counter's
+  // address.
   MK_DEVICE bool wait_counter(const Need& need, Scope scope, const Where& where) {
     uint32_t since = 0;
     for (int polls = 1;; ++polls) {

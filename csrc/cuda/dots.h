@@ -1,10 +1,12 @@
-// Matmuls of few rows on the CUDA cores: one dot product per output, with weights streamed once through
-// pages.
+// Computes matmuls with few rows on the CUDA cores. Each output is a dot product, and each weight is loaded
+// into a shared-memory page once.
 //
-// Consumer warp w handles piece w of each page. It therefore computes two outputs of a unit of columns, one
-// from member 0 and one from member 1 of each pair of pages: columns 2w and 2w + 1 of the unit, or column w
-// of both matrices. The input rows stay in the ring until the end of their lap. Rows that the block has
-// normalised itself lie outside the ring. dot_pages (plan.h) lists the pages.
+// A page contains kPieces pieces of rows; a piece is up to kPiece consecutive elements. The output columns
+// are computed in groups of 16, called units (8 columns of each matrix if there are two). A unit takes two
+// weight pages for each kPiece elements of the inner length. Consumer warp w processes piece w of both pages,
+// and so computes two outputs: columns 2w and 2w + 1 of the unit, or, with two matrices, column w of each.
+// Input rows stay in the ring until the end of their lap, a group of pages that are in the ring together.
+// Rows that the block has normalised itself are stored outside the ring. dot_pages (plan.h) lists the pages.
 //
 // The order in which an output's products are added depends only on the inner length: a lane adds its
 // products in ascending order, then a tree adds the lanes' sums. For a normalised head, a warp adds the
@@ -16,24 +18,26 @@
 
 namespace mk {
 
-constexpr int kDotRows = kDotInputPages * kPieces;  // the maximum if one piece holds a row
+constexpr int kDotRows = kDotInputPages * kPieces;  // maximum rows, if each fits in one piece
 static_assert(kDotRows == 32, "a warp has one lane for each row");
 static_assert(kPieces == kConsumerWarps, "a page has a piece for each consumer warp");
 
-// Where the pieces of the rows lie: row 0's at `first`, each further row's `stride` after the one
-// before, in bytes from `base`. An address that reaches `end` continues at the start of the ring.
+// The addresses of one piece of each input row, in bytes from `base`. The piece of row 0 is at `first`, and
+// the piece of each further row is `stride` bytes after that of the previous row. An address that reaches
+// `end` wraps around to the start of the ring.
 struct DotInput {
   const unsigned char* base;
   int32_t first, stride, end;
 };
 
-// The sums of a warp's two outputs per row. Until `reduce`, each lane has only a partial sum.
+// The sums that become a warp's two outputs of each row. Until `reduce`, each lane has only partial sums.
 template <class P>
 class Dots {
  public:
   MK_FN void clear() { MK_UNROLL for (int r = 0; r < kDotRows; ++r) sum_[r].a = sum_[r].b = 0; }
 
-  // Adds `n` products to each output.
+  // Adds the products of `n` weights and inputs to both outputs of each row. The weights for the two outputs
+  // are at w0 and w1.
   MK_FN void add(P& p, const unsigned char* w0, const unsigned char* w1, int n, int rows,
                  const DotInput& input) {
     if (rows == 1 && n == kPiece) {
@@ -58,7 +62,7 @@ class Dots {
     }
   }
 
-  // Adds the lanes' sums; afterwards a lane has row `lane`.
+  // Adds up the partial sums of all lanes. Afterwards lane i has the sums of row i.
   MK_FN void reduce(P& p, int rows) {
     if (rows > 1) return share<P::kLanes / 2>(p, rows);
     MK_UNROLL for (int mask = P::kLanes / 2; mask > 0; mask /= 2) {
@@ -66,13 +70,14 @@ class Dots {
       sum_[0].b += shuffle_xor(sum_[0].b, mask);
     }
   }
-  // The sums of a row, after reduce(). Lane i has those of row i only; a warp with a single lane
-  // has all rows.
+  // Returns the sums of a row. Call it after reduce(), when lane i has the sums of row i only; a warp with a
+  // single lane has those of all rows.
   MK_FN Pair at(int row) const { return sum_[P::kLanes == 1 ? row : 0]; }
 
  private:
-  // In every step, the lanes form two halves, and a lane gives the sums of half of its rows to its partner in
-  // the other half. reduce() adds the sums of a single row in the same order.
+  // Adds up the partial sums of several rows in steps. In every step, the lanes form two halves, and each
+  // lane gives the sums of half of its rows to its partner in the other half. For a single row, reduce() adds
+  // the sums in the same order.
   template <int kMask>
   MK_FN void share(P& p, int rows) {
     if constexpr (kMask > 0) {
@@ -98,7 +103,7 @@ class Dots {
     }
   }
 
-  // Eight elements of a piece with n elements; zero beyond its end.
+  // Returns eight consecutive elements of a piece that has n elements, or zeros if they are past its end.
   MK_FN static Words part(const unsigned char* piece, int vector, int lane, int n) {
     const int at = (vector * P::kLanes + lane) * 8;
     return at < n ? *reinterpret_cast<const Words*>(piece + 2 * at) : Words{};
@@ -117,12 +122,13 @@ MK_FN void store_dots(P& p, const Dots<P>& dots, const To& to, const Matmul& m, 
   }
 }
 
-// Stores results that are attention heads. A normalised head needs the squares of all its columns,
-// so a warp keeps its results until it has computed the last of them.
+// Stores results that are Q, K or V heads. To normalise a head, the squares of all its columns are needed, so
+// a warp keeps its results until it has computed the last of its columns of the head.
 template <class P>
 class DotHeads {
  public:
-  // Stores the warp's two outputs of each row, for the unit at column `unit` of the tile.
+  // Stores the warp's two outputs of each row, which belong to the unit of 16 columns that starts at column
+  // `unit` of the tile. For a normalised head, the outputs are kept until the head's last unit.
   MK_FN void store(P& p, const Call& c, const Dots<P>& dots, const Matmul& m, int unit) {
     ToHeads to(c);
     const bool normed = to.normed(m.tile.col + unit);
@@ -157,7 +163,7 @@ class DotHeads {
                        kOwnRows = P::kLanes == 1 ? kDotRows : 1;
 
   MK_FN static int own(int row) { return P::kLanes == 1 ? row : 0; }
-  // Calls `each` for the rows of [begin, end) that the lane has.
+  // Calls `each` for those rows of [begin, end) whose sums this lane has.
   template <class Each>
   MK_FN static void for_rows(P& p, int begin, int end, const Each& each) {
     if constexpr (P::kLanes == 1) {
@@ -167,9 +173,10 @@ class DotHeads {
     }
   }
 
-  // Computes the scales of a head's rows from the sums of the warps. Two arrays, each with room for a part of
-  // the rows, are used in turn, so that one barrier per part is enough: before a warp writes an array again,
-  // it passes the barrier of the other one, which every warp reaches only after it has read the first.
+  // Computes the scale of each row of a head from the warps' sums of squares. The rows are processed in
+  // parts, with two arrays in turn, so that one barrier per part is enough: before a warp writes an array
+  // again, it passes the barrier of the part in between, which every warp reaches only after it has read the
+  // array.
   MK_FN void meet(P& p, const Call& c, const ToHeads& to, int rows, ToHeads::Row* row) {
     constexpr int kPart = sizeof c.shared->squares[0][0] / sizeof(float);
     MK_LOOP for (int first = 0; first < rows; first += kPart, turn_ ^= 1) {
@@ -189,7 +196,7 @@ class DotHeads {
   int turn_ = 0;
 };
 
-// One instruction on consumer warp c.warp.
+// Runs a matmul instruction as dot products, on consumer warp c.warp.
 template <class P, class Pages>
 MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
   const int inner = m.phase.inner, rows = m.tile.rows, cols = m.tile.cols;
@@ -198,9 +205,10 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
   int weights_left = dot_weight_pages(m);
   Dots<P> sums;
   DotHeads<P> heads;
-  int page = 0, held = 0;  // held: the lap's first input page
+  int page = 0, held = 0;  // held: number of the first input page of the lap in progress
 
-  if (m.phase.head_norm != Buffer::kNone) p.consumer_sync();  // all warps have left the previous body
+  // `heads` uses the block's scratch memory, so all warps must have left the previous instruction.
+  if (m.phase.head_norm != Buffer::kNone) p.consumer_sync();
   const auto release_inputs = [&] { pages.release(held, inputs); };
   for (int unit = 0; unit < cols; unit += unit_cols(m)) {
     const int col = unit + (m.two() ? c.warp : 2 * c.warp);

@@ -7,12 +7,12 @@
 
 namespace mk {
 
-// A warp's accumulators are blocks of 8 columns: first those of the first weight page of a K step, then those
-// of its second.
+// A warp's accumulators are blocks of 8 columns. The blocks for the first weight page of a K step come first,
+// then the blocks for the second weight page.
 constexpr int kBlockCols = 8, kPageBlocks = kTileRows / kBlockCols;
 
-// Multiplies a chunk in steps along the inner length, of which two are in flight. Returns the number of the
-// page after the chunk's last operand page.
+// Multiplies one chunk in steps along the inner length. Two steps are in flight at a time. Returns the number
+// of the page after the chunk's last operand page.
 template <int kHalves, class Accumulators, class Pages>
 MK_FN int multiply(Pages& pages, int page, int steps, Accumulators& acc) {
   constexpr int kStep = 1 + kHalves;
@@ -35,7 +35,8 @@ MK_FN int multiply(Pages& pages, int page, int steps, Accumulators& acc) {
 // code would not fit the instruction cache.
 constexpr int kTurn = 4;
 
-// Calls each(block, h, e) for all pairs of results of the first `blocks` blocks, or of kTurn if that is less.
+// Calls each(block, h, e) for all pairs of neighbouring results in the first `blocks` accumulator blocks, but
+// in kTurn blocks at most. The pair is in row acc.row(h) of the tile, at column acc.col(e) of the block.
 template <class Accumulators, class Each>
 MK_FN void for_pairs(int blocks, const Each& each) {
   MK_UNROLL for (int i = 0; i < kTurn; ++i) {
@@ -46,9 +47,11 @@ MK_FN void for_pairs(int blocks, const Each& each) {
   }
 }
 
-// Writes `blocks` blocks of results to output pages of kTileRowBytes / kElement columns. `take(first)`
-// returns the values of blocks first + i, i < kTurn; `put(taken, first, i, h, e, at)` stores one pair of
-// them. Returns the number of the page after the last one.
+// Writes `blocks` blocks of results to output pages, starting with number `page`. A result has kElement
+// bytes, so a page has kTileRowBytes / kElement columns. `take(first)` returns the values of the kTurn blocks
+// that start with block `first`. `put(taken, first, i, h, e, at)` receives these values as `taken`; it stores
+// the pair of block first + i that `h` and `e` select (as in for_pairs) at address `at`. Returns the number
+// of the page after the last one.
 //
 // Neither `take` nor `put` may contain a lambda: NVRTC 13.0 mistakes a lambda inside a generic lambda for a
 // host function.
@@ -69,13 +72,13 @@ MK_FN int fill_pages(Pages& pages, int page, int blocks, const Accumulators& acc
   return page;
 }
 
-// Blocks of both matrices.
+// Accumulator blocks of both matrices of a gate/up matmul.
 template <class Blocks>
 struct Both {
   Blocks gate, up;
 };
 
-// The rows of the tile that a lane has a part of.
+// What `to.store` needs to know about each tile row in which this lane has results.
 template <class Accumulators, class To>
 struct OwnRows {
   typename To::Row row[Accumulators::kRows]{};
@@ -111,9 +114,9 @@ MK_FN void store_results(const Accumulators& acc, const To& to, OwnRows<Accumula
   }
 }
 
-// Passes results to ToHeads::store like store_results, but those of a normalised head twice. The
-// first time sums their squares: a lane adds the squares of its columns in ascending order, then
-// the sums of the row's lanes are added.
+// Passes results to ToHeads::store like store_results, but passes a normalised head twice: first to sum the
+// squares of its columns, then to store it. A lane adds the squares of its columns in ascending order, and
+// then the sums of the lanes that share a row are added.
 template <class Accumulators>
 MK_FN void store_heads(const Accumulators& acc, ToHeads to, const Matmul& m, int col, int cols) {
   OwnRows<Accumulators, ToHeads> rows(acc, to, m.tile);
@@ -131,7 +134,8 @@ MK_FN void store_heads(const Accumulators& acc, ToHeads to, const Matmul& m, int
   }
 }
 
-// One instruction on a warp whose rows are not in the tile: the warp only takes and releases the pages.
+// Runs a matmul instruction on a warp whose rows are outside the tile. The warp computes nothing, but like
+// every consumer warp it must release each page.
 template <class Pages>
 MK_FN void pass_over(const Matmul& m, int steps, Pages& pages) {
   for (int done = 0, page = 0; done < m.tile.cols; done += chunk_cols(m)) {
@@ -148,12 +152,12 @@ MK_FN void pass_over(const Matmul& m, int steps, Pages& pages) {
   }
 }
 
-// One instruction on consumer warp c.warp.
+// Runs a matmul instruction on the tensor cores, on consumer warp c.warp.
 template <class P, class Pages>
 MK_FN void gemm(const Call& c, const Matmul& m, Pages& pages) {
   using Accumulators = typename P::Accumulators;
   const int steps = ceil_div(m.phase.inner, kTileInner);
-  if (c.warp / 4 * 64 >= m.tile.rows) return pass_over(m, steps, pages);  // no row for this warpgroup
+  if (c.warp / 4 * 64 >= m.tile.rows) return pass_over(m, steps, pages);  // this warpgroup has no rows
   for (int done = 0, page = 0; done < m.tile.cols; done += chunk_cols(m)) {
     const int col = m.tile.col + done, cols = lower_of(m.tile.cols - done, chunk_cols(m)),
               blocks = ceil_div(cols, kBlockCols);

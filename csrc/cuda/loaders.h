@@ -1,5 +1,6 @@
-// The two loaders. The weight loader never waits for data of this launch, so it runs ahead, across
-// instruction boundaries, by as many pages as are free. The input loader waits for the counters.
+// The two loaders, which load pages into shared memory. The weight loader never waits for data of this
+// launch. It therefore runs ahead, beyond the current instruction, as far as there are empty pages. The input
+// loader waits for each instruction's counters before it loads the inputs.
 #pragma once
 #include "ablation.h"
 #include "counters.h"
@@ -12,11 +13,11 @@ MK_FN void note_shared(P& p, Block<P>& block, int slot, int32_t bytes) {
   if (p.lane() == 0) block.shared[slot] = bytes;
 }
 
-// Starts the loads of a page, with one copy or with several that the lanes share. Of two SMs that
-// share a page of weights, only the one whose turn it is loads it. `rows` is the result of
-// `pieces_of`. After a whole page of weights for dot products, the function also prefetches into
-// the L2 cache a page for which the ring has no room yet, so that memory stays busy while workers
-// wait for one another.
+// Starts the loads of a page, as one copy or as several copies that the lanes divide among themselves. `rows`
+// is the address that `pieces_of` returned. The two SMs of a worker take turns: one loads a page of weights
+// for both. If a single copy loads a page of weights for dot products, the function also prefetches a later
+// page, which does not fit into the ring yet, into the L2 cache. So memory stays busy while workers wait for
+// one another.
 template <class P>
 MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use, int slot,
                 const char* rows) {
@@ -41,7 +42,9 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
   if (use.whole) {
     if (p.lane() == 0) {
       if (uses_dots(block.dims) && use.pieces) {
-        // A page has columns of one of two matrices, or every second column of a single matrix.
+        // Two pages form a pair (members 0 and 1) and are loaded for the same range of columns. If there are
+        // two matrices, each page has this range of one matrix. If there is one matrix, each page has every
+        // second column of the range.
         const bool two = use.step == 1;
         const int32_t piece = use.x / kPieceInner;
         p.load_columns(page, map, piece, two ? use.y : use.member, two ? use.member : use.y / 2, use.z, full);
@@ -64,8 +67,9 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
   p.sync_warp();
 }
 
-// The start of the buffer, or of its present layer, from which a loader takes an instruction's
-// pieces; null if it loads no pieces.
+// For a matmul that is computed as dot products: returns the address of the matrix whose rows a loader
+// copies, in pieces of at most kPiece elements. The address is the start of a buffer or of the instruction's
+// layer in that buffer. Returns null if the loader copies no such pieces.
 template <class P>
 MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, const Task& task, bool inputs) {
   if (!uses_dots(block.dims) || !task.is(Operation::kMatmul)) return nullptr;
@@ -75,11 +79,12 @@ MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, con
       params.at(block.rank, inputs ? task.phase.inputs : task.phase.weights, layer));
 }
 
-// Called at the end of the stream by loader 0 (weights) or 1 (inputs), which has passed `page`
-// pages. After an abort, loads may still be in flight, and a block must not end before they have
-// completed. A loader that has passed fewer pages than another arrives at the remaining ones too,
-// so that all barriers complete their phases, except where bytes are missing that the other SM has
-// not requested.
+// Called at the end of the stream by loader 0 (weights) or 1 (inputs), which has arrived at the `full`
+// barriers of `page` pages. After an abort, loads may still be in flight, and a block must not end before
+// they have completed. This function therefore waits for the `full` barriers of all pages in the ring.
+// Before that, a loader that has processed fewer pages than another loader arrives at the barriers of the
+// missing pages, because otherwise these barriers would never complete. The wait skips a page if the other SM
+// should have requested the page's weights but has not.
 template <class P>
 MK_FN void settle_loads(P& p, Block<P>& block, int loader, uint32_t page) {
   const int own = sm_of(block), other = kSms - 1 - own;
@@ -113,7 +118,9 @@ MK_FN void settle_loads(P& p, Block<P>& block, int loader, uint32_t page) {
   }
 }
 
-// The weight loader and the input loader. They walk the same pages, and each fills its own.
+// Runs the weight loader or the input loader. Both process the same list of pages. Each loader fills the
+// pages of its own kind (weights or inputs), and for every other page only arrives at the page's `full`
+// barrier.
 template <class P>
 MK_FN void load(P& p, Block<P>& block, const Params& params) {
   const bool inputs = p.warp() == kInputWarp;
@@ -124,9 +131,10 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
     const Task& task = slot.task;
     if (!p.wait_always(slot.fetched, slot_parity(j)) || task.end()) break;
     const char* rows = pieces_of(p, block, params, task, inputs);
-    // For dot products, the input rows come after the weights of a lap. The input loader passes
-    // these weight pages before it waits for the counters: it must wait for their slots in any
-    // case, and those, which earlier instructions may still use, become free first.
+    // For dot products, the ring is filled with weight pages and then with pages of input rows. The input
+    // loader arrives at the barriers of the weight pages too, and must first wait until their slots are
+    // empty. It waits for these slots before it waits for the counters, because the slots, which earlier
+    // instructions may still use, become free first.
     bool waits = inputs;
     const auto wait = [&] {
       waits = false;
@@ -150,7 +158,8 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
              }
              const Fill own = inputs ? Fill::kInputs : Fill::kWeights;
              if (kAblation != Ablation::kCopies && use.fill == own) {
-               if (kSms == 1 && begin == 0) begin = p.now();  // two SMs leave no registers for it
+               // In builds for workers of two SMs, no register is left for `begin`.
+               if (kSms == 1 && begin == 0) begin = p.now();
                fill(p, block, params, task, use, at.slot, rows);
              } else {
                if (kSms > 1 && !inputs) note_shared(p, block, at.slot, 0);

@@ -1,4 +1,6 @@
-// Matmuls on the units of the program's numerics class.
+// Runs a matmul on the CUDA cores (dots.h) or on the tensor cores (gemm.h), as Dims.units says for the whole
+// program. The two round differently, so only programs with the same Dims.units can be in one numerics class,
+// that is, compute the same bits.
 #pragma once
 #include "dots.h"
 #include "gemm.h"

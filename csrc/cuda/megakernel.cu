@@ -1,7 +1,7 @@
-// The megakernel: one block per SM, which runs its worker's stream from the first instruction to the last.
-// This file is the device's only translation unit. Compile it for sm_90a. -DMK_TRACE=1 records intervals.
-// -DMK_UNITS and -DMK_SMS are the Dims.units and Dims.sms of the programs that the build can run. For
-// -DMK_ABLATION see ablation.h.
+// The megakernel: one block per SM, which runs the stream of its worker from the first instruction to the
+// last. This file is the device's only translation unit. Compile it for sm_90a. -DMK_TRACE=1 makes the kernel
+// record intervals for a trace. -DMK_UNITS and -DMK_SMS are the Dims.units and Dims.sms of the programs that
+// the build can run. For -DMK_ABLATION see ablation.h.
 #ifndef MK_TRACE
 #define MK_TRACE 0
 #endif
@@ -20,17 +20,18 @@ struct Shared {
   int32_t traced;
 #endif
 };
-static_assert(sizeof(Shared) <= kSharedBytes, "a block's shared memory must fit");
+static_assert(sizeof(Shared) <= kSharedBytes, "a block's shared memory must not exceed kSharedBytes");
 constexpr int kAlignment = 1024;
 
-// Registers per thread, after some have moved from the warps that move data to those that compute. If the
-// warps together request more than the block was launched with, one of them waits forever.
+// Registers per thread after setmaxnreg has moved some from the warps that move data (service warps) to those
+// that compute. If the warps together request more than the block was launched with, one of them waits
+// forever.
 #define MK_SERVICE_REGISTERS 56
 #define MK_CONSUMER_REGISTERS 224
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 static_assert(MK_SERVICE_REGISTERS * kConsumerWarp + MK_CONSUMER_REGISTERS * kConsumerWarps <=
                   kLaunchRegisters * kWarps,
-              "no more registers than there are");
+              "the warps must not request more registers than the launch provides");
 
 #if MK_TRACE
 // Reads the SM clock and the wall clock, just after the latter has advanced.
@@ -52,7 +53,7 @@ extern "C" __global__ void __cluster_dims__(mk::kSms) __launch_bounds__(mk::kThr
   if (static_cast<int32_t>(blockIdx.x) >= params.ranks * params.workers * kSms) return;
   if (shared_address(memory) % kAlignment != 0) __trap();
   Shared& shared =
-      // `here` hides the address, because the compiler would otherwise hoist every address computation
+      // `here` hides the address from the compiler, which would otherwise hoist all address computations
       *reinterpret_cast<Shared*>(memory + here(0));
 #if MK_TRACE
   Device p(params, shared.block, &shared.traced);

@@ -1,5 +1,5 @@
-// The pages of the present instruction, for a consumer warp; index i counts from the instruction's first
-// page.
+// Gives a consumer warp access to the shared-memory pages of the instruction that it executes. Page i is the
+// i-th page of that instruction, counted from 0.
 #pragma once
 #include "counters.h"
 #include "plan.h"
@@ -9,7 +9,8 @@ namespace mk {
 template <class P>
 class Pages {
  public:
-  // `first` is the number of the instruction's first page, counted over all pages of the block.
+  // `first` is the number of the instruction's first page. Pages are numbered over all instructions of the
+  // block.
   MK_FN Pages(P& p, Block<P>& block, const Params& params, const Task& task, uint32_t first)
       : p_(p),
         block_(block),
@@ -19,29 +20,29 @@ class Pages {
         next_(first),
         generic_(task.is(Operation::kAttention) || uses_dots(block.dims)) {}
 
-  // The start of the block's ring, and the offset of page i from it.
+  // ring() is the address of the block's page ring; offset(i) is the distance of page i from it, in bytes.
   MK_FN const unsigned char* ring() const { return block_.pages[0]; }
   MK_FN int32_t offset(int i) const { return page_of(first_ + i).slot * kPageBytes; }
 
-  // Waits until page i is filled.
+  // Waits until page i is filled, and returns its address.
   MK_FN const unsigned char* full(int i) {
     const Page page = page_of(first_ + i);
     p_.wait(block_.full[page.slot], page.parity, task_.where);
     p_.reads(block_.pages[page.slot], generic_);
     return block_.pages[page.slot];
   }
-  // Called after full(i), when this warp no longer needs page i and the n - 1 pages behind it.
-  // Every warp releases every page that is not an output. Tensor cores read pages through the
-  // asynchronous proxy, which also fills them. Reads by the warp itself are generic, so a fence
-  // must order them before the next fill.
+  // Releases page i and the n - 1 pages after it, for this warp. Every consumer warp must release every page
+  // that is not an output page. Pages are filled through the asynchronous proxy. Tensor cores also read
+  // through it, but ordinary reads go through the generic proxy, so a fence must order them before the next
+  // fill.
   MK_FN void release(int i, int n = 1) {
     if (generic_) p_.fence_pages();
     for (const int end = i + n; i < end; ++i) release_page(p_, block_, page_of(first_ + i).slot);
     next_ += n;
   }
 
-  // For output pages: writable() waits until the page may be written, and ready() says that this warp has
-  // written its part.
+  // These two functions are for output pages. writable() waits until this warp may write page i, and returns
+  // the page's address. ready() tells the storer that this warp has written its part of page i.
   MK_FN unsigned char* writable(int i) {
     const Page page = page_of(first_ + i);
     p_.wait(block_.full[page.slot], page.parity, task_.where);
@@ -54,7 +55,8 @@ class Pages {
     ++next_;
   }
 
-  // Takes one page after another.
+  // These functions access the pages in order: take() waits for the next page that this warp has not
+  // released, release() releases that page, and skip() does both for n pages.
   MK_FN const unsigned char* take() { return full(static_cast<int>(next_ - first_)); }
   MK_FN void release() { release(static_cast<int>(next_ - first_)); }
   MK_FN void skip(int n) {
@@ -64,14 +66,15 @@ class Pages {
     }
   }
 
-  // Called in attention by every warp when it has stored and fenced its part of an item. When all have called
-  // it, the item's rows are final.
+  // Called in attention by every consumer warp when it has stored and fenced its part of an attention item.
+  // Once all consumer warps have called it, the item's rows are complete, and their counters are signalled.
   MK_FN void done(int item) {
     p_.consumer_sync();
     if (p_.warp() == kConsumerWarp) signal_item(p_, params_, block_.dims, block_.step, task_, item);
   }
 
-  MK_FN uint32_t next() const { return next_; }  // at the end, the first page of the next instruction
+  // After the instruction, this is the number of the next instruction's first page.
+  MK_FN uint32_t next() const { return next_; }
 
  private:
   P& p_;
@@ -79,7 +82,7 @@ class Pages {
   const Params& params_;
   const Task& task_;
   const uint32_t first_;
-  uint32_t next_;  // the page after those that this warp has released or written
+  uint32_t next_;  // number of the first page that this warp has not yet released or written
   const bool generic_;
 };
 

@@ -30,81 +30,81 @@ constexpr int32_t kBody = 1;
 constexpr int32_t kEpilogue = 2;
 constexpr int32_t kQueues = 3;
 
-// The first warps of a block; all further warps are consumers.
+// The number of each warp with a special role; warps from kConsumerWarp on are consumers.
 enum : int32_t { kControllerWarp, kWeightWarp, kStorerWarp, kInputWarp, kConsumerWarp };
 
-// What a build leaves out.
+// The work that a benchmark build of the kernel omits: nothing, the loads of pages, or the computation.
 enum class Ablation : int32_t { kNone, kCopies, kCompute };
 
-// What a warp waits for: a counter or a barrier.
+// The kind of counter or barrier that a warp waits for. block.h explains the barriers.
 enum class Awaited : int32_t { kCounter, kFull, kReady, kEmpty, kFetched, kInputs, kLoaded, kOutputs, kRetired, kParted };
 
 struct TensorMap;
 
-// A stall of one instruction, for tests of the trace; only traced launches have it.
+// Delays one instruction by `ns` nanoseconds, for tests of the trace. Only traced launches apply it.
 struct Delay {
   int32_t segment;
   int32_t layer;
-  int32_t record;  // as in a trace
-  int32_t ns;  // 0: none
+  int32_t record;  // index of the record, as in a trace
+  int32_t ns;  // 0: no delay
 };
-static_assert(sizeof(Delay) == 16, "as the launcher fills it");
+static_assert(sizeof(Delay) == 16, "size differs from the Delay that Python passes");
 
-// A wait of a warp that lasts too long.
+// The wait in which a warp was stuck when its launch was aborted.
 struct Diagnosis {
-  int32_t set;  // 0: it waits for nothing
-  int32_t segment;  // the instruction that the warp is at; -1: it is between two
-  int32_t layer;  // of the body
-  int32_t number;  // record, as in a trace
-  int32_t awaited;  // what it waits for, an Awaited
-  int32_t index;  // counter: its index in its block; barrier: the slot of its page or instruction
-  int32_t value;  // counter: its value
-  int32_t expected;  // counter: the expected value; barrier: the parity of the incomplete phase
+  int32_t set;  // 0: the warp was not stuck, and the other fields are unset
+  int32_t segment;  // segment of the instruction that the warp was executing; -1: between two instructions
+  int32_t layer;  // layer of the instruction, in the body
+  int32_t number;  // index of the instruction's record, as in a trace
+  int32_t awaited;  // the kind of counter or barrier waited for, an Awaited
+  int32_t index;  // index of the counter in its counter block, or ring slot of the barrier's page or instruction
+  int32_t value;  // value of the counter; unused for a barrier
+  int32_t expected;  // the counter value waited for, or the parity of the barrier phase waited for
 };
-static_assert(sizeof(Diagnosis) == 32, "as the launcher fills it");
+static_assert(sizeof(Diagnosis) == 32, "size differs from the Diagnosis that Python passes");
 
 // Arguments of a launch.
 struct Params {
-  const Dims* dims;  // [tp], as each rank sees them
-  const Phase* phases;  // [tp][kMaxPhases + 1], by number
-  const int32_t* records[4];  // prologue, body, epilogue, queues: [n][kWords]
-  const int32_t* offsets[4];  // [tp * workers + 1]; of the queues [tp * queues + 1]
-  const int32_t* totals[3];  // arrivals per launch in the first, the middle and the last counter blocks: [tp][counters]
-  int32_t* const* counter_values;  // [tp] of [layers + 1][counters]
-  int32_t* const* claims;  // [tp] of [layers][queues]
+  const Dims* dims;  // [tp]: one Dims per rank, which differ in Dims.rank
+  const Phase* phases;  // [tp][kMaxPhases + 1]: each rank's phases, indexed by phase number
+  const int32_t* records[4];  // [n][kWords]: one list of records each for prologue, body, epilogue and queues
+  const int32_t* offsets[4];  // [tp * workers + 1]; for queues [tp * queues + 1]: where each worker or queue begins in `records`
+  const int32_t* totals[3];  // [tp][counters]: signals per launch to each counter of the first, a middle and the last counter block
+  int32_t* const* counter_values;  // [tp]: each rank's counters, [layers + 1][counters]
+  int32_t* const* claims;  // [tp]: each rank's claim counters, [layers][queues]
   void* const* buffers;  // [tp][kBuffers]
-  const uint64_t* layer_stride;  // [tp][kBuffers] bytes; 0 where a buffer has one copy for all layers
-  const TensorMap* maps;  // [tp][kBuffers][kMaps]; only for buffers that tiles or pages are copied from or to
-  uint64_t mapped;  // bit b: a rank's blocks copy buffer b with the rank's own maps
-  uint64_t mapped_everywhere;  // bit b: a rank's blocks copy buffer b with the maps of all ranks
+  const uint64_t* layer_stride;  // [tp][kBuffers]: bytes between layers; 0 if all layers share one copy
+  const TensorMap* maps;  // [tp][kBuffers][kMaps]: set only for buffers that are copied through tensor maps
+  uint64_t mapped;  // bit b is set if blocks use their own rank's tensor maps of buffer b
+  uint64_t mapped_everywhere;  // bit b is set if blocks use every rank's tensor maps of buffer b
   const int32_t* step_words;  // the step table
-  int32_t* abort;  // not 0: all warps end
-  Diagnosis* diagnoses;  // [blocks][warps] the wait of each warp that lasts too long
+  int32_t* abort;  // a value other than 0 makes all warps abort the launch
+  Diagnosis* diagnoses;  // [blocks][warps]: for each warp, the wait in which it was stuck
   float* sample_scratch;  // [blocks][2][vocab]
   Interval* trace;  // [blocks][trace_capacity]
-  int32_t* trace_counts;  // [blocks] number of intervals, including those that did not fit
+  int32_t* trace_counts;  // [blocks]: number of intervals, including those beyond trace_capacity
   uint64_t* clocks;  // [blocks][kClockStamps]
-  uint64_t timeout_ns;  // a wait that lasts longer ends the launch
+  uint64_t timeout_ns;  // a wait that lasts longer than this aborts the launch
   Delay delay;
   int32_t trace_capacity;
-  uint32_t launch;  // number of this launch since the counters were zeroed, from 1
-  int32_t first_rank;  // of this grid
-  int32_t ranks;  // of this grid; each has `workers` blocks
-  int32_t workers;  // per rank
-  int32_t counters;  // per counter block
-  int32_t queues;  // per rank
-  int32_t synchronise;  // 0: instructions neither wait nor signal, for launches of a single phase
-  int32_t pipelined;  // 0: an instruction is fetched only after the previous one has ended
-  int32_t segments;  // bit s: run segment s
+  uint32_t launch;  // number of launches since the counters were zeroed, including this one
+  int32_t first_rank;  // the lowest rank that this grid runs
+  int32_t ranks;  // number of ranks that this grid runs; each has `workers` workers
+  int32_t workers;  // number of workers per rank
+  int32_t counters;  // number of counters per counter block
+  int32_t queues;  // number of queues per rank
+  int32_t synchronise;  // 0: instructions neither wait for counters nor signal them, for launches of a single phase
+  int32_t pipelined;  // 0: a block fetches an instruction only after its previous instruction has ended
+  int32_t segments;  // bit s is set if segment s is run
   int32_t layer_begin;  // first layer of the body to run
   int32_t layer_end;  // one past the last layer to run
 
-  // A rank's copy of a buffer; of a layered buffer, the copy for this layer.
+  // Returns the address of a rank's copy of a buffer. A buffer with one copy per layer uses `layer`.
   MK_DIMS_FN void* at(int32_t rank, Buffer buffer, int32_t layer) const {
     const int32_t i = rank * kBuffers + static_cast<int32_t>(buffer);
     return static_cast<char*>(buffers[i]) + static_cast<uint64_t>(layer) * layer_stride[i];
   }
 };
-static_assert(sizeof(Params) == 288, "as the launcher fills it");
+static_assert(sizeof(Params) == 288, "size differs from the Params that Python passes");
 
 }  // namespace mk

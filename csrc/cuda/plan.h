@@ -1,9 +1,11 @@
-// The pages that an instruction takes, as a function of its record, the sizes and the step table. Every role
-// walks the list of `for_pages` in its order. For each kind of instruction, `each` is called in a single
-// place, because the role's code is inlined there and should exist only once.
+// Lists the shared-memory pages that an instruction uses. The list depends only on the instruction's record,
+// the sizes and the step table, so every role (loaders, consumers, storer) can call `for_pages` and get the
+// same pages in the same order. The callback `each` contains a role's code and is inlined. To avoid several
+// copies of this code, the function for each kind of instruction calls `each` in a single place.
 //
-// A page of tiles consists of boxes of [kBoxRows rows][128 bytes]; a page of pieces consists of kPieces rows
-// of up to kPiece elements. A complete page is loaded by a single copy.
+// There are two page formats. A page of tiles holds boxes, which are rectangles of kBoxRows rows x 128 bytes.
+// A page of pieces holds up to kPieces pieces, each of which is up to kPiece successive elements of a row. If
+// PageUse::whole is set, a single bulk copy loads the page. Otherwise there is one copy per box or piece.
 #pragma once
 #include "../common/index.h"
 #include "block.h"
@@ -15,37 +17,41 @@ constexpr int kPageBoxes = kTileRows / kBoxRows;
 
 enum class Fill : int32_t { kWeights, kInputs, kOutput };
 
-// A box or piece of a page: its place in its buffer, in elements and rows, and its place in the page.
+// One part of a page: a TMA box, or a piece of one row. It begins at element x of row y of the buffer, and at
+// byte `at` of the page. It has `bytes` bytes.
 struct Box {
   int32_t x, y;
   int32_t at;
   uint32_t bytes;
 };
 
-// The contents of a page: boxes column by column, `per` of them in each column.
+// The contents of a page: `boxes` boxes or pieces. They are numbered down columns that are one box or piece
+// wide, with `per` boxes or pieces in a column.
 struct PageUse {
   Fill fill;
-  bool pieces = false;  // not tiles
-  bool whole = false;   // one copy loads the whole page
+  bool pieces = false;  // the format: pieces if true, otherwise tiles
+  bool whole = false;   // whether one bulk copy loads the page; false if the page is not full
   Buffer buffer;
-  int32_t x, y, z = 0;  // of the first column: its first element, its row 0, its matrix in the buffer
-  int32_t row = 0;      // the row of that column where the page begins
+  // Where the first column begins in the buffer: element x, row y, matrix number z.
+  int32_t x, y, z = 0;
+  int32_t row = 0;  // index, in the first column, of the page's first box or piece
   int32_t boxes, per = kPageBoxes;
-  int32_t step = 1;    // pieces: the distance between rows
-  int32_t member = 0;  // weights of dots: which page of the pair
-  int32_t other = 0;   // pieces: the distance, in rows, from member 0's rows to member 1's
-  int32_t inner = 0;   // pieces: elements of a complete row
-  int32_t item = -1;   // attention: the item's number in the slot; otherwise -1
-  // attention: whether it is the item's first page, before which the item's counters must be satisfied
+  int32_t step = 1;    // pieces: distance between successive pieces, in rows of the buffer
+  int32_t member = 0;  // weights of dot products: 0 or 1, the page's number in its pair
+  int32_t other = 0;   // weights of dot products: distance from member 0's rows to member 1's, in rows
+  int32_t inner = 0;   // pieces: elements per row of the buffer
+  int32_t item = -1;   // attention: the item's index in the step table; otherwise -1
+  // attention: whether this is the first page of an item. Before it loads such a page, the loader waits for
+  // the item's counters.
   bool opens = false;
-  int32_t turn = 0;  // weights of tensor cores: SM turn % kSms of the worker loads the page
+  int32_t turn = 0;  // weights for tensor cores: SM turn % kSms of the worker loads the page
 
-  // Calls each(Box) for every stride-th box, starting with number `first`.
+  // Calls each(Box) for every stride-th box or piece of the page, starting with number `first`.
   template <class Each>
   MK_FN void for_boxes(int32_t first, int32_t stride, Each&& each) const {
     MK_LOOP for (int32_t i = first; i < boxes; i += stride) {
       int32_t r = row + i, c = 0;
-      MK_LOOP for (; r >= per; r -= per) c += 1;  // at most seven times
+      MK_LOOP for (; r >= per; r -= per) c += 1;  // at most 7 times: boxes <= 8
       const int32_t column = x + c * (pieces ? kPiece : kTileInner);
       const int32_t at = pieces ? i * kPieceBytes : c * kHalfPage + r * kBoxBytes;
       const int32_t row = y + (pieces ? member * other + r * step : r * kBoxRows);
@@ -61,18 +67,19 @@ struct PageUse {
   }
 
  private:
-  // The bytes of a box in the column at `column`.
+  // Returns the bytes of one box or piece whose first element is element `column` of a row.
   MK_FN uint32_t column_bytes(int32_t column) const {
     return pieces ? static_cast<uint32_t>(lower_of(kPiece, inner - column)) * 2 : kBoxBytes;
   }
 };
 
-// The tensor map of a buffer for loads of whole pages, or for loads and stores of boxes.
+// Returns a buffer's tensor map. `whole` selects the map for loads of whole pages; the other map is for loads
+// and stores of single boxes.
 MK_FN const TensorMap& map_of(const Params& params, int32_t rank, Buffer buffer, bool whole) {
   return params.maps[(rank * kBuffers + static_cast<int32_t>(buffer)) * kMaps + (whole ? 1 : 0)];
 }
 
-// Bit b: buffer b has a copy for each layer.
+// Returns a bit mask: bit b is set if buffer b has a copy for each layer.
 MK_DIMS_FN constexpr uint64_t layered_buffers() {
   uint64_t bits = 0;
   for (int b = 0; b < kBuffers; ++b) bits |= uint64_t{kLayered[b]} << b;
@@ -80,8 +87,8 @@ MK_DIMS_FN constexpr uint64_t layered_buffers() {
 }
 constexpr uint64_t kLayeredBuffers = layered_buffers();
 
-// Whether matmuls are dot products on the CUDA cores ("dots"), not on tensor cores (Dims.units).
-// Device code is compiled for one of the two, without the code of the other; host code is for both.
+// Whether matmuls are computed as dot products on the CUDA cores ("dots") instead of on tensor cores
+// (Dims.units). Device code is compiled for only one of these two cases, host code for both.
 MK_FN bool uses_dots([[maybe_unused]] const Sizes& d) {
 #if defined(MK_UNITS)
   return MK_UNITS == static_cast<int>(Units::kDots);
@@ -90,28 +97,31 @@ MK_FN bool uses_dots([[maybe_unused]] const Sizes& d) {
 #endif
 }
 
-// A matmul: a tile of inputs [.][inner] times weights [.][inner] transposed. Two matrices lie one after the
-// other, with `width` rows each; an output column then uses one row of each.
+// A matmul instruction. It multiplies the tile's rows of the inputs [rows][inner] by the transpose of the
+// weights [columns][inner]. With two weight matrices (gate and up), the second follows the first in the
+// buffer. Each has `width` rows, and an output column uses one row of each.
 struct Matmul {
   const Phase& phase;
   const Tile& tile;
 
   MK_FN bool two() const { return phase.matrices == 2; }
-  // Whether the matmul normalises its input rows itself, so that they take no pages.
+  // Whether the matmul normalises its input rows itself. In that case it reads the rows from global memory,
+  // not from pages.
   MK_FN bool normed() const { return phase.norm != Buffer::kNone; }
 };
 MK_FN Matmul matmul_of(const Task& task) { return {task.phase, operands<Tile>(task.record)}; }
 
-// The number of the first matrix that the task uses in the buffer of its phase's weights.
+// Returns the number of the first matrix that the task uses in the buffer of its phase's weights.
 MK_FN int32_t first_matrix(const Sizes& d, const Task& task, int32_t matrices) {
   const bool layered = kLayeredBuffers >> static_cast<int32_t>(task.phase.weights) & 1;
   return layered ? weight_layer(task.phase, d, task.where.layer) * matrices : 0;
 }
 
-// Tensor cores: the columns are divided into chunks. The pages of a chunk are its operands, in steps of
-// kTileInner along the inner length, and then its results.
+// A matmul on tensor cores divides its output columns into chunks. Returns the number of columns per chunk.
+// A chunk first uses its operand pages, step by step along the inner dimension (kTileInner elements per
+// step), and then its output pages.
 MK_FN int32_t chunk_cols(const Matmul& m) { return m.two() ? kChunk / 2 : kChunk; }
-// Whether the results leave through output pages.
+// Whether the results are written to output pages, which the storer copies to global memory.
 MK_FN bool by_pages(Result result) {
   switch (result) {
     case Result::kResidual:
@@ -125,7 +135,7 @@ MK_FN bool by_pages(Result result) {
   }
   return false;
 }
-// Columns of a page of results: float32 for the residual, otherwise bf16.
+// Returns the number of columns per output page. Results for the residual are float32, all others bf16.
 MK_FN int32_t output_cols(const Matmul& m) { return m.phase.result == Result::kResidual ? 32 : 64; }
 
 template <class Each>
@@ -139,8 +149,9 @@ MK_FN bool tensor_pages(const Sizes& d, const Task& task, Each&& each) {
   MK_LOOP for (int32_t done = 0; done < m.tile.cols; done += chunk_cols(m)) {
     const int32_t col = m.tile.col + done, cols = lower_of(m.tile.cols - done, chunk_cols(m));
     const int32_t outputs = by_pages(m.phase.result) ? cols : 0;
-    // The pages of a step: the inputs, then the weights of the chunk's columns from 0 on, and then those of
-    // the second matrix if there are two, otherwise the weights of the columns from kTileRows on.
+    // Each step along the inner dimension uses a page of inputs and a page of weights for the chunk's first
+    // kTileRows columns. With two matrices, a page of the second matrix's weights for the same columns
+    // follows. With one matrix, a page of weights for the chunk's other columns follows, if there are any.
     const int32_t members = m.two() || cols > kTileRows ? 3 : 2;
     int32_t x = 0, member = 0, out = 0;
     while (x < m.phase.inner || out < outputs) {
@@ -183,36 +194,43 @@ MK_FN bool tensor_pages(const Sizes& d, const Task& task, Each&& each) {
   return true;
 }
 
-// Dot products: the columns are divided into units of 16 (8 of each matrix if there are two), and the inner
-// length into pieces. A piece of a unit is two pages, members 0 and 1: the unit's even and odd columns, or
-// the columns of the first and of the second matrix. The input rows are loaded again in every lap of the
-// ring, after the lap's weights: piece p of row r has number p * rows + r.
+// For dot products, the weight columns are divided into units of 16 (8 of each matrix if there are two), and
+// the inner dimension into pieces of kPiece elements. For each piece, a unit uses a pair of weight pages.
+// With one matrix, the first page of the pair holds the even columns and the second page the odd columns.
+// With two matrices, each page holds the columns of one matrix.
+//
+// The ring of pages is filled once per lap. Each lap loads weight pages and then all input rows, so inputs
+// are loaded again in every lap. Piece p of input row r has number p * rows + r.
+//
+// Returns the output columns per unit.
 MK_FN int32_t unit_cols(const Matmul& m) { return m.two() ? kPieces : 2 * kPieces; }
 MK_FN int32_t dot_units(const Matmul& m) {
-  static_assert(kPieces == 8, "the code shifts, because a division takes as long as a page");
+  // A shift replaces the integer division, which would take as long as the work on a page.
+  static_assert(kPieces == 8, "kPieces must be 8: dot_units shifts by 3 or 4 instead of dividing");
   return (m.tile.cols + unit_cols(m) - 1) >> (m.two() ? 3 : 4);
 }
 MK_FN int32_t dot_pieces(const Matmul& m) {
   return m.normed() ? 0 : m.tile.rows * ceil_div(m.phase.inner, kPiece);
 }
 MK_FN int32_t dot_input_pages(const Matmul& m) { return ceil_div(dot_pieces(m), kPieces); }
-// The number of weight pages of the instruction, and of a lap. The latter is even, so that both members of a
-// piece are in the same lap.
+// dot_weight_pages() returns the number of weight pages of the whole instruction, and lap_weights() that of a
+// full lap. The latter is even, so that both pages of a pair are in the same lap.
 MK_FN int32_t dot_weight_pages(const Matmul& m) { return 2 * ceil_div(m.phase.inner, kPiece) * dot_units(m); }
 MK_FN int32_t lap_weights(const Matmul& m) { return (kPages - dot_input_pages(m)) & ~1; }
-// A table with four bits for each number of pieces: how many units of that many pieces fit kAheadPages. It is
-// a table because a division takes as long as a page.
+// Returns a table of 4-bit entries. Entry n is the number of units (groups of columns) whose weight pages fit
+// into kAheadPages if the inner dimension has n pieces. The kernel looks this number up, because an integer
+// division would take as long as the work on a page.
 MK_DIMS_FN constexpr uint32_t ahead_units() {
   uint32_t bits = 0;
   for (int pieces = 1; pieces < 8; ++pieces)
     bits |= static_cast<uint32_t>(kAheadPages / 2 / pieces) << 4 * pieces;
   return bits;
 }
-static_assert(kAheadPages / 2 < 8, "units of eight pieces and more never fit");
+static_assert(kAheadPages / 2 < 8, "kAheadPages must be below 16: the table has no entry for eight pieces");
 constexpr uint32_t kAheadUnits = ahead_units();
 
-// The number of columns, in whole units, whose weight pages are prefetched into the L2 cache before the ring
-// has room for them.
+// Returns the number of columns whose weight pages are prefetched into the L2 cache before the ring has free
+// slots for them. Only whole units are prefetched.
 MK_FN int32_t ahead_cols(const Matmul& m) {
   const int32_t pieces = ceil_div(m.phase.inner, kPiece);
   return pieces < 8 ? static_cast<int32_t>(kAheadUnits >> 4 * pieces & 7) * unit_cols(m) : 0;
@@ -222,10 +240,11 @@ template <class Each>
 MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
   const Matmul m = matmul_of(task);
   const int32_t rows = m.tile.rows, pieces = dot_pieces(m);
-  int32_t left = dot_weight_pages(m), lap = 0;   // weight pages left in all; and in this lap
-  int32_t x = 0, first = 0;                      // the next weight page's x and first column
-  int32_t piece = pieces, in_x = 0, in_row = 0;  // of the next input page
-  const int32_t whole = kPieces / rows;          // complete columns of an input page
+  // Weight pages still to come: `left` in later laps, `lap` in this one.
+  int32_t left = dot_weight_pages(m), lap = 0;
+  int32_t x = 0, first = 0;                      // next weight page: its first element and column
+  int32_t piece = pieces, in_x = 0, in_row = 0;  // next input page: where it begins
+  const int32_t whole = kPieces / rows;          // columns of `rows` pieces that fit into a page
   while (true) {
     if (lap == 0 && piece >= pieces) {
       if (left == 0) return true;
@@ -235,10 +254,10 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
     }
     PageUse use;
     if (lap > 0) {
-      const int32_t columns = m.tile.cols - first, member = lap & 1;  // a lap consists of pairs
+      const int32_t columns = m.tile.cols - first, member = lap & 1;  // pages come in pairs
       use = {.fill = Fill::kWeights,
              .pieces = true,
-             // the host encodes a map only for such an inner length
+             // The host makes a map for whole pages only if the inner length is a multiple of kPieceInner.
              .whole = m.phase.inner % kPieceInner == 0 && columns >= unit_cols(m),
              .buffer = m.phase.weights,
              .x = x,
@@ -278,8 +297,8 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
   }
 }
 
-// The first item of an attention task and the end of its slot's items. The SMs of a worker take a
-// slot's items in turn.
+// first_item() returns the first attention item that this SM executes for the task. end_item() returns the
+// index after the task's last item. With two SMs per worker, each SM executes every second item.
 MK_FN int32_t first_item(const StepView& s, const Task& task) {
   return s.slot_items[operands<Attention>(task.record).slot] + (kSms == 1 ? 0 : task.sm);
 }
@@ -287,12 +306,16 @@ MK_FN int32_t end_item(const StepView& s, const Task& task) {
   return s.slot_items[operands<Attention>(task.record).slot + 1];
 }
 
-// Attention: the query rows of an item (ordered by row, then by head of the group) are divided into tiles. A
-// unit is one tile of one KV head, and a pass has one unit per consumer warp. In each pass, for each KV block
-// and for each KV head of the pass, the pages of the keys come first, then those of the values: keys
-// [element][token] in halves of 64 tokens, values [token][element] in halves of 64 elements. Narrow heads
-// have both halves of their keys in one page. A padding item takes one empty page, which is full once the
-// item's counters are satisfied. The task's empty pages follow the slot's items.
+// Lists the pages of an attention item. attention.h explains its units (tiles of query rows with one KV
+// head). In a pass, each consumer warp processes one unit. A pass goes through the KV blocks and, for each
+// block, through the pass's KV heads. For each head, the pages of keys come before those of values. Keys
+// [element][token] are split into halves of 64 tokens, and values [token][element] into halves of 64
+// elements. A half has a page of its own. But heads of at most kTileInner elements have only one page of
+// keys, with both halves, and one page of values.
+//
+// A padding item has one empty page, which counts as loaded once the item's counters are complete. With two
+// SMs per worker, the SM whose items have fewer pages adds `task.empty` empty pages after them, so that both
+// rings stay in step.
 template <class Each>
 MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32_t item, Each&& each) {
   const bool behind = kSms > 1 && item >= end_item(s, task);
@@ -338,19 +361,19 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32
   return true;
 }
 
-// The number of pages that `item_pages` lists.
+// Returns the number of pages that `item_pages` lists for an item of the slot.
 MK_FN int32_t item_page_count(const Sizes& d, const StepView& s, int32_t item) {
   if (s.item_seq[item] < 0) return 1;
   const int32_t tiles = ceil_div(s.item_rows[item] * d.group_size(), kQueryTile);
-  // `passes`: how many passes contain a head, summed over the heads. `unit`: the present head's
-  // first.
+  // `unit` is the first unit of the current KV head. `passes` sums, over the heads, the number of passes that
+  // contain units of the head.
   int32_t passes = 0, unit = 0;
   MK_LOOP for (int32_t head = s.item_kv_heads[item]; head > 0; --head, unit += tiles) passes +=
       (unit + tiles - 1) / kConsumerWarps - unit / kConsumerWarps + 1;
   return passes * s.item_blocks[item] * (d.head_dim <= kTileInner ? 2 : 4);
 }
 
-// How many more pages the slot's items take on a worker's SM 0 than on its SM 1.
+// Returns how many more pages the attention slot's items use on SM 0 of the worker than on SM 1.
 MK_FN int32_t pages_ahead(const Sizes& d, const StepView& s, int32_t slot) {
   int32_t ahead = 0, sign = 1;
   MK_LOOP for (int32_t item = s.slot_items[slot]; item < s.slot_items[slot + 1]; ++item, sign = -sign)
@@ -358,7 +381,8 @@ MK_FN int32_t pages_ahead(const Sizes& d, const StepView& s, int32_t slot) {
   return ahead;
 }
 
-// Calls each(PageUse) for every page of the instruction until it returns false.
+// Calls each(PageUse) for every page of the instruction, in order. Stops and returns false once `each`
+// returns false.
 template <class Each>
 MK_FN bool for_pages(const Sizes& d, const StepView& s, const Task& task, Each&& each) {
   switch (task.phase.operation) {

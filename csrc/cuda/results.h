@@ -1,7 +1,9 @@
-// The destinations of a matmul's results, with a class for each. `store` puts the results of a row and two
-// neighbouring columns into place with ordinary stores. `row` and `column` return what `store` needs to know
-// of a row and of a pair of columns; they take the number of the row and of the first column, an even one, in
-// the output. Where the tensor path stores through output pages, `value` is the value in the page.
+// The destinations of a matmul's results, with one class for each:
+//
+//   row(r)     returns what `store` must know about output row r
+//   column(c)  returns what `store` must know about the output columns c and c + 1, where c is even
+//   store      writes the results for one row and two adjacent columns with ordinary stores
+//   value      returns what the tensor-core path writes to an output page instead of calling `store`
 #pragma once
 #include "../common/index.h"
 #include "arithmetic.h"
@@ -11,17 +13,20 @@
 
 namespace mk {
 
-// Queries go to the output, keys and values to the cache. q and k are rotated by the angles of the row's
-// position, and normalised first if the phase says so. All columns of a normalised head are passed to `store`
-// twice. The first time `squares` is set, and `store` adds their squares to Row.norm. The caller adds these
-// sums over all lanes or warps that have a part of the row; `scale` turns the result into the factor that
-// Row.norm must have the second time.
+// The destination of a QKV projection: queries are stored to the phase's output, keys and values to the KV
+// cache. RoPE rotates queries and keys by the angles of the row's position. If the phase has a head norm,
+// queries and keys are normalised before the rotation, which needs two passes: all columns of a head are
+// passed to `store` twice. In the first pass `squares` is set, and `store` only adds their squares to
+// Row.norm. The caller then sums Row.norm over all lanes or warps that share the row, converts the sum with
+// `scale`, and puts the factor into Row.norm for the second pass.
 class ToHeads {
  public:
   struct Row {
     const float* rope;
-    uint16_t *q, *k, *v;  // k and v: of the row's token, element 0 of head 0; null for padding
-    float norm;           // of the present head: the sum of its squares, then the factor
+    // The addresses of the row's query, key and value, at element 0 of head 0. k and v are null for padding
+    // rows.
+    uint16_t *q, *k, *v;
+    float norm;  // first the sum of squares of the current head, then the head's scale factor
   };
 
   MK_FN explicit ToHeads(const Call& c)
@@ -36,7 +41,8 @@ class ToHeads {
   bool squares = false;
 
   MK_FN int head_dim() const { return head_dim_; }
-  // Whether the column's head is normalised.
+  // Whether column `col` belongs to a head that is normalised: a query or key head of a phase with a head
+  // norm.
   MK_FN bool normed(int col) const { return norm_ && col < q_cols_ + kv_cols_; }
   MK_FN float scale(float squares) const {
     return one_over_root(squares * (1.0f / static_cast<float>(head_dim_)) + d_.rms_eps);
@@ -55,8 +61,8 @@ class ToHeads {
     return out;
   }
 
-  // The buffer (Q, K_CACHE or V_CACHE), the column's element in its head, and its place in the buffer,
-  // counted from the address in Row.
+  // A pair of adjacent columns. `to` is the buffer to which it is stored: Q, K_CACHE or V_CACHE. `element` is
+  // the first column's index in its head. `at` is the column's offset, in elements, from the address in Row.
   struct Column {
     Buffer to;
     int element;
@@ -72,7 +78,8 @@ class ToHeads {
     const Pair scale =
         norm_ ? *reinterpret_cast<const Pair*>(norm_ + (k < 0 ? 0 : head_dim_) + element) : Pair{1, 1};
     if (k < 0) return {Buffer::Q, element, col, bias, scale};
-    // Heads follow each other; two consecutive elements are kKvBlock tokens apart.
+    // A page of the key cache has the layout [head][element][token], with kKvBlock tokens. So two successive
+    // elements of a token are kKvBlock apart, also where the next head begins.
     return {Buffer::K_CACHE, element, int64_t{k} * kKvBlock, bias, scale};
   }
 
@@ -104,7 +111,8 @@ class ToHeads {
   const float *const bias_, *const norm_;
 };
 
-// The common base of all destinations but ToHeads. They need to know only a column's number.
+// The common base of all destinations except ToHeads. The `store` of its subclasses needs only the column's
+// number, so `column` returns just this number.
 class To {
  public:
   MK_FN explicit To(const Call& c) : c_(c), bias_(c.weights<float>(c.phase().bias)) {}
@@ -116,7 +124,7 @@ class To {
   const float* const bias_;
 };
 
-// output += .
+// Adds the results to the output, which is the residual.
 class ToResidual : public To {
  public:
   using To::To;
@@ -134,7 +142,8 @@ class ToResidual : public To {
   }
 };
 
-// This rank's slot of the output, at the rank that keeps the residual of the row.
+// Stores this rank's partial sums in its own part of the output buffer, at the rank that owns the row's
+// residual, or at all ranks if the residual is replicated.
 class ToPartial : public To {
  public:
   using To::To;
@@ -153,7 +162,7 @@ class ToPartial : public To {
   }
 };
 
-// output = silu(gate) * up. Here `store` takes gate and up of one column.
+// Stores silu(gate) * up. Unlike in the other classes, `store` takes two values of one column: gate and up.
 class ToGated : public To {
  public:
   using To::To;
@@ -167,7 +176,7 @@ class ToGated : public To {
   MK_FN void store(Row row, int col, float gate, float up) const { row[col] = to_bf16(value(col, gate, up)); }
 };
 
-// The output at the rank that samples the row.
+// Stores this rank's vocabulary columns of the logits in the output buffer of the rank that samples the row.
 class ToLogits : public To {
  public:
   using To::To;

@@ -1,4 +1,5 @@
-// Runs a block: it sets up shared memory, then every warp plays its role until the stream ends.
+// The main code of a thread block: it initialises the shared memory, then each warp runs its role until the
+// instruction stream ends.
 #pragma once
 #include "consumer.h"
 #include "controller.h"
@@ -8,7 +9,8 @@
 
 namespace mk {
 
-// Called by all warps of block `index` of the grid. The block has a stream: index < ranks * workers * kSms.
+// Initialises the shared memory of block `index` of the grid. All warps of the block call it. `index` must be
+// below ranks * workers * kSms, so that the block has an instruction stream.
 template <class P>
 MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
   if (p.warp() == kControllerWarp && p.lane() == 0) {
@@ -41,7 +43,7 @@ MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
   p.sync_block();
 }
 
-// The roles of the warps before kConsumerWarp.
+// Runs the role of a warp that is not a consumer: controller, weight loader, input loader or storer.
 template <class P>
 MK_FN void serve(P& p, Block<P>& block, const Params& params) {
   switch (p.warp()) {

@@ -6,8 +6,9 @@
 
 namespace mk {
 
-// Starts the stores of a page: results for the residual are added; partial sums go to the rank that keeps the
-// rows.
+// Starts the bulk stores of an output page. Results for the residual are added to it in memory. Partial sums
+// are stored at the rank that owns the rows' residual, or at all ranks if the residual is replicated. All
+// other results are stored at this rank.
 template <class P>
 MK_FN void store(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use,
                  int slot) {
@@ -31,13 +32,14 @@ MK_FN void store(P& p, Block<P>& block, const Params& params, const Task& task, 
 template <class P>
 MK_FN void store_outputs(P& p, Block<P>& block, const Params& params) {
   bool live = true;
-  uint32_t page = 0, written = 0;  // bit s: parity of the next phase of ready[s]
+  uint32_t page = 0;
+  uint32_t written = 0;  // bit s: parity of the next phase of barrier ready[s]
   for (uint32_t j = 0;; ++j) {
     Slot<P>& slot = block.slots[slot_of(j)];
     if (!p.wait_always(slot.fetched, slot_parity(j)) || slot.task.end()) break;
     uint64_t begin = 0;
     bool stored = false;
-    int reading = -1;  // slot of the page that is being stored
+    int reading = -1;  // ring slot of the page being stored; -1: none
     const auto release = [&](int pending) {
       if (reading < 0) return;
       p.wait_read(pending);
@@ -53,8 +55,9 @@ MK_FN void store_outputs(P& p, Block<P>& block, const Params& params) {
                store(p, block, params, slot.task, use, at.slot);
                stored = true;
              }
-             // An output page is released once the store of the next one has begun. Only a chunk's last one
-             // is released without that, because the next chunk's pages need its slot.
+             // An output page is released once its store has read it. To let two stores overlap, the storer
+             // first starts the store of the next output page and then waits. After the last output page of a
+             // chunk (256 columns), the storer waits at once, because the next chunk's pages need the slot.
              release(output ? 1 : 0);
              reading = output ? at.slot : -1;
              return true;

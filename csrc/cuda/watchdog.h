@@ -1,18 +1,20 @@
 // Detects waits that last too long because of a bug in the program or in the interpreter.
 //
-// Most warps that wait forever wait for another warp that does so too, so a waiting warp cannot say where the
-// fault lies. Each wait is recorded after a millisecond, and the first wait that lasts Params.timeout_ns
-// aborts the launch. By then every stuck warp has a record, and the abort does not change these records.
+// Most warps that wait forever wait for another warp that is stuck too, so no single warp can tell where the
+// fault is. Each wait is recorded after a millisecond, and the first wait that lasts Params.timeout_ns aborts
+// the launch. By then every stuck warp has a record, and the abort does not change these records.
 // megakernel/runtime/cuda/stall.py reads all records and finds the one wait that the others wait for.
 //
-// Waits occur in many places in the middle of the work, so a record contains only what is at hand there. It
-// is kept in the block's `late`, and the warp reports it at its end.
+// The code that waits writes a short record to the block's array `late` in shared memory: the address of the
+// barrier or counter, and the current instruction. Before a warp ends, it translates its record and writes it
+// to Params.diagnoses.
 #pragma once
 #include "counters.h"
 
 namespace mk {
 
-// Which barrier it is: its purpose, and the slot of its page or instruction.
+// Identifies a barrier of a block: its purpose, and the index of the ring page or instruction slot to which
+// the barrier belongs.
 struct BarrierName {
   Awaited what;
   int32_t slot;
@@ -35,7 +37,7 @@ MK_FN BarrierName name_of(const BlockMemory<Barrier>& block, const Barrier& barr
   return {Awaited::kParted, 0};
 }
 
-// Called by a warp at its end: reports the wait that lasted too long, if any.
+// Called by each warp before it ends. Reports the wait that lasted too long, if the warp has recorded one.
 template <class P>
 MK_FN void report(P& p, const Block<P>& block, const Params& params) {
   p.sync_warp();

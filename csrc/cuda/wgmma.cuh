@@ -1,4 +1,5 @@
-// wgmma: the accumulators of one consumer warp's share of a tile of [128 rows][256 columns].
+// Multiplies matrices with wgmma. The accumulators hold one consumer warp's 16 rows of an output tile of
+// [128 rows][256 columns].
 #pragma once
 #include "tensor_core.h"
 
@@ -10,8 +11,8 @@ namespace mk {
 #define MK_ACC_32(v, i) MK_ACC_8(v, i), MK_ACC_8(v, i + 8), MK_ACC_8(v, i + 16), MK_ACC_8(v, i + 24)
 #define MK_ACC_64(v, i) MK_ACC_32(v, i), MK_ACC_32(v, i + 32)
 
-// v [64 rows][128 columns] += a [64][16] b [128][16] ^T, by the four warps of a warpgroup together;
-// asynchronous.
+// Starts v += a * transpose(b), where v is [64 rows][128 columns], a [64][16] and b [128][16]. The four warps
+// of a warpgroup must call it together. It does not wait for the result.
 __device__ __forceinline__ void multiply_128(float* v, uint64_t a, uint64_t b) {
   asm volatile(
       "{ .reg .pred p; setp.eq.u32 p, 0, 0;"
@@ -29,24 +30,25 @@ __device__ __forceinline__ void multiply_128(float* v, uint64_t a, uint64_t b) {
 #undef MK_ACC_32
 #undef MK_ACC_8
 
-// The results of rows row(0) and row(1): 32 blocks of 8 columns. A lane has one pair of columns of each
-// block.
+// One lane's part of the results. It has two rows, row(0) and row(1). The 256 columns form 32 blocks of 8
+// columns, and the lane has two adjacent columns of each block.
 class Accumulators {
  public:
   static constexpr int kRows = 2, kPairs = 1;
 
   __device__ __forceinline__ explicit Accumulators(int warp) : warp_(warp) {
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_));  // read here: see Device::forget
+    // Reads the lane number again, so that the compiler need not keep it in a register (see Device::forget).
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_));
     MK_UNROLL for (int i = 0; i < 128; ++i) v_[i] = 0.0f;
-    pin();  // the zeros are there before the first step's fence
+    pin();  // makes the compiler write the zeros before the first wgmma.fence
   }
 
   __device__ __forceinline__ int row(int h) const { return warp_ * 16 + fragment_row(lane_, h); }
-  // The column in its block of 8.
+  // The first of the lane's two columns within a block of 8.
   __device__ __forceinline__ int col(int) const { return fragment_col(lane_); }
 
-  // Adds the product of pages a [128 rows][64] and b0, b1 [128 columns][64], without b1 if kHalves is 1. The
-  // tensor cores may read the pages until settle().
+  // Adds the products of page a [128 rows][64] with page b0 [128 columns][64] and, if kHalves is 2, with page
+  // b1, which has the other 128 columns. The tensor cores may read the pages until settle().
   template <int kHalves>
   __device__ __forceinline__ void step(const void* a, const void* b0, const void* b1) {
     const uint64_t at = k_major_descriptor(shared(a) + warp_ / 4 * 64 * kTileRowBytes);
@@ -80,7 +82,8 @@ class Accumulators {
     return out;
   }
 
-  // Waits until all steps but the last `kPending` have read their pages. With 0 the results are complete.
+  // Waits until all steps but the last `kPending` have read their pages. If kPending is 0, the
+  // results are complete after the wait.
   template <int kPending>
   __device__ __forceinline__ void settle() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");

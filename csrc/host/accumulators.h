@@ -1,4 +1,5 @@
-// The host's stand-in for wgmma: a consumer warp's 16 rows of a tile, on pages with the device's layout.
+// The host's replacement for wgmma. It computes a consumer warp's 16 rows of a tile from pages that have the
+// same layout as on the device.
 #pragma once
 #include "../cuda/tensor_core.h"
 

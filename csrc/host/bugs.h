@@ -1,5 +1,6 @@
-// Bugs to plant: each weakens one primitive where one role calls it, so that tests show which check finds the
-// bug. The roles do not know of the bugs.
+// Bugs that tests plant to see which check finds them. Each bug weakens one function of the platform
+// (../cuda/platform.h) when warps of one role, such as the storer, call it. The code of the roles does not
+// change.
 #pragma once
 #include "../cuda/watchdog.h"
 
@@ -9,20 +10,20 @@ enum class Bug : int32_t {
   kNone,
   kDroppedArrival,  // a consumer warp forgets to release a page
   kEarlyRelease,    // the storer frees a page that its store still reads
-  kRelaxedSignal,   // the storer's signals do not release
-  kNoInputFence,    // the input loader loads data it has waited for without a proxy fence
+  kRelaxedSignal,   // the storer signals without release ordering
+  kNoInputFence,    // the input loader uses no proxy fence between waiting for data and loading it
   kNoOutputFence,   // a consumer warp does not fence what it has written
   kWrongPhase,      // a consumer warp waits for the phase before the one it needs
   kEarlySignal,     // the storer signals before its stores have completed
-  kOldMap,          // a block uses a tensor map as it was in the previous launch
-  kOtherScope,      // the storer signals with another scope than that of the waits
+  kOldMap,          // a block uses the stale tensor map of the previous launch
+  kOtherScope,      // the storer's signals have another scope than the waits
   kNeverRetired,    // a consumer warp does not report the end of an instruction
   kLostLoad,        // a load of weights never happens
   kLostInput,       // a load of activations never happens
   kHanging,         // a consumer warp never returns from its arithmetic
-  kLoneRelease,     // a consumer warp releases a page in its own block only
-  kForgottenTwin,   // a block treats a page as free although the other SM's consumers still read it
-  kEarlyEnd,        // a block ends while the other SM may still access it
+  kLoneRelease,     // a consumer warp does not release a page in the worker's other block
+  kForgottenTwin,   // a block reuses a page that consumers on the worker's other SM still read
+  kEarlyEnd,        // a block ends while the worker's other SM may still access it
 };
 
 template <class Base>

@@ -26,7 +26,7 @@ struct Fibre {
   bool begun = false, ended = false, slow = false;
 };
 
-// The fibres that wait for one thing.
+// The list of fibres that wait for the same thing.
 struct Waiters {
   Fibre* first = nullptr;
 };
@@ -39,7 +39,7 @@ class Scheduler {
         stack_count_(fibres) {
     void* memory = mmap(nullptr, kStackBytes * stack_count_, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) throw std::runtime_error("no memory for the stacks of the fibres");
+    if (memory == MAP_FAILED) throw std::runtime_error("cannot allocate memory for the fibres' stacks");
     stacks_ = static_cast<char*>(memory);
   }
   ~Scheduler() { munmap(stacks_, kStackBytes * stack_count_); }
@@ -62,8 +62,8 @@ class Scheduler {
     ++live_;
   }
 
-  // Runs until all fibres have ended. If none can continue, `stuck` may wake some; if it returns false, the
-  // run is abandoned.
+  // Runs until all fibres have ended. If none can continue, it calls `stuck`, which may wake some fibres. If
+  // `stuck` returns false, the run is abandoned.
   bool run(const std::function<bool()>& stuck) {
     while (live_ > 0) {
       const size_t ready = ready_[0].size() + ready_[1].size(), operations = operations_.size();
@@ -90,13 +90,14 @@ class Scheduler {
     return true;
   }
 
-  // Called by the running fibre; others may go first.
+  // Called by the running fibre. With a probability of 1/4, the fibre gives way to the scheduler, which may
+  // run other fibres before it.
   void pause() {
     if (draw(4) != 0) return;
     make_ready(current_);
     leave();
   }
-  // Blocks until the fibre is woken.
+  // Blocks the running fibre until `waiters` is woken.
   void block(Waiters& waiters) {
     current_->waiting = &waiters;
     current_->next = waiters.first;
@@ -120,9 +121,10 @@ class Scheduler {
   void post(std::function<void()> operation) { operations_.push_back(std::move(operation)); }
 
  private:
-  static constexpr size_t kStackBytes = 128 << 10;  // with a guard page at its lower end
+  static constexpr size_t kStackBytes = 128 << 10;  // includes a guard page at the lower end of the stack
 
-  // What the seed makes more likely than the rest.
+  // The kind of schedule, which the seed selects: unbiased, with late or with early asynchronous operations,
+  // or with some slow fibres.
   enum class Bias { kNone, kLateOperations, kEarlyOperations, kSlowFibres };
 
   static void enter(unsigned high, unsigned low) {

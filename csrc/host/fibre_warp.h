@@ -1,6 +1,7 @@
-// The platform (csrc/cuda/platform.h) on fibres, with every rule checked: asynchronous operations complete
-// late, pages are poisoned unless they are full, and only fences order the proxies. Ordering between threads
-// is checked by csrc/host/thread_warp.h; here all stores are visible at once.
+// Implements the platform interface of csrc/cuda/platform.h on fibres (user-space threads) and checks the
+// rules of the interface. Asynchronous operations complete late, free pages contain NaN, and only fences
+// order the generic and the asynchronous proxy. Stores are visible to all warps at once, so memory ordering
+// between threads is checked with csrc/host/thread_warp.h instead.
 #pragma once
 #include <memory>
 #include <set>
@@ -20,7 +21,9 @@ namespace mk {
 
 struct FibreBarrier {
   int arrivals = 0, pending = 0;
-  int own = 0;  // arrivals of the block itself since a page was last released
+  // Only for "empty" barriers of pages: the warps of this block that have released the page since its last
+  // use.
+  int own = 0;
   int64_t bytes = 0;
   uint32_t phase = 0;
   Waiters waiters;
@@ -39,7 +42,7 @@ struct FibreWorld {
     *params.abort = 1;
     scheduler.wake_all();
   }
-  // Gives up the operations that are still outstanding, so that no warp waits for them any longer.
+  // Makes all warps stop waiting for operations that are still outstanding.
   void leave() {
     leaving = true;
     scheduler.wake_all();
@@ -65,7 +68,8 @@ struct FibreBlock {
   Monitor monitor;
   int warps = kWarps;  // warps that have not ended
   std::unordered_set<const TensorMap*> acquired;
-  std::set<std::tuple<const TensorMap*, int, int, int, int>> ahead;  // prefetched but not loaded yet
+  // TMA boxes that were prefetched but not loaded yet.
+  std::set<std::tuple<const TensorMap*, int, int, int, int>> ahead;
 
   struct Meeting {
     int here = 0;
@@ -79,7 +83,7 @@ struct FibreBlock {
     const BarrierName name = name_of(memory, barrier);
     return std::string(kNames[static_cast<int>(name.what)]) + "[" + std::to_string(name.slot) + "]";
   }
-  // Called after an arrival or a load: completes the barrier's phase if it lacks neither arrivals nor bytes.
+  // Called after an arrival or a load. Completes the barrier's phase if no arrivals and no bytes are missing.
   void settle(FibreBarrier& barrier) {
     if (barrier.pending < 0) world.fail(monitor.name() + ": too many arrivals at " + name(barrier));
     if (barrier.pending != 0 || barrier.bytes != 0) return;
@@ -90,8 +94,8 @@ struct FibreBlock {
     if (name.what == Awaited::kReady) monitor.ready(name.slot);
     world.scheduler.wake(barrier.waiters);
   }
-  // `own` means that the arrivals come from a warp of the block itself. When all consumer warps of the block
-  // have released a page, nobody in the block reads it any more.
+  // `own` is true if the arriving warp belongs to this block. When all consumer warps of this block have
+  // released a page, no warp of the block reads the page any more.
   void arrive(FibreBarrier& barrier, int count, bool own) {
     if (warps == 0) world.fail(monitor.name() + ": is accessed after its end");
     if (own && (barrier.own += count) == kConsumerWarps) {
@@ -104,7 +108,7 @@ struct FibreBlock {
     barrier.pending -= count;
     settle(barrier);
   }
-  // The counterpart of `here` in the memory of another SM of the worker.
+  // Returns the counterpart of `here` in the shared memory of SM `sm` of the worker.
   template <class T>
   T& at_sm(int sm, T& here) const {
     const auto offset = reinterpret_cast<char*>(&here) - reinterpret_cast<char*>(&memory);
@@ -146,7 +150,7 @@ class FibreWarp {
       if (world_.leaving) return false;
       sleep(barrier, parity, where);
     }
-    if (warp_ >= kConsumerWarp) unfenced_ = true;  // a consumer warp begins an instruction
+    if (warp_ >= kConsumerWarp) unfenced_ = true;  // the warp's next instruction may store data
     return true;
   }
   void arrive(Barrier& barrier, int count = 1) {
@@ -187,7 +191,7 @@ class FibreWarp {
     if (!block_.ahead.insert({&map, piece, a, b, z}).second) fail("prefetches a page twice");
   }
   void load_bytes(void* to, const void* from, uint32_t bytes, Barrier& barrier) {
-    if (bytes % 16 || reinterpret_cast<uint64_t>(from) % 16) fail("loads bytes that are no multiple of 16");
+    if (bytes % 16 || reinterpret_cast<uint64_t>(from) % 16) fail("has a load that is not 16-byte aligned");
     load(to, bytes, barrier, [=] { memcpy(to, from, bytes); });
   }
   void store_tile(const TensorMap& map, int x, int y, int z, const void* from) {
@@ -265,7 +269,7 @@ class FibreWarp {
   }
 
   void end() { --block_.warps; }
-  // What the warp waits for; empty if it waits for neither a barrier nor a counter.
+  // Describes what the warp waits for. The text is empty if it waits for neither a barrier nor a counter.
   std::string describe() const;
   bool waits_for_counter() const { return waits_for_ != nullptr; }
   // Does what the watchdog does for a waiting warp, except the abort. Called while no fibre runs.
@@ -305,13 +309,14 @@ class FibreWarp {
     }
     while (meeting.times == time) scheduler().block(meeting.waiters);
   }
-  // If this grid lacks some of the ranks, they run on another GPU, so the scope must be the system.
+  // Counters need system scope if this launch runs only some of the ranks, because the other ranks run on
+  // other GPUs.
   void check_scope(Scope scope) {
     const bool alone = world_.params.ranks == world_.params.dims->tp;
     if ((scope == Scope::kGpu) != alone) fail("uses a counter at another scope than the other warps do");
   }
   void check_map(const TensorMap& map) {
-    if (!block_.acquired.contains(&map)) fail("copies by a tensor map that it has not acquired");
+    if (!block_.acquired.contains(&map)) fail("copies through a tensor map that it has not acquired");
   }
   // `into` is the block whose page is loaded; null means the warp's own block.
   void load_at(void* to, const TensorMap& map, const Corner& corner, Barrier& barrier,
@@ -332,7 +337,7 @@ class FibreWarp {
       block->settle(barrier);
     });
   }
-  // Reads the page at some later time, and stores what it read later still.
+  // Schedules two operations: one reads the page, and a later one writes the data to memory.
   template <class F>
   void store(const void* from, F put) {
     block_.check(block_.monitor.store(from, warp_));
@@ -353,7 +358,7 @@ class FibreWarp {
       });
     });
   }
-  // The number of stores in the groups before `end` that have not read their pages yet.
+  // Returns the number of stores in the groups before `end` that have not read their pages yet.
   int unread(int end) const {
     int n = 0;
     for (int i = 0; i < end; ++i) n += groups_[i].unread;
@@ -364,10 +369,11 @@ class FibreWarp {
   FibreWorld& world_;
   const int warp_;
   Waiters own_;
-  std::vector<Group> groups_;  // the last one is open
+  std::vector<Group> groups_;  // the last group is not committed yet
   int storing_ = 0;
-  bool unfenced_ = false;   // whether this instruction may have unfenced stores
-  bool unordered_ = false;  // whether it has waited for counters and not fenced since
+  bool unfenced_ = false;   // whether the warp's instruction may have unfenced stores
+  bool unordered_ = false;  // whether the warp has not fenced since it waited for counters
+
   // What the warp waits for now: a barrier, a counter, or nothing.
   const Barrier* barrier_ = nullptr;
   uint32_t parity_ = 0;

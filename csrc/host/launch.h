@@ -5,7 +5,7 @@
 
 namespace mk {
 
-// A warp of a block, from beginning to end.
+// Runs one warp of a block until it ends.
 template <class P>
 void run_warp(P& p, Block<P>& block, const Params& params, int32_t index) {
   set_up(p, block, params, index);

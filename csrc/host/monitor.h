@@ -1,5 +1,7 @@
-// Checks the life of a block's pages: every page is free, loading, full (an output page may now be written),
-// ready (an output page only), and free again. Only fences order the generic and the asynchronous proxy.
+// Checks that the warps of a block access each page of shared memory only in the right stage. A page is free,
+// loading, full (consumers may read an input page and write an output page), ready (the storer may store an
+// output page), and free again. Also checks that a fence orders generic accesses, made by ordinary
+// instructions, before asynchronous ones, made by bulk copies.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -14,7 +16,8 @@ class Monitor {
  public:
   Monitor(unsigned char* pages, std::string name) : pages_(pages), name_(std::move(name)) { poison_all(); }
 
-  // Each function returns an error, or an empty string. `warp` is the acting warp.
+  // Each of these functions checks an access by warp `warp` and returns an error, or an empty string if the
+  // access is allowed.
   std::string load(const void* at, int warp) {
     const int s = slot(at);
     State& page = state_[s];
@@ -23,7 +26,7 @@ class Monitor {
     page.stage = kLoading;
     page.loader = warp;
     if (const int who = page.reads | page.writes)
-      return tell(warp, "loads without a fence of warp " + std::to_string(__builtin_ctz(who)) + " into", s);
+      return tell(warp, "loads without a fence by warp " + std::to_string(__builtin_ctz(who)) + " into", s);
     return "";
   }
   std::string read(const void* at, int warp, bool generic) {
@@ -41,7 +44,7 @@ class Monitor {
     ++state_[s].storing;
     if (state_[s].stage != kReady) return tell(warp, "stores", s);
     if (const int who = state_[s].writes)
-      return tell(warp, "stores without a fence of warp " + std::to_string(__builtin_ctz(who)), s);
+      return tell(warp, "stores without a fence by warp " + std::to_string(__builtin_ctz(who)), s);
     return "";
   }
   void stored(const void* at) { --state_[slot(at)].storing; }
@@ -51,7 +54,7 @@ class Monitor {
 
   void filled(int s) { state_[s].stage = kFull; }
   void ready(int s) { state_[s].stage = kReady; }
-  // Called when all consumer warps of the block, or the storer for them, have released the page.
+  // Called when a page is released: by all consumer warps of the block, or by the storer on their behalf.
   std::string emptied(int s) {
     State& page = state_[s];
     std::string wrong;
@@ -59,7 +62,7 @@ class Monitor {
     if (page.storing > 0) wrong = tell(-1, "has released, while a store still reads it,", s);
     page.stage = kFree;
     page.loader = -1;
-    memset(pages_ + s * kPageBytes, 0xFF, kPageBytes);  // NaN in either format
+    memset(pages_ + s * kPageBytes, 0xFF, kPageBytes);  // NaN both as bf16 and as float32
     return wrong;
   }
   const std::string& name() const { return name_; }
@@ -68,8 +71,8 @@ class Monitor {
   enum Stage { kFree, kLoading, kFull, kReady };
   struct State {
     Stage stage = kFree;
-    int loader = -1, reads = 0, writes = 0;  // bits of the warps with unfenced generic accesses
-    int storing = 0;                         // stores that have not read it yet
+    int loader = -1, reads = 0, writes = 0;  // reads, writes: masks of warps with unfenced generic accesses
+    int storing = 0;                         // number of stores that have not read the page yet
   };
 
   int slot(const void* at) const {

@@ -40,7 +40,7 @@ class Launch {
     }
   }
 
-  // The failure, with the seed that repeats it; empty if there is none.
+  // Returns the failure, with the seed that reproduces it, or an empty string if nothing failed.
   std::string run() {
     if (!world_.scheduler.run([this] { return stuck(); })) world_.wrong += "\nand an abort did not end it";
     for (const FibreBlock& block : blocks_) {
@@ -51,8 +51,10 @@ class Launch {
   }
 
  private:
-  // Called when no fibre can continue. The watchdogs record the waits and end the launch; the message names
-  // some of the waits, counters first. If that is not enough, the remaining warps leave.
+  // Called when no fibre can continue; returns whether to resume the fibres. The first call does what the
+  // watchdogs would do: it records all waits and aborts the launch. The failure message lists up to
+  // kReportedWaits waits, those for counters first. If some fibres still wait after the abort, the second
+  // call makes them stop waiting. A third call returns false.
   bool stuck() {
     if (world_.leaving) return false;
     if (*world_.params.abort) {
@@ -98,9 +100,11 @@ __attribute__((visibility("default"))) int32_t mk_protocol_run(const mk::Params*
   return wrong.empty();
 }
 
-// Writes the boxes of a record's pages, as rows of twelve numbers: page, fill, pieces, buffer, x, y, z, place
-// in the page, bytes, item, whole, how many columns ahead a page is prefetched meanwhile. Returns the number
-// of rows; a page without boxes has a row with 0 bytes.
+// Lists the copies that fill the pages of an instruction, given by its record. Each copy is a row of twelve
+// numbers: the page's number; `fill`, `pieces` and `buffer` of PageUse; the coordinates x, y and z; the byte
+// offset in the page; the size in bytes; `item` and `whole` of PageUse; and the result of ahead_cols if a
+// prefetch follows the copy, otherwise 0. Returns the number of rows. A page without copies has one row of 0
+// bytes.
 __attribute__((visibility("default"))) int32_t mk_protocol_plan(const mk::Dims* dims, const mk::Phase* phases,
                                                                 const int32_t* step_words,
                                                                 const int32_t* record, int32_t layer,

@@ -9,14 +9,16 @@ namespace mk {
 
 constexpr int kMapDimensions = 5;
 
-// Inner dimension first. Missing dimensions have sizes and boxes of 1.
+// A tensor map on the host. Dimension 0 is the innermost. Unused dimensions have size 1 and box size 1.
 struct HostMap {
   char* base;
   int64_t strides[kMapDimensions];  // bytes
   int32_t sizes[kMapDimensions], box[kMapDimensions];
   int32_t item;      // bytes of an element: 2, or 4 for float32
-  int32_t swizzled;  // 1: rows of a box, which have 128 bytes, lie in the 128-byte swizzle
-  int32_t shared;    // 1: a box may include data that others are storing and that its loader does not use
+  int32_t swizzled;  // 1: rows of a box have 128 bytes and use the 128-byte swizzle
+
+  // 1: while a box is loaded, other warps may store to parts of it that the loading warp does not use
+  int32_t shared;
 
   uint32_t bytes() const {
     int32_t n = item;
@@ -37,9 +39,8 @@ inline HostMap host_map(const TensorMap& map) {
   return out;
 }
 
-// Calls f(address in memory, address in the page) for each element of a box. Elements have type T. The
-// address in memory is null outside the tensor. It works element by element so that a race detector sees each
-// one.
+// Calls f(address in memory, address in the page) for each element, of type T, of a box. The address in
+// memory is null outside the tensor. Elements are copied one by one so that a race detector sees each access.
 template <class T, class F>
 inline void for_elements(void* page, const HostMap& map, const Corner& corner, F&& f) {
   const int elements = static_cast<int>(map.bytes()) / map.item;

@@ -1,6 +1,7 @@
-// The platform (csrc/cuda/platform.h) on operating system threads, one per warp, with exactly the orderings
-// that the contract states. A race detector then finds where the roles rely on an ordering that they did not
-// request. Bulk copies happen at once, element by element; csrc/host/fibre_warp.h varies their timing.
+// Implements the platform interface of csrc/cuda/platform.h on operating system threads, one per warp, with
+// exactly the memory orderings that the interface states. So a race detector finds code that relies on an
+// ordering which it did not request. Bulk copies happen at once, element by element; csrc/host/fibre_warp.h
+// varies their timing.
 #pragma once
 #include <sched.h>
 
@@ -12,22 +13,22 @@
 #include "tensor_map.h"
 
 extern "C" {
-// Tells the race detector about reads that are meant to race.
+// Between Begin and End, the race detector ignores the calling thread's reads, which race on purpose.
 void AnnotateIgnoreReadsBegin(const char* file, int line);
 void AnnotateIgnoreReadsEnd(const char* file, int line);
 }
 
 namespace mk {
 
-// A barrier's state in one word: the arrivals (16 bits) and bytes (32 bits) that the current phase lacks, and
-// the phase's number (16 bits).
+// A barrier whose state is one 64-bit word: the arrivals (16 bits) and bytes (32 bits) that the current phase
+// lacks, and the phase's number (16 bits).
 class ThreadBarrier {
  public:
   void init(int arrivals) {
     arrivals_ = arrivals;
     state_.store(static_cast<uint64_t>(arrivals) << 48, std::memory_order_relaxed);
   }
-  // Counts arrivals, adds `bytes` to those that the phase lacks, and releases.
+  // Counts arrivals and adds `bytes` to the bytes that the phase lacks, with release ordering.
   void change(int arrivals, int64_t bytes) {
     uint64_t seen = state_.load(std::memory_order_relaxed), next;
     do {
@@ -35,7 +36,7 @@ class ThreadBarrier {
       if (next >> 16 == 0) next = static_cast<uint64_t>(arrivals_) << 48 | ((seen + 1) & 0xFFFF);
     } while (!state_.compare_exchange_weak(seen, next, std::memory_order_release, std::memory_order_relaxed));
   }
-  // Acquires if it returns true.
+  // Whether the phase with this parity has completed. If so, the call has acquire ordering.
   bool passed(uint32_t parity) const { return (state_.load(std::memory_order_acquire) & 1) != parity; }
 
  private:
@@ -53,8 +54,9 @@ class ThreadWarp {
   using Accumulators = HostAccumulators;
   static constexpr int kLanes = 1, kTrace = 0;
 
-  // `sms` lists the memory of the worker's blocks. `first` belongs to the worker's first block, where the
-  // warps of all its blocks meet; `block` belongs to the warp's own.
+  // `sms` lists the shared memory of the worker's blocks, one per SM. `block` has the barriers of this warp's
+  // block, and `first` has those of the worker's first block. All warps of the worker meet at the barrier
+  // first.all.
   ThreadWarp(const Params& params, BlockMemory<Barrier>* const* sms, ThreadBlock& first, ThreadBlock& block,
              int sm, int warp)
       : params_(params), sms_(sms), memory_(*sms[sm]), first_(first), block_(block), warp_(warp) {}
@@ -174,8 +176,8 @@ class ThreadWarp {
     if (host.shared) AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
     barrier.change(0, -static_cast<int64_t>(host.bytes()));
   }
-  // Polls, and yields the core between attempts. Returns false once the launch is aborted, by others or
-  // because this wait took too long. `note` describes the wait.
+  // Calls `held` until it returns true, and yields the core between calls. Returns false if the launch is
+  // aborted, by another warp or because this wait takes too long. `note` describes the wait.
   template <class Held>
   bool spin(Held held, const Late& note) {
     const auto begin = Clock::now();

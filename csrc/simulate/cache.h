@@ -8,11 +8,11 @@
 
 namespace mk::simulate {
 
-// An entry is evicted when more bytes than the cache holds have been filled since the entry was last used.
-// `filled` is the number of bytes filled so far.
+// An entry is evicted when, since its last use, more bytes have entered the cache than the cache holds.
+// `filled` is the number of bytes that have entered the cache so far.
 class Cache {
  public:
-  // `sizes` are the bytes of each entry; entries below `layered` have different contents in each layer.
+  // `sizes` has the size of each entry in bytes. Entries [0, layered) have different contents in each layer.
   Cache(double capacity, const double* sizes, int32_t pieces, int32_t layered)
       : capacity_(capacity), sizes_(sizes), layered_(layered), entries_(pieces) {}
 
@@ -29,15 +29,15 @@ class Cache {
     return missing;
   }
 
-  // A store puts bytes of an entry into the cache.
+  // Models a store: `bytes` more bytes of the entry are now in the cache.
   void write(int32_t piece, double bytes, double filled) {
     Entry& e = touch(piece, filled);
     e.bytes = std::min(sizes_[piece], e.bytes + bytes);
     e.dirty = true;
   }
 
-  // The bytes of stored entries that were evicted since the last call; an eviction is noticed at the next use
-  // of the entry.
+  // Returns the number of bytes of stored entries that were evicted since the last call. An eviction is
+  // noticed only at the next use of the entry.
   double take_written_back() { return std::exchange(written_back_, 0.0); }
 
  private:

@@ -1,4 +1,4 @@
-// Checks that a program names only what exists, before any code uses its numbers as indices.
+// Checks that all indices and ranges in a program are within bounds, before any code uses them.
 #pragma once
 #include <stdint.h>
 
@@ -25,8 +25,8 @@ inline bool is_sound(const Program& p, const Task& t) {
          is_range(t.first_signal, t.end_signal, p.signal_count);
 }
 
-// Whether the tasks of a record signal only blocks of counters that exist. A record may signal the
-// next block only if its list runs once per layer (the body and the queues).
+// Whether the tasks of a record signal only counter blocks that exist. Only records of the body and of the
+// queues, which run once per layer, may signal the counter block of the next layer.
 inline bool has_blocks(const Program& p, int list, const Record& r) {
   if (list == kBody || list == kQueues) return true;
   for (int32_t s = p.tasks[r.first_task].first_signal; s < p.tasks[r.end_task - 1].end_signal; ++s)

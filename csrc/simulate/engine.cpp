@@ -1,13 +1,13 @@
-// The event simulation: workers with a controller, two loaders, consumers and a storer, each of which
-// processes the worker's tasks in order.
+// The event simulation. Each worker has a controller, two loaders, consumers and a storer, and each of these
+// processes the worker's tasks in order. Loaded data goes into the worker's ring buffer of pages, the ring.
 //
-//   controller     sets a task up if fewer than `in_flight` tasks are between set-up and the end of their
+//   controller     sets up a task if fewer than `in_flight` tasks are between set-up and the end of their
 //                  store
-//   weight loader  loads the head of a task, as far as the ring has room: its weights, and its inputs if its
-//                  counters are satisfied; also prefetches some of the following weights into the cache
-//   input loader   waits for the counters, then loads the rest: the body
-//   consumers      compute once the first bytes have arrived, and no faster than bytes arrive
-//   storer         stores, here and on other ranks; then the task's signals are sent
+//   weight loader  loads the head of a task, the data for which the ring has room: weights, and also inputs
+//                  if the task's counters are satisfied; then prefetches some later weights into the cache
+//   input loader   waits for the task's counters, then loads the remaining data, the body of the task
+//   consumers      start to compute when the first bytes arrive, and compute no faster than bytes arrive
+//   storer         stores the output on this rank and on others, after which the task's signals are sent
 #include <algorithm>
 #include <new>
 #include <queue>
@@ -72,7 +72,7 @@ class Engine {
         store_part_ended(workers_[links_.pop(now_)]);
       } else if (source) {
         const int32_t who = source->pop(now_);
-        if (who < 0) continue;  // bytes written back: nobody waits for them
+        if (who < 0) continue;  // these bytes were written back, and nobody waits for them
         flow_ended(workers_[who / kParts], who % kParts);
       } else {
         const Event e = events_.top();
@@ -98,58 +98,63 @@ class Engine {
   }
 
  private:
-  static constexpr int kDepth = 8;                 // at least in_flight + 1
+  static constexpr int kDepth = 8;                 // length of `runs`: at least in_flight + 1
   enum Part { kHead, kBodyPart, kAhead, kParts };  // of a load
 
-  // One task on its way through a worker. Times that are still unknown are kNever.
+  // A task that a worker executes, and the times of its stages. Times that are still unknown are kNever.
   struct Run {
     int32_t record = 0, layer = 0, segment = 0;
     const Task* task = nullptr;
-    double fetched = 0.0;  // set up
+    double fetched = 0.0;  // when the task has been set up
     double head_begin = 0.0, head_end = kNever, ready = kNever;
     double body_begin = kNever, body_end = kNever;
-    // when the body's last loads begin: those that the ring holds once all have been requested
+    // When the last part of the body begins to load. The last part has the bytes that are still in the ring
+    // when the task requests its last page.
     double last_begin = kNever;
     double begin = kNever, end = kNever;
     double store_begin = 0.0;
-    double rest = 0.0, rest_missing = 0.0;  // bytes still to be loaded, and those of them that miss the cache
+    double rest = 0.0, rest_missing = 0.0;  // bytes still to be loaded; how many of them are not in the cache
     double ahead = 0.0;  // bytes of rest_missing that are prefetched into the cache before the ring has room
-    int32_t slot = 0;    // the last satisfied wait word
-    bool read_ahead = false;  // its head also contains inputs
+    int32_t slot = 0;    // index of the wait word that was satisfied last
+    bool read_ahead = false;  // whether the task's head also contains inputs
     bool began = false;
   };
 
   struct Worker {
     int32_t stream = 0, rank = 0;
-    // Tasks completed so far by each role; those between two counts are under way.
+    // Numbers of tasks: that have been set up, whose head has begun to load, and that have been loaded,
+    // computed and stored.
     int64_t fetched = 0, headed = 0, loaded = 0, computed = 0, stored = 0;
     bool fetching = false, ended = false;
     double fetch_free = 0.0;
-    // The head (the first loads) of the next task: since when it has waited for pages, when it begins, and
-    // the fraction of the task's loads for which the ring has room.
+    // The next task's head, its first loads: when it began to wait for pages, when it will begin to load, and
+    // which fraction of the task's loads fits into the ring.
     double head_asked = kNever, head_due = kNever, head_part = 0.0;
     bool storing = false;
-    int flows[kParts] = {}, store_flows = 0;  // under way: by part of a load; of the store
-    int64_t ahead = 0;                        // the task whose weights the cache prefetches
-    bool body_joins = false;                  // whether that task's body waits for the prefetch
-    // the position in the stream
+    // flows: number of loads in progress, for each part; store_flows: number of store transfers in progress
+    int flows[kParts] = {}, store_flows = 0;
+    int64_t ahead = 0;        // the task whose weights are prefetched into the cache
+    bool body_joins = false;  // whether the body of task `ahead` waits for the prefetch
+
+    // the worker's position in its stream
     int32_t segment = 0, layer = 0, record = 0, task = 0, task_end = 0, current = -1;
     // waiting
-    int32_t wait = 0;  // the next one of run(loaded); -1: none left
+    int32_t wait = 0;  // index of the next wait of run(loaded); -1 if none is left
     Worker* next_waiter = nullptr;
-    double compute_end = 0.0;  // of the last task
+    double compute_end = 0.0;  // when the last computation ended
     Run runs[kDepth];
     Run& run(int64_t n) { return runs[n % kDepth]; }
   };
 
   struct Counter {
-    int64_t left = 0;  // 64 bits, because a program may state any total and have more arrivals than that
+    // Arrivals still missing. 64 bits avoid overflow: a faulty program may have more arrivals than its total.
+    int64_t left = 0;
     Worker* waiter = nullptr;
-    double met = 0.0;  // when its last arrival becomes visible
+    double met = 0.0;  // when the counter's last arrival becomes visible
   };
 
   struct Rank {
-    Shared memory, cached;  // the rates of memory and of the cache
+    Shared memory, cached;  // the bandwidths of memory and of the cache
     Cache cache;
     double stored = 0.0;  // bytes
     double filled(double now) const { return memory.delivered(now) + stored; }
@@ -158,7 +163,7 @@ class Engine {
   using Then = void (Engine::*)(Worker&);
   struct Event {
     double time;
-    int64_t number;  // orders events with equal times by creation
+    int64_t number;  // events with equal times happen in the order of their creation
     Then then;
     Worker* worker;
     bool operator<(const Event& o) const { return time > o.time || (time == o.time && number > o.number); }
@@ -189,7 +194,8 @@ class Engine {
     return true;
   }
 
-  // Takes the next task.
+  // Takes the worker's next task. If the worker's record is a DRAIN, which executes the records of a queue,
+  // first claims one of these records, as long as any is left.
   Run& take(Worker& w) {
     if (w.task == w.task_end) {
       w.current = w.record;
@@ -211,16 +217,16 @@ class Engine {
   // Whether the worker's next task comes from a queue.
   bool claims(Worker& w) const { return seek(w) && w.task == w.task_end && p_.records[w.record].queue >= 0; }
 
-  // The fraction of a task's loads that the ring holds, beside the task's outputs, when the last page has
-  // been requested.
+  // Returns the fraction of a task's loads that is in the ring when the task's last page has been requested.
+  // The ring also has to hold the task's outputs.
   double kept(const Task& task) const {
     const double ring = c_.ring_bytes - task.held_bytes - task.output_bytes;
     return task.ring_bytes <= ring ? 1.0 : std::max(0.0, ring / task.ring_bytes);
   }
 
-  // The time at which all loads of the task that was set up last have been requested: its waits are
-  // satisfied, its earlier pages have been used, and the ring holds the rest. kNever if this time is not
-  // known yet.
+  // Returns the time at which the latest task that was set up has requested all its loads. By then its waits
+  // are satisfied, and its computation has released so many pages that the ring has room for its remaining
+  // loads. Returns kNever if this time is not known yet.
   double asked_for(Worker& w) const {
     const Run& run = w.run(w.fetched - 1);
     const double kept = this->kept(*run.task);
@@ -261,8 +267,9 @@ class Engine {
 
   // -- loaders
 
-  // The room in the ring for task n once the present task has released its pages. If the present task has
-  // arrived completely, it releases its pages gradually, and `leaving` is their size.
+  // Returns the bytes of the ring that task n can use. They include the pages of the task that is being
+  // computed, if that task has been loaded completely; it releases its pages gradually. `leaving` is set to
+  // the size of those pages, otherwise to 0.
   double room(Worker& w, int64_t n, double& leaving) const {
     double bytes = c_.ring_bytes;
     leaving = 0.0;
@@ -279,9 +286,9 @@ class Engine {
     return bytes;
   }
 
-  // Determines when the next task's head begins: as soon as there is room behind the pages of earlier tasks.
+  // Determines when the next task's head begins to load: as soon as earlier tasks leave room in the ring.
   void load(Worker& w) {
-    if (w.headed == w.fetched || w.flows[kHead] + w.flows[kBodyPart] > 0) return;  // loads arrive in order
+    if (w.headed == w.fetched || w.flows[kHead] + w.flows[kBodyPart] > 0) return;  // earlier loads go first
     const Run& run = w.run(w.headed);
     const Task& task = *run.task;
     double from = std::max(now_, run.fetched), room = task.ring_bytes;
@@ -302,8 +309,8 @@ class Engine {
     at(from, &Engine::begin_head, w);
   }
 
-  // Starts the flows of the head or the body of a load; `missing` of its bytes come from memory, and all pass
-  // through the cache.
+  // Starts to load `bytes` bytes as one part of a task, its head or its body. All of them pass through the
+  // cache, and `missing` of them come from memory.
   void flow(Worker& w, int part, double bytes, double missing) {
     ranks_[w.rank].cached.add(now_, bytes, kParts * w.stream + part);
     ++w.flows[part];
@@ -313,7 +320,7 @@ class Engine {
     }
   }
 
-  // The bytes of a read that are not in the cache.
+  // Reads an entry of the cache and returns how many bytes were not in it.
   double missing(const Worker& w, int32_t key, int32_t layer, double bytes) {
     if (key < 0) return bytes;
     Rank& rank = ranks_[w.rank];
@@ -327,7 +334,7 @@ class Engine {
   }
 
   void begin_head(Worker& w) {
-    if (w.head_due > now_) return;  // it has already begun
+    if (w.head_due > now_) return;  // the head has already begun to load
     w.head_due = kNever;
     Run& run = w.run(w.headed++);
     record(w, run, Role::LOADER, IntervalKind::PAGE_WAIT, w.head_asked, now_);
@@ -338,7 +345,9 @@ class Engine {
     run.rest_missing = missing(w, task.weight_key, run.layer, run.rest);
     const int64_t number = w.headed;
     if (w.loaded + 1 == w.headed) begin_waits(w);
-    if (w.headed > number || run.body_begin != kNever) return load(w);  // the body loads everything
+    // If begin_waits() has begun the task's body, the body loads everything, and nothing is left for the
+    // head.
+    if (w.headed > number || run.body_begin != kNever) return load(w);
     if (w.loaded + 1 == number && met(w) && task.ring_bytes > 0) {
       add_reads(w);
       run.read_ahead = true;
@@ -348,8 +357,9 @@ class Engine {
     load_rest(w, run, kHead, w.head_part);
   }
 
-  // The head of a task has arrived. For each page of the head, the loader has also prefetched the page
-  // `ahead_bytes` further on into the cache, unless the ring had room for that page.
+  // Called when the head of a task has arrived. Starts to prefetch weights of the task into the cache. For
+  // each page of the head, the loader also prefetches the page that is `ahead_bytes` further on, unless the
+  // ring has room for that page.
   void begin_ahead(Worker& w, int64_t task_number) {
     Run& run = w.run(task_number);
     const Task& task = *run.task;
@@ -364,7 +374,7 @@ class Engine {
     ranks_[w.rank].memory.add(now_, run.ahead, kParts * w.stream + kAhead);
   }
 
-  // Adds the inputs of run(loaded) to what this task still has to load.
+  // Adds the inputs of run(loaded) to the bytes that this task still has to load.
   void add_reads(Worker& w) {
     Run& run = w.run(w.loaded);
     const Task& task = *run.task;
@@ -373,16 +383,16 @@ class Engine {
     run.rest_missing += missing(w, task.read_key, run.layer, task.read_bytes);
   }
 
-  // The input loader reaches run(loaded), whose head has begun.
+  // Called when the input loader reaches run(loaded), whose head has begun to load. Begins the task's waits.
   void begin_waits(Worker& w) {
     w.wait = w.run(w.loaded).task->first_wait;
     wait_on(w);
   }
 
-  // Whether the head of run(loaded) has begun and its waits are satisfied.
+  // Whether the head of run(loaded) has begun to load and this task's waits are satisfied.
   bool met(Worker& w) const { return w.loaded < w.headed && w.wait < 0 && w.run(w.loaded).ready <= now_; }
 
-  // Continues through the task's waits from `w.wait`; stops at the first that is not satisfied.
+  // Goes through the waits of run(loaded) from `w.wait` on, and stops at the first that is not satisfied.
   void wait_on(Worker& w) {
     Run& run = w.run(w.loaded);
     for (; w.wait < run.task->end_wait; ++w.wait) {
@@ -420,8 +430,8 @@ class Engine {
       ++w.flows[kBodyPart];
     }
     add_reads(w);
-    // If the next task is claimed during this one, the time at which the last pages are requested matters, so
-    // the last part is loaded separately.
+    // If the next task comes from a queue, it is claimed when this task has requested its last pages. To know
+    // that time, the last part is loaded separately.
     const bool before_claim = c_.claim_in_flight > 1 && w.loaded + 1 == w.fetched && claims(w);
     const double last = before_claim ? kept(task) * (task.weight_bytes + task.read_bytes) : run.rest;
     if (run.rest <= last) run.last_begin = now_;
@@ -446,7 +456,8 @@ class Engine {
     schedule(now_ + task.ask_s * bytes / (task.weight_bytes + task.read_bytes),
              part == kHead ? &Engine::asked_head : &Engine::asked_body, w);
   }
-  // Requesting takes time too.
+  // These events mean that all requests of a load have been issued, which takes time too. A load ends only
+  // after this.
   void asked_head(Worker& w) { flow_ended(w, kHead); }
   void asked_body(Worker& w) { flow_ended(w, kBodyPart); }
 
@@ -475,13 +486,14 @@ class Engine {
     loaded(w);
   }
 
-  // Checks whether run(loaded) has arrived completely.
+  // If run(loaded) has been loaded completely, goes on to the next task.
   void loaded(Worker& w) {
     Run& run = w.run(w.loaded);
     if (run.head_end == kNever || run.body_end == kNever) return;
     record(w, run, Role::LOADER, IntervalKind::LOAD, run.head_begin, run.head_end);
     record(w, run, Role::LOADER, IntervalKind::LOAD, run.body_begin, run.body_end);
-    const bool next = ++w.loaded < w.headed;  // otherwise its head must still begin, and its waits with it
+    // If the head of the next task has not begun yet, begin_head() will begin the task's waits.
+    const bool next = ++w.loaded < w.headed;
     if (run.began) decide_end(w);
     if (next) begin_waits(w);
     load(w);
@@ -489,7 +501,7 @@ class Engine {
 
   // -- consumers
 
-  // Begins the oldest task that is not computed, if its first bytes have arrived.
+  // Begins to compute the oldest task that is not computed yet, when its first bytes arrive.
   void begin_compute(Worker& w) {
     Run& run = w.run(w.computed);
     if (w.computed == w.headed || run.body_begin == kNever || run.begin != kNever) return;
@@ -510,7 +522,7 @@ class Engine {
     if (w.loaded > w.computed) decide_end(w);
   }
 
-  // The task is computed and loaded: determines when both end.
+  // Called when a task is being computed and all its loads have ended. Determines when its computation ends.
   void decide_end(Worker& w) {
     Run& run = w.run(w.computed);
     const Task& task = *run.task;
@@ -542,7 +554,7 @@ class Engine {
     load(w);
   }
 
-  // The value for a run's segment.
+  // Returns the argument that belongs to the segment of `run`.
   static int32_t by_segment(const Run& run, int32_t prologue, int32_t body, int32_t epilogue) {
     return run.segment == kPrologue ? prologue : run.segment == kBody ? body : epilogue;
   }
@@ -576,7 +588,7 @@ class Engine {
 
   void store_part_ended(Worker& w) {
     if (--w.store_flows > 0) return;
-    // a copy, because its place may be reused when a signal lets this worker continue
+    // This is a copy, because a signal may let this worker continue and overwrite the element of `runs`.
     const Run run = w.run(w.stored);
     record(w, run, Role::STORER, IntervalKind::STORE, run.store_begin, now_);
     w.storing = false;
@@ -618,7 +630,8 @@ class Engine {
     counter.waiter = nullptr;
   }
 
-  // The counter block in which a run waits; it signals there or in the next.
+  // Returns the index of the counter block in which a run waits. The run signals in this block or in the next
+  // one.
   int32_t block(const Run& run) const { return by_segment(run, 0, run.layer, p_.layers); }
   Counter& counter(int32_t rank, int32_t block, int32_t index) {
     return counters_[(static_cast<int64_t>(block) * p_.ranks + rank) * p_.counters + index];
@@ -666,8 +679,8 @@ class Engine {
 }  // namespace
 }  // namespace mk::simulate
 
-// Runs a program. `intervals` receives up to `most` trace records, if not null. Returns 0, or -1 if memory
-// runs out, or -2 if the program names something that does not exist. scheduler/simulate/native.py loads it.
+// Simulates a program, for scheduler/simulate/native.py. Unless `intervals` is null, it receives up to `most`
+// trace records. Returns 0, or -1 if memory runs out, or -2 if an index in the program is out of bounds.
 MK_API int32_t mk_simulate(const mk::simulate::Program* program, const mk::simulate::Costs* costs,
                            const mk::simulate::Stall* stall, mk::Interval* intervals, int64_t most,
                            mk::simulate::Result* result) {

@@ -1,5 +1,5 @@
-// Shared rates as fluids: all users of a rate get an equal share, and what one leaves unused is available to
-// the others.
+// A fluid model of bandwidth that several transfers share. All transfers get equal shares, and bandwidth that
+// one transfer leaves unused goes to the others.
 #pragma once
 #include <stdint.h>
 
@@ -12,20 +12,20 @@ namespace mk::simulate {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// Flows of equal speed. One counter measures the progress of all: `v_` is the number of bytes that a flow
-// present from the start would have received, so a flow of n bytes ends when v_ has grown by n.
+// Flows of equal speed. One counter measures the progress of all flows: `v_` is the number of bytes that a
+// flow present from the start would have received, so a flow of n bytes ends when v_ has grown by n.
 class Flows {
  public:
   bool empty() const { return heap_.empty(); }
   int64_t count() const { return static_cast<int64_t>(heap_.size()); }
-  // The time at which the first flow ends at the present speed.
+  // Returns the time at which the first flow ends at the present speed.
   double next() const { return next_; }
   void add(double now, double bytes, int32_t who) {
     advance(now);
     heap_.push({v_ + bytes, who});
     look_ahead();
   }
-  // The flow that ends at `now`.
+  // Removes the flow that ends at `now` and returns its `who`.
   int32_t pop(double now) {
     advance(now);
     const auto [end, who] = heap_.top();
@@ -40,7 +40,7 @@ class Flows {
     look_ahead();
   }
   double speed() const { return speed_; }
-  // The bytes that all flows have received by `now`.
+  // Returns the bytes that all flows together have received by `now`.
   double delivered(double now) const {
     return delivered_ + (now - at_) * speed_ * static_cast<double>(heap_.size());
   }
@@ -138,7 +138,7 @@ class Links {
  private:
   // The flows from one rank to another, which all have the same speed.
   struct Pair {
-    int out, in;  // the places that they pass, besides the switch
+    int out, in;  // the sender's port and the receiver's port
     Flows flows;
   };
 
@@ -149,7 +149,7 @@ class Links {
   }
 
   // Water-filling: all flows speed up together until a port or the switch is full or the speed reaches the
-  // cap. The flows of a full place stay at that speed, and the others continue.
+  // cap. Flows that pass a full port or switch stay at that speed, and the others continue to speed up.
   void share() {
     double room[kMostPlaces], flows[kMostPlaces];
     std::fill_n(room, switch_, port_);
@@ -192,7 +192,7 @@ class Links {
   bool stale_ = false;
   double passing_[kMostPlaces] = {};  // flows through each place
   std::vector<Pair> pairs_;           // [from][to]
-  std::vector<Pair*> used_, rising_;  // pairs with flows; pairs that have not reached their speed yet
+  std::vector<Pair*> used_, rising_;  // pairs with flows; pairs that still speed up in share()
 };
 
 }  // namespace mk::simulate

@@ -1,4 +1,4 @@
-// Checks that a graph and a step name only what exists, before any code uses their numbers as indices.
+// Checks that all indices in a graph and in a step are within bounds, before any code uses them.
 #pragma once
 #include <stdint.h>
 
@@ -33,7 +33,7 @@ inline bool are_rows(const Graph& graph, int64_t n, const int32_t* rows) {
 }
 
 inline bool is_sound(const Graph& graph, const Step& step) {
-  // The body's runs are alike, so the first represents all.
+  // The body runs once per layer, each time with the same number of events. Run 1 represents all these runs.
   const auto events = [&](int32_t segment) {
     const int32_t run = segment == 2 ? graph.runs - 1 : segment;
     return graph.first[run + 1] - graph.first[run];

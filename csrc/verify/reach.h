@@ -1,7 +1,7 @@
-// Decides which pairs of events of an acyclic graph are ordered. An event begins and ends. A counter gets its
-// arrival when the event that signals it ends; an event begins after the counters that it waits for are
-// complete. Successive events of a stream begin in order and end in order, but the second may begin before
-// the first ends.
+// Decides which pairs of events of an acyclic graph are ordered. An event has a beginning and an
+// end. It signals counters at its end, and it begins after the counters that it waits for are complete.
+// Successive events of a stream begin in order and end in order, but the second may begin before the first
+// ends.
 #pragma once
 #include <stdint.h>
 
@@ -16,7 +16,7 @@
 
 namespace mk::verify {
 
-// The values of items 0 to n - 1, listed by group; within a group, items are in ascending order.
+// The values of items 0 to n - 1, sorted by group. Within a group, items are in ascending order.
 template <class T>
 class Groups {
  public:
@@ -79,9 +79,10 @@ class Reach {
     }
   }
 
-  // The indices of the pairs that nothing orders, ascending. Hundreds of tiles signal one counter, so the
-  // search first starts at the counter that stands in for the earlier row. Without a path from the counter
-  // there may be another path, so the search is then repeated from the row itself.
+  // Returns, in ascending order, the indices of the pairs that nothing orders. Each search follows paths in
+  // the graph to the later row of a pair. It first starts at a counter that the earlier row signals: hundreds
+  // of rows share one counter, so this needs fewer searches. If it finds no path, the search is repeated from
+  // the earlier row itself.
   std::vector<int64_t> unordered(const std::vector<Pair>& pairs) const {
     std::vector<int64_t> which(pairs.size());
     std::iota(which.begin(), which.end(), 0);
@@ -90,21 +91,22 @@ class Reach {
   }
 
  private:
-  static constexpr int kWords = 8;  // 64-bit words of sources in one sweep
+  static constexpr int kWords = 8;  // one sweep follows 64 * kWords sources, with one bit for each
   static constexpr int kBits = 64 * kWords;
 
-  // Does the event at position `later` follow the sweep's source number `bit`? `index` is that of the pair.
+  // The question whether the event at position `later` follows source number `bit` of the sweep. It is asked
+  // for pair `index`.
   struct Question {
     int64_t index;
     int32_t later, bit;
   };
 
-  // The indices i in `which` of the pairs whose later event does not follow the event at position source(i).
-  // Ascending.
+  // Returns, in ascending order, those indices i in `which` for which the later event of pairs[i] does not
+  // follow the event at position source(i).
   template <class Source>
   std::vector<int64_t> sweep_all(const std::vector<Pair>& pairs, const std::vector<int64_t>& which,
                                  Source source) const {
-    // Numbers the sources in topological order and deals the pairs to chunks of kBits sources.
+    // Numbers the sources in topological order, and groups the pairs by chunks of kBits sources.
     std::vector<int32_t> number(rows_, -1);
     for (int64_t i : which) number[source(i)] = 0;
     std::vector<int32_t> sources;
@@ -121,7 +123,7 @@ class Reach {
           return Question{i, position_[pairs[i].later], number[source(i)] % kBits};
         });
 
-    // Each thread takes every n-th chunk.
+    // With n threads, each thread takes every n-th chunk.
     const size_t threads = std::min<size_t>(chunks, std::max(1u, std::thread::hardware_concurrency()));
     const auto work = [&](size_t first) {
       std::vector<int64_t> missed;
@@ -141,10 +143,11 @@ class Reach {
     return out;
   }
 
-  // For each row from the first source to the last row in question, and for each source, computes two bits:
-  // whether the source has certainly ended when the row begins, and whether it has certainly begun. Sources
-  // that have begun before a row have ended when the row ends and signals its counter, so the row's second
-  // bit becomes the counter's first. Adds to `missed` the indices of the questions whose answer is no.
+  // Adds to `missed` the indices of the questions whose answer is no. For each row and each source, the sweep
+  // computes two bits: `ended` is set if the source has certainly ended when the row begins, and `begun` if
+  // the source is the row itself or an earlier event of the row's stream. Events of a stream end in order. So
+  // when a row signals a counter at its end, the sources whose `begun` bit is set have ended too, and this
+  // bit becomes the counter's `ended` bit.
   void sweep(std::span<const int32_t> sources, std::span<const Question> questions,
              std::vector<int64_t>& missed) const {
     const int32_t start = sources.front();
@@ -185,10 +188,11 @@ class Reach {
   }
 
   int32_t rows_, counters_;        // the number of rows, and the row of the first counter
-  std::vector<int32_t> position_;  // of a row in the order
-  Groups<int32_t> before_;         // by position: the positions of the predecessors
-  std::vector<int32_t> row_;       // of a position
-  // by row: a counter that the row signals and another row waits for; without one, the row itself
+  std::vector<int32_t> position_;  // the position of each row in the order
+  Groups<int32_t> before_;         // the positions of the predecessors of each position
+  std::vector<int32_t> row_;       // the row at each position
+
+  // For each row, a counter that the row signals and another row waits for; if there is none, the row itself.
   std::vector<int32_t> stands_in_;
 };
 

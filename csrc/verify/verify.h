@@ -5,33 +5,33 @@
 
 namespace mk::verify {
 
-// A graph of `rows` nodes. Nodes [0, first[runs]) are events, run by run; the others are counters.
+// A graph of `rows` nodes. Nodes [0, first[runs]) are events, sorted by run; the others are counters.
 struct Graph {
   int32_t rows;
-  int32_t runs;          // the prologue, the runs of the body, and the epilogue
+  int32_t runs;          // number of runs: the prologue, the body once per layer, the epilogue
   const int32_t* first;  // [runs + 1]
   int64_t edges;
   const int32_t* source;  // [edges], earlier
   const int32_t* target;  // [edges], later
 };
 
-enum class Kind : int32_t { read, write, host };  // host: must have been written when the launch ends
+enum class Kind : int32_t { read, write, host };  // host: the host reads the box after the launch
 
-// The phases of a step in the order in which they would run one after another, and the boxes that
-// their events touch, sorted by phase. A place is one rank's copy of a buffer: buffer * ranks +
-// rank.
+// The phases of a step, in the order of a sequential execution, and the accesses (touches) of their events,
+// sorted by phase. An access is to a box, which is a range of rows and columns in a place. A place is one
+// rank's copy of a buffer; its number is buffer * ranks + rank.
 struct Step {
   int32_t phases;
   int32_t buffers;
   int32_t ranks;
   const int32_t* segment;   // [phases]: 0 prologue, 1 body, 2 epilogue
   const uint8_t* declares;  // [phases][buffers]: the phase writes the buffer, on any rank
-  const uint8_t* layered;   // [buffers]: there is a copy per run of the body
+  const uint8_t* layered;   // [buffers]: the buffer has one copy per run of the body
   int64_t touches;
-  const int32_t* phase;  // [touches], like all following arrays
+  const int32_t* phase;  // [touches], as are all arrays below
   const int32_t* place;
   const Kind* kind;
-  const int32_t* event;  // index in the events of the phase's segment
+  const int32_t* event;  // index among the events of the phase's segment
   const int32_t* row;
   const int32_t* row_end;
   const int32_t* col;
@@ -39,12 +39,19 @@ struct Step {
 };
 
 enum class What : int32_t {
-  twice,       // `earlier` and `later`, of one phase, both write the box
-  missing,     // when `later` reads the box, `earlier` wrote it last, or nothing did (-1), instead of `phase`
-  unordered,   // `later` must touch the box after `earlier`, but may begin before `earlier` ends
-  not_onward,  // `later` reads in every layer what only the prologue wrote, but is not ordered after the same
-               // read in the layer before
-  overtakes,   // the last event of a stream may begin before `earlier` ends
+  twice,  // `earlier` and `later` belong to one phase, and both write the box
+
+  // `later` (-1: the host) must read what `phase` writes to the box, but the last write before that read is
+  // by `earlier` (-1: there is none).
+  missing,
+
+  unordered,  // `later` must touch the box after `earlier`, but may begin before `earlier` ends
+
+  // Every layer reads the box, which only the prologue writes. `later` is the read in one layer. It is not
+  // ordered after `earlier`, the same read in the previous layer.
+  not_onward,
+
+  overtakes,  // the last event of a stream may begin before `earlier` ends
 };
 
 struct Found {

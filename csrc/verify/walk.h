@@ -1,4 +1,5 @@
-// Derives, box by box, which event must come before which, from the order of a step's phases.
+// Derives which pairs of events must be ordered: two events that access the same element of a buffer, if at
+// least one of them writes it. The order of the step's phases determines which event must come first.
 #pragma once
 #include <stdint.h>
 
@@ -11,9 +12,10 @@
 
 namespace mk::verify {
 
-// Walks every place through the phases of all runs. `found` gets violations that do not depend on order;
-// `pairs` gets the pairs that must be ordered, and `about` the access behind each pair (with What::unordered
-// or What::not_onward).
+// Replays the accesses to every place (a rank's copy of a buffer), in the order of runs (prologue, layers,
+// epilogue) and phases. Afterwards, `found` has the violations that do not depend on the order of events,
+// `pairs` has the pairs of events that must be ordered, and about[i] is the violation to report if pairs[i]
+// is not ordered.
 class Walk {
  public:
   Walk(const Graph& graph, const Step& step) : graph_(graph), step_(step), seen_(graph.rows, -1) {
@@ -35,9 +37,9 @@ class Walk {
   }
 
   struct Cell {
-    int32_t writer = -1;    // row of the last event that wrote it
-    int32_t instance = -1;  // run * phases + phase of that event
-    int32_t readers = -1;   // readers since then: an index into readers_
+    int32_t writer = -1;    // row of the last event that wrote the cell; -1: none
+    int32_t instance = -1;  // run * phases + phase of the writer
+    int32_t readers = -1;   // index in readers_ of the cell's last reader since it was written; -1: none
   };
   struct Reader {
     int32_t row, next;
@@ -130,14 +132,14 @@ class Walk {
     });
   }
 
-  // An order that must hold in every layer is tested where the fewest edges exist. Layer 0 and the prologue
-  // have all edges of a later layer and more, so layer 1 represents all layers, and the last pair of
-  // successive layers represents all such pairs.
+  // An order that must hold in every layer is tested in only one layer, the one with the fewest edges. Layer
+  // 0 and the prologue have all edges of a later layer and more. So layer 1 is tested for orders within a
+  // layer, and the last two layers are tested for orders between successive layers.
   void require(int32_t earlier, int32_t later, int32_t run, int64_t t, int64_t cell, int32_t reads) {
     const int32_t last = graph_.runs - 2, from = run_of(earlier);
     What what = What::unordered;
     if (in_body(run)) {
-      if (from == 0 && run > 1) {  // written once, read in every layer
+      if (from == 0 && run > 1) {  // the prologue wrote the cell, and every layer reads it
         what = What::not_onward;
         earlier = later - (graph_.first[run] - graph_.first[run - 1]);
       }
@@ -168,10 +170,10 @@ class Walk {
 
   const Graph& graph_;
   const Step& step_;
-  std::vector<int32_t> rows_, cols_;  // borders of the cells of the present place
+  std::vector<int32_t> rows_, cols_;  // borders between the cells of the current place
   std::vector<Cell> cells_;
   std::vector<Reader> readers_;
-  std::vector<int64_t> seen_;  // [row]: the last access that required the row
+  std::vector<int64_t> seen_;  // [row]: number of the last access paired with the row, to avoid duplicates
   int64_t accesses_ = 0;
 };
 

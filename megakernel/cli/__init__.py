@@ -26,19 +26,20 @@ _GROUP = "measure speed"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line. Returns the exit status. Usage errors exit with status 2 through argparse."""
+    """Run one command line and return the exit status. Usage errors exit with status 2 through argparse."""
     try:
         args = parser().parse_args(arguments)
         logging.basicConfig(level=args.log_level.upper(), format="megakernel: %(levelname)s: %(message)s")
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a replacement
+            sys.stdout.reconfigure(errors="replace")  # replace characters that the terminal cannot show
         status: int = args.run(args)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of the pipe has left. Without this, the interpreter reports an error when it flushes at exit.
+        # The program that read our output has ended. Without this redirection, Python would report an error when it
+        # flushes standard output at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except MegakernelError as e:
@@ -56,8 +57,8 @@ def _fail(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of a whole command line; `args.run(args)` executes it."""
-    # Imported here and not at the top, so that `main` handles a Ctrl-C during the imports.
+    """Return the parser of a whole command line. `args.run(args)` executes the parsed arguments `args`."""
+    # These modules are imported here and not at the top, so that `main` handles a Ctrl-C during the imports.
     from importlib.metadata import version
 
     from ..settings import SETTINGS

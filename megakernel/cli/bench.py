@@ -28,8 +28,10 @@ def register(add: AddVerb) -> None:
     add_model_run(bench)
     add_speculate(bench)
     prompt = bench.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="prompt (default: English text, or random ids)")
-    prompt.add_argument("--prompt-ids", type=token_ids, metavar="1,2,3", help="prompt as token ids")
+    prompt.add_argument(
+        "--prompt", metavar="TEXT", help="prompt (default: English text, or random ids if the model has no tokenizer)"
+    )
+    prompt.add_argument("--prompt-ids", type=token_ids, metavar="1,2,3", help="prompt as token ids, such as 1,2,3")
     add_count(prompt, "--prompt-tokens", 256, "length of the default prompt")
     add_count(bench, "--tokens", 64, "decode steps per run")
     add_count(bench, "--runs", 5, "measured runs, after one warm-up run")
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measured_ceilings(llm: LLM) -> Ceilings:
-    """This machine's rates, measured with the engine's threads; for GPUs, the datasheet's rates."""
+    """Return this machine's ceilings: for GPUs the datasheet's rates, otherwise rates measured with `llm.threads`."""
     from ..serving.ceilings import device_ceilings
 
     if llm.engine.backend.name == "cuda":
@@ -62,8 +64,8 @@ def measured_ceilings(llm: LLM) -> Ceilings:
 
 
 def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
-    """This machine's rates with `threads` threads, measured now if `anew`; otherwise an earlier
-    result may serve.
+    """Return the rates that this machine reaches with `threads` threads. They are measured now if `anew` is true or if
+    there is no earlier measurement.
     """
     from ..serving import ceilings
 
@@ -75,7 +77,7 @@ def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
 
 
 def host_machine(workers: int, ranks: int) -> Machine:
-    """One of `ranks` equal parts of this host, with `workers` cores and its share of the rates."""
+    """Describe one of `ranks` equal parts of this host: it has `workers` cores and its share of the host's rates."""
     from .. import machine as machines
     from ..serving.ceilings import share_of
 
@@ -86,8 +88,8 @@ def host_machine(workers: int, ranks: int) -> Machine:
 def latency(
     llm: LLM, ids: list[int], tokens: int, runs: int, ceilings: Ceilings, peers: Sequence[Contest] = ()
 ) -> dict[str, Any]:
-    """The figures of `bench latency` and the ceilings. After each of our runs, every peer runs
-    once.
+    """Measure and return the figures of `bench latency`. The result also contains the ceilings and a comparison with
+    each peer. After each run of our engine, every peer runs once.
     """
     from ..serving.latency import measure, report
 
@@ -106,7 +108,10 @@ def latency(
 
 
 def speculated(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """A line about proposed tokens, if there were any."""
+    """Return the output row about speculation, which says how many tokens were proposed and how many accepted.
+
+    The list is empty if no token was proposed.
+    """
     if not figures["proposed"]:
         return []
     right = f"{figures['accepted']:,} of {figures['proposed']:,} proposed tokens were right"

@@ -35,20 +35,24 @@ def register(add: AddVerb) -> None:
         "megakernel bench serve --base-url http://127.0.0.1:8000 --num-prompts 64 --max-concurrency 16",
     )
     url = "http://127.0.0.1:8000"
-    parser.add_argument("--base-url", default=url, metavar="URL", help=f"the server (default: {url})")
-    parser.add_argument("--vs", metavar="URL", help="a second server; runs alternate between the two")
+    parser.add_argument("--base-url", default=url, metavar="URL", help=f"address of the server (default: {url})")
+    parser.add_argument("--vs", metavar="URL", help="address of a second server; runs alternate between the two")
     add_setting(parser, "model", optional=True)
-    parser.add_argument("--served-model-name", metavar="NAME", help="model in requests (default: the server's first)")
+    parser.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="name of the model in requests (default: the first that the server lists)",
+    )
     parser.add_argument(
         "--dtype",
         choices=("bf16", "f32"),
         default="bf16",
-        help="type of KV and weights that the roofline assumes if the model file does not say (default: bf16)",
+        help="type of KV and weights in the roofline if the model file does not name one (default: bf16)",
     )
     parser.add_argument(
         "--machine",
         metavar="NAME",
-        help="for the roofline: the machine whose ceilings are used; host measures this one (default: the server's)",
+        help="machine whose ceilings the roofline uses; host: measure this machine (default: the server's machine)",
     )
     add_workload(parser, prompts=256)
     parser.add_argument(
@@ -141,7 +145,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _ceilings(args: argparse.Namespace, servers: list[Server]) -> Ceilings | None:
-    """The machine that the user names, or else the ceilings that a server has measured."""
+    """Return the ceilings of the machine that the user names, or else those that a server reports, or else None."""
     from .. import machine
     from ..roofline import Ceilings, machine_ceilings
 
@@ -157,8 +161,8 @@ async def _ceilings(args: argparse.Namespace, servers: list[Server]) -> Ceilings
 
 
 def _workload(args: argparse.Namespace, server: Server) -> tuple[str, ModelConfig, Workload]:
-    """The model's name, its sizes and the requests. Without --model, the server must report a name
-    that we know.
+    """Return the model's name, its sizes and the requests. Without --model, the server must report
+    the name of a model whose sizes are known.
     """
     from ..model import PACKAGES, load_config, load_tokenizer
 
@@ -182,13 +186,13 @@ def _workload(args: argparse.Namespace, server: Server) -> tuple[str, ModelConfi
 
 
 def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run with the median throughput."""
+    """Return the run with the median throughput."""
     middle = median(one["tokens_per_s"] for one in runs)
     return min(runs, key=lambda one: abs(float(one["tokens_per_s"]) - middle))
 
 
 def _limit(text: str) -> tuple[str, float]:
-    """Parses `ttft:500`; milliseconds become seconds."""
+    """Parse a limit such as `ttft:500`, and convert its milliseconds to seconds."""
     name, _, value = text.partition(":")
     if name not in _LIMITS:
         raise argparse.ArgumentTypeError(
@@ -198,7 +202,7 @@ def _limit(text: str) -> tuple[str, float]:
 
 
 def show(figures: dict[str, Any]) -> None:
-    """Print the figures; for several runs, those of the median run."""
+    """Print the figures. If there were several runs, print those of the median run."""
     settings = figures["settings"]
     others = f", {figures['input_tokens_per_s']:.1f} in, {figures['requests_per_s']:.2f} requests/s"
     lines: list[tuple[str, str | Text]] = [

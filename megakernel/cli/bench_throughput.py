@@ -16,8 +16,8 @@ from .workload import add_workload, workload
 if TYPE_CHECKING:
     from ..serving.bench import Workload
 
-# The defaults of a comparison: a batch of equal prompts, which other programs can run too, and enough runs for a
-# median.
+# The defaults if `--vs` asks for a comparison: a batch of prompts of equal length, which other programs can run too,
+# and enough runs for a median.
 _BATCH = {"dataset": "random", "num_prompts": 32, "random_input_len": 64, "random_output_len": 96}
 _RUNS, _COMPARED_RUNS = 1, 5
 
@@ -78,8 +78,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _batch(load: Workload, most: int) -> tuple[int, int, int]:
-    """The number of sequences, tokens per prompt, and decode steps. Raises MegakernelError if prompts differ
-    in length.
+    """Return the number of sequences, the number of tokens per prompt, and the number of decode steps.
+
+    Raises MegakernelError if the prompts or the answers differ in length.
+
     """
     lengths = {(job.prompt_tokens, job.output_tokens) for job in load.jobs}
     if len(lengths) > 1:

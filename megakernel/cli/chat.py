@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _HELP = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 _COMMAND = re.compile(r"/[a-z]+")
 _KEPT_FOR_ANSWERS = 0.25  # fraction of the context that is kept free by leaving out the oldest messages
+
 # Characters that would control a terminal, except line ends and tabs.
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "�")
 
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             from ..serving import SamplingParams
 
-            # Checked before a model is loaded, so that a wrong flag fails at once.
+            # SamplingParams checks the flag before a model is loaded, so that a wrong value fails at once.
             params = SamplingParams() if args.temperature is None else SamplingParams(temperature=args.temperature)
             partner = Model(open_.enter_context(open_llm(args, max_seqs=1)), params)
         if isinstance(sys.stdin, io.TextIOWrapper):
@@ -60,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Talk:
-    """A conversation. On a terminal, the user types it; otherwise each line is a message, and Ctrl-C ends the
-    program.
+    """A conversation. On a terminal, the user types the messages. Otherwise each input line is a message, and Ctrl-C
+    ends the program.
     """
 
     def __init__(self, partner: Partner, max_tokens: int | None, as_json: bool) -> None:
@@ -83,7 +84,7 @@ class _Talk:
             signal.signal(signal.SIGINT, before)
 
     def _interrupt(self, *_: object) -> None:
-        """On a terminal, Ctrl-C ends an answer or a line that is being typed. At any other moment it does nothing."""
+        """Handle Ctrl-C on a terminal: end an answer or a line that is being typed, and otherwise do nothing."""
         if self._may_interrupt:
             self._may_interrupt = False
             raise KeyboardInterrupt
@@ -133,8 +134,8 @@ class _Talk:
             yield line
 
     def _turn(self, text: str) -> None:
-        """One message and its answer. A message without any answer is forgotten; one whose answer was cut
-        short is kept.
+        """Send one message and show its answer. A message without any answer is removed from the conversation. A
+        message whose answer was cut short is kept.
         """
         from .partners import Answer
 
@@ -161,8 +162,8 @@ class _Talk:
             output.stderr.print(output.speed(**figures), style="dim")
 
     def _fit(self) -> int | None:
-        """Leave out the oldest messages until the rest and an answer fit; returns how many tokens the answer
-        may have.
+        """Leave out the oldest messages until the others and an answer fit into the context. Return how many tokens
+        the answer may have. None means that there is no limit.
         """
         if (found := self._partner.count(self._messages)) is None:
             return self._max_tokens
@@ -174,7 +175,9 @@ class _Talk:
             output.stderr.print(f"The context of {found[1]} tokens is full: the oldest {gone} messages are left out.")
         room = found[1] - found[0]
         if room < 1:
-            raise MegakernelError(f"a message of {found[0]} tokens leaves no room in the context of {found[1]}")
+            raise MegakernelError(
+                f"a message of {found[0]} tokens leaves no room for an answer in the context of {found[1]} tokens"
+            )
         return min(self._max_tokens or room, room)
 
     def _show(self, text: str) -> None:

@@ -13,10 +13,10 @@ SHELLS = ("bash", "zsh", "tcsh")
 def register(add: AddVerb) -> None:
     parser = add(
         "completion",
-        "print a script for the shell's completion of verbs and flags",
+        "print a script with which a shell completes verbs and flags",
         "megakernel completion bash > ~/.local/share/bash-completion/completions/megakernel",
     )
-    parser.add_argument("shell", choices=SHELLS, help="the shell that reads the script")
+    parser.add_argument("shell", choices=SHELLS, help="the shell for which the script is written")
     parser.set_defaults(run=run)
 
 

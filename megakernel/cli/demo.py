@@ -12,7 +12,7 @@ from .generate import as_json, show_token
 from .options import AddVerb, add_model_run, open_llm, prompt_ids
 
 _PROMPT = "What is the capital of France?"
-_PROMPT_TOKENS, _TOKENS, _RUNS = 256, 48, 3  # stable medians within seconds on two cores
+_PROMPT_TOKENS, _TOKENS, _RUNS = 256, 48, 3  # enough for stable medians; takes a few seconds on two cores
 
 
 def register(add: AddVerb) -> None:
@@ -22,7 +22,9 @@ def register(add: AddVerb) -> None:
         'megakernel demo --prompt "Name three rivers."',
     )
     add_model_run(parser)
-    parser.add_argument("--prompt", default=_PROMPT, metavar="TEXT", help=f"the question (default: {_PROMPT})")
+    parser.add_argument(
+        "--prompt", default=_PROMPT, metavar="TEXT", help=f"the question to answer (default: {_PROMPT})"
+    )
     parser.add_argument(
         "-o",
         "--output",

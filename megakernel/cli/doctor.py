@@ -1,4 +1,4 @@
-"""`megakernel doctor`: what this machine has, and what follows for the other verbs."""
+"""`megakernel doctor`: reports what this machine has, and what of that the other commands can use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PACKAGES = (
     "megakernel", "numpy", "safetensors", "gguf", "tokenizers", "huggingface_hub", "perfetto", "torch", "cuda-bindings",
     "cupy-cuda13x",
 )  # fmt: skip
-_SEEDS, _REPEATS = 3, 20  # per case: sets of data, and runs of a set, which must give the same bits
+_SEEDS, _REPEATS = 3, 20  # per case: number of data sets, and runs with each set, which must give the same bits
 _COMPILERS = ("c++", "g++", "clang++", "nvcc")
 
 
@@ -137,7 +137,7 @@ def _calibrate(path: Path, ceilings: Ceilings) -> None:
 
 
 def _shown(setting: Setting) -> str:
-    """The setting's value without passwords, because users paste reports into public issues."""
+    """Return the setting's value without passwords, because users paste reports into public issues."""
     if setting.secret and setting.env and os.environ.get(setting.env):
         return "set"
     return re.sub(r"//[^/@]*@", "//***@", setting.value())

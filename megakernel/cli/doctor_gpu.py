@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from ..program import Program
 
 _SMI = ("driver_version", "mig.mode.current", "memory.used", "memory.total", "compute_mode")
-_TIMEOUT_S = 2.0  # limit of a wait in a check; no instruction takes a thousandth of it
-_MOST_DIFFERENCES = 8  # reported per case; few, as each may cost a failed launch of 3 * _TIMEOUT_S
+_TIMEOUT_S = 2.0  # time limit of a wait in a check; every instruction takes less than a thousandth of it
+_MOST_DIFFERENCES = 8  # the most differences to find per case; each may cost a failed launch (3 * _TIMEOUT_S)
 _BUSY_SHARE = 0.05  # other processes may use this fraction of a GPU's memory without a note
 
 
 def report() -> dict[str, Any]:
-    """Devices, the driver, what the cuda backend lacks, and notes on how the GPUs are shared."""
+    """Report the devices, the driver, what the cuda backend lacks, and notes on how the GPUs are shared."""
     found = driver()
     smi = _nvidia_smi()
     return {
@@ -39,7 +39,7 @@ def report() -> dict[str, Any]:
 
 
 def line(facts: dict[str, Any]) -> str:
-    """The devices and whether they are usable, as text."""
+    """Return a text that names the devices and says whether they are usable."""
     if not facts["devices"]:
         return f"none: {facts['missing']}"
     names = ", ".join(f"{d['name']} ({d['sms']} SMs)" for d in facts["devices"])
@@ -47,7 +47,7 @@ def line(facts: dict[str, Any]) -> str:
 
 
 def backend(facts: dict[str, Any]) -> str:
-    """The backend that `--backend auto` chooses here, and the one it would choose with a GPU."""
+    """Return a text that says which backend `--backend auto` chooses here, and which it would choose with a GPU."""
     if not facts["missing"]:
         return "auto uses cuda"
     ready = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
@@ -85,8 +85,8 @@ def _notes(smi: list[dict[str, str]]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """A model's sizes and a number of tokens whose step contains every operation. `matmul` (dots or
-    tensor cores) and `norm` are options of the compiler; `tp` is the number of ranks.
+    """A model's sizes, and the number of tokens of a step that contains every operation. `matmul` (dot
+    products or tensor cores) and `norm` are options of the compiler; `tp` is the number of ranks.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Small cases with 1, 2, 3 and 8 query heads per KV head. No size is a multiple of a tile."""
+    """Return small cases with 1, 2, 3 and 8 query heads per KV head. No size is a multiple of a tile."""
     from ..model import ModelConfig
 
     biased = ModelConfig(331, 136, 200, 2, 6, 2, 64, 512, qkv_bias=True, o_bias=True, mlp_bias=True)
@@ -118,7 +118,7 @@ def cases() -> list[Case]:
 
 
 def check(case: Case, *, seeds: int, repeats: int) -> list[str]:
-    """The first differences from the reference, one sentence each; the last one may say that the GPU is lost."""
+    """Return the first differences from the reference, as one sentence each. The last may say that the GPU is lost."""
     wrong: list[str] = []
     try:
         for difference in islice(_differences(case, seeds, repeats), _MOST_DIFFERENCES):
@@ -170,8 +170,8 @@ def _compile(case: Case) -> Program:
 
 
 def _step(program: Program, seed: int) -> Any:
-    """A step with two sequences: a decode whose long context splits its attention, and a short
-    prompt.
+    """Return a step with two sequences. One is a decode with such a long context that its attention is split; the other
+    is a short prompt.
     """
     import numpy as np
 

@@ -25,7 +25,7 @@ def register(add: AddVerb) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompt.add_argument("--prompt-ids", type=token_ids, metavar="1,2,3", help="token ids to continue")
-    prompt.add_argument("--chat", metavar="TEXT", help="a user's message, formatted with the model's chat template")
+    prompt.add_argument("--chat", metavar="TEXT", help="a user's message; it is put into the model's chat template")
     add_model_run(parser)
     add_speculate(parser)
     sampling = parser.add_argument_group("sampling, as in the OpenAI API and vLLM")
@@ -34,7 +34,7 @@ def register(add: AddVerb) -> None:
         sampling.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X", help=what)
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; may be repeated")
     sampling.add_argument("--stop-token-ids", type=token_ids, metavar="1,2,3", help="stop at any of these token ids")
-    sampling.add_argument("--ignore-eos", action="store_true", help="continue after end-of-text tokens")
+    sampling.add_argument("--ignore-eos", action="store_true", help="do not stop at end-of-text tokens")
     sampling.add_argument(
         "--logit-bias",
         action="append",
@@ -72,7 +72,7 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """The sampling parameters from the flags; SamplingParams has the defaults and the checks."""
+    """Return the sampling parameters from the flags. SamplingParams has the defaults and the checks."""
     from ..serving import SamplingParams
 
     names = [name.replace("-", "_") for name in _HELP] + ["stop", "stop_token_ids"]
@@ -83,7 +83,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def run(args: argparse.Namespace) -> int:
-    params = sampling_params(args)  # checked before a model is loaded, so that a wrong flag fails at once
+    params = sampling_params(args)  # checks the flags before a model is loaded, so that a wrong flag fails at once
     with open_llm(args, max_seqs=params.n) as llm:
         prompt = args.prompt_ids if args.prompt is None else args.prompt
         if args.chat is not None:
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_json(result: RequestOutput) -> dict[str, Any]:
-    """A result as `--json` prints it: the fields of the first choice, and all choices if there are several."""
+    """Return a result as `--json` prints it: the fields of the first choice, and all choices if there are several."""
     out: dict[str, Any] = {"prompt_ids": result.prompt_token_ids, **vars(result.choices[0])}
     if len(result.choices) > 1:
         out["choices"] = [vars(choice) for choice in result.choices]

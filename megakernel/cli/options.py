@@ -1,4 +1,4 @@
-"""Flags that several verbs share, built from the table of settings, and the objects made from them."""
+"""Declares the flags that several verbs share, from the table of settings, and turns their values into objects."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from ..serving import LLM
 
 
-# Creates a verb's parser from its name, a one-line description and an example.
+# A function that creates a verb's parser from the verb's name, a one-line description and an example.
 AddVerb = Callable[[str, str, str], argparse.ArgumentParser]
 
 
 def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool = False) -> None:
-    """Add a setting's flag. With `optional`, a missing flag gives None, for verbs that can take a
-    file instead of it.
+    """Add a setting's flag. With `optional`, a missing flag gives None instead of the default, for verbs that
+    can take a file instead of the flag.
     """
     setting = SETTINGS[name]
     assert setting.flag is not None
@@ -50,7 +50,7 @@ def add_lowering(parser: argparse.ArgumentParser) -> None:
 
 
 def lowering(args: argparse.Namespace) -> Options:
-    """The options from the flags of `add_lowering`."""
+    """Return the compiler options that the flags of `add_lowering` give."""
     from ..scheduler import Options
 
     return Options(
@@ -81,27 +81,27 @@ def add_speculate(parser: argparse.ArgumentParser) -> None:
 
 
 def depth(text: str) -> int:
-    """Parses an integer of at least 0. `check_depth` checks the upper limit."""
+    """Parse an integer of at least 0. `check_depth` checks the upper limit."""
     return 0 if text == "0" else positive(text)
 
 
 def add_count(
     parser: argparse._ActionsContainer, flag: str, default: int | None, what: str, metavar: str = "N"
 ) -> None:
-    """Add a flag for an integer of at least 1. Without a default, `what` says what a missing flag
-    means.
+    """Add a flag for an integer of at least 1. If there is no default, `what` must say what a missing
+    flag means.
     """
     said = what if default is None else f"{what} (default: {default})"
     parser.add_argument(flag, type=positive, default=default, metavar=metavar, help=said)
 
 
 def _threads(text: str) -> int | None:
-    """Parses a number of threads; None stands for `auto`."""
+    """Parse a number of threads; None stands for `auto`."""
     return None if text == "auto" else positive(text)
 
 
 def positive(text: str) -> int:
-    """Parses an integer of at least 1."""
+    """Parse an integer of at least 1."""
     try:
         value = int(text)
     except ValueError:
@@ -112,7 +112,7 @@ def positive(text: str) -> int:
 
 
 def above_zero(what: str, most: float = 1e300) -> Callable[[str], float]:
-    """A parser of numbers above 0 and up to `most`; its errors say that the text is not `what`."""
+    """Return a function that parses a number above 0 and up to `most`. Its error says that the text is not `what`."""
 
     def read(text: str) -> float:
         try:
@@ -135,7 +135,7 @@ def token_ids(text: str) -> list[int]:
 
 
 def open_llm(args: argparse.Namespace, *, max_seqs: int, step_tokens: int | None = None) -> LLM:
-    """The model that the flags of `add_model_run` describe, downloaded if necessary."""
+    """Load the model that the flags of `add_model_run` describe. It is downloaded first if necessary."""
     from ..runtime import join_ranks
 
     join_ranks(args.tp)
@@ -147,7 +147,7 @@ def open_llm(args: argparse.Namespace, *, max_seqs: int, step_tokens: int | None
 
 
 def load(model: str, **how: Any) -> LLM:
-    """An `LLM`, downloaded if necessary."""
+    """Return `model` as an `LLM`. It is downloaded first if necessary."""
     from ..serving import LLM
 
     fetch(model)
@@ -165,7 +165,7 @@ def fetch(model: str) -> None:
 
 
 def prompt_ids(llm: LLM, count: int) -> list[int]:
-    """`count` token ids that resemble a prompt: English text if there is a tokenizer, otherwise random ids."""
+    """Return `count` token ids that resemble a prompt: English text if there is a tokenizer, otherwise random ids."""
     if count >= llm.engine.dims.max_context:
         raise MegakernelError(
             f"a prompt of {count} tokens exceeds the context of {llm.engine.dims.max_context}: raise --context"
@@ -179,7 +179,7 @@ def prompt_ids(llm: LLM, count: int) -> list[int]:
 
 
 class PaperModel(NamedTuple):
-    """The sizes, the compute dtype and the bits per weight that programs are compiled for."""
+    """What the compiler needs to know about a model: its sizes, its compute dtype and its bits per weight."""
 
     config: ModelConfig
     dtype: Dtype
@@ -193,9 +193,10 @@ def add_paper_model(parser: argparse.ArgumentParser) -> None:
 
 
 def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) -> PaperModel:
-    """The model as a backend for `machine` would store it. No weights are read or downloaded; if
-    they are not on this computer, they count as bf16. Raises MegakernelError if the model was not
-    made for `context` tokens.
+    """Return the model's sizes, and the formats in which a backend for `machine` would store it.
+
+    No weights are read or downloaded. The weights of a model that is not on this computer count as bf16. Raises
+    MegakernelError if the model was not made for `context` tokens.
     """
     from ..isa import Dtype
     from ..model import load_config, local_checkpoint
@@ -206,7 +207,9 @@ def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) ->
     backend, checkpoint = backend_for(machine.target), local_checkpoint(args.model)
     config = load_config(args.model) if checkpoint is None else checkpoint.config
     if context > config.max_context:
-        raise MegakernelError(f"context {context} exceeds the model's limit of {config.max_context} tokens: lower it")
+        raise MegakernelError(
+            f"context {context} exceeds the model's limit of {config.max_context} tokens: lower --context"
+        )
     if refused := backend.refuses(args.weights):
         raise MegakernelError(refused)
     named = parse_dtype(args.dtype)
@@ -218,7 +221,7 @@ def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) ->
 
 
 def paper_shape(model: str) -> Shape:
-    """A model's sizes for formulas, from `SHAPES` or from a model that can be opened."""
+    """Return the sizes that the roofline's formulas need. `model` is in `SHAPES` or is a model that can be opened."""
     from ..model import load_config
     from ..roofline import SHAPES, shape_of
 

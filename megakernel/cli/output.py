@@ -1,4 +1,4 @@
-"""What users see: results on standard output, everything else on standard error."""
+"""Prints what users see: results on standard output, everything else on standard error."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rich.text import Text
 if TYPE_CHECKING:
     from ..program import Program
 
-# Text may contain a user's own words, so nothing in it is interpreted as markup. In a file or a pipe, lines may have up
-# to _WIDE characters.
+# Text may contain a user's own words, so nothing in the text is interpreted as markup. In a file or a pipe, lines may
+# have up to _WIDE characters.
 _WIDE = 160
 stdout = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else _WIDE)
 stderr = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -38,12 +38,12 @@ def _finite(value: Any) -> Any:
 
 
 def bold(figure: str, rest: str) -> Text:
-    """The most important part of a line in bold, followed by the rest."""
+    """Return a line that begins with its most important part, `figure`, in bold."""
     return Text.assemble((figure, "bold"), rest)
 
 
 def speed(tokens: int | None, finish_reason: str | None, ttft_s: float | None, tpot_s: float | None) -> str:
-    """The speed of an answer in one line, without unknown values."""
+    """Describe the speed of an answer in one line, without unknown values."""
     said = [] if tokens is None else [f"{tokens} tokens"]
     said.append(f"finish: {finish_reason}")
     if ttft_s is not None:
@@ -54,14 +54,14 @@ def speed(tokens: int | None, finish_reason: str | None, ttft_s: float | None, t
 
 
 def rates(figures: dict[str, Any]) -> str:
-    """The achieved rates and the ceilings: GB/s and GFLOP/s."""
+    """Return a text with the achieved rates and the ceilings, in GB/s and GFLOP/s."""
     ceilings = figures["ceilings"]
     read = f"{figures['read_GBps']:.1f} of {ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s"
     return f"{read}, {figures['gflops']:.0f} of {ceilings['flops'] / 1e9:.0f} GFLOP/s"
 
 
 def rows(*pairs: tuple[str, str | Text]) -> None:
-    """Lines of names and values, aligned."""
+    """Print one line for each name and value, with the values aligned."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -74,7 +74,7 @@ _TEXT = ("phase", "family", "layout", "why", "bound by")
 
 
 def table(*names: str) -> Table:
-    """A table with numbers aligned right and words aligned left."""
+    """Return a table with columns `names`, in which numbers are aligned right and words are aligned left."""
     made = Table(box=None, pad_edge=False, header_style="dim")
     for i, name in enumerate(names):
         made.add_column(name, justify="left" if name in _TEXT else "right", overflow="fold", no_wrap=i == 0)
@@ -93,8 +93,8 @@ def busy(what: str) -> Iterator[None]:
 
 @contextmanager
 def progress(what: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
-    """A progress bar that disappears at the end, moved by calls with (done, total). It does nothing without a
-    terminal.
+    """Show a progress bar on a terminal while the block runs. The block moves the bar when it calls the yielded
+    function with (done, total). Without a terminal, these calls do nothing.
     """
     counted = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     bar = Progress(
@@ -112,17 +112,17 @@ def progress(what: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
 
 
 def lowering_text(lowering: dict[str, str]) -> str:
-    """The lowering that `describe` reports, as text: O sharded, residual dealt, norm own."""
+    """Return a lowering, which `describe` reports, as text such as `O sharded, residual dealt, norm own`."""
     return ", ".join(f"{'O' if name == 'o' else name} {how}" for name, how in lowering.items())
 
 
 def workers_text(program: Program) -> str:
-    """The number of workers per rank, and the SMs per worker if a worker has more than one."""
+    """Return a text with the number of workers per rank, and with the SMs per worker if there are several."""
     return f"{program.workers} workers" + (f" of {program.dims.sms} SMs" if program.dims.sms > 1 else "")
 
 
 def bytes_text(count: float) -> str:
-    """A size with a unit: 98.4 MB."""
+    """Return a size with its unit, such as 98.4 MB."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:.1f} {unit}"
@@ -130,5 +130,5 @@ def bytes_text(count: float) -> str:
 
 
 def ms_text(seconds: float) -> str:
-    """A time with a unit: 12.35 ms, or seconds from 10 s on."""
+    """Return a time with its unit: milliseconds, as in 12.35 ms, or seconds from 10 s on."""
     return f"{seconds:,.2f} s" if seconds >= 10 else f"{seconds * 1e3:,.4g} ms"

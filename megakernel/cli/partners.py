@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from ..serving import LLM, SamplingParams
 
 Messages = list[dict[str, str]]
-_SILENCE_S = 300.0  # after this time without data a server counts as unreachable
-_SHOWN = 300  # characters shown of an answer in an unknown form
+_SILENCE_S = 300.0  # a server that sends nothing for this long counts as unreachable
+_SHOWN = 300  # maximum characters shown of an answer that cannot be decoded
 
 
 @dataclass
 class Answer:
-    """The part of an answer that has arrived. `tokens` stays None if they were not counted."""
+    """The part of an answer that has arrived. `tokens` stays None if the answer's tokens were not counted."""
 
     text: str = ""
     tokens: int | None = None
@@ -51,15 +51,20 @@ class Answer:
 
 
 class Partner(Protocol):
-    """Answers messages; `name` is shown with its answers."""
+    """Something that answers messages: a model or a server. `name` is shown with its answers."""
 
     name: str
 
     def count(self, messages: Messages) -> tuple[int, int] | None:
-        """The tokens of the conversation, and the maximum for the conversation with its answer; None if unknown."""
+        """Return the number of tokens of the conversation, and the maximum that the context allows for the conversation
+        and its answer together. The result is None if they are unknown.
+        """
 
     def reply(self, messages: Messages, answer: Answer, show: Callable[[str], None], max_tokens: int | None) -> None:
-        """Fill `answer` and pass each piece to `show`. KeyboardInterrupt ends the answer; the pieces so far remain."""
+        """Answer the last message: add each piece of text to `answer` and pass it to `show`.
+
+        KeyboardInterrupt ends the answer, and `answer` keeps the pieces so far.
+        """
 
 
 class Model:
@@ -67,7 +72,7 @@ class Model:
 
     def __init__(self, llm: LLM, params: SamplingParams) -> None:
         self.name, self._llm, self._params = llm.model, llm, params
-        llm.get_tokenizer()  # raises an error if there is none
+        llm.get_tokenizer()  # raises an error if the model has no tokenizer
 
     def count(self, messages: Messages) -> tuple[int, int]:
         return len(self._llm.chat_ids(messages)), self._llm.engine.dims.max_context
@@ -86,8 +91,8 @@ class Model:
 
 @contextmanager
 def _interrupted_between_steps() -> Iterator[Callable[[], None]]:
-    """Ctrl-C raises an exception only where the yielded function is called, so that no step is interrupted in
-    the middle.
+    """Make Ctrl-C raise an exception only where the yielded function is called, so that no step is interrupted in the
+    middle.
     """
     asked = False
 
@@ -107,12 +112,12 @@ def _interrupted_between_steps() -> Iterator[Callable[[], None]]:
 
 
 class _RefusedError(MegakernelError):
-    """The server answers, but not with a result."""
+    """Raised if the server answers a request with an error."""
 
 
 class Server:
-    """A server with the OpenAI API at `url`, with or without `/v1`. `model` is one of its names; None means
-    its first.
+    """A server with the OpenAI API at `url`, with or without `/v1`. `model` is one of the server's model names;
+    None means the first of them.
     """
 
     def __init__(self, url: str, model: str | None, key: str | None, temperature: float | None) -> None:
@@ -131,7 +136,7 @@ class Server:
                 raise MegakernelError(f"{self._url}/v1/models names no model: is this an OpenAI API?") from None
 
     def count(self, messages: Messages) -> tuple[int, int] | None:
-        """Asks `/tokenize`, which megakernel and vLLM have. It may refuse a conversation that exceeds the context."""
+        """Ask `/tokenize`, which megakernel and vLLM have. A server may refuse conversations that exceed the context."""
         try:
             with self._ask("/tokenize", {"model": self.name, "messages": messages}) as reply:
                 found = json.load(reply)
@@ -161,7 +166,10 @@ class Server:
 
     @contextmanager
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
-        """The answer to a request. Raises MegakernelError with the server's own message, or if there is no answer."""
+        """Yield the response to a request.
+
+        Raises MegakernelError with the server's own message if it reports an error, or if it does not respond.
+        """
         data = None if body is None else json.dumps(body).encode()
         try:
             with urlopen(Request(self._url + path, data, self._headers), timeout=_SILENCE_S) as reply:
@@ -174,7 +182,7 @@ class Server:
 
 
 def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The JSON of server-sent events, up to the event that ends a stream."""
+    """Yield the JSON of server-sent events, up to the event that ends a stream."""
     for line in reply:
         data = line[5:].strip() if line.startswith(b"data:") else b""
         if data == b"[DONE]":
@@ -182,12 +190,12 @@ def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         if data:
             event = json.loads(data)
             if not isinstance(event, dict):
-                raise ValueError(f"{data[:_SHOWN]!r} is not an event")
+                raise ValueError(f"the server-sent event {data[:_SHOWN]!r} is not a JSON object")
             yield event
 
 
 def _message(body: bytes | dict[str, Any]) -> str:
-    """The message in a server's error, or the start of the body if it has no message."""
+    """Return the message in a server's error, or the start of `body` if it contains no message."""
     try:
         return f"the server says: {(json.loads(body) if isinstance(body, bytes) else body)['error']['message']}"
     except (ValueError, KeyError, TypeError):

@@ -24,7 +24,7 @@ _SEQUENCES = 64
 
 
 class Compiled(NamedTuple):
-    """A program, its model and machine, and the result of `--search`, if any."""
+    """A compiled program, the model and machine that it was compiled for, and the result of `--search`, if any."""
 
     program: Program
     config: ModelConfig
@@ -44,7 +44,7 @@ def register(add: AddVerb) -> None:
         "--search",
         type=above_zero("a number of seconds above 0"),
         metavar="SECONDS",
-        help="search for faster tiles, panels, lags, slots and queues with the simulator, for this long",
+        help="spend this long on a search for faster tile sizes and orders of instructions, with the simulator",
     )
     compile.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to write the program")
     compile.set_defaults(run=run_compile)
@@ -80,7 +80,7 @@ def _add_bucket(parser: argparse.ArgumentParser) -> None:
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for a program file, or for a model to compile."""
+    """Add the flags that name a program file, or that describe a model to compile."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("file", type=Path, nargs="?", metavar="FILE", help="a program file")
     add_setting(source, "model", optional=True)
@@ -116,7 +116,7 @@ def _bucket(args: argparse.Namespace) -> dict[str, int]:
 
 
 def load(args: argparse.Namespace) -> Program:
-    """The program from `FILE`, or from `--model`."""
+    """Load the program in FILE, or compile one for `--model`."""
     from ..program import Program
 
     return Program.load(args.file) if args.file else compile_for(args).program

@@ -15,11 +15,11 @@ from . import output
 from .options import fetch
 
 ROUTINGS = ("prefix", "least-loaded")
-_OWN = ("replicas", "ray address", "routing", "host", "port")  # settings that are not passed on to replicas
+_OWN = ("replicas", "ray address", "routing", "host", "port")  # settings that replicas do not get
 
 
 def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
-    """Start a cluster on this machine and serve until a signal; on an existing cluster, return when the
+    """Start a cluster on this machine and serve until a signal arrives. On an existing cluster, return as soon as the
     replicas serve.
     """
     from ..serving.api.access import local_names
@@ -36,16 +36,17 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
 
     if address is not None and given["port"] == 0:
         raise MegakernelError(
-            "--port 0 would pick a port that is free on this machine only: give another --port with --ray-address"
+            "--port 0 picks a port that is free on this machine, but with --ray-address all nodes of the cluster "
+            "listen on the same port: give another --port"
         )
-    with listen(host, 0 if address else given["port"]) as sock:  # first of all, so that a port in use fails at once
+    with listen(host, 0 if address else given["port"]) as sock:  # first, so that a port in use fails at once
         port = given["port"] or sock.getsockname()[1]
         names = local_names(host, sock.getsockname()[0])
         where = url(sock).rpartition(":")[0] + f":{port}"
     settings = {name: value for name, value in given.items() if value is not None and name not in _OWN}
     settings.setdefault("allowed hosts", ["*"] if names is None else sorted(names))
     if address is None:
-        fetch(given["model"])  # once, instead of once per replica
+        fetch(given["model"])  # download the model once, not once per replica
     try:
         with output.busy(f"starting {given['replicas']} replicas"):
             nodes = cluster.join(address, machine.cpu_count())
@@ -55,7 +56,8 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
                 replicas=given["replicas"],
                 share=share,
                 settings={_flag(name): value for name, value in (settings | {"threads": share.threads}).items()},
-                at_once=2 * given["max num seqs"],  # further requests are ready when a sequence ends
+                # Twice the maximum number of sequences, so that a request is ready whenever a sequence ends.
+                at_once=2 * given["max num seqs"],
                 slack=given["max num seqs"] // 4 + 1 if given["routing"] == "prefix" else None,
                 max_body=given["max body bytes"],
                 drain_seconds=given["shutdown timeout"],
@@ -77,8 +79,8 @@ def _flag(name: str) -> str:
 
 
 def _until_signal(undeploy: Any) -> int:
-    """Wait for SIGTERM or Ctrl-C, then finish running requests; a second signal ends at once. Returns the exit
-    status.
+    """Wait for SIGTERM or Ctrl-C, then finish the running requests. A second signal ends the process at once. Return
+    the exit status.
     """
     asked = threading.Event()
     got = signal.SIGTERM
@@ -86,7 +88,7 @@ def _until_signal(undeploy: Any) -> int:
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal got
         if asked.is_set():
-            os._exit(128 + number)  # Ray's processes end with this one
+            os._exit(128 + number)  # Ray's processes end when this process ends
         got = signal.Signals(number)
         asked.set()
 

@@ -1,4 +1,4 @@
-"""`megakernel roofline`: what the hardware allows, before anything has run."""
+"""`megakernel roofline`: computes the least time that the hardware allows, without running anything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _CONTEXT, _TRAINING_CONTEXT = 128, 4096
 _WEIGHT_BITS = 16
-_DIGITS = 9  # digits of the degrees in a layout
+_DIGITS = 9  # maximum digits of a number in a layout
 _price = above_zero("a positive number")
 
 
@@ -49,13 +49,13 @@ def register(add: AddVerb) -> None:
     what.add_argument(
         "--fleet",
         action="store_true",
-        help="show how many tokens per second --gpus serve, what limits them, and what a token costs",
+        help="show how many tokens per second the --gpus GPUs serve, what limits this rate, and what a token costs",
     )
     parser.add_argument(
         "--layout",
         type=_layout,
         metavar="tp=8,pp=16,dp=128",
-        help="plan: evaluate this layout too (tp, ep, pp, dp, zero), and explain why it is slower than the best",
+        help="with --plan: evaluate this layout too (tp, ep, pp, dp, zero), and explain why it is slower than the best",
     )
     parser.add_argument(
         "--weight-bits",
@@ -71,17 +71,15 @@ def register(add: AddVerb) -> None:
         "--usd-per-gpu-hour",
         type=_price,
         metavar="USD",
-        help="the price from which the cost of a fleet's tokens is computed",
+        help="the price of a GPU-hour, from which the cost of a token is computed",
     )
-    parser.add_argument(
-        "--token-ms", type=_price, metavar="MS", help="fleet: the longest time per token that is allowed, in ms"
-    )
+    parser.add_argument("--token-ms", type=_price, metavar="MS", help="with --fleet: the maximum time per token, in ms")
     parser.set_defaults(run=run)
     roofline_ask.register(parser)
 
 
 def _layout(text: str) -> dict[str, int]:
-    """Parses `tp=8,pp=16,dp=128`; a `Layout` is made from it later."""
+    """Parse text such as `tp=8,pp=16,dp=128`. A `Layout` is made from the result later."""
     found: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
@@ -91,7 +89,8 @@ def _layout(text: str) -> dict[str, int]:
         found[name] = int(value[:_DIGITS])
         if not least <= found[name] or len(value) > _DIGITS or (name == "zero" and found[name] not in (0, 1, 3)):
             raise argparse.ArgumentTypeError(
-                f"{part!r} in {text!r} is out of range: zero must be 0, 1 or 3, and the others at least 1"
+                f"{part!r} in {text!r} is out of range: tp, ep, pp and dp must be at least 1, and zero must be "
+                "0, 1 or 3"
             )
     return found
 
@@ -111,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measured_hardware() -> Hardware:
-    """This machine with its measured ceilings."""
+    """Return a description of this machine with its measured ceilings."""
     from .. import machine as machines
 
     measured = host_ceilings(machines.cpu_count())
@@ -119,7 +118,7 @@ def measured_hardware() -> Hardware:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse flags that cannot be combined, because ignoring one would give a wrong answer."""
+    """Raise an error for flags that cannot be combined, because ignoring one of them would give a wrong answer."""
     paper = args.plan or args.fleet
     decoding = paper and not args.training
     for flag, given, needed, there in (

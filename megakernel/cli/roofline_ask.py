@@ -56,12 +56,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _example(number: int, args: argparse.Namespace) -> int:
-    """Ask a question of the book with the book's own figures."""
+    """Answer a numbered question from the book *How to Scale Your Model*, with the book's own figures."""
     from ..roofline import EXAMPLES
     from . import parser
 
     if number not in EXAMPLES or set(args.words[1:]) - {"--json"}:
-        raise MegakernelError(f"the book's questions are numbered 1 to {max(EXAMPLES)}, and the only flag is --json")
+        raise MegakernelError(
+            f"the questions of the book How to Scale Your Model have the numbers 1 to {max(EXAMPLES)}; only --json "
+            "may follow such a number"
+        )
     words = ["roofline", *EXAMPLES[number].split()]
     output.stderr.print(f"question {number}: megakernel {' '.join(words)}")
     again = parser().parse_args([*words, *(["--json"] if args.json or "--json" in args.words else [])])
@@ -107,7 +110,7 @@ def _add_input(parser: argparse.ArgumentParser, one: Input) -> None:
 
 
 def _machines(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The machine that an input names; `host` is measured."""
+    """Return {"machine": the machine that `inputs` names}, or {} if it names none. The machine `host` is measured."""
     from .. import machine as machines
     from .roofline import measured_hardware
 

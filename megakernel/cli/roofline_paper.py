@@ -1,4 +1,4 @@
-"""`megakernel roofline --plan` and `--fleet`: a model on many GPUs, on paper: ways to divide it, and their cost."""
+"""`megakernel roofline --plan` and `--fleet`: computes ways to divide a model among many GPUs, and their cost."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _time_json(time: LayoutTime, gpus: int) -> dict[str, Any]:
 
 
 def _shape(args: argparse.Namespace) -> Shape:
-    """The model's sizes, with the bytes per weight and the limit of router nodes from the flags."""
+    """Return the model's sizes. The flags give the bytes per weight and the limit of router nodes."""
     shape = paper_shape(args.model)
     if args.router_nodes and shape.experts == 1:
         raise MegakernelError(f"--router-nodes needs a mixture-of-experts model, which {args.model} is not")
@@ -164,7 +164,7 @@ def run_fleet(args: argparse.Namespace, hardware: Hardware) -> int:
 
 
 def _group(serving: Serving) -> str:
-    """The name of a group, in the form used for layouts."""
+    """Return the name of a group of GPUs, in the form used for layouts."""
     return f"TP {serving.tp} x EP {serving.ep}" if serving.ep > 1 else f"TP {serving.tp}"
 
 

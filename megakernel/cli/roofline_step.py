@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, hardware: Hardware) -> int:
 
 
 def _tasks(args: argparse.Namespace, model: PaperModel, machine: Machine, context: int) -> Tasks:
-    """The instructions that the compiler would generate."""
+    """Return the instructions that the compiler would generate."""
     from ..isa import TARGETS
     from ..scheduler import Options, with_matmul
     from ..scheduler.candidates import Candidates, program_dims, with_tiles
@@ -105,7 +105,7 @@ def _parts(tasks: Tasks) -> list[Part]:
 
 
 def _bytes_per_weight(step: StepRoofline, rows: int) -> float:
-    """The mean over all matmuls. Two FLOPs per weight and row tell the number of weights."""
+    """Return the mean bytes per weight of all matmuls. Their number of weights is their FLOPs / (2 x rows)."""
     from ..isa import OperationFamily
 
     matmuls = [c for c in step.instructions if c.matrix_flops and c.family is OperationFamily.MATMUL]
@@ -113,7 +113,7 @@ def _bytes_per_weight(step: StepRoofline, rows: int) -> float:
 
 
 def _points(step: StepRoofline) -> list[Point]:
-    """The highest possible FLOP rates of the step and of its phases that read and multiply."""
+    """Return the highest possible FLOP rates of the step and of each phase that both reads memory and multiplies."""
     from ..roofline import Mark, Point
 
     out = []
@@ -126,7 +126,7 @@ def _points(step: StepRoofline) -> list[Point]:
 
 
 def _achieved(path: Path) -> list[Point]:
-    """The decode and prefill rates in a benchmark's JSON."""
+    """Return the decode and prefill rates in a benchmark's JSON."""
     from ..roofline import Mark, Point
 
     try:

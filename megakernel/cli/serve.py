@@ -31,7 +31,7 @@ def _port(text: str) -> int:
 
 def _key(text: str) -> str:
     if not text.strip():
-        raise argparse.ArgumentTypeError("a key must not be empty")
+        raise argparse.ArgumentTypeError("an API key must not be empty")
     return text.strip()
 
 
@@ -82,7 +82,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "routing": _routing,
 }
 _SEVERAL = {"served model name", "api key", "allowed hosts", "cors origin"}
-# the fields of Limits, in order
+# The settings that give the fields of Limits, in the order of the fields.
 _LIMITS = ("max queued requests", "max body bytes", "request timeout", "stall timeout")
 
 
@@ -123,7 +123,7 @@ class _Config(argparse.Action):
 
 
 def _flags(path: Path) -> list[str]:
-    """A configuration file as the equivalent command line."""
+    """Convert a configuration file to the equivalent command-line flags."""
     import yaml
 
     try:
@@ -156,8 +156,9 @@ def run(args: argparse.Namespace) -> int:
     if given["replicas"]:
         return serve_replicas(given, as_json=args.json)
     if given["ray address"]:
-        raise MegakernelError("--ray-address needs --replicas: how many servers to deploy there")
-    sock = listen(given["host"], given["port"])  # before the model is loaded, so that a port in use fails at once
+        raise MegakernelError("--ray-address needs --replicas, the number of servers to deploy")
+    # The port is opened before the model is loaded, so that a port in use fails at once.
+    sock = listen(given["host"], given["port"])
     allow_connections()
     how = {name: given[name] for name in ("tp", "backend", "dtype", "weights", "threads", "speculate")}
     how |= {"max_context": given["max model len"], "max_seqs": given["max num seqs"]}
@@ -217,7 +218,7 @@ def _names(hosts: list[str]) -> frozenset[str] | None:
 
 
 def _value(args: argparse.Namespace, name: str) -> Any:
-    """A setting's value: its flag, else the environment, else the default, which may be None."""
+    """Return a setting's value: from its flag, else from the environment, else the default, which may be None."""
     value = getattr(args, name)
     if value is not None:
         return value
@@ -231,7 +232,7 @@ def _value(args: argparse.Namespace, name: str) -> Any:
 
 
 def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
-    """Print that connections are accepted, and how to try it."""
+    """Print that the server accepts connections, and a command with which to try it."""
     dims = llm.engine.dims
     kv_tokens = llm.engine.stats.pages * dims.kv_page
     facts = {

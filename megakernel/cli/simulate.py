@@ -42,7 +42,7 @@ def register(add: AddVerb) -> None:
     parser.add_argument(
         "--no-pipelining",
         action="store_true",
-        help="a worker begins an instruction only when the previous one has ended",
+        help="without overlap: a worker begins an instruction only when its previous one has ended",
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="write the step's timeline")
     parser.add_argument("--perfetto", type=Path, metavar="FILE.pftrace", help="write a trace for ui.perfetto.dev")
@@ -51,7 +51,7 @@ def register(add: AddVerb) -> None:
 
 
 def decode_step(dims: Dims, tokens: int, context: int) -> StepTable:
-    """A step of `tokens` rows, spread over as many sequences as the program allows.
+    """Return a step of `tokens` rows, spread over as many sequences as the program allows.
 
     Each sequence has `context` KV tokens afterwards. The program's number of logit rows limits how many sequences get
     logits.
@@ -129,8 +129,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
-    """The program, the machine with the program's number of workers, and whether embeddings are tied (unknown for a
-    program file).
+    """Return the program, the machine with the program's number of workers, and whether embeddings are tied.
+
+    A program file does not say whether embeddings are tied; the result is then True.
+
     """
     from .. import machine as machines
     from ..program import Program
@@ -138,7 +140,8 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
     if args.file:
         if args.weights != SETTINGS["weights"].default:
             raise MegakernelError(
-                f"{args.file} is already compiled for its weights: leave --weights out, or give --model instead of FILE"
+                f"{args.file} is already compiled for one type of weights: leave --weights out, or give "
+                "--model instead of FILE"
             )
         program = Program.load(args.file)
         workers = args.workers or program.processors
@@ -154,14 +157,14 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
 
 
 def _measured(machine: Machine, ranks: int) -> Machine:
-    """`machine` with its measured rates, if it is this machine."""
+    """Return `machine`, with measured rates if it is this machine."""
     from ..machine import HOST
 
     return host_machine(machine.workers, ranks) if machine.name == HOST else machine
 
 
 def _check_size(name: str, workers: int, ranks: int) -> None:
-    """Raise MegakernelError if the machine has fewer workers or ranks than the program."""
+    """Raise MegakernelError if the machine has fewer workers or devices than the program needs."""
     from .. import machine as machines
 
     hardware = machines.hardware(name)
@@ -172,7 +175,7 @@ def _check_size(name: str, workers: int, ranks: int) -> None:
 
 
 def _fit(program: Program, machine: Machine, tied: bool, sequences: int, context: int) -> Fit:
-    """The memory that the step needs on each rank, and a warning if the rank has less."""
+    """Return the memory that the step needs on each rank, and print a warning if a rank has less."""
     from ..roofline import memory_fit
     from ..serving.memory import weight_bytes
 

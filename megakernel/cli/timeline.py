@@ -1,4 +1,5 @@
-"""`megakernel timeline`: where the time of a step went, as a page, a Perfetto file and a table; compares two steps."""
+"""`megakernel timeline`: shows where the time of a step went, as an HTML page, a Perfetto file and tables, and compares
+two steps."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def register(add: AddVerb) -> None:
         "megakernel timeline --model smollm2-135m --phase decode -o step.html",
     )
     parser.add_argument("program", type=Path, nargs="?", metavar="PROGRAM", help="a program file")
-    parser.add_argument("trace", type=Path, nargs="?", metavar="TRACE", help="a trace of that program")
+    parser.add_argument("trace", type=Path, nargs="?", metavar="TRACE", help="a trace that was recorded from PROGRAM")
     add_model_run(parser)
     parser.add_argument(
         "--phase", choices=("prefill", "decode"), default="decode", help="which step to trace (default: decode)"
@@ -104,9 +105,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _traced(args: argparse.Namespace) -> tuple[Program, list[Trace], Machine]:
-    """A program, its traces, and the machine as one rank sees it: with a share of the rates.
+    """Return a program, its traces, and the machine as one rank sees it, with the rank's share of the rates.
 
-    The traces are those of the last step of a prompt, or of the requested number of decode steps of one bucket.
+    The traces are those of the last step of a prompt, or of decode steps that ran the same program.
     """
     from ..serving.ceilings import share_of
 

@@ -1,4 +1,4 @@
-"""`--vs`: other programs that run the same model in turn with ours."""
+"""Implements `--vs`, a comparison with other programs (peers). Peers and our engine run the same model in turn."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ if TYPE_CHECKING:
 
 
 def add_versus(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that name peers."""
+    """Add the flags that name peers, the other programs of a comparison."""
     parser.add_argument(
         "--vs",
         action="extend",
         type=lambda text: text.split(","),
         default=[],
         metavar="NAME",
-        help="alternate with llama.cpp or torch on the same weights, with its best settings (may be repeated)",
+        help="also measure llama.cpp or torch, with its best settings on the same weights; runs alternate with "
+        "megakernel's (the flag may be repeated)",
     )
     parser.add_argument(
         "--llama-bench",
         type=Path,
         metavar="PATH",
-        help="llama.cpp's own llama-bench, or the folder of a native build (default: the package llama-cpp-python)",
+        help="llama.cpp's program llama-bench, or the folder of a build (default: use the package llama-cpp-python)",
     )
 
 
 def find_peers(args: argparse.Namespace, *, batched: bool) -> list[Found]:
-    """The peers that the flags name. Raises MegakernelError if one is missing."""
+    """Return the peers that the flags name. Raises MegakernelError if one is missing."""
     if not args.vs and args.llama_bench is None:
-        return []  # before the import, which takes time
+        return []  # return before the import below, which takes time
     from ..serving.bench.peers import find
 
     return find(list(dict.fromkeys(args.vs)), args.llama_bench, batched=batched)
@@ -48,7 +49,7 @@ def find_peers(args: argparse.Namespace, *, batched: bool) -> list[Found]:
 def opened(
     found: Sequence[Found], llm: LLM, args: argparse.Namespace, sizes: tuple[int, int, int], phases: Sequence[Phase]
 ) -> Iterator[list[Contest]]:
-    """Open the peers and find their best settings. `sizes` are the fields of `Work`."""
+    """Open the peers, find their best settings and yield them. `sizes` are the values of the fields of `Work`."""
     if not found:
         yield []
         return
@@ -58,13 +59,13 @@ def opened(
         with output.busy("writing the weights for the other programs"):
             peers = stack.enter_context(contests(found, llm, args.model, args.weights, Work(*sizes), phases))
         for one in peers:
-            with output.progress(f"searching the best settings of {one.peer.name}") as advance:
+            with output.progress(f"searching for the best settings of {one.peer.name}") as advance:
                 one.search(advance)
         yield peers
 
 
 def rows(vs: dict[str, Any]) -> list[tuple[str, str | Text]]:
-    """The printed lines of each peer."""
+    """Return the output lines about each peer, as pairs of a name and a value."""
     lines: list[tuple[str, str | Text]] = []
     for name, other in vs.items():
         prefill = other.get("prefill")

@@ -1,5 +1,5 @@
-"""The flags that choose a benchmark's requests, with vLLM's names where it has them, and the requests made
-from them.
+"""Declares the flags that choose a benchmark's requests, and makes the requests. Flags that vLLM has too have the same
+names as in vLLM.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _UNLESS = {"dataset": _SHAREGPT, "random_input_len": 1024, "random_output_len": 
 
 
 def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
-    """Add the flags. `args.unless` has the values of flags that are not given. A verb may change
-    these values before it calls `workload`.
+    """Add the flags that choose the requests. `args.unless` has the defaults of flags that are not given. A verb may
+    change these defaults before it calls `workload`.
     """
     parser.set_defaults(unless=_UNLESS | {"num_prompts": prompts})
     parser.add_argument(
@@ -40,15 +40,15 @@ def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
         type=float,
         default=0.0,
         metavar="R",
-        help="random: lengths vary up and down by this fraction (default: 0)",
+        help="--dataset random: each length differs from the given length by up to this fraction (default: 0)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the choice, order and ids of the prompts (default: 0)"
+        "--seed", type=int, default=0, help="seed for choosing, ordering and generating prompts (default: 0)"
     )
 
 
 def workload(args: argparse.Namespace, vocab: int, encode: Callable[[str], Sequence[int]]) -> Workload:
-    """The requests that the flags of `add_workload` describe."""
+    """Return the requests that the flags of `add_workload` describe."""
     from ..serving.bench import workload as made
 
     for name, value in args.unless.items():

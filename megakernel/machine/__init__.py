@@ -1,5 +1,5 @@
-"""Describes the hardware. `Machine` is what a compiler needs to know of one device; `Hardware` is everything that is
-known.
+"""Describes hardware. `Machine` has what the compiler needs to know about one device; `Hardware` has everything that is
+known about a machine.
 """
 
 from .device import CPU, MACHINES, Machine, hardware, host, host_hardware, load

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _STAT = Path("/proc/stat")
-_IDLE = (3, 4)  # columns of the first line of /proc/stat: idle, and waiting for a disk
-_COLUMNS = 8  # up to time stolen by other virtual machines; user time already has that of guests
+_IDLE = (3, 4)  # the columns `idle` and `iowait` in the first line of /proc/stat
+_COLUMNS = 8  # columns to add up; the guest columns after them are already part of user time
 
 
 @dataclass(frozen=True)
 class Moment:
-    """CPU seconds: of all cores since the system started, in total and idle, and those that this process has used."""
+    """CPU seconds since the system started: the total and the idle time of all cores, and the time of this process."""
 
     total_s: float
     idle_s: float

@@ -1,4 +1,4 @@
-"""What a compiler needs to know of a device: workers, rates, and suitable tile shapes."""
+"""Declares what the compiler needs to know about a device: its workers, rates, and suitable tile shapes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..errors import MegakernelError
 from .files import HOST, names, read
 from .hardware import Core, Hardware, Issue, Rates
 
-CPU = "cpu"  # the target of machines whose workers are CPU cores
+CPU = "cpu"  # the value of `target` for machines whose workers are CPU cores
 
 
 @dataclass(frozen=True)
@@ -21,29 +21,29 @@ class Machine:
     vector_flops: float  # float32 outside the matrix unit, FLOP/s
     memory_bytes_per_s: float
     memory_bytes: float
-    cache_bytes: float  # the last-level cache
-    cache_bytes_per_s: float  # from the last-level cache to all workers
-    worker_bytes_per_s: float  # the maximum that one worker loads or stores
-    link_bytes_per_s: float  # egress to peers, one direction
-    switch_bytes_per_s: float  # of all devices of a node together
+    cache_bytes: float  # the size of the last-level cache
+    cache_bytes_per_s: float  # the rate from the last-level cache to all workers together
+    worker_bytes_per_s: float  # the maximum rate at which one worker loads or stores
+    link_bytes_per_s: float  # the rate at which the device sends to its peers
+    switch_bytes_per_s: float  # the rate of the node's switch, for all devices together
     tile_rows: int  # token rows of a matmul tile and of a row block
     tile_cols: int  # output columns of a matmul tile
-    col_unit: int  # column tiles start and end on multiples of this
+    col_unit: int  # column tiles start and end on multiples of this number of columns
     kv_page: int  # KV tokens per page of the cache
     ring_pages: int  # pages of shared memory in the ring that a worker streams operands through; 0 for a CPU core
     target: str  # the target that programs are compiled for: CPU or hopper
     launch_s: float
-    signal_s: float  # from a signal until a waiting worker starts
-    remote_signal_s: float  # the same between devices of a node
-    dispatch_s: float  # fetch, decode and set up one instruction
-    issue: Issue | None = None  # in seconds; None if unknown or already part of the rates
-    core: Core | None = None  # None if not measured or not a CPU
+    signal_s: float  # time from a signal until a waiting worker starts
+    remote_signal_s: float  # the time from a signal until a waiting worker on another device of the node starts
+    dispatch_s: float  # time to fetch, decode and set up one instruction
+    issue: Issue | None = None  # issue times in seconds; None if they are unknown or part of the rates above
+    core: Core | None = None  # measured rates of a CPU core; None if there are none
 
 
 def _machine(hardware: Hardware) -> Machine:
-    """The device of a machine that has tiles and costs."""
+    """Return the device of a machine. `hardware` must have tiles and costs."""
     if hardware.tiles is None or hardware.costs is None:
-        raise MegakernelError(f"{hardware.name} serves for comparison only: programs cannot be compiled for it")
+        raise MegakernelError(f"{hardware.name} serves for comparison only: choose another --machine to compile for")
     return Machine(
         name=hardware.name,
         workers=hardware.chip.sms,

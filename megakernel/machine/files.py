@@ -29,8 +29,8 @@ _OTHER = {"base", "curve", "source"}
 _OPTIONAL = {"fabric", "costs", "tiles", "issue", "core"}
 _NODE = re.compile(r"(.+)x(\d+)")
 
-# Whole numbers count SMs, links and rows; a trace stores the number of an SM in 16 bits. All other
-# numbers have limits that keep products of a few of them finite.
+# The limits of figures. Whole numbers count SMs, links and rows; their limit is 16 bits, because a trace stores the
+# number of an SM in 16 bits. The limits of all other numbers keep products of a few of these numbers finite.
 _MOST_WHOLE = 1 << 16
 _LEAST, _MOST = 1e-30, 1e30
 
@@ -45,8 +45,9 @@ def names() -> tuple[str, ...]:
 def read(name: str, cores: int | None = None) -> Hardware:
     """Read a known machine, a node with some of its GPUs (`h100x8`), a TOML file, or `host` with this many `cores`.
 
-    A file has the form of those in `known/`. With `base = NAME` it states only the differences; lists are replaced as a
-    whole. All figures must be positive. `[[source]]` names the sources of figures. Raises MegakernelError.
+    A file has the form of the files in `known/`. A file with `base = NAME` states only the differences from the machine
+    NAME; a list in the file replaces the whole list of that machine. All figures must be positive. The `[[source]]`
+    entries name the sources of figures. Raises MegakernelError.
     """
     if name == HOST:
         return _hardware(HOST, table(cores or cpu_count()), HOST)
@@ -58,7 +59,9 @@ def read(name: str, cores: int | None = None) -> Hardware:
     if match and match[1] in names():
         chip, gpus = read(match[1]), int(match[2])
         if not 0 < gpus <= chip.node.gpus:
-            raise MegakernelError(f"{name}: a node of {match[1]} has 1 to {chip.node.gpus} GPUs; more are a cluster")
+            raise MegakernelError(
+                f"{name} names a single node, but a node of {match[1]} has 1 to {chip.node.gpus} GPUs, not {gpus}"
+            )
         return replace(chip, node=replace(chip.node, gpus=gpus))
     raise MegakernelError(
         f"unknown machine {name!r}: choose from host, {', '.join(names())}, a node such as h100x8, or a .toml file"
@@ -66,11 +69,12 @@ def read(name: str, cores: int | None = None) -> Hardware:
 
 
 def _merged(path: Path, above: tuple[Path, ...]) -> Table:
-    """The file's table merged over those of its bases."""
+    """The table of a machine file, combined with the tables of its bases. The file's own values take precedence."""
     try:
         with file_errors(f"read machine file {path}"):
             table = tomllib.loads(path.read_text())
-    # errors of TOML itself, bytes that are not text, and integers that are too long
+    # ValueError covers TOML errors, bytes that are not UTF-8, and integers with too many digits. RecursionError means
+    # that values are nested too deeply.
     except (ValueError, RecursionError) as e:
         raise MegakernelError(f"machine file {path} is not valid TOML: {str(e)[:200]}") from e
     unknown = sorted(set(table) - set(_SECTIONS) - _OTHER)
@@ -116,10 +120,10 @@ def _hardware(name: str, table: Table, where: str) -> Hardware:
         raise MegakernelError(f"machine file {where}: curve must be written [[curve]]")
     for one in curves:
         curve = _section(Curve, one, f"machine file {where}: curve")
-        _check_curve(curve.message_bytes, curve.bus_bytes_per_s, f"machine file {where}: a curve needs ascending sizes")
+        _check_curve(curve.message_bytes, curve.bus_bytes_per_s, f"machine file {where}: the sizes of a curve")
         built["curves"] = (*built.get("curves", ()), curve)
     if core := built.get("core"):
-        rows = f"machine file {where}: core needs ascending rows"
+        rows = f"machine file {where}: the row counts of core"
         _check_curve(core.matmul_rows, core.matmul_flops_per_s, rows)
         _check_curve(core.attention_rows, core.attention_flops_per_s, rows)
     return Hardware(name=name, **built)
@@ -127,7 +131,7 @@ def _hardware(name: str, table: Table, where: str) -> Hardware:
 
 def _check_curve(points: tuple[float, ...], values: tuple[float, ...], what: str) -> None:
     if not points or len(points) != len(values) or list(points) != sorted(set(points)):
-        raise MegakernelError(f"{what} and a rate for each")
+        raise MegakernelError(f"{what} must be in ascending order, and there must be one rate for each")
 
 
 def _section(kind: type, table: object, where: str) -> Any:
@@ -144,7 +148,7 @@ def _section(kind: type, table: object, where: str) -> Any:
 
 
 def _value(field: Field[Any], value: object, where: str) -> object:
-    """`value` as the field's declared type; numbers must be positive."""
+    """Return `value` as the field's declared type. Numbers must be positive."""
     wanted = str(field.type)
     if wanted.startswith("tuple"):
         if not isinstance(value, list):

@@ -15,18 +15,18 @@ from ..errors import MegakernelError
 
 @dataclass(frozen=True)
 class Chip:
-    """One processor, described in GPU terms. The TPU's file says what each term stands for there."""
+    """One processor, described in terms of a GPU. The machine file of the TPU says what the terms mean for a TPU."""
 
     generation: str
     sms: int
-    subpartitions_per_sm: int  # each with a tensor core and a warp scheduler
+    subpartitions_per_sm: int  # each subpartition has a tensor core and a warp scheduler
     fp32_lanes_per_subpartition: int
     hbm_bytes: float
     hbm_bytes_per_s: float
     boost_clock_hz: float | None = None
     l2_bytes: float = 0.0
-    l2_bytes_per_clock: float = 0.0  # what each SM gets from L2 when all SMs load; measured
-    load_bytes_per_clock: float = 0.0  # the maximum that one SM loads
+    l2_bytes_per_clock: float = 0.0  # bytes that each SM gets from L2 when all SMs load; measured
+    load_bytes_per_clock: float = 0.0  # the maximum number of bytes that one SM loads
     board_w: float | None = None  # the board's power limit
     usd_per_hour: float | None = None  # a list price
 
@@ -43,7 +43,7 @@ class Chip:
         return fma_flops_per_s / (2 * self.fp32_lanes)
 
 
-# The bytes of an operand, by the name of its rate.
+# The bytes of one operand of a multiply-add, by the name of its type in `Rates`.
 OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5, "fp32": 4.0}
 
 
@@ -54,14 +54,14 @@ class Rates:
     """
 
     bf16: float
-    fp32: float  # vector lanes, multiply-adds
+    fp32: float  # multiply-adds of the vector lanes
     fp8: float | None = None
     fp4: float | None = None
 
 
 @dataclass(frozen=True)
 class Link:
-    """A chip's links to its peers."""
+    """The links of one chip to the other chips of its node."""
 
     ports: int
     port_bytes_per_s: float
@@ -76,7 +76,7 @@ class Node:
     """GPUs that reach each other at the full rate of their links: an NVLink domain."""
 
     gpus: int
-    nic_bytes_per_s_per_gpu: float  # out of the node
+    nic_bytes_per_s_per_gpu: float  # the rate at which each GPU sends out of the node
     switches: int = 0
     switch_ports: int = 0
 
@@ -87,7 +87,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Fabric:
-    """A fat tree: units of nodes under leaf switches, which have as many cables up as down."""
+    """A fat tree of switches between nodes. A unit is a group of nodes that share leaf switches. A leaf switch has as
+    many cables up as down.
+    """
 
     nodes_per_unit: int
 
@@ -96,48 +98,49 @@ class Fabric:
 class Costs:
     """Latencies in seconds, for operations that move no data."""
 
-    stream_launch_s: float  # an empty kernel in a stream
-    signal_s: float  # from a signal until a waiting SM starts, under memory load
-    dispatch_s: float  # fetch, decode and set up one instruction
-    node_hop_s: float  # between GPUs of a node, skew included
-    scale_out_hop_s: float  # between nodes
+    stream_launch_s: float  # the time to launch an empty kernel in a stream
+    signal_s: float  # the time from a signal until a waiting SM starts, under memory load
+    dispatch_s: float  # the time to fetch, decode and set up one instruction
+    node_hop_s: float  # the time of a message between GPUs of a node, including waits of GPUs that are not in step
+    scale_out_hop_s: float  # the time of a message between nodes
 
 
 @dataclass(frozen=True)
 class Issue:
-    """The least number of cycles that each role's warps need to issue their work, read from the machine code.
+    """The least number of cycles that the warps of each role need to issue their work, as read from the machine code.
 
-    If several warps of a role share a scheduler, their cycles add up. Loaders fill pages of shared
-    memory, and consumers compute on them, either with matrix units or, for a few rows, with dot
-    products (dots).
+    The roles of warps are loaders, which fill pages of shared memory, and consumers, which compute
+    on these pages. Consumers use matrix units or, for a few rows, dot products (dots). If several
+    warps of a role share a scheduler, their cycles add up.
     """
 
     pass_page: float  # cycles of a loader to skip a page that the other loader fills
     weight_page: float  # cycles of a loader to fill a weight page of dots
-    input_page: float  # the same for an input page of dots
-    tile_page: float  # the same for a page of a matmul on matrix units
-    dot_pair: float  # of the consumers of dots, for a pair of weight pages and one row
-    dot_pairs: float  # the same for a pair of weight pages and two rows
-    dot_row: float  # in addition to dot_pairs, for each further row
-    dot_unit: float  # in addition to the pairs of pages, for each unit of columns
-    k_step: float  # of the consumers, for a k step of a matmul on matrix units
-    # of all roles, from the end of one instruction's arithmetic to the beginning of an instruction that waits for it
+    input_page: float  # cycles of a loader to fill an input page of dots
+    tile_page: float  # cycles of a loader to fill a page of a matmul on matrix units
+    dot_pair: float  # cycles of the consumers to multiply a pair of weight pages by one row, with dots
+    dot_pairs: float  # cycles of the consumers to multiply a pair of weight pages by two rows, with dots
+    dot_row: float  # additional cycles for each row after the second, with dots
+    dot_unit: float  # cycles of the consumers to finish a unit of output columns, with dots
+    k_step: float  # cycles of the consumers for 64 elements of K of a tile, with matrix units
+
+    # Cycles of all roles from the end of an instruction's arithmetic to the start of an instruction that waits for it.
     handoff: float
-    sample_step: float  # to add one group of logits of a row while the next group is loaded
+    sample_step: float  # cycles to process one group of logits of a row while the next group is loaded
     sample_entries: float  # logits in such a group (a count, not cycles)
 
     def at(self, clock_hz: float) -> Issue:
-        """The same, converted from cycles to seconds."""
+        """Return the same times in seconds instead of cycles, for a clock of `clock_hz`."""
         cycles = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sample_entries"}
         return replace(self, **{name: value / clock_hz for name, value in cycles.items()})
 
 
 @dataclass(frozen=True)
 class Core:
-    """The rates that one core of a CPU reaches alone, with the interpreter's own instructions in bfloat16.
+    """The rates of one CPU core that works alone and executes the interpreter's own instructions in bfloat16.
 
     Arithmetic rates are given for several numbers of rows of a matmul tile, and of (row, head) pairs of an attention
-    item. Between two of these numbers they are interpolated linearly in log(rows).
+    item. Between two of these numbers, rates are interpolated linearly in log(rows).
     """
 
     memory_bytes_per_s: float
@@ -154,8 +157,8 @@ class Tiles:
 
     rows: int  # token rows of a matmul tile and of a row block
     cols: int  # output columns of a matmul tile
-    col_unit: int  # column tiles start and end on multiples of this
-    page: int  # KV tokens per page
+    col_unit: int  # column tiles start and end on multiples of this number of columns
+    page: int  # KV tokens per page of the KV cache
     target: str  # the target that programs are compiled for
     pages: int = 0  # pages of shared memory in the ring that a worker streams operands through; 0 for a CPU core
 
@@ -164,7 +167,7 @@ class Tiles:
 class Curve:
     """The measured bus bandwidth of a collective over `gpus` GPUs of one node, by message size.
 
-    Bus bandwidth is defined as in NCCL's tests: the bytes that each GPU must send / seconds.
+    Bus bandwidth is defined as in NCCL's tests: the bytes that each GPU must send, divided by the seconds.
     """
 
     collective: str
@@ -173,7 +176,7 @@ class Curve:
     bus_bytes_per_s: tuple[float, ...]
 
     def at(self, message_bytes: float) -> float:
-        """Bytes/s at one size, interpolated linearly in the logarithms of size and bandwidth.
+        """Return the bytes/s at one message size, interpolated linearly in the logarithms of size and bandwidth.
 
         Below the first point the time is constant; above the last point the bandwidth is constant.
         """
@@ -210,12 +213,12 @@ class Hardware:
     costs: Costs | None = None  # None: the machine serves only for comparison
     tiles: Tiles | None = None
     issue: Issue | None = None
-    core: Core | None = None  # of a CPU that was measured
+    core: Core | None = None  # the measured rates of a CPU core, if there are any
     curves: tuple[Curve, ...] = ()
 
     @property
     def clock_hz(self) -> float:
-        """The boost clock, or, if it is unknown, the clock that the fp32 rate implies."""
+        """The boost clock in Hz or, if it is unknown, the clock that the fp32 rate implies."""
         return self.chip.boost_clock_hz or self.chip.clock_for(self.rates.fp32)
 
     @property
@@ -233,18 +236,18 @@ class Hardware:
         return self.node.switches * self.node.switch_ports * self.link.port_bytes_per_s
 
     def flops_per_s(self, dtype: str) -> float:
-        """Rate for operands of `dtype`: bf16, fp8, fp4 or fp32."""
+        """Return the FLOP/s for operands of `dtype`: bf16, fp8, fp4 or fp32."""
         rate: float | None = getattr(self.rates, dtype, None)
         if rate is None:
             raise MegakernelError(f"{self.name} does not compute in {dtype}: choose another --machine or --dtype")
         return rate
 
     def intensity(self, dtype: str = "bf16") -> float:
-        """FLOPs per byte of HBM above which arithmetic limits the chip."""
+        """The FLOPs per byte read from HBM above which arithmetic, not memory, limits the chip."""
         return self.flops_per_s(dtype) / self.chip.hbm_bytes_per_s
 
     def critical_rows(self, dtype: str = "bf16", weight_bytes: float | None = None) -> float:
-        """Rows of a matmul above which its arithmetic takes longer than reading its weights once: C b / (2 W).
+        """The rows of a matmul above which its arithmetic takes longer than reading its weights once: C b / (2 W).
 
         C is the FLOP rate, W the memory rate, and b the bytes per weight: `weight_bytes`, or else those of `dtype`.
         """
@@ -272,5 +275,5 @@ class Hardware:
         return tuple(out)
 
     def curve(self, collective: str, gpus: int) -> Curve | None:
-        """The measured curve for this number of GPUs, if there is one."""
+        """Return the measured curve of a collective over this number of GPUs, or None if there is none."""
         return next((c for c in self.curves if (c.collective, c.gpus) == (collective, gpus)), None)

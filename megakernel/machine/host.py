@@ -1,4 +1,4 @@
-"""This machine as a table in the form of a machine file, from what the system reports and nominal rates."""
+"""Describes this machine in the form of a machine file, with sizes that the system reports and with nominal rates."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import platform
 from pathlib import Path
 from typing import Any
 
-_LANES = 16  # lanes of a core's vector unit, as with AVX-512; nominal
-_GHZ = 1e9  # the clock for which figures per clock are given; nominal
+_LANES = 16  # assumed float32 lanes of a core's vector unit, as with AVX-512
+_GHZ = 1e9  # the assumed clock in Hz, to which figures per clock refer
 
 
 def cpu_count() -> int:
-    """The cores this process may use: its affinity mask, reduced by a cgroup v2 CPU quota if there is one."""
+    """The number of cores that this process may use: its affinity mask, reduced by a cgroup v2 CPU quota if there is
+    one.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -31,8 +33,9 @@ def processor() -> str:
 
 
 def table(cores: int) -> dict[str, Any]:
-    """The table for this many cores. A core counts as an SM with one vector unit. The rates are
-    nominal, because they only guide where the compiler places work.
+    """Return the table of a machine file for this machine with `cores` cores. A core counts as an SM
+    with one vector unit. The rates are nominal, because they only guide where the compiler places
+    work.
     """
     return {
         "chip": {

@@ -13,19 +13,20 @@ from .limited import Ended, LimitedProcess
 from .limits import MOST_PROMPT_CHARACTERS, MOST_TEMPLATE_BYTES, MOST_TEMPLATE_CHARACTERS, MOST_TEMPLATE_SECONDS
 from .template_worker import environment
 
-# Template variables that the server sets, or that other request fields than `chat_template_kwargs`
-# set.
+# Template variables that a request must not set in `chat_template_kwargs`, because the server or other fields of the
+# request set them.
 OWN_NAMES = {"messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"}
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class ChatTemplate:
-    """A chat template. It runs in a process of its own, which starts at the first rendering and
-    ends with this object.
+    """A chat template. A separate process, which starts at the first rendering and ends with this
+    object, compiles and renders the template.
 
     Jinja's sandbox keeps a template away from files and from Python's internal objects, but does
-    not prevent endless loops or huge numbers. Compiling is dangerous too, because Jinja evaluates
-    constants while it compiles. So this process only checks the template's syntax.
+    not prevent endless loops or huge numbers. Compiling a template is dangerous too, because Jinja
+    evaluates constants while it compiles. So the server's process only checks the template's
+    syntax.
     """
 
     def __init__(self, source: str, origin: str) -> None:
@@ -33,15 +34,15 @@ class ChatTemplate:
         limits = (MOST_TEMPLATE_SECONDS, MOST_TEMPLATE_BYTES, MOST_PROMPT_CHARACTERS)
         self._process = LimitedProcess(_WORKER, source, *limits)
         if len(source) > MOST_TEMPLATE_CHARACTERS:
-            raise self._error("broken", f"it has {len(source)} characters, more than {MOST_TEMPLATE_CHARACTERS}")
+            raise self._error("broken", f"its text has {len(source)} characters, more than {MOST_TEMPLATE_CHARACTERS}")
         try:
             environment().parse(source)
         except (jinja2.TemplateError, RecursionError) as e:
             raise self._error("broken", str(e)) from e
 
     def render(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
-        """The prompt's text, which ends where the assistant's answer begins. `values` are template
-        variables, which are added to the default ones or replace them.
+        """Return the text of the prompt, which ends where the assistant's answer begins. `values` are
+        template variables, which are added to the default variables or replace them.
         """
         values = {"messages": list(messages), "add_generation_prompt": True, "tools": None, **values}
         try:

@@ -10,12 +10,12 @@ class RopeKind(Enum):
     DEFAULT = "default"
     LINEAR = "linear"
     LLAMA3 = "llama3"
-    FACTORS = "factors"  # one frequency divisor per RoPE pair, as in GGUF files of Llama 3.1
+    FACTORS = "factors"  # each RoPE pair has a divisor of its frequency, as in GGUF files of Llama 3.1
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding. `factor` divides all frequencies (linear) or the low ones (llama3)."""
+    """The rotary embedding of a model. `factor` divides all frequencies (LINEAR) or only the low ones (LLAMA3)."""
 
     theta: float = 10000.0
     kind: RopeKind = RopeKind.DEFAULT

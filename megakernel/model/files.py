@@ -1,4 +1,4 @@
-"""Reads weights from files of any format, and says of which tensors each buffer consists."""
+"""Reads weights from files of any format, and declares which tensors form each buffer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .config import ModelConfig
 from .families import forward, weights
 from .rope import inverse_frequencies
 
-# The number of elements that are converted at a time. It is small, so that they stay in a cache,
-# and a huge tensor needs little extra memory.
+# The number of elements that are converted at a time. The number is small, so that these elements stay in a cache and
+# even a huge tensor needs little extra memory.
 _CHUNK = 1 << 18
 
 
@@ -37,8 +37,8 @@ class TensorFile(Protocol):
         """The type of the elements that `rows` returns."""
 
     def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
-        """Rows [start, end) of a tensor as a 2-D array; a vector is one column. bfloat16 values are
-        returned as uint16, and quantised blocks as bytes.
+        """Return rows [start, end) of a tensor as a 2-D array, in which a vector is one column.
+        bfloat16 values are returned as uint16, and quantised blocks as bytes.
         """
 
 
@@ -94,7 +94,7 @@ class FileCheckpoint:
             part = flat[start : start + shape[0]]
             start += shape[0]
             if name not in self._tensors.shapes:
-                continue  # an absent bias; _check has accepted it
+                continue  # the bias is absent, which _check has accepted
             self._read(name, part, out_dtype)
             if index < self._naming.halved.get(buffer, 0):
                 part[:] = _interleave(part, self.config.head_dim)
@@ -133,7 +133,7 @@ class FileCheckpoint:
         """
         if not all_finite(rows, self._tensors.dtype(name)):
             raise MegakernelError(
-                f"tensor {name} in {self._tensors.where(name)} holds a NaN or an infinity: fetch the file again"
+                f"tensor {name} in {self._tensors.where(name)} contains a NaN or an infinity: fetch the file again"
             )
 
 
@@ -181,8 +181,8 @@ def expected_shapes(config: ModelConfig, naming: Naming) -> dict[str, tuple[int,
 
 
 def _part_shapes(config: ModelConfig, naming: Naming, buffer: Buffer) -> list[tuple[int, ...]]:
-    """The shapes of the tensors that `buffer` consists of, in order. These are q, k and v, or equal
-    parts, or one tensor.
+    """Return the shapes of the tensors that `buffer` consists of, in order. A buffer consists of
+    the tensors of q, k and v, of several tensors with equal shapes, or of one tensor.
     """
     shape = BUFFERS[buffer].shape(weight_dims(config, Dtype.F32), 0)
     if buffer in (Buffer.W_QKV, Buffer.B_QKV):
@@ -233,7 +233,7 @@ def _any_file(tensors: TensorFile) -> Path:
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:
-    """The bytes of a non-empty file, read on access."""
+    """Map a non-empty file into memory, and return its bytes as an array. The bytes are read on access."""
     try:
         with file_errors(f"read {path}"):
             return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)

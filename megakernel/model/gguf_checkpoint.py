@@ -1,4 +1,4 @@
-"""GGUF files of the architectures that the model families name."""
+"""Opens GGUF files as checkpoints, for the architectures that the model families name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .gguf_file import GgufFile
 from .limits import check_config
 
 ROPE_FREQS = "rope_freqs.weight"
-# Metadata keys, without the architecture's prefix: those that are read, and those that never change
-# a forward pass. Any other key with this prefix is refused by name, unless its value is empty, zero
-# or false.
+# Metadata keys, without the architecture's prefix. The keys in `_READ` are read, and those in
+# `_HARMLESS` never change a forward pass. Any other key with this prefix is refused by name, unless
+# its value is empty, zero or false.
 _READ = {
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
     "attention.value_length", "block_count", "context_length", "embedding_length", "feed_forward_length",
@@ -100,7 +100,8 @@ def gguf_config(file: GgufFile) -> ModelConfig:
 
 def _rope(file: GgufFile, values: dict[str, Any], where: str) -> Rope:
     theta = _number(values, "rope.freq_base", where, Rope.theta)
-    kind = values.get("rope.scaling.type", "linear")  # llama.cpp's default; a factor of 1 has no effect
+    # The default type is that of llama.cpp. Linear scaling without a factor, or with a factor of 1, has no effect.
+    kind = values.get("rope.scaling.type", "linear")
     factor = _number(values, "rope.scaling.factor", where, 0.0) or _number(values, "rope.scale_linear", where, 0.0)
     if kind not in ("none", "linear"):
         raise MegakernelError(f"{where}rope.scaling.type {kind!r} is not supported, only none and linear")

@@ -38,12 +38,12 @@ _SCALARS: dict[int, str] = {
 
 class _Tensor(NamedTuple):
     type: GGMLQuantizationType
-    begin: int  # bytes from the start of the file
+    begin: int  # offset from the start of the file, in bytes
     end: int
 
 
 class _Cursor:
-    """Reads from `offset` onwards; reading past the end of the file is an error."""
+    """Reads the bytes of a file in order, from `offset` on. Reading past the end of the file is an error."""
 
     def __init__(self, path: Path, data: NDArray[np.uint8]) -> None:
         self._path, self._data, self.offset = path, data, 0
@@ -53,8 +53,8 @@ class _Cursor:
         begin = self.offset
         if size > len(self._data) - begin:
             raise MegakernelError(
-                f"{self._path} is cut short or damaged: {size} bytes are declared at byte {begin} "
-                f"of {len(self._data)}; fetch the file again"
+                f"{self._path} is cut short or damaged: it declares {size} bytes from byte {begin} on, but ends at "
+                f"byte {len(self._data)}; fetch the file again"
             )
         self.offset += size
         return self._data[begin : begin + size].tobytes()
@@ -69,20 +69,20 @@ class _Cursor:
         size = self.u64()
         if size > MOST_STRING_BYTES:
             raise MegakernelError(
-                f"{self._path} is damaged: a string of {size} bytes before byte {self.offset} is longer than "
+                f"{self._path} is damaged: the string at byte {self.offset} has {size} bytes, more than the limit of "
                 f"{MOST_STRING_BYTES}"
             )
         return self.bytes(size).decode("utf-8")
 
     def count(self, number: int) -> int:
-        """Return `number`, the number of elements that follow. Raises MegakernelError if the header
-        has too many elements in all.
+        """Add `number`, the number of metadata elements that follow, to the total, and return `number`.
+        Raises MegakernelError if the total is too large.
         """
         self._elements += number
         if self._elements > MOST_METADATA_ELEMENTS:
             raise MegakernelError(
-                f"{self._path} is damaged: it declares {number} elements before byte {self.offset}; "
-                f"a file may have {MOST_METADATA_ELEMENTS} in all"
+                f"{self._path} is damaged: its metadata up to byte {self.offset} declares {self._elements} elements, "
+                f"more than the limit of {MOST_METADATA_ELEMENTS}"
             )
         return number
 
@@ -105,8 +105,7 @@ class _Cursor:
         return numbers
 
 
-# The types in which `rows` returns tensors as they are stored. It converts all other types to
-# float32.
+# `rows` returns tensors of these types as they are stored. It converts tensors of all other types to float32.
 _KEPT = {GGMLQuantizationType[kind.name]: kind for kind in Dtype if kind is not Dtype.I32}
 
 
@@ -151,7 +150,9 @@ class GgufFile:
             raise MegakernelError(f"{self.path} is not a GGUF file")
         version = cursor.u32()
         if version not in (2, 3):
-            raise MegakernelError(f"{self.path} has GGUF version {version}; 2 and 3, little-endian, are supported")
+            raise MegakernelError(
+                f"{self.path} has GGUF version {version}; only 2 and 3, in little-endian byte order, are supported"
+            )
         tensors, entries = cursor.count(cursor.u64()), cursor.count(cursor.u64())
         for _ in range(entries):
             key = cursor.string()
@@ -161,7 +162,9 @@ class GgufFile:
         table = [self._tensor_entry(cursor) for _ in range(tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
-            raise MegakernelError(f"{self.path} is damaged: general.alignment is {alignment}")
+            raise MegakernelError(
+                f"{self.path} is damaged: general.alignment is {alignment}, not a whole number from 1 to {1 << 20}"
+            )
         start = -(-cursor.offset // alignment) * alignment
         for name, type_, offset, size in table:
             self._tensors[name] = _Tensor(type_, start + offset, start + offset + size)
@@ -185,8 +188,12 @@ class GgufFile:
         except (ValueError, KeyError) as e:
             raise MegakernelError(f"tensor {name} in {self.path} has type {kind}, unknown to the gguf package") from e
         except NotImplementedError as e:
-            raise MegakernelError(f"tensor {name} in {self.path} has type {type_.name}, which gguf cannot read") from e
+            raise MegakernelError(
+                f"tensor {name} in {self.path} has type {type_.name}, which the gguf package cannot read"
+            ) from e
         if 0 in sizes or sizes[0] % block or (axes == 1 and block > 1):
-            raise MegakernelError(f"{self.path} is damaged: tensor {name} of type {type_.name} has shape {sizes[::-1]}")
+            raise MegakernelError(
+                f"{self.path} is damaged: tensor {name} has shape {sizes[::-1]}, which type {type_.name} does not allow"
+            )
         self.shapes[name] = tuple(reversed(sizes))
         return name, type_, offset, math.prod(sizes) // block * block_bytes

@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file's metadata."""
+"""Builds a tokenizer from the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ _SPLITS = {
     "qwen2": _LLAMA3_SPLIT.replace("{1,3}", ""),
     "tekken": _TEKKEN_SPLIT,
 }
-# With these rules, a piece that equals a token becomes that token, whatever the merges say, and a text begins with BOS.
+# The splitting rules of tokenizers that, by default, put BOS before a text. If a piece of the text is itself in the
+# vocabulary, these tokenizers use that token and apply no merges.
 _WHOLE_PIECES = ("llama-bpe", "llama3", "llama-v3", "tekken")
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # token types of ggml
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # the numbers that GGML gives to types of tokens
 
 
 def open_gguf_tokenizer(file: GgufFile, eos_ids: tuple[int, ...]) -> Tokenizer:
-    """Byte-level BPE ("gpt2") with the splitting rule that `tokenizer.ggml.pre` names, or SentencePiece ("llama").
+    """Open the tokenizer of a GGUF file: byte-level BPE ("gpt2") with the splitting rule that `tokenizer.ggml.pre`
+    names, or SentencePiece ("llama").
 
-    Any other kind or rule is refused by name. Raises MegakernelError.
+    Any other tokenizer or splitting rule is refused by name. Raises MegakernelError.
     """
 
     def get(key: str, default: Any = None) -> Any:
@@ -50,7 +52,7 @@ def open_gguf_tokenizer(file: GgufFile, eos_ids: tuple[int, ...]) -> Tokenizer:
         raise MegakernelError(f"{file.path}: the tokenizer's tokens or their types are missing or malformed")
     if (most := max(map(len, tokens))) > MOST_TOKEN_CHARACTERS:
         raise MegakernelError(
-            f"{file.path}: a token has {most} characters; a token has at most {MOST_TOKEN_CHARACTERS}"
+            f"{file.path}: a token has {most} characters, more than the limit of {MOST_TOKEN_CHARACTERS}"
         )
     model, pre = get("model"), get("pre")
     if model == "gpt2":
@@ -72,7 +74,7 @@ def open_gguf_tokenizer(file: GgufFile, eos_ids: tuple[int, ...]) -> Tokenizer:
 
     named = {n: get(f"{n}_token_id") for n in ("bos", "eos")}
     if any(isinstance(i, int) and not 0 <= i < len(tokens) for i in named.values()):
-        raise MegakernelError(f"{file.path}: the id of a special token lies outside of the {len(tokens)} tokens")
+        raise MegakernelError(f"{file.path}: the id of BOS or EOS is outside of the vocabulary of {len(tokens)} tokens")
     special = {f"{n}_token": tokens[i] for n, i in named.items() if isinstance(i, int)}
     # If the file does not say whether to add BOS, SentencePiece and the rules in _WHOLE_PIECES add it.
     bos = special.get("bos_token") if get("add_bos_token", model == "llama" or pre in _WHOLE_PIECES) else None
@@ -99,7 +101,7 @@ def _byte_level(file: GgufFile, tokens: list[str], merges: Any, pre: Any) -> Bac
         pairs.append((left, right))
     backend = _bpe(file, tokens, pairs, ignore_merges=pre in _WHOLE_PIECES)
     if pre == "qwen2":
-        backend.normalizer = normalizers.NFC()  # as Qwen2's own tokenizer.json does
+        backend.normalizer = normalizers.NFC()  # as in the tokenizer.json of Qwen2
     backend.pre_tokenizer = _splitter(file, pre)
     backend.decoder = decoders.ByteLevel()
     return backend
@@ -126,7 +128,9 @@ def _splitter(file: GgufFile, pre: Any) -> pre_tokenizers.PreTokenizer:
 
 
 def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int], scores: Any, space_prefix: bool) -> Backend:
-    """SentencePiece's BPE merges the two neighbours whose union has the best score, so scores rank the merges."""
+    """Return a SentencePiece BPE tokenizer. SentencePiece makes the merge whose resulting token has the best score, so
+    the merges are ordered by these scores.
+    """
     if not (isinstance(scores, list) and len(scores) == len(tokens) == len(types)) or _strings(scores):
         raise MegakernelError(f"{file.path}: the tokenizer's scores or token types are missing")
     known = set(tokens)
@@ -148,7 +152,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int], scores: 
 def _bpe(file: GgufFile, tokens: list[str], pairs: list[tuple[str, str]], **options: Any) -> Backend:
     try:
         return Backend(BPE({token: i for i, token in enumerate(tokens)}, pairs, **options))
-    except Exception as e:  # the package raises bare Exception
+    except Exception as e:  # the package `tokenizers` raises Exception itself
         raise MegakernelError(f"{file.path}: the tokenizer's merges do not fit its tokens: {e}") from e
 
 

@@ -34,8 +34,8 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path 
     config = checkpoint.config
     family = FAMILIES[config.family]
     naming = gguf_naming(config)
-    # llama.cpp refuses tensors that an architecture does not have. Its architecture "llama" has
-    # those of Mistral models too.
+    # llama.cpp refuses a file with tensors that the file's architecture does not have. The
+    # architecture "llama" also has the tensors of Mistral models, so their files name it too.
     writer = gguf.GGUFWriter(path, "llama" if family.interleaved else family.gguf[0])
     _add_config(writer, config)
     _add_tokenizer(writer, config.vocab, tokenizer)
@@ -89,8 +89,8 @@ def _add_tokenizer(writer: Any, vocab: int, source: Path | None) -> None:
 
 
 def _rope_factors(config: ModelConfig) -> NDArray[np.float32] | None:
-    """The divisor of each RoPE pair's frequency; None if one number for all pairs, or none, is
-    enough.
+    """Return the divisor of each RoPE pair's frequency, or None if the frequencies are not scaled or
+    all scaled by the same number.
     """
     if config.rope.kind not in (RopeKind.LLAMA3, RopeKind.FACTORS):
         return None

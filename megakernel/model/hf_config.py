@@ -20,7 +20,7 @@ _READ = {
     "tie_word_embeddings", "vocab_size",
 }  # fmt: skip
 
-# Keys that are known not to change the forward pass. They are for bookkeeping, for training, or
+# Keys that are known not to change the forward pass: keys for bookkeeping or for training, and
 # defaults of text generation.
 _HARMLESS = {
     "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "attention_dropout", "attn_implementation",
@@ -57,10 +57,10 @@ def read_hf_config(folder: Path) -> ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or one clear error."""
+    """Read a file that contains one JSON object. Raises MegakernelError, which names the file."""
     try:
         if (size := path.stat().st_size) > MOST_JSON_BYTES:
-            raise MegakernelError(f"{path} has {size} bytes; such a file has at most {MOST_JSON_BYTES}")
+            raise MegakernelError(f"{path} has {size} bytes, more than the limit of {MOST_JSON_BYTES}")
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as e:
         raise MegakernelError(f"{path} does not exist: is {path.parent} a Hugging Face model folder?") from e
@@ -74,7 +74,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
-    """The configuration that `raw` declares. Errors use `source` as its name."""
+    """The configuration that `raw` declares. `source` is the name of its file in error messages."""
 
     def refuse(what: str) -> MegakernelError:
         return MegakernelError(f"{source}: {what}")
@@ -112,7 +112,7 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
 
 
 def _family(raw: dict[str, Any], source: str) -> Family:
-    """The family that `architectures` and `model_type` agree on."""
+    """The family to which both `architectures` and `model_type` belong."""
     architectures, model_type = raw.get("architectures"), raw.get("model_type")
     for family in FAMILIES.values():
         same = architectures == [family.architecture]
@@ -156,7 +156,7 @@ class _Keys:
 
 
 def _rope(raw: dict[str, Any], source: str) -> Rope:
-    """`rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
+    """Read RoPE's settings from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before)."""
     both = [key for key in ("rope_parameters", "rope_scaling") if raw.get(key) is not None]
     if len(both) == 2 and raw["rope_parameters"] != raw["rope_scaling"]:
         raise MegakernelError(f"{source}: rope_parameters and rope_scaling are both given and differ")
@@ -178,7 +178,7 @@ def _rope(raw: dict[str, Any], source: str) -> Rope:
         raise MegakernelError(f"{where}: rope_type {name!r} needs {missing[0]}")
     if table.get("partial_rotary_factor") not in (None, 1):
         raise MegakernelError(f"{where}: partial_rotary_factor = {table['partial_rotary_factor']} is not supported")
-    # Keys of other RoPE kinds have no effect, and some configs contain them.
+    # Keys of other RoPE kinds are accepted, because they have no effect and some configs contain them.
     known_keys = set().union(*_ROPE_KEYS.values(), {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
     for extra in sorted(set(table) - known_keys):
         if table[extra] is not None and table[extra] is not False:

@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub, through its own client and cache."""
+"""Downloads models from the Hugging Face hub, with the hub's own client and cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_hub_spec(spec: str) -> bool:
 
 def fetch(spec: str, *, weights: bool) -> Path:
     """Download the files of ORG/NAME[@REV] that are not in the cache, and return their local
-    folder. These are the configuration, the tokenizer and, with `weights`, the safetensors.
+    folder. The files are the configuration, the tokenizer and, with `weights`, the safetensors.
 
     Honours HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. Without a network, the cached files
     are used. Raises MegakernelError, which names a remedy.
@@ -55,7 +55,7 @@ def fetch(spec: str, *, weights: bool) -> Path:
         page = f"{endpoint or constants.ENDPOINT}/{repo}"
         raise MegakernelError(f"{repo} is gated: accept its terms at {page}, then set HF_TOKEN to your token") from e
     except RepositoryNotFoundError as e:
-        raise MegakernelError(f"{repo} is not on the hub: check the spelling; a private one needs HF_TOKEN") from e
+        raise MegakernelError(f"{repo} is not on the hub: check the spelling; a private repo needs HF_TOKEN") from e
     except RevisionNotFoundError as e:
         raise MegakernelError(f"{repo} has no revision {revision!r}: leave out @{revision} for the newest") from e
     except HFValidationError as e:
@@ -74,7 +74,8 @@ def _check_weights(repo: str, sizes: dict[str, int]) -> None:
     wanted = [name for name in sizes if re.fullmatch(r"model(-[^/]*)?\.safetensors", name)]
     if not wanted:
         raise MegakernelError(
-            f"{repo} has no model.safetensors: only safetensors are read from the hub; try its GGUF file"
+            f"{repo} has no model.safetensors: only safetensors are read from the hub; to run a GGUF file of it, "
+            "download the file and give its path"
         )
     cache = Path(constants.HF_HUB_CACHE)
     here = cache / f"models--{repo.replace('/', '--')}" / "blobs"

@@ -17,12 +17,12 @@ from ..errors import MegakernelError
 
 
 class Ended(Exception):
-    """The process ended without an answer; the text says why."""
+    """Raised if the process ended without an answer. The exception's text says why."""
 
 
 class LimitedProcess:
-    """Runs `script` in a process that may use `seconds` of processor time per answer, and
-    `memory_bytes`. Further arguments are passed to the script.
+    """Runs `script` in a process that may use `seconds` of processor time per answer and
+    `memory_bytes` bytes of memory. Further arguments are passed to the script.
 
     The process starts at the first request, with `begin` as its first input line, and ends with
     this object. An answer is one line of JSON, {kind: text}. If the kind is "broken", the next
@@ -36,7 +36,7 @@ class LimitedProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, values: object) -> tuple[str, str]:
-        """The kind of the answer and its text. Raises Ended."""
+        """Send `values` to the process, and return the kind of its answer and the text. Raises Ended."""
         with self._lock:
             if self._process is None:
                 process = self._start()
@@ -54,7 +54,7 @@ class LimitedProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 encoding="ascii",
-                process_group=0,  # so that Ctrl-C reaches only the parent
+                process_group=0,  # so Ctrl-C reaches only the parent process
             )
         except OSError as e:
             raise MegakernelError(f"cannot start a process with limits: {e.strerror}") from e
@@ -62,7 +62,9 @@ class LimitedProcess:
         return process
 
     def _exchange(self, process: subprocess.Popen[str], values: object) -> tuple[str, str]:
-        """The answer of the process. A process that has ended, or whose answer is incomplete, is not used again."""
+        """Send `values` to `process`, and return the answer. A process that has ended, or whose answer is incomplete,
+        is not used again.
+        """
         assert process.stdin is not None and process.stdout is not None
         self._process = None
         try:
@@ -77,8 +79,8 @@ class LimitedProcess:
         if not line:
             _end(process)
             if process.returncode == -signal.SIGPROF:
-                raise Ended(f"it takes more than {self._seconds} s")
-            raise Ended(f"it needs more than {self._memory_bytes >> 20} MiB, or its process was ended")
+                raise Ended(f"its process takes more than {self._seconds} s of processor time")
+            raise Ended(f"its process needs more than {self._memory_bytes >> 20} MiB of memory or was killed")
         [(kind, text)] = json.loads(line).items()
         if kind == "broken":
             _end(process)
@@ -91,6 +93,6 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
-        with suppress(OSError):  # closing flushes the rest of an unfinished write
+        with suppress(OSError):  # closing a pipe writes buffered data, which fails if the process has ended
             pipe.close()
     process.wait()

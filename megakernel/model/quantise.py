@@ -1,4 +1,4 @@
-"""Quantising float32 rows to GGML's block types."""
+"""Quantises rows of float32 weights to GGML's block types."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from ..isa import Dtype
 from ..isa.dtypes import BLOCKS
 
-_ROWS = 1 << 22  # weights quantised at a time, to bound temporary memory
+_ROWS = 1 << 22  # number of weights quantised at a time, which limits temporary memory
 F32 = NDArray[np.float32]
 
 
@@ -42,18 +42,20 @@ def _quantise(a: F32, dtype: Dtype) -> NDArray[np.uint8]:
 
 
 def _half(a: F32) -> tuple[NDArray[np.uint8], F32]:
-    """Round to float16; returns the bytes and the values."""
+    """Round to float16, and return the bytes of the rounded values and the values as float32."""
     half = a.astype("<f2")
     return half.view(np.uint8).reshape(len(a), 2), half.astype(np.float32)[:, None]
 
 
 def _steps(a: F32, scale: F32) -> F32:
-    """a / scale, rounded to integers; zero if the scale is zero."""
+    """Return a / scale rounded to integers, or zero where the scale is zero."""
     return np.rint(np.divide(a, scale, out=np.zeros_like(a), where=scale != 0))
 
 
 def _with_minimum(a: F32, bits: int) -> NDArray[np.uint8]:
-    """Q4_K and Q5_K: a weight is (d * scale) * q - dmin * minimum; scales and minima have 6 bits, q has `bits`."""
+    """Quantise to Q4_K or Q5_K. A weight is (d * scale) * q - dmin * minimum. Scales and minima have 6 bits, and q has
+    `bits` bits.
+    """
     low = np.minimum(a.min(axis=-1), 0)
     high = np.maximum(a.max(axis=-1), 0)
     top = (1 << bits) - 1
@@ -71,7 +73,7 @@ def _with_minimum(a: F32, bits: int) -> NDArray[np.uint8]:
 
 
 def _q6_k(a: F32) -> NDArray[np.uint8]:
-    """Q6_K: a weight is (d * scale) * (q - 32). Every 16 weights share a scale, a signed byte."""
+    """Quantise to Q6_K. A weight is (d * scale) * (q - 32). Every 16 weights share a scale, which is a signed byte."""
     peak = np.abs(a).max(axis=-1)
     d_bytes, d = _half(peak.max(axis=-1) / (31 * 127))
     scale = np.clip(_steps(peak / 31, np.broadcast_to(d, peak.shape)), 0, 127)

@@ -38,7 +38,7 @@ KNOWN_SHAPES: dict[str, ModelConfig] = {
 # standard deviation is 0.019, near the 0.02 of Llama's initialisation.
 _KEEP, _SET = np.uint64(0x80FF80FF80FF80FF), np.uint64(0x3C003C003C003C00)
 _ALL = (1 << 64) - 1
-_CHUNK = 1 << 18  # 64-bit words of four weights
+_CHUNK = 1 << 18  # number of 64-bit words generated at a time; each has four weights
 _NORMS = [buffer for buffer in Buffer if buffer.name.endswith("NORM")]
 
 
@@ -46,8 +46,8 @@ class RandomCheckpoint:
     """A Checkpoint of bfloat16 weights (and biases) with log-uniform magnitudes and random signs.
 
     Norm weights are float32, uniform in [0.5, 1.5): if all were 1, a norm that used another norm's weights would pass
-    every check. Activations stay finite at any depth. Each buffer of each layer has its own random stream, a pure
-    function of (seed, buffer, layer), so each can be generated alone, as fast as the generator runs.
+    every check. Activations stay finite at any depth. Each buffer of each layer has a random stream of its own, which
+    depends only on (seed, buffer, layer). So each buffer can be generated alone, as fast as the generator runs.
     """
 
     dtype = Dtype.BF16
@@ -82,8 +82,8 @@ def _draw(generator: np.random.Generator, count: int) -> NDArray[np.uint16]:
     out = np.empty(count, dtype=np.uint16)
     for start in range(0, count, 4 * _CHUNK):
         part = out[start : start + 4 * _CHUNK]
-        # Over the full range, `integers` returns the same words as random_raw, and it releases the
-        # GIL, which random_raw does not.
+        # For the full range of 64 bits, `integers` returns the same words as `random_raw`. Unlike
+        # `random_raw`, it releases the GIL.
         words = generator.integers(_ALL, size=-(-len(part) // 4), dtype=np.uint64, endpoint=True)
         words &= _KEEP
         words |= _SET

@@ -1,8 +1,9 @@
-"""Hugging Face folders: `model.safetensors`, or shards with `model.safetensors.index.json`.
+"""Reads the weights in Hugging Face folders: `model.safetensors`, or shards with
+`model.safetensors.index.json`.
 
 A file has an 8-byte little-endian header length, a JSON header with the dtype, shape and
-data_offsets of each tensor, and the data (huggingface.co/docs/safetensors). It is read here and not
-by the package safetensors, because NumPy has no bfloat16.
+data_offsets of each tensor, and the data (huggingface.co/docs/safetensors). This module does not
+use the package safetensors to read files, because NumPy has no bfloat16.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from .files import FileCheckpoint, Naming, check_ranges, map_file
 from .hf_config import read_hf_config, read_json
 
 _DTYPES = {kind.name: kind.numpy.newbyteorder("<") for kind in (Dtype.F32, Dtype.F16, Dtype.BF16)}
-INDICES = ("model.safetensors", "model.safetensors.index.json")  # a folder with weights contains one of them
-_HEADER_LIMIT = 100_000_000  # the format's own limit
+INDICES = ("model.safetensors", "model.safetensors.index.json")  # a folder with weights has one of these files
+_HEADER_LIMIT = 100_000_000  # the limit that the format sets, in bytes
 
 
 class _Tensor(NamedTuple):
     path: Path
     dtype: str
-    begin: int  # bytes from the start of the file
+    begin: int  # offset from the start of the file, in bytes
     end: int
 
 
@@ -73,7 +74,7 @@ class SafetensorsFiles:
             raise MegakernelError(f"{index} has no weight_map from tensors to files")
         for shard in sorted(set(placed.values())):
             if Path(shard).name != shard:
-                raise MegakernelError(f"{index}: {shard} is not the name of a file beside it")
+                raise MegakernelError(f"{index} names {shard}, which is not a file beside it")
             self._open(folder / shard)
         for name, shard in placed.items():
             if name not in self._tensors:
@@ -82,7 +83,7 @@ class SafetensorsFiles:
     def _open(self, path: Path) -> None:
         data = map_file(path)
         if len(data) < 8 or (length := int(data[:8].view("<u8")[0])) > min(len(data) - 8, _HEADER_LIMIT):
-            raise MegakernelError(f"{path} is cut short or not a safetensors file: its header does not fit in it")
+            raise MegakernelError(f"{path} is cut short or not a safetensors file: its header does not fit in the file")
         ranges = []
         for name, entry in _header(path, bytes(data[8 : 8 + length])).items():
             if name == "__metadata__":
@@ -125,12 +126,14 @@ def _entry(path: Path, name: str, entry: Any, data_start: int) -> tuple[tuple[in
     shape, offsets, dtype = tuple(entry["shape"]), entry["data_offsets"], entry.get("dtype")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         known = ", ".join(_DTYPES)
-        raise MegakernelError(f"tensor {name} in {path} has type {dtype!s:.60}, which is not supported, only {known}")
+        raise MegakernelError(
+            f"tensor {name} in {path} has type {dtype!s:.60}, which is not supported: use one of {known}"
+        )
     size = math.prod(shape) * _DTYPES[dtype].itemsize
     if len(offsets) != 2 or offsets[1] - offsets[0] != size or size == 0:
         raise MegakernelError(
             f"{path} is damaged: tensor {name} of shape {list(shape)} and type {dtype} needs {size} bytes, "
-            f"its data_offsets are {offsets}"
+            f"but its data_offsets are {offsets}"
         )
     return shape, _Tensor(path, dtype, data_start + offsets[0], data_start + offsets[1])
 
@@ -152,10 +155,10 @@ def safetensors_naming(config: ModelConfig) -> Naming:
 
 
 def _check_tied(config: ModelConfig, tensors: SafetensorsFiles) -> None:
-    """Check that a model with tied embeddings has no LM head of its own, or one that equals the
-    embeddings.
+    """Check that a model with tied embeddings has no LM head of its own, or an LM head that equals
+    the embeddings.
 
-    If they differ, the file is refused, because readers disagree about which of the two to use.
+    If the two differ, the file is refused, because programs disagree about which one to use.
     """
     head, embed = "lm_head.weight", "model.embed_tokens.weight"
     if not config.tied or head not in tensors.shapes:

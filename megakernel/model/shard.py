@@ -14,8 +14,8 @@ from .checkpoint import Rows
 
 
 def shard(whole: NDArray[np.generic], buffer: Buffer, dims: Dims) -> NDArray[np.generic]:
-    """The part of a weight buffer (of one layer) that rank `dims.rank` holds. If the part is
-    contiguous, this is a view.
+    """Return the part of a weight buffer (of one layer) that rank `dims.rank` holds. The result is a
+    view of `whole` if the part is contiguous.
 
     `whole` is the buffer that a single rank (tp = 1) holds. The result has the shape that BUFFERS declares for `dims`.
     """
@@ -41,11 +41,11 @@ def shard_rows(whole: Sequence[Rows], buffer: Buffer, dims: Dims) -> list[Rows]:
 
 
 def _share(buffer: Buffer, dims: Dims) -> tuple[list[tuple[int, int]] | None, tuple[int, int] | None]:
-    """The ranges (first, count) of the rows that a rank holds, and the range (first, count) of the
-    columns.
+    """Return two values for rank `dims.rank`: the ranges (first, count) of the buffer's rows that the
+    rank holds, and the range (first, count) of the columns.
 
-    If a buffer has several matrices, their rows are numbered consecutively. None stands for all
-    rows or all columns.
+    If a buffer has several matrices, their rows are numbered consecutively. A value of None stands
+    for all rows or all columns.
     """
     d = dims
     match buffer:

@@ -1,4 +1,4 @@
-"""Checkpoints whose matrices are kept in memory in types of their own, which may differ from the compute type."""
+"""The types in which matrices are kept in memory, which may differ from the compute type."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def stored_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
 
 
 def storage_of(checkpoint: Checkpoint | None, config: ModelConfig, name: str) -> dict[Buffer, Storage]:
-    """The matrices that a backend would keep in types of their own with `--weights NAME`, and these
-    types. `checkpoint` is None if there are no weights.
+    """The matrices that are not kept in memory in the compute type with `--weights NAME`, and their
+    types. Without a checkpoint (None), `auto` means the compute type.
 
     Raises MegakernelError.
     """
@@ -50,7 +50,7 @@ def storage_of(checkpoint: Checkpoint | None, config: ModelConfig, name: str) ->
 
 
 def bits_of(config: ModelConfig, storage: Mapping[Buffer, Storage]) -> dict[Buffer, float]:
-    """The bits per weight of each buffer in `storage`. Programs are compiled for these."""
+    """The mean bits per weight of each buffer in `storage`, in the form that `families.forward` takes."""
     dims = weight_dims(config, Dtype.F32)
     return {buffer: stored.bits(BUFFERS[buffer].shape(dims, 0)[-1]) for buffer, stored in storage.items()}
 

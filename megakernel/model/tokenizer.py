@@ -22,7 +22,7 @@ class Tokenizer:
     """Converts between text and token ids. A token in `eos_ids` ends a text. `vocab_size` includes
     added tokens.
 
-    `special` has the texts of `bos_token` and `eos_token`, if the model has them.
+    `special` has the texts of the special tokens `bos_token` and `eos_token`, if the model has them.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Tokenizer:
         continue_final: bool = False,
         add_special: bool = False,
     ) -> list[int]:
-        """The ids of a conversation, which end where the assistant's answer begins. Messages have
-        `role` and `content`.
+        """Return the ids of a conversation, which end where the assistant's answer begins. Messages
+        have `role` and `content`.
 
         `values` are further template variables. With `continue_final`, the ids end with the last message's text, which
         the answer then continues.
@@ -88,7 +88,7 @@ class Tokenizer:
         return self._template.source if self._template else None
 
     def stream(self, *, skip_special: bool = True) -> TextStream:
-        """A decoder for ids that arrive one at a time."""
+        """Return a decoder for ids that arrive one at a time."""
         return TextStream(self._known[skip_special].__getitem__, self._strip)
 
     def token_bytes(self, token: int, *, skip_special: bool = False) -> bytes:
@@ -99,7 +99,7 @@ class Tokenizer:
             return b"" if skip_special and added.special else added.content.encode()
         piece = self._backend.id_to_token(token)
         if piece is None:
-            return b""  # an id that pads the vocabulary has no text
+            return b""  # the id is padding of the vocabulary and has no text
         return self._piece(piece)
 
     def special_ids(self) -> list[int]:
@@ -116,12 +116,12 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special: bool) -> list[int]:
         try:
-            # Unlike `encode`, this function releases the interpreter lock.
+            # The package's function `encode_batch_fast` releases the GIL, but its function `encode` does not.
             [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
             ids: list[int] = list(encoding.ids)
-        except (TypeError, UnicodeEncodeError) as e:  # the exception depends on the package's version
+        except (TypeError, UnicodeEncodeError) as e:  # the version of `tokenizers` determines which one it raises
             raise MegakernelError("the text holds a lone surrogate, which no encoding of Unicode allows") from e
-        except Exception as e:  # what `tokenizers` raises if its file names a missing thing
+        except Exception as e:  # raised if tokenizer.json refers to something that it does not define
             raise MegakernelError(f"the model's tokenizer failed: {str(e)[:500]}") from e
         return ids
 
@@ -143,7 +143,7 @@ def _up_to_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 class _Known(dict[int, bytes]):
-    """Caches the bytes of tokens."""
+    """A dictionary from token ids to their bytes, which are computed when a token is first looked up."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
@@ -174,14 +174,14 @@ class TextStream:
 
 
 def open_hf_tokenizer(folder: Path, eos_ids: Iterable[int]) -> Tokenizer | None:
-    """The folder's `tokenizer.json`, or None without one. `eos_ids` come from the model's configuration."""
+    """Open the folder's `tokenizer.json`, or return None without one. `eos_ids` are from the model's configuration."""
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
     _check_ids(read_json(path), path)
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except BaseException as e:  # `tokenizers` raises Exception, and panics are BaseException
+    except BaseException as e:  # `tokenizers` raises Exception, or BaseException after a panic in Rust
         if isinstance(e, (KeyboardInterrupt, SystemExit)):
             raise
         raise MegakernelError(f"cannot read {path}: {str(e)[:500]}") from e
@@ -193,8 +193,8 @@ def open_hf_tokenizer(folder: Path, eos_ids: Iterable[int]) -> Tokenizer | None:
 
 
 def _check_ids(declared: dict[str, Any], path: Path) -> None:
-    """Refuse ids from MOST_VOCABULARY on, because the package `tokenizers` allocates room for the
-    largest id.
+    """Refuse token ids that are not below MOST_VOCABULARY, because the package `tokenizers` allocates
+    memory in proportion to the largest id.
     """
     model, added = declared.get("model"), declared.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -208,7 +208,7 @@ def _check_ids(declared: dict[str, Any], path: Path) -> None:
 def _token_text(value: Any) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
-    # A lone surrogate cannot be part of a text.
+    # Ignore a string with a lone surrogate (half of a UTF-16 pair), which no text can contain.
     return value if isinstance(value, str) and not re.search("[\ud800-\udfff]", value) else None
 
 

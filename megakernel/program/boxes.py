@@ -22,7 +22,7 @@ def extent(buffer: Buffer, dims: Dims) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Use:
-    """Everything that the instructions of a phase on one rank touch."""
+    """The instructions of one phase on one rank, with all regions of buffers that they read or write."""
 
     part: Part
     phase: Phase
@@ -32,7 +32,7 @@ class Use:
 
 
 def uses(parts: list[Part]) -> list[Use]:
-    """One Use for each phase and rank of the parts, in the order of the parts and their phases."""
+    """Group the instructions of each part (a decoded segment) by phase and rank. Joins and drains are left out."""
     out = []
     program = parts[0].program
     dims = all_dims(program.dims)
@@ -49,7 +49,7 @@ def uses(parts: list[Part]) -> list[Use]:
 
 
 def check_boxes(found: list[Use]) -> Iterator[str]:
-    """Check that the boxes that instructions read or write lie inside their buffers, and that each
+    """Check that all regions that instructions read or write lie inside their buffers, and that each
     rank uses only its own rows of the residual.
     """
     every = [(use, access) for use in found for access in use.accesses]
@@ -74,9 +74,9 @@ def check_boxes(found: list[Use]) -> Iterator[str]:
 
 
 def _check_owners(use: Use) -> Iterator[str]:
-    """Check that a rank uses only the residual of its own row blocks, and that no instruction on
-    the residual or on partial sums has rows of several row blocks, because partial sums are stored
-    by row block.
+    """Check that a rank uses only its own row blocks of the residual. Also check that each
+    instruction on the residual or on partial sums has rows of only one row block, because partial
+    sums are stored by row block.
     """
     d, phases = use.dims, use.part.phases
     residual = any(a.buffer in phases.residual and a.index is Index.NONE for a in use.accesses)

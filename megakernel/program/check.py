@@ -1,8 +1,8 @@
-"""Checks a program before anything executes it: whether each record is valid, but not their order.
+"""Checks a program before anything executes it. The checks look at each record, not at the order of records.
 
 Code that reads a program without violations never reads outside the program's arrays.
-`scheduler.verify` begins with the same stages, and also proves that the program computes the right
-thing and ends.
+`scheduler.verify` begins with the same checks and also proves that the program computes what its
+phases define, and that it ends.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def first_violation(program: Program) -> str | None:
-    """The first violation and its place, or None."""
+    """Describe the first violation and where it is. Returns None if there is none."""
     return next((violation for stage in _stages(program) for violation in stage), None)
 
 
 def _stages(program: Program) -> Iterator[Iterable[str]]:
-    """The checks in order. Each relies on the previous ones."""
+    """Yield the checks in order. Each check relies on the previous ones."""
     yield check_layout(program)
     yield check_phases(program.forward, program.dims)
     parts = [Part(program, name) for name in SEGMENTS]

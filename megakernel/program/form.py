@@ -39,8 +39,9 @@ _GROUPS = bits.OPERAND_WORD + OPERATIONS[Operation.ATTENTION].operands.index("gr
 
 @dataclass(frozen=True)
 class Word:
-    """The wait or signal words of some records that are not empty, as arrays: the `row` of the
-    record, the `slot` of the word in the record, and the fields of the word.
+    """The wait words, or the signal words, of some records, as arrays with one entry for each word
+    that is not empty: the `row` of the record, the `slot` of the word in the record, and the fields
+    of the word.
     """
 
     row: Ints
@@ -70,8 +71,9 @@ class Part:
     """A segment's records, with each record's stream and its position in this stream, and the
     decoded wait and signal words.
 
-    The body's records are followed by those of the queues, as in a trace. Queue records belong to no stream: `queue` is
-    their queue, counted over all ranks (-1 for records of streams), and `position` is the position in the queue.
+    In the body (the segment that every layer runs), the queues' records follow those of the streams, as in a trace. For
+    a queue's record, `queue` is the number of the queue, counted over all ranks, and `position` the position in it. For
+    other records, `queue` is -1.
     """
 
     def __init__(self, program: Program, name: str) -> None:
@@ -99,7 +101,7 @@ class Part:
         return np.nonzero(self.number == (phase.number if phase else -1))[0]
 
     def label(self, row: int) -> str:
-        """The name of an instruction in a violation."""
+        """The text that names an instruction in the description of a violation."""
         phase = self.phases.by_number.get(int(self.number[row]))
         name, operands = f"phase {self.number[row]}", ""
         if phase:
@@ -154,7 +156,7 @@ def check_layout(program: Program) -> Iterator[str]:
 
 
 def _sizes(d: Dims) -> Iterator[str]:
-    """Check that sizes are in range and fit each other. All phases and step tables rely on this."""
+    """Check that sizes are in range and fit each other. All phases and step tables rely on these checks."""
     counts = ("vocab", "hidden", "ffn", "heads", "kv_heads", "head_dim", "kv_page", "row_block", "tokens", "logit_rows")
     low = [name for name in (*counts, "max_seqs", "max_context", "attention_slots") if getattr(d, name) < 1]
     if low:
@@ -177,7 +179,8 @@ def _sizes(d: Dims) -> Iterator[str]:
         yield f"{d.heads} heads of {d.head_dim} elements do not fit {d.kv_heads} KV heads and RoPE pairs"
     if d.kv_block < 1 or d.kv_block % d.kv_page:
         yield f"pages of {d.kv_page} tokens do not divide KV blocks of {d.kv_block}"
-    # A new item may begin at each sequence, at the padding, and at each row block.
+    # A step can need this many attention items, because an item begins wherever a sequence, the padding rows or a row
+    # block begins.
     items = min(d.tokens, d.row_blocks + d.max_seqs)
     if d.items < items or d.partials < 0 or d.bias_entries < 0 or d.mask_rows < 0:
         yield f"{d.items} attention items, {d.partials} partials: at least {items} and 0 are needed"
@@ -194,7 +197,9 @@ def _segment(name: str, segment: Segment, streams: int) -> Iterator[str]:
 
 
 def check_records(program: Program, parts: list[Part]) -> Iterator[str]:
-    """Check each record by itself, except its boxes. Then check all attention instructions together, and all drains."""
+    """Check each record by itself, except the buffer regions that it accesses. Then check all attention instructions
+    together, and all drains together.
+    """
     dims = all_dims(program.dims)
     for number, part in enumerate(parts):
         yield from _headers(part, number)
@@ -261,8 +266,8 @@ def _counters(part: Part) -> Iterator[str]:
         if words.indexed.any():
             row = words.row[words.indexed]
             attends = np.isin(row, part.rows(part.phases.attention))
-            # For each row block, a grid has one counter, or if items wait for it, one for each head
-            # group.
+            # A grid of counters has one counter for each row block. If attention items wait for the grid, it has one
+            # counter for each row block and group of KV heads.
             members = np.where(attends & (not signal), part.records[row, _GROUPS].astype(np.int64), 1)
             picks = attends | np.isin(part.number[row], [] if signal else part.phases.logit_norms)
             bad = ~picks | (words.slot[words.indexed] != 0)
@@ -272,8 +277,8 @@ def _counters(part: Part) -> Iterator[str]:
 
 
 def _pages(part: Part, dims: list[Dims]) -> Iterator[str]:
-    """Check that the ring has room for the pages that an instruction holds at once, and that its
-    tile fits pages.
+    """Check that the ring has room for the pages that an instruction holds at once, and that the
+    tile of a matmul instruction can be divided into pages.
     """
     have = dims[0].ring_pages
     if pages.kv_pages(dims[0]) > have:
@@ -288,7 +293,7 @@ def _pages(part: Part, dims: list[Dims]) -> Iterator[str]:
 
 
 def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
-    """Check the pages of one rank's instructions of a matmul phase. `rows` are their records."""
+    """Check the pages of one rank's instructions of a matmul phase. `rows` are the indices of their records."""
     c = phase.columns(part.records[rows])
     taken = matmul_pages(phase, c["rows"], c["cols"], d)
     for at in np.nonzero(taken.held > d.ring_pages)[0]:

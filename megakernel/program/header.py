@@ -22,7 +22,7 @@ from ..isa import DIM_FIELDS, Dims, Forward
 from ..isa.record import WORDS
 from .limits import MOST_HEADER_BYTES, MOST_NAME
 
-HASHED = 40  # offset of the first byte that the SHA-256 covers
+HASHED = 40  # the SHA-256 covers all bytes from this offset on
 START = 48  # offset of the header in the file
 ALIGNMENT = 64  # the arrays begin at a multiple of this number of bytes in the file
 _COUNTS = ("ranks", "workers", "counters")
@@ -30,8 +30,8 @@ _COUNTS = ("ranks", "workers", "counters")
 
 @dataclass(frozen=True)
 class Header:
-    """The contents of a file before its arrays. `arrays` lists the name of each array and its number of records or
-    words.
+    """The contents of a program file before the arrays. `arrays` lists the name of each array and its number of
+    records or words.
     """
 
     dims: Dims
@@ -44,25 +44,25 @@ class Header:
 
 
 def encode(fields: dict[str, Any]) -> bytes:
-    """The header's length, the header, and the padding behind it."""
+    """Return the header's length, the header with these fields, and the padding behind it, as bytes."""
     text = json.dumps(fields, sort_keys=True).encode()
     text += b" " * (-(START + len(text)) % ALIGNMENT)
     return len(text).to_bytes(START - HASHED, "little") + text
 
 
 def decode(data: bytes, names: Sequence[str]) -> tuple[Header, dict[str, NDArray[np.int32]]]:
-    """The header of a file and its arrays, which are views of `data`. Raises ValueError that describes the error."""
+    """The header of a file and its arrays, which are views of `data`. Raises ValueError if the file is malformed."""
     size = int.from_bytes(data[HASHED:START], "little")
     if size > min(MOST_HEADER_BYTES, len(data) - START) or (START + size) % ALIGNMENT:
-        raise ValueError(f"its header cannot have {size} bytes")
+        raise ValueError(f"the file's header cannot have {size} bytes")
     try:
         fields = json.loads(data[START : START + size])
     except (ValueError, RecursionError) as e:
-        raise ValueError("its header is not JSON") from e
-    header = _header(_table(fields, "its header", Header.__annotations__), names)
+        raise ValueError("the file's header is not JSON") from e
+    header = _header(_table(fields, "the file's header", Header.__annotations__), names)
     arrays, start = {}, START + size
     if start + 4 * sum(_words(name, length) for name, length in header.arrays) != len(data):
-        raise ValueError("its arrays do not have the lengths that the header says")
+        raise ValueError("the file's arrays do not have the lengths that its header states")
     for name, length in header.arrays:
         words = _words(name, length)
         array = np.frombuffer(data, "<i4", count=words, offset=start).astype(np.int32, copy=False)
@@ -81,14 +81,14 @@ def _header(fields: dict[str, Any], names: Sequence[str]) -> Header:
         if kind is int:
             _int32(sizes[name], f"dims.{name}")
         elif isinstance(sizes[name], bool) or not isinstance(sizes[name], (int, float)) or not 0 <= sizes[name] < 1:
-            raise ValueError(f"dims.{name} is not a number from 0 to 1")
+            raise ValueError(f"dims.{name} is not a number of at least 0 and below 1")
     for name in _COUNTS:
         _int32(fields[name], name)
     listed = fields["arrays"]
     if not isinstance(listed, list) or [a[:1] if isinstance(a, list) else a for a in listed] != [[n] for n in names]:
-        raise ValueError(f"its arrays must be {', '.join(names)}")
+        raise ValueError(f"the header's list of arrays must be {', '.join(names)}")
     if any(len(entry) != 2 for entry in listed):
-        raise ValueError("the entry of an array is not [name, length]")
+        raise ValueError("an entry in the header's list of arrays is not [name, length]")
     arrays = [(name, _int32(length, f"the length of {name}")) for name, length in listed]
     if any(length < 0 for _, length in arrays):
         raise ValueError("an array's length is negative")
@@ -110,5 +110,5 @@ def _table(value: Any, what: str, names: Sequence[str] | dict[str, Any]) -> dict
 
 def _int32(value: Any, what: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not -(1 << 31) <= value < 1 << 31:
-        raise ValueError(f"{what} is not a whole number of 32 bits")
+        raise ValueError(f"{what} is not an integer that fits in 32 bits")
     return value

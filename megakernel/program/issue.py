@@ -1,5 +1,6 @@
-"""Estimates how long a worker's roles (its specialised warps) take to issue the machine
-instructions of an instruction, however fast memory and arithmetic units are.
+"""Estimates how long the roles of a worker (its specialised warps) take to issue the machine
+instructions that execute one instruction of a program. An instruction takes at least this time,
+however fast the memory and the arithmetic units are.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Roles:
-    """The time that each role needs for each instruction, in the unit of the `Issue` from which it
-    is computed (cycles or seconds). The roles work at the same time.
+    """The time that each role needs for each instruction, in cycles or seconds, as in the `Issue` from
+    which it is computed. The roles work at the same time.
     """
 
     weight_loader: Floats
@@ -29,12 +30,12 @@ class Roles:
 
     @property
     def loaders(self) -> Floats:
-        """The time of the slower loader."""
+        """The time of the slower of the two loaders, for each instruction."""
         return np.maximum(self.weight_loader, self.input_loader)
 
 
 def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, issue: Issue) -> Roles:
-    """The issue times of matmul instructions with tiles of `rows` x `cols` outputs."""
+    """Return the issue times of matmul instructions whose tiles have `rows` x `cols` outputs."""
     pages = matmul_pages(phase, rows, cols, dims)
     columns = phase.matrices(dims) * cols.astype(np.int64)
     consumers: NDArray[np.floating]
@@ -44,7 +45,7 @@ def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, issue: Is
         pair = np.where(rows > 1, issue.dot_pairs + (rows - 2) * issue.dot_row, issue.dot_pair)
         consumers = units * (ceil_div(phase.inner(dims), DOT_PIECE) * pair + issue.dot_unit)
     else:
-        # With two SMs, each loads half of the weights.
+        # If a worker has two SMs, each SM loads half of the weight pages and skips the others.
         weight_page = (issue.tile_page + (dims.sms - 1) * issue.pass_page) / dims.sms
         input_page = issue.tile_page
         consumers = ceil_div(columns, CHUNK) * ceil_div(phase.inner(dims), K_STEP) * issue.k_step
@@ -56,15 +57,16 @@ def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, issue: Is
 
 
 def sample_steps(dims: Dims, issue: Issue) -> int:
-    """The number of groups into which `sample` divides the logits of a row. While it adds one
-    group, it loads the next.
+    """The number of groups into which a `sample` instruction divides the logits of a row. It loads
+    one group while it processes the previous one.
     """
     return ceil_div(dims.vocab, int(issue.sample_entries))
 
 
 def issued(phase: Phase, columns: dict[str, Column], dims: Dims, issue: Issue) -> Roles | None:
-    """The issue times of a phase's instructions; None if the program does not use a ring of pages,
-    and for operations other than matmul and sample, whose issue times are not modelled.
+    """Return the issue times of a phase's instructions. Return None if the program does not use a
+    ring of pages, or if the operation is neither matmul nor sample: the issue times of other
+    operations are not modelled.
     """
     if not dims.ring_pages:
         return None

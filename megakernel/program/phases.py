@@ -53,22 +53,22 @@ _Kind = tuple[Space, Dtype | None, tuple[int, ...]]
 
 @lru_cache(maxsize=64)
 def all_dims(dims: Dims) -> list[Dims]:
-    """Sizes as each rank sees them."""
+    """Return the sizes as each rank sees them: one Dims per rank, with the sizes of the rank's shards and buffers."""
     return [replace(dims, rank=rank) for rank in range(dims.tp)]
 
 
 class Phases:
-    """Facts about a program's phases that the checks of records need. Arrays are indexed by phase
-    number.
+    """Properties of a program's phases that the checks of records need. The arrays are indexed by the number
+    of the phase.
     """
 
     def __init__(self, forward: Forward) -> None:
         self.by_number = forward.by_number
         self.known = np.isin(np.arange(256), list(self.by_number))
-        self.segment: Ints = np.full(256, -1)  # an index of SEGMENTS; -1: any
+        self.segment: Ints = np.full(256, -1)  # index into SEGMENTS of the phase's segment; -1: any segment
         self.segment[DRAIN.number] = _BODY
-        # The least and greatest allowed values of operands. Two operands can be added without
-        # overflow of int32.
+        # The least and greatest allowed value of each operand of a phase. MOST is so small that the sum of two
+        # operands fits into int32. Words after a phase's operands may have any value.
         self.least = np.full((256, bits.OPERANDS), -(1 << 31), dtype=np.int32)
         self.most = np.full((256, bits.OPERANDS), (1 << 31) - 1, dtype=np.int32)
         for number, phase in self.by_number.items():
@@ -80,8 +80,8 @@ class Phases:
         self.attention = next((phase for phase in forward if phase.operation is Operation.ATTENTION), None)
         # Instructions of these phases wait for the row blocks that contain their logit rows.
         self.logit_norms = [p.number for p in forward if p.operation is Operation.NORM and p.rows is Rows.LOGIT]
-        # These operations write the residual. Unless it is replicated, a rank has it only for its
-        # own row blocks.
+        # These operations write the residual. Unless every rank keeps the whole residual, a rank keeps
+        # only the residual of its own row blocks.
         writers = (Operation.GATHER, Operation.REDUCE)
         self.residual = {p.output for p in forward if p.operation in writers or p.result is Result.RESIDUAL}
         self.partial = {p.output for p in forward if p.result is Result.PARTIAL}
@@ -94,8 +94,8 @@ def phases_of(forward: Forward) -> Phases:
 
 @lru_cache(maxsize=64)
 def check_phases(forward: Forward, dims: Dims) -> tuple[str, ...]:
-    """Find the first violation in each phase. If no phase has one, find those in the phases
-    together.
+    """Return the first violation in each phase. If no single phase has a violation, return the
+    violations that concern several phases together.
     """
     found = []
     for segment, phases in enumerate(forward.segments):
@@ -114,7 +114,7 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
     named = {field for field in _FIELDS if getattr(p, field) is not None}
     must, may = _BUFFERS[p.operation]
     if p.result is Result.PARTIAL:
-        may = may - {"bias"}  # the reduction adds the bias, once
+        may = may - {"bias"}  # the reduction adds the bias; the matmuls of all ranks would add it several times
     if p.result is not Result.HEADS:
         may = may - {"head_norm"}
     if not must <= named <= must | may:
@@ -142,7 +142,7 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
 
 
 def _place(p: Phase, segment: int, layers: int) -> Iterator[str]:
-    """Check that the phase is in a segment where it may be, and that its rows are allowed there."""
+    """Check that the phase is in a segment where it may be, and that its rows are allowed in this segment."""
     logits = p.result is Result.LOGITS or p.operation is Operation.SAMPLE
     if p.result is Result.HEADS or p.operation is Operation.ATTENTION:
         home = {_BODY}
@@ -253,8 +253,8 @@ def _together(forward: Forward) -> Iterator[str]:
 
 
 def _is_reduced(forward: Forward, p: Phase) -> bool:
-    """Whether the partial sums that `p` adds exist: the last phase before `p` in its segment that
-    writes the inputs of `p` must store them.
+    """Whether the inputs of `p` hold partial sums to add. The last phase before `p` that writes these
+    inputs, in the same segment, must store partial sums of the same weights.
     """
     segment = next(s for s in forward.segments if p in s)
     before = [q for q in segment[: segment.index(p)] if q.output is p.inputs]

@@ -2,19 +2,21 @@
 counters that order the instructions.
 
 A program has three segments: prologue, body and epilogue. The body is stored once and runs
-`dims.layers` times. A block has `counters` counters, and each rank has a copy of every block. Run l
-of the body uses counter block l, and the copies of layered buffers for layer l. A signal word with
-the NEXT bit names a counter in block l + 1. The prologue signals block 0 with words without this
-bit, and the epilogue uses block `dims.layers`. Every run of the body therefore finds the counters
-for which it first waits in its own block.
+`dims.layers` times. Run l of the body uses the copies of layered buffers for layer l, and counter
+block l. There are `dims.layers` + 1 blocks of `counters` counters, and each rank has a copy of them.
+
+A signal word with the NEXT bit names a counter in the next block: in run l of the body, in block
+l + 1. So block l has the counters that run l - 1 signals for run l. The prologue signals block 0
+with words without this bit, and the epilogue uses block `dims.layers`.
 
 The total of a counter is the number of arrivals that it gets per launch. The first and the last
 block may have other totals than the middle blocks: in block 0, the prologue takes the place of the
-previous layer, and no run of the body uses the last block. Totals are therefore stored for the
-first, the middle and the last blocks.
+previous layer, and no run of the body uses the last block. Totals are therefore stored separately
+for the first block, the middle blocks and the last block.
 
 A rank may also have queues: records that belong to the body but to no worker. In each run of the body, `drain`
-instructions claim them in order. In traces and messages, record i of the queues is instruction len(body.records) + i.
+instructions claim these records in order. In traces and messages, record i of the queues is instruction
+len(body.records) + i.
 
 `forward` has the phases that records name by number.
 
@@ -61,7 +63,7 @@ class Program:
     prologue: Segment
     body: Segment
     epilogue: Segment
-    totals_first: NDArray[np.int32]  # [ranks, counters], like the next two
+    totals_first: NDArray[np.int32]  # [ranks, counters], as are the next two arrays
     totals_middle: NDArray[np.int32]
     totals_last: NDArray[np.int32]
     queues: Segment = field(default_factory=lambda: Segment(np.zeros((0, WORDS), np.int32), np.zeros(1, np.int32)))
@@ -85,12 +87,12 @@ class Program:
         return self.workers * self.dims.sms
 
     def rank_dims(self, rank: int) -> Dims:
-        """Sizes as `rank` sees them."""
+        """Return the sizes as rank `rank` sees them, with the sizes of its shards and buffers."""
         return replace(self.dims, rank=rank)
 
     def numbered(self, index: int) -> tuple[Records, NDArray[np.int64]]:
-        """The records of segment `index`, in the order in which traces number them (the queues
-        follow the body), and the rank of each.
+        """Return the records of segment `index`, in the order in which traces number them (the
+        records of queues follow those of the body), and the rank of each record.
         """
         segment: Segment = getattr(self, SEGMENTS[index])
         ranks = np.repeat(np.arange(self.ranks * self.workers) // self.workers, np.diff(segment.offsets))
@@ -112,13 +114,13 @@ class Program:
                 yield phase, self.rank_dims(rank), rows, phase.columns(records[rows])
 
     def phases(self, index: int) -> list[Segment]:
-        """Segment `index` as a list of phases. Each is a Segment with all of the phase's
-        instructions, in the streams of all ranks.
+        """Return segment `index` as a list of phases. Each phase is a Segment with all of the
+        phase's instructions, in the streams of all ranks.
 
-        To run a program without counters, run these phases one after another, with a barrier over
-        all ranks after each, and repeat the body for each layer. The program must give the same
-        results as this. Joins and drains are removed, and a queue's instructions are divided among
-        the workers of its rank.
+        A program can be run without counters: the phases run one after another, with a barrier over
+        all ranks after each phase, and the body is repeated for each layer. The program with its
+        counters must give the same results as this run. Joins and drains are removed, and a queue's
+        instructions are divided among the workers of its rank.
         """
         records, ranks = self.numbered(index)
         segment: Segment = getattr(self, SEGMENTS[index])
@@ -142,7 +144,7 @@ class Program:
         return (self.dims.layers + 1) * self.counters
 
     def totals(self) -> NDArray[np.int32]:
-        """The totals of all counters, [layers + 1, ranks, counters]."""
+        """Return the totals of all counters as an array [layers + 1, ranks, counters]."""
         middle = np.broadcast_to(self.totals_middle, (self.dims.layers - 1, self.ranks, self.counters))
         return np.concatenate([self.totals_first[None], middle, self.totals_last[None]])
 
@@ -192,7 +194,7 @@ class Program:
         return _MAGIC + bytes([VERSION]) + hashlib.sha256(payload).digest() + payload
 
     def save(self, path: Path) -> None:
-        """Write atomically: a reader never sees half a file."""
+        """Write the file atomically, so that no process ever reads an incomplete file."""
         with whole_file(path, f"program {path}") as part:
             part.write_bytes(self.to_bytes())
 

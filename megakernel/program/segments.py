@@ -14,8 +14,8 @@ SEGMENTS = ("prologue", "body", "epilogue")
 
 @dataclass(frozen=True)
 class Segment:
-    """The records of all ranks' workers, one stream after another. Stream s of (rank, worker) is
-    records[offsets[s]:offsets[s+1]].
+    """The records of all ranks' workers, one stream after another. The stream of a worker is
+    records[offsets[s]:offsets[s+1]], where s = rank * workers per rank + worker.
     """
 
     records: Records

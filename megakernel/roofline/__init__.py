@@ -1,7 +1,8 @@
 """How close a step comes to the limits of the machine, and what these limits allow.
 
-`work` and `ceilings` are about steps that have run, and `program_step` is about the phases of a program. The other
-modules estimate on paper: collectives, layouts of a model over GPUs, plans and fleets.
+`work` and `ceilings` are about steps that have run, and `program_step` is about the phases of a compiled program. The
+other modules need no program. They estimate collectives, layouts of a model over GPUs, plans (all possible layouts) and
+fleets of servers.
 """
 
 from . import ask_chip, ask_model, ask_network

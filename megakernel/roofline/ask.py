@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# Names of figures end in their unit: _s, _bytes, _bytes_per_s, _flops_per_s, _flops. Others are counts, fractions or
-# words.
+# The names of figures end in their unit: _s, _bytes, _bytes_per_s, _flops_per_s, _flops. Figures without a unit are
+# counts, fractions or words.
 Figures = dict[str, float | int | str | bool | None]
 Kind = Literal["machine", "count", "amount", "word", "flag"]
 
@@ -33,7 +33,9 @@ class Input:
 
 @dataclass(frozen=True)
 class Question:
-    """`numbers` are the numbers of the worked questions in docs/roofline.md that it answers."""
+    """A question of `megakernel roofline ask`. `numbers` are the numbers of the worked questions in docs/roofline.md
+    that can be answered with it.
+    """
 
     name: str
     what: str
@@ -78,7 +80,7 @@ _MEANINGS = {
 
 
 def question(name: str, *numbers: int, what: str, formula: str, source: str = BOOK) -> Callable[[Any], Any]:
-    """Declare the function's parameters as the inputs of a question."""
+    """Declare that the decorated function answers a question, and that its parameters are the question's inputs."""
 
     def declare(answer: Callable[..., Figures]) -> Callable[..., Figures]:
         inputs = tuple(

@@ -13,7 +13,7 @@ _GHZ = 1e9
 @question(
     "chip",
     *(1, 2, 5, 6, 24, 31, 39),
-    what="what a chip has: lanes, rates, memory on and beside it, links",
+    what="the figures of a chip: lanes, rates of arithmetic, sizes and rates of memories, rates of links",
     formula="lanes = SMs x sub-partitions x lanes of each; clock = fp32 FLOP/s / (2 x lanes)",
 )
 def chip(machine: Hardware, clock_ghz: float | None = None) -> Figures:
@@ -61,7 +61,7 @@ def intensity(machine: Hardware, dtype: str = "bf16", weight_bytes: float | None
 @question(
     "matmul",
     *(4, 32),
-    what="least time of [rows, inner] x [inner, cols], and how near a measured time comes to it",
+    what="least time of the matmul [rows, inner] x [inner, cols], also as a fraction of a measured time",
     formula="max(2 m k n / C, (m k + k n + m n) b / W)",
 )
 def matmul(
@@ -75,7 +75,7 @@ def matmul(
 @question(
     "vector-add",
     *(7, 30),
-    what="least time of adding two fp32 vectors",
+    what="least time to add two fp32 vectors",
     formula="max(N / (lanes x clock), 12 N / W); SMs without elements are idle",
 )
 def vector_add(machine: Hardware, elements: int, clock_ghz: float | None = None) -> Figures:
@@ -85,7 +85,7 @@ def vector_add(machine: Hardware, elements: int, clock_ghz: float | None = None)
 @question(
     "warps",
     29,
-    what="warps that an SM holds at once",
+    what="how many warps fit on an SM at once, given the registers of a thread",
     formula="min(64, 65,536 / (32 x registers of a thread))",
 )
 def warps(registers: int) -> Figures:
@@ -97,7 +97,7 @@ def warps(registers: int) -> Figures:
 @question(
     "offload",
     41,
-    what="time to read weights once if they are in the host's memory",
+    what="time to read all weights once over the link to the host, if they are in the host's memory",
     formula="bytes / W, where W is the rate of PCIe or NVLink-C2C",
 )
 def offload(machine: Hardware, bytes: float) -> Figures:

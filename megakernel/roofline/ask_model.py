@@ -11,13 +11,13 @@ from .ask import Figures, question
 from .layout import OPTIMIZER_BYTES, WEIGHT_BYTES, bubble_fraction, pipeline_comms_s
 
 _DAY_S = 86400.0
-_FLOPS_PER_TOKEN = 6  # per parameter: two in the forward pass, four in the backward pass
+_FLOPS_PER_TOKEN = 6  # FLOPs per token and parameter in training: two in the forward pass, four in the backward pass
 
 
 @question(
     "data-parallel",
     *(22, 24, 27, 35, 37, 38, 39),
-    what="tokens per GPU from which training is bound by arithmetic, not by the exchange of weights",
+    what="how many tokens per GPU data-parallel training needs so that arithmetic takes longer than exchanging weights",
     formula="B/X > alpha (X - 1)/X E/k, alpha = C / W; for Y > S ways of model parallelism, alpha S/Y, S a node's GPUs",
 )
 def data_parallel(
@@ -51,7 +51,7 @@ def data_parallel(
 @question(
     "tensor-parallel",
     *(23, 24),
-    what="maximum ways of tensor parallelism whose communication arithmetic hides",
+    what="the largest tensor-parallel size at which arithmetic still takes longer than communication",
     formula="Y < F / alpha; over exactly two nodes Y < F / alpha + a node's GPUs",
 )
 def tensor_parallel(machine: Hardware, ffn: int, ways: int | None = None) -> Figures:
@@ -71,7 +71,7 @@ def tensor_parallel(machine: Hardware, ffn: int, ways: int | None = None) -> Fig
 @question(
     "expert-parallel",
     *(36, 42),
-    what="whether experts over several nodes are bound by arithmetic",
+    what="whether a layer with experts on several nodes is limited by arithmetic or by the network",
     formula="4 B k D F / (Z C) against 4 B D (Z - S) min(S k / Z, 1) / (W Z), S a node's GPUs; F > S alpha for Z >> k",
 )
 def expert_parallel(machine: Hardware, ffn: int, active: int, gpus: int) -> Figures:
@@ -89,7 +89,7 @@ def expert_parallel(machine: Hardware, ffn: int, active: int, gpus: int) -> Figu
 @question(
     "pipeline",
     40,
-    what="bubbles of a pipeline, and its hops on the critical path",
+    what="the fraction of time that pipeline stages idle, and the time of sends that no computation hides",
     formula="(s - 1) / (m + s - 1); m + s - 2 hops of 2 B D / (W m)",
 )
 def pipeline(machine: Hardware, stages: int, microbatches: int, tokens: int, hidden: int) -> Figures:
@@ -100,12 +100,12 @@ def pipeline(machine: Hardware, stages: int, microbatches: int, tokens: int, hid
 @question(
     "training",
     *(25, 26),
-    what="memory of a model's state, and days of its training",
+    what="bytes of a model's weights and optimizer state, and days to train it",
     formula="10 bytes a parameter (bf16 weights, two fp32 moments); 6 P T / (N C u)",
 )
 def training(machine: Hardware, parameters: float, tokens: float, gpus: int, utilisation: float = 1.0) -> Figures:
     if utilisation > 1:
-        raise MegakernelError(f"{utilisation:g} of the peak cannot be reached: use --utilisation up to 1")
+        raise MegakernelError(f"a utilisation of {utilisation:g} is above the peak, which is 1: lower --utilisation")
     state = parameters * (WEIGHT_BYTES + OPTIMIZER_BYTES)
     flops, rate = _FLOPS_PER_TOKEN * parameters * tokens, utilisation * gpus * machine.flops_per_s("bf16")
     least = ceil(state / machine.chip.hbm_bytes)
@@ -133,4 +133,4 @@ def experts(experts: int, active: int) -> Figures:
 
 def _experts(experts: int, active: int) -> None:
     if active > experts:
-        raise MegakernelError(f"a token takes {active} of {experts} experts: lower --active")
+        raise MegakernelError(f"a token cannot use {active} of {experts} experts: lower --active")

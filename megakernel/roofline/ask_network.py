@@ -14,7 +14,7 @@ _GATHER = "B (D - 1) S / (D max(Y, S) W), slowest level: degree D, S GPUs and li
 @question(
     "all-gather",
     *(10, 11, 15, 16, 17, 21, 37),
-    what="least time until each GPU has all parts of an array, of which each had one; a reduce-scatter takes as long",
+    what="least time until each GPU has a whole array, of which it had one part; a reduce-scatter takes as long",
     formula=_GATHER,
 )
 def all_gather(machine: Hardware, bytes: float, gpus: int, inner: int = 1) -> Figures:
@@ -38,7 +38,7 @@ def all_reduce(machine: Hardware, bytes: float, gpus: int, inner: int = 1, in_ne
     if not in_network:
         return found | {"measured_s": measured_s(bytes, machine, gpus)}
     seen = machine.name == book.IN_NETWORK_ON and gpus == machine.node.gpus
-    part = 2 * (gpus - 1) / gpus  # bus bandwidth counts the bytes that rings send
+    part = 2 * (gpus - 1) / gpus  # bus bandwidth is defined by the bytes that a ring all-reduce sends
     return found | {
         "gain": max(ring) / max(book.level_shares(bytes, levels)),
         "measured_best_s": part * bytes / book.H100_IN_NETWORK_BUS_BYTES_PER_S if seen else None,
@@ -63,7 +63,7 @@ def all_to_all(
 @question(
     "levels",
     *(8, 9, 13),
-    what="the network that joins GPUs: degree and bandwidth of each level, bisection of a node",
+    what="the levels of the network that connects the GPUs: how many children each has, and its bandwidth",
     formula="sum of all children's links; full bisection if this sum per node is the same as one level below",
 )
 def levels(machine: Hardware, gpus: int) -> Figures:
@@ -84,7 +84,7 @@ def levels(machine: Hardware, gpus: int) -> Figures:
 @question(
     "switches",
     *(14, 33),
-    what="what a cluster is built of",
+    what="how many switches and cables a cluster of this many GPUs needs",
     formula="a fat tree with full bisection: half of a leaf's ports go up; a core layer if a spine has too few ports",
 )
 def switches(machine: Hardware, gpus: int) -> Figures:
@@ -97,7 +97,7 @@ def switches(machine: Hardware, gpus: int) -> Figures:
 @question(
     "latency",
     10,
-    what="time of a small message: hops and bytes",
+    what="latency of a small message: the time of its hops plus that of its bytes",
     formula="hops x t + B / W; N - 1 hops around a ring, log2 N along a tree",
 )
 def latency(machine: Hardware, bytes: float, hops: int = 1) -> Figures:
@@ -116,7 +116,7 @@ def _levels(machine: Hardware, gpus: int) -> tuple[Level, ...]:
 
 
 def _levelled(levels: tuple[Level, ...], seconds: list[float]) -> Figures:
-    """The result for several levels; the slowest level counts."""
+    """Combine the times of several network levels: the time of the slowest level is the result."""
     longest = max(range(len(levels)), key=lambda i: seconds[i])
     each = {f"{level.name}_s": s for level, s in zip(levels, seconds, strict=True)}
     return {"least_s": seconds[longest], "bound": f"the {levels[longest].name} level", **each}

@@ -1,12 +1,15 @@
-"""The formulas of a book about GPUs, with the inputs of the book's questions. `ask` uses them.
+"""Formulas from a book about GPUs, as functions of the inputs of the book's questions. The module `ask` uses them.
 
-The formulas are those of Austin et al., *How to Scale Your Model*, "How to Think About GPUs"
-(2025), written exactly, with the (N - 1) / N that the text drops; docs/roofline.md lists the
-differences. `array_bytes` is a whole array, all shards together. Link rates are in one direction.
-`alpha` is FLOP/s / collective bytes/s. The model layer is an MLP x[B, D] W_in[D, F] W_out[F, D] in
-bf16: its backward pass takes 8 B D F FLOPs and its forward pass 4 B D F. X, Y and Z GPUs share a
-layer by data, tensor and expert parallelism. C is a GPU's FLOP/s and W the bytes/s of a link.
-In "a against b", a is seconds of arithmetic and b seconds of communication.
+The book is Austin et al., *How to Scale Your Model*, "How to Think About GPUs" (2025). The formulas here are exact:
+they keep the factor (N - 1) / N that the book drops. docs/roofline.md lists the differences. Names and symbols:
+
+array_bytes  size of a whole array, all shards together
+alpha        FLOP/s of a GPU, divided by the bytes/s of a collective
+B, D, F      sizes of the model layer, an MLP x[B, D] W_in[D, F] W_out[F, D] in bf16. The layer's forward pass takes
+             4 B D F FLOPs, and its backward pass 8 B D F
+X, Y, Z      number of GPUs that share a layer by data, tensor and expert parallelism
+C            FLOP/s of a GPU
+W            bytes/s of a link in one direction
 """
 
 from __future__ import annotations
@@ -19,19 +22,19 @@ from typing import TypeVar
 from ..errors import MegakernelError
 from ..machine import OPERAND_BYTES, Chip, Hardware, Level
 
-# Figures that no estimate for a program uses: the book's anatomy of an SM, its table of GPUs, and
-# its measurement of an in-network all-reduce. Links are from DGX datasheets, those of hosts also
-# from the datasheets of GH200 and GB200.
+# Figures that only the book's questions need: the parts of an SM, the book's table of GPUs, and the book's measurement
+# of an in-network all-reduce. Link rates are from the datasheets of DGX, GH200 and GB200.
 REGISTERS_PER_SM, WARPS_PER_SM, THREADS_PER_WARP = 65536, 64, 32
-# Per SM: bytes of shared memory and L1 together, and 32-bit registers.
+# For each SM: the bytes of shared memory and L1 together, and the number of 32-bit registers.
 ON_CHIP = {"h100": (262144, REGISTERS_PER_SM), "tpu-v5p": (64e6, 32768)}
-MOST_REGISTERS = 256  # of a thread, as the book counts them
+MOST_REGISTERS = 256  # the maximum number of registers of one thread, according to the book
 IN_NETWORK_ON, H100_IN_NETWORK_BUS_BYTES_PER_S = "h100", 480e9
 HOST_LINK_BYTES_PER_S = {"h100": 64e9, "gh200": 450e9, "gb200-nvl72": 900e9}
-# The switches of NVIDIA's SuperPOD reference designs. For GB200, as many leaves as full bisection requires.
+# The number of leaf switches in a scalable unit of NVIDIA's SuperPOD reference designs. The number for GB200 is
+# the one that full bisection bandwidth requires.
 LEAF_SWITCHES_PER_UNIT = {"h100": 8, "b200": 8, "gb200-nvl72": 18}
 SWITCH_PORTS, SWITCH_PORT_BYTES_PER_S = 64, 50e9
-# How a GPU's links are distributed over the switches of its node.
+# How many of a GPU's links go to each switch of its node.
 LINKS_PER_SWITCH = {
     "a100": (2,) * 6,
     "h100": (5, 4, 4, 5),
@@ -46,7 +49,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of arithmetic and seconds of moving its data. The two overlap."""
+    """The seconds that arithmetic takes, and the seconds that moving its data takes. Arithmetic and moving overlap."""
 
     math_s: float
     moving_s: float
@@ -64,33 +67,35 @@ class Times:
 
 
 def _known(table: Mapping[str, _T], hardware: Hardware, what: str) -> _T:
-    """A figure of a machine, or an error if it is unknown."""
+    """Return the machine's figure in `table`. Raises MegakernelError if there is none; `what` describes the figure."""
     if hardware.name not in table:
         raise MegakernelError(f"{what} of {hardware.name} is not known: use --machine {' or '.join(table)}")
     return table[hardware.name]
 
 
 def on_chip_bytes(hardware: Hardware) -> tuple[float, float]:
-    """The bytes of shared memory and of registers."""
+    """Return the bytes of shared memory and the bytes of registers on a whole chip."""
     smem, registers = _known(ON_CHIP, hardware, "the memory on the chip")
     return hardware.chip.sms * smem, hardware.chip.sms * registers * 4.0
 
 
 def vector_ops_per_s(chip: Chip, clock_hz: float) -> float:
-    """fp32 operations per second if each is one instruction, without multiply-adds."""
+    """The fp32 operations per second of a chip if each operation is one instruction, without multiply-adds."""
     return chip.fp32_lanes * clock_hz
 
 
 def matmul(hardware: Hardware, rows: int, inner: int, cols: int, dtype: str = "bf16") -> Times:
-    """[rows, inner] x [inner, cols]: both operands are read and the result, of the same type, is written once."""
+    """Return the times of the matmul [rows, inner] x [inner, cols]. Both operands are read once, and the result, which
+    has the same type, is written once.
+    """
     moved = OPERAND_BYTES[dtype] * (rows * inner + inner * cols + rows * cols)
     math_s = 2.0 * rows * inner * cols / hardware.flops_per_s(dtype)
     return Times(math_s, moved / hardware.chip.hbm_bytes_per_s)
 
 
 def vector_add(hardware: Hardware, elements: int, clock_hz: float) -> Times:
-    """The sum of two fp32 vectors: one operation, two reads and one write per element. Only SMs that have elements
-    compute.
+    """Return the times of the sum of two fp32 vectors, with one operation, two reads and one write per element. If
+    there are few elements, only some of the SMs compute.
     """
     chip = hardware.chip
     filled = min(chip.sms, ceil(elements / (chip.fp32_lanes // chip.sms))) / chip.sms
@@ -102,25 +107,28 @@ def vector_add(hardware: Hardware, elements: int, clock_hz: float) -> Times:
 
 
 def level_seconds(array_bytes: float, levels: Sequence[Level], inner: int = 1) -> list[float]:
-    """The seconds that each level of an all-gather (or reduce-scatter) takes, innermost first; the
-    slowest level determines the time.
+    """Return the seconds that each network level of an all-gather (or reduce-scatter) takes,
+    innermost level first. The slowest level determines the time of the collective.
 
-    B (D - 1) S / (D max(Y, S) W): an array of B bytes, degree D, S GPUs below a child whose link
-    has the rate W, and Y = `inner` shards along another axis.
+    A level connects D children (GPUs, or groups of GPUs). Each child has S GPUs and a link of
+    W bytes/s. The level takes B (D - 1) S / (D max(Y, S) W) seconds, where B is `array_bytes`, and
+    Y = `inner` is the number of shards along another axis.
     """
     shares = level_shares(array_bytes, levels, inner)
     return [share * (level.degree - 1) / level.degree for share, level in zip(shares, levels, strict=True)]
 
 
 def level_shares(array_bytes: float, levels: Sequence[Level], inner: int = 1) -> list[float]:
-    """The seconds of an all-reduce with in-network reduction, per level: each child's link carries
-    its share once in each direction.
+    """Return the seconds that each network level of an all-reduce with in-network reduction takes.
+
+    The link of each child (see `level_seconds`) carries the child's share of the array once in each
+    direction.
     """
     return [array_bytes * x.child_gpus / (max(inner, x.child_gpus) * x.child_bytes_per_s) for x in levels]
 
 
 def level_bytes_per_s(level: Level) -> float:
-    """The rate of all children's links together."""
+    """The bytes per second of the links of all children of a network level together."""
     return level.degree * level.child_bytes_per_s
 
 
@@ -133,28 +141,30 @@ def host_pass_s(hardware: Hardware, read_bytes: float) -> float:
 
 
 def resident_warps(registers_per_thread: int) -> int:
-    """The number of warps that an SM can hold at once."""
+    """The number of warps that an SM can hold at once if each thread uses this number of registers."""
     return min(WARPS_PER_SM, REGISTERS_PER_SM // (registers_per_thread * THREADS_PER_WARP))
 
 
 def spread(experts: int, active: int) -> tuple[float, float]:
-    """The expected fraction of Z GPUs, each with one expert, that receive a token of another GPU:
-    exact, and approximate.
+    """Return the expected fraction of the GPUs that receive a given token from another GPU: first
+    the exact value, then an approximation.
 
-    A token chooses k experts at random: (1 - (1 - 1/Z)^k) (1 - 1/Z), and min(k/Z, 1) (1 - 1/Z).
+    Z = `experts` GPUs have one expert each, and the token chooses k = `active` experts at random.
+    The exact value is (1 - (1 - 1/Z)^k) (1 - 1/Z). The approximation is min(k/Z, 1) (1 - 1/Z).
     """
     away = 1 - 1 / experts
     return (1 - away**active) * away, min(active / experts, 1.0) * away
 
 
 def alpha_node(hardware: Hardware) -> float:
-    """The FLOPs that a GPU can do per byte that it sends inside the node."""
+    """The number of FLOPs that a GPU can do per byte that it sends inside the node."""
     return hardware.flops_per_s("bf16") / hardware.link.egress_bytes_per_s
 
 
 def alpha_beyond(hardware: Hardware) -> float:
-    """The FLOPs that one GPU can do per byte that its node sends: a collective beyond the node moves an array only once
-    per node.
+    """The number of FLOPs that one GPU can do while its node sends a byte to other nodes.
+
+    The rate is that of the whole node, because a collective over several nodes sends an array only once per node.
     """
     return hardware.flops_per_s("bf16") / hardware.node.egress_bytes_per_s
 
@@ -162,22 +172,29 @@ def alpha_beyond(hardware: Hardware) -> float:
 def data_parallel(
     tokens: float, model: int, ffn: int, members: int, flops_per_s: float, bytes_per_s: float, *, exact: bool = False
 ) -> Times:
-    """The backward pass of one layer over `members`: 8 B D F / (X C) against 8 D F / W (gather weights, scatter
-    gradients).
+    """Return the times of the backward pass of one layer over X = `members` data-parallel GPUs: 8 B D F / (X C) seconds
+    of arithmetic, and 8 D F / W seconds to gather weights and scatter gradients. B is `tokens`, D is `model`, F is
+    `ffn`, C is `flops_per_s`, and W is `bytes_per_s`.
     """
     share = (members - 1) / members if exact else 1.0
     return Times(8.0 * tokens * model * ffn / (members * flops_per_s), 8.0 * model * ffn / bytes_per_s * share)
 
 
 def tensor_parallel(tokens: float, model: int, ffn: int, members: int, flops_per_s: float, bytes_per_s: float) -> Times:
-    """The forward pass of one layer: 4 B D F / (Y C) against 4 B D / W (gather the inputs, scatter the outputs)."""
+    """Return the times of the forward pass of one layer over Y = `members` tensor-parallel GPUs: 4 B D F / (Y C)
+    seconds of arithmetic, and 4 B D / W seconds to gather the inputs and scatter the outputs. B is `tokens`, D is
+    `model`, F is `ffn`, C is `flops_per_s`, and W is `bytes_per_s`.
+    """
     return Times(4.0 * tokens * model * ffn / (members * flops_per_s), 4.0 * tokens * model / bytes_per_s)
 
 
 def expert_parallel(hardware: Hardware, tokens: float, model: int, ffn: int, active: int, members: int) -> Times:
-    """The forward pass over `members` on several nodes of S GPUs: 4 B k D F / (Z C) against two sparse all-to-alls.
+    """Return the times of the forward pass of one layer over Z = `members` expert-parallel GPUs, on several nodes of S
+    GPUs. The arithmetic takes 4 B k D F / (Z C) seconds, with B = `tokens`, D = `model`, F = `ffn`, k = `active`
+    experts per token, and C FLOP/s per GPU.
 
-    4 B D (Z - S) / (W Z) min(S k / Z, 1): a token's row is sent to at most k of Z / S nodes.
+    The communication is two sparse all-to-alls, which take 4 B D (Z - S) / (W Z) min(S k / Z, 1) seconds, with W
+    bytes/s out of a node. The minimum is there because a token's row is sent to at most k of the Z / S nodes.
     """
     gpus = hardware.node.gpus
     moved = 4.0 * tokens * model * (members - gpus) / (hardware.node.egress_bytes_per_s * members)
@@ -195,7 +212,7 @@ class Parts:
     leaf_switches: int
     spine_switches: int
     core_switches: int
-    links_per_leaf_and_spine: float  # cables between each pair of them
+    links_per_leaf_and_spine: float  # the number of cables between each leaf switch and each spine switch
 
     @property
     def switches(self) -> int:
@@ -203,10 +220,12 @@ class Parts:
 
 
 def parts(hardware: Hardware, gpus: int) -> Parts:
-    """The switches of a fat tree with full bisection over whole units.
+    """Return the switches of a fat tree with full bisection bandwidth for this number of GPUs.
 
-    Half of each leaf's ports go down and half go up. Two levels suffice while a spine switch has a port for each leaf.
-    Beyond that, half of each spine switch's ports also go up, to a core layer.
+    The network is built from whole SuperPOD units.
+
+    Half of each leaf switch's ports go down, and half go up to spine switches. These two levels suffice if a spine
+    switch has a port for each leaf switch. Otherwise, half of each spine switch's ports go up to a core layer.
     """
     fabric, per_node = hardware.fabric, hardware.node.gpus
     if fabric is None:

@@ -11,31 +11,36 @@ from ..machine import Machine, busy
 
 _REPEATS = 3
 _PROBE_S = 0.25
-_CACHE_FACTOR = 8  # reads must miss the cache, so the probe covers this many times the last-level cache
+_CACHE_FACTOR = 8  # the probe reads this many times the size of the last-level cache, so that reads miss it
 _UNKNOWN_CACHE = 32 << 20
-_LARGEST_READ = 2 << 30  # a bound, as some virtual machines report the cache of a whole socket
-_IN_CACHE = 8 << 20  # per thread: more than its core's caches hold; less if the last level is small
+# The maximum number of bytes that the probe reads. It is needed because some virtual machines report the cache of a
+# whole socket.
+_LARGEST_READ = 2 << 30
+# The bytes that each thread reads to measure the last-level cache, which are more than the other caches of a core hold.
+# Threads read fewer bytes if the last-level cache is small.
+_IN_CACHE = 8 << 20
 QUIET = 0.05  # the fraction of all cores' time that others may use during a valid measurement
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates of all workers together. `how` says where they come from, and `warning` why they may be too low; both are
-    for people.
+    """The highest rates of all workers together. `how` says where the rates come from, and `warning` why they may be
+    too low. Both texts are for people.
     """
 
     read_bytes_per_s: float
-    flops: float  # a multiply-add counts as two
+    flops: float  # per second; a multiply-add counts as two
     threads: int
     how: str
-    link_bytes_per_s: float | None = None  # from each rank to the others; None if ranks share one memory
-    cache_bytes_per_s: float | None = None  # the last-level cache; None if it was not measured
+    link_bytes_per_s: float | None = None  # the rate from each rank to the others; None if ranks share one memory
+    cache_bytes_per_s: float | None = None  # the rate of the last-level cache; None if it was not measured
     warning: str | None = None
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The best rates that this number of threads reached on this CPU, in `probes` measurements until `date`.
+    """The best rates that this number of threads reached on this CPU. `probes` is the number of measurements, and
+    `date` is the day of the last one.
 
     `others` is the fraction of all cores' time that other programs used during the quietest measurement; None if
     unknown.
@@ -54,7 +59,9 @@ class Measured:
         return self.others is None or self.others <= QUIET
 
     def better(self, earlier: Measured | None) -> Measured:
-        """The best of both, because other programs only slow a measurement."""
+        """Return the best rates of this measurement and an earlier one. Other programs can only make a measured rate
+        lower.
+        """
         if earlier is None:
             return self
         known = [one for one in (self.others, earlier.others) if one is not None]
@@ -90,7 +97,7 @@ FmaProbe = Callable[[int], float]  # (threads) -> FLOP/s of independent multiply
 
 
 def measure(threads: int, read: ReadProbe, fma: FmaProbe) -> Measured:
-    """Measure this machine: the best of several probes of all workers."""
+    """Measure this machine's rates with this number of threads. Each rate is the best of several probes."""
     cache = last_level_cache()
     size, inside = min(_CACHE_FACTOR * cache, _LARGEST_READ), min(_IN_CACHE * threads, cache // 2)
     begin = busy.now()
@@ -105,7 +112,7 @@ def measure(threads: int, read: ReadProbe, fma: FmaProbe) -> Measured:
 
 
 def machine_ceilings(machine: Machine) -> Ceilings:
-    """The rates of the datasheet (nominal ones for `host`)."""
+    """Return the rates that a machine's datasheet states. For `host`, these are nominal rates."""
     return Ceilings(
         machine.memory_bytes_per_s,
         machine.matrix_flops,

@@ -1,7 +1,8 @@
-"""The least time of collectives. `array_bytes` is the whole array, all shards together.
+"""Computes the least time of collectives. `array_bytes` is the size of the whole array, all shards together.
 
-Formulas are from Austin et al., *How to Scale Your Model*, "How to Think About GPUs" (2025), written exactly, with the
-(N - 1) / N that the text drops; docs/roofline.md lists the differences. Link rates are in one direction.
+The formulas are from Austin et al., *How to Scale Your Model*, "How to Think About GPUs" (2025). They are exact: they
+keep the factor (N - 1) / N that the book drops. docs/roofline.md lists the differences. Link rates are in one
+direction.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ def all_to_all_s(array_bytes: float, members: int, egress_bytes_per_s: float) ->
 
 
 def axis_seconds(array_bytes: float, levels: Sequence[Level], inner: int, members: int) -> dict[str, float]:
-    """The seconds at each level of a gather over `members` GPUs that are `inner` GPUs apart; inner axes already shard
-    the array in `inner` ways.
+    """Return the seconds, at each network level, of a gather over `members` GPUs. Inner axes already shard the array in
+    `inner` ways, so neighbouring members are `inner` GPUs apart.
 
-    Every byte that the GPUs of a node lack enters over the node's link:
-    B S / (max(Y, S) W) (1 - max(Y, S) / (X Y)), with B bytes in the array, S GPUs behind a link of
-    W bytes/s, Y = inner, X = members. Inside a node, a GPU gets from its peers what they have or
-    received: B (d - 1) / (d Y W), with d members per node.
+    A link of a level connects S GPUs, with W bytes/s. All bytes that these GPUs lack enter over the link. This takes
+    B S / (max(Y, S) W) (1 - max(Y, S) / (X Y)) seconds, with B = array_bytes, X = members and Y = inner. Inside a node,
+    a GPU gets the rest from its peers, which takes B (d - 1) / (d Y W) seconds with d members per node.
     """
     out: dict[str, float] = {}
     for level in levels:
@@ -38,10 +38,12 @@ def axis_seconds(array_bytes: float, levels: Sequence[Level], inner: int, member
 
 
 def exchange_seconds(array_bytes: float, levels: Sequence[Level], chosen: int, nodes: int = 0) -> dict[str, float]:
-    """The seconds at each level of sending each row of an array, spread over all GPUs, to `chosen` experts among them.
+    """Return the seconds, at each network level, to send each row of an array to `chosen` experts. The rows and the
+    experts are spread over all GPUs.
 
-    Over a level with M children, this is an all-to-all of min(k, M) copies of each row, k = `chosen`: one to each child
-    with a chosen expert. If a router restricts a row's experts to `nodes` nodes, at most `nodes` copies leave a node.
+    At a level with M children and with k = `chosen`, this is an all-to-all of min(k, M) copies of each row, because one
+    copy goes to each child with a chosen expert. If a router restricts a row's experts to `nodes` nodes, at most
+    `nodes` copies leave a node.
     """
     out: dict[str, float] = {}
     children = 1
@@ -54,15 +56,16 @@ def exchange_seconds(array_bytes: float, levels: Sequence[Level], chosen: int, n
 
 
 def latency_s(hops: int, hop_s: float, transfer_s: float) -> float:
-    """hops x t_hop + B / W: the latency of a small message plus the transfer time of a large one."""
+    """The latency of `hops` hops plus the transfer time of a message: hops x t_hop + B / W seconds."""
     return hops * hop_s + transfer_s
 
 
 def measured_s(array_bytes: float, hardware: Hardware, members: int, passes: int = 2) -> float | None:
-    """The seconds of a collective within a node by the machine's measured curve; None if it was not measured.
+    """Return the seconds of a collective within a node according to the machine's measured curve, or None if this
+    number of GPUs was not measured.
 
-    Bus bandwidth counts what each member sends, so an all-reduce is two `passes`, and a gather or a reduce-scatter is
-    one.
+    Bus bandwidth counts the bytes that each member sends. So an all-reduce counts as two `passes`, and a gather or a
+    reduce-scatter as one.
     """
     curve = hardware.curve("all_reduce", members)
     if curve is None:

@@ -1,4 +1,4 @@
-"""The book's numbered questions with its own figures, as arguments of `megakernel roofline`."""
+"""Arguments of `megakernel roofline` that answer the numbered questions in docs/roofline.md with the book's figures."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from ..isa import BUFFERS, Dims, Space, kv_bytes
 
 @dataclass(frozen=True)
 class Fit:
-    """Bytes on the rank that needs the most. `sequences_at_most`: how many sequences of the step's context fit
-    together with weights and activations.
+    """The bytes that a step needs on the rank that needs the most, and the bytes that a rank has (`memory_bytes`).
+    `sequences_at_most` is the number of sequences of the step's context that fit together with weights and activations.
     """
 
     weight_bytes: float
@@ -31,8 +31,8 @@ class Fit:
 
 
 def memory_fit(ranks: Sequence[Dims], weight_bytes: float, memory_bytes: float, sequences: int, context: int) -> Fit:
-    """The fit of a rank's `weight_bytes`, a KV cache for `sequences` of `context` tokens each, and the step's own
-    buffers.
+    """Return how a rank's `weight_bytes`, a KV cache for `sequences` of `context` tokens each, and the step's buffers
+    of activations and outputs fit into `memory_bytes`.
     """
     one = max(float(d.layers * d.rank_kv_heads * context * kv_bytes(d)) for d in ranks)
     activations = max(_bytes(d, Space.ACTIVATION) + _bytes(d, Space.OUTPUT) for d in ranks)

@@ -1,4 +1,4 @@
-"""A cluster that serves one model, on paper: groups of GPUs as replicas, and the cost of a token."""
+"""Estimates how fast a cluster serves one model, with groups of GPUs as replicas, and what a token costs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .shapes import Shape
 
 SECONDS_PER_HOUR = 3600.0
 TOKENS_PRICED = 1e6
-_EQUAL = 1e-6  # throughputs that differ by less count as equal
+_EQUAL = 1e-6  # throughputs that differ by less than this fraction count as equal
 
 
 @dataclass(frozen=True)
 class Serving:
-    """One size of replica, `tp` x `ep` GPUs, with one batch size, over the whole fleet.
+    """The estimated performance of a whole fleet of replicas with `tp` x `ep` GPUs each and one batch size.
 
     `prefill_tokens_per_s` is the rate at which the fleet's arithmetic could process prompt tokens instead of decoding.
     """
@@ -28,34 +28,34 @@ class Serving:
     ep: int
     replicas: int
     batch: int  # sequences of a replica
-    step_s: float  # time between two tokens of a sequence
-    tokens_per_s: float  # of the fleet, decoding
+    step_s: float  # the time between two tokens of a sequence
+    tokens_per_s: float  # the tokens that the whole fleet generates per second
     prefill_tokens_per_s: float
     bound: str
     bytes_per_gpu: float
 
     @property
     def gpus(self) -> int:
-        """The GPUs that serve; the rest are idle."""
+        """The number of GPUs that are part of a replica; the other GPUs of the fleet are idle."""
         return self.tp * self.ep * self.replicas
 
     def gpu_seconds_per_token(self) -> float:
         return self.gpus / self.tokens_per_s
 
     def usd_per_million_tokens(self, usd_per_gpu_hour: float) -> float:
-        """The price of a million generated tokens. It is proportional to the price of a GPU-hour,
-        so a price of 1 gives the factor.
+        """The price in USD of a million generated tokens. It is proportional to `usd_per_gpu_hour`,
+        so the result for 1 USD can be multiplied by any other price of a GPU-hour.
         """
         return usd_per_gpu_hour * self.gpu_seconds_per_token() / SECONDS_PER_HOUR * TOKENS_PRICED
 
     def tokens_per_joule(self, board_w: float) -> float:
-        """Tokens per joule with every board at its power limit."""
+        """The tokens that the fleet generates per joule if every board draws its power limit, `board_w` watts."""
         return 1 / (self.gpu_seconds_per_token() * board_w)
 
 
 def largest_batch(shape: Shape, hardware: Hardware, tp: int, context: float, ep: int = 1) -> int:
-    """The number of sequences of `context` tokens whose KV fits with the weights of a group; 0 if not even the
-    weights fit.
+    """The maximum number of sequences of `context` tokens whose KV caches fit into the memory of a group of GPUs,
+    together with the weights; 0 if not even the weights fit.
     """
     one = decode_step(shape, hardware, Layout(tp=tp, ep=ep), 1, context).bytes_per_gpu
     per_sequence = OPERAND_BYTES["bf16"] * context * shape.layers * shape.kv_width / min(tp, shape.kv_heads) / ep
@@ -64,7 +64,7 @@ def largest_batch(shape: Shape, hardware: Hardware, tp: int, context: float, ep:
 
 
 def serve(shape: Shape, hardware: Hardware, gpus: int, tp: int, batch: int, context: float, ep: int = 1) -> Serving:
-    """Divide `gpus` into groups of `tp` x `ep`; remaining GPUs serve nothing."""
+    """Return the estimate for `gpus` GPUs that are divided into groups of `tp` x `ep`. Remaining GPUs are idle."""
     replicas = gpus // (tp * ep)
     time = decode_step(shape, hardware, Layout(tp=tp, ep=ep), batch, context)
     times = {"math": time.math_s, "memory": time.memory_s, "comms": max(time.comms_s.values(), default=0.0)}
@@ -83,7 +83,9 @@ def serve(shape: Shape, hardware: Hardware, gpus: int, tp: int, batch: int, cont
 
 
 def fleet(shape: Shape, hardware: Hardware, gpus: int, context: float) -> list[Serving]:
-    """Every group size that can hold the model, with batches in powers of four up to the memory's limit."""
+    """Return the estimates for every group size that can hold the model. The batches are powers of four up to the
+    largest batch that fits into memory, and this largest batch.
+    """
     out: list[Serving] = []
     for tp, ep, most in _groups(shape, hardware, gpus, context):
         batches = {1 << i for i in range(0, most.bit_length(), 2)} | {most}
@@ -92,12 +94,12 @@ def fleet(shape: Shape, hardware: Hardware, gpus: int, context: float) -> list[S
 
 
 def best(shape: Shape, hardware: Hardware, gpus: int, context: float, step_s: float = inf) -> Serving:
-    """Among all choices whose steps take at most `step_s`, the one with the highest throughput; among equals the one
-    with the shortest step.
+    """Return the choice of group size and batch with the highest throughput among all whose steps take at most `step_s`
+    seconds. If several have the same throughput, return the one with the shortest step.
 
     A larger batch takes longer and never generates fewer tokens per second. So for each group size, the largest batch
-    that is fast enough gives the throughput, and the smallest batch with that throughput is chosen. Raises
-    MegakernelError if none is fast enough.
+    that is fast enough has the highest throughput, and the smallest batch with the same throughput is chosen. Raises
+    MegakernelError if no choice is fast enough.
     """
     found: list[Serving] = []
     groups = _groups(shape, hardware, gpus, context)
@@ -120,10 +122,10 @@ def best(shape: Shape, hardware: Hardware, gpus: int, context: float, step_s: fl
 
 
 def _groups(shape: Shape, hardware: Hardware, gpus: int, context: float) -> list[tuple[int, int, int]]:
-    """(tensor-parallel ways, expert-parallel ways, largest batch) of the groups that can hold the model and one
-    sequence.
+    """Return (tensor-parallel ways, expert-parallel ways, largest batch) for each kind of group that can hold the model
+    and one sequence.
 
-    Tensor parallelism stays inside a node; experts may be on several whole nodes.
+    Tensor parallelism stays inside a node, while the experts may be spread over several whole nodes.
     """
     node = hardware.node.gpus
     sizes = [
@@ -136,12 +138,13 @@ def _groups(shape: Shape, hardware: Hardware, gpus: int, context: float) -> list
     groups = [group for group in batches if group[-1]]
     if not groups:
         raise MegakernelError(
-            f"{shape.name} with {context:,.0f} tokens of context does not fit on any group of {gpus} {hardware.name},"
-            f" with TP in nodes of {node}: shorten --context or choose another --machine"
+            f"{shape.name} with {context:,.0f} tokens of context does not fit on any group of up to {gpus} "
+            f"{hardware.name} GPUs, with tensor parallelism only inside a node of {node}: "
+            "shorten --context or choose another --machine"
         )
     return groups
 
 
 def _joins(hardware: Hardware, gpus: int) -> bool:
-    """Whether this number of GPUs is a part of a node, or whole nodes with a network."""
+    """Whether this number of GPUs fits into a node, or is a number of whole nodes that a network joins."""
     return gpus <= hardware.node.gpus or (gpus % hardware.node.gpus == 0 and hardware.fabric is not None)

@@ -15,30 +15,33 @@ from ..model.cache import cache_folder
 from .ceilings import Measured, last_level_cache
 
 _LARGEST_FILE = 1 << 20
-_MOST = 1e18  # limit of a rate in the file, because a wrong rate that is too large would be kept forever
+# Higher rates than this are not believed: a wrong rate would stay forever, because only a higher rate replaces it.
+_MOST = 1e18
 log = logging.getLogger(__name__)
 
 
 def path() -> Path:
-    """The file with the measured ceilings."""
+    """The path of the file with the measured ceilings."""
     return cache_folder() / "ceilings.json"
 
 
 def this_machine(simd: str) -> str:
-    """A name for this machine. Another machine that shares the folder gets another name."""
+    """Return a name for this machine, which differs from those of other kinds of machines that share the folder."""
     return f"{processor()}, {cpu_count()} cores, {last_level_cache() >> 20} MiB of cache, {simd}"
 
 
 def recall(machine: str, threads: int) -> Measured | None:
-    """The earlier measurement for this number of threads. A damaged file counts as missing and is reported in
-    one line.
+    """Return the earlier measurement for this number of threads, or None if there is none. A damaged file counts as
+    missing, and one line of the log reports it.
     """
     found = _read().get(machine, {}).get(str(threads))
     return None if found is None else _measured(found, threads)
 
 
 def keep(machine: str, found: Measured) -> None:
-    """Save a measurement, keeping those of other machines. If the folder cannot be written, one line says so."""
+    """Save a measurement, and keep those of other machines. If the folder cannot be written, one line of the log says
+    so.
+    """
     everything = _read()
     everything.setdefault(machine, {})[str(found.threads)] = asdict(found)
     try:
@@ -70,17 +73,17 @@ def _damaged(why: str) -> dict[str, dict[str, object]]:
 
 
 def _measured(found: object, threads: int) -> Measured | None:
-    """`found` as a Measured, or None if it cannot have been written by `keep`."""
+    """Return `found` as a Measured, or None if `keep` cannot have written it."""
     try:
         if not isinstance(found, dict) or set(found) != {f.name for f in fields(Measured)}:
-            raise ValueError("a figure is missing or unknown")
+            raise ValueError("a measurement lacks a key, or has an unknown key")
         for name in ("read_bytes_per_s", "cache_bytes_per_s", "flops"):
             if not _is_rate(found[name]):
                 raise ValueError(f"{name} is not a possible rate")
         if found["threads"] != threads or not isinstance(found["probes"], int) or found["probes"] < 1:
-            raise ValueError("threads or probes is not as expected")
+            raise ValueError(f"threads must be {threads}, and probes must be a whole number of at least 1")
         if not (found["others"] is None or (isinstance(found["others"], float) and 0 <= found["others"] <= 1)):
-            raise ValueError("others must be null or a fraction from 0 to 1")
+            raise ValueError("the value of others must be null or a fraction from 0 to 1")
         date.fromisoformat(found["date"])
     except (ValueError, TypeError) as e:
         _damaged(str(e))

@@ -1,7 +1,7 @@
 """Layouts of a model over GPUs, and the least time of a training step or a decoding step with a layout.
 
-From the innermost to the outermost, the axes are tensor, expert, pipeline and data. If inner axes already shard an
-array, a gather over an outer axis moves less of it through a link.
+The axes of a layout, from the innermost to the outermost, are tensor, expert, pipeline and data parallelism. If inner
+axes already shard an array, a gather over an outer axis moves less of the array through a link.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from .shapes import Shape
 
 _BF16 = OPERAND_BYTES["bf16"]
 WEIGHT_BYTES = 2.0  # bf16
-OPTIMIZER_BYTES = 8.0  # Adam's two moments in fp32
-# in a layer's forward pass: a gather and a scatter around attention, and another pair around the MLP
+OPTIMIZER_BYTES = 8.0  # bytes per parameter, for Adam's two moments in fp32
+
+# A layer's forward pass has a gather and a scatter around attention, and another pair around the MLP.
 _GATHERS_PER_LAYER = 4
 
 
 @dataclass(frozen=True)
 class Layout:
-    """`zero` is 0 if every data-parallel rank has all state, 1 if the optimizer state is sharded over them, 3 if the
-    weights are too.
+    """The number of ways of tensor (`tp`), expert (`ep`), pipeline (`pp`) and data parallelism (`dp`). `zero` is 0 if
+    every data-parallel rank has all state, 1 if the optimizer state is sharded over these ranks, and 3 if the weights
+    are sharded too.
     """
 
     tp: int = 1
@@ -44,8 +46,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class LayoutTime:
-    """The least times of a step. `comms_s` is per level of the network. `fixed_s` overlaps with nothing (bubbles,
-    hops).
+    """The least times of a step with a layout. `comms_s` has the seconds of communication at each level of the network.
+    `fixed_s` is time that overlaps with nothing: pipeline bubbles and hops between pipeline stages.
     """
 
     layout: Layout
@@ -66,13 +68,15 @@ class LayoutTime:
 
 
 def train_step(shape: Shape, hardware: Hardware, layout: Layout, tokens: float, sequence_tokens: int) -> LayoutTime:
-    """A training step over a batch of `tokens`: 6 FLOPs per active parameter and token, without attention scores.
+    """Return the least times of a training step over a batch of `tokens`. The step takes 6 FLOPs per active parameter
+    and token; attention scores are not counted.
 
-    The forward and the backward pass each take the longest of arithmetic, memory and communication. ZeRO-3 gathers the
-    weights in both passes and scatters gradients; ZeRO-0 and 1 gather and scatter once, during the backward pass. A
-    replica's sequences are divided into microbatches, each of which reads the weights. For n sequences, their number is
-    the best of n, n/2, n/4, ...; more microbatches mean smaller bubbles between stages. Memory holds weights, optimizer
-    state, and one checkpoint per layer and token of the microbatches in flight.
+    The forward pass and the backward pass each take as long as the longest of arithmetic, memory and communication.
+    ZeRO-3 gathers the weights in both passes and scatters gradients; ZeRO-0 and 1 gather and scatter once, during the
+    backward pass. A replica's sequences are divided into microbatches, each of which reads the weights. For n
+    sequences, the number of microbatches is the best of n, n/2, n/4, ...; more microbatches mean smaller bubbles
+    between stages. Memory holds weights, optimizer state, and one activation checkpoint per layer and token of the
+    microbatches in flight.
     """
     most = max(1, int(tokens / (layout.dp * layout.ep) // sequence_tokens))
     counts = [most >> i for i in range(most.bit_length())]
@@ -123,16 +127,17 @@ def _train_step(shape: Shape, hardware: Hardware, layout: Layout, tokens: float,
 
 
 def decode_step(shape: Shape, hardware: Hardware, layout: Layout, sequences: float, context: float) -> LayoutTime:
-    """A step that adds one token to each of `sequences`, which have `context` KV tokens each. Everything but the
-    weights is bf16.
+    """Return the least times of a step that adds one token to each of `sequences`, which have `context` KV tokens each.
+    All data except the weights is bf16.
 
     Each data-parallel replica has a share of the sequences. Each pipeline stage has one microbatch at a time, and in a
-    step every microbatch passes all stages. Weights are read once per microbatch; experts only if some token chose
-    them. If there are more tensor-parallel ranks than KV heads, heads are copied. Activations are not counted.
+    step every microbatch passes all stages. Weights are read once per microbatch, but experts only if a token chose
+    them. If there are more tensor-parallel ranks than KV heads, several ranks have the same KV head. The memory of
+    activations is not counted.
     """
     y, e, z = layout.tp, layout.ep, layout.pp
     replica = sequences / layout.dp
-    rows = replica / z  # of a microbatch, over all expert-parallel ranks of the replica
+    rows = replica / z  # rows of one microbatch, on all ranks of the replica together
     peak = hardware.flops_per_s("bf16")
     stage = shape.layers / z
     kv_ways = min(y, shape.kv_heads)
@@ -171,19 +176,21 @@ def decode_step(shape: Shape, hardware: Hardware, layout: Layout, sequences: flo
 
 
 def _exchange(shape: Shape, hardware: Hardware, array_bytes: float, tp: int, ep: int) -> dict[str, float]:
-    """The seconds to exchange a replica's rows with their experts in one direction."""
+    """Return the seconds, at each network level, to send a replica's rows to their experts, or to send the results
+    back.
+    """
     if ep == 1:
         return {}
     return exchange_seconds(array_bytes, hardware.levels(tp * ep), shape.active, shape.router_nodes)
 
 
 def _tensor_seconds(hardware: Hardware, gather: dict[str, float], ways: int) -> dict[str, float]:
-    """The seconds of a layer's tensor-parallel exchange by the faster of two lowerings; `gather` has the seconds of one
-    gather.
+    """Return the seconds, at each network level, of a layer's tensor-parallel communication, in the faster of two ways.
+    `gather` has the seconds of one gather.
 
-    One lowering has two gathers and two scatters. The other, for few tokens, exchanges whole
-    partial sums twice: each exchange moves `ways` times as much as a gather, but the layer needs
-    only half as many hops.
+    One way has two gathers and two scatters. The other way, for few tokens, exchanges whole partial
+    sums twice: each exchange moves `ways` times as much data as a gather, but the layer needs only
+    half as many hops.
     """
     lowerings = (
         _with_hops(hardware, gather, _GATHERS_PER_LAYER, _GATHERS_PER_LAYER),
@@ -197,7 +204,7 @@ def _with_hops(hardware: Hardware, seconds: dict[str, float], transfers: int, ho
 
 
 def _train_bytes(shape: Shape, layout: Layout, tokens: float) -> float:
-    """The bytes on one GPU while `tokens` tokens of its replica are between their forward and backward pass."""
+    """The bytes in use on one GPU while `tokens` tokens of its replica are between the forward and backward pass."""
     inside, replicas = layout.tp * layout.pp, layout.dp * layout.ep
     total = _BF16 * tokens * shape.hidden * ceil(shape.layers / layout.pp) / layout.tp
     groups = ((shape.dense_parameters / inside, replicas), (shape.expert_parameters / (inside * layout.ep), layout.dp))
@@ -208,8 +215,8 @@ def _train_bytes(shape: Shape, layout: Layout, tokens: float) -> float:
 
 
 def _stage_bytes_per_s(hardware: Hardware, stage_gpus: int, gpus: int) -> float:
-    """The rate from one pipeline stage to the next: that of the GPUs' links inside a node, and of
-    their network cards between nodes.
+    """The rate from one pipeline stage to the next. Inside a node, it is the rate of the GPUs' links;
+    between nodes, it is the rate of their network cards.
     """
     inside = stage_gpus < hardware.node.gpus or gpus <= hardware.node.gpus
     per_gpu = hardware.link.egress_bytes_per_s if inside else hardware.node.nic_bytes_per_s_per_gpu
@@ -233,7 +240,7 @@ def _times(a: dict[str, float], factor: float) -> dict[str, float]:
 def _why(
     hardware: Hardware, math_s: float, memory_s: float, comms: dict[str, float], bubble: float, held: float
 ) -> str:
-    """One line with the reason for a refusal, or with the largest part of the time."""
+    """Return one line that says why the layout does not fit, or what takes the most time."""
     if held > hardware.chip.hbm_bytes:
         return f"needs {held / 1e9:.1f} GB of {hardware.chip.hbm_bytes / 1e9:.0f} GB per GPU"
     times = {"arithmetic": math_s, "memory": memory_s} | {f"the {name} network": s for name, s in comms.items()}
@@ -245,14 +252,17 @@ def _why(
 
 
 def pipeline_comms_s(tokens: float, model: int, microbatches: int, stages: int, bytes_per_s: float) -> float:
-    """The seconds that hops between pipeline stages add to a pass: N_mb + N_stages - 2 hops, one
-    after the other.
+    """The seconds that hops between pipeline stages add to a pass. A pass has N_mb + N_stages - 2
+    hops, one after the other, for N_mb microbatches.
 
-    Each sends a microbatch's activations to the next stage: 2 B D / (W N_mb).
+    Each hop sends a microbatch's activations to the next stage, which takes 2 B D / (W N_mb)
+    seconds, with B = `tokens`, D = `model` and W = `bytes_per_s`.
     """
     return (microbatches + stages - 2) * 2.0 * tokens * model / (bytes_per_s * microbatches)
 
 
 def bubble_fraction(stages: int, microbatches: int) -> float:
-    """The fraction of a pass in which a stage is idle, with the simple schedule: (s - 1) / (m + s - 1)."""
+    """The fraction of a pass in which a stage is idle, with s stages, m microbatches and the simple schedule:
+    (s - 1) / (m + s - 1).
+    """
     return (stages - 1) / (microbatches + stages - 1)

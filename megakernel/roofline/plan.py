@@ -1,4 +1,6 @@
-"""All layouts of a model over a number of GPUs: the impossible ones with a reason, the others sorted by time."""
+"""Finds all layouts of a model over a number of GPUs. Possible layouts are sorted by time, impossible ones have a
+reason.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +34,16 @@ class Plan:
 
 
 def plan(shape: Shape, hardware: Hardware, gpus: int, tokens: int, context: int, *, training: bool = False) -> Plan:
-    """All layouts that use all `gpus` GPUs for a step, and layouts with idle GPUs if they are faster than all of these.
+    """Return all layouts that use all `gpus` GPUs for a step. Layouts with idle GPUs are included if they are faster
+    than all of those.
 
     Training has a batch of `tokens` in sequences of `context`. Decoding has `tokens` sequences with `context` KV tokens
-    each. Among equally fast layouts, the one with fewer axes comes first, then the one that takes less memory. Raises
-    MegakernelError if no layout is possible.
+    each. Among equally fast layouts, one that uses fewer of the axes TP, EP, PP and DP comes first, then one that takes
+    less memory. Raises MegakernelError if no layout is possible.
     """
     if gpus > _MOST_GPUS:
         raise MegakernelError(f"{gpus:,} GPUs exceed the planner's limit of {_MOST_GPUS:,}")
-    hardware.levels(gpus)  # raises an error if this many GPUs cannot be joined
+    hardware.levels(gpus)  # raises an error if the machine has no network for this many GPUs
     ranked: list[LayoutTime] = []
     refused: list[Refusal] = []
     for layout in layouts(shape, gpus, training=training):
@@ -57,8 +60,8 @@ def plan(shape: Shape, hardware: Hardware, gpus: int, tokens: int, context: int,
     if not ranked:
         least = min(refused, key=lambda r: r.bytes_per_gpu or inf)
         raise MegakernelError(
-            f"{shape.name} on {gpus} {hardware.name} with {tokens:,} tokens: no layout is possible; nearest is"
-            f" {least.layout}: {least.why}; use more GPUs or fewer tokens"
+            f"{shape.name} on {gpus} {hardware.name} with {tokens:,} tokens: no layout is possible; the nearest is"
+            f" {least.layout}, but {least.why}; use more GPUs or fewer tokens"
         )
     ranked.sort(key=lambda t: (float(f"{t.step_s:.9g}"), _axes(t.layout), t.bytes_per_gpu))
     return Plan(tuple(ranked), tuple(refused))
@@ -67,7 +70,7 @@ def plan(shape: Shape, hardware: Hardware, gpus: int, tokens: int, context: int,
 def price(
     shape: Shape, hardware: Hardware, layout: Layout, tokens: int, context: int, *, training: bool
 ) -> LayoutTime | Refusal:
-    """The time of one layout, or the reason why it is impossible."""
+    """Return the time of one layout, or the reason why the layout is impossible."""
     reason = _impossible(shape, hardware, layout, tokens)
     if reason:
         return Refusal(layout, reason)
@@ -78,8 +81,8 @@ def price(
 
 @dataclass(frozen=True)
 class Loss:
-    """A layout compared with the best. `rank` counts from 1. `cause` is the part of the step that contributes
-    most to `slower_s`, and `cause_s` is its contribution.
+    """A layout compared with the best one, whose step is `slower_s` seconds shorter. `rank` counts from 1. `cause` is
+    the part of the step that contributes most to `slower_s`, and `cause_s` is this part's contribution.
     """
 
     time: LayoutTime
@@ -93,14 +96,15 @@ class Loss:
 def asked(
     shape: Shape, hardware: Hardware, layout: Layout, found: Plan, tokens: int, context: int, *, training: bool
 ) -> Loss:
-    """A layout that the user asks for, compared with `found`. Raises MegakernelError if it is impossible.
+    """Compare a layout that the user asks for with the best of `found`. Raises MegakernelError if it is impossible.
 
-    If the layout does not say how far state is sharded, it is sharded as far as necessary.
+    If a layout for training has `zero` = 0, ZeRO-1 is tried first, then ZeRO-3, then unsharded state. The first of
+    these that is possible is compared.
     """
     if (shape.heads % layout.tp) or (shape.experts % layout.ep) or layout.pp > shape.layers:
         raise MegakernelError(
-            f"{layout}: TP must divide {shape.heads} heads, EP {shape.experts} experts, and PP be at most"
-            f" {shape.layers} layers"
+            f"{layout}: TP must divide {shape.heads} heads, EP must divide {shape.experts} experts, and PP must be at"
+            f" most {shape.layers}, the number of layers"
         )
     if layout.zero == 3 and layout.pp > 1:
         raise MegakernelError(f"{layout} would gather its weights for each microbatch: use zero=1")
@@ -123,7 +127,7 @@ def asked(
 
 
 def _binding(time: LayoutTime) -> str:
-    """The limit of the part of a step that overlaps."""
+    """Return the name of the slowest among the overlapping parts of a step: arithmetic, memory, network levels."""
     times = {"arithmetic": time.math_s, "memory": time.memory_s}
     times |= {f"the {name} network": seconds for name, seconds in time.comms_s.items()}
     return max(times, key=lambda name: times[name])
@@ -149,7 +153,7 @@ def _idling(shape: Shape, gpus: int, node: int, *, training: bool) -> Iterator[L
 
 
 def _with_state(layout: Layout, *, training: bool) -> Iterator[Layout]:
-    """The layout with each possible sharding of its state."""
+    """Yield the layout once for each possible sharding of its training state (see `Layout.zero`)."""
     copies = layout.dp * layout.ep > 1
     levels = ((0, 1, 3) if layout.pp == 1 else (0, 1)) if training and copies else (0,)
     yield from (replace(layout, zero=zero) for zero in levels)
@@ -173,7 +177,7 @@ def layouts(shape: Shape, gpus: int, *, training: bool) -> Iterator[Layout]:
 
 
 def _impossible(shape: Shape, hardware: Hardware, layout: Layout, tokens: int) -> str | None:
-    """The reason, other than memory, why a layout is impossible."""
+    """Return a reason, other than memory, why a layout is impossible; None if there is none."""
     try:
         for gpus in (layout.tp, layout.tp * layout.ep, layout.gpus):
             hardware.levels(gpus)

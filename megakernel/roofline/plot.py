@@ -15,8 +15,8 @@ from ..machine import Hardware
 _WIDTH, _HEIGHT = 960, 600
 _LEFT, _RIGHT, _TOP, _BOTTOM = 96, 28, 64, 60
 _TITLE, _LEGEND = 24, 47  # baselines
-_CHARACTER, _LINE = 6.6, 15.0  # of a label, in pixels
-_NEAR = 9.0  # pixels within which points share a marker
+_CHARACTER, _LINE = 6.6, 15.0  # width of a character and height of a line of a label, in pixels
+_NEAR = 9.0  # points closer than this many pixels share one marker
 _NAMES = 3  # maximum names in the label of a shared marker
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _ROOFS = {"fp4": "fp4 matrix", "fp8": "fp8 matrix", "bf16": "bf16 matrix", "fp32": "fp32"}
@@ -44,9 +44,10 @@ class Mark(Enum):
 
 @dataclass(frozen=True)
 class Point:
-    """`flops_per_s` is what the machine allows or what was achieved. `flops_per_byte` counts bytes of main memory.
+    """A point of the figure. `flops_per_s` is what the machine allows or what was achieved.
 
-    An instruction has the colour of its `family`.
+    `flops_per_byte` counts bytes of main memory. A point for an instruction has the colour of the instruction's
+    `family`.
     """
 
     label: str
@@ -58,7 +59,7 @@ class Point:
 
 @dataclass(frozen=True)
 class _Frame:
-    """The visible decades and their position."""
+    """The powers of ten at which the axes begin and end. Converts values to positions in pixels."""
 
     x_low: int
     x_high: int
@@ -78,7 +79,7 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def render_plot(hardware: Hardware, points: Sequence[Point], title: str, roof: str = "bf16") -> str:
-    """The figure as SVG text. `roof` is the rate that the points are compared with; other rates are dashed lines."""
+    """Return the figure as SVG text. The rate `roof` is drawn as the roofline, and other rates as dashed lines."""
     for point in points:
         if not (point.flops_per_byte > 0 and point.flops_per_s > 0):
             raise MegakernelError(
@@ -100,7 +101,7 @@ def render_plot(hardware: Hardware, points: Sequence[Point], title: str, roof: s
 
 
 def _frame(hardware: Hardware, points: Sequence[Point]) -> _Frame:
-    """Whole decades around all points and all corners of the roof."""
+    """Choose axes that span whole decades and contain all points and all corners of the roofline."""
     rates = [r for name in _ROOFS if (r := getattr(hardware.rates, name))]
     corners = [rate / hardware.chip.hbm_bytes_per_s for rate in rates]
     xs = [p.flops_per_byte for p in points] + [min(corners) / 30, max(corners) * 5]
@@ -141,7 +142,7 @@ def _axes(frame: _Frame) -> list[str]:
 
 
 def _roofs(hardware: Hardware, frame: _Frame, roof: str) -> list[str]:
-    """The chosen roof with its slope, and the level parts of the other rates."""
+    """Return SVG elements: the whole roofline for the rate `roof`, and a horizontal line for each other rate."""
     bandwidth = hardware.chip.hbm_bytes_per_s
     left, right = 10.0**frame.x_low, 10.0**frame.x_high
     peak = hardware.flops_per_s(roof)
@@ -169,7 +170,7 @@ def _roofs(hardware: Hardware, frame: _Frame, roof: str) -> list[str]:
 
 
 def _marks(points: Sequence[Point], frame: _Frame) -> list[str]:
-    """Draw the markers first, then labels where they cover nothing."""
+    """Return SVG elements: the markers of all points, then their labels at places where they cover nothing else."""
     out: list[str] = []
     groups = list(_near(points, frame))
     taken: list[Box] = []
@@ -194,7 +195,7 @@ def _marks(points: Sequence[Point], frame: _Frame) -> list[str]:
 
 
 def _shape(point: Point, x: float, y: float) -> str:
-    """The opening tag of a marker."""
+    """Return the opening SVG tag of a point's marker."""
     at = f'transform="translate({x:.1f} {y:.1f})"'
     if point.mark is Mark.STEP:
         return f'<path class="mark hollow" {at} d="M0-11L11 0L0 11L-11 0Z">'
@@ -204,8 +205,8 @@ def _shape(point: Point, x: float, y: float) -> str:
 
 
 def _legend(points: Sequence[Point]) -> list[str]:
-    """One row under the title, from the right: a marker for each family of instructions in the
-    figure and for each other kind of point.
+    """Return the SVG elements of the legend, which is one row under the title, aligned to the right. The legend has a
+    marker for each family of instructions in the figure and for each other kind of point.
     """
     kinds = dict.fromkeys((p.mark, p.family if p.mark is Mark.INSTRUCTION else OperationFamily.CONTROL) for p in points)
     out, x = [], float(_WIDTH - _RIGHT)
@@ -219,7 +220,7 @@ def _legend(points: Sequence[Point]) -> list[str]:
 
 
 def _near(points: Sequence[Point], frame: _Frame) -> Iterable[tuple[float, float, list[Point]]]:
-    """The points that one marker represents: of one kind, and too close to be told apart."""
+    """Return (x, y, points) of each marker. Points of the same kind that are too close together share a marker."""
     groups: list[tuple[float, float, list[Point]]] = []
     for point in points:
         x, y = frame.x(point.flops_per_byte), frame.y(point.flops_per_s)
@@ -235,7 +236,7 @@ def _near(points: Sequence[Point], frame: _Frame) -> Iterable[tuple[float, float
 
 
 def _place(x: float, y: float, text: str, taken: Sequence[Box]) -> tuple[Box, str]:
-    """(box, anchor) of a label: beside its marker, or as far above or below as necessary."""
+    """Return (box, anchor) of a label. It lies beside its marker at (x, y), or as far above or below as necessary."""
     width = len(text) * _CHARACTER
     for step in range(40):
         shift = (step + 1) // 2 * _LINE * (1 if step % 2 else -1)

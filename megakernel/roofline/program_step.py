@@ -10,7 +10,7 @@ from ..isa.access import Columns
 from ..machine import Hardware
 from .collectives import latency_s, measured_s
 
-# The rates for the operand types that programs compute with.
+# For each type of operands that programs compute with, the name by which `Hardware.flops_per_s` knows it.
 RATE = {Dtype.BF16: "bf16", Dtype.F32: "fp32"}
 _Work = tuple[float, float, float, float]  # matrix FLOPs, vector FLOPs, memory bytes, bytes sent
 BOUNDS = ("math", "vector", "memory", "comms")
@@ -28,10 +28,11 @@ class Part:
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """The work of the phase named `instruction` in a whole step, on the rank with the most of it, and its least times.
+    """The work of one phase in a whole step, and the least times for this work. `instruction` is the phase's name.
 
-    `sent_bytes` go to other ranks, in `hops` messages of `message_bytes` for which another instruction waits.
-    `comms_measured_s` uses the measured bandwidth of collectives of that size; None if it was not measured.
+    Each amount of work is that of the rank with the largest amount. The phase sends `sent_bytes` to other ranks, in
+    `hops` messages of `message_bytes`. Each message is one for which a later instruction waits. `comms_measured_s` uses
+    the measured bandwidth of collectives at this message size; it is None if this bandwidth was not measured.
     """
 
     instruction: str
@@ -58,10 +59,11 @@ class PhaseCost:
 
 @dataclass(frozen=True)
 class StepRoofline:
-    """The least times of a step in seconds, each on the rank where it is longest.
+    """The least times of a step in seconds. Each time is that of the rank with the longest.
 
-    `t_comms_s` = `t_latency_s` (hops that follow one another) + bytes / egress. `t_comms_measured_s` uses the machine's
-    measured collective bandwidth at the size of each message; None if it was not measured.
+    `t_latency_s` is the latency of all hops one after another. `t_comms_s` adds to it the bytes sent divided by the
+    egress bandwidth. `t_comms_measured_s` uses the machine's measured collective bandwidth at the size of each message;
+    it is None if this bandwidth was not measured.
     """
 
     t_math_s: float
@@ -82,7 +84,9 @@ class StepRoofline:
 
     @property
     def step_without_overlap_s(self) -> float:
-        """The sum of the four times, without overlap."""
+        """The time of the step if nothing overlaps: the sum of the times for matrices, vectors, memory and
+        communication.
+        """
         return sum(self._times)
 
     @property
@@ -150,13 +154,14 @@ def step_roofline(parts: Sequence[Part], hardware: Hardware, context: float) -> 
 
 
 def _work(part: Part, context: float) -> _Work:
-    """(matrix FLOPs, vector FLOPs, memory bytes, bytes sent) of all runs."""
+    """Return (matrix FLOPs, vector FLOPs, memory bytes, bytes sent) of a part, for all of its runs together."""
     d = part.dims
     done = cost(part.phase, part.columns, d)
     matrix, vector, memory = (float(c.sum()) for c in (done.matrix_flops, done.vector_flops, done.memory_bytes))
     if part.phase.operation is Operation.ATTENTION and d.rank_heads:
         flops, kv_bytes = attention_cost(d, d.tokens * d.rank_kv_heads, context)
-        matrix += flops * d.rank_heads / (d.rank_kv_heads * d.group_size)  # ranks may share a KV head
+        # If several ranks share a KV head, a rank has only some of the query heads that use this KV head.
+        matrix += flops * d.rank_heads / (d.rank_kv_heads * d.group_size)
         memory += kv_bytes
     sent = float(link_bytes(part.phase, part.columns, d).sum()) if d.tp > 1 else 0.0
     return matrix * part.runs, vector * part.runs, memory * part.runs, sent * part.runs
@@ -173,7 +178,10 @@ def _most(work: Iterable[tuple[Part, _Work]]) -> _Work:
 
 
 def _measured_s(sent_bytes: float, messages: int, hardware: Hardware, ranks: int) -> float | None:
-    """The seconds of `messages` gathers of equal size. A rank sends (N - 1) / N of each array to its peers."""
+    """Return the seconds that `messages` gathers of equal size take at the measured bandwidth; None if not measured.
+
+    A rank sends `sent_bytes` in all, which is (N - 1) / N of the gathered arrays, where N is the number of ranks.
+    """
     if not messages:
         return 0.0
     one = measured_s(sent_bytes / messages * ranks / (ranks - 1), hardware, ranks, passes=1)

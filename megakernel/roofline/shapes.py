@@ -1,5 +1,5 @@
-"""The sizes of a model that the planner needs, experts included. Only dense models can be compiled
-and run.
+"""The sizes of a model that the planner needs. The model may have experts, but only dense models can be compiled and
+run.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from ..model.config import ModelConfig
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes, as counts. `ffn` is that of one expert if there are experts; `kv_width`
-    values are kept per token and layer.
+    """The sizes of a model, as counts. If the model has experts, `ffn` is the width of one expert's MLP.
 
-    `router_nodes` is the maximum number of nodes with a token's experts (0: no limit). `weight_bytes` is per weight
-    while decoding.
+    `kv_width` is the number of values that the KV cache keeps per token and layer. `router_nodes` is the maximum number
+    of nodes on which the experts of one token may lie (0: no limit). `weight_bytes` is the number of bytes per weight
+    during decoding.
     """
 
     name: str
@@ -29,10 +29,10 @@ class Shape:
     kv_heads: int
     kv_width: int
     parameters: float  # all of them
-    embedding_parameters: float  # looked up, not multiplied
+    embedding_parameters: float  # parameters that are looked up, not multiplied
     experts: int = 1
-    active: int = 1  # routed experts per token
-    expert_parameters: float = 0.0  # of all routed experts together; included in `parameters`
+    active: int = 1  # number of experts that process a token
+    expert_parameters: float = 0.0  # parameters of all routed experts together; included in `parameters`
     router_nodes: int = 0
     weight_bytes: float = OPERAND_BYTES["bf16"]
 
@@ -83,8 +83,8 @@ _PUBLISHED: tuple[tuple[Any, ...], ...] = (
 
 
 def _published(vocab: int, dense_layers: int, **row: Any) -> Shape:
-    """A model with a separate table for its LM head, and with gate, up and down matrices for every
-    expert in each layer that is not dense.
+    """Return the shape of a model of _PUBLISHED. Such a model has a separate table for its LM head. In each layer that
+    is not dense, every expert has gate, up and down matrices.
     """
     expert = 3.0 * row["hidden"] * row["ffn"]
     return Shape(

@@ -1,4 +1,4 @@
-"""The work that a step cannot avoid, the least time for it, and how close a measured time comes."""
+"""Computes the work that a step cannot avoid, the least time for this work, and how close measured times come to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Work:
     flops: float
     weight_bytes: float
     kv_bytes: float
-    link_bytes: float = 0.0  # stored on other ranks
+    link_bytes: float = 0.0  # bytes that the rank stores on other ranks
 
     @property
     def bytes(self) -> float:
@@ -28,16 +28,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Achieved:
-    """The rates of a measured step, and `fraction` = bound / measured. `limit` is the ceiling that limits it.
+    """The rates of a measured step. `fraction` is the least possible time (see `bound`) divided by the measured time.
 
-    `error` is None, or says that the fraction is above 1. Then the ceilings or the time were measured wrongly, and the
-    figure means nothing.
+    `error` is None unless the fraction is above 1. In that case `error` says that the ceilings or the time were
+    measured wrongly, and the fraction means nothing.
     """
 
     fraction: float
     read_bytes_per_s: float
     flops: float
-    limit: str  # "memory", "math" or "link"
+    limit: str  # what limits the step: "memory", "math" or "link"
     error: str | None
 
 
@@ -63,12 +63,14 @@ def step_work(
 
     FLOPs: 2 x weights x rows of each matmul + 4 x query heads x head_dim x layers x (query, key) pairs, where each row
     sees itself and everything before it. Norms, RoPE and softmax are ignored: they take a few operations per element.
-    Bytes: every weight once; of the embedding table only the gathered rows (none if it is `tied` and the LM head reads
-    all of it); LM head weights only if there are logit rows; K and V of every context token once. `_link_bytes` gives
-    the bytes sent to other ranks.
+    Bytes: every weight once, but the LM head only if there are logit rows; K and V of every context token once. Of the
+    embedding table, only the gathered rows are counted, or none if the LM head is `tied` to the table and has read it
+    anyway. `_link_bytes` gives the bytes sent to other ranks.
     """
     if len(rows) != len(contexts):
-        raise ValueError(f"{len(rows)} row counts but {len(contexts)} contexts")
+        raise ValueError(
+            f"there are {len(rows)} row counts but {len(contexts)} contexts: each sequence needs one of each"
+        )
     new, after = np.array(rows, np.int64), np.array(contexts, np.int64)
     if ((new < 0) | (new > after)).any():
         raise ValueError("a sequence's context must be at least its number of new rows")
@@ -94,12 +96,14 @@ def step_work(
 
 
 def _link_bytes(dims: Dims, rows: int, logit_rows: int) -> float:
-    """The bytes that each of Y ranks stores on the others, with shards taken as equal.
+    """Return the bytes that each of Y ranks stores on the other ranks, as if all shards were equally large.
 
-    A layer's exchanges move (Y - 1) / Y of n rows of width D each: two gathers of normalised rows, the reduction of the
-    MLP, and the reduction of the attention output. With a replicated O projection, the attention output is transposed
-    instead, which moves 1 / Y as much. If all ranks have the whole residual, there are no gathers, and each exchange
-    goes to every rank. Logit rows come on top: they are gathered, and their float32 logits go to the ranks that sample.
+    A layer has four exchanges: two gathers of normalised rows, the reduction of the MLP's output, and the reduction of
+    the attention output. Each exchange moves (Y - 1) / Y of `rows` rows of the hidden size. With a replicated O
+    projection, the attention output is not reduced: each rank sends only its own heads of a row to the row's owner,
+    so this exchange moves only 1 / Y as many bytes. If all ranks have the whole residual, there are no gathers, and the
+    two other exchanges send their rows to every rank. Logit rows are counted in addition: they are gathered, and their
+    float32 logits go to the ranks that sample.
     """
     others = (dims.tp - 1) / dims.tp
     copies = dims.tp if dims.replicated_residual else 1
@@ -111,7 +115,7 @@ def _link_bytes(dims: Dims, rows: int, logit_rows: int) -> float:
 
 
 def bound(work: Work, ceilings: Ceilings) -> float:
-    """The least time of a step in seconds: the longest of arithmetic, memory and link, which overlap."""
+    """The least time of a step in seconds: the longest of its times for arithmetic, memory and links, which overlap."""
     return max(_times(work, ceilings).values())
 
 
@@ -124,7 +128,7 @@ def _times(work: Work, ceilings: Ceilings) -> dict[str, float]:
 
 
 def achieved(work: Work, ceilings: Ceilings, seconds: float) -> Achieved:
-    """The rates that a step of `seconds` achieved."""
+    """Return the rates that a step achieved if it took `seconds`."""
     times = _times(work, ceilings)
     limit = max(times, key=lambda name: times[name])
     fraction = times[limit] / seconds
@@ -133,7 +137,9 @@ def achieved(work: Work, ceilings: Ceilings, seconds: float) -> Achieved:
 
 
 def fraction_error(fraction: float, ceilings: Ceilings) -> str | None:
-    """The reason why a fraction of the roofline above 1 means nothing; None for other fractions."""
+    """Return an error message if `fraction`, a fraction of the roofline, is above 1, which is impossible; otherwise
+    None.
+    """
     if fraction <= 1:
         return None
     return f"{fraction:.2f} of the roofline is impossible: the ceilings ({ceilings.how}) or the time are wrong"

@@ -1,4 +1,4 @@
-"""Launches programs: step tables, and a folder for each backend."""
+"""Executes programs. The modules of this package build step tables, and each backend has its own subpackage."""
 
 from .backend import Output
 from .registry import BACKENDS, choose_backend, create, join_ranks, rank_machine, registered

@@ -1,16 +1,18 @@
 """Divides a step's attention (rows x KV heads x KV tokens) into equal shares of work, one for each attention slot.
 
-Each rank has its own items, for the KV heads that its query heads use.
+An attention slot is the list of work items of one attention instruction. Each rank has its own items,
+for the KV heads that its query heads use.
 
 Rows are first grouped into query tiles, and the KV heads of a tile into parts. All work is then
 laid out on one line: tile after tile, and within a tile part after part. The line is divided into
-equal lengths, one per slot. Where a share ends inside a tile, the tile is cut: between two parts,
-or inside a part. A cut inside a part is between rows, or between KV blocks, which is called a
-split. The number of items is thus at most the number of tiles plus three per slot.
+equal lengths, one per slot. If a slot's share ends inside a tile, the tile is cut there, either between
+two parts or inside a part. A cut inside a part lies between two rows or between two KV blocks. A
+part that is cut between KV blocks is called a split. So there are at most as many items as tiles, plus
+three per slot.
 
 A CPU core processes one KV head after another, so a part is one head. An SM computes `pages.UNITS`
-units side by side, each with `pages.QUERY_TILE` (query row, query head) pairs. A full tile for an
-SM has enough rows for one KV head to fill all units. If a tile has fewer rows, a part has more KV
+units side by side. A unit has `pages.QUERY_TILE` (query row, query head) pairs. In a full tile for an
+SM, one KV head has enough pairs to fill all units. In a tile with fewer rows, a part has several KV
 heads.
 """
 
@@ -35,12 +37,11 @@ Dealt = dict[int, tuple[dict[str, Ints], Ints]]
 # x one KV block) still fit a core's L1 cache.
 QUERY_TILE = 32
 # The number of KV blocks in the smallest item of a split on a CPU. For a smaller item, the hand-off
-# and the merge of partial results cost more than the split saves. On a GPU, the smallest item has
-# one block, because one block takes longer than the hand-off, and because with few rows most SMs
-# are idle.
+# and the merge of partial results cost more than the split saves. On a GPU, this number is 1: a
+# block takes longer than the hand-off, and with few rows most SMs would otherwise be idle.
 SPLIT_GRAIN = 2
-# About the number of KV heads whose K and V an SM can load from HBM while it computes one pass over
-# a KV block. On an H200, the 8 units of a pass (8 x 16 x 128 x 128 x 4 FLOP at 60 % of an SM's 7.5
+# While an SM computes one pass over a KV block, it can load K and V of about this many KV heads from
+# HBM. On an H200, the 8 units of a pass (8 x 16 x 128 x 128 x 4 FLOP at 60 % of an SM's 7.5
 # TFLOP/s) and their softmax take 3 us. K and V of a head (64 KiB at an SM's 36 GB/s) take 1.8 us.
 PASS_HEADS = 2
 # If a cut is closer to a part's border than this fraction of a slot's share, it moves to the
@@ -49,7 +50,7 @@ SLACK = 1 / 8
 
 
 class _Cut(Enum):
-    """How finely a tile may be cut."""
+    """The places at which a step's attention work may be cut into items, from fine to coarse."""
 
     INSIDE_PARTS = 0
     BETWEEN_PARTS = 1
@@ -94,7 +95,7 @@ def write_items(table: StepTable, dealt: Dealt) -> None:
 
 
 def _deal(dims: Dims, seq: Ints, start: Ints, count: Ints) -> tuple[dict[str, Ints], Ints]:
-    """One rank's items by step-table field, and its slot_items."""
+    """Return the items of one rank as a dict with a column for each step-table field, and the rank's slot_items."""
     query_rows = max(1, pages.UNITS * pages.QUERY_TILE // dims.group_size) if target_of(dims).pages else QUERY_TILE
     for tile_rows in (query_rows, dims.row_block):
         tiles = _tile(dims, seq, start, count, tile_rows)
@@ -128,7 +129,7 @@ def _tile(dims: Dims, seq: Ints, start: Ints, count: Ints, tile_rows: int) -> _T
 
 @dataclass(frozen=True)
 class _Parts:
-    """How tiles are divided into parts; one array element per tile."""
+    """The division of tiles into parts. Each array has one element per tile."""
 
     wide: Ints  # number of KV heads in a part; a divisor of the rank's KV heads
     cost: Ints  # cost of one part, in the unit of _core_parts or _gpu_parts
@@ -137,20 +138,20 @@ class _Parts:
 
 
 def _core_parts(dims: Dims, tiles: _Tiles) -> _Parts:
-    """The parts for a CPU core. The cost of a part is its number of multiply-adds: rows x KV tokens."""
+    """Divide tiles into parts for CPU cores. The cost of a part is its number of multiply-adds: rows x KV tokens."""
     cost = tiles.rows * np.where(tiles.seq < 0, 1, tiles.position + tiles.rows)
     share = dims.rank_kv_heads * int(cost.sum()) / dims.attention_slots
     return _Parts(np.ones_like(cost), cost, (tiles.rows == 1) | (cost > share * tiles.rows), SPLIT_GRAIN)
 
 
 def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
-    """The parts for an SM. A fraction of a KV block or of a pass takes as long as a whole one, so
-    parts are cut between KV blocks, never between rows.
+    """Divide tiles into parts for SMs. Parts are cut between KV blocks, never between rows: an SM takes
+    as long for a part of a KV block, or of its units, as for all of it.
 
-    A part gets enough KV heads to fill all units, as long as one KV block of the part is a small
-    fraction of a slot's share, because cuts between large blocks would make the shares unequal.
-    Otherwise, if there are enough blocks for all slots, a part gets at most PASS_HEADS heads, which
-    keep memory busy.
+    A part gets at most the number of KV heads that fill all units. This number is reduced until one KV
+    block of the part is a small fraction of a slot's share, because cuts between large blocks would make
+    the shares unequal. But PASS_HEADS heads, which keep memory busy, are always allowed if there are
+    enough blocks for all slots.
     """
     heads, blocks = dims.rank_kv_heads, np.maximum(tiles.blocks, 1)
     units = -(-tiles.rows * dims.group_size // pages.QUERY_TILE)  # of one head
@@ -163,9 +164,11 @@ def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
 
 
 def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
-    """The items by step-table field, and the slot of each item, in ascending order.
+    """Cut the tiles into items. Return the items as a dict with a column for each step-table field, and the slot of
+    each item, in ascending order.
 
-    On the line, the length of a part is its number of grains. A grain is a row, or a run of KV blocks (`by_blocks`).
+    The unit of length on the line of all work (see the module's docstring) is a grain, which is never cut. A grain is
+    a row, or a run of KV blocks if the part is cut between KV blocks (`by_blocks`).
     """
     divided = (_gpu_parts if target_of(dims).any_split else _core_parts)(dims, tiles)
     wide, cost, by_blocks, grain_blocks = divided.wide, divided.cost, divided.by_blocks, divided.grain_blocks
@@ -192,8 +195,8 @@ def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
     border = nearest.astype(np.int64) * grains[tile]
     grain = np.where(near, border, np.rint(rest * grains[tile]).astype(np.int64))
 
-    # Splits get room in the PARTIALS buffer in the order of their parts. When it is full, the cuts
-    # inside a further part move to the part's border.
+    # A split part stores partial results in the PARTIALS buffer. If the buffer has no room for all
+    # parts, the last ones are not split: their cuts move to the part's border.
     number = first_part[tile] + part
     inside = (grain > 0) & (grain < grains[tile])
     split = np.unique(number[inside & by_blocks[tile]])

@@ -1,4 +1,5 @@
-"""The interface between an engine and an executor: weights and state are bound once, and each step is one launch."""
+"""Defines the interface between an engine and a backend. A backend loads weights once, keeps the KV cache, and executes
+each step as one launch."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class Output:
 
     tokens: NDArray[np.int32]  # [logit_rows]
     logprobs: NDArray[np.float32]  # [logit_rows]
-    logits: Logits  # [logit_rows, vocab], before any sampling parameter applies
+    logits: Logits  # [logit_rows, vocab], without penalties, temperature or other sampling parameters
     seconds: float  # wall time of the launch
     trace: Trace | None
 
@@ -36,8 +37,8 @@ class Launch(Protocol):
     """A running launch."""
 
     def wait(self) -> Output:
-        """Wait until the launch ends, and return its output. Call it once. Ctrl-C aborts the launch
-        within a second, and the next launch works.
+        """Wait until the launch ends, and return its output. May be called only once. Ctrl-C aborts the
+        launch within a second, and the next launch works.
         """
 
     def abort(self) -> None:
@@ -49,8 +50,9 @@ class Launch(Protocol):
 class Backend(Protocol):
     """An executor with one model's weights and one KV pool.
 
-    `megakernel.runtime.create` makes it. Programs of any bucket may be launched in any order; they must agree with the
-    backend in every model dimension, page size and limit.
+    `megakernel.runtime.create` makes one. Programs of different buckets (numbers of token rows and similar sizes) may
+    be launched in any order. A program must agree with the backend in every model dimension, page size and
+    limit.
     """
 
     name: str

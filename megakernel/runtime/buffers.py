@@ -1,5 +1,5 @@
-"""Buffer functions that all backends share: allocate buffers, write prompts into them, refuse programs that do
-not fit.
+"""Functions that all backends share: they allocate buffers, write prompts into HISTORY, and reject programs and step
+tables that do not fit a backend.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ _BUCKET = {
 
 
 def allocate(buffer: Buffer, dims: Dims, pages: int) -> NDArray[np.generic]:
-    """A zeroed array in the buffer's dtype (bfloat16 as uint16); the first axis of a layered buffer is the layer."""
+    """Return a zeroed array for a buffer, in the buffer's dtype (uint16 for bfloat16). If the buffer is layered, the
+    first axis of the array is the layer.
+    """
     spec = BUFFERS[buffer]
     layers = (dims.layers,) if spec.layered else ()
     return np.zeros(layers + spec.shape(dims, pages), dtype=spec.resolve_dtype(dims).numpy)
 
 
 def write_history(history: NDArray[np.int32], slot: int, start: int, tokens: NDArray[np.int32]) -> None:
-    """Set HISTORY[slot, start : start + len(tokens)]. Raises MegakernelError if HISTORY has no room
-    there.
+    """Set HISTORY[slot, start : start + len(tokens)]. Raises MegakernelError if HISTORY has no
+    room for the tokens.
     """
     check_history(history.shape, slot, start, len(tokens))
     history[slot, start : start + len(tokens)] = tokens
@@ -39,11 +41,11 @@ def write_history(history: NDArray[np.int32], slot: int, start: int, tokens: NDA
 def check_history(shape: tuple[int, ...], slot: int, start: int, count: int) -> None:
     """Raise MegakernelError if a HISTORY of `shape` has no room for `count` tokens from `start` in `slot`."""
     if not (0 <= slot < shape[0] and 0 <= start <= shape[1] - count):
-        raise MegakernelError(f"history of slot {slot} has no room for {count} tokens at {start}")
+        raise MegakernelError(f"the history of slot {slot} has no room for {count} tokens from position {start} on")
 
 
 def check_program(dims: Dims, program: Program) -> None:
-    """Raise MegakernelError that names the size in which `program` differs from a backend made for `dims`."""
+    """Raise MegakernelError if `program` does not fit a backend made for `dims`. The error names the wrong size."""
     if program.ranks != dims.tp:
         raise MegakernelError(
             f"the program was compiled for {program.ranks} ranks, the backend has {dims.tp}: "

@@ -24,7 +24,7 @@ RANKS = ("threads", "processes")
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments for making a backend. On a CPU, `threads` is the number of threads, and `ranks`
+    """The arguments with which a backend is created. On a CPU, `threads` is the number of threads, and `ranks`
     (one of RANKS) says whether ranks are threads or processes.
     """
 
@@ -43,9 +43,9 @@ class Registered:
     this machine for given numbers of threads and ranks.
 
     `dtype` is the default compute type; None means the checkpoint's own. `target` is the target for
-    which programs are compiled. With `stores`, weights and KV cache may have types of their own in
-    memory; otherwise all have the compute type. With `automatic`, `auto` may choose the backend.
-    With `devices`, each rank has its own memory. Without `arithmetic`, results are meaningless.
+    which programs are compiled. If `stores` is true, weights and KV cache may have other types in
+    memory than the compute type. If `automatic` is true, `--backend auto` may choose this backend. If `devices` is
+    true, each rank has its own memory. If `arithmetic` is false, the results are meaningless.
     """
 
     what: str
@@ -60,7 +60,9 @@ class Registered:
     arithmetic: bool = True
 
     def refuses(self, weights: str, kv_cache: str = "auto") -> str | None:
-        """The reason why matrices, or K and V, cannot be stored as `--weights` and `--kv-cache-dtype` request."""
+        """Return the reason why matrices, or K and V, cannot be stored as `--weights` and `--kv-cache-dtype` request;
+        None if they can.
+        """
         if not self.stores and weights != "auto":
             return f"weights in {weights} are not supported on {self.what}: use --weights auto"
         if not self.stores and kv_cache != "auto":

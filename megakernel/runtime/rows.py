@@ -15,19 +15,20 @@ from .sampling import Ints, Sampling
 
 @dataclass(eq=False)
 class Lineup:
-    """The work of a step, without token ids and positions: a chunk of tokens for each sequence, in
-    a slot of its own, and the chunks' logit rows.
+    """The work of a step, without token ids and positions: one chunk of tokens for each sequence, and the logit rows of
+    the chunks. Each sequence has its own slot, the row of HISTORY that holds its tokens.
     """
 
     # -- one element for each chunk
     slot: Ints
-    count: Ints  # number of its tokens
+    count: Ints  # the number of tokens in the chunk
+
     # -- one element for each logit row, in the order of token rows
-    chunk: Ints  # the chunk to which it belongs
-    index: Ints  # the index of its token in the chunk
-    place: Ints  # the place in `Sampling` that says how to sample
-    target: Ints  # the token whose log-probability is wanted; -1: sample a token
-    store: NDArray[np.bool_]  # whether HISTORY gets the sampled token
+    chunk: Ints  # the index of the chunk that the row belongs to
+    index: Ints  # the index of the row's token in its chunk
+    place: Ints  # the index into `Sampling` of the row's parameters
+    target: Ints  # the token whose log-probability is returned; -1: sample a token
+    store: NDArray[np.bool_]  # whether the sampled token is stored in HISTORY
 
 
 @dataclass(eq=False, slots=True)
@@ -35,7 +36,7 @@ class Rows:
     """The rows of a step. Consecutive steps share one Lineup if the same sequences continue."""
 
     lineup: Lineup
-    start: Ints  # for each chunk, its first token's position
+    start: Ints  # for each chunk, the position of its first token
     tokens: Ints  # token ids, chunk by chunk; -1: the token is HISTORY[slot][position]
 
     @property
@@ -45,7 +46,10 @@ class Rows:
 
 
 def fits(capacity: str, wanted: int, limit: int) -> None:
-    """Raise MegakernelError if a step needs more of a program's `capacity` than `limit`."""
+    """Raise MegakernelError if a step needs more than its program was compiled for.
+
+    `capacity` names what is needed, `wanted` is the number needed, and `limit` the number that the program has.
+    """
     if wanted > limit:
         raise MegakernelError(f"the step needs {capacity} = {wanted}, but the program was compiled for at most {limit}")
 
@@ -53,7 +57,7 @@ def fits(capacity: str, wanted: int, limit: int) -> None:
 def fill_rows(table: StepTable, rows: Rows, sampling: Sampling) -> None:
     """Write all fields of `table` except pages and attention items; remaining rows become padding.
 
-    Raises MegakernelError that names the exceeded capacity (a field of Dims).
+    Raises MegakernelError if a capacity, a field of Dims, is too small. The error names the field.
     """
     dims, live, lineup = table.dims, len(rows.tokens), rows.lineup
     fits("tokens", live, dims.tokens)
@@ -62,7 +66,7 @@ def fill_rows(table: StepTable, rows: Rows, sampling: Sampling) -> None:
     table.positions[live:] = table.token_ids[live:] = 0
     slot = lineup.slot[lineup.chunk]
     first = np.cumsum(lineup.count) - lineup.count
-    place = _padded(lineup.place, dims.logit_rows)  # padding rows get -1, the last place
+    place = _padded(lineup.place, dims.logit_rows)  # -1, the last entry of `sampling`, for padding rows
     for name, column in sampling.columns.items():
         getattr(table, name)[:] = column[place]
     table.logit_rows[:] = _padded(first[lineup.chunk] + lineup.index, dims.logit_rows)

@@ -20,10 +20,9 @@ _WORD = 0xFFFFFFFF
 class SampleRow:
     """Requests logits at token `index` of a chunk and says how to use them. The defaults sample greedily.
 
-    If `target` >= 0, the row returns the log-probability of that token instead of sampling. If
-    `store`, the sampled token is written to HISTORY at the position after the row's. A row with
-    penalties reads the earlier tokens of its sequence from HISTORY, so the same step must store
-    none of them.
+    If `target` >= 0, the row returns the log-probability of that token instead of sampling. If `store` is true, the
+    sampled token is written to HISTORY as the sequence's next token. If the row has penalties, it reads the earlier
+    tokens of its sequence from HISTORY. The same step must not store any of those tokens.
     """
 
     index: int
@@ -43,13 +42,13 @@ class SampleRow:
 
     @property
     def penalised(self) -> bool:
-        """Whether its choice depends on the tokens in HISTORY."""
+        """Whether penalties make the choice of a token depend on the tokens in HISTORY."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
 class Sampling:
-    """The sampling parameters of many rows, as arrays. A place is an index into these arrays. The
-    last place has the defaults, which padding rows use.
+    """The sampling parameters of many rows, as arrays. A row has the same index (`place`) in all arrays. The last place
+    has the defaults, which padding rows use.
 
     The keys of `columns` are names of step-table fields.
     """

@@ -36,9 +36,9 @@ def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
     """The step table that runs `chunks`, each in its own slot; `check_step` lists its invariants.
 
     Chunks get token rows in order, and their samples get logit rows in order. All other rows are
-    padding. Raises MegakernelError that names the capacity (a field of Dims) which one chunk or all
-    chunks together exceed. A token outside the vocabulary is an error too, because it would read
-    beyond the embedding table.
+    padding. Raises MegakernelError if one chunk or all chunks together exceed a capacity, which the
+    error names (a field of Dims). A token outside the vocabulary is an error too, because it would read beyond
+    the embedding table.
     """
     lengths = [len(chunk.tokens) for chunk in chunks]
     if not all(lengths):
@@ -70,7 +70,9 @@ def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
     for chunk in chunks:
         needed = ceil_div(chunk.start + len(chunk.tokens), dims.kv_page)
         if len(chunk.pages) < needed:
-            raise MegakernelError(f"slot {chunk.slot} has {len(chunk.pages)} pages, but it needs {needed}")
+            raise MegakernelError(
+                f"the sequence in slot {chunk.slot} has {len(chunk.pages)} KV pages, but needs {needed}"
+            )
         table.block_tables[chunk.slot, :needed] = chunk.pages[:needed]
     write_items(table, deal_items(dims, lineup.slot, start, lineup.count))
     fill_rows(table, Rows(lineup, start, tokens), sampling)

@@ -16,20 +16,22 @@ def check_step(table: StepTable) -> None:
 
     Rows
     - Live rows (row_seq >= 0) come first; padding rows have sequence -1, token 0, position 0.
-    - row_seq < max_seqs, 0 <= position < max_context, token < vocab. A deferred token, which the row reads from
-      HISTORY[slot], is stored as -1 - slot; slot < max_seqs.
-    - The rows of a sequence are one run with consecutive positions, so no two rows share a (page, offset).
+    - row_seq < max_seqs, 0 <= position < max_context, token < vocab. A deferred token is
+      stored as -1 - slot, and the row reads the token from HISTORY[slot]; slot < max_seqs.
+    - The rows of a sequence follow each other and have consecutive positions, so no two rows store K and V at the
+      same place.
     - Page ids are >= 0, and no page that one sequence writes is used by another.
 
     Attention items of each rank; KV heads are counted from the rank's first one
-    - slot_items ascends from 0 to at most `items`; only items with an index below its last entry count.
+    - slot_items ascends from 0. Its last entry is the number of items in use, at most `items`.
     - An item's rows lie in one row block and are all of its sequence, or all padding; its KV heads exist.
-    - The items' (rows x KV heads) partition tokens x KV heads, where a split counts as one item.
+    - Each pair (token row, KV head) belongs to exactly one unsplit item or exactly one split. A split is a set of
+      items that divide the KV blocks of the same rows.
     - A padding item has no KV blocks. An unsplit item covers all KV blocks from 0 to the one with
       its last row's position.
-    - The items of a split agree in rows, heads, sequence, partial and span; their number is item_splits. Their
-      blocks partition the `span` blocks of an unsplit item. Split indices are < items. The PARTIALS
-      ranges of different splits are disjoint and inside `partials`.
+    - The items of a split have equal rows, heads, sequence, item_partial and item_span; item_splits is the number
+      of these items. Together they cover each KV block that an unsplit item would have (item_span blocks) exactly
+      once. Split indices are < items. The ranges of different splits in PARTIALS are disjoint and inside `partials`.
     - An item waits for its own row block, and for the row blocks of all rows of this step whose KV it reads.
 
     Logit rows
@@ -37,9 +39,9 @@ def check_step(table: StepTable) -> None:
     - Sampling values are finite and in range: temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, top_k >= 0,
       repetition_penalty > 0, prompt_length >= 0, choice >= 0; bias is not NaN or +inf; target < vocab.
     - mask_count is at most mask_rows, and the mask of a row at most mask_count.
-    - Sampled tokens go to distinct places of HISTORY, or nowhere, and never to a place that this step reads. A deferred
-      token reads its own place. A row that samples with penalties has a history slot, and reads all places of that slot
-      before its sample position. It may store to another slot, or not at all.
+    - Sampled tokens go to distinct places of HISTORY, or nowhere, and never to a place that this step reads. A row
+      with a deferred token reads the place of that token. A row that samples with penalties has a history slot, and
+      reads all places of that slot before its sample position. It may store to another slot, or not at all.
     """
     _check_rows(table)
     for rank in range(table.dims.tp):
@@ -90,7 +92,7 @@ def _check_pages(t: StepTable, seq: NDArray[Any], start: NDArray[Any], last: NDA
     at = np.minimum(np.searchsorted(pages, tables[used]), len(pages) - 1)
     foreign = (pages[at] == tables[used]) & (owners[at] != owner[used])
     _require(~foreign, "a page that one sequence writes is used by another")
-    # A page that a sequence writes must not be one of its own older pages either.
+    # A sequence that uses one page twice, for older tokens and for new ones, would overwrite its own tokens.
     older = used & ~written
     at = np.minimum(np.searchsorted(pages, tables[older]), len(pages) - 1)
     _require(pages[at] != tables[older], "a page is written and also an older page of its sequence")

@@ -13,11 +13,11 @@ from .sampling import Sampling
 
 
 class Pages:
-    """The page ids of each slot's sequence. In row `slot` of `ids`, the first `count[slot]` are
-    valid.
+    """The ids of the KV pages of each slot's sequence. In row `slot` of `ids`, the first
+    `count[slot]` are valid.
 
-    Whoever changes a row must mark it in both rows of `changed`, one for each of the two tables
-    that `Steps` writes in turn.
+    Whoever changes the row of a slot must set `changed[:, slot]`, one flag for each of the two
+    tables that `Steps` writes in turn.
     """
 
     def __init__(self, dims: Dims) -> None:
@@ -28,8 +28,8 @@ class Pages:
 
 @dataclass
 class _Kept:
-    """A step table, the rows for which it was last written, and its attention items. `rows` is None
-    if writing them failed.
+    """One of the two step tables, with the rows and the attention items that it contains. `rows` is None if the last
+    attempt to write the table failed.
     """
 
     table: StepTable
@@ -41,8 +41,8 @@ class Steps:
     """Writes an engine's steps alternately into two step tables, so that a launch can read one
     while the other is written.
 
-    While every sequence of a lineup continues by one token, a table needs only new tokens and positions. Its attention
-    items stay the same until a row enters its next KV block.
+    While successive steps have the same lineup (sequences and their chunks) and every sequence continues by one token,
+    a table needs only new tokens and positions. Its attention items stay the same until a row enters its next KV block.
     """
 
     def __init__(self, pages: Pages, sampling: Sampling) -> None:
@@ -53,7 +53,7 @@ class Steps:
     def build(self, dims: Dims, rows: Rows) -> StepTable:
         """The table for a step with these rows. The call after the next one overwrites it.
 
-        Raises MegakernelError that names the exceeded capacity (a field of Dims).
+        Raises MegakernelError if a capacity is exceeded; the error names it (a field of Dims).
         """
         last, kept = self._kept[1 - self._turn], self._kept[self._turn]
         changed = self._pages.changed[self._turn]
@@ -81,7 +81,9 @@ class Steps:
 
 
 def _goes_on(last: Rows, rows: Rows) -> bool:
-    """Whether each chunk is a single token, at the position after its sequence's token in `last`."""
+    """Whether the step `rows` continues the step `last`: the sequences are the same, and each has a single token, at
+    the position after its token in `last`.
+    """
     return (
         rows.lineup is last.lineup
         and len(rows.tokens) == len(rows.start)

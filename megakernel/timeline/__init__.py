@@ -1,4 +1,6 @@
-"""Shows where the time went: metrics, a page, a Perfetto file and a terminal table, from a program and its trace."""
+"""Shows from a program and its trace where the time went: as metrics, an HTML page, a Perfetto file or a terminal
+table.
+"""
 
 from .compare import compare
 from .html import page, write_html

@@ -34,8 +34,8 @@ class PhaseChange:
 
 @dataclass(frozen=True)
 class LayerChange:
-    """When a phase ran in one layer, in both traces: the first begin and the last end over all workers, in seconds
-    since the launch began.
+    """When a phase ran in one layer, in each of the two traces: the earliest begin and the latest end of all workers,
+    in seconds since the launch began.
     """
 
     layer: int | None
@@ -65,9 +65,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Executed:
-    """Columns of n executed instructions: the identity [n, words], the position of the phase in the
-    list from `in_common`, the layer (-1: none), the seconds in COMPUTE, the begin and the end in
-    seconds since the launch began, and the launch.
+    """A table of n executed instructions, one column per field. `key` has their identities [n, words],
+    and `place` the position of the phase in the list that `in_common` returns. `layer` is -1 outside
+    the layers. `seconds` is the time in COMPUTE. `begin` and `end` are seconds since the launch began.
     """
 
     key: NDArray[np.int64]
@@ -110,8 +110,8 @@ def compare(first: tuple[Program, Trace], second: tuple[Program, Trace]) -> Comp
 
 
 def in_common(programs: Sequence[Program]) -> tuple[list[Phase], list[NDArray[np.int64]]]:
-    """The phases of all programs, one per name; and for each program, an array that maps a phase number to the position
-    in that list.
+    """Return a list of the phases of all programs, with one phase per name, and for each program an array that maps a
+    phase number to a position in that list.
     """
     forwards = [program.forward.by_number.values() for program in programs]
     phases = {phase.name: phase for forward in forwards for phase in forward}
@@ -120,8 +120,8 @@ def in_common(programs: Sequence[Program]) -> tuple[list[Phase], list[NDArray[np
 
 
 def match(one: NDArray[np.int64], two: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The rows that are equal in both arrays, as indices into both. If one array repeats a row, its first
-    occurrence counts.
+    """Find the rows that occur in both arrays, and return their indices in each. If one array repeats a row, the row's
+    first occurrence counts.
     """
     both, at = np.unique(np.concatenate([one, two]), axis=0, return_inverse=True)
     found = np.full((2, len(both)), -1, dtype=np.int64)
@@ -133,8 +133,8 @@ def match(one: NDArray[np.int64], two: NDArray[np.int64]) -> tuple[NDArray[np.in
 
 
 def identity(resolved: Resolved, rows: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[rows, words] the identity that an executed instruction shares with its counterpart. `places` is the array
-    that `in_common` returned for this program.
+    """Return an array [rows, words] with the identity of each executed instruction in `rows` of the trace. Its
+    counterpart in the other trace has the same identity. `places` is what `in_common` returned for this program.
     """
     words = resolved.records[resolved.record[rows]]
     operands = words[:, rec.OPERAND_WORD : rec.OPERAND_WORD + rec.OPERANDS]
@@ -143,8 +143,8 @@ def identity(resolved: Resolved, rows: NDArray[np.int64], places: NDArray[np.int
 
 
 def _executed(resolved: Resolved, places: NDArray[np.int64]) -> _Executed:
-    """All executed instructions that have a COMPUTE interval and are not control instructions. In
-    practice, no two of them have the same identity.
+    """Return all executed instructions that have a COMPUTE interval and are not control instructions.
+    In practice, no two of them have the same identity.
     """
     chosen = np.flatnonzero(resolved.kind(IntervalKind.COMPUTE) & ~resolved.control)
     instances, first, at = np.unique(resolved.instance[chosen], return_index=True, return_inverse=True)

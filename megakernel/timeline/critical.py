@@ -13,11 +13,11 @@ from .resolve import Resolved
 
 @dataclass(frozen=True)
 class Link:
-    """One instruction of the chain, with times in seconds since the launch began. `after` says what it had to follow.
+    """One instruction on the critical path. `instruction` is the name of its phase.
 
-    `instruction` is the name of its phase. `begin_s` and `end_s` are its part of the path, and `gap_s` is the time
-    between the previous link and `begin_s`. `after` is "wait" (the previous link released it), "order" (the previous
-    link is earlier in its worker) or "start". `interval` is the row in the trace.
+    `begin_s` and `end_s` bound its part of the path, in seconds since the launch began, and `gap_s` is the time between
+    the end of the previous link and `begin_s`. `after` is "wait" if the previous link released this one, "order" if the
+    previous link is earlier on the same worker, or "start" if there is none. `interval` is the row in the trace.
     """
 
     rank: int
@@ -33,12 +33,13 @@ class Link:
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """The path of the last launch, from its begin to its end. `seconds` = sum of `by_instruction` + `gap_s`, to the
-    tick.
+    """The path of the last launch, from its begin to its end. `seconds` is the sum of
+    `by_instruction` and `gap_s`, exact to one tick of the trace's clock.
 
-    A link ends where it lets the next one continue: after COMPUTE for the next instruction of its worker, after STORE
-    for one that waits for it. The next link begins there, or at its own COMPUTE if that is later. The gaps between
-    links are signals, dispatch, and loads that no other work hid.
+    A link ends when it lets the next link continue: after its COMPUTE if the next link is the next instruction of the
+    same worker, or after its STORE if the next link waits for its signal. The next link begins at that time, or when
+    its own COMPUTE begins if that is later. The gaps between links are signals, dispatch, and loads that no other work
+    hid.
     """
 
     seconds: float
@@ -48,10 +49,11 @@ class CriticalPath:
 
 
 def critical_path(resolved: Resolved, finish: NDArray[np.int64], releaser: NDArray[np.int64]) -> CriticalPath:
-    """Walk back from the launch's last interval, each time to the later of an instruction's releaser and its
-    predecessor.
+    """Return the critical path of the last launch. To find it, walk back from the launch's last interval.
 
-    finish: last interval of each instance (-1: not in the trace); releaser: of each interval (-1: none).
+    Each step goes from an instruction to its releaser or to its predecessor on the same worker, whichever let it
+    continue later. `finish` has the last interval of each executed instruction (-1: not in the trace), and
+    `releaser` has, for each interval, the interval that released it (-1: none).
     """
     launch = resolved.launches - 1
     nodes = finish[finish >= 0]
@@ -80,7 +82,8 @@ def critical_path(resolved: Resolved, finish: NDArray[np.int64], releaser: NDArr
         before = int(previous[node])
         if before >= 0 and before not in seen:
             choices.append((int(done[before]), "order", before))
-        # Clocks are read after a signal is sent, so a releaser may seem to end late, but it never seems to begin late.
+        # A worker reads the clock for the end of an interval after it has sent the signal. A releaser may therefore
+        # seem to end after the wait that it ended, but its begin is always recorded correctly.
         if parent >= 0 and parent not in seen and begin[parent] <= begin[node]:
             choices.append((int(resolved.end[finish[parent]]), "wait", parent))
         let_go, after, next_node = max(choices[1:] or choices)
@@ -109,8 +112,8 @@ def critical_path(resolved: Resolved, finish: NDArray[np.int64], releaser: NDArr
 
 
 def _done(resolved: Resolved, finish: NDArray[np.int64]) -> NDArray[np.int64]:
-    """When each instance lets the next one of its worker continue: at the end of its last interval.
-    Stores by a storer warp do not count.
+    """Return the time at which each executed instruction lets its worker continue with the next instruction. This is
+    the end of the executed instruction's last interval, not counting stores by a storer warp.
     """
     done = np.full(len(finish), -1)
     inline = ~resolved.stored
@@ -119,7 +122,7 @@ def _done(resolved: Resolved, finish: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _starts(resolved: Resolved, finish: NDArray[np.int64]) -> NDArray[np.int64]:
-    """When each instance's COMPUTE begins, or its last interval if it has no COMPUTE."""
+    """Return when the COMPUTE of each executed instruction begins, or its last interval if it has no COMPUTE."""
     begin = np.full(len(finish), np.iinfo(np.int64).max)
     compute = resolved.kind(IntervalKind.COMPUTE)
     np.minimum.at(begin, resolved.instance[compute], resolved.begin[compute])
@@ -131,7 +134,7 @@ def _starts(resolved: Resolved, finish: NDArray[np.int64]) -> NDArray[np.int64]:
 def _previous_on_lane(
     resolved: Resolved, nodes: NDArray[np.int64], begin: NDArray[np.int64], done: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """For each instance, the previous instance on the same lane in the same launch, or -1."""
+    """For each executed instruction, return the previous one on the same lane (worker) in the same launch, or -1."""
     instance = resolved.instance[nodes]
     order = np.lexsort((instance, done[instance], begin[instance], resolved.lane[nodes]))
     instance, lane = instance[order], resolved.lane[nodes[order]]

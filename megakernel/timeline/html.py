@@ -29,7 +29,7 @@ from .waits import Causes, causes, finishes, releasers
 
 _SCRIPTS = ("data", "rows", "detail", "paint", "layers", "curves", "overlay", "find", "panels", "input", "main")
 _ACCESS_KINDS, _INDEXES = list(acc.Kind), list(acc.Index)
-_OWNERS = -3  # in addition to OWN and EVERY: the ranks that own the rows
+_OWNERS = -3  # besides OWN and EVERY, a third value for a region's rank: the ranks that own its rows
 _LAYOUT = {
     "words": rec.WORDS,
     "operand": rec.OPERAND_WORD,
@@ -40,7 +40,7 @@ _LAYOUT = {
     "prologue": PROLOGUE,
     "epilogue": EPILOGUE,
 }
-_CURVE_MOST = 2**16 - 1  # represents a curve's highest value (see `tops`)
+_CURVE_MOST = 2**16 - 1  # the number that stands for the highest value of a curve (see `tops`)
 _MIN_BINS, _MAX_BINS = 512, 8192
 
 Columns = dict[str, NDArray[Any]]
@@ -48,9 +48,9 @@ Columns = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class _Source:
-    """A trace and everything that the page shows of it. `places`: for each phase number, the
-    position in the page's list. `peaks`: the peak rate of each of RESOURCES. `curves`: fractions of
-    the peaks, [ranks, RESOURCES, bins].
+    """A trace and everything that the page shows of it. `places` has for each phase number the
+    phase's position in the page's list of phases. `peaks` has the peak rate of each of RESOURCES.
+    `curves` are fractions of these peaks, [ranks, RESOURCES, bins].
     """
 
     resolved: Resolved
@@ -68,7 +68,7 @@ class _Source:
         releaser = releasers(resolved, finish)
         bin_s = resolved.period * trace.header.tick_s / _bins(resolved)
         peak = peaks(machine or machine_of(program), program.processors)
-        # A resource whose peak is unknown has no fraction.
+        # If the peak rate of a resource is unknown (0), divide by infinity, so that the fraction is 0.
         most = np.array([one or np.inf for one in peak])
         shares = curves(resolved, _bins(resolved)) / (most * bin_s)[:, None]
         summary = summarise_resolved(resolved, cause, finish, releaser, machine)
@@ -92,10 +92,10 @@ def write_html(
 def page(
     program: Program, trace: Trace, other: tuple[Program, Trace] | None = None, *, machine: Machine | None = None
 ) -> str:
-    """The page, with `other` below the first trace if given. `machine` provides the peak rates, as in `summarise`. It
-    also applies to `other` if both programs name the same machine.
+    """Return the page, with `other` below the first trace if given. `machine` provides the peak rates, as in
+    `summarise`. `machine` also applies to `other` if both programs name the same machine.
 
-    Raises MegakernelError if a trace does not fit its program, or if the two have nothing in common.
+    Raises MegakernelError if a trace does not fit its program, or if the two traces have nothing in common.
     """
     pairs = [(program, trace), *([other] if other else [])]
     phases, places = in_common([program for program, _ in pairs])
@@ -128,8 +128,8 @@ def _asset(name: str) -> str:
 
 
 def _unit_s(sources: list[_Source]) -> float:
-    """The page's unit of time in seconds: the first trace's tick, or the least multiple of it in which every time fits
-    32 bits.
+    """Return the page's unit of time in seconds: the first trace's tick, or the least multiple of that tick with which
+    every time fits 32 bits.
     """
     tick = sources[0].resolved.trace.header.tick_s
     longest = max(s.resolved.period * s.resolved.trace.header.tick_s for s in sources)
@@ -162,7 +162,7 @@ def _meta(sources: list[_Source], phases: list[Phase], unit_s: float) -> dict[st
 
 
 def _meaning(phase: Phase) -> list[str]:
-    """What the phase's operation does, and to which buffers."""
+    """Lines that explain what the phase's operation does, and which buffers it reads and writes."""
     named = {name: getattr(phase, name) for name in ("weights", "norm", "bias", "inputs", "output")}
     does = [phase.spec.meaning, *([] if phase.result is Result.NONE else [RESULTS[phase.result]])]
     return does + [f"{name}: {buffer.name}" for name, buffer in named.items() if buffer is not None]
@@ -190,7 +190,7 @@ def _about(source: _Source, unit_s: float) -> dict[str, Any]:
 
 
 def _moments(source: _Source, unit_s: float) -> tuple[float, int]:
-    """(page units per tick, length of the trace in page units)."""
+    """Return the number of the page's time units per tick of the trace, and the length of the trace in these units."""
     factor = source.resolved.trace.header.tick_s / unit_s
     return factor, int(source.resolved.period * factor) + 1
 
@@ -202,7 +202,9 @@ def _bins(resolved: Resolved) -> int:
 
 
 def _join(sources: list[_Source], unit_s: float) -> Columns:
-    """The columns of all traces one after another; intervals, records, lanes and causes are numbered consecutively."""
+    """Return the columns of all traces, one trace after another. Intervals, records, lanes and causes are numbered
+    consecutively.
+    """
     parts = [_columns(s, unit_s) for s in sources]
     shifted = {"record": 0, "releaser": 0, "lane": 0, "causesFirst": 0, "causesLater": 0, "regionStart": 0}
     for source, part in zip(sources, parts, strict=True):
@@ -221,9 +223,10 @@ def _join(sources: list[_Source], unit_s: float) -> Columns:
 
 
 def _columns(source: _Source, unit_s: float) -> Columns:
-    """Typed columns in the page's order: per interval, per record (all segments one after another) and per region.
+    """Return the typed columns of a trace, in the page's order. Most columns have an element per interval, per record
+    (of all segments one after another) or per region.
 
-    The first word of a record is the position of its phase in the page's list.
+    In the page, word 0 of a record is not the phase's number, but the phase's position in the page's list.
     """
     resolved, cause, rows = source.resolved, source.cause, source.resolved.rows
     factor = _moments(source, unit_s)[0]
@@ -253,7 +256,7 @@ def _columns(source: _Source, unit_s: float) -> Columns:
 
 
 def _twins(sources: list[_Source]) -> NDArray[np.int32]:
-    """For each COMPUTE, its counterpart in the other trace (see compare.py); -1: none."""
+    """For each COMPUTE interval, return its counterpart in the other trace (see compare.py); -1 means none."""
     total = sum(len(s.resolved) for s in sources)
     twin = np.full(total, -1, dtype=np.int32)
     if len(sources) == 2:
@@ -265,9 +268,10 @@ def _twins(sources: list[_Source]) -> NDArray[np.int32]:
 
 
 def _regions(resolved: Resolved) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The non-empty boxes of each record, as CSR: (buffer, access kind, row, row_end, col, col_end, index, rank).
+    """Return the non-empty boxes that each record accesses, in CSR form: the first box of each record, and the boxes.
 
-    The rank says whose copy it is: a number, or OWN, EVERY or OWNERS.
+    A box is (buffer, access kind, row, row_end, col, col_end, index, rank). Its rank says whose copy of the buffer is
+    accessed: a rank number, OWN, EVERY or _OWNERS.
     """
     owner, boxes = [np.zeros(0, np.int64)], [np.zeros((0, 8), np.int64)]
     for phase, dims, mine, columns in by_phase(resolved.program):

@@ -10,8 +10,8 @@ from .summary import Summary
 
 @dataclass(frozen=True)
 class Difference:
-    """One bar of the waterfall in seconds: its median, its minimum and its maximum over launches, and the launch of the
-    maximum.
+    """The duration of one waterfall bar, in seconds, over several launches: its value in the median launch, its minimum
+    and its maximum. `most_in` is the index of the launch with the maximum.
     """
 
     name: str
@@ -23,8 +23,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class Launches:
-    """`step_s` in the order of the launches, `median` is the index of the median launch; the largest
-    differences come first.
+    """The differences between several launches of one program. `step_s` has the duration of each launch's step, and
+    `median` is the index of the launch with the median duration. `differences` are sorted by maximum minus minimum, the
+    largest first.
     """
 
     step_s: list[float]
@@ -33,7 +34,7 @@ class Launches:
 
 
 def compare_launches(summaries: Sequence[Summary]) -> Launches:
-    """Compare traces of one program with one launch each."""
+    """Compare several launches of one program. Each summary describes a trace of a single launch."""
     steps = [s.step_s for s in summaries]
     median = sorted(range(len(steps)), key=lambda n: steps[n])[len(steps) // 2]
     parts = [{bar.name: bar.seconds for bar in s.waterfall.bars} for s in summaries]

@@ -13,20 +13,22 @@ from ..isa import MAX_PHASES
 from ..trace import IntervalKind
 from .resolve import Resolved
 
-FAR = 8  # times the median of the phase
+FAR = 8  # an outlier takes more than this many times the median of its phase
 
 
 @dataclass(frozen=True)
 class Outliers:
-    """`median`: for each phase number, the median length of its COMPUTE intervals in ticks (0 if there are none).
-    `chosen`: a mask of the COMPUTE intervals that are longer than FAR * median.
+    """The COMPUTE intervals of a trace that are much longer than usual.
+
+    `median` has, for each phase number, the median length of the phase's COMPUTE intervals in ticks (0 if there are
+    none). `chosen` is a mask of the COMPUTE intervals that are longer than FAR * median.
     """
 
     median: NDArray[np.float64]
     chosen: NDArray[np.bool_]
 
     def beyond(self, resolved: Resolved) -> NDArray[np.float64]:
-        """The ticks by which each interval exceeded the median of its phase."""
+        """Return the length of each interval minus the median length of its phase, in ticks."""
         ticks: NDArray[np.float64] = resolved.end - resolved.begin - self.median[resolved.number]
         return ticks
 

@@ -1,5 +1,5 @@
-"""Measures of overlap, each with its formula, in which |S| is the total length of a set of times. A measure is None
-if its divisor is zero.
+"""Computes measures of overlap. Each function gives its formula, in which |S| is the total length of a set S of times.
+A measure is None if its divisor is zero.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .spans import Spans, active
 
 @dataclass(frozen=True)
 class Overlap:
-    """Each field is the function of the same name."""
+    """The measures of overlap of one trace. The function with the name of a field computes it."""
 
     inside_worker: float | None
     loads_under_compute: float | None
@@ -29,17 +29,20 @@ class Overlap:
 
 
 def lane_spans(resolved: Resolved, chosen: NDArray[np.bool_]) -> Spans:
-    """The union of the chosen intervals per lane, with lanes laid end to end."""
+    """Return, for each lane, the union of the chosen intervals. All lanes share one time line, on which each lane
+    starts where the previous one ends.
+    """
     base = resolved.lane[chosen] * resolved.period
     return Spans.union(base + resolved.begin[chosen], base + resolved.end[chosen])
 
 
 def inside_worker(resolved: Resolved) -> float | None:
-    """Loads hidden = sum over LOAD of |ahead and (waits or COMPUTE of the worker)| / sum of |ahead|.
+    """Return the fraction of load time that is hidden. A load is hidden while its worker waits for counters or pages,
+    or computes an earlier instruction.
 
-    ahead = [begin, min(end, own COMPUTE's begin)): the part of a load that must be finished before the instruction can
-    start. A load is hidden while its worker waits for counters or pages, or computes an earlier instruction. Data that
-    a long instruction loads during its own COMPUTE is not counted here, but in `loads_under_compute`.
+    Only the part of a load before its instruction's COMPUTE counts: `ahead` = [begin of the load, min(end of the load,
+    begin of the COMPUTE)). The fraction is sum over LOAD of |ahead and (waits or COMPUTE of the worker)| / sum of
+    |ahead|. Data that an instruction loads during its own COMPUTE counts in `loads_under_compute` instead.
     """
     load = resolved.kind(IntervalKind.LOAD)
     compute = resolved.kind(IntervalKind.COMPUTE)
@@ -51,8 +54,8 @@ def inside_worker(resolved: Resolved) -> float | None:
 
 
 def loads_under_compute(resolved: Resolved) -> float | None:
-    """sum over LOAD of |load and any COMPUTE of its worker| / sum of |load|. The COMPUTE of the
-    load's own instruction counts too.
+    """Return the fraction of load time during which the worker computes: sum over LOAD of |load and any COMPUTE of its
+    worker| / sum of |load|. The COMPUTE of the load's own instruction counts too.
     """
     load = resolved.kind(IntervalKind.LOAD)
     begin, end = resolved.begin[load], resolved.end[load]
@@ -66,16 +69,20 @@ def _covered(
     end: NDArray[np.int64],
     cover: NDArray[np.bool_],
 ) -> float | None:
-    """The fraction of [begin, end) of the chosen intervals that `cover` covers on the same lane."""
+    """Return the fraction of the times [begin, end) during which an interval of the mask `cover` is active in the same
+    lane. `begin` and `end` have one element for each interval of the mask `chosen`.
+    """
     total = int((end - begin).sum())
     base = resolved.lane[chosen] * resolved.period
     return float(lane_spans(resolved, cover).covered(base + begin, base + end).sum()) / total if total else None
 
 
 def exposed_communication(resolved: Resolved, releaser: NDArray[np.int64]) -> float:
-    """sum over workers of |counter waits released by another rank, without COMPUTE| / (workers x time of all steps).
+    """Return the fraction of the workers' time that is lost to waiting for other ranks. It is the sum over workers of
+    |counter waits that another rank ended, without COMPUTE of the worker| / (workers x time of all steps).
 
-    releaser: of each interval (-1: none). A loader's wait during its worker's COMPUTE costs nothing.
+    `releaser` has, for each interval, the index of the interval that released it, or -1 if there is none. A loader's
+    wait during its worker's COMPUTE costs nothing.
     """
     rank = resolved.rows["rank"]
     remote = (releaser >= 0) & (rank[releaser] != rank)
@@ -87,10 +94,11 @@ def exposed_communication(resolved: Resolved, releaser: NDArray[np.int64]) -> fl
 
 
 def compute_bound(program: Program, machine: Machine) -> set[int]:
-    """The numbers of phases whose matrix FLOPs / memory bytes, summed over the program, exceed the machine's balance.
+    """Return the numbers of the compute-bound phases: those whose matrix FLOPs / memory bytes, summed over the program,
+    exceed the machine's balance.
 
     The balance is matrix_flops / memory_bytes_per_s. All other phases are memory-bound: norms, gathers and sampling do
-    no matrix work, and attention declares none (its work is in the step table).
+    no matrix work, and attention declares none, because its work is in the step table.
     """
     work = np.zeros((MAX_PHASES + 1, 2))
     for phase, dims, _, columns in by_phase(program):
@@ -101,8 +109,10 @@ def compute_bound(program: Program, machine: Machine) -> set[int]:
 
 
 def across_workers(resolved: Resolved, machine: Machine) -> float | None:
-    """|a worker computes a memory-bound instruction while another worker computes a compute-bound one| / |some worker
-    computes a memory-bound instruction|.
+    """Return the fraction of the time of memory-bound instructions that overlaps compute-bound ones on other workers.
+
+    It is |some worker computes a memory-bound instruction while another worker computes a compute-bound one| / |some
+    worker computes a memory-bound instruction|.
     """
     compute = resolved.kind(IntervalKind.COMPUTE)
     matrix = np.isin(resolved.number, list(compute_bound(resolved.program, machine)))
@@ -114,18 +124,21 @@ def across_workers(resolved: Resolved, machine: Machine) -> float | None:
 
 
 def phases(resolved: Resolved) -> float | None:
-    """|workers compute instructions of >= 2 (layer, phase) at once| / |some worker computes|.
+    """Return the fraction of the computing time in which workers are in different phases or layers: |two or more
+    workers compute, and their instructions have two or more (layer, phase) pairs| / |some worker computes|.
 
-    It is 0 for a program with a grid barrier after every phase.
+    The fraction is 0 for a program with a grid barrier after every phase.
     """
     return _phases_together(resolved, lane_spans(resolved, resolved.kind(IntervalKind.COMPUTE)))
 
 
 def across_ranks(resolved: Resolved) -> float | None:
-    """|ranks compute instructions of >= 2 (layer, phase) at once| / |some worker computes|; None for one rank.
+    """Return the fraction of the computing time in which ranks are in different phases or layers: |two or more ranks
+    compute, and their instructions have two or more (layer, phase) pairs| / |some worker computes|. The result is None
+    for a program with one rank.
 
-    It tends to 0 if ranks wait for each other after every phase, because then no rank begins a phase before all ranks
-    have ended the previous one.
+    The fraction tends to 0 if ranks wait for each other after every phase, because then no rank begins a phase before
+    all ranks have ended the previous one.
     """
     if resolved.program.ranks == 1:
         return None
@@ -136,12 +149,13 @@ def across_ranks(resolved: Resolved) -> float | None:
 
 
 def _phases_together(resolved: Resolved, busy: Spans) -> float | None:
-    """The fraction of the time covered by `busy` in which two or more lanes (or ranks) of `busy` compute, and these
-    compute two or more (layer, phase).
+    """Return the fraction of the time covered by `busy` in which two or more lanes (or ranks) of `busy` compute, and
+    their instructions have two or more (layer, phase) pairs.
     """
     compute = resolved.kind(IntervalKind.COMPUTE)
     phase = ((resolved.segment * (resolved.program.dims.layers + 1) + resolved.block) << 8) + resolved.number
-    base = np.unique(phase[compute], return_inverse=True)[1] * resolved.period  # phases end to end
+    # Give each (layer, phase) pair a section of its own on one time line.
+    base = np.unique(phase[compute], return_inverse=True)[1] * resolved.period
     by_phase = Spans.union(base + resolved.begin[compute], base + resolved.end[compute])
     length, (kinds, who) = active([s.moments(resolved.period) for s in (by_phase, busy)])
     total = int(length[who > 0].sum())

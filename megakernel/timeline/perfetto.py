@@ -29,14 +29,15 @@ _TRACKS: tuple[tuple[str, tuple[IntervalKind, ...]], ...] = (
     ("load", (IntervalKind.LOAD,)),
     ("fetch", (IntervalKind.FETCH,)),
 )
-_BINS = 2048  # samples of a resource's counter
+_BINS = 2048  # number of samples of each resource's rate over the trace
 
 
 def write_perfetto(program: Program, trace: Trace, path: Path) -> None:
     """Write the trace: a process per rank, a track per worker, and below it one track per role and kind of interval.
 
     Timestamps are nanoseconds since the first interval. Flows lead from the releaser of a wait to the work after
-    the wait. Each rank has a counter per resource with the resource's rate, in its unit.
+    the wait. Each rank has a counter track per resource, which shows the resource's rate in its
+    unit, FLOP/s or B/s.
     """
     from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
 
@@ -76,7 +77,9 @@ def _packets(resolved: Resolved, cause: Causes, releaser: NDArray[np.int64]) -> 
 
 
 def _tracks(resolved: Resolved, lane: int) -> Iterator[tuple[str, NDArray[np.int64]]]:
-    """The tracks of a lane's intervals: by kind for a thread that has all roles, otherwise by role and kind."""
+    """Yield the name and the intervals of each track of a lane. A CPU thread has all roles, so it gets one track per
+    kind of interval; a GPU worker gets one track per role and kind.
+    """
     first, end = np.searchsorted(resolved.lane, [lane, lane + 1])
     kind, roles = resolved.rows["kind"][first:end], resolved.rows["role"][first:end]
     for role in Role:
@@ -101,8 +104,8 @@ def _rows(resolved: Resolved, chosen: NDArray[np.int64]) -> list[list[int]]:
 
 
 def _flows(resolved: Resolved, releaser: NDArray[np.int64]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """The flow ids that start and end at each interval: from a releaser to the first work after the wait it
-    released.
+    """Return two maps from an interval to flow ids: the flows that start at the interval, and those that end at it. A
+    flow leads from the interval that released a wait to the first work after that wait.
     """
     work = np.flatnonzero(resolved.kind(*WORK))
     work = work[np.argsort(-resolved.begin[work], kind="stable")]
@@ -118,7 +121,7 @@ def _flows(resolved: Resolved, releaser: NDArray[np.int64]) -> tuple[dict[int, l
 
 
 class _Labels:
-    """The names of slices: the phase, or the cause of a wait."""
+    """Maps an interval to the name of its slice: the name of the phase, or the cause of a wait."""
 
     def __init__(self, resolved: Resolved, cause: Causes, releaser: NDArray[np.int64]) -> None:
         self._resolved, self._names, self._releaser = resolved, cause.names, releaser
@@ -157,7 +160,10 @@ def _process(uuid: int, rank: int, ranks: int, clock_error_s: float) -> TracePac
 def _counter(
     resolved: Resolved, uuid: int, parent: int, resource: int, amount: NDArray[np.float64]
 ) -> Iterator[TracePacket]:
-    """A resource's rate over time, with a sample at each change."""
+    """Yield a track for a resource's rate, and a sample for each change of the rate.
+
+    The trace is divided into parts of equal length, and `amount` has the FLOPs or bytes of each part.
+    """
     name, unit = RESOURCES[resource]
     track = _track(uuid, parent, name, resource)
     track.track_descriptor.counter.unit_name = unit

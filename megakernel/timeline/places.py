@@ -17,7 +17,8 @@ _MOST = 12
 class Place:
     """A stretch of one worker's time, in seconds since the trace's first interval.
 
-    `interval` is the trace row that contains it, or the neighbouring row if nothing was recorded there.
+    `interval` is the index of the trace interval that contains the stretch. If nothing was recorded in the stretch,
+    `interval` is the index of a neighbouring interval.
     """
 
     rank: int
@@ -28,14 +29,16 @@ class Place:
 
 
 def longest(resolved: Resolved, pieces: Pieces, chosen: NDArray[np.bool_]) -> list[Place]:
-    """The longest of the chosen stretches, longest first, ties by time."""
+    """Return the longest of the chosen pieces of time, at most _MOST, the longest first. Pieces of equal length are in
+    the order of ranks and workers.
+    """
     rows = np.flatnonzero(chosen)
     rows = rows[np.argsort(-pieces.length[rows], kind="stable")[:_MOST]]
     return [_place(resolved, pieces, int(row)) for row in rows]
 
 
 def ranked(resolved: Resolved, rows: NDArray[np.int64], by: NDArray[np.float64]) -> list[Place]:
-    """The intervals `rows` with the largest `by`, largest first."""
+    """Return the places of those intervals of `rows` that have the largest values in `by`, the largest first."""
     order = np.argsort(-by, kind="stable")[:_MOST]
     found = ((int(i), int(resolved.begin[i]), int(resolved.end[i])) for i in rows[order])
     return [_stretch(resolved, int(resolved.lane[i]), begin, end, i) for i, begin, end in found]
@@ -43,7 +46,8 @@ def ranked(resolved: Resolved, rows: NDArray[np.int64], by: NDArray[np.float64])
 
 def _place(resolved: Resolved, pieces: Pieces, row: int) -> Place:
     lane, interval = int(pieces.lane[row]), int(pieces.interval[row])
-    # A gap belongs to the next interval of its worker, or, at the end of a step, to the previous one.
+    # A stretch without a recorded interval gets the index of the next interval of the same worker, or, at the end of a
+    # step, of the previous one.
     for beside in (row + 1, row - 1):
         if interval < 0 and 0 <= beside < len(pieces.lane) and pieces.lane[beside] == lane:
             interval = int(pieces.interval[beside])

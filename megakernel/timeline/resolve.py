@@ -18,17 +18,18 @@ from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Role, Trace
 
 _SLOT = rec.OPERAND_WORD + OPERATIONS[Operation.ATTENTION].operands.index("slot")
 WORK = (IntervalKind.COMPUTE, IntervalKind.STORE)
-MOST_TICKS = 1 << 48  # three days in nanoseconds; multiplied by the lanes of a program it fits int64
+MOST_TICKS = 1 << 48  # three days in nanoseconds; the product with the number of lanes fits int64
 WAIT = (IntervalKind.COUNTER_WAIT, IntervalKind.PAGE_WAIT)
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """Columns with one entry per interval of `rows`.
+    """The intervals of a trace, joined with their program: columns with one entry per interval of `rows`.
 
-    `begin`, `end`: ticks since the first interval. `lane` = rank x workers + worker. `segment`: index into SEGMENTS.
-    `block`: the block of counters that the instruction uses (the layer; 0 in the prologue, `layers` in the epilogue).
-    `instance` numbers executed instructions: launch x program.instructions + position in the unrolled program.
+    `begin` and `end` are ticks since the first interval. `lane` is rank x workers + worker. `segment` is an index into
+    SEGMENTS. `block` is the block of counters that the instruction uses: the layer number, 0 in the prologue, and the
+    number of layers in the epilogue. `instance` numbers the executed instructions: launch x program.instructions +
+    position in the unrolled program.
     """
 
     program: Program
@@ -55,34 +56,38 @@ class Resolved:
 
     @property
     def period(self) -> int:
-        """A number of ticks that exceeds every interval: the length of a lane when lanes are laid end to end."""
+        """Return a number of ticks that is larger than every time in the trace. Lane n starts at n x period on the time
+        line that all lanes share.
+        """
         return int(self.end.max()) + 1
 
     @cached_property
     def records(self) -> Records:
-        """The records of all segments one after another, numbered within each as in traces."""
+        """Return the instruction records of all segments, one segment after another. Within a segment, they have the
+        order in which a trace numbers them.
+        """
         return np.concatenate([self.program.numbered(segment)[0] for segment in range(3)])
 
     @cached_property
     def record(self) -> NDArray[np.int64]:
-        """For each interval, the row of its instruction in `records`."""
+        """Return, for each interval, the index of its instruction in `records`."""
         starts = np.cumsum([0, *(len(self.program.numbered(s)[0]) for s in range(2))])
         index: NDArray[np.int64] = starts[self.segment] + self.rows["instruction"]
         return index
 
     @cached_property
     def number(self) -> NDArray[np.int32]:
-        """For each interval, the phase number of its instruction."""
+        """Return, for each interval, the phase number of its instruction."""
         return rec.phase_number(self.records)[self.record]
 
     @cached_property
     def control(self) -> NDArray[np.bool_]:
-        """Which intervals belong to instructions that compute nothing."""
+        """Return a mask of the intervals that belong to control instructions, which compute nothing."""
         return np.isin(self.number, [phase.number for phase in CONTROL])
 
     @cached_property
     def stored(self) -> NDArray[np.bool_]:
-        """Which intervals are a STORE by a storer, which delays nobody else in its worker."""
+        """Return a mask of the STORE intervals of storers. Such a store delays no other role of its worker."""
         chosen: NDArray[np.bool_] = self.kind(IntervalKind.STORE) & (self.rows["role"] == Role.STORER)
         return chosen
 
@@ -92,8 +97,9 @@ class Resolved:
 
     @cached_property
     def attention(self) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
-        """`of_attention`, and for each of these intervals the FLOPs and the bytes of K and V of its
-        instance [n, 2]. None if the trace lacks them.
+        """Return the indices of the n intervals of attention instructions, and an array [n, 2]. For each of these
+        intervals, the array has two figures of the executed instruction: the FLOPs, and the bytes of K and V. The
+        result is None if the trace lacks these figures.
         """
         if self.trace.attention is None:
             return None
@@ -105,7 +111,7 @@ class Resolved:
         return np.isin(self.rows["kind"], kinds)
 
     def launch_spans(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The first begin and last end of each launch, in ticks."""
+        """Return the begin of the first interval and the end of the last interval of each launch, in ticks."""
         first = np.full(self.launches, np.iinfo(np.int64).max)
         last = np.zeros(self.launches, dtype=np.int64)
         np.minimum.at(first, self.launch, self.begin)
@@ -120,12 +126,12 @@ class Resolved:
         return {name: int(words[rec.OPERAND_WORD + k]) for k, name in enumerate(self.phase(i).operands)}
 
     def layer(self, i: int) -> int | None:
-        """The layer of interval i; None outside the body."""
+        """Return the layer of interval i, or None in the prologue and the epilogue."""
         return int(self.rows["layer"][i]) if self.segment[i] == 1 else None
 
 
 def by_phase(program: Program) -> Iterator[tuple[Phase, Dims, NDArray[np.int64], dict[str, Column]]]:
-    """`Program.by_phase` of all segments, with rows of `Resolved.records`."""
+    """Yield what `Program.by_phase` yields for each of the three segments. Row numbers refer to `Resolved.records`."""
     start = 0
     for segment in range(3):
         for phase, dims, rows, columns in program.by_phase(segment):
@@ -161,7 +167,7 @@ def resolve(program: Program, trace: Trace) -> Resolved:
     launch = np.unique(rows["launch"], return_inverse=True)[1].astype(np.int64)
     expected = (int(launch.max()) + 1, program.ranks, program.dims.attention_slots, 2)
     if trace.attention is not None and trace.attention.shape != expected:
-        raise MegakernelError("the trace's attention does not fit its program: the trace is damaged")
+        raise MegakernelError("the trace's array about attention does not fit its program: the trace is damaged")
     start = np.array([0, counts[0], counts[0] + layers * counts[1]])
     run = np.where(segment == 1, layer, 0)
     origin = rows["begin"].min()

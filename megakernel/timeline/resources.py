@@ -1,4 +1,5 @@
-"""How busy each resource was over time: the declared work of instructions, spread over the intervals that did it."""
+"""Computes how busy each resource was over time, by spreading the declared work of each instruction over the intervals
+in which it was done."""
 
 from __future__ import annotations
 
@@ -27,17 +28,19 @@ RESOURCES = (
     ("link out", "B/s"),
     ("link in", "B/s"),
 )
-# The resources that limit any program. The cache is not one of them, because its use depends on a program's tiles.
+# The resources that limit every program. The cache is not one of them, because a program's use of it depends on the
+# program's tile sizes.
 ROOFLINE = ("matrix", "vector", "memory", "link out", "link in")
-BINS = 96  # of the curves in `Resource`
+BINS = 96  # the number of equal parts of the trace in `Resource.curve`
 
 
 @dataclass(frozen=True)
 class Resource:
-    """One resource. `rate`: units per second, the mean over ranks and the steps' time; `fraction` = rate / `peak`.
+    """The use of one resource. `rate` is in units per second and is the mean over the ranks and over the time of all
+    steps. `fraction` is rate / `peak`, and `ranks` has the fraction of each rank.
 
-    `peak`: see `peaks`. `curve`: for each of BINS equal parts of the trace, the mean of rate / peak over all ranks.
-    `ranks` has each rank's fraction.
+    `peak` is the peak rate from the function `peaks`. `curve` has, for each of BINS equal parts of the trace, the mean
+    of rate / peak over all ranks.
     """
 
     name: str
@@ -50,9 +53,10 @@ class Resource:
 
 
 def peaks(machine: Machine, workers: int) -> list[float]:
-    """The peak rate of each of RESOURCES for `workers` of a device, which share the device's rates equally.
+    """Return the peak rate of each of RESOURCES for `workers` workers of a device. All workers of a device share its
+    rates equally.
 
-    0 means that the machine file lacks it.
+    A rate of 0 means that the machine file does not give it.
     """
     share = min(1.0, workers / machine.workers)
     device = (machine.matrix_flops, machine.vector_flops, machine.memory_bytes_per_s, machine.cache_bytes_per_s)
@@ -60,8 +64,8 @@ def peaks(machine: Machine, workers: int) -> list[float]:
 
 
 def resources(resolved: Resolved, machine: Machine) -> list[Resource]:
-    """Every resource that the program uses. Attention's use comes from the work items that the
-    trace records.
+    """Return every resource that the program uses and whose peak rate is known. Attention's use comes from the work
+    items that the trace records.
     """
     amounts = curves(resolved, BINS)
     first, last = resolved.launch_spans()
@@ -89,11 +93,13 @@ def resources(resolved: Resolved, machine: Machine) -> list[Resource]:
 
 
 def curves(resolved: Resolved, bins: int) -> Amounts:
-    """[ranks, RESOURCES, bins] FLOPs or bytes in each of `bins` equal parts of the trace.
+    """Return the use of each resource over time: [ranks, RESOURCES, bins], in FLOPs or bytes. The bins are equal parts
+    of the trace.
 
     FLOPs are spread evenly over an instruction's COMPUTE. Link bytes are spread over its STORE if it has one, otherwise
-    over COMPUTE. Memory and cache bytes are spread over the LOADs of a loader, otherwise over COMPUTE (a CPU's prefetch
-    brings only a part of them). Everything that is loaded passes through the cache, including attention's K and V.
+    over COMPUTE. Memory and cache bytes are spread over the LOADs of a loader. If the worker has no loader, they are
+    spread over COMPUTE, and not over a CPU's LOADs: these are prefetches, which bring only a part of the bytes. All
+    loaded data pass through the cache, including attention's K and V.
     """
     declared, link = _declared(resolved)
     matrix, vector, memory, loaded = declared[resolved.record].T
@@ -112,14 +118,14 @@ def curves(resolved: Resolved, bins: int) -> Amounts:
     for resource, (chosen, amount) in enumerate(own):
         out[:, resource] = _spread(resolved, chosen, amount, rank, bins)
     for peer in range(resolved.program.ranks):
-        # The bytes of all senders to one receiver make one row.
+        # The rate into a receiver is the sum of what all ranks send to it.
         out[peer, -1] = _spread(resolved, store, link[:, peer], np.zeros_like(rank), bins)[0]
     return out
 
 
 def _declared(resolved: Resolved) -> tuple[Amounts, Amounts]:
-    """For each of `Resolved.records` [matrix FLOPs, vector FLOPs, memory bytes, loaded bytes], and [ranks] bytes sent
-    to each rank.
+    """Return two arrays with the work that each of `Resolved.records` declares. The first, [records, 4], has matrix
+    FLOPs, vector FLOPs, memory bytes and loaded bytes. The second, [records, ranks], has the bytes sent to each rank.
     """
     count, ranks = len(resolved.records), resolved.program.ranks
     work, link = np.zeros((count, 4)), np.zeros((count, ranks))
@@ -128,13 +134,16 @@ def _declared(resolved: Resolved) -> tuple[Amounts, Amounts]:
             done = cost(phase, columns, dims)
             loaded = loads(phase, columns, dims).all
             work[rows] = np.stack([done.matrix_flops, done.vector_flops, done.memory_bytes, loaded], axis=1)
-            if dims.tp == ranks:  # programs made by hand may share nothing
+            # In a hand-made program, each rank may run a model of its own and send nothing to the others.
+            if dims.tp == ranks:
                 link[rows] = link_bytes_each(phase, columns, dims)
     return work, link
 
 
 def issue_seconds(program: Program, machine: Machine) -> Amounts:
-    """[records, roles] the time that each role of a worker takes to issue each of `Resolved.records`; 0 if unknown."""
+    """Return the time in seconds that each role of a worker takes to issue each of `Resolved.records`: [records,
+    roles]. The time is 0 if it is unknown.
+    """
     found = np.zeros((sum(len(program.numbered(segment)[0]) for segment in range(3)), 3))
     for phase, dims, rows, columns in by_phase(program):
         roles = issued(phase, columns, dims, machine.issue) if machine.issue else None
@@ -144,7 +153,9 @@ def issue_seconds(program: Program, machine: Machine) -> Amounts:
 
 
 def _or_else(resolved: Resolved, wanted: NDArray[np.bool_], other: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """The `wanted` intervals, and the `other` intervals of instances that have no wanted ones."""
+    """Return a mask of the `wanted` intervals and, for executed instructions that have no wanted interval, of their
+    `other` intervals.
+    """
     has = np.zeros(resolved.launches * resolved.program.instructions, dtype=bool)
     has[resolved.instance[wanted]] = True
     chosen: NDArray[np.bool_] = wanted | (other & ~has[resolved.instance])
@@ -154,20 +165,20 @@ def _or_else(resolved: Resolved, wanted: NDArray[np.bool_], other: NDArray[np.bo
 def _spread(
     resolved: Resolved, chosen: NDArray[np.bool_], amount: Amounts, row: NDArray[np.int64], bins: int
 ) -> Amounts:
-    """[ranks, bins]: the amount of each instance, spread evenly over the instance's chosen
-    intervals. Each interval adds to its `row`.
+    """Return the amount in each time bin of each rank, [ranks, bins]. The amount of an executed instruction is spread
+    evenly over its chosen intervals. `row` has, for each interval, the row of the result to which its share is added.
     """
     i = np.flatnonzero(chosen & (amount > 0))
     begin = resolved.begin[i].astype(np.float64)
-    length = np.maximum(resolved.end[i] - resolved.begin[i], 1)  # an instant counts as one tick
+    length = np.maximum(resolved.end[i] - resolved.begin[i], 1)  # an interval of no length counts as one tick
     whole = np.bincount(resolved.instance[i], length, resolved.launches * resolved.program.instructions)
     rate = amount[i] / whole[resolved.instance[i]]
     width = resolved.period / bins
     end = np.minimum(begin + length, resolved.period)
     first, last = (begin // width).astype(np.int64), np.minimum(end // width, bins - 1).astype(np.int64)
     rows, size = resolved.program.ranks, resolved.program.ranks * (bins + 1)
-    # An interval within one bin adds its whole length there. Otherwise it adds a part of the first bin, a part of the
-    # last one, and all bins between.
+    # An interval that lies within one bin adds its whole length to that bin. A longer one adds a part to its first bin,
+    # a part to its last bin, and the full width to all bins between.
     inside = first == last
     head = np.where(inside, end - begin, (first + 1) * width - begin) * rate
     tail = np.where(inside, 0.0, end - last * width) * rate

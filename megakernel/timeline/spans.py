@@ -1,6 +1,6 @@
-"""Sets of disjoint half-open intervals on one integer line.
+"""Sets of disjoint half-open intervals on one line of integers.
 
-Lanes are laid end to end on the line (position = lane * period + tick), so one array operation handles all of them.
+The times of all lanes are on this one line (position = lane * period + tick), so one array operation handles all lanes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ Ticks = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Spans:
-    """Sorted, disjoint, non-empty intervals [begin, end); int64 arrays of equal length."""
+    """A set of sorted, disjoint, non-empty intervals [begin, end). The two arrays have equal lengths."""
 
     begin: Ticks
     end: Ticks
 
     @staticmethod
     def union(begin: Ticks, end: Ticks) -> Spans:
-        """The union of any intervals; empty ones are dropped."""
+        """Return the union of the given intervals, which may overlap and be in any order. Drop empty intervals."""
         some = end > begin
         begin, end = begin[some], end[some]
         order = np.argsort(begin, kind="stable")
@@ -33,7 +33,7 @@ class Spans:
         return Spans(begin[first], reach[last])
 
     def covered(self, begin: Ticks, end: Ticks) -> Ticks:
-        """The ticks of this set inside each [begin, end)."""
+        """Return, for each given interval [begin, end), how many of its ticks lie in this set."""
         before = np.concatenate([[0], np.cumsum(self.end - self.begin)])
 
         def below(at: Ticks) -> Ticks:
@@ -48,20 +48,20 @@ class Spans:
         return int((self.end - self.begin).sum())
 
     def without(self, begin: Ticks, end: Ticks) -> Spans:
-        """This set minus the given intervals, which must be disjoint and lie inside it."""
+        """Return this set minus the given intervals, which must be disjoint and lie inside the set."""
         starts = np.sort(np.concatenate([self.begin, end]), kind="stable")
         stops = np.sort(np.concatenate([self.end, begin]), kind="stable")
         some = stops > starts
         return Spans(starts[some], stops[some])
 
     def moments(self, period: int) -> tuple[Ticks, Ticks]:
-        """All begins and all ends as ticks on one common axis, instead of lanes end to end."""
+        """Return when all intervals begin and when they end, in ticks of the trace, without the offsets of lanes."""
         return self.begin % period, self.end % period
 
 
 def active(groups: list[tuple[Ticks, Ticks]]) -> tuple[Ticks, list[Ticks]]:
-    """Cut time at every begin and end: the lengths of the pieces, and how many intervals of each group cover
-    each piece.
+    """Cut time at every begin and end of an interval into pieces. Return the length of each piece, and for each group
+    the number of its intervals that cover each piece.
     """
     edges = np.unique(np.concatenate([moments for group in groups for moments in group]))
     counts = []
@@ -74,7 +74,9 @@ def active(groups: list[tuple[Ticks, Ticks]]) -> tuple[Ticks, list[Ticks]]:
 
 
 def disjoint(begin: Ticks, end: Ticks, what: Ticks) -> tuple[Ticks, Ticks, Ticks]:
-    """The intervals in order of begin, each cut to the part that earlier ones do not cover; empty ones are dropped."""
+    """Sort the intervals by begin, and cut each one to the part that no earlier interval covers. Drop intervals of
+    which nothing is left.
+    """
     order = np.argsort(begin, kind="stable")
     begin, end, what = begin[order], end[order], what[order]
     reach = np.maximum.accumulate(end)
@@ -84,7 +86,10 @@ def disjoint(begin: Ticks, end: Ticks, what: Ticks) -> tuple[Ticks, Ticks, Ticks
 
 
 def overlaps(begin: Ticks, end: Ticks, others: Spans) -> tuple[Ticks, Ticks, Ticks, Ticks]:
-    """The intersections of the given intervals (disjoint, in order) with `others`: begin, end, the index in each."""
+    """Return the intersections of the given intervals, which are disjoint and in order, with those of `others`.
+
+    Each intersection has a begin, an end, and the indices of the two intervals that intersect.
+    """
     first = np.searchsorted(others.end, begin, side="right")
     count = np.maximum(np.searchsorted(others.begin, end, side="left") - first, 0)
     at = np.repeat(np.arange(len(begin)), count)

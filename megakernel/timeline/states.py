@@ -1,4 +1,6 @@
-"""What each worker does at each moment of a step. All numbers about busy, waiting and idle time are based on this."""
+"""Determines what each worker does at each moment of a step. All figures of busy, waiting and idle time follow from
+these states.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,17 @@ from .spans import Spans, Ticks, disjoint, overlaps
 
 
 class State(IntEnum):
-    """What a worker does at a moment. If it does several things at once, the first in this list counts."""
+    """What a worker does at a moment. If it does several things at once, the state is the one that comes first in this
+    list.
+    """
 
     COMPUTE = 0
     STORE = 1
-    WAIT = 2  # for a signal; if several roles wait, the consumers' wait counts, because it delays the arithmetic
+    # A role waits for a signal. If several roles wait, the consumers' wait counts, because it delays the arithmetic.
+    WAIT = 2
     PAGE = 3  # a loader waits for a page
     LOAD = 4
-    IDLE = 5  # nothing was recorded, or an instruction was fetched
+    IDLE = 5  # nothing was recorded, or an instruction was being fetched
     END = 6  # like IDLE, but after the worker's last interval of the step
 
 
@@ -33,8 +38,8 @@ BLOCKED = (State.WAIT, State.PAGE)
 class Pieces:
     """Disjoint pieces of the workers' time, which together cover every launch of every worker.
 
-    The columns, in order of (lane, begin), are `lane`, `begin` and `end` in ticks as in `Resolved`, `state`, and
-    `interval`, the interval that the piece belongs to (-1 in IDLE and END).
+    The columns are sorted by (lane, begin). `begin` and `end` are in ticks, as in `Resolved`. `interval` is the index
+    of the interval that the piece is a part of, or -1 in the states IDLE and END.
     """
 
     lane: NDArray[np.int64]
@@ -52,13 +57,15 @@ class Pieces:
         return chosen
 
     def per_lane(self, lanes: int, *states: State) -> Ticks:
-        """The ticks of each lane in any of the given states."""
+        """Return the number of ticks that each lane spends in any of the given states."""
         here = self.of(*states)
         return np.bincount(self.lane[here], self.length[here], minlength=lanes).astype(np.int64)
 
 
 def pieces(resolved: Resolved) -> Pieces:
-    """Divide the workers' time state by state: each state gets what earlier states have left."""
+    """Divide the workers' time among the states. Where intervals of several states overlap, the time belongs to the
+    state that comes first in `_states`.
+    """
     period = resolved.period
     base = resolved.lane * period
     first, last = resolved.launch_spans()
@@ -80,7 +87,9 @@ def pieces(resolved: Resolved) -> Pieces:
 
 
 def _states(resolved: Resolved) -> list[tuple[State, NDArray[np.bool_]]]:
-    """The intervals of each state, in the order in which states take precedence where intervals overlap."""
+    """Return a mask of the intervals of each state. Where intervals overlap, the state that comes first in the list
+    takes precedence.
+    """
     waits = resolved.kind(IntervalKind.COUNTER_WAIT)
     consumers = resolved.rows["role"] == Role.CONSUMER
     return [
@@ -94,7 +103,7 @@ def _states(resolved: Resolved) -> list[tuple[State, NDArray[np.bool_]]]:
 
 
 def _idle(resolved: Resolved, free: Spans) -> NDArray[np.int8]:
-    """IDLE or END for each span of `free`, in which no interval was recorded."""
+    """Return IDLE or END for each span of `free`, the times in which no interval was recorded."""
     lane = free.begin // resolved.period
     begin = free.begin - lane * resolved.period
     launch = np.searchsorted(resolved.launch_spans()[0], begin, side="right") - 1

@@ -25,7 +25,9 @@ from .waterfall import Waterfall, waterfall
 
 @dataclass(frozen=True)
 class Worker:
-    """Fractions of the step that add up to 1; see `Summary`."""
+    """How one worker spends the step, as three fractions that add up to 1: `busy`, `wait` and `idle`, as defined in
+    `Summary`.
+    """
 
     rank: int
     worker: int
@@ -36,10 +38,11 @@ class Worker:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """The COMPUTE and STORE time of one phase over all workers; `share` is its fraction of all such time.
+    """The COMPUTE and STORE time of one phase over all workers. `share` is the phase's fraction of this time over all
+    phases.
 
-    `median_s` is the median length of its COMPUTE intervals. `outliers` counts those longer than FAR * `median_s`, and
-    `outliers_s` is the sum of their time beyond `median_s`.
+    `median_s` is the median length of the phase's COMPUTE intervals. `outliers` is the number of those intervals that
+    are longer than FAR * `median_s`, and `outliers_s` is the sum of their time beyond `median_s`.
     """
 
     name: str
@@ -55,10 +58,11 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class WaitTime:
-    """The cost of waits of phase `instruction` for `cause`, the phases that signal the counter that was satisfied last.
+    """The cost of those waits of the phase `instruction` that have the same cause. If an instruction waits for several
+    counters, the last one to be satisfied counts, and `cause` names the phases that signal it.
 
-    The cost is the time in which the worker did nothing else. `count` counts waits with a cost. `share` is the fraction
-    of the cost of all waits. `places` has the longest waits.
+    The cost is the time in which the worker did nothing else. `count` is the number of waits with a cost. `share` is
+    the fraction of the cost of all waits. `places` has the longest waits.
     """
 
     instruction: str
@@ -71,15 +75,17 @@ class WaitTime:
 
 @dataclass(frozen=True)
 class Summary:
-    """The numbers of a trace over all launches; only the critical path is that of the last launch. Times are in
-    seconds, and fractions are not in percent.
+    """The figures of a trace over all its launches, except that the critical path is that of the last launch. Times are
+    in seconds, and fractions are between 0 and 1.
 
-    `step_s`: last end - first begin, mean over launches. Fractions of the steps' time per worker (see states.py): busy
-    = |COMPUTE, STORE, LOAD|, wait = |WAIT, PAGE|, idle = |IDLE, END|. `busy` is the mean over workers, `computing` the
-    mean of COMPUTE alone. `imbalance` = max worker busy / mean - 1. `dropped` intervals did not fit the trace buffer.
-    `clock_error_s` bounds the offset between the clocks of ranks, and so the error of all times between ranks.
-    `without_attention`: the trace lacks attention's work, so resources lack it too. The other fields are explained at
-    the function or class of the same name.
+    `step_s` is the time from the first begin to the last end of a launch, as the mean over launches. `busy`, `wait` and
+    idle time are fractions of a worker's time in the steps. A worker is busy in the states COMPUTE, STORE and LOAD (see
+    states.py), waits in WAIT and PAGE, and is idle in IDLE and END. `busy` is the mean over workers, and `computing` is
+    the mean of COMPUTE alone.
+    `imbalance` = busy time of the busiest worker / mean busy time - 1. `dropped` is the number of intervals that did
+    not fit the trace buffer. `clock_error_s` bounds the offset between the clocks of ranks, and so the error of all
+    times between ranks. `without_attention` says that the trace lacks attention's work, so `resources` lacks it too.
+    The other fields are explained at the function or class of the same name.
     """
 
     step_s: float
@@ -108,8 +114,8 @@ class Summary:
 
 
 def summarise(program: Program, trace: Trace, machine: Machine | None = None) -> Summary:
-    """All metrics. `machine` has the peak rates, which also separate memory-bound from compute-bound instructions; it
-    defaults to the program's machine.
+    """Return all figures of a trace. `machine` has the peak rates, which also separate memory-bound from compute-bound
+    instructions. By default, it is the program's machine.
 
     Raises MegakernelError if the trace is empty or damaged, or belongs to another program.
     """
@@ -125,7 +131,7 @@ def summarise_resolved(
     releaser: NDArray[np.int64],
     machine: Machine | None = None,
 ) -> Summary:
-    """`summarise` for callers that have already joined trace and program."""
+    """Return what `summarise` returns, for callers that have already joined the trace and the program."""
     program, header = resolved.program, resolved.trace.header
     first, last = resolved.launch_spans()
     steps = int((last - first).sum())
@@ -168,8 +174,8 @@ def summarise_resolved(
 
 
 def machine_of(program: Program) -> Machine:
-    """The machine that the program names. If its description came from a file, it is unknown here, and this host
-    replaces it.
+    """Return the machine that the program names. A name that came from the user's own machine file is unknown here; the
+    result is then the description of this host.
     """
     return MACHINES.get(program.machine) or machines.host()
 
@@ -183,7 +189,7 @@ def _workers(resolved: Resolved, found: Pieces, steps: int) -> list[Worker]:
 
 
 def _instructions(resolved: Resolved, far: Outliers) -> list[PhaseTime]:
-    """The phases, sorted by their time without that of outliers, longest first."""
+    """Return the phases, sorted by their time without the excess time of outliers, the longest first."""
     work = resolved.kind(*WORK)
     ticks = np.bincount(resolved.number[work], (resolved.end - resolved.begin)[work], minlength=MAX_PHASES + 1)
     executed = np.unique(resolved.instance[work], return_index=True)[1]
@@ -210,7 +216,9 @@ def _instructions(resolved: Resolved, far: Outliers) -> list[PhaseTime]:
 
 
 def wait_causes(resolved: Resolved, cause: Causes) -> NDArray[np.int64]:
-    """For each counter wait, an index into `cause.names`; -1 for other intervals and for waits on nothing."""
+    """Return, for each counter wait, an index into `cause.names`. The index is -1 for all other intervals, and for
+    waits that no phase signals.
+    """
     result = np.full(len(resolved), -1, dtype=np.int64)
     chosen = resolved.kind(IntervalKind.COUNTER_WAIT)
     for segment in range(3):
@@ -223,7 +231,9 @@ def wait_causes(resolved: Resolved, cause: Causes) -> NDArray[np.int64]:
 
 
 def _blocked(resolved: Resolved, cause: Causes, found: Pieces) -> tuple[NDArray[np.int64], list[str]]:
-    """For each piece of time, the cause of its worker's wait as an index into the names; -1 if it does not wait."""
+    """Return, for each piece of time, the cause of its worker's wait as an index into a list of names, and that list.
+    The index is -1 if the worker does not wait.
+    """
     names = [*cause.names, "a page", "a signal of no phase"]
     of_interval = wait_causes(resolved, cause)
     of_interval[of_interval < 0] = len(names) - 1
@@ -240,7 +250,7 @@ def _waits(resolved: Resolved, found: Pieces, which: NDArray[np.int64], names: l
     interval = found.interval[chosen]
     pairs, at = np.unique(np.stack([resolved.number[interval], which[chosen]]), axis=1, return_inverse=True)
     ticks = np.bincount(at.ravel(), found.length[chosen], minlength=pairs.shape[1])
-    # A wait that is interrupted by work counts as one wait.
+    # If work of another role divides a wait into several pieces, it still counts as one wait.
     first = np.unique(interval, return_index=True)[1]
     counts = np.bincount(at.ravel()[first], minlength=pairs.shape[1])
     waits = []

@@ -17,9 +17,10 @@ from .spans import Spans
 from .summary import Summary
 from .waterfall import Bar, Cause
 
-_LANES = 16  # lanes of the map; if there are more, evenly spaced ones are shown
-_WAITS = 6  # rows of the wait table
+_LANES = 16  # maximum number of lanes in the map; if a program has more, the map shows evenly spaced ones
+_WAITS = 6  # maximum number of rows of the table of waits
 _WIDE = 110  # columns that a terminal needs for both tables side by side
+
 # Black on black would be invisible, so the terminal's own foreground colour replaces it.
 _STYLES = {f: "default" if f is OperationFamily.CONTROL else f.value for f in OperationFamily}
 
@@ -62,7 +63,9 @@ def render_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def render_launches(launches: Launches, console: Console) -> None:
-    """Print how launches differ: the step, then the waterfall's bars that differ by at least a hundredth of it."""
+    """Print how launches differ: first the time of the step, then those bars of the waterfall that differ by at least
+    one hundredth of the median step.
+    """
     steps = launches.step_s
     most, typical = max(range(len(steps)), key=lambda n: steps[n]), steps[launches.median]
     title = f"{len(steps)} launches; number {launches.median + 1}, the median, is shown"
@@ -79,7 +82,7 @@ def _times(ratio: float | None) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time with a unit that leaves 1 to 3 digits before the point."""
+    """Return a time as text, with a unit that leaves 1 to 3 digits before the decimal point."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if value >= scale:
             return f"{value / scale:.3g} {unit}" if value < 1000 * scale else f"{value / scale:.0f} {unit}"
@@ -104,8 +107,8 @@ def _headline(s: Summary) -> Text:
 
 
 def _map(resolved: Resolved, console_width: int) -> Text:
-    """A row per lane: each cell has the colour of the family with the most time in it, and a light shade where
-    the lane waits.
+    """Draw one row per lane. Each cell has the colour of the operation family that took most of its time, or a light
+    shade if the lane waited.
     """
     width = max(20, min(console_width, 160) - 14)
     edges = np.linspace(0, resolved.period, width + 1).astype(np.int64)
@@ -165,11 +168,13 @@ def _waits(s: Summary) -> Table:
     return table
 
 
-_CAUSES = 6  # waits of the waterfall that get their own row
+_CAUSES = 6  # maximum number of waits that get their own row in the waterfall
 
 
 def _waterfall(s: Summary, width: int) -> Table:
-    """The bars from the least time to the step; each begins where the previous one ends."""
+    """Return a table of the waterfall's bars, from the least possible time to the measured step. Each bar begins where
+    the previous one ends.
+    """
     rows = [(_bar_name(bar), bar.seconds) for bar in s.waterfall.bars]
     waits = [n for n, bar in enumerate(s.waterfall.bars) if bar.kind is Cause.WAIT]
     if len(waits) > _CAUSES:
@@ -200,7 +205,9 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def _resources(s: Summary, width: int) -> Table:
-    """Each resource's rate and fraction of the peak, and its curve over the trace, scaled to the curve's maximum."""
+    """Return a table with each resource's rate, its fraction of the peak, and a curve of the rate over the trace,
+    scaled to the curve's maximum.
+    """
     table = _table("Resources", "resource", "rate", "of peak", "highest", "over the trace")
     table.columns[-1].justify = "left"
     cells = max(16, min(width - 56, 96))
@@ -213,7 +220,7 @@ def _resources(s: Summary, width: int) -> Table:
 
 
 def scaled(value: float) -> str:
-    """Three digits and a decimal prefix."""
+    """Return a number with three significant digits and a decimal prefix, such as M."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.3g} {prefix}"
@@ -221,7 +228,7 @@ def scaled(value: float) -> str:
 
 
 def _tables(left: Table, right: Table, width: int) -> RenderableType:
-    """Print tables next to each other if the terminal is wide enough, otherwise one below the other."""
+    """Return the two tables side by side if `width` is large enough, otherwise one below the other."""
     if width < _WIDE:
         return Group(left, Text(), right, Text())
     grid = Table.grid(padding=(0, 4))

@@ -1,5 +1,5 @@
-"""Finds what a wait waited for: the program tells which phases signal a counter, the trace which instruction
-came last.
+"""Finds what a wait waited for. The program tells which phases signal a counter, and the trace tells which instruction
+signalled it last.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ _FIRST, _MIDDLE, _LAST = range(3)
 
 @dataclass(frozen=True)
 class Causes:
-    """For each wait word, the phases that signal its counter, as an index into `names`; -1 if there is no wait.
+    """The causes of waits: for each wait word of each record, the phases that signal the word's counter, as an index
+    into `names`. The index is -1 if there is no wait, or if no phase signals the counter.
 
-    `prologue`, `first` (layer 0), `body` (later layers) and `epilogue` are [records, WAITS]. A name lists several
-    phases separated by commas. A join is replaced by what it waits for, or counts itself if it waits for nothing.
+    `prologue`, `first` (layer 0), `body` (later layers) and `epilogue` are [records, WAITS]. An element of `names`
+    lists one or several phases separated by commas. A `join` instruction, which only waits and signals, is replaced by
+    the phases that it waits for. A join that waits for nothing counts as a phase itself.
     """
 
     names: list[str]
@@ -41,18 +43,22 @@ class Causes:
 
 @dataclass(frozen=True)
 class _Signals:
-    """Every counter that a segment's records may signal, sorted by record."""
+    """The counters that the records of a segment may signal. The columns have one entry per possible signal and are
+    sorted by record.
+    """
 
     record: NDArray[np.int64]
     rank: NDArray[np.int64]
     counter: NDArray[np.int64]
-    ahead: NDArray[np.int64]  # 1: a counter of the next block
-    maybe: NDArray[np.bool_]  # the step table selects one of several counters
+    ahead: NDArray[np.int64]  # 1 if the counter belongs to the next block, else 0
+    maybe: NDArray[np.bool_]  # whether the step table selects one of several counters
 
 
 def _signals(program: Program, segment: int) -> _Signals:
-    """An INDEXED signal may go to any row block's counter, and with OWNER, to the rank that owns this row block. A
-    signal to ALL_RANKS goes to each rank.
+    """Return all counters that the records of a segment may signal.
+
+    An INDEXED signal may go to the counter of any row block. With OWNER, it goes to the rank that owns that row block.
+    A signal to ALL_RANKS goes to each rank.
     """
     records = program.numbered(segment)[0]
     words = rec.signals(records)
@@ -72,7 +78,9 @@ def _signals(program: Program, segment: int) -> _Signals:
 
 
 def _wait_sets(program: Program, segment: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first counter of each wait word (-1: none) and the number of counters it may name: [records, WAITS] each."""
+    """Return two arrays [records, WAITS]: the first counter that each wait word may name (-1 if the word is not used),
+    and the number of counters that it may name.
+    """
     records = program.numbered(segment)[0]
     words = rec.waits(records)
     attention = np.isin(rec.phase_number(records), program.forward.numbers(Operation.ATTENTION))
@@ -82,14 +90,14 @@ def _wait_sets(program: Program, segment: int) -> tuple[NDArray[np.int64], NDArr
 
 
 def causes(program: Program) -> Causes:
-    """Derive the causes from the records alone: bit sets of phases per counter, with joins replaced by what
-    they wait for.
+    """Return the causes of all waits of a program. They follow from the records alone: each counter gets the set of the
+    phases that signal it, with each join replaced by the phases that the join waits for.
     """
     signals = [_signals(program, s) for s in range(3)]
     waits = [_wait_sets(program, s) for s in range(3)]
     ranks = [program.numbered(s)[1] for s in range(3)]
-    # Each record has a bit set of phases. That of a join which waits starts empty and grows until
-    # no set changes; any other set is the bit of the record's phase.
+    # `stands` has a bit set of phases for each record. The set of a join that waits starts empty and grows until no set
+    # changes. The set of any other record is the bit of the record's phase.
     numbers = [rec.phase_number(program.numbered(s)[0]) for s in range(3)]
     waiting = [(n == JOIN.number) & (w[0] >= 0).any(axis=1) for n, w in zip(numbers, waits, strict=True)]
     stands = [np.where(w, 0, np.int64(1) << n.astype(np.int64)) for n, w in zip(numbers, waiting, strict=True)]
@@ -115,7 +123,9 @@ def causes(program: Program) -> Causes:
 
 
 def _produced(program: Program, signals: list[_Signals], stands: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Bit sets of the phases that signal each counter: [first/middle/last block, rank, counter]."""
+    """Return the bit sets of the phases that signal each counter: [3, rank, counter]. The first index says whether the
+    counter's block is the first, a middle one or the last.
+    """
     sets = np.zeros((3, program.ranks, program.counters), dtype=np.int64)
     for segment, blocks in ((0, (_FIRST,)), (1, (_FIRST, _MIDDLE)), (2, (_LAST,))):
         s = signals[segment]
@@ -131,7 +141,7 @@ def _produced(program: Program, signals: list[_Signals], stands: list[NDArray[np
 def _waited(
     waits: tuple[NDArray[np.int64], NDArray[np.int64]], ranks: NDArray[np.int64], produced: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The set of phases for each wait word: [records, WAITS]."""
+    """Return the bit set of phases that each wait word waits for: [records, WAITS]."""
     first, members = waits
     result: NDArray[np.int64] = np.where(first >= 0, produced[ranks[:, None], first], 0)
     for r, w in zip(*np.nonzero((first >= 0) & (members > 1)), strict=True):
@@ -141,8 +151,8 @@ def _waited(
 
 
 def finishes(resolved: Resolved) -> NDArray[np.int64]:
-    """For each executed instruction, its interval that ends last; -1 if the trace has none. [launches x
-    instructions]
+    """Return, for each executed instruction, the index of its interval that ends last, or -1 if the trace has no
+    interval of it. The array has launches x instructions elements.
     """
     order = np.lexsort((resolved.rows["kind"], resolved.end))
     last = np.full(resolved.launches * resolved.program.instructions, -1, dtype=np.int64)
@@ -151,11 +161,12 @@ def finishes(resolved: Resolved) -> NDArray[np.int64]:
 
 
 def releasers(resolved: Resolved, finish: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each counter wait, the interval whose end released it: the last arrival at the counter that was satisfied
-    last.
+    """Return, for each interval that is a wait for counters, the interval whose signal ended the wait. If the wait has
+    several counters, this is the last signal of the counter that was satisfied last.
 
-    -1 for other kinds, and if the trace lacks the producer. An INDEXED word names counters that the step table selects,
-    which the trace does not contain; the releaser is then the last possible arrival before the wait ended.
+    The result is -1 for other kinds of intervals, and if the trace lacks the instruction that signalled. An INDEXED
+    wait word names several counters, of which the step table selects one, and the trace does not contain the step
+    table. The result is then the interval of the last instruction that may have signalled before the wait ended.
     """
     program = resolved.program
     key, interval, maybe = _arrivals(resolved, finish)
@@ -200,7 +211,9 @@ _Arrivals = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]
 
 
 def _arrivals(resolved: Resolved, finish: NDArray[np.int64]) -> _Arrivals:
-    """(counter key, arriving interval, whether it may belong to another counter), sorted by key and then by time."""
+    """Return three arrays with one entry per signal, sorted by counter and then by time: the key of the counter, the
+    interval at whose end the signal was sent, and whether the signal may belong to another counter.
+    """
     done = finish[finish >= 0]
     parts = zip(*(_segment_arrivals(resolved, done, segment) for segment in range(3)), strict=True)
     key, interval, maybe = (np.concatenate(part) for part in parts)

@@ -1,5 +1,5 @@
-"""Explains why a step is not at its limit: from the least time to the measured time, cause by cause. The parts
-add up exactly.
+"""Explains why a step takes longer than the least possible time. The difference is divided into parts, one for each
+cause, and the parts add up exactly to the measured time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .states import Pieces, State
 class Cause(StrEnum):
     """The kinds of bars."""
 
-    LEAST = "least"  # the least time at the peak of the limiting resource
+    LEAST = "least"  # the least time that the step needs with the limiting resource at its peak rate
     RESOURCE = "resource"  # the time that the cache or the issue of instructions needs beyond the least time
     WORK = "work"
     WAIT = "wait"
@@ -31,7 +31,9 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Bar:
-    """One cause and its part of a step in seconds. `places` are its worst places."""
+    """One cause and its part of a step in seconds. `places` lists the places in the trace where the cause takes most
+    time.
+    """
 
     name: str
     kind: Cause
@@ -41,12 +43,13 @@ class Bar:
 
 @dataclass(frozen=True)
 class Waterfall:
-    """`bars` add up to the step. `least_s` is the least time that the peaks allow, and `bound` is the resource that
-    limits it.
+    """A step's time, divided by cause. `bars` add up to the time of the step. `least_s` is the least time that the peak
+    rates allow, and `bound` is the resource that determines it.
 
-    `times`: for each resource, the seconds at its peak on the rank that uses it most; for "issue", the seconds of the
-    busiest role, as the mean over the workers of a rank. `beyond`: the least time exceeds the step, so the machine file
-    or the clock is wrong; the first bar is then the whole step.
+    `times` has, for each resource, the seconds that the step would need at the resource's peak rate, on the rank that
+    uses it most. Its entry "issue" has the seconds in which a worker's busiest role issues instructions, as the mean
+    over the workers of the busiest rank. `beyond` says that the least time exceeds the step, so the machine file or the
+    clock is wrong; the first bar is then the whole step.
     """
 
     least_s: float
@@ -65,14 +68,19 @@ def waterfall(
     outliers: Outliers,
     machine: Machine,
 ) -> Waterfall:
-    """`causes`: for each piece in which a worker waits, an index into `names`; -1 for other pieces. `used` is the
-    result of `resources`.
+    """Divide the step time of an average worker among causes. `pieces` divides the time of each worker by its state.
+    `causes` has an index into `names` for each piece that is a wait, and -1 for all others. `used` is the result of
+    `resources`.
 
-    The mean worker's step consists of computing and of other time: stores, loads, waits and idle time. The first bar is
-    the least time, which is a part of the computing. Next comes the time beyond it that another resource needs. The
-    rest of the computing is work slower than every limit; the time of outliers beyond their phase's median is a bar of
-    its own. If loads or sends continue while workers wait, the least time can exceed the computing. Then it covers a
-    part of the other time too, and the bars of stores, loads, waits and idle time shrink by the same factor.
+    A step consists of computing and of other time: stores, loads, waits and idle time. The computing has these bars:
+
+    - the least time
+    - the time that the cache, and then the issue of instructions, needs beyond the bars before it
+    - the time by which outliers exceed the median of their phase
+    - the rest, which is slower than every limit
+
+    The other time has a bar for each cause. If loads or sends continue while workers wait, the least time can exceed
+    the computing. All bars of the other time are then scaled down by one factor.
     """
     first, last = resolved.launch_spans()
     tick, lanes = resolved.trace.header.tick_s, resolved.lanes * resolved.launches
@@ -121,8 +129,8 @@ def waterfall(
 
 
 def _issue(resolved: Resolved, rows: NDArray[np.int64], machine: Machine) -> tuple[Amounts, float]:
-    """The seconds to issue each of the intervals `rows`; and per launch, the seconds of the busiest role, as the mean
-    over the workers of a rank.
+    """Return the seconds to issue the instruction of each of the intervals `rows`. Also return the seconds per launch
+    in which a worker's busiest role issues instructions, as the mean over the workers of the busiest rank.
     """
     seconds = issue_seconds(resolved.program, machine)[resolved.record[rows]]
     once = np.unique(resolved.instance[rows], return_index=True)[1]  # an instruction may compute in several intervals

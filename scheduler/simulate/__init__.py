@@ -1,4 +1,4 @@
-"""Simulates a program on a machine that is not here."""
+"""Simulates a program on a machine that a file describes. The machine itself need not be present."""
 
 from .run import Simulation, Stall, simulate
 

@@ -1,7 +1,8 @@
-"""The simulator's costs: rates that are reached in practice, latencies, and room on the chip.
+"""The simulator's costs: the rates that machines reach in practice, latencies, and memory on the chip.
 
-Fractions and latencies are published measurements by others, named below. `megakernel doctor --calibrate` measures
-those of a CPU. None was fitted to a step time; docs/simulator.md compares predictions with measurements.
+For GPUs, the fractions of peak rates and the latencies are measurements that others have published; comments below name
+the sources. For a CPU, `megakernel doctor --calibrate` measures them. None of them was fitted to the time of a step.
+docs/simulator.md compares predictions with measurements.
 """
 
 from __future__ import annotations
@@ -21,43 +22,48 @@ Rates = tuple[tuple[float, float], ...]  # (rows, rate), rows ascending
 
 @dataclass(frozen=True)
 class Costs:
-    """Rates are those of one rank's device unless a comment says that they are a worker's. Units are seconds, bytes and
-    FLOPs.
+    """What each kind of work costs on a machine. A rate is that of one rank's device unless its comment says that it is
+    a worker's. Units are seconds, bytes and FLOPs.
 
-    A field of type `Rates` is a worker's rate for tiles of several numbers of rows. Between these numbers, the rate is
-    interpolated linearly in log(rows).
+    A field of type `Rates` lists pairs (rows of a tile, a worker's rate for such a tile). For other numbers of rows,
+    the rate is interpolated linearly in log(rows).
     """
 
-    matmul_flops: Rates  # of a worker
-    attention_flops: Rates  # of a worker; rows are (query row, head) pairs that share K and V
-    row_quantum: int  # matrix units compute whole multiples of this number of rows
+    matmul_flops: Rates  # of one worker
+    attention_flops: Rates  # of one worker; rows are the (query row, head) pairs that share K and V
+    row_quantum: int  # matrix units round a number of rows up to a multiple of this number
     vector_flops: float  # of a worker
     memory_bytes_per_s: float
-    cache_bytes_per_s: float  # from the last-level cache to all workers
+    cache_bytes_per_s: float  # from the last-level cache to all workers together
     cache_bytes: float
     worker_bytes_per_s: float  # the maximum rate at which one worker loads or stores
-    egress_bytes_per_s: float  # out of a rank, and also into it
-    switch_bytes_per_s: float  # of all ranks
-    latency_s: float  # of a load
-    store_s: float  # latency of a store, added to the time of its bytes
-    dispatch_s: float  # fetch, decode and set up an instruction
+    egress_bytes_per_s: float  # the maximum rate out of a rank, and also into it
+    switch_bytes_per_s: float  # the maximum rate of the switch, for all ranks together
+    latency_s: float  # latency of a load
+    store_s: float  # latency of a store, added to the transfer time
+    dispatch_s: float  # time to fetch, decode and set up an instruction
     claim_s: float  # additional time to claim an instruction from a queue
     signal_s: float  # from the end of a store until a waiting worker knows of it
-    remote_signal_s: float  # the same between ranks
+    remote_signal_s: float  # like signal_s, for a waiting worker on another rank
     launch_s: float
     ring_bytes: float  # bytes that a worker can load ahead of its arithmetic
-    stage_bytes: float  # loaded bytes that are used together
-    in_flight: int  # instructions of a worker between set-up and the end of their store; 1: no overlap
-    claim_in_flight: int  # the same if the next instruction comes from a queue
+    stage_bytes: float  # bytes of one set of pages; its arithmetic starts when the whole set has arrived
+
+    # The maximum number of instructions of one worker that may be under way, from their set-up to the end of their
+    # store. With 1, instructions do not overlap.
+    in_flight: int
+    claim_in_flight: int  # like in_flight, while the next instruction comes from a queue
     roles: bool  # whether a worker has separate loaders and a storer
-    issue: Issue | None = None  # in seconds; None if the rates include it
+    issue: Issue | None = None  # issue times in seconds; None if the rates include them
 
     def matmul_s(self, flops: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Seconds of matrix work on one worker."""
+        """Return the seconds that matrix work takes on one worker."""
         return self._padded(flops, rows) / _at(self.matmul_flops, rows)
 
     def attention_s(self, flops: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Seconds of attention items on one worker; `rows` counts (query row, head) pairs of one KV head."""
+        """Return the seconds that attention items take on one worker. `rows` counts the (query row, head) pairs of one
+        KV head.
+        """
         return self._padded(flops, rows) / _at(self.attention_flops, rows)
 
     def _padded(self, flops: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -66,9 +72,9 @@ class Costs:
         return padded
 
     def paired(self) -> Costs:
-        """Costs of a worker that is two SMs. Each SM's port carries all weights of a tile and half of its rows. If a
-        tile has as many rows as columns, the two ports carry the weights twice and the rows once, which is three equal
-        parts. Only two of these parts count as loads of the worker.
+        """Return the costs of a worker that is two SMs. Each SM receives all weights of a tile and half of the tile's
+        input rows. If the weights and the rows have n bytes each, the two SMs together receive 3 n bytes. But the
+        simulator counts only 2 n bytes for the tile, so the load rate is two thirds of that of two SMs.
         """
         return replace(
             self,
@@ -76,11 +82,11 @@ class Costs:
             attention_flops=tuple((rows, 2 * rate) for rows, rate in self.attention_flops),
             vector_flops=2 * self.vector_flops,
             worker_bytes_per_s=2 * self.worker_bytes_per_s * 2 / 3,
-            stage_bytes=self.stage_bytes * 4 / 3,  # twice the rows, and one weight tile
+            stage_bytes=self.stage_bytes * 4 / 3,  # two pages of inputs instead of one, and still two of weights
         )
 
     def unpipelined(self) -> Costs:
-        """The costs of workers that finish each instruction before they start the next."""
+        """Return the costs of workers that finish each instruction before they start the next."""
         return replace(self, in_flight=1, claim_in_flight=1)
 
 
@@ -90,14 +96,13 @@ def _at(rates: Rates, rows: NDArray[np.float64]) -> NDArray[np.float64]:
     return between
 
 
-# -- GPUs
-# A large matmul takes 1 / 0.75 of the time at the datasheet's rate (*How to Scale Your Model*, 2025, "How to
-# Think About GPUs": about 20 us, where the bound is 15.3 us). A query tile of attention uses one of the matrix unit's
-# four quarters.
+# -- GPUs. A large matmul takes 1 / 0.75 of the time that it would take at the datasheet's rate. Source: *How to Scale
+# Your Model*, 2025, chapter "How to Think About GPUs", which measures about 20 us where the bound is 15.3 us. A query
+# tile of attention uses only a quarter of an SM's matrix units.
 _MATRIX_FRACTION, _ROW_QUANTUM = 0.75, 4 * QUERY_TILE
-# An H100 copied 3,089 of 3,350 GB/s (AutoMegaKernel, arXiv 2606.09682).
+# An H100 copied 3,089 GB/s, and its datasheet says 3,350 GB/s (AutoMegaKernel, arXiv 2606.09682).
 _MEMORY_FRACTION = 0.92
-# All-reduce bus bandwidth on eight H100s reaches at most 370 of 450 GB/s ("How to Think About GPUs" again).
+# The bus bandwidth of an all-reduce on eight H100s reaches at most 370 of 450 GB/s ("How to Think About GPUs").
 _LINK_FRACTION = 370 / 450
 # An asynchronous global load or store takes about 500 ns ("Look Ma, No Bubbles!", HazyResearch, 2025, on a B200).
 _LATENCY_S = _STORE_S = 0.5e-6
@@ -140,10 +145,10 @@ def _gpu_costs(machine: Machine) -> Costs:
     )
 
 
-# -- CPUs
-# Two cores of an Intel Xeon (Cascade Lake, 2.5 GHz) in bfloat16, measured as `megakernel doctor --calibrate` does:
-# benchmarks/results/simulate-host.json, attention in simulate-host-attention.json, multiply-adds in
-# cpu-latency-smollm2-135m.json. A CPU that was not calibrated is assumed to reach the same fractions of its own rates.
+# -- CPUs. _XEON has the rates per core of an Intel Xeon (Cascade Lake, 2.5 GHz) in bfloat16. They were measured with
+# two cores in use, as `megakernel doctor --calibrate` measures them. The results are in benchmarks/results:
+# simulate-host.json, simulate-host-attention.json for attention, and cpu-latency-smollm2-135m.json for multiply-adds. A
+# CPU that was not calibrated is assumed to reach the same fractions of its peak rates.
 _XEON = Core(
     memory_bytes_per_s=11.6e9,
     matmul_rows=(1, 2, 4, 8, 96),
@@ -189,7 +194,7 @@ def _scaled(rows: tuple[float, ...], rates: tuple[float, ...], scale: float) -> 
 
 
 def costs_of(machine: Machine) -> Costs:
-    """The costs for a machine. For this computer (`host`), they follow from the rates in `machine`,
-    measured or nominal.
+    """Return the costs of a machine. For this computer (`host`), they follow from the rates in `machine`, which are
+    either measured or nominal.
     """
     return _cpu_costs(machine) if machine.target == CPU else _gpu_costs(machine)

@@ -18,10 +18,10 @@ _I32, _I64, _F64, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ct
 Int32s = NDArray[np.int32]
 Floats = NDArray[np.float64]
 
-WAIT = np.dtype([("counter", np.int32), ("slot", np.int32)])  # mk::simulate::Wait
+WAIT = np.dtype([("counter", np.int32), ("slot", np.int32)])  # the layout of mk::simulate::Wait
 RECORD = np.dtype([(name, np.int32) for name in (
     "number", "phase", "first_task", "end_task", "queue", "claims_end",
-)])  # mk::simulate::Record  # fmt: skip
+)])  # the layout of mk::simulate::Record  # fmt: skip
 TASK = np.dtype([
     *((name, np.float64) for name in (
         "weight_bytes", "read_bytes", "ring_bytes", "held_bytes", "output_bytes", "ahead_bytes", "ask_s", "compute_s",
@@ -31,14 +31,18 @@ TASK = np.dtype([
         "weight_key", "read_key", "write_key", "split", "parts", "first_wait", "end_wait", "first_signal", "end_signal",
         "unused",
     )),
-])  # mk::simulate::Task  # fmt: skip
-SIGNAL = np.dtype([(name, np.int32) for name in ("rank", "counter", "next", "arrivals")])  # mk::simulate::Signal
+])  # the layout of mk::simulate::Task  # fmt: skip
+
+# the layout of mk::simulate::Signal
+SIGNAL = np.dtype([(name, np.int32) for name in ("rank", "counter", "next", "arrivals")])
 EVERY_RANK = -1
 
 
 @dataclass(frozen=True)
 class Work:
-    """mk::simulate::Program: the records of streams and queues in one list, each with its tasks."""
+    """The input of the native simulator (mk::simulate::Program). The records of all streams and queues are in one list,
+    and each record refers to its tasks.
+    """
 
     ranks: int
     workers: int
@@ -114,7 +118,7 @@ def _library() -> ctypes.CDLL:
 
 
 def run(work: Work, costs: Costs, stall: tuple[int, int, int, float], most: int) -> tuple[Result, Intervals]:
-    """Simulate a step. Returns at most `most` intervals of its trace, in the order in which they ended."""
+    """Simulate a step. Returns the result and up to `most` intervals of the trace, in the order in which they ended."""
     values = {f.name: getattr(work, f.name) for f in fields(Work)}
     counts = {f"{name}_count": len(values[name]) for name in _COUNTED}
     program = _Program(**{name: v if isinstance(v, int) else v.ctypes.data for name, v in values.items()}, **counts)
@@ -133,7 +137,7 @@ def run(work: Work, costs: Costs, stall: tuple[int, int, int, float], most: int)
     )
     if status == -2:
         raise MegakernelError(
-            "a record of the program names a counter, a task or a queue that does not exist: verify it"
+            "a record of the program names a counter, a task or a queue that does not exist: verify the program"
         )
     if status:
         raise MegakernelError("out of memory while simulating a program: simulate it on a machine with more memory")

@@ -1,8 +1,9 @@
-"""Runs a program in virtual time, to predict how long a step takes on a machine and why.
+"""Runs a program in virtual time, to predict how long a step takes on a machine, and why.
 
-Each worker has a controller, a loader, consumers and a storer, which process its instructions in order. Workers share
-memory, the last-level cache, links and their switch; each is divided equally among its users at any moment. A wait
-lasts until the signals that the program names have arrived. docs/simulator.md has the rules and the omissions.
+Each worker has a controller, a loader, consumers and a storer, which process the worker's instructions in order.
+Workers share the memory, the last-level cache, the links and the switch. Each of these is divided equally among its
+users at any moment. A wait lasts until the signals that the program names have arrived. docs/simulator.md has all
+rules, and says what the simulator leaves out.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from .native import Result, Work, run
 from .work import make_work
 
 _TICK_S = 1e-9
-_INTERVALS_PER_TASK = 8  # fetch, two page waits, two loads, counter wait, compute, store
+_INTERVALS_PER_TASK = 8  # a fetch, two page waits, two loads, a counter wait, a compute and a store
 _MOST_IN_FLIGHT = 7
 
 
 @dataclass(frozen=True)
 class Stall:
-    """Delays one instruction by `seconds`: its segment (an index of SEGMENTS), its number as in a trace, and its
-    layer.
+    """A delay of one instruction by `seconds`. `segment` is an index of SEGMENTS, `number` is the instruction's number
+    as in a trace, and `layer` is the layer in which it is delayed.
     """
 
     segment: int
@@ -41,9 +42,9 @@ class Stall:
 class Simulation:
     """The result of a simulated step.
 
-    `step_s` is the time from the launch to the last event. Bytes (including those written back and loaded again) and
-    FLOPs are sums over all ranks. `events` counts the events of the simulation. For the activity of workers and
-    fractions of peak rates, use megakernel.timeline on the trace, as for any other trace.
+    `step_s` is the time from the launch to the last event. Bytes and FLOPs are sums over all ranks. The bytes include
+    those that are written back to memory and loaded again. `events` counts the events of the simulation. To get the
+    activity of workers and the fractions of peak rates, use megakernel.timeline on `trace`, as for any other trace.
     """
 
     step_s: float
@@ -65,10 +66,11 @@ def simulate(
     trace: bool = False,
     stall: Stall | None = None,
 ) -> Simulation:
-    """Run one step of `program`, described by `table`, on `machine`.
+    """Simulate one step of `program` on `machine`. The step table `table` describes the step.
 
-    `costs` defaults to those of the machine. With `trace`, every interval is kept, about 200 bytes per instruction.
-    Raises MegakernelError if the program never ends or if a counter gets more signals than its total.
+    `costs` defaults to the costs of the machine. With `trace`, every interval is kept, which takes about 200 bytes per
+    instruction. Raises MegakernelError if the program never ends, or if a counter gets more signals than the
+    program declares.
     """
     program.check()
     if program.processors != machine.workers:
@@ -105,7 +107,7 @@ def simulate(
 
 
 def _launched(program: Program, work: Work) -> int:
-    """The number of tasks in one launch."""
+    """Return the number of tasks in one launch."""
     per_record = work.records["end_task"] - work.records["first_task"]
     counts = [
         int(per_record[offsets[0] : offsets[-1]].sum())
@@ -118,7 +120,8 @@ def _launched(program: Program, work: Work) -> int:
 def _check(program: Program, work: Work, result: Result) -> None:
     if result.crowded_counter >= 0:
         raise MegakernelError(
-            f"counter {result.crowded_counter} gets more arrivals than its total: the program is wrong, verify it"
+            f"counter {result.crowded_counter} gets more arrivals than the program declares:"
+            " check the program with megakernel verify"
         )
     if result.stuck_stream < 0:
         return
@@ -127,12 +130,12 @@ def _check(program: Program, work: Work, result: Result) -> None:
     name = program.forward.by_number[int(record["phase"])].name
     raise MegakernelError(
         f"the program never ends: rank {rank} worker {worker} waits at record"
-        f" {record['number']} ({name}, layer {result.stuck_layer}); verify it"
+        f" {record['number']} ({name}, layer {result.stuck_layer}); check the program with megakernel verify"
     )
 
 
 def _matrix_flops(program: Program, table: StepTable) -> float:
-    """FLOPs of the matmuls and attention of all ranks, including padding rows."""
+    """Return the FLOPs of the matmuls and the attention of all ranks, including those of padding rows."""
     total = 0.0
     for segment, runs in enumerate((1, program.dims.layers, 1)):
         for phase, dims, _, columns in program.by_phase(segment):

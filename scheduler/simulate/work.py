@@ -1,9 +1,9 @@
-"""Prepares the simulator's input: for each task of a program its waits, signals, loads, arithmetic and stores.
+"""Prepares the simulator's input: the waits, signals, loads, arithmetic and stores of each task of a program.
 
-A task is an instruction or an attention work item; consecutive items of single rows in a slot form one task. All data
-follow from the program's phases: loads and stores from the declared accesses, arithmetic from the declared costs,
-attention from the step table. The last-level cache of a rank holds named entries: a weight tile, one KV head of a
-sequence in one layer, or a row block of an activation buffer.
+A task is an instruction or an attention work item. Consecutive items of one attention instruction that have a single
+row each may form one task (see `_starts_task`). All data follow from the program's phases: loads and stores from the
+declared accesses, arithmetic from the declared costs, and attention from the step table. The last-level cache of a rank
+holds named entries: a weight tile, one KV head of a sequence in one layer, or a row block of an activation buffer.
 """
 
 from __future__ import annotations
@@ -53,11 +53,13 @@ _LISTS = (*SEGMENTS, "queues")
 
 
 class _Tasks:
-    """All tasks, filled group by group. Rows of `waits` and `signals` begin with the task."""
+    """The simulator's tasks. The functions below add the data of one phase after another. The first column of `waits`
+    and of `signals` is the number of the task.
+    """
 
     def __init__(self, count: int, ranks: int) -> None:
         self.waits: list[Ints] = []  # [n, 3]: task, counter, slot
-        self.signals: list[Ints] = []  # [n, 5]: task, rank, counter, next, arrivals
+        self.signals: list[Ints] = []  # [n, 5]: task, rank, counter, 1 for a counter of the next layer, arrivals
         self.table = np.zeros(count, dtype=TASK)
         for name in ("weight_key", "read_key", "write_key", "split"):
             self.table[name] = -1
@@ -68,7 +70,9 @@ class _Tasks:
             self.table[name][tasks] = values
 
     def words(self, rows: list[Ints], what: str, dtype: np.dtype[np.void]) -> NDArray[np.void]:
-        """The rows sorted by task. Each task's range of these rows is stored in its table entry."""
+        """Return the waits or signals `rows` sorted by task, and store in each task's table entry which of the sorted
+        rows belong to the task.
+        """
         names = dtype.names or ()
         table = np.concatenate([*rows, np.zeros((0, len(names) + 1), np.int64)])
         table = table[np.argsort(table[:, 0], kind="stable")]
@@ -81,8 +85,8 @@ class _Tasks:
 
 
 def make_work(program: Program, table: StepTable, costs: Costs) -> Work:
-    """Prepare one step of `program` for the simulator. `table` is a step table with the program's sizes, the same for
-    all ranks.
+    """Return one step of `program` as the simulator's input. `table` is a step table with the program's sizes; all
+    ranks have the same one.
     """
     records, ranks, number, offsets = _records(program)
     numbers = rec.phase_number(records)
@@ -147,7 +151,9 @@ def make_work(program: Program, table: StepTable, costs: Costs) -> Work:
 
 
 def _records(program: Program) -> tuple[Records, Ints, Int32s, list[Int32s]]:
-    """The records of all streams and queues, the rank and the trace number of each record, and each list's offsets."""
+    """Return the records of all streams and queues, the rank of each record, the number of each record as in a trace,
+    and the offsets of the streams in each list of records.
+    """
     every, ranks, number, offsets = [], [], [], []
     start = 0
     for name in _LISTS:
@@ -162,11 +168,14 @@ def _records(program: Program) -> tuple[Records, Ints, Int32s, list[Int32s]]:
 
 
 class _Keys:
-    """The numbers of cache entries, equal on all ranks, and their sizes, [ranks, keys]."""
+    """Assigns a number, the key, to each entry of the last-level cache. Keys are the same on all ranks. `bytes`,
+    [ranks, keys], has the size of the entry with each key on each rank.
+    """
 
     def __init__(self, program: Program, views: list[StepTable], records: Records, numbers: Int32s) -> None:
         dims = program.dims
-        self._weights: dict[int, tuple[int, Int32s]] = {}  # for each phase: its first key, and the columns of its tiles
+        # For each phase number: the key of the phase's first weight tile, and the first columns of all its tiles.
+        self._weights: dict[int, tuple[int, Int32s]] = {}
         count = 0
         for phase in (p for p in program.forward if p.is_matmul):
             cols = np.unique(phase.columns(records[numbers == phase.number])["col"])
@@ -194,7 +203,9 @@ class _Keys:
 
 
 def _plain(tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Ints, dims: Dims, costs: Costs) -> None:
-    """Add the tasks of one phase on one rank. Attention and control instructions are handled elsewhere."""
+    """Add the data of one phase's tasks on one rank. Other functions add those of attention and of control
+    instructions.
+    """
     columns = phase.columns(records)
     rows, first_row = columns["rows"].astype(np.float64), columns["row"]
     work, loaded = cost(phase, columns, dims), loads(phase, columns, dims)
@@ -230,32 +241,35 @@ def _plain(tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Int
             tasks.set(task, ask_s=roles.loaders)
             matrix_s = np.maximum(matrix_s, roles.consumers)
     elif dims.ring_pages:
-        weights, read = np.zeros(len(task)), read + weights  # consumers load both when they reach the task
+        weights, read = np.zeros(len(task)), read + weights  # the consumers load all data, not the loader
         if costs.issue and phase.operation is Operation.SAMPLE:
-            # While a group of logits is added, a group of the same size is being loaded.
+            # While consumers process one group of logits, they load the next group of the same size.
             steps = sample_steps(dims, costs.issue)
             matrix_s = rows * (costs.latency_s + steps * max(costs.issue.sample_step, costs.latency_s))
     else:
         tasks.set(task, ring_bytes=weights)
     compute_s = matrix_s + vector_s  # a matmul that normalises its inputs does so before its matrix work
-    stage = 2 * PAGE_BYTES if dims.units == Units.DOTS else costs.stage_bytes  # dots use both pages of a pair together
+
+    # Dot products start when both pages of a pair have arrived.
+    stage = 2 * PAGE_BYTES if dims.units == Units.DOTS else costs.stage_bytes
     tail_s = compute_s * np.minimum(1.0, stage / np.maximum(weights + read, 1))
     tasks.set(task, weight_bytes=weights, weight_key=weight_key, read_bytes=read, compute_s=compute_s, tail_s=tail_s)
 
 
 def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims, costs: Costs) -> Floats:
-    """Set the bytes that matmuls take in the ring of pages, and return their seconds of arithmetic."""
+    """Set the bytes that matmul tasks take in the ring of pages, and return the seconds of their arithmetic."""
     taken = matmul_pages(phase, columns["rows"], columns["cols"], dims)
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
     if dims.units == Units.DOTS:
-        # The input rows are loaded in every lap of the ring and stay there until the lap ends.
+        # A matmul by dot products may fill the ring of pages several times. The input rows are loaded once per filling
+        # and stay in their pages until it ends.
         held = dot_input_pages(phase, rows, dims)
         ahead = ahead_columns(phase, dims) * phase.inner(dims) * itemsize(dims)
         tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held, ahead_bytes=float(ahead))
         weights = phase.inner(dims) * phase.matrices(dims) * cols
         return (2 * rows * weights).astype(np.float64) / costs.vector_flops
-    # In the ring, the next instruction's pages follow the output pages of the last chunk of
-    # columns.
+    # In the ring of pages, the pages of the next instruction come after the output pages of this instruction's last
+    # chunk of columns.
     last = np.minimum(taken.output, chunk_output_pages(phase, dims))
     tasks.set(task, ring_bytes=PAGE_BYTES * (taken.weights + taken.inputs), output_bytes=PAGE_BYTES * last)
     flops = tile_work(phase, rows, cols, dims)[0]
@@ -263,7 +277,9 @@ def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims
 
 
 def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Iterator[tuple[int, Floats]]:
-    """(rank, bytes that each task stores there) for an access."""
+    """Yield pairs of a rank and the bytes that each task stores on that rank, for one access. `size` has the bytes of
+    each task.
+    """
     for to in range(dims.tp):
         if isinstance(rank, np.ndarray):
             yield to, np.where(rank == to, size, 0.0)
@@ -274,8 +290,8 @@ def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Iterator[tu
 def _attention(
     tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, first: Ints, view: StepTable, costs: Costs
 ) -> None:
-    """Add the attention of one rank. K and V of earlier steps come from memory once per sequence, even if several items
-    share them.
+    """Add the data of one rank's attention tasks. K and V of earlier steps come from memory once per sequence, even if
+    several items share them.
     """
     dims = view.dims
     task, item, _ = _items(phase, records, first, view)
@@ -287,7 +303,7 @@ def _attention(
     live = sequence >= 0
     flops, kv_bytes = (amount[item] for amount in item_work(view))
     compute_s = costs.attention_s(flops, (rows * dims.group_size).astype(np.float64))
-    # The size of q, which is also that of the output.
+    # The bytes of an item's q. Its output has the same size.
     size: Floats = (rows * heads).astype(np.float64) * (dims.group_size * dims.head_dim * itemsize(dims))
     whole = live & (view.item_split[item] < 0)
     shared = whole & (items_of == 1)
@@ -317,7 +333,9 @@ def _attention(
 
 
 def _items(phase: Phase, records: Records, first: Ints, view: StepTable) -> tuple[Ints, Ints, Ints]:
-    """(task, item, record) for each item of these attention records. `first` has the first task of each record."""
+    """Return three columns, task, item and record, with one entry for each item of the given attention records. `first`
+    has the first task of each record.
+    """
     slot = phase.columns(records)["slot"]
     begin, count = view.slot_items[slot].astype(np.int64), np.diff(view.slot_items)[slot].astype(np.int64)
     record = np.repeat(np.arange(len(records)), count)
@@ -327,8 +345,9 @@ def _items(phase: Phase, records: Records, first: Ints, view: StepTable) -> tupl
 
 
 def _starts_task(view: StepTable) -> NDArray[np.bool_]:
-    """For each item, whether it starts a task. Otherwise it belongs to the task of the previous item of its slot: both
-    items are unsplit single rows of one row block, and both wait for the same counters.
+    """Return, for each item, whether it starts a task. If not, it belongs to the task of the previous item of the same
+    attention instruction. Each of these two items then has one row and all of its context, their rows are in the same
+    row block, and they wait for the same counters.
     """
     single = (view.item_rows == 1) & (view.item_split < 0) & (view.item_seq >= 0)
     same = single[1:] & single[:-1]
@@ -341,7 +360,9 @@ def _starts_task(view: StepTable) -> NDArray[np.bool_]:
 
 
 def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
-    """Add ordinary waits and signals. Every task of an attention instruction waits, and its last task signals."""
+    """Add the waits and signals that do not depend on the step table. Every task of an attention instruction waits, and
+    the instruction's last task signals.
+    """
     waits = rec.waits(records)
     record, slot = np.nonzero(waits)
     word = waits[record, slot]
@@ -370,8 +391,8 @@ def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
 
 
 def _item_words(tasks: _Tasks, phase: Phase, records: Records, first: Ints, view: StepTable) -> None:
-    """Add attention's waits for and signals to counter grids, which its first wait and its first
-    signal name.
+    """Add the waits and signals of attention items. An attention record names a grid of counters in its first wait word
+    and another grid in its first signal word, and each item selects counters of these grids.
     """
     dims = view.dims
     task, item, record = _items(phase, records, first, view)
@@ -407,7 +428,7 @@ def _item_words(tasks: _Tasks, phase: Phase, records: Records, first: Ints, view
 
 
 def _logit_waits(tasks: _Tasks, phase: Phase, records: Records, first: Ints, view: StepTable) -> None:
-    """Add the waits of a norm of logit rows: one for the row block of each row that this rank normalises."""
+    """Add the waits of a norm of logit rows: it waits for the row blocks of all rows that this rank normalises."""
     dims = view.dims
     columns = phase.columns(records)
     slots = rec.WAIT_WORD + np.arange(rec.WAITS)

@@ -1,8 +1,9 @@
-"""Chooses the compiler's default options: of all that the given options leave open, those with the fastest
-simulated step.
+"""Chooses the compiler's default options: for every option that the caller leaves open, the value with which the
+simulated step is fastest.
 
-The cost model adds up phases one after another, so it cannot predict what a queue gains or which exchange between ranks
-hides behind other work. The simulator can, and takes less than a second for a step of a few layers.
+The cost model adds up the times of phases that run one after another. So it cannot predict what a queue gains, or which
+exchanges between ranks take no extra time because other work runs meanwhile. The simulator can predict both, and takes
+less than a second for a step of a few layers.
 """
 
 from __future__ import annotations
@@ -23,29 +24,31 @@ from ..describe import lowering
 from ..options import CHOICES, Options, Shape
 from .predict import predicted_seconds
 
-# The simulated program has at most this many logit rows, like an engine's programs. More logit rows would affect all
+# The simulated program has at most this many logit rows, as an engine's programs have. More logit rows would affect all
 # options alike.
 _LOGIT_ROWS = 64
-# Dot products are tried as well as matrix units if the rows need at most this many tiles of dot
-# products. With more rows, they are many times slower.
+# Dot products are tried as well as matrix units if all rows fit in at most this many tiles of the size that dot
+# products use. With more rows, dot products are many times slower.
 _DOT_TILES = 4
-# A residual replicated on every rank is tried up to this many rows. With more, each rank would
-# repeat too much of the others' work.
+# A residual that is replicated on every rank is tried up to this many rows. With more rows, each rank would repeat too
+# much of the other ranks' work.
 _REPLICATED_ROWS = 1024
 _VALUES: dict[str, tuple[Any, ...]] = {**CHOICES, "interleave": (True, False)}
-# Up to this many row blocks are tried as one panel. Each rank owns a part of that panel, so
-# exchanging it between ranks uses all links.
+# With at most this many row blocks, the simulator also tries all of them as one panel, which is a group of row blocks
+# that share one pass over the weights. Each rank owns a part of that panel, so exchanging the panel uses all links.
 _ONE_PANEL = 16
 
 
 class Fastest:
-    """`compile_program` with everything fixed except the bucket.
+    """Compiles programs for the buckets of one engine. All arguments of `compile_program` are fixed except the sizes of
+    the bucket.
 
-    If `options.queue` is auto, the simulator chooses it, all other auto options and interleaving,
-    once for each number of tokens. With `one_class`, the O projection is sharded for all buckets or
-    replicated for all, as an engine requires; the engine fixes the matmul units itself. A CPU gains
-    nothing from a queue, because a thread runs whichever stream is ready, so its programs use the
-    cost model's choice.
+    If `options.queue` is auto, the simulator chooses the queue, interleaving and all other options that are auto, once
+    for each number of tokens. Programs for a CPU use the cost model's choices instead: a CPU gains nothing from a
+    queue, because a CPU thread runs whichever stream is ready.
+
+    With `one_class`, the O projection is either sharded for all buckets or replicated for all. An engine requires this.
+    It also requires the same matmul units for all buckets, which it sets in `options`.
     """
 
     def __init__(
@@ -67,9 +70,7 @@ class Fastest:
         return self.compile(self.options(tokens), tokens, logit_rows)
 
     def _settled(self, options: Options) -> Options:
-        """`options` with `o`, if it is auto, decided by the cost model. The choice does not depend
-        on the bucket.
-        """
+        """Return `options`, with `o` chosen by the cost model if it is auto. The bucket does not affect this choice."""
         if self._tp == 1 or options.o != "auto":
             return options
         return replace(options, o=_o(self.compile(options, 1, 1)))
@@ -86,13 +87,13 @@ class Fastest:
         )
 
     def seconds(self, options: Options, tokens: int, known: dict[Options | str, float]) -> float:
-        """Predicted seconds of a step, or infinity if these options cannot be combined. `known` has earlier
-        predictions, by options and by the hash of the program.
+        """Return the predicted seconds of a step, or infinity if these options cannot be combined. `known` has the
+        earlier predictions, both by options and by the hash of the program.
         """
         if options not in known:
             try:
                 program = self.compile(options, tokens, min(tokens, _LOGIT_ROWS))
-            except MegakernelError:  # norms inside matmuls do not fit here
+            except MegakernelError:  # these options compute norms inside matmuls, but the rows do not fit
                 known[options] = math.inf
                 return math.inf
             if program.hash not in known:
@@ -107,8 +108,7 @@ class Fastest:
         if tokens not in self._chosen:
             start = with_matmul(self._options, self._config, self.machine, tp=self._tp, tokens=tokens)
             start, known = replace(start, queue="body"), dict[Options | str, float]()
-            # The choices that suit a sharded O projection need not suit a replicated one, so a
-            # search starts from each.
+            # Options that suit a sharded O projection need not suit a replicated one, so there is one search for each.
             forms = [form for form in CHOICES["o"] if form != "auto"]
             starts = [replace(start, o=o) for o in forms] if self._tp > 1 and start.o == "auto" else [start]
             found = [self._choose(each, tokens, known) for each in starts]
@@ -116,7 +116,9 @@ class Fastest:
         return self._chosen[tokens]
 
     def _choose(self, best: Options, tokens: int, known: dict[Options | str, float]) -> Options:
-        """Improve one choice after another, until each has been tried since the last improvement."""
+        """Return the best options found by improving one choice after another, until every choice has been tried since
+        the last improvement.
+        """
         best_s, since = self.seconds(best, tokens, known), 0
         choices = self.open(tokens)
         for changes in itertools.cycle(choices):
@@ -133,8 +135,8 @@ class Fastest:
         return best
 
     def open(self, tokens: int) -> list[list[dict[str, Any]]]:
-        """The choices that the options leave open, each with its possible changes. Options that depend on each other
-        form one choice.
+        """Return the choices that the options leave open, each as a list of possible changes. Options that depend on
+        each other form one choice.
         """
         open_ = {name for name in CHOICES if getattr(self._options, name) == "auto"}
         open_ |= {"interleave"} if self._options.interleave else set()
@@ -159,6 +161,6 @@ def _o(program: Program) -> str:
 
 
 def _products(names: list[str]) -> list[dict[str, Any]]:
-    """All combinations of values for some options."""
+    """Return all combinations of values for the options `names`."""
     values = [[value for value in _VALUES[name] if value != "auto"] for name in names]
     return [dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*values)]

@@ -11,11 +11,13 @@ from ...runtime import Chunk, SampleRow, build_step
 from ..simulate import simulate
 
 _FEW, _MORE = 1, 3  # layers
-_CONTEXT = 128  # KV tokens of a sequence after the step
+_CONTEXT = 128  # number of tokens in the KV cache of each sequence after the step
 
 
 def predicted_seconds(program: Program, machine: Machine) -> float:
-    """Seconds of a typical step, extrapolated from one layer and three layers."""
+    """Return the predicted seconds of a typical step. They are extrapolated from simulations with one layer and with
+    three layers.
+    """
     layers, table = program.dims.layers, usual_step(program.dims)
 
     def step_s(layers: int) -> float:
@@ -28,8 +30,8 @@ def predicted_seconds(program: Program, machine: Machine) -> float:
 
 
 def usual_step(dims: Dims) -> StepTable:
-    """A step table that deals all rows of a program evenly to as many sequences as the program has room for. Each
-    sequence gets logits.
+    """Return the step table of a typical step. It divides all rows of a program evenly among as many sequences as the
+    program has room for. The last row of each sequence gets logits.
     """
     count = min(dims.tokens, dims.max_seqs)
     pages = range(dims.pages_per_seq)

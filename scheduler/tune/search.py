@@ -1,8 +1,8 @@
-"""Searches for faster sizes of tiles, panels and lags (`compile --search`), in addition to the choices of `Fastest`.
+"""Searches for sizes with which a step becomes faster (`compile --search`), in addition to the choices of `Fastest`.
 
-The search changes one size at a time and keeps a change if the simulated step becomes faster, until the time is up. The
-cache folder keeps each result under a hash of the program that the search began with and of everything else that the
-simulated times depend on.
+The sizes are those of tiles and panels (groups of row blocks), and the delays of norms and reductions. The search
+changes one at a time and keeps a change if the simulated step becomes faster, until the time is up. Results are kept in
+the cache folder. The key is a hash of the initial program and of all that simulated times depend on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class Gain:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search. `tried` counts programs; `cached` means that an earlier search found it."""
+    """The result of a search. `tried` is the number of different programs that were simulated. `cached` says that the
+    result comes from an earlier search.
+    """
 
     options: Options
     begin_s: float
@@ -49,10 +51,11 @@ class Found:
 
 
 def search(fastest: Fastest, tokens: int, seconds: float) -> Found:
-    """The best options found within `seconds` for a bucket of `tokens` rows, never slower than the default.
+    """Return the best options found within `seconds` for a bucket of `tokens` rows. They are never slower than the
+    default options.
 
-    The default is determined first, however long that takes. A search is not repeated if an earlier one had at least
-    as many seconds.
+    The default options are always determined, however long that takes. If an earlier search had at least as many
+    seconds, its result is returned.
     """
     stop = time.monotonic() + seconds
     best, known = fastest.options(tokens), dict[Options | str, float]()
@@ -78,7 +81,9 @@ def search(fastest: Fastest, tokens: int, seconds: float) -> Found:
 
 
 def _moves(best: Options, program: Program, fastest: Fastest, tokens: int) -> Iterator[tuple[str, Options]]:
-    """All options that differ from `best` in one value, with the name of that value."""
+    """Yield (text, options) for each set of options that differs from `best` in one size or one choice. The text has
+    the name and the new value of what differs.
+    """
     dims, shape, machine = program.dims, best.shape, fastest.machine
     row_unit = target_of(dims).row_unit[Units(dims.units)]
     rows, cols = machine.tile_rows, machine.tile_cols
@@ -103,7 +108,7 @@ def _text(change: dict[str, Any]) -> str:
 
 
 def _key(program: Program, machine: Machine) -> str:
-    """The cache key: the program, the machine, and the sources of the scheduler and the simulator."""
+    """Return the cache key: a hash of the program, the machine, and the sources of the scheduler and the simulator."""
     digest = hashlib.sha256(f"{program.hash} {machine}".encode())
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
@@ -121,7 +126,7 @@ def _load(file: Path, seconds: float) -> Found | None:
         gains = tuple(Gain(**gain) for gain in kept.pop("gains"))
         return Found(options, gains=gains, **kept | {"cached": True})
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # no such file, or an incomplete one
+        return None  # the file does not exist or is incomplete
 
 
 def _save(file: Path, found: Found, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Proves that a program is right for every step it may run. Shares no code with the scheduler."""
+"""Proves that a program is right for every step that it may run. The verifier shares no code with the scheduler."""
 
 from .proof import Report, verify
 

@@ -1,12 +1,13 @@
 """Fourth stage of the verifier: does each access come after the accesses that it must follow?
 
-The required order follows from the program's phases alone. Running them one after another
-(prologue, the body once per layer, epilogue) defines the meaning of a step. Here, a phase means all
-of its instructions in one run, on all ranks. Copies of a buffer on two ranks are two places. For
-each box, the following must hold. No phase writes an element twice. What a phase reads was written
-by the last earlier phase that writes the buffer. A read comes after that write, and a write comes
-after the previous write and after all reads of the previous value. "After" means that the later
-access begins when the earlier one has ended.
+The required order follows from the program's phases alone. The meaning of a step is defined by running the phases one
+after another: the prologue, then the body once per layer, then the epilogue. Here, a phase means all of its
+instructions in one run, on all ranks. Copies of a buffer on two ranks are two places.
+
+For each region of a buffer, the following must hold. No phase writes an element twice. A value that a phase reads was
+written by the last earlier phase that writes the buffer. A read comes after that write. A write comes after
+the previous write and after all reads of the previous value. "After" means that the later access begins when the
+earlier access has ended.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ _LAYERED = np.array([spec.layered for spec in BUFFERS.values()], dtype=np.uint8)
 
 
 class _Touches:
-    """Touches as columns: phase, place, kind, event, row, row_end, col, col_end."""
+    """A list of accesses, each to some rows and columns of a buffer. It is kept as columns: phase, place (a copy of the
+    buffer on a rank), kind, event, row, row_end, col, col_end.
+    """
 
     def __init__(self, program: Program) -> None:
         self.ranks = program.ranks
@@ -89,8 +92,8 @@ def _touches(program: Program, events: list[Events], found: list[Use]) -> NDArra
                 else:
                     col, col_end = access.col, access.col_end
                     if access.buffer in dealt:
-                        # Every rank writes its share of the rows, but only the step table knows which rows these are.
-                        # So each rank's share is checked as a column.
+                        # The step table determines which rows each rank writes, but the program does not. So the
+                        # check treats each rank's share as one column of the buffer.
                         mine = access.index is Index.LOGIT_OWNER
                         col = np.full_like(col, use.dims.rank if mine else 0)
                         col_end = np.full_like(col, use.dims.rank + 1 if mine else program.ranks)
@@ -117,9 +120,11 @@ def _block_rows(dims: Dims, blocks: Ints) -> tuple[Ints, Ints]:
 
 
 def _items(out: _Touches, events: Events, phase: int, kind: int, dims: Dims, access: Access) -> None:
-    """The boxes of attention items. An item also reads K and V of other row blocks and waits for these blocks in the
-    same way: the (row block, group) event of the block that is read represents the read. K and V have a copy per layer,
-    so nothing overwrites them, and no write has to wait for such a read.
+    """Add the accesses of attention items to `out`, one access for each event (row block, group of KV heads).
+
+    An item also reads K and V of other row blocks, after it has waited for the counters of those blocks. Such a read is
+    recorded only once, with the event of the row block that is read. No write has to wait for it, because K and V have
+    a copy per layer, so nothing overwrites them.
     """
     grid = events.items[dims.rank]
     blocks, groups = (a.ravel() for a in np.indices(grid.event.shape))
@@ -133,8 +138,8 @@ def _items(out: _Touches, events: Events, phase: int, kind: int, dims: Dims, acc
 
 
 def _logit_rows(out: _Touches, events: Events, phase: int, kind: int, use: Use, access: Access) -> None:
-    """Add the reads of logit rows. A row is read after the counter of its row block, or, without an
-    indexed wait, after the waits of the instruction.
+    """Add the reads of logit rows to `out`. An instruction with an indexed wait reads a row after the counter of the
+    row's block has reached its total. An instruction without an indexed wait reads all its rows after its other waits.
     """
     d = use.dims
     blocks = row_blocks(d, d.rank)
@@ -150,8 +155,9 @@ def _logit_rows(out: _Touches, events: Events, phase: int, kind: int, use: Use, 
 
 @lru_cache(maxsize=64)
 def _declared(forward: Forward, dims: Dims) -> tuple[NDArray[np.uint8], list[tuple[Buffer, int]]]:
-    """[phase number, buffer]: whether the phase writes the buffer on any rank. Also (buffer, rank) for each output that
-    is gathered on one rank, where the host reads it after a launch.
+    """Return an array [phase number, buffer] and a list. The array says whether the phase writes the buffer on any
+    rank. The list has a pair (buffer, rank) for each output that is gathered on one rank, where the host reads it after
+    a launch.
     """
     writes = np.zeros((_HOST + 1, len(BUFFERS)), dtype=np.uint8)
     outputs: list[tuple[Buffer, int]] = []
@@ -165,7 +171,9 @@ def _declared(forward: Forward, dims: Dims) -> tuple[NDArray[np.uint8], list[tup
 
 
 def check_data(unrolled: Unrolled, found: list[Use], order: NDArray[np.int32], most: int) -> Iterator[str]:
-    """Up to `most` violations: of coverage if there are any, otherwise of order."""
+    """Yield up to `most` violations. A violation of coverage is an element that is written twice in a phase, or read
+    without the write that it needs. Wrong orders of accesses are reported only if no violation of coverage is found.
+    """
     program = unrolled.program
     events = [unrolled.runs[0], unrolled.runs[1], unrolled.runs[-1]]
     writes, _ = _declared(program.forward, program.dims)

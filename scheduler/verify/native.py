@@ -19,7 +19,7 @@ READ, WRITE, HOST = range(3)  # mk::verify::Kind
 TWICE, MISSING, UNORDERED, NOT_ONWARD, OVERTAKES = range(5)  # mk::verify::What
 FOUND = np.dtype([(name, np.int32) for name in (
     "what", "earlier", "later", "phase", "place", "row", "row_end", "col", "col_end", "reads",
-)])  # mk::verify::Found  # fmt: skip
+)])  # the layout of mk::verify::Found  # fmt: skip
 
 
 class _Graph(ctypes.Structure):
@@ -48,8 +48,10 @@ class _Step(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Graph:
-    """The rows (nodes) and edges of an unrolled program. `first` has the first row of each run, then that of the
-    counters.
+    """The graph of an unrolled program: `rows` nodes, called rows, and edges from `source` to `target`.
+
+    The rows of instructions come first. They are sorted by run: the prologue, the body once per layer, the epilogue.
+    The remaining rows are counters. `first` has the first row of each run and, as its last element, the first counter.
     """
 
     rows: int
@@ -64,7 +66,11 @@ class Graph:
 
 @dataclass(frozen=True)
 class Step:
-    """mk::verify::Step. `declares` is [phases, buffers]; `touches` is [8, n]: phase, place, kind, event, box."""
+    """The accesses of a step, as the native verifier gets them (mk::verify::Step).
+
+    `declares` [phases, buffers] says which phase writes which buffer. `touches` [8, n] describes n accesses: the phase,
+    the place (a buffer on a rank), the kind, the event (an instruction), and four bounds of rows and columns.
+    """
 
     ranks: int
     segment: Int32s
@@ -105,9 +111,10 @@ def _checked(count: int) -> int:
 
 
 def topological_order(graph: Graph, missing: Int32s) -> tuple[Int32s, Int32s]:
-    """The rows that can be ordered, in order, and the number of each row's incoming edges whose
-    sources cannot be ordered. `missing` has each row's number of incoming edges. A row can be
-    ordered once all their sources have been.
+    """Return a topological order of the graph's rows, without the rows on or behind a cycle. Also return, for each row,
+    the number of incoming edges whose sources are missing from this order.
+
+    `missing` has the number of incoming edges of each row.
     """
     order, left = np.empty(graph.rows, dtype=np.int32), missing.copy()
     count = _library().mk_verify_order(ctypes.byref(graph.native()), left.ctypes.data, order.ctypes.data)
@@ -115,7 +122,10 @@ def topological_order(graph: Graph, missing: Int32s) -> tuple[Int32s, Int32s]:
 
 
 def unordered(graph: Graph, order: Int32s, step: Step, ends: Int32s, lasts: Int32s, most: int) -> NDArray[np.void]:
-    """Up to `most` violations, as records of FOUND. Each row of `lasts` must come after each row of `ends`."""
+    """Return up to `most` pairs of accesses whose order is wrong or not ensured, as records of FOUND.
+
+    Also checks that each row of `lasts` comes after each row of `ends`.
+    """
     found = np.zeros(most, dtype=FOUND)
     count = _library().mk_verify_data(
         ctypes.byref(graph.native()),

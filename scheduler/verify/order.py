@@ -1,18 +1,23 @@
 """Third stage of the verifier: the events, what each event waits for, and what has certainly happened before it.
 
 An event is one execution of an instruction, or a virtual event. It begins when the counters that it waits for have
-reached their totals, and it signals when it ends. The events of a stream begin in order and end in order, but one may
-begin before the previous one ends. Two kinds of virtual events represent decisions of the step table:
+reached their totals, and it signals when it ends. The events of a stream begin in order and end in order, but an event
+may begin before the previous event of the stream ends.
 
-item    (rank, layer, row block, KV-head group): every attention work item of these rows and heads, in whichever slot.
-        It certainly comes after the counters that its indexed wait names, and after nothing else. Its arrival at the
-        row block's counter proves only its own end. The last item of a split to arrive represents the whole split.
-read    (grid of a norm of logit rows, rank, row block): the read of one logit row, after that row block's counter.
+Two kinds of virtual events represent work that the step table assigns to instructions:
 
-A third kind describes how a queue is claimed, and matters only for the proof that there is no deadlock:
+item    the attention of one row block and KV-head group, in one layer and on one rank. The step table decides which
+        attention instruction does this work. It is certain only that the work follows the counters that the
+        instruction's indexed wait names. A signal at the row block's counter proves only that this event has ended. If
+        several work items divide the KV blocks of a row, only the item that ends last signals, for all of them.
+read    the read of one logit row in a row block, by a norm of logit rows on one rank. It follows the row block's
+        counter.
 
-begin   a worker arrives at a drain. The drain's own event is that the worker leaves the drain, after all records of the
-        queue before its operand `end`.
+A third kind describes how workers take instructions from a queue. It matters only for the proof that there is no
+deadlock:
+
+begin   a worker reaches a `drain`, the instruction that runs a queue's instructions. The event of the `drain` itself is
+        that the worker leaves it, after the queue's first `end` records (`end` is an operand of the `drain`).
 """
 
 from __future__ import annotations
@@ -33,13 +38,13 @@ Edges = tuple[Ints, Ints]  # earlier, later
 
 
 def row_blocks(dims: Dims, rank: int) -> Ints:
-    """The row blocks whose residual `rank` keeps."""
+    """Return the row blocks whose residual is stored on `rank`."""
     step = 1 if dims.replicated_residual else dims.tp
     return np.arange(rank % step, dims.row_blocks, step)
 
 
 def _ended_before(key: Ints, end: Ints) -> Ints:
-    """The largest `end` among earlier elements with the same key; 0 if there is none."""
+    """Return, for each element, the largest `end` among earlier elements with the same key, or 0 if there is none."""
     order = np.argsort(key, kind="stable")
     key, end = key[order], end[order]
     step = int(end.max()) + 1
@@ -51,7 +56,9 @@ def _ended_before(key: Ints, end: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class Grid:
-    """The attention items of one rank: `event` of [row block, head group], with `group_heads` KV heads per group."""
+    """The attention items of one rank. `event`, [row block, head group], has the number of each item's event. A head
+    group has `group_heads` KV heads.
+    """
 
     event: Ints
     group_heads: int
@@ -59,8 +66,8 @@ class Grid:
 
 @dataclass(frozen=True)
 class Reads:
-    """The `records` of one rank that wait for one grid of counters, and the event for each of the
-    rank's row blocks.
+    """The reads of logit rows on one rank. `records` are the instructions that read the rows and wait for the same grid
+    of counters. `event` has the number of the read event of each of the rank's row blocks.
     """
 
     records: Ints
@@ -69,12 +76,16 @@ class Reads:
 
 
 class Events:
-    """The events of one segment: its records, followed by virtual events. Counters are flat: rank * counters + counter.
+    """The events of one segment (the prologue, the body of a layer or the epilogue): its records, then virtual events.
 
-    `waits` are (counter, event) pairs; `signals` are (event, counter, next block, arrivals). The (event, event) pairs
-    of `may_wait` and `after` exist for some step tables or claims only: the search for deadlocks includes them, but
-    they prove nothing about data. `chain` has the events of every stream in program order, stream by stream; `stream`
-    has their streams.
+    waits     (counter, event) pairs. The number of a counter is rank * counters + counter
+    signals   (event, counter, whether the counter is in the next layer's block, number of arrivals)
+    may_wait  (counter, event) pairs that exist only for some step tables, or for some ways to claim queued records
+    after     (earlier event, later event) pairs that exist only for some of these, too
+    chain     the events of every stream in program order, stream by stream
+    stream    the stream of each event in `chain`
+
+    The search for deadlocks includes `may_wait` and `after`, but they prove nothing about data.
     """
 
     def __init__(self, part: Part) -> None:
@@ -128,7 +139,8 @@ class Events:
             items, arrivals = event.ravel(), (block_rows[:, None] * heads).ravel()
             grid = self._wait[part.waits.indexed & (part.waits.row == slots[0])] + np.arange(items.size)
             self.waits.append((grid, items))
-            # A slot may wait for any member of the grid before it ends, and may be the last to arrive at any member.
+            # The step table may assign the items of any counter of the grid to any attention instruction. The
+            # instruction may therefore wait for any of these counters, and any item may end only when it ends.
             begin, end = self._new(2)
             self.may_wait.append((grid, np.full(items.size, begin)))
             self.after.append((np.full(len(slots), begin), slots))
@@ -164,9 +176,9 @@ class Events:
         records = np.arange(part.static, len(part.records))
         same = part.queue[records[1:]] == part.queue[records[:-1]]
         self.after.append((records[:-1][same], records[1:][same]))
-        # A worker may claim a record before earlier instructions of its stream have ended, so a record follows only the
-        # begins of all drains that may claim it. A stream's next drain of a queue continues where the previous one
-        # ended.
+        # A worker may claim a record of a queue while earlier instructions of the worker's stream still run. A record
+        # therefore follows the `begin` events of all drains that may claim the record, but not the instructions before
+        # these drains. If a stream has several drains of one queue, each drain starts where the previous drain ended.
         done = _ended_before(part.stream[drains] * program.rank_queues + queue, end)
         busy = done < end
         self.after.append((begin[busy], (first[queue] + done)[busy]))
@@ -184,7 +196,9 @@ class Events:
             self.reads.append(Reads(rows, rank, event))
 
     def arrivals(self, next_block: bool) -> Ints:
-        """The arrivals per counter that one run makes in the next block if `next_block`, otherwise in its own block."""
+        """Return the number of arrivals at each counter that one execution of the segment causes. The counters are
+        those of the next layer's block if `next_block` is true, otherwise those of the segment's own block.
+        """
         program = self.part.program
         out: Ints = np.zeros(program.ranks * program.counters, dtype=np.int64)
         for _, counter, is_next, count in self.signals:
@@ -210,9 +224,9 @@ class Events:
 
 
 class Unrolled:
-    """The runs of a program, with their events and counters as rows (nodes) of one graph.
+    """All executions (runs) of a program's segments as one graph. Its nodes, called rows, are events and counters.
 
-    Run 0 is the prologue, runs 1..layers are the body, and the last one is the epilogue.
+    Run 0 is the prologue, runs 1..layers execute the body, once per layer, and the last run is the epilogue.
     """
 
     def __init__(self, program: Program, events: list[Events], layers: int) -> None:
@@ -246,15 +260,17 @@ class Unrolled:
         return Graph(self.rows, self.first, source, target)
 
     def order(self) -> tuple[NDArray[np.int32], list[int]]:
-        """A topological order of all rows under every edge that may exist, and the rows of a cycle if there is one."""
+        """Return a topological order of all rows that respects every edge that may exist, and the rows of a cycle if
+        there is one.
+        """
         graph = self._any_order
         missing = np.bincount(graph.target, minlength=self.rows).astype(np.int32)
         order, left = topological_order(graph, missing)
         return order, [] if len(order) == self.rows else self._cycle(left > 0)
 
     def _cycle(self, stuck: Mask) -> list[int]:
-        """A cycle of stuck rows. Each of these has a stuck predecessor, so walking back must repeat
-        a row.
+        """Return a cycle of stuck rows. Each stuck row has a stuck predecessor, so walking back from predecessor to
+        predecessor must come to a row for the second time.
         """
         graph = self._any_order
         inside = stuck[graph.source] & stuck[graph.target]
@@ -270,10 +286,10 @@ class Unrolled:
         return path[seen[row] :]
 
     def ends(self) -> Edges:
-        """For every stream, the last row that does work or is waited for, and the last row of all.
+        """Return two arrays: for every stream, the last row that does work or is waited for, and the last row.
 
-        They differ if a stream ends with a join that signals nothing. Such a join only waits, so it may end at any
-        time, and what it waited for remains true.
+        These two rows differ if a stream ends with a join that signals nothing. Such a join only waits, so it may end
+        at any time, and the condition that it waited for stays true.
         """
         last = np.nonzero(np.append(self._stream[1:] != self._stream[:-1], True))[0]
         lasts = self._chain[last]
@@ -285,17 +301,17 @@ class Unrolled:
             idle = (part.number[event] == JOIN.number) & ~np.isin(event, part.signals.row)
             work[here] -= idle
         alone = work >= 0
-        alone[1:] &= work[1:] > last[:-1]  # a stream that consists of one join does no work
+        alone[1:] &= work[1:] > last[:-1]  # leave out a stream that has only one join, because it does no work
         return self._chain[work[alone]], lasts
 
     def stream(self, row: int) -> int | None:
-        """The stream of a row; None for virtual events and records of a queue."""
+        """Return the stream of a row, or None for virtual events and for records of a queue."""
         run = int(np.searchsorted(self.first, row, side="right")) - 1
         event, part = row - int(self.first[run]), self.runs[run].part
         return int(part.stream[event]) if event < part.static else None
 
     def label(self, row: int) -> str:
-        """The name of a row of the graph in a violation."""
+        """Return the name of a row of the graph, as a violation shows it."""
         if row >= self.first[-1]:
             block, rest = divmod(row - int(self.first[-1]), self.block)
             rank, counter = divmod(rest, self.program.counters)

@@ -19,12 +19,12 @@ _HEALTH, _METRICS = "/health", "/metrics"
 
 @dataclass(frozen=True)
 class Access:
-    """What a request must present before its body is read. `/health` and the page at `/chat` need no key.
+    """The conditions that a request must meet before its body is read. `/health` and `/chat` never need a key.
 
-    keys          the request must carry one of them; without any keys, none is required
-    open_metrics  `/metrics` needs no key
-    hosts         allowed values of the Host header without port, in lower case; None allows any
-    origins       sites whose pages may read answers in a browser; `*` means any site
+    keys          API keys, one of which the request must carry; if empty, no key is needed
+    open_metrics  whether `/metrics` is readable without a key
+    hosts         allowed values of the Host header, in lower case and without the port; None allows any
+    origins       websites whose pages may read the answers in a browser (CORS); `*` means any website
     """
 
     keys: tuple[str, ...] = ()
@@ -36,7 +36,9 @@ class Access:
         """Raise a 403 for a Host header that is not allowed, and a 401 for a missing or wrong key."""
         host = headers.get(b"host", b"").decode("latin-1")
         if self.hosts is not None and path != _HEALTH and _name(host) not in self.hosts:
-            raise APIError(403, f"the Host {quoted(host)} is not allowed: start the server with it in --allowed-hosts")
+            raise APIError(
+                403, f"the Host header {quoted(host)} is not allowed: add this name to the server's --allowed-hosts"
+            )
         if self.guards(path):
             self._authorise(headers.get(b"authorization", b""))
 
@@ -46,7 +48,7 @@ class Access:
 
     def _authorise(self, header: bytes) -> None:
         given = _digest(_key(header))
-        # All keys are compared in constant time, so the time says nothing about any key.
+        # Compare with every key in constant time, so that the response time reveals nothing about the keys.
         matches = [hmac.compare_digest(given, known) for known in self._digests]
         if not any(matches):
             raise APIError(
@@ -61,10 +63,10 @@ class Access:
 
 
 def local_names(host: str, address: str) -> frozenset[str] | None:
-    """The allowed Host names of a server on a loopback address; None if other machines can reach `address`.
+    """Return the Host names that a server on a loopback address accepts, or None if other machines can reach `address`.
 
-    A web page can let its own domain name resolve to 127.0.0.1 and then read from a local server (DNS rebinding). The
-    browser still sends that domain name as Host, and it is not among these names.
+    A malicious web page can make its own domain name resolve to 127.0.0.1 and then read from a local server (DNS
+    rebinding). The browser still sends that domain name in the Host header, so the server can refuse the request.
     """
     if not ip_address(address).is_loopback:
         return None
@@ -72,14 +74,14 @@ def local_names(host: str, address: str) -> frozenset[str] | None:
 
 
 def _name(host: str) -> str:
-    """The Host header without the port and without the brackets of an IPv6 address."""
+    """Return the Host header without the port and without the brackets of an IPv6 address."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()
 
 
 def _key(header: bytes) -> bytes:
-    """The key in the Authorization header. With the Basic scheme, which browsers use, the password is the key."""
+    """Return the key in the Authorization header. Browsers use the Basic scheme, in which the password is the key."""
     scheme, _, value = header.partition(b" ")
     if scheme.lower() == b"bearer":
         return value.strip()
@@ -92,5 +94,5 @@ def _key(header: bytes) -> bytes:
 
 
 def _digest(key: bytes) -> bytes:
-    """The key's hash. All hashes are equally long, so comparing them reveals no key's length."""
+    """Return the hash of a key. All hashes have the same length, so comparing them reveals no key's length."""
     return hashlib.sha256(key).digest()

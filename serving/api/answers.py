@@ -17,9 +17,10 @@ _REASONS: dict[str | None, FinishReason | None] = {"stop": "stop", "length": "le
 
 @dataclass(slots=True)
 class Delta:
-    """An increment of one choice. `index` counts the choices of all prompts.
+    """The new text and tokens of one choice. `index` is the number of the choice among the choices of all prompts, and
+    `prompt` is the number of its prompt.
 
-    `text` has only text that later tokens cannot change.
+    `text` contains only text that later tokens cannot change.
     """
 
     index: int
@@ -34,7 +35,9 @@ class Delta:
 
 
 class Answers:
-    """The choices of one HTTP request. A caller that stops before they are `finished` must call `close`."""
+    """The choices of one HTTP request, while the engine generates them. A caller that stops before `finished` is true
+    must call `close`.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,10 @@ class Answers:
         params: SamplingParams,
         transcripts: Callable[[], list[Transcript]],
     ) -> None:
-        """Submit the prompts. `transcripts` creates the transcripts of one prompt's choices.
+        """Submit the prompts to the engine.
+
+        `transcripts` returns a list with one new transcript for each choice of a prompt. A transcript collects the
+        tokens and the text of its choice.
 
         Raises what `EngineClient.submit` raises.
         """
@@ -62,7 +68,7 @@ class Answers:
         return not self._left
 
     async def take(self) -> list[Delta]:
-        """Wait for new tokens. Returns at most one delta per choice with all that is new since the last call."""
+        """Wait for new tokens. Returns at most one delta per choice, which has all that is new since the last call."""
         deltas: dict[int, Delta] = {}
         while not deltas:
             await self._take(deltas)
@@ -81,7 +87,7 @@ class Answers:
 
     async def _take(self, deltas: dict[int, Delta]) -> None:
         taken = await self.job.take()
-        if self._prompts:  # counted now, because the first tokens mean the engine has accepted them
+        if self._prompts:  # tokens arrived, so the engine accepted the prompts
             self._metrics.prompts(self._prompts)
             self._prompts = ()
         if self._params.prompt_logprobs is not None:
@@ -90,9 +96,10 @@ class Answers:
             self._add(index, pieces, deltas)
 
     def _with_scores(self, taken: dict[int, list[Piece]]) -> dict[int, list[Piece]]:
-        """Hold back the tokens of prompts whose scores have not arrived, and return all others.
+        """Return the tokens of those choices whose prompt's log-probabilities have arrived. Keep all other tokens for a
+        later call.
 
-        The engine sends a prompt's scores when the first of its choices begins.
+        The engine sends the log-probabilities of a prompt when the first choice of that prompt begins.
         """
         for index, pieces in taken.items():
             self._held.setdefault(index, []).extend(pieces)
@@ -102,7 +109,7 @@ class Answers:
     def _add(self, index: int, pieces: list[Piece], deltas: dict[int, Delta]) -> None:
         transcript = self._transcripts[index]
         if transcript.finish_reason is not None:
-            return  # generated before the engine learned of the stop string
+            return  # the engine generated these tokens before it learned of the stop string
         if (delta := deltas.get(index)) is None:
             delta = deltas[index] = Delta(index, index // self._params.n)
         metrics, last_at, before = self._metrics, self._last_at[index], len(delta.tokens)
@@ -118,7 +125,7 @@ class Answers:
             if transcript.finish_reason is not None:
                 delta.finish_reason = reason = _REASONS[transcript.finish_reason]
                 assert reason is not None
-                self._engine.stop(self.job, index)  # does nothing if the engine has ended it
+                self._engine.stop(self.job, index)  # no effect if the engine has already ended the choice
                 self._left -= 1
                 metrics.finished(reason, at - self.job.submitted_at, len(transcript.token_ids))
                 break

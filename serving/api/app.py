@@ -75,7 +75,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.exception_handler(404)
     async def nothing_there(request: Request, error: Exception) -> Response:
-        """List the routes that exist."""
+        """Answer 404 with a list of the routes that exist."""
         listed = [f"{'/'.join(r.methods or ())} {r.path}" for r in app.routes if isinstance(r, APIRoute)]
         where = shortened(f"{request.method} {request.url.path}")
         return APIError(404, f"there is no route {where}: this server has {', '.join(listed)}").response()
@@ -107,7 +107,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.post("/tokenize", response_model=TokenizeResponse, responses=_POST)
     async def tokenize(body: Annotated[TokenizeRequest, Body()]) -> TokenizeResponse:
-        """Token ids of a text or a conversation."""
+        """Convert a text or a conversation to token ids."""
         service.model(body.model)
         if isinstance(body, TokenizeText):
             tokens = await service.encode(body.prompt, body.add_special_tokens is not False)
@@ -118,19 +118,23 @@ def create_app(service: Service) -> FastAPI:
 
     @app.post("/detokenize", response_model=DetokenizeResponse, responses=_POST)
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
-        """Text of token ids."""
+        """Convert token ids to text."""
         service.model(body.model)
         return DetokenizeResponse(prompt=await service.decode(body.tokens))
 
     @app.get("/tokenizer_info", response_model=TokenizerInfo)
     async def tokenizer_info() -> TokenizerInfo:
-        """The BOS and EOS tokens, for evaluation harnesses without a tokenizer of their own."""
+        """Return the BOS and EOS tokens, for evaluation harnesses that have no tokenizer."""
         special = service.tokenizer.special if service.tokenizer else {}
         return TokenizerInfo(bos_token=special.get("bos_token"), eos_token=special.get("eos_token"))
 
     @app.get("/health", responses={200: {"content": None}, 503: _ERROR})
     async def health() -> Response:
-        """An empty answer if all is well; 503 if the engine has stopped, or if there is work but no step ends."""
+        """Return an empty answer with status 200 while the engine works.
+
+        Return 503 if the engine has stopped, or if it has had work but completed no step for longer than the stall
+        timeout.
+        """
         if service.engine.dead:
             raise service.engine.dead
         stalled = service.engine.stalled_for()
@@ -157,7 +161,8 @@ def create_app(service: Service) -> FastAPI:
         takes_body={route.path for route in app.routes if isinstance(route, APIRoute) and route.body_field},
     )
     if origins := service.access.origins:
-        # CORS runs before the gate, because a browser's preflight request carries no key.
+        # The middleware added last runs first. CORS must run before `Gate`, which checks the API key, because a
+        # browser's preflight request carries no key.
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     describe(app, service)
     return app

@@ -81,7 +81,10 @@ class _Chat(Answer):
         return response.model_dump_json().encode()
 
     async def chunks(self) -> AsyncGenerator[bytes]:
-        """The events of the stream. The first chunk of a choice has its role and, with `echo`, the last message."""
+        """Yield the events of the stream.
+
+        The first chunk of each choice contains the role and, with `echo`, the text of the last assistant message.
+        """
         begun: set[int] = set()
         try:
             while not self._answers.finished:
@@ -100,7 +103,7 @@ class _Chat(Answer):
             self._answers.close()
 
     def _message(self, choice: Delta) -> ChatMessage:
-        """A choice as a message, with the tool calls extracted from its text."""
+        """Return a choice as a message. Tool calls are extracted from the text of the choice."""
         if (reader := self._tools.reader(self._service.codec)) is None:
             return ChatMessage(content=self._before + choice.text)
         text, deltas = reader.add(choice.text, True)
@@ -113,9 +116,9 @@ class _Chat(Answer):
         return ChatMessage(content=text or None if calls else text, tool_calls=calls or None)
 
     def _tool_event(self, delta: Delta) -> bytes:
-        """The events for an increment of a choice that may call tools.
+        """Return the events for the new tokens of a choice that may call tools.
 
-        There are none while the text may still turn out to be a tool call.
+        There is no event for new text that may still turn out to be part of a tool call.
         """
         reader = self._readers.get(delta.index)
         if reader is None and (reader := self._tools.reader(self._service.codec)) is not None:

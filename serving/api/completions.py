@@ -37,16 +37,15 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
 
 
 def _scored(body: CompletionRequest) -> list[int]:
-    """The numbers of top tokens per prompt position that the request asks for.
-
-    Both prompt_logprobs and logprobs with echo ask for such a number.
+    """Return how many top tokens the request wants at each prompt position: the value of `prompt_logprobs`, and with
+    `echo` also the value of `logprobs`. Values that are not given are left out, so the list has 0 to 2 numbers.
     """
     asked = (body.prompt_logprobs, body.logprobs if body.echo else None)
     return [count for count in asked if count is not None]
 
 
 async def _texts(service: Service, given: Prompt | list[list[int]], prompts: list[list[int]]) -> list[str]:
-    """The prompts as text. A prompt that was sent as token ids is decoded."""
+    """Return the prompts as text. A prompt that was sent as token ids is decoded."""
     if service.tokenizer is None:
         return [""] * len(prompts)
     parts = [given] if isinstance(given, str) else given
@@ -66,10 +65,12 @@ class _Completion(Answer):
         texts: list[str],
         answers: Answers,
     ) -> None:
-        """`texts` holds the prompts' texts if echo is set, and is empty otherwise."""
+        """Prepare the answer to a request. `texts` has the texts of the prompts if `echo` is set, and is empty
+        otherwise.
+        """
         super().__init__(service, "cmpl", body, model, prompts, answers)
         self._body, self._texts = body, texts
-        self._offsets: dict[int, int] = {}  # choice -> text offset of its next token; only choices that have begun
+        self._offsets: dict[int, int] = {}  # for each choice that has begun: the text offset of its next token
 
     async def whole(self) -> bytes:
         choices = [self._choice(delta) for delta in await self._answers.collect()]
@@ -103,7 +104,9 @@ class _Completion(Answer):
         return self._usage(0 if self._body.max_tokens == 0 else self._answers.completion_tokens)
 
     def _choice(self, delta: Delta) -> CompletionChoice:
-        """A whole choice, or one chunk of it. With echo, its first chunk begins with the prompt."""
+        """Return a whole choice, or one chunk of a choice. With `echo`, the first chunk of a choice begins with the
+        prompt.
+        """
         text, generated, reason = delta.text, delta.tokens, delta.finish_reason
         if self._body.max_tokens == 0:
             text, generated, reason = "", [], "length"
@@ -132,7 +135,9 @@ class _Completion(Answer):
         return logprobs
 
     def _prompt_scores(self, index: int) -> list[Score]:
-        """The prompt's tokens with their log-probabilities. The first token has none, because no token precedes it."""
+        """Return the prompt's tokens with their log-probabilities. The first token has no log-probability, because no
+        token precedes it.
+        """
         prompt, (logprobs, tops) = self._prompts[index], self._answers.job.scores[index]
         count = self._body.logprobs or 0
         later = zip(prompt[1:], logprobs, tops, strict=True)

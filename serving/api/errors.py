@@ -50,7 +50,7 @@ class APIError(Exception):
         self.status, self.message, self.param, self.headers = status, message, param, dict(headers or {})
 
     def body(self) -> bytes:
-        """The error as JSON. Characters that UTF-8 cannot represent are escaped."""
+        """Return the error as JSON. Characters that UTF-8 cannot represent are escaped."""
         kind = _TYPES.get(self.status) or HTTPStatus(self.status).phrase
         info = ErrorInfo(message=printable(self.message), type=kind, param=self.param, code=self.status)
         return ErrorResponse(error=info).model_dump_json().encode()
@@ -79,13 +79,13 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 
 def shortened(text: str) -> str:
-    """A client's text, cut to a length that an error may quote."""
+    """Return a text that a client sent, cut to a length that an error message may quote."""
     shown = printable(text[:_SHOWN])
     return shown if len(text) <= _SHOWN else f"{shown}... ({len(text)} characters)"
 
 
 def quoted(value: object) -> str:
-    """A client's value as an error quotes it.
+    """Return a value that a client sent, in the form in which an error message quotes it.
 
     A long text is cut first, because formatting all of it would take long.
     """
@@ -124,7 +124,7 @@ _MUST = {
 
 
 def _validation(errors: Sequence[Any]) -> APIError:
-    """The first validation error of a body, in one line."""
+    """Return the first validation error of a request body as an error of one line."""
     first = errors[0]
     path = [part for part in first["loc"] if part != "body" and not str(part).startswith("(")]
     if first["type"] == "json_invalid":

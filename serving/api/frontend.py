@@ -1,6 +1,7 @@
-"""The frontend process: `python -m megakernel.serving.api.frontend` reads its `Start` from standard input.
+"""The frontend process: `python -m megakernel.serving.api.frontend`. It reads its configuration, a `Start`, from
+standard input.
 
-It ends on SIGTERM, or when its parent process has ended.
+The process ends on SIGTERM, or when its parent process has ended.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from .limits import Limits
 from .server import Server, allow_connections
 from .service import Service
 
-# New objects until a garbage collection; Python's default is 700. With 50,000, a collection stopped
-# every request for 95 ms.
+# The number of new objects that triggers a garbage collection. Python's default is 700. With 50,000, one collection
+# paused every request for 95 ms.
 _GC_THRESHOLD = 5_000
-READY = b"R"  # a frontend sends it to its parent when it accepts connections
+READY = b"R"  # the message of a frontend to its parent when the frontend accepts connections
 
 
 class Start(msgspec.Struct, frozen=True):
     """The configuration that a frontend gets from its parent.
 
-    number    the frontend's row on the board of shared counters
-    identity  its name in messages to the engine
-    listener  file descriptor of the listening socket that all frontends share
-    parent    file descriptor of a socket whose other end stays open while the parent lives
-    tool_parser  name of the tool call format; None: found from the chat template
+    number       index of the frontend's row on the board, the counters in shared memory
+    identity     name of the frontend in its messages to the engine
+    listener     file descriptor of the listening socket that all frontends share
+    parent       file descriptor of a socket whose other end closes when the parent ends
+    tool_parser  name of the model's tool call format; if None, the chat template determines the format
     """
 
     description: Description
@@ -68,7 +69,8 @@ def main(start: Start) -> int:
         start.limits,
         start.tool_parser,
     )
-    gc.set_threshold(_GC_THRESHOLD)  # The objects made per token form no cycles.
+    # Collect garbage less often, because the objects that each token needs form no cycles.
+    gc.set_threshold(_GC_THRESHOLD)
     orphaned = False
 
     def gone() -> None:
@@ -80,9 +82,10 @@ def main(start: Start) -> int:
 
     def ready() -> None:
         gc.collect()
-        gc.freeze()  # Skip the existing objects: all stay alive, and a scan takes tens of ms.
+        # Exempt the existing objects from collection, because they stay alive and scanning them takes tens of ms.
+        gc.freeze()
         asyncio.get_running_loop().add_reader(parent, gone)
-        with contextlib.suppress(OSError):  # the parent has ended, which `gone` notices
+        with contextlib.suppress(OSError):  # If the parent has ended, the event loop calls `gone`.
             parent.send(READY)
 
     server = Server(service, on_ready=ready, drain_seconds=start.drain_seconds)

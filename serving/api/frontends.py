@@ -21,23 +21,25 @@ from .frontend import READY, Start
 
 log = logging.getLogger(__name__)
 
-_DIED = b"D"  # the message that the engine has died
+_DIED = b"D"  # the message to `run` that says that the engine has died
 
 
 @dataclass(eq=False)
 class _Frontend:
     start: Start
     process: subprocess.Popen[bytes]
-    line: socket.socket  # the process's end of this connection closes when the process ends
+    line: socket.socket  # connection to the process; closed by the system when the process ends
     ready: bool = False
 
 
 @dataclass(eq=False)
 class Frontends:
-    """`count` frontend processes that accept connections from `listener`. `start` is their common configuration.
+    """The frontend processes of a server. `count` processes accept connections from `listener`, and `start` is their
+    common configuration.
 
-    `on_gone` is called with the identity of each frontend that has ended, `on_ready` when all accept connections, and
-    `on_drain` with the name of the signal that ends the server, after which frontends only finish their requests.
+    `on_gone` is called with the identity of each frontend that has ended. `on_ready` is called when all frontends
+    accept connections. `on_drain` is called with the name of the signal that ends the server; from then on, frontends
+    only finish their requests.
     """
 
     listener: socket.socket
@@ -59,13 +61,15 @@ class Frontends:
         self._selector.register(self._wake, selectors.EVENT_READ)
 
     def engine_died(self) -> None:
-        """End the frontends after they have answered their clients with the error. Any thread may call it."""
+        """Tell `run` that the engine has died. The frontends end after they have answered their clients with an error.
+        Any thread may call this method.
+        """
         self._waker.send(_DIED)
 
     def run(self) -> None:
         """Start all frontends and wait until they have ended.
 
-        Raises MegakernelError if anything but a signal ends them.
+        Raises MegakernelError if they end for another reason than a signal.
         """
         with self._signals():
             try:
@@ -102,7 +106,7 @@ class Frontends:
             process.stdin.write(msgspec.msgpack.encode(start))
             process.stdin.close()
         except BrokenPipeError:
-            pass  # the process has died, which `_heard` notices
+            pass  # The process has died, and `_heard` will see that its connection is closed.
         frontend = _Frontend(start, process, ours)
         self._running.append(frontend)
         self._selector.register(ours, selectors.EVENT_READ, frontend)

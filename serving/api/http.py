@@ -20,18 +20,18 @@ from .turns import CLIENT
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _MOST_ID = 256  # maximum characters of a client's X-Request-Id
-_DIRECT = "megakernel.send"  # key of an ASGI scope: the server's own `send`, not wrapped by middleware
+_DIRECT = "megakernel.send"  # the key of the ASGI scope under which `Gate` stores the `send` that it received
 
 
 class ClientGone(Exception):
-    """The client has closed the connection, so nobody reads the answer."""
+    """Raised when the client has closed the connection, so that nobody reads the answer."""
 
 
 class Gate:
     """ASGI middleware that refuses clients without access, and bodies that are too large, too slow or too complex.
 
     It reads a body only for the paths in `takes_body`, and only after the access check. The application gets the whole
-    body at once.
+    body in one message.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Gate:
             self._held -= size
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        """The whole body. Its bytes are added to `_held`."""
+        """Read the whole body, and add its size to `_held`, the bytes of all bodies in memory."""
         declared = headers.get(b"content-length", b"0")
         body = bytearray()
         try:
@@ -110,7 +110,10 @@ class Gate:
             raise
 
     def _admit(self, size: int, more: int) -> None:
-        """Raise a 413 if a body of `size` bytes is too large, and a 503 if `more` bytes exceed the total limit."""
+        """Raise a 413 if a body of `size` bytes is too large.
+
+        Raise a 503 if `more` further bytes would take the bodies of all requests together beyond their limit.
+        """
         if size > self._max_body:
             raise APIError(413, f"the body is larger than {self._max_body} bytes: send less")
         if self._held + more > self._max_bodies:
@@ -124,8 +127,8 @@ class Gate:
 def _answered_to_the_end(receive: Receive, send: Send) -> tuple[Receive, Send]:
     """Wrap `receive` and `send` so that an answer ends only after the whole body has arrived, or after BODY_SECONDS.
 
-    The rest of the body is read and dropped. Closing the connection while the client still sends
-    would reset it, and the client would never read the answer.
+    The wrappers read and discard the part of the body that the application has not read. If the server closed the
+    connection while the client still sends, the connection would be reset and the client would not see the answer.
     """
     more = True
 
@@ -161,7 +164,7 @@ def _with_id(send: Send, given: bytes) -> Send:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. If the client closes the connection, `work` is cancelled and ClientGone is raised."""
+    """Return the result of `work`. If the client closes the connection first, cancel `work` and raise ClientGone."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -181,15 +184,15 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def event(data: bytes) -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event with the content `data`."""
     return b"data: " + data + b"\n\n"
 
 
 class EventStream(Response):
-    """A stream of server-sent events that ends with `end`. Each part has one or more events and is one write.
+    """A response of server-sent events. It consists of `first`, the parts of `rest`, and the final event `end`.
 
-    The first part is made before the stream is created, so an error in making it still sets the
-    HTTP status. A later error is sent as an event.
+    Each part contains one or more events and is sent in one write. The caller generates `first` before it creates the
+    stream, so an error that occurs earlier can still set the HTTP status. A later error is sent as an event.
     """
 
     media_type = "text/event-stream"
@@ -202,7 +205,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._rest):
-            # Middleware only needs the start of an answer, so the many parts of a stream bypass it.
+            # The middleware changes only the start of a response. So the many parts of a stream bypass the middleware,
+            # to save time.
             await while_connected(receive, self._send(scope.get(_DIRECT, send)))
 
     async def _send(self, send: Send) -> None:

@@ -55,19 +55,19 @@ class Events:
 
 
 class Items:
-    """The output items of one answer, in order. Only the last one may still grow: it is open.
+    """The output items of one answer, in order. The last item is open while it may still grow; all others are closed.
 
-    Each method returns the stream events that report its change.
+    Each method returns the stream events that report the change that it made.
     """
 
     def __init__(self, events: Events, *, scored: bool) -> None:
-        """`scored` says that text comes with log-probabilities."""
+        """Create an empty list of items. `scored` says whether text comes with log-probabilities."""
         self.all: list[OutputMessage | OutputCall] = []
         self._events, self._scored = events, scored
         self._open = False
 
     def add(self, text: str, calls: Sequence[CallDelta] = (), logprobs: Sequence[TokenLogprob] = ()) -> bytes:
-        """Append text, which opens a message if none is open, and then append calls."""
+        """Append text, and then function calls. If there is text and no message is open, open a new message for it."""
         events = []
         if text or logprobs:
             if not self._open or not isinstance(self.all[-1], OutputMessage):
@@ -119,5 +119,5 @@ class Items:
         return self._events.make("output_item.added", output_index=len(self.all) - 1, item=item.model_dump())
 
     def _tell(self, kind: str, **content: Any) -> bytes:
-        """An event about the last item."""
+        """Return an event about the last item."""
         return self._events.make(kind, item_id=self.all[-1].id, output_index=len(self.all) - 1, **content)

@@ -8,9 +8,10 @@ from ...model.tokenizer import Tokenizer
 from ..engine_client import Piece
 from .responses import ChatLogprobs, CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
 
-_LOWEST = -9999.0  # replaces minus infinity, which JSON lacks, as vLLM does
+_LOWEST = -9999.0  # stands for minus infinity, which JSON cannot represent; the same value as in vLLM
 
-Score = tuple[int, float | None, dict[int, float] | None]  # token id, its log-probability, the most likely ids
+# A token id, its log-probability, and the log-probabilities of the most likely token ids at its position.
+Score = tuple[int, float | None, dict[int, float] | None]
 
 
 def scores(tokens: Iterable[Piece]) -> list[Score]:
@@ -18,7 +19,10 @@ def scores(tokens: Iterable[Piece]) -> list[Score]:
 
 
 def completion_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], offset: int) -> CompletionLogprobs:
-    """The tokens in the format of completions. `offset` is the first token's start in the text."""
+    """Return the tokens' log-probabilities in the format of /v1/completions.
+
+    `offset` is the first token's position in the text, in characters.
+    """
     out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for token, logprob, top in tokens:
         text = _text(tokenizer, token)
@@ -26,7 +30,8 @@ def completion_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], offset
         out.token_logprobs.append(None if logprob is None else max(logprob, _LOWEST))
         likeliest: dict[str, float] = {}
         for other, value in (top or {}).items():
-            likeliest.setdefault(_text(tokenizer, other), max(value, _LOWEST))  # different ids may have the same text
+            # Different ids may have the same text. Of these, keep the most likely id, which comes first.
+            likeliest.setdefault(_text(tokenizer, other), max(value, _LOWEST))
         out.top_logprobs.append(None if logprob is None else likeliest)
         out.text_offset.append(offset)
         offset += len(text)
@@ -34,7 +39,10 @@ def completion_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], offset
 
 
 def chat_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], count: int) -> ChatLogprobs:
-    """The tokens in the format of chat, with the `count` most likely tokens at each position."""
+    """Return the tokens' log-probabilities in the format of /v1/chat/completions.
+
+    Each position also lists the `count` most likely tokens.
+    """
     content = []
     for token, logprob, top in tokens:
         best = [_chat_token(tokenizer, other, value) for other, value in list((top or {}).items())[:count]]
@@ -44,14 +52,18 @@ def chat_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], count: int) 
 
 
 def likeliest(top: dict[int, float], count: int, token: int) -> dict[int, float]:
-    """The `count` most likely ids of a position, and `token`."""
+    """Return the `count` most likely token ids at one position, and `token`, with their log-probabilities."""
     return {other: value for rank, (other, value) in enumerate(top.items()) if rank < count or other == token}
 
 
 def prompt_logprobs(
     tokenizer: Tokenizer | None, prompt: list[int], tops: list[dict[int, float]], count: int
 ) -> PromptLogprobs:
-    """The prompt's own token and the `count` most likely ids at each position. `tops` begins with the second token."""
+    """Return, for each position of the prompt, the log-probabilities of the prompt's token and of the `count` most
+    likely tokens.
+
+    `tops` has no entry for the first position, because the first token has no log-probability.
+    """
     found: PromptLogprobs = [None]
     for token, top in zip(prompt[1:], tops, strict=True):
         best = enumerate(likeliest(top, count, token).items(), 1)
@@ -75,5 +87,8 @@ def _chat_token(tokenizer: Tokenizer | None, token: int, logprob: float) -> TopL
 
 
 def _text(tokenizer: Tokenizer | None, token: int) -> str:
-    """The text of a single token, with U+FFFD for incomplete characters. Without a tokenizer, vLLM's `token_id:N`."""
+    """Return the text of a single token, with U+FFFD for incomplete characters.
+
+    Without a tokenizer, the text is `token_id:N`, as in vLLM.
+    """
     return f"token_id:{token}" if tokenizer is None else tokenizer.token_bytes(token).decode("utf-8", "replace")

@@ -26,16 +26,17 @@ _HISTOGRAMS = {
     "request_generation_tokens": ("generated tokens per choice", _TOKENS),
 }
 _REASONS = ("stop", "length")
-# The fields of a frontend's row on the board of shared counters. A histogram has its sum, then one
-# count per bucket. The last bucket is +Inf.
+# The fields of a frontend's row on the board (the counters in shared memory), each with its length in numbers. The
+# field of a histogram has the sum of the observed values, followed by one count per bucket. The last bucket is +Inf.
 _FIELDS = [(name, 1) for name in ("cpu_s", "prompt_tokens", "generation_tokens", *_REASONS)]
 _FIELDS += [(name, len(bounds) + 2) for name, (_, bounds) in _HISTOGRAMS.items()]
 
 
 class Metrics(Collector):
-    """Counts this frontend's requests in row `number` of the board, and reports the sums over all frontends.
+    """Counts the requests of one frontend in row `number` of the board, and reports the sums over all frontends.
 
-    Only the frontend's event loop may call it.
+    The board holds counters in memory that all processes of the server share. Only the event loop of the frontend may
+    call the methods.
     """
 
     def __init__(self, board: Board, number: int, *, kv_page: int, model: str) -> None:
@@ -58,7 +59,8 @@ class Metrics(Collector):
         self._observe("time_to_first_token_seconds", seconds)
 
     def next_token(self, seconds: float) -> None:
-        # Called for each token, so `_add` and `_observe` are inlined for speed.
+        # This method is called for each token. So the code of `_add` and `_observe` is repeated here instead of calling
+        # them.
         numbers, at = self.row.numbers, self._itl
         numbers[self._generated] += 1
         numbers[at] += seconds
@@ -81,7 +83,7 @@ class Metrics(Collector):
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics for one scrape."""
+        """Yield all metrics for one request of Prometheus."""
         self.row.count_cpu()
         engine = self._engine.get
         names, values = list(self._labels), list(self._labels.values())
@@ -119,8 +121,8 @@ class Metrics(Collector):
         yield success
         for name, (what, bounds) in _HISTOGRAMS.items():
             yield self._histogram(name, what, bounds)
-        # Totals over all steps. rate(step_bound_seconds) / rate(step_seconds) is the fraction of
-        # the roofline that the engine reached in any period.
+        # These are totals over all steps. step_bound_seconds is the least time that the roofline permits. So
+        # rate(step_bound_seconds) / rate(step_seconds) is the fraction of the roofline reached in a period.
         for name, what, value in (
             ("steps", "steps run", engine("steps")),
             ("step_seconds", "wall time of steps", engine("wall_s")),

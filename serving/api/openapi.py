@@ -12,7 +12,11 @@ _ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorRes
 
 
 def describe(app: FastAPI, service: Service) -> None:
-    """Correct the schema of `app`: bound token ids by the vocabulary, remove status 422, and add API keys if used."""
+    """Correct the schema that FastAPI makes for `app`.
+
+    Limit token ids to the vocabulary, remove status 422, which this server does not use, and add the API key if the
+    server requires one.
+    """
     made = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -12,7 +12,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from .errors import APIError
 
 _MOST_HEAD = 1 << 16  # maximum bytes of a header
-_FIELD = 32  # bytes added for each header field, as in HTTP/2, because short fields take as long to parse as long ones
+
+# Each header field counts as _FIELD bytes more than it has, because short fields take as long to parse as long ones.
+# HTTP/2 adds the same number.
+_FIELD = 32
 
 
 class _HeadTooLarge(Exception):
@@ -20,7 +23,8 @@ class _HeadTooLarge(Exception):
 
 
 class Protocol(HttpToolsProtocol):
-    """Closes a connection if no complete header arrives within `timeout_keep_alive` seconds.
+    """The HTTP/1.1 protocol of one connection. It closes the connection if no complete header arrives within
+    `timeout_keep_alive` seconds.
 
     The time counts from the end of the last answer, or from the beginning of a new connection.
     """
@@ -32,13 +36,13 @@ class Protocol(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def data_received(self, data: bytes) -> None:
-        # uvicorn's own method would cancel the timer at the first byte of a header.
+        # Hide the timer from uvicorn's own method, which would cancel it at the first byte of a header.
         waiting, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
         super().data_received(data)
         if waiting is None:
             return
-        # No pending answer means that the header is incomplete, or that this is the rest of a
-        # refused body. Keep the timer then.
+        # If no answer is pending, either the header is still incomplete, or the data is the rest of a refused body. In
+        # both cases, the timer continues.
         idle = self.cycle is None or self.cycle.response_complete
         if idle and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = waiting

@@ -1,7 +1,7 @@
-"""The request bodies. The range of every field is declared here, and the OpenAPI schema takes it from here.
+"""The pydantic models of the request bodies. They declare the range of every field, which the OpenAPI schema shows too.
 
-Names and defaults are those of vLLM and the OpenAI API. null counts as absent. `fields.py` lists all fields that the
-server ignores or refuses.
+Names and defaults are those of vLLM and the OpenAI API. A field that is null counts as absent. `fields.py` lists all
+fields that the server ignores or refuses.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from .tools import MOST_TOOLS, Called, Tool, ToolChoice
 
 INT32, _SEED = 2**31 - 1, 2**63
 
-# `openapi.py` replaces this mark by the vocabulary size of the served model.
+# In the JSON schema, this entry marks a token id. `openapi.py` replaces the entry by the largest token id, the
+# vocabulary size minus 1.
 VOCABULARY = {"x-vocabulary": True}
 
 
 def _whole(value: Any) -> Any:
-    """Accept 1.0 as 1, because JSON does not distinguish them."""
+    """Return a whole number such as 1.0 as an integer, because JSON does not distinguish 1.0 from 1."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _whole_list(value: Any) -> Any:
-    """`_whole` for a list. A list without floats is returned as it is, because prompts may be long."""
+    """Return a list with `_whole` applied to its items. Prompts may be long, so a list without floats is returned
+    without copying it.
+    """
     return [_whole(item) for item in value] if isinstance(value, list) and float in set(map(type, value)) else value
 
 
@@ -40,7 +43,9 @@ _WHOLE_LIST = BeforeValidator(_whole_list)
 
 
 def one_message(text: str) -> WrapValidator:
-    """Replace pydantic's errors for each member of a union by the one sentence `text`."""
+    """Return a validator for a union type. It replaces pydantic's errors, one for each member of the union, by the
+    single error message `text`.
+    """
 
     def validate(value: Any, inner: Any) -> Any:
         try:
@@ -55,11 +60,11 @@ def contradiction(field: str, text: str) -> PydanticCustomError:
     return PydanticCustomError("contradiction", text, {"field": field})
 
 
-# In an Annotated type, WHOLE must follow the bounds: before them, it removes them from the schema.
+# In an Annotated type, WHOLE must come after the Field with the bounds: otherwise, the schema lacks the bounds.
 WHOLE = BeforeValidator(_whole)
 TokenId = Annotated[int, Field(ge=0, le=INT32, json_schema_extra=VOCABULARY)]
 Text = Annotated[str, Field(min_length=1)]
-# Validation stops at the first invalid item, because describing many takes tens of milliseconds.
+# `fail_fast` stops at the first invalid item, because describing many errors takes tens of milliseconds.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), _WHOLE_LIST]
 Prompt = Annotated[
     Text
@@ -106,14 +111,19 @@ class Sampled(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: Annotated[bool, Field(description="leave out special tokens; default: true")] | None = None
     truncate_prompt_tokens: (
-        Annotated[int, Field(ge=-1, le=INT32, description="keep so many last tokens; -1: as many as fit"), WHOLE] | None
+        Annotated[
+            int,
+            Field(ge=-1, le=INT32, description="how many of the prompt's last tokens to keep; -1: as many as fit"),
+            WHOLE,
+        ]
+        | None
     ) = None
     stream: bool | None = None
 
     def sampling(
         self, max_tokens: int, structured: StructuredOutputsParams | None = None, **more: Any
     ) -> SamplingParams:
-        """The engine's sampling parameters. `structured` is the format that the answer must match.
+        """Return the engine's sampling parameters. `structured` is the format that the answer must match.
 
         Raises MegakernelError if fields contradict each other.
         """
@@ -165,7 +175,9 @@ class CompletionRequest(Choices):
     body = fields.COMPLETIONS
 
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0, le=INT32, description="default: 16; 0 only with echo"), WHOLE] | None = None
+    max_tokens: (
+        Annotated[int, Field(ge=0, le=INT32, description="default: 16; may be 0 only with echo"), WHOLE] | None
+    ) = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="must equal n"), WHOLE] | None = None
@@ -198,7 +210,7 @@ class Message(Strict):
     name: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The message in the form that chat templates read."""
+        """Return the message in the form that chat templates read."""
         content = self.content
         text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
         more: dict[str, Any] = {"tool_call_id": self.tool_call_id, "name": self.name}
@@ -216,7 +228,7 @@ class Conversation(Strict):
 
     messages: Messages
     add_generation_prompt: (
-        Annotated[bool, Field(description="let an answer begin; default: true, unless continue_final_message")] | None
+        Annotated[bool, Field(description="begin a new answer; default: not continue_final_message")] | None
     ) = None
     continue_final_message: Annotated[bool, Field(description="the answer continues the last message")] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(description="more variables for the template")] | None = None
@@ -246,7 +258,9 @@ class ChatRequest(Conversation, Choices):
     ) = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="requires logprobs"), WHOLE] | None = None
-    echo: Annotated[bool, Field(description="begin with the last message if it is the assistant's")] | None = None
+    echo: (
+        Annotated[bool, Field(description="begin the answer with the last message if the assistant wrote it")] | None
+    ) = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Annotated[ToolChoice | None, one_message(_CHOICES)] = None
     parallel_tool_calls: bool | None = None
@@ -273,7 +287,7 @@ def _which(given: Any) -> str:
     return "(messages)" if isinstance(given, dict) and "messages" in given else "(text)"
 
 
-# Names in parentheses do not appear in errors.
+# The tags are in parentheses, so that errors.py can recognise them and leave them out of the path of an invalid field.
 TokenizeRequest = Annotated[
     Annotated[TokenizeText, Tag("(text)")] | Annotated[TokenizeMessages, Tag("(messages)")], Discriminator(_which)
 ]

@@ -82,7 +82,7 @@ async def respond(service: Service, body: ResponsesRequest) -> Response:
 
 
 class _Turn(Answer):
-    last = b""  # the stream ends with response.completed
+    last = b""  # empty, because `chunks` already ends with response.completed or response.incomplete
 
     def __init__(
         self, service: Service, body: ResponsesRequest, model: str, prompt: list[int], answers: Answers, tools: Tools
@@ -126,15 +126,15 @@ class _Turn(Answer):
         return self._items.add(*self._reader.add(delta.text, delta.finish_reason is not None))
 
     def _close(self, reason: FinishReason | None) -> bytes:
-        """Close the last item. An answer without items gets an empty message."""
+        """Close the last output item. If the answer has no items, add an empty message first."""
         events = b"" if self._items.all else self._items.open_message()
         return events + self._items.close("completed" if reason == "stop" else "incomplete")
 
     def _text_chunk(self, index: int, text: str) -> bytes:
-        raise AssertionError("numbered events are not built from a cached chunk")
+        raise AssertionError("events of /v1/responses are numbered, so no cached chunk can be used")
 
     def _response(self, reason: FinishReason | None) -> ResponseObject:
-        """The response object so far. `reason` is None while the answer is generated."""
+        """Return the response object so far. `reason` is None while the answer is generated."""
         body, usage = self._body, None
         if reason is not None:
             used = self._usage(self._answers.completion_tokens)

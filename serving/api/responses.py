@@ -14,7 +14,7 @@ class PromptDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """Token counts of a request. `cached_tokens` of the prompt came from the prefix cache and were not computed."""
+    """Token counts of a request. `cached_tokens` counts the prompt tokens found in the prefix cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -25,7 +25,7 @@ class Usage(BaseModel):
 class PromptLogprob(BaseModel):
     """One token's log-probability.
 
-    `rank` 1 is the most likely token; None: it is not among the requested top tokens.
+    `rank` is 1 for the most likely token, and None for a token that is not among the requested top tokens.
     """
 
     logprob: float
@@ -33,12 +33,12 @@ class PromptLogprob(BaseModel):
     decoded_token: str
 
 
-PromptLogprobs = list[dict[int, PromptLogprob] | None]  # per token; None for the first, which no token precedes
+PromptLogprobs = list[dict[int, PromptLogprob] | None]  # one element per prompt token; the first is None
 
 
 class CompletionLogprobs(BaseModel):
-    """Lists with one element per token. The first prompt token has no log-probability. `text_offset` is a token's start
-    in the text, in characters.
+    """Log-probabilities as lists with one element per token. The first token of a prompt has no log-probability.
+    `text_offset` is the position in the text, in characters, where the token begins.
     """
 
     tokens: list[str]

@@ -71,13 +71,15 @@ Item = Annotated[
 
 
 def _kind(given: Any) -> str:
-    """The kind of an input item. An unknown kind counts as a message, so that the error for a message is shown."""
+    """Return the kind of an input item. The result for an unknown kind is "message", and the validation as a message
+    then fails.
+    """
     kind = given.get("type") if isinstance(given, dict) else None
     return kind if isinstance(kind, str) and kind in _ITEMS else "message"
 
 
 class TextFormat(JsonSchema):
-    """The answer follows the schema whether `strict` says so or not."""
+    """The format of the answer's text. The answer always follows the schema, even if `strict` is false."""
 
     type: Literal["text", "json_object", "json_schema"]
 
@@ -89,7 +91,10 @@ class TextConfig(Strict):
 
 
 class _OfType(Strict):
-    """The field `type`. As a class's last base it is checked first, before a missing name."""
+    """A base class that adds only the field `type`.
+
+    pydantic validates the fields of a class's last base first, so a wrong `type` is reported before a missing `name`.
+    """
 
     type: Literal["function"]
 
@@ -114,9 +119,9 @@ class ResponsesRequest(Sampled):
         | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES - 1), Tag("(items)")],
         Discriminator(lambda given: "(items)" if isinstance(given, list) else "(text)"),
     ]
-    instructions: Annotated[str, Field(description="what the system says before the conversation")] | None = None
+    instructions: Annotated[str, Field(description="a system message before the conversation")] | None = None
     max_output_tokens: (
-        Annotated[int, Field(ge=1, le=INT32, description="up to the context's end where absent"), WHOLE] | None
+        Annotated[int, Field(ge=1, le=INT32, description="default: up to the context limit"), WHOLE] | None
     ) = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
@@ -124,14 +129,14 @@ class ResponsesRequest(Sampled):
     tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Annotated[Literal["none", "auto", "required"] | NamedResponseTool | None, one_message(_CHOICES)] = None
     parallel_tool_calls: bool | None = None
-    metadata: Annotated[dict[str, str], Field(description="comes back with the answer")] | None = None
+    metadata: Annotated[dict[str, str], Field(description="returned unchanged with the answer")] | None = None
 
     @property
     def wants_logprobs(self) -> bool:
         return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     def structured(self) -> StructuredOutputsParams | None:
-        """The format that the text must match, or None. Raises a 400 if the schema is missing."""
+        """Return the format that the answer's text must match, or None. Raises a 400 if the schema is missing."""
         wanted = self.text.format if self.text else None
         if wanted is None or wanted.type == "text":
             return None
@@ -142,7 +147,7 @@ class ResponsesRequest(Sampled):
         return StructuredOutputsParams(json=wanted.schema_)
 
     def chat_tools(self) -> tuple[list[Tool], ToolChoice | None]:
-        """The tools and the tool choice in the form of /v1/chat/completions."""
+        """Return the tools and the tool choice in the form of /v1/chat/completions."""
         tools = [
             Tool(type="function", function=Function(**tool.model_dump(exclude={"type"}))) for tool in self.tools or ()
         ]
@@ -152,9 +157,10 @@ class ResponsesRequest(Sampled):
         return tools, choice
 
     def conversation(self) -> Conversation:
-        """The conversation that a chat template reads.
+        """Return the input items as the conversation that a chat template reads.
 
-        Function calls become part of the assistant's message before them.
+        A function call is added to the assistant message that precedes it, or to a new assistant message if none
+        precedes it.
         """
         said: list[dict[str, Any]] = []
         if self.instructions:

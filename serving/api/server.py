@@ -19,12 +19,17 @@ from .protocol import Protocol
 from .service import Service
 
 _BACKLOG = 4096
-_IDLE = 75  # seconds until an idle connection is closed: longer than clients and proxies keep theirs in their pools
-_UNREAD = 60_000  # ms until a connection is dropped if its client does not read
+# Seconds until the server closes an idle connection. This is longer than clients and proxies usually keep one, so that
+# they close it first.
+_IDLE = 75
+_UNREAD = 60_000  # milliseconds until a connection is dropped if the client does not read its answer
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound TCP socket. Port 0 takes a free port. Raises MegakernelError if the address cannot be bound."""
+    """Return a bound TCP socket. For port 0, the system chooses a free port.
+
+    Raises MegakernelError if the address cannot be bound.
+    """
     try:
         [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -40,21 +45,23 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url(sock: socket.socket) -> str:
-    """The server's URL for clients on this machine."""
+    """Return the server's URL for clients on this machine."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-# uvicorn warns about every request that is not valid HTTP, so any client could fill the log. Only errors are logged.
+# uvicorn warns about every request that is not valid HTTP, so any client could fill the log. For this reason, only
+# errors are logged.
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
 
 class Server(uvicorn.Server):
-    """One frontend's server. It serves until SIGTERM or `end`, and then finishes the requests that it has.
+    """The server of one frontend. It serves until the process gets SIGTERM or `end` is called, and then finishes its
+    requests.
 
-    `on_ready` is called on the event loop when connections are accepted. Requests that are not finished after
-    `drain_seconds` get a 503.
+    `on_ready` is called on the event loop when connections are accepted. Requests that are not finished `drain_seconds`
+    after the shutdown began get a 503.
     """
 
     def __init__(self, service: Service, *, on_ready: Callable[[], None], drain_seconds: float) -> None:
@@ -91,7 +98,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle SIGTERM only, and do not raise it again after the shutdown as uvicorn would."""
+        """Handle only the signal SIGTERM. uvicorn's own method would also raise the signal again after the shutdown."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda number, frame: self.end())
         yield

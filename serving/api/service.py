@@ -33,11 +33,15 @@ from .turns import Turns
 
 T = TypeVar("T")
 encode_json = msgspec.json.Encoder().encode
-_MARK = secrets.token_hex(16)  # a placeholder for the text of a chunk
+_MARK = secrets.token_hex(16)  # a placeholder that `_text_event` replaces by the text of a chunk
 
 
 class Service:
-    """One frontend's service: the model with its names, access and limits. Answers carry the first of `names`."""
+    """The objects that the endpoints of one frontend process share: the engine, the tokenizer, access control and
+    limits.
+
+    Requests may use any of `names` for the model. A request that names no model is answered with the first one.
+    """
 
     def __init__(
         self,
@@ -50,11 +54,12 @@ class Service:
         limits: Limits | None = None,
         tool_parser: str | None = None,
     ) -> None:
-        """`number` is the frontend's row on the board of shared counters.
+        """Create the objects of one frontend. `number` is the index of the frontend's row on the board (the counters in
+        shared memory).
 
-        `identity` is its name in messages to the engine, never reused.
+        `identity` is the frontend's name in its messages to the engine. No later frontend gets the same name.
 
-        `tool_parser` names the tool call format; None: found from the chat template.
+        `tool_parser` names the model's tool call format. If it is None, the chat template determines the format.
         """
         self.description = description
         self.codec = Codec(description.name, tokenizer, tool_parser)
@@ -73,11 +78,11 @@ class Service:
 
     @property
     def max_context(self) -> int:
-        """Maximum tokens of a prompt and its continuation together."""
+        """Return the maximum number of tokens of a prompt and its continuation together."""
         return self.description.max_context
 
     def model(self, name: str | None) -> str:
-        """The model name for the answer. Raises a 404 for a name that is not served."""
+        """Return the model name that the answer contains. Raises a 404 for a name that is not served."""
         if name is None:
             return self.names[0]
         if name not in self.names:
@@ -98,7 +103,7 @@ class Service:
         return self.tokenizer.encode(text, add_special=False)
 
     async def encode_prompts(self, prompt: Prompt, add_special: bool = True) -> list[list[int]]:
-        """Token ids of each prompt of a completion request."""
+        """Return the token ids of each prompt of a completion request."""
         if isinstance(prompt, str):
             return [await self.encode(prompt, add_special)]
         ids = [part for part in prompt if isinstance(part, int)]
@@ -112,7 +117,7 @@ class Service:
         return [part for part in parts if not isinstance(part, str)]
 
     async def encode_chat(self, asked: Conversation, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Token ids of a conversation in which the model may call `tools`, up to where the answer begins."""
+        """Return the token ids of a conversation, up to where the answer begins. The model may call `tools`."""
         plain = [message.plain() for message in asked.messages]
         told = [encode_json(tools).decode()] if tools else []
         told += [encode_json(calls).decode() for message in plain if (calls := message.get("tool_calls"))]
@@ -137,7 +142,7 @@ class Service:
         self.check_count(ids)
         vocab = self.description.vocab
         if (wrong := next((token for token in ids if token >= vocab), None)) is not None:
-            raise APIError(400, f"token {wrong} is outside the vocabulary of {vocab}", param="tokens")
+            raise APIError(400, f"token {wrong} is outside the vocabulary of {vocab} tokens", param="tokens")
         return await self._turns.run(partial(tokenizer.decode, ids, skip_special=False))
 
     def check_count(self, ids: list[int]) -> None:
@@ -148,9 +153,9 @@ class Service:
             )
 
     def _check_text(self, *texts: str) -> None:
-        """Raise a 400 for a text that exceeds the context even if every token is the longest one.
+        """Raise a 400, without tokenizing, for a text that certainly does not fit the context.
 
-        Without this check, the whole text would be encoded before it is refused.
+        Such a text has more bytes than `max_context` copies of the vocabulary's longest token.
         """
         most = self.max_context * self._longest
         size = max((len(text.encode("utf-8", "surrogatepass")) for text in texts), default=0)
@@ -158,13 +163,13 @@ class Service:
             raise APIError(
                 400,
                 f"This model's maximum context length is {self.max_context} tokens, and its longest token has"
-                f" {self._longest} bytes; a text of {size} bytes is longer than {most}: shorten the prompt",
+                f" {self._longest} bytes, so a text may have at most {most} bytes, not {size}: shorten the prompt",
             )
 
     def room(self, prompts: list[list[int]], wanted: int | None) -> None:
-        """Raise a 400 if a prompt and the `wanted` tokens after it (at least one) exceed the context.
+        """Raise a 400 if a prompt and the `wanted` tokens after it (at least one token) exceed the context.
 
-        It is also raised if all prompts of the request together have too many tokens.
+        The error is also raised if all prompts of the request together have too many tokens.
         """
         most, total = max_values(self.max_context), sum(map(len, prompts))
         if total > most:
@@ -173,16 +178,17 @@ class Service:
             )
         longest = max(map(len, prompts))
         if longest + (wanted or 1) > self.max_context:
-            asked = f"asks for {wanted} more" if wanted else "must have at least one more"
+            asked = f"the request asks for {wanted} more" if wanted else "the answer needs at least one more"
             raise APIError(
                 400,
-                f"This model's maximum context length is {self.max_context} tokens; the prompt has {longest} and"
-                f" {asked}: shorten the prompt or lower max_tokens",
+                f"This model's maximum context length is {self.max_context} tokens; the prompt has {longest} tokens,"
+                f" and {asked}: shorten the prompt or lower max_tokens",
             )
 
     def truncated(self, prompt: list[int], body: Sampled, wanted: int | None) -> list[int]:
-        """The last tokens of a prompt, as many as `truncate_prompt_tokens` says. If it is -1, the prompt is cut so that
-        `wanted` more tokens fit the context, or one more token without `wanted`.
+        """Return the last `truncate_prompt_tokens` tokens of the prompt, or the whole prompt if that field is absent.
+
+        If the field is -1, keep as many tokens as leave room in the context for `wanted` new tokens (at least one).
         """
         most = body.truncate_prompt_tokens
         if most is None:
@@ -195,16 +201,17 @@ class Service:
         return prompt[-most:]
 
     def answers(self, prompts: list[list[int]], params: SamplingParams, *, special: bool = False) -> Answers:
-        """Submit prompts to the engine. Raises EngineDead, or MegakernelError for stop strings without a tokenizer.
+        """Submit prompts to the engine, and return their choices. `special` keeps the text of special tokens in the
+        answers.
 
-        `special` keeps the text of special tokens in the answers.
+        Raises EngineDead if the engine has stopped, and MegakernelError if there are stop strings but no tokenizer.
         """
         self.codec.check(params)
         transcripts = partial(self.codec.transcripts, params, special=special)
         return Answers(self.engine, self.metrics, prompts, params, transcripts)
 
     async def respond(self, answers: Answers, answer: Answer, stream: bool) -> Response:
-        """The whole answer, or a stream that begins when its first event exists.
+        """Return the whole answer, or a stream that begins when its first event exists.
 
         On any failure, generation is aborted.
         """
@@ -218,22 +225,23 @@ class Service:
             raise
 
     async def _in_time(self, work: Awaitable[T]) -> T:
-        """The result of `work`, or a 503 after the server's time limit."""
+        """Return the result of `work`. Raise a 503 if `work` takes longer than the server's time limit."""
         try:
             async with asyncio.timeout(self.limits.request_timeout):
                 return await work
         except TimeoutError:
             raise APIError(
                 503,
-                f"no complete answer within {self.limits.request_timeout:g} s: ask for less or try again later",
+                f"no complete answer, or no first token of a stream, within {self.limits.request_timeout:g} s:"
+                " ask for fewer tokens or try again later",
                 headers={"Retry-After": "5"},
             ) from None
 
 
 class Answer(ABC):
-    """Formats answers as an endpoint's JSON. `_head` holds the fields that every body begins with.
+    """Formats the answer to one request as JSON. Each generating endpoint has its own subclass.
 
-    `last` is the final event of every stream.
+    `_head` holds the id, creation time and model name for every response body. `last` is the final event of a stream.
     """
 
     last = event(b"[DONE]")
@@ -242,13 +250,14 @@ class Answer(ABC):
         self, service: Service, kind: str, body: Sampled, model: str, prompts: list[list[int]], answers: Answers
     ) -> None:
         self._service, self._prompts, self._answers = service, prompts, answers
-        # The tokenizer for tokens in log-probabilities, or None to write them as ids.
+        # `_tokenizer` converts the tokens of log-probabilities to text. If it is None, they are written as
+        # `token_id:N`.
         choices = body if isinstance(body, Choices) else None
         self._tokenizer = None if choices and choices.return_tokens_as_token_ids else service.tokenizer
         self._head: dict[str, Any] = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time())}
         self._head["model"] = model
         self._shows_ids = bool(choices and choices.return_token_ids) or service.tokenizer is None
-        self._around: dict[int, list[bytes]] = {}  # choice -> the bytes of its chunks before and after the text
+        self._around: dict[int, list[bytes]] = {}  # for each choice: the bytes of its chunk before and after the text
 
     @abstractmethod
     async def whole(self) -> bytes: ...
@@ -258,19 +267,21 @@ class Answer(ABC):
 
     @abstractmethod
     def _text_chunk(self, index: int, text: str) -> bytes:
-        """A chunk of a choice that contains only new text."""
+        """Return a chunk of a choice that contains only new text."""
 
     def _text_event(self, index: int, text: str) -> bytes:
-        """`_text_chunk` as an event. It is fast, because it only replaces the text in a cached chunk."""
+        """Return the chunk that `_text_chunk` makes, as an event. To be fast, this method only replaces the text in a
+        cached chunk.
+        """
         if (around := self._around.get(index)) is None:
             around = self._around[index] = event(self._text_chunk(index, _MARK)).split(f'"{_MARK}"'.encode())
         before, after = around
         return before + encode_json(text) + after
 
     def _prompt_logprobs(self, index: int, count: int | None) -> PromptLogprobs | None:
-        """The log-probabilities of prompt number `index` with `count` top tokens; None if `count` is None.
+        """Return the log-probabilities of prompt number `index`, with `count` top tokens at each position.
 
-        The whole prompt must have been computed.
+        Returns None if `count` is None. The engine must have sent the prompt's log-probabilities already.
         """
         if count is None:
             return None

@@ -10,7 +10,7 @@ from . import fields
 
 
 def _describe(schema: dict[str, Any], model: type[Any]) -> None:
-    """The OpenAPI schema lists supported fields; other fields may only be null."""
+    """State in the OpenAPI schema that fields which the class `model` does not declare may only be null."""
     if model.body:
         schema["additionalProperties"] = {"type": "null"}
 
@@ -18,11 +18,13 @@ def _describe(schema: dict[str, Any], model: type[Any]) -> None:
 class Strict(BaseModel):
     """A strictly validated JSON object. Its class declares the supported fields.
 
-    `body` names an entry of the table in `fields.py`, which says which other fields are ignored or
-    refused. If `body` is empty, all are ignored.
+    `body` is a key of the table in `fields.py`. The table says which undeclared fields the server ignores and which it
+    refuses. A field that is neither declared nor in the table is refused, unless it is null. If `body` is empty, every
+    undeclared field is ignored.
     """
 
-    # "5" is not accepted as a number, nor 1 as true. JSON has no infinity.
+    # With strict=True, the string "5" is not accepted as a number, and 1 is not accepted as true. Infinity and NaN are
+    # refused, because JSON has neither.
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, json_schema_extra=_describe)
     body: ClassVar[str] = ""
 

@@ -27,7 +27,7 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """The OpenAI API's field `response_format`, with `schema` from llama.cpp.
+    """The OpenAI API's field `response_format`, extended by llama.cpp's key `schema`.
 
     The answer always follows the schema, whatever `strict` says.
     """
@@ -65,7 +65,10 @@ class Constrained(Strict):
     response_format: ResponseFormat | None = None
 
     def structured(self) -> StructuredOutputsParams | None:
-        """The format that the answer must match, or None. Raises a 400 if it is invalid or if two fields give one."""
+        """Return the format that the answer must match, or None if no field sets one.
+
+        Raises an HTTP error 400 if the format is invalid or if several fields set one.
+        """
         given: dict[str, dict[str, Any]] = {
             name: {field: value} for name, field in _PLAIN.items() if (value := getattr(self, name)) is not None
         }
@@ -75,7 +78,9 @@ class Constrained(Strict):
             given["response_format"] = {"json_object": True} if wanted.schema_ is None else {"json": wanted.schema_}
             if wanted.type == "json_schema":
                 if wanted.json_schema is None:
-                    raise APIError(400, "response_format.json_schema is required", param="response_format")
+                    raise APIError(
+                        400, "response_format.json_schema is required with type json_schema", param="response_format"
+                    )
                 schema = wanted.json_schema.schema_
                 given["response_format"] = {"json": {} if schema is None else schema}
         if len(given) > 1:

@@ -64,7 +64,7 @@ class Called(Strict):
     function: CalledFunction
 
     def plain(self) -> dict[str, Any]:
-        """The call in the form that chat templates read, with its arguments as an object."""
+        """Return the call in the form that chat templates read: the arguments are an object, not JSON text."""
         arguments = json.loads(self.function.arguments or "{}")
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
@@ -73,14 +73,17 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class Tools:
-    """The tools of a request and the choice among them. Raises a 400 if they contradict each other."""
+    """The tools of a request and the field `tool_choice`, which says which of them the model may or must call.
+
+    The constructor raises an HTTP error 400 if the tools and the choice contradict each other.
+    """
 
     def __init__(self, given: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> None:
         self.functions = {tool.function.name: tool.function.parameters for tool in given or ()}
         if len(self.functions) < len(given or ()):
             raise APIError(400, "tools: two functions have the same name", param="tools")
         if not given and choice not in (None, "none", "auto"):
-            raise APIError(400, "tool_choice needs tools", param="tool_choice")
+            raise APIError(400, "tool_choice needs tools, but the request has none", param="tool_choice")
         named = choice.function.name if isinstance(choice, NamedTool) else None
         if named is not None and named not in self.functions:
             raise APIError(400, f"tool_choice names {named!r:.80}, which is none of the tools", param="tool_choice")
@@ -91,9 +94,10 @@ class Tools:
         self._several = parallel is not False and named is None
 
     def structured(self, asked: StructuredOutputsParams | None, codec: Codec) -> StructuredOutputsParams | None:
-        """The format that the answer must match: `asked`, or tool calls if a call is required.
+        """Return the format that the answer must match.
 
-        Raises a 400 if both apply.
+        This is a grammar of tool calls if the request requires a tool call, and otherwise `asked`, the format that the
+        request's other fields set. Raises an HTTP error 400 if the request requires a tool call and also sets `asked`.
         """
         if not self._required or codec.tokenizer is None:
             return asked
@@ -105,7 +109,7 @@ class Tools:
         return StructuredOutputsParams(grammar=grammar)
 
     def reader(self, codec: Codec) -> ToolReader | None:
-        """A parser that finds the calls in the text of one choice. None if the request has no tools."""
+        """Return a parser that finds the tool calls in the text of one answer, or None if no tool may be called."""
         return ToolReader(codec.tools, self._callable, None if self._several else 1) if self.used else None
 
 

@@ -15,16 +15,18 @@ CLIENT: ContextVar[str] = ContextVar("client", default="")  # the client address
 
 
 class Turns:
-    """Runs work in `threads` threads. Clients with waiting work get a thread in turn, however much each has sent.
+    """Runs work in `threads` threads. Waiting clients get a thread in turn, however much work each has sent.
 
-    A client that has a thread already never gets the last free thread. So a client with long work leaves it to others.
+    A client that already has a thread never gets the last free one, so its long work leaves a thread for other clients.
     """
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "turns")
         self._free = threads
-        self._running: Counter[str] = Counter()  # by client
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # by client, the next one first
+        # The number of calls of each client that have a thread.
+        self._running: Counter[str] = Counter()
+        # The calls of each client that wait for a thread. The clients are in the order of their turns.
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def run(self, work: Callable[[], T]) -> T:
         """Wait for the client's turn, run `work` in a thread, and return its result."""
@@ -35,13 +37,13 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it got a thread at the same moment
+            if not turn.cancelled():  # a thread was assigned just before the cancellation, so release it
                 self._end(client)
             raise
         done = self._pool.submit(work)
 
         def ended(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop may be closed
+            with contextlib.suppress(RuntimeError):  # the event loop may be closed already
                 loop.call_soon_threadsafe(self._end, client)
 
         done.add_done_callback(ended)  # runs even if the caller was cancelled

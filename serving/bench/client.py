@@ -24,7 +24,10 @@ _CPU = 'megakernel:cpu_seconds_total{process="'
 
 
 class Server:
-    """One server. `url` may end with `/v1`. `model` is the name that requests carry; `discover` finds it if None."""
+    """One server. `url` may end with `/v1`.
+
+    `model` is the model name in each request. If it is None, `discover` asks the server for a name.
+    """
 
     def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -40,24 +43,24 @@ class Server:
             self._headers += f"Authorization: Bearer {api_key}\r\n"
         self._key = api_key
         self._free: list[_Connection] = []
-        self.events = 0  # answers and pieces of answers so far; `drive` watches it to notice a dead server
+        self.events = 0  # number of answers and pieces of answers received; `drive` watches it to notice a dead server
 
     @property
     def spec(self) -> dict[str, Any]:
-        """The arguments that create an equal object."""
+        """The arguments with which a client process creates its own copy of this `Server`."""
         return {"url": self.url + self._path, "model": self.model, "api_key": self._key}
 
     async def cpu_seconds(self) -> dict[str, float]:
-        """CPU seconds of the server's processes so far, by kind of process.
+        """Return the CPU seconds that the server's processes have used so far, by kind of process.
 
-        Empty if the server does not report them.
+        The result is empty if the server does not report CPU seconds.
         """
         _, body = await self.get("/metrics")
         lines = [line for line in body.decode(errors="replace").splitlines() if line.startswith(_CPU)]
         return {line.removeprefix(_CPU).partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
 
     async def discover(self) -> None:
-        """Set `model` to the first model that the server lists, unless it is given."""
+        """Set `model` to the first model that the server lists, unless `model` is set already."""
         status, body = await self.get("/v1/models")
         try:
             self.model = self.model or str(json.loads(body)["data"][0]["id"])
@@ -77,7 +80,7 @@ class Server:
         return status, body
 
     async def get_json(self, path: str) -> dict[str, Any] | None:
-        """The JSON object at `path`, or None if the server has none there."""
+        """Return the JSON object at `path`, or None if the server does not return one."""
         status, body = await self.get(path)
         try:
             found = json.loads(body) if status == 200 else None
@@ -124,7 +127,7 @@ class Server:
         self._free.clear()
 
     async def _read_events(self, connection: _Connection, outcome: Outcome) -> None:
-        """Read the events of a streamed completion: record the time of each one with a choice, and the usage."""
+        """Read a streamed completion. Record the token usage and the arrival time of each event with `choices`."""
         held, done = b"", False
         async for piece in connection.body():
             now = perf_counter()
@@ -156,7 +159,7 @@ class Server:
             try:
                 return connection, await connection.ask(data)
             except (OSError, EOFError):
-                connection.close()  # the server had closed it while it was idle
+                connection.close()  # the server had closed this connection while it was idle
         opened = asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=_LINE_LIMIT)
         connection = _Connection(*await asyncio.wait_for(opened, _CONNECT_S))
         try:
@@ -173,7 +176,7 @@ class Server:
 
 
 class _Connection:
-    """One HTTP/1.1 connection. It is `reusable` after a body was read to its end."""
+    """One HTTP/1.1 connection. `reusable` becomes True when the body of an answer has been read to its end."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -191,7 +194,7 @@ class _Connection:
         return int(head[0].split()[1])
 
     async def body(self) -> AsyncIterator[bytes]:
-        """Pieces of the body as they arrive."""
+        """Yield the body in chunks as they arrive."""
         headers, reader = self._headers, self._reader
         sized = True
         if headers.get("transfer-encoding", "").lower() == "chunked":

@@ -1,4 +1,4 @@
-"""Benchmarks one server, or several in alternation (A B A B), so that disturbances of the machine affect all alike."""
+"""Benchmarks one server, or several in alternation (A B A B), so that other load on the machine affects all alike."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Load:
 async def alternate(
     servers: list[Server], workload: Workload, load: Load, runs: int, on_done: Callable[[int, int], None] | None = None
 ) -> list[list[dict[str, Any]]]:
-    """Run each server `runs` times, in alternation. Returns the figures of the runs, in the order of `servers`.
+    """Run the workload `runs` times on each server, in alternation. Returns a list of each server's runs.
 
-    If the prompts are random token ids, every run has different ones, so that no server profits from its prefix cache.
+    If the prompts are random token ids, each run of a server has different ids, so that no prefix cache helps.
 
-    The figures contain `server`, which says what the server's own record (`/roofline`) reports of the run's steps, or
-    None if the server keeps no such record.
+    The entry `server` of a run's figures holds what the server itself reports at its path `/roofline` about the steps
+    of the run. The entry is None if the server has no such path or counted no steps.
     """
     some = workload.again(runs).jobs[: load.warm_up]
     short = [replace(job, output_tokens=min(job.output_tokens, _WARM_UP_TOKENS)) for job in some]
@@ -75,7 +75,10 @@ def _shifted(on_done: Callable[[int, int], None], before: int, total: int, done:
 
 
 def _steps(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The figures of the steps between two snapshots of a server's own record (`/roofline`)."""
+    """Return the figures of the steps that a server ran between two answers, `before` and `after`, of its `/roofline`.
+
+    The result is None if the server ran no steps or if an answer has no figures of steps.
+    """
     if not before or not after or "total" not in before or "total" not in after:
         return None
     steps, wall, bound = (after["total"][name] - before["total"][name] for name in ("steps", "wall_s", "bound_s"))
@@ -86,7 +89,7 @@ def _steps(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[
 
 
 async def describe(server: Server) -> dict[str, Any]:
-    """A server's address, model and version."""
+    """Return a server's address, model and version."""
     version = await server.get_json("/version") or {}
     props = await server.get_json("/props") or {}  # of llama-server
     return {"url": server.url, "model": server.model, "version": version.get("version") or props.get("build_info")}

@@ -30,7 +30,8 @@ async def drive(
 ) -> list[Outcome]:
     """Send every job once. Returns the outcomes in the order of the jobs.
 
-    rate             requests per second as a Poisson process; infinite: as fast as `max_concurrency` allows
+    rate             average requests per second of a Poisson process; if infinite, requests are sent as soon as
+                     `max_concurrency` allows
     max_concurrency  maximum number of requests in flight; None means no limit
     on_done          called with (answered requests, all requests)
 
@@ -60,8 +61,8 @@ async def drive(
             if server.events != seen:
                 seen, since = server.events, perf_counter()
             elif perf_counter() - since > _STALL_S:
-                done = f"{finished} of {len(jobs)} requests done"
-                raise MegakernelError(f"{server.url} sent nothing for {_STALL_S:.0f} s, with {done}")
+                done = f"{finished} of {len(jobs)} requests are done"
+                raise MegakernelError(f"{server.url} has sent nothing for {_STALL_S:.0f} s; {done}")
 
     async def send() -> None:
         start = perf_counter()

@@ -32,7 +32,7 @@ async def drive_from(
 ) -> tuple[list[Outcome], float]:
     """Call `drive` in up to `processes` processes. Returns the outcomes and the CPU seconds of the clients.
 
-    Each of n processes sends every n-th job at 1/n of the rate, with 1/n of the requests in flight.
+    Each of n processes sends every n-th job, at 1/n of `rate` and with 1/n of `max_concurrency` requests in flight.
     """
     processes = min(processes, len(workload.jobs), max_concurrency or len(workload.jobs))
     how: dict[str, Any] = {"rate": rate / processes, "stream": stream}
@@ -76,7 +76,7 @@ _count: Synchronized[int]
 
 
 def _share(count: Synchronized[int]) -> None:
-    """Initialise a client process with the shared counter of answered requests."""
+    """Store the counter of answered requests, which all client processes share, in a new client process."""
     global _count
     _count = count
 

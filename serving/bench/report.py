@@ -53,10 +53,10 @@ class Outcome:
 
 
 def report(outcomes: Sequence[Outcome], goodput: dict[str, float] | None = None) -> dict[str, Any]:
-    """The figures of one run. Rates are per second between the first request's start and the last answer.
+    """Return the figures of one run. Rates are per second between the first request's start and the last answer.
 
-    `goodput` holds limits in seconds (`ttft`, `tpot`, `e2e`); `goodput_per_s` counts only requests within all of them.
-    `short` counts requests whose answer had another number of tokens than asked for.
+    `goodput` holds limits in seconds (`ttft`, `tpot`, `e2e`); `goodput_per_s` counts requests that keep all limits.
+    `short` counts answers whose number of tokens differs from the number that the request asked for.
     """
     good = [o for o in outcomes if o.error is None]
     duration = max(o.end for o in outcomes) - min(o.start for o in outcomes)
@@ -87,9 +87,10 @@ def report(outcomes: Sequence[Outcome], goodput: dict[str, float] | None = None)
 
 
 def cpu_time(spent: dict[str, float], tokens: int, duration: float, processes: int) -> dict[str, Any]:
-    """CPU time of client and server, in total and per generated token, and how busy the client's processes were.
+    """Return the CPU time of client and server, in total and per generated token, and how busy the client was.
 
-    `client_busy` is from 0 to 1. `client_error` warns that the client may have been the bottleneck.
+    `client_busy` is the part of the time, from 0 to 1, for which the client's processes computed. `client_error` warns
+    that the client may have been the bottleneck.
     """
     busy = spent["client"] / processes / duration
     error = (
@@ -110,7 +111,7 @@ def _keeps(outcome: Outcome, limits: dict[str, float]) -> bool:
 
 
 def spread(values: ArrayLike) -> dict[str, float | None]:
-    """Mean, median and 99th percentile, each None if there are no values."""
+    """Return the mean, the median and the 99th percentile. Each is None if there are no values."""
     array = np.asarray(values, dtype=np.float64)
     if not array.size:
         return {"mean": None, "median": None, "p99": None}
@@ -118,7 +119,7 @@ def spread(values: ArrayLike) -> dict[str, float | None]:
 
 
 def least_work(forward: Forward, dims: Dims, jobs: Sequence[Job], in_flight: int, *, tied: bool) -> Work:
-    """The least work with which any server can answer `jobs` one token per step.
+    """Return the least work with which any server that generates one token per step can answer `jobs`.
 
     The server has at most `in_flight` requests at a time.
     FLOPs and KV bytes are counted as if each prompt were computed in one step and each later token in its own step.
@@ -137,10 +138,12 @@ def least_work(forward: Forward, dims: Dims, jobs: Sequence[Job], in_flight: int
 def against_roofline(
     work: Work, ceilings: Ceilings, seconds: float, server: dict[str, Any] | None
 ) -> dict[str, float | str | None]:
-    """`roofline_fraction`, which is the least time of `work` divided by `seconds`, and the rates of that work.
+    """Compare the `seconds` of a run with the least time that `work` can take on the hardware.
 
-    `roofline_error` says why a fraction above 1 is invalid. `server` is the server's own record of its steps. If it
-    shows speculation there are no figures, because `work` assumes one step per token and no rejected tokens.
+    `roofline_fraction` is this least time divided by `seconds`, and `roofline_error` says why a fraction above 1 is
+    invalid. `read_GBps` and `gflops` are the bytes and FLOPs of `work` per second. `server` holds the server's own
+    figures of its steps. If they show speculative decoding, the result has only `roofline_error`, because `work`
+    assumes one token per step and no rejected tokens.
     """
     if server and server["proposed"]:
         why = (

@@ -1,9 +1,9 @@
 """Replicas of a server on Ray Serve: the classes that run in Ray's processes, and their deployment. No other module
 imports Ray.
 
-Ray's HTTP proxy passes a request to the front, which reads its body, computes names for the beginnings of its prompt,
-and passes it on. A router in the front's process chooses the replica. Each replica is an actor with a `megakernel
-serve` process.
+Ray's HTTP proxy passes each request to the application `Front`. `Front` reads the body and computes names (hashes) for
+the beginnings of the prompt. A router in the same process then chooses the replica that gets the request. Each replica
+is a Ray actor with its own `megakernel serve` process.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from .placement import Node, Share
 from .routing import Seen, choose, prefix_of
 from .server_process import Headers, ServerProcess
 
-FRONT, REPLICAS = "megakernel", "megakernel-replicas"  # the applications; the front stays when replicas are replaced
-_NO_LIMIT = 1 << 20  # requests; the replicas have limits of their own
+FRONT, REPLICAS = "megakernel", "megakernel-replicas"  # Ray applications; the front stays when replicas change
+_NO_LIMIT = 1 << 20  # number of requests at once, in effect unlimited; each replica's server has limits of its own
 _CONNECT_SECONDS = 5.0
 _EVENT_END = b"\n\n"
 _HEALTH_SECONDS = 2.0
@@ -43,7 +43,7 @@ _HEALTH_SECONDS = 2.0
 class Replica:
     """A Ray actor and its server process.
 
-    They end together, so a caller that waits for the actor learns that the server has ended.
+    The actor and the server end together, so a caller that waits for the actor learns that the server has ended.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -52,29 +52,29 @@ class Replica:
     async def answer(
         self, method: str, target: str, headers: Headers, body: bytes, prefix: list[bytes]
     ) -> AsyncGenerator[tuple[int, Headers] | bytes]:
-        """The server's answer; `prefix` is for the router."""
+        """Pass a request to the server and yield the parts of the answer. Only the router uses `prefix`."""
         async for part in self._server.ask(method, target, headers, body):
             yield part
 
     async def check_health(self) -> None:
-        """Ray replaces a replica when this raises: the server's /health has failed."""
+        """Raise an error if the server's /health does not answer with status 200. Ray then replaces the replica."""
         async for part in self._server.ask("GET", "/health", [], b""):
             if isinstance(part, tuple) and part[0] != 200:
-                raise RuntimeError("the server's /health does not answer 200")
+                raise RuntimeError("the server's /health does not answer with status 200")
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a request to the replica that had the beginning of its prompt before, as `choose` decides."""
+    """Sends requests whose prompts begin alike to the same replica, unless it has too many requests (see `choose`)."""
 
     def initialize_state(self, slack: int) -> None:
         self._slack = slack
-        self._at: dict[str, ReplicaID] = {}  # requests that are at a replica or on their way to it
+        self._at: dict[str, ReplicaID] = {}  # the replica to which each unfinished request is or was sent
         self._seen: dict[ReplicaID, Seen] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The chosen replica, followed by the others in case it has no room."""
+        """Return the chosen replica, then the other replicas, which Ray tries if the chosen one refuses."""
         by_id = {replica.replica_id: replica for replica in candidate_replicas}
         for gone in self._seen.keys() - self.curr_replicas.keys():
             del self._seen[gone]
@@ -85,7 +85,8 @@ class PrefixRouter(RequestRouter):
         load = Counter(self._at.values())
         loads = {replica: load[replica] for replica in by_id}
         chosen = choose(pending_request.kwargs["prefix"], self._seen, loads, self._slack)
-        self._at[request] = chosen  # immediately, because other requests are routed before this one is sent
+        # Record the request now, because others are routed before it is sent, and their `loads` must count it.
+        self._at[request] = chosen
         pending_request.future.add_done_callback(lambda sent: sent.cancelled() and self._at.pop(request, None))
         others = [replica for name, replica in by_id.items() if name != chosen]
         return [[by_id[chosen]], others] if others else [[by_id[chosen]]]
@@ -101,7 +102,7 @@ class PrefixRouter(RequestRouter):
 class Front:
     """The ASGI application that passes requests on to replicas.
 
-    Ray cancels its task when the client leaves.
+    Ray cancels the task of a request when the client closes the connection.
     """
 
     def __init__(self, max_body: int) -> None:
@@ -125,7 +126,7 @@ class Front:
         try:
             await relay(parts, scope, receive, send)
         finally:
-            parts.cancel()  # does nothing if it has ended
+            parts.cancel()  # this does nothing if the answer has ended
 
     async def _read(self, receive: Receive) -> bytes:
         body = bytearray()
@@ -140,8 +141,9 @@ class Front:
 
 
 async def relay(parts: Any, scope: Scope, receive: Receive, send: Send) -> None:
-    """Pass an answer on. If its replica is lost, the client gets a 503, or an error event in a stream that has
-    begun.
+    """Pass the `parts` of a replica's answer on to the client.
+
+    If the replica is lost, the client gets the HTTP status 503, or an error event if a stream has begun.
     """
     headers: Headers | None = None
     part: tuple[int, Headers] | bytes = b""
@@ -161,18 +163,18 @@ async def relay(parts: Any, scope: Scope, receive: Receive, send: Send) -> None:
             await lost.response()(scope, receive, send)
             return
         if not dict(headers).get("content-type", "").startswith("text/event-stream"):
-            raise  # Ray then closes the connection before the announced end of the body.
+            raise  # so that Ray closes the connection before the announced end of the body
         if isinstance(part, bytes) and not part.endswith(_EVENT_END):
-            last = _EVENT_END  # the last event is incomplete
+            last = _EVENT_END  # ends an incomplete last event
         last += event(lost.body()) + event(b"[DONE]")
     await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A deployment. `settings` holds values of `serve` flags by name.
+    """What to deploy: the number of replicas, the resources of each, and the limits.
 
-    A `slack` of None means least-loaded routing.
+    `settings` holds the values of the flags of `serve` by name. If `slack` is None, requests are not routed by prefix.
     """
 
     replicas: int
@@ -185,8 +187,9 @@ class Plan:
 
 
 def join(address: str | None, cpus: int) -> list[Node]:
-    """Join the cluster at `address`, or start one with this machine's `cpus`, which ends with `leave`. Returns
-    its nodes.
+    """Join the cluster at `address`, and return the nodes of the cluster.
+
+    If `address` is None, a new cluster with `cpus` CPUs of this machine is started, which ends with `leave`.
     """
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
@@ -203,9 +206,9 @@ def join(address: str | None, cpus: int) -> list[Node]:
 
 
 def _reach(address: str) -> None:
-    """Raise MegakernelError if nobody listens; Ray would retry for a minute."""
+    """Raise MegakernelError if nothing listens at `address`, because Ray would retry for a minute."""
     host, _, port = address.rpartition(":")
-    if not host:  # Ray finds the address itself
+    if not host:  # with "auto", Ray finds the address itself
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
@@ -214,13 +217,14 @@ def _reach(address: str) -> None:
 
 
 def address() -> str:
-    """The address under which another command finds the cluster."""
+    """Return the address under which another command finds the cluster."""
     return str(ray.get_runtime_context().gcs_address)
 
 
 def deploy(plan: Plan, host: str, port: int) -> None:
-    """Serve `plan` at `host` and `port` of every node that has a replica. Existing replicas are replaced one after
-    another. Raises MegakernelError if that fails.
+    """Serve `plan` at `host` and `port` of every node that has a replica.
+
+    Existing replicas are replaced one after another. Raises MegakernelError if a replica does not start.
     """
     logging.getLogger("ray.serve").addFilter(lambda record: record.levelno >= logging.ERROR)
     logging_config = LoggingConfig(log_level="ERROR", enable_access_log=False)
@@ -258,11 +262,11 @@ def deploy(plan: Plan, host: str, port: int) -> None:
 
 
 def undeploy() -> None:
-    """Remove the front and then the replicas; each lets its running requests finish."""
+    """Remove the front and then the replicas. The running requests finish first."""
     for name in (FRONT, REPLICAS):
         serve.delete(name)
 
 
 def leave() -> None:
-    """Leave the cluster; a cluster that `join` has started ends."""
+    """Leave the cluster. If `join` started the cluster, it ends."""
     ray.shutdown()

@@ -1,4 +1,4 @@
-"""The share of a cluster that each replica gets. A replica, with all of its tensor-parallel ranks, is on one node."""
+"""Computes the share of a cluster that each replica gets. All tensor-parallel ranks of a replica are on one node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...errors import MegakernelError
 
 @dataclass(frozen=True)
 class Node:
-    """The resources of a machine of a cluster."""
+    """The resources of one machine of the cluster."""
 
     cpus: int
     gpus: int
@@ -25,17 +25,18 @@ class Share:
 
 
 def place(nodes: Sequence[Node], replicas: int, tp: int, threads: int | None, *, on_gpus: bool) -> Share:
-    """The share of the cluster that each replica gets. Without `threads`, it has the largest number
-    of cores with which all replicas fit. On GPUs, it also has one GPU per rank. Raises
-    MegakernelError if the replicas do not fit.
+    """Return the share of the cluster that each replica gets.
+
+    If `threads` is None, each replica gets the largest number of CPUs with which all replicas fit. On GPUs, it also
+    gets one GPU per rank. Raises MegakernelError if the replicas do not fit.
     """
     gpus = tp if on_gpus else 0
     most = max((node.gpus for node in nodes), default=0)
     if gpus > most:
         raise MegakernelError(
-            f"--tp {tp} takes {gpus} GPUs of one node, and no node of the cluster has more than {most}: ranks store"
-            " into each other's memory during a step, by NVLink or one machine's memory, so they cannot be on"
-            " several nodes; take a smaller --tp and more --replicas"
+            f"--tp {tp} takes {gpus} GPUs of one node, and no node of the cluster has more than {most}: all ranks of a"
+            " replica must be on one node, because they store into each other's memory; take a smaller --tp and more"
+            " --replicas"
         )
     largest = max((node.cpus for node in nodes), default=0)
     if threads is not None and threads > largest:
@@ -60,5 +61,5 @@ def place(nodes: Sequence[Node], replicas: int, tp: int, threads: int | None, *,
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` that fits, or 0."""
+    """Return the largest number up to `most` for which `fits` is true, or 0 if there is none."""
     return next((number for number in range(most, 0, -1) if fits(number)), 0)

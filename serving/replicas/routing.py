@@ -1,5 +1,5 @@
-"""Chooses the replica that answers a request: one that has had the beginning of the request's prompt before, unless
-that replica has too much to do.
+"""Chooses the replica that answers a request: one that has already answered a prompt with the same beginning, unless
+it has many more requests than the others.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import TypeVar
 import msgspec
 
 R = TypeVar("R")
-_BLOCK = 256  # bytes of a prompt; about 60 tokens of English, so a few pages of the KV cache
-_MOST_BLOCKS = 128  # blocks of a prompt that are compared
-_KEPT = 1 << 16  # blocks that are remembered for each replica
+_BLOCK = 256  # bytes of a block of a prompt: about 60 English tokens, or a few KV pages
+_MOST_BLOCKS = 128  # maximum number of blocks of a prompt that are compared
+_KEPT = 1 << 16  # number of blocks that are remembered for each replica
 
 
 class _Prompted(msgspec.Struct):
-    """The fields of a body that make up a prompt, as they were sent, in the order in which templates use them."""
+    """The raw JSON of the request fields that make up a prompt, in the order in which templates use the fields."""
 
     tools: msgspec.Raw = msgspec.Raw()
     instructions: msgspec.Raw = msgspec.Raw()
@@ -31,15 +31,15 @@ _decode = msgspec.json.Decoder(_Prompted).decode
 
 
 def prefix_of(body: bytes) -> list[bytes]:
-    """A name for each beginning of the prompt in a request's body, the shortest first; none for a body without a
-    prompt.
+    """Return names (hashes) for the beginnings of the prompt in a request's body, the shortest beginning first.
 
-    Two bodies share as many names as their prompts share blocks from the start.
+    Name i is for the prompt's first i blocks of _BLOCK bytes. So two bodies have as many names in common as their
+    prompts have equal blocks from the start. A body without a prompt has no names.
     """
     try:
         fields = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return []  # the replica will say what is wrong with it
+        return []  # the replica's server reports what is wrong with the body
     raw = (fields.tools, fields.instructions, fields.messages, fields.prompt, fields.input)
     text = b"".join(bytes(field) for field in raw)[: _BLOCK * _MOST_BLOCKS]
     names, chain = [], hashlib.blake2b(digest_size=8)
@@ -50,10 +50,11 @@ def prefix_of(body: bytes) -> list[bytes]:
 
 
 def choose(prefix: Sequence[bytes], known: Mapping[R, Container[bytes]], loads: Mapping[R, int], slack: int) -> R:
-    """The replica to ask, among the keys of `loads`, which holds the number of requests at each replica.
+    """Return the replica to which a request is sent. `loads` holds the number of requests at each replica.
 
-    Of the replicas with at most `slack` requests more than the least loaded one, it is the replica that knows the
-    longest part of the prefix. If several know equally much, it is the least loaded of these.
+    Only replicas with at most `slack` requests more than the least loaded one are considered. Of these, the result is
+    the replica that knows the longest part of the prefix. If several know equally much, the least loaded of them is
+    chosen.
     """
     least = min(loads.values())
     fair = [replica for replica, load in loads.items() if load - least <= slack]
@@ -66,7 +67,7 @@ def choose(prefix: Sequence[bytes], known: Mapping[R, Container[bytes]], loads: 
 
 
 class Seen:
-    """The beginnings of the prompts that a replica had most recently."""
+    """Remembers the beginnings of the prompts that one replica has answered most recently."""
 
     def __init__(self, most: int = _KEPT) -> None:
         self._names: OrderedDict[bytes, None] = OrderedDict()

@@ -17,19 +17,20 @@ from yarl import URL
 from ...errors import MegakernelError
 
 Headers = list[tuple[str, str]]
-# Headers that hold for one connection only, or that Ray's proxy sets itself.
+# Headers that are not passed on, because they hold for one connection only or because Ray's proxy sets them itself.
 _NOT_PASSED_ON = {"connection", "content-length", "date", "keep-alive", "transfer-encoding", "x-request-id"}
 _FLAGS = ("--host", "127.0.0.1", "--port", "0")
-# The system kills the server when the thread that started it ends (PR_SET_PDEATHSIG, SIGKILL). The server requests that
-# itself, because a process with Ray's threads must not run code between fork and exec.
+# The operating system kills the server when the thread that started it ends (PR_SET_PDEATHSIG, SIGKILL). The server
+# itself requests this, because a process with Ray's threads must not run code between fork and exec.
 _MAIN = "import ctypes, sys; ctypes.CDLL(None).prctl(1, 9); from megakernel.cli import main; sys.exit(main())"
 
 
 class ServerProcess:
     """A `megakernel serve` process with the flags `settings`, on a free port of the loopback.
 
-    It ends with this process. `on_end` is called in another thread if the server ends after it was ready. Raises
-    MegakernelError with the server's own reason if the server ends before it is ready.
+    The server ends when the process that created this object ends. `on_end` is called in another thread if the server
+    ends after it was ready. The constructor waits until the server is ready. If the server ends before, the constructor
+    raises MegakernelError with the server's own reason.
     """
 
     def __init__(self, settings: Mapping[str, Any], on_end: Callable[[], None]) -> None:
@@ -40,7 +41,7 @@ class ServerProcess:
         watch.start()
         self._process = begun.get()
         assert self._process.stdin is not None and self._process.stdout is not None
-        with self._process.stdin as given:  # not on the command line, which other users could read
+        with self._process.stdin as given:  # flags go through a pipe, because other users can read a command line
             given.write(json.dumps(dict(settings)))
         line = self._process.stdout.readline()
         if not line:
@@ -50,8 +51,9 @@ class ServerProcess:
         self._ready = True
 
     def _watch(self, begun: SimpleQueue[subprocess.Popen[str]]) -> None:
-        """Start the server, repeat its log, and wait for its end. All of it runs in one thread, because the end of that
-        thread would end the server.
+        """Start the server, copy its log to standard error, and wait for its end.
+
+        The thread that starts the server also waits for it, because the server is killed when this thread ends.
         """
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", _MAIN, "serve", "--json", *_FLAGS, "--config", "/dev/stdin"],
@@ -73,7 +75,7 @@ class ServerProcess:
     async def ask(
         self, method: str, target: str, headers: Headers, body: bytes
     ) -> AsyncGenerator[tuple[int, Headers] | bytes]:
-        """Yields the status and headers, then the body in pieces as they arrive.
+        """Pass a request to the server. Yields the status and headers, then the pieces of the body as they arrive.
 
         Closing the generator aborts the request.
         """

@@ -1,10 +1,15 @@
-// Attention of one work item: rows of one sequence, some KV heads, some KV blocks.
+// Attention of one work item: query rows of one sequence, for some KV heads and some KV blocks.
 //
-// For each query row and head, each absolute KV block gives a fresh (m, l, o): m = max score, l = sum e^(s -
-// m), o = sum e^(s - m) v. Blocks are merged in ascending order. K and V of a block serve up to kQueryRows
-// (row, head) pairs: a few pairs read the KV cache itself; many read a copy that is widened to float32 once.
-// The computation of a pair depends only on its own position: a score is added up over elements in order, l
-// over lanes in a fixed tree, and o over tokens in order up to that position.
+// KV blocks start at multiples of kv_block tokens, wherever an item starts. For each (query row, head) pair,
+// each block is computed on its own. Its result is (m, l, o): m is the maximum score, l = sum e^(s - m), and
+// o = sum e^(s - m) v, over the scores s and values v of the block. The results of a pair's blocks are then
+// merged in ascending order. Up to kQueryRows pairs share one pass over the K and V of a block. If there are
+// at most kDirectPairs pairs, they read the KV cache directly. If there are more, they read a copy of the
+// block that is converted to float32 only once.
+//
+// The bits of a pair's result do not depend on the other pairs that are computed with it, because every sum
+// has a fixed order. A score adds the elements of the head in order, l adds the vector lanes in a fixed tree,
+// and o adds the tokens in order up to the pair's position.
 #pragma once
 #include <math.h>
 
@@ -21,12 +26,15 @@ constexpr int kDenseRows = 6, kDenseVectors = 4;
 #else
 constexpr int kDenseRows = 6, kDenseVectors = 2;
 #endif
-constexpr int kDirectPairs = 2 * kDenseRows;  // with more pairs, a widened copy is faster
+// The maximum number of (row, head) pairs that read the KV cache directly. With more pairs, a float32 copy is
+// faster.
+constexpr int kDirectPairs = 2 * kDenseRows;
 
 inline int padded_head(const Dims& d) { return (d.head_dim + kPanel - 1) / kPanel * kPanel; }
 
-// A column of vectors, one per row: `now` is the address of the first, and successive ones are `stride`
-// apart. The column that begins at `next` is needed soon, so `fetch` prefetches its vectors meanwhile.
+// A column of SIMD vectors within a matrix, one vector per row. `now` is the address of the first vector, and
+// each further row is `stride` elements later. `next` is the address of a column that will be read soon;
+// `fetch` prefetches one of its vectors.
 template <class T>
 struct Strip {
   const T *now, *next;
@@ -37,8 +45,8 @@ struct Strip {
   MK_INLINE F32 row(int t, int64_t stride, int n, F32) const { return load(now + t * stride, n); }
 };
 
-// A column that needs no prefetch, because it is in the CPU's cache already. Its memory has room for whole
-// vectors, and no other thread writes it.
+// Like Strip, a column of SIMD vectors, but it needs no prefetch because it is in the CPU's cache already.
+// `row` may always load a full vector: the rows are padded to full vectors, and no other thread writes them.
 struct NearStrip {
   const float* now;
 
@@ -48,9 +56,10 @@ struct NearStrip {
   MK_INLINE F32 row(int t, int64_t stride, int, F32) const { return load(now + t * stride); }
 };
 
-// A column of quantised keys: rows are elements, columns are tokens of a page. The elements form blocks. In
-// memory, the scales of a block, one for each token, lie before its elements; `scale` loads the scales of the
-// block that begins with row t. Products of a value and its scale are exact.
+// A column of SIMD vectors of quantised keys. Each row of the matrix is an element of the head, and each
+// column is a token of a KV page. In each column, groups of kKvUnit rows share a float16 scale. In memory,
+// the scales of a group, one per token, precede the values of the group. `scale` loads the scales of the
+// group that begins at row t. A product of value and scale is exact in float32.
 struct KeyStrip {
   const int8_t *now, *scales, *next;
 
@@ -68,7 +77,9 @@ struct KeyStrip {
   }
 };
 
-// A column of quantised values: rows are tokens of a page, columns are elements of one block of `width`.
+// A column of SIMD vectors of quantised values. Each row of the matrix is a token of a KV page, and each
+// column is an element of a quantisation block of `width` elements. `scales` points to one float32 scale per
+// token.
 struct ValueStrip {
   const int8_t *now, *next;
   const float* scales;
@@ -81,8 +92,8 @@ struct ValueStrip {
   MK_INLINE F32 row(int t, int64_t, int n, F32) const { return load(now + t * width, n) * scales[t]; }
 };
 
-// The quantised values of a page's tokens from `token` on. `scales` points to the first of their widened
-// scales, [block of elements][token of the KV block].
+// The quantised values of a KV page, from the page's token number `token` on. `scales` points to that token's
+// scale in the array [quantisation block][token of the KV block] of float32 scales.
 struct ValuePage {
   const Dims& d;
   const int8_t *now, *next;
@@ -97,7 +108,7 @@ struct ValuePage {
   }
 };
 
-// The keys [element][token] of a KV block, as the matrix B of `dense`.
+// Presents the keys of a KV block, [element of the head][token], as the matrix B of `dense`.
 template <class Kv>
 struct Keys {
   const Kv& kv;
@@ -107,7 +118,8 @@ struct Keys {
   int run_end(int, int end) const { return end; }
 };
 
-// The values [token][element] of a KV block, from token `first` on, as the matrix B of `dense`.
+// Presents the values of a KV block, [token][element of the head], from token `first` on, as the matrix B of
+// `dense`.
 template <class Kv>
 struct TokenValues {
   const Kv& kv;
@@ -121,8 +133,9 @@ struct TokenValues {
   }
 };
 
-// C[R][V vectors] = A B for rows [t, end) of B and columns from `column` on; `resume` adds to C instead. Of
-// the last vector, only the first `last` lanes belong to B.
+// Computes C = A B for R rows and V SIMD vectors of columns, over the rows [t, end) of B and its columns from
+// `column` on. With `resume`, adds the products to C instead. Only the first `last` lanes of the last vector
+// are columns of B.
 template <int R, int V, class B>
 void dense_block(const float* a, int64_t lda, const B& b, int column, int last, int t, int end, float* c,
                  int64_t ldc, bool resume) {
@@ -166,13 +179,14 @@ inline void dense_rows(int rows, const float* a, int64_t lda, const B& b, int co
   if constexpr (R > 1) dense_rows<V, R - 1>(rows, a, lda, b, column, last, t, end, c, ldc, resume);
 }
 
-// C = A B for any number of rows and columns; `resume` adds to C instead. The bits of an output do not depend
-// on these numbers. C has room for whole vectors.
+// Computes C = A B for any number of rows and columns. With `resume`, adds the products to C instead. The
+// number of rows and columns does not change the bits of an output. The rows of C must be padded to full SIMD
+// vectors.
 template <int V = kDenseVectors, class B>
 inline void dense(int rows, int cols, const float* a, int64_t lda, const B& b, int k, float* c, int64_t ldc,
                   bool resume, int column = 0) {
-  // B is taken in parts of `depth` rows of V vectors. A part fits half of an L1 cache, so that all rows of A
-  // can use it in turn.
+  // B is processed in parts of `depth` rows and V vectors. A part fits in half of an L1 cache, so it stays
+  // there while it is multiplied with all rows of A.
   const int depth = rows > kDenseRows ? 64 : k;
   for (; cols - column > (V - 1) * kLanes; column += V * kLanes) {
     const int last = lower_of(cols - column - (V - 1) * kLanes, kLanes);
@@ -185,8 +199,9 @@ inline void dense(int rows, int cols, const float* a, int64_t lda, const B& b, i
 
 inline float exp_scalar(float x) { return exp(splat(x))[0]; }
 
-// Merges (m, l, o) of one block into those of the blocks before. Not inlined, because split and unsplit
-// attention must run the same instructions.
+// Merges the softmax state (m, l, o) of one KV block into that of the blocks before it. The function is not
+// inlined, because attention must run the same machine instructions, and so produce the same bits, whether or
+// not its KV blocks are divided among several items.
 __attribute__((noinline)) inline void merge_block(float& m, float& l, float* o, float block_m, float block_l,
                                                   const float* block_o, int head_dim) {
   const float top = block_m > m ? block_m : m;
@@ -199,7 +214,7 @@ __attribute__((noinline)) inline void merge_block(float& m, float& l, float* o, 
   }
 }
 
-// The rank's query heads [first, end) that use one of its KV heads.
+// The query heads [first, end) of this rank that attend to one KV head.
 struct QueryHeads {
   int first, end;
   int count() const { return end - first; }
@@ -214,7 +229,7 @@ inline void divide(T* out, const float* o, float l, int head_dim) {
   for (int e = 0; e < head_dim; e += kLanes) store(out + e, load(o + e, head_dim - e) / l, head_dim - e);
 }
 
-// Stores a row of the output for some query heads at the place where the O projection reads it.
+// Stores the attention output of one row and some query heads into the buffer that the O projection reads.
 template <class T>
 inline void store_output(const Call& call, int row, QueryHeads heads, const T* values) {
   const Dims& d = *call.dims;
@@ -223,19 +238,23 @@ inline void store_output(const Call& call, int row, QueryHeads heads, const T* v
            heads.count() * d.head_dim);
 }
 
-// The keys and values of one KV head in the pages of a sequence, in type T, where int8_t stands for Q8_0.
+// The keys and values of one KV head in a sequence's KV pages. T is their type; int8_t means Q8_0.
 template <class T>
 struct Cache {
   const Dims& d;
-  const T *keys, *values;  // of page 0
-  int64_t page, head;      // distance from one page or head to the next
-  const int32_t* pages;    // of the sequence
-  int end;                 // number of tokens that are read
-  const int32_t* after;    // pages that the next head reads, `head` further; null: no next head
-  float* scales;           // room for the scales of a block's values
+  const T *keys, *values;  // addresses in page 0
+  int64_t page, head;      // elements from one page to the next, and from one KV head to the next
+  const int32_t* pages;    // the sequence's page numbers
+  int end;                 // the position after the last token that is read
 
-  // `kv_head` is one of several consecutive heads that end at head_end. Tokens [first, last) of each are
-  // read.
+  // The numbers of the pages that the next KV head reads first and that can be prefetched. Null for the last
+  // head.
+  const int32_t* after;
+  float* scales;  // buffer for the scales of a KV block's values
+
+  // Presents the keys and values of the KV head `kv_head`. The work item covers several consecutive KV heads,
+  // of which the last is head_end - 1, and reads tokens [first, last) of each. `table` has the page numbers
+  // of the sequence. `room` is a buffer for scales.
   Cache(const Call& call, const int32_t* table, int kv_head, int head_end, int first, int last, float* room)
       : d(*call.dims),
         keys(call.at<T>(Buffer::K_CACHE) + k_index(d, 0, kv_head, 0)),
@@ -248,8 +267,9 @@ struct Cache {
         scales(room) {}
 };
 
-// The tokens of one KV block in the KV cache. A run is the tokens of one page: their keys are adjacent for
-// each element, and elements are key_stride apart. The values of a token are a row.
+// Reads one KV block directly from the KV cache. `run` is the number of tokens that lie together in memory:
+// those of a KV page. In a page, keys are stored as [element of the head][token], with a stride of
+// `key_stride`, and values as [token][element].
 template <class T>
 class CachedBlock {
   static constexpr bool kQuantised = std::is_same_v<T, int8_t>;
@@ -276,7 +296,7 @@ class CachedBlock {
   auto key(int token) const {
     const int page = token / d_.kv_page, column = token - page * d_.kv_page;
     const Strip<T> strip = this->strip(cache_.keys, page);
-    const int behind = kKvScale * d_.kv_page;  // behind the scales
+    const int behind = kKvScale * d_.kv_page;  // the keys follow the scales, which have this many bytes
     if constexpr (kQuantised)
       return KeyStrip{strip.now + behind + column, strip.now + kKvScale * column,
                       strip.next + behind + column};
@@ -293,8 +313,8 @@ class CachedBlock {
   }
 
  private:
-  // Page i of the block. The page to prefetch is page i of the next block, or, after the last block, page i
-  // of the next head's first block.
+  // Returns the addresses of page i of this KV block and of the page to prefetch. The latter is page i of the
+  // next block or, after the last block, page i of the next KV head's first block.
   Strip<T> strip(const T* page_0, int i) const {
     const T* now = page_0 + pages_[i] * cache_.page;
     const int later = i * d_.kv_page + d_.kv_block;
@@ -304,11 +324,11 @@ class CachedBlock {
 
   const Cache<T>& cache_;
   const Dims& d_;
-  const int first_;             // token
-  const int32_t* const pages_;  // of the block
+  const int first_;             // the position of the block's first token
+  const int32_t* const pages_;  // the block's page numbers
 };
 
-// A copy in float32 of a KV block's tokens [0, tokens).
+// A float32 copy of the keys and values of a KV block's first `tokens` tokens, in scratch memory.
 struct Widened {
   const Dims& d;
   const Scratch& scratch;
@@ -319,7 +339,8 @@ struct Widened {
   NearStrip key(int token) const { return {scratch.keys + token}; }
   NearStrip value(int token) const { return {scratch.values + token * value_stride()}; }
 
-  // Keys beyond the last token are not read, because other threads may be storing them.
+  // Copies the first `tokens` tokens of the block `from`. Does not read later keys, because other threads may
+  // be storing them.
   template <class T>
   Widened(const Dims& dims, const CachedBlock<T>& from, const Scratch& to, int tokens)
       : d(dims), scratch(to) {
@@ -347,8 +368,9 @@ struct Widened {
   }
 };
 
-// Turns the scores of one (row, head) pair into probabilities (zero beyond its tokens) and computes
-// m and l.
+// Turns the scores of one (row, head) pair into unnormalised softmax weights: each score, multiplied by
+// `scale`, is a value s, which becomes e^(s - m). Also computes the maximum m of the values s, and the sum l
+// of the weights. There are `tokens` scores; the rest of the last SIMD vector becomes zero.
 inline void softmax_row(float* scores, int tokens, float scale, float& m, float& l) {
   const I32 lane = lane_index();
   F32 top = splat(-INFINITY);
@@ -367,8 +389,8 @@ inline void softmax_row(float* scores, int tokens, float scale, float& m, float&
   l = sum(total);
 }
 
-// Computes (m, l, o) of one KV block for rows at ascending `positions`. Each row has `group` (row, head)
-// pairs and sees at least one token of the block.
+// Computes the softmax state (m, l, o) of one KV block for query rows at ascending `positions`. Each row has
+// `group` query heads and attends to at least one token of the block.
 template <class Kv>
 inline void attend_block(const Dims& d, const Kv& kv, int block, const int32_t* positions, int rows,
                          int group, const float* queries, float* scores, float* m, float* l, float* out) {
@@ -378,8 +400,8 @@ inline void attend_block(const Dims& d, const Kv& kv, int block, const int32_t* 
   for (int j = 0; j < rows * group; ++j)
     softmax_row(scores + int64_t{j} * d.kv_block, visible_tokens(d, positions[j / group], block), scale, m[j],
                 l[j]);
-  // First come the tokens that all rows see, for all rows together; then each row's further tokens. They are
-  // few, because positions ascend by one.
+  // The values of the tokens that all rows attend to are multiplied for all rows together. Then each row's
+  // remaining tokens are multiplied, row by row. They are few, because the rows have consecutive positions.
   const int common = visible_tokens(d, positions[0], block);
   dense(rows * group, d.head_dim, scores, d.kv_block, TokenValues<Kv>{kv, 0}, common, out, padded, false);
   for (int i = 1; i < rows; ++i) {
@@ -389,7 +411,8 @@ inline void attend_block(const Dims& d, const Kv& kv, int block, const int32_t* 
   }
 }
 
-// Computes the rows [first, first + rows) of the item for one KV head. C is the type of the KV cache.
+// Computes attention for the item's query rows [first, first + rows) and one of its KV heads. C is the type
+// of the KV cache.
 template <class T, class C>
 inline void attend(const Call& call, int first, int rows, int kv_head) {
   const Dims& d = *call.dims;
@@ -416,7 +439,7 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
     if (call.aborted()) return;
     const int tokens = visible_tokens(d, positions[rows - 1], block);
     if (tokens == 0) break;
-    int skip = 0;  // rows that end before this block
+    int skip = 0;  // the number of rows whose positions are before this block
     while (visible_tokens(d, positions[skip], block) == 0) ++skip;
     const int from = skip * group;
     const auto attend_from = [&](const auto& kv) {
@@ -456,8 +479,8 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
   }
 }
 
-// Computes one item (call.item). If the item is part of a split, stores (m, l, o) of each block in PARTIALS
-// instead.
+// Computes the output of one work item, call.item. If several items divide the KV blocks of its rows, stores
+// the softmax state (m, l, o) of each block in PARTIALS instead, and attention_merge computes the output.
 template <class T>
 void attention(const Call& call, const Attention&) {
   const Dims& d = *call.dims;
@@ -479,7 +502,9 @@ void attention(const Call& call, const Attention&) {
   }
 }
 
-// After the last item of call.item's split: merges PARTIALS of all blocks, ascending, into the output.
+// Computes the output of rows whose KV blocks were divided among several items, of which call.item is the
+// last to run. Merges the softmax states of all blocks, which the items have stored in PARTIALS, in ascending
+// order of the blocks.
 template <class T>
 void attention_merge(const Call& call, const int32_t*) {
   const Dims& d = *call.dims;

@@ -5,7 +5,7 @@
 
 namespace mk::MK_SIMD {
 
-// Reads k elements of one column of a panel.
+// Reads the first k elements of one column of a weight panel, converted to float32.
 template <class W>
 void read_column(const Panel& panel, int column, int k, float* out) {
   for (int begin = 0; begin < k; begin += kUnit) {
@@ -16,8 +16,8 @@ void read_column(const Panel& panel, int column, int k, float* out) {
   }
 }
 
-// output[r] = weights[token(r)]. The table is packed like a matrix (packed.h), so that a table that is also
-// the LM head is stored once.
+// Copies the embedding of each row's token: output[r] = weights[token(r)]. The embedding table is packed like
+// any weight matrix (packed.h), so that a table that is also the LM head is stored only once.
 inline void gather(const Call& call, const Run& op) {
   const Dims& d = *call.dims;
   const int width = call.phase->inner;
@@ -33,7 +33,9 @@ inline void gather(const Call& call, const Run& op) {
   }
 }
 
-// output[r] = cos, sin of position(r) * weights.
+// Computes the RoPE factors of each row: the cosine and sine of each of the row's angles. An angle is the
+// row's position times one of the inverse frequencies, which are the phase's weights. Cosines and sines
+// alternate in output[r].
 inline void rope(const Call& call, const Run& op) {
   const Dims& d = *call.dims;
   const float* inv_freq = call.weights<float>();

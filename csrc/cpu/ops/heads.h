@@ -4,8 +4,8 @@
 
 namespace mk::MK_SIMD {
 
-// Permutes the lanes of a vector. `rotate` permutes pairs of lanes: it puts the even lane's value in both,
-// puts the odd lane's value in both, or swaps the two.
+// Permutes the lanes of a vector. `rotate` uses three permutations of each pair of lanes: the even lane's
+// value in both lanes, the odd lane's value in both lanes, and the two values swapped.
 #if defined(__clang__)
 #define MK_SHUFFLE(v, mask) shuffle_lanes(v, mask)
 MK_INLINE F32 shuffle_lanes(F32 v, I32 lanes) {
@@ -17,7 +17,8 @@ MK_INLINE F32 shuffle_lanes(F32 v, I32 lanes) {
 #define MK_SHUFFLE(v, mask) __builtin_shuffle(v, mask)
 #endif
 
-// Rotates n columns (even, starting with a pair): (a, b) -> (a cos - b sin, b cos + a sin).
+// Applies RoPE to n columns, in pairs: (a, b) -> (a cos - b sin, b cos + a sin). n is even, and the first
+// column is the first of a pair.
 template <class T>
 inline void rotate(const float* t, const float* rope, int n, T* out) {
   const I32 lane = lane_index();
@@ -30,7 +31,8 @@ inline void rotate(const float* t, const float* rope, int n, T* out) {
   }
 }
 
-// Normalises the heads of q and k among columns [first, first + n), which are whole heads.
+// Applies an RMS norm to each head of q and k in the columns [first, first + n) of q, k and v. The range must
+// consist of whole heads.
 inline void norm_heads(const Call& call, int first, int n, float* t) {
   const Dims& d = *call.dims;
   const int rotated = lower_of(n, d.q_cols() + d.kv_cols() - first);
@@ -45,8 +47,9 @@ inline void norm_heads(const Call& call, int first, int n, float* t) {
   }
 }
 
-// Stores one token's row of K or V of a head as Q8_0, rounded like gguf. `page` is the head's part of the
-// token's page; `transposed` means K.
+// Stores the K or V of one token and one head as Q8_0, rounded as the gguf package does. `page` points to the
+// head's data in the token's KV page. `transposed` is true for K, which a page stores as [element][token],
+// and false for V, which it stores as [token][element].
 inline void quantise(const Dims& d, const float* x, char* page, int token, bool transposed) {
   for (int first = 0; first < d.head_dim; first += kKvUnit, page += kv_block_bytes(d)) {
     const int n = lower_of(d.head_dim - first, kKvUnit);
@@ -60,8 +63,9 @@ inline void quantise(const Dims& d, const float* x, char* page, int token, bool 
     memcpy(page + token * kKvScale, &half, sizeof half);
     char* values = page + kKvScale * d.kv_page + (transposed ? token : token * n);
     for (int i = 0; i < n; ++i, values += transposed ? d.kv_page : 1) {
-      // Rounds halves away from zero. Nothing is added to the product, because that would round it
-      // differently. NaN and infinity get a scale that marks them.
+      // Rounds to the nearest integer, and halves away from zero. Adding 0.5 to the product and truncating
+      // would not do, because the addition itself rounds. If the block contains NaN or infinity, its scale is
+      // NaN or infinity, and all its values are read as NaN.
       const float product = x[first + i] * inverse, a = product == product ? product : 0.0f;
       const float whole = static_cast<float>(static_cast<int32_t>(a));
       const float up = fabsf(a) >= fabsf(whole) + 0.5f ? 1.0f : 0.0f;
@@ -70,9 +74,9 @@ inline void quantise(const Dims& d, const float* x, char* page, int token, bool 
   }
 }
 
-// Stores columns [first, first + n) of q, k and v of row r to the output and the KV cache, with q and k
-// rotated. The columns may cross heads and the borders of q, k and v, unless heads are normalised or the
-// cache is quantised.
+// Applies RoPE to q and k, and stores the columns [first, first + n) of row r's q, k and v: q in the output,
+// k and v in the KV cache. If heads are normalised or the KV cache is quantised, the range must consist of
+// whole heads. Otherwise it may begin and end inside heads.
 template <class T>
 inline void store_heads(const Call& call, int r, int first, int n, float* t) {
   const Dims& d = *call.dims;
@@ -115,11 +119,13 @@ inline void store_heads(const Call& call, int r, int first, int n, float* t) {
   }
 }
 
-// Computes a tile. If it must consist of whole heads, it is divided into parts, each of as many heads as one
-// pass holds.
+// Computes a tile of the QKV projection. If heads are normalised or the KV cache is quantised, all columns of
+// a head must be available together, so the tile is divided into parts of as many whole heads as one pass of
+// `gemm` can compute.
 template <class T>
 void heads(const Call& call, const Tile& tile) {
-  // A part may begin inside a panel and so reach into one more panel than its columns fill.
+  // One weight panel fewer than `gemm` can compute at once, because a part of the tile that begins inside a
+  // panel touches one panel more.
   constexpr int kPass = (kTilePanels - 1) * kPanel;
   static_assert(kMostHeadDim <= kPass);
   const int head = call.dims->head_dim;

@@ -1,5 +1,5 @@
-// A matmul, and one function for each kind of result, which receives columns [first, first + n) of row r in
-// t.
+// The matmul operation. Each kind of result has one function that stores the results of `gemm`. Its argument
+// `t` contains the results for row r and columns [first, first + n).
 #pragma once
 #include "../gemm.h"
 #include "heads.h"
@@ -7,13 +7,13 @@
 
 namespace mk::MK_SIMD {
 
-// output[r] += t.
+// Adds the results to the residual: output[r] += t.
 inline void add_residual(const Call& call, int r, int first, int n, float* t) {
   float* x = call.output<float>() + int64_t{r} * call.dims->hidden + first;
   for (int i = 0; i < n; i += kLanes) store(x + i, load(x + i, n - i) + load(t + i, n - i), n - i);
 }
 
-// output[this rank][r] = t, at the rank that keeps the residual of r.
+// Stores this rank's partial sums on each rank that has the residual of row r: output[this rank][r] = t.
 template <class T>
 inline void store_partial(const Call& call, int r, int first, int n, float* t) {
   const Dims& d = *call.dims;
@@ -21,7 +21,8 @@ inline void store_partial(const Call& call, int r, int first, int n, float* t) {
            int64_t{d.reduce_row(d.rank, r)} * d.hidden + first, narrow(t, n, T{}), n);
 }
 
-// output[r] = silu(t of the first matrix) * t of the second.
+// Stores output[r] = silu(gate) * up, where gate is the result of the first matrix and up that of the second.
+// Both are in `t`, kPanel floats apart.
 template <class T>
 inline void store_gated(const Call& call, int r, int first, int n, float* t) {
   T* out = call.output<T>() + int64_t{r} * call.phase->width + first;
@@ -31,7 +32,7 @@ inline void store_gated(const Call& call, int r, int first, int n, float* t) {
   }
 }
 
-// output[r] = t, over the rank's part of the vocabulary, at the rank that samples row r.
+// Stores row r's logits for this rank's part of the vocabulary on the rank that samples row r.
 inline void store_logits(const Call& call, int r, int first, int n, float* t) {
   const Dims& d = *call.dims;
   const int sampler = r / d.own_logit_rows();

@@ -1,13 +1,13 @@
-// RMS norms of rows. Results are first written to the rank's own copy; `send_norm` then copies them to the
-// other ranks that need them.
+// RMS norms of rows. `norm` writes the results to the rank's own copy of the output. `send_norm` then copies
+// them to the other ranks that need them.
 #pragma once
 #include "../rms_norm.h"
 #include "store.h"
 
 namespace mk::MK_SIMD {
 
-// Calls row(row of the output, row of the inputs) for each row that this rank normalises; the row of the
-// inputs is -1 for padding.
+// Calls row(to, from) for each row that this rank normalises, where `to` is its index in the output and
+// `from` its index in the inputs. `from` is -1 if the output row is padding.
 template <class F>
 inline void each_norm(const Call& call, const Run& op, const F& row) {
   const bool logit = call.phase->rows == Rows::kLogit;

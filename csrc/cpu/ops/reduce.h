@@ -3,7 +3,8 @@
 
 namespace mk::MK_SIMD {
 
-// output[r] += (inputs[0][r] + inputs[1][r] + ..) + bias for a tile, over the ranks that have partial sums.
+// Adds the partial sums of all ranks, and the bias if there is one, to the residual, for the rows r of a
+// tile: output[r] += (inputs[0][r] + inputs[1][r] + ...) + bias.
 template <class T>
 void reduce(const Call& call, const Tile& op) {
   const Dims& d = *call.dims;

@@ -7,7 +7,7 @@
 
 namespace mk::MK_SIMD {
 
-// The index of the largest value, or the lowest index if several are equal; 0 if all are NaN.
+// Returns the index of the largest of n values, the lowest such index if there is a tie, or 0 if all are NaN.
 inline int32_t argmax(const float* z, int n) {
   const I32 lane = lane_index();
   F32 top = splat(-INFINITY);
@@ -22,7 +22,8 @@ inline int32_t argmax(const float* z, int n) {
   return 0;
 }
 
-// out = e^(z - top). Returns the sum, added up in float32 within a run and in double over the runs.
+// Stores e^(z - top) in `out` and returns the sum of these values. Sums of kRun values are computed in
+// float32 and then added in double.
 inline double exponentials(const float* z, int n, float top, float* out) {
   constexpr int kRun = 64 * kLanes;
   const I32 lane = lane_index();
@@ -40,7 +41,7 @@ inline double exponentials(const float* z, int n, float top, float* out) {
   return total;
 }
 
-// z = minus infinity where the bit in the row's mask is 0.
+// Sets the logit of each token to minus infinity if its bit in `mask` is 0.
 inline void apply_mask(const Dims& d, const int32_t* mask, float* z) {
   for (int begin = 0; begin < d.vocab; begin += 32) {
     const uint32_t bits = static_cast<uint32_t>(mask[begin / 32]);
@@ -50,7 +51,7 @@ inline void apply_mask(const Dims& d, const int32_t* mask, float* z) {
   }
 }
 
-// z = the row's logits after penalties, bias and mask.
+// Applies row i's penalties, logit bias and token mask to its logits z.
 inline void adjust(const Call& call, int i, float* z) {
   const Dims& d = *call.dims;
   const StepView& s = *call.step;

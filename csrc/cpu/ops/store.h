@@ -1,5 +1,5 @@
-// Stores results to the copies of a buffer on one or several ranks: the results are computed once and copied
-// to each rank.
+// Stores results in the copies of a buffer on one or several ranks. The results are computed once and copied
+// to each of these ranks.
 #pragma once
 #include "../../common/index.h"
 #include "../remote.h"
@@ -7,7 +7,7 @@
 
 namespace mk::MK_SIMD {
 
-// Stores n elements at element `at` of the buffer's copy on each rank.
+// Stores n values in the buffer's copy on each of `ranks`, from element `at` on.
 template <class T>
 inline void store_to(const Call& call, Buffer buffer, Ranks ranks, int64_t at, const T* values, int64_t n) {
   const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
@@ -21,7 +21,7 @@ inline void store_to(const Call& call, Buffer buffer, Ranks ranks, int64_t at, c
   }
 }
 
-// Converts n float32 results to T, in place.
+// Converts n float32 results, in place, to the type of the last parameter.
 inline const float* narrow(float* t, int, float) { return t; }
 
 inline const Bf16* narrow(float* t, int n, Bf16) {

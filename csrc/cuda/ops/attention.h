@@ -1,7 +1,8 @@
-// Attention for the work items that the step table assigns to a record's slot. For each item, the
-// query rows that share a KV head (ordered by token row, then by head of the group) are divided
-// into tiles of 16. A unit is a tile of one KV head, and the consumer warps process eight units at
-// a time over all KV blocks. Pages come in the order of plan.h; a warp skips those of other heads.
+// Attention, for the attention items (tiles of work) that the step table assigns to an instruction. Within an
+// item, the query rows that share a KV head are ordered by token row and then by query head, and divided into
+// tiles of 16. Each of the eight consumer warps processes one such tile (a unit) at a time, over all KV
+// blocks of the item. plan.h lists the order of the shared-memory pages. A warp skips pages of other KV
+// heads.
 #pragma once
 #include "../plan.h"
 #include "call.h"
@@ -15,14 +16,15 @@
 
 namespace mk {
 
-// A tile of query rows of one KV head of an item.
+// A tile of the query rows that share one KV head of an item. There is a query row for each token row and
+// each query head.
 struct QueryRows {
-  int first_row, rows;    // token rows of the item
-  int first_head, heads;  // query heads of the rank
-  int begin;              // first row of the tile, among rows * heads
+  int first_row, rows;    // the item's token rows: the first and their number
+  int first_head, heads;  // the KV head's query heads: the first (within the rank) and their number
+  int begin;              // index of the tile's first query row among the rows * heads query rows
 
   MK_FN bool has(int i) const { return begin + i < rows * heads; }
-  MK_FN int row(int i) const { return (begin + i) / heads; }  // counted from first_row
+  MK_FN int row(int i) const { return (begin + i) / heads; }  // token row, counted from first_row
   MK_FN int head(int i) const { return (begin + i) % heads; }
 };
 
@@ -56,15 +58,16 @@ class AttentionItem {
   MK_FN bool narrow() const { return d_.head_dim <= kTileInner; }
   MK_FN int head_pages() const { return narrow() ? 2 : 4; }
 
-  // Runs the units from `begin` on, one per warp.
+  // Processes up to eight units, from number `begin` on, one per warp.
   MK_FN void run_pass(int begin) {
     const int tiles = this->tiles(), end = lower_of(begin + kConsumerWarps, units()),
               unit = begin + call_.warp;
-    const int own = unit < end ? unit / tiles : -1;  // KV head of the item
+    // The KV head of this warp's unit, counted from the item's first KV head, or -1 if the warp has no unit.
+    const int own = unit < end ? unit / tiles : -1;
     const int first = unit % tiles * kQueryTile;
     const int last = own < 0 ? -1 : last_position(query_rows(own, first));
     const bool split = s_.item_split[item_] >= 0;
-    // The number of KV heads in the pass, and how many of them come before the warp's own.
+    // The number of KV heads in the pass, and how many of them come before this warp's KV head.
     const int heads = (end - 1) / tiles - begin / tiles + 1, before = own - begin / tiles;
     const float scale = 1.0f / sqrtf(static_cast<float>(d_.head_dim));
     AttentionTile<P> tile(p_, d_.head_dim);
@@ -76,7 +79,8 @@ class AttentionItem {
       }
       pages_.skip(before * head_pages());
       const unsigned char* keys = pages_.take();
-      // The item's counters are satisfied when a page is full.
+      // The queries can be read only now: the input loader fills the item's pages after it has waited for the
+      // item's counters, so a full page shows that the queries are written.
       if (block == s_.item_block[item_]) start(tile, query_rows(own, first));
       tile.template scores<0>(keys);
       if (!narrow()) {
@@ -116,7 +120,8 @@ class AttentionItem {
     tile.store_block([&](int i) { return partial(q.row(i), head, q.head(i), block); });
   }
 
-  // Whether this item is the last one of its split to store its partial results, so that now all are there.
+  // Called if the KV blocks are split among several items, when this item has stored its partial results.
+  // Returns true for the last of these items to do so, which can then read all results.
   MK_FN bool last_of_split() {
     p_.consumer_sync();
     if (call_.warp == 0) {
@@ -131,7 +136,7 @@ class AttentionItem {
     return call_.shared->last;
   }
 
-  // Merges the partial results of all KV blocks: one warp per query row and head.
+  // Merges the partial results of all KV blocks. The warps divide the query rows and heads among themselves.
   MK_FN void merge_split() {
     int turn = 0;
     MK_LOOP for (int r = 0; r < s_.item_rows[item_]; ++r) {
@@ -182,7 +187,8 @@ class AttentionItem {
     return {s_.item_row[item_], s_.item_rows[item_], first, d_.query_head_end(kv_head) - first, begin};
   }
 
-  // The position of the tile's last row, which sees more tokens than the others; -1 if the tile has no row.
+  // Returns the position of the tile's last row, which sees more tokens than the others, or -1 if the tile
+  // has no row.
   MK_FN int32_t last_position(const QueryRows& q) const {
     if (!q.has(0)) return -1;
     const int last = lower_of(kQueryTile, q.rows * q.heads - q.begin) - 1;
@@ -195,21 +201,21 @@ class AttentionItem {
            (q.first_head + q.head(i)) * d_.head_dim;
   }
 
-  // Where the partial result (m, l and o, softmax.h) of one row, query head and KV block is stored.
-  // `row` and the KV head `head` are counted from the item's first; `group_head` is the query
-  // head's number in its group.
+  // Returns the address of the partial result (m, l and o, softmax.h) of one row, query head and KV block.
+  // `row` and the KV head `head` are counted from the item's first; `group_head` is the number of the query
+  // head in its group.
   MK_FN float* partial(int row, int head, int group_head, int block) const {
     const int64_t entry = partial_index(s_, item_, row, head) + block;
     return call_.at<float>(Buffer::PARTIALS) + (entry * d_.group_size() + group_head) * (d_.head_dim + 2);
   }
 
-  // The place where the O projection reads a query head's output.
+  // Returns the address where the O projection of `rank` reads a query head's output.
   MK_FN uint16_t* output(int rank, int row, int head) const {
     return call_.copy<uint16_t>(call_.phase().output, rank) + int64_t{row} * d_.o_cols() + d_.o_first() +
            head * d_.head_dim;
   }
-  // The ranks that get the item's output. Its first row decides, because all of its rows lie in one
-  // row block.
+  // Returns the ranks that get the item's output. Looking up the first row is enough, because all rows of an
+  // item lie in one row block.
   MK_FN Ranks output_ranks() const {
     return d_.replicated_o ? residual_ranks(d_, s_.item_row[item_]) : own_rank(d_);
   }

@@ -1,5 +1,5 @@
-// Attention's arithmetic of one warp on the host: the same as attention_mma.h on the same pages, in plain
-// loops.
+// The host version of attention_mma.h. It does the attention arithmetic of one warp on the same pages as
+// attention_mma.h, but in plain loops.
 #pragma once
 #include "../tensor_core.h"
 #include "memory.h"
@@ -90,7 +90,7 @@ class AttentionTile {
 
  private:
   const int head_dim_;
-  int rows_ = 0;  // existing rows come first
+  int rows_ = 0;  // number of rows that the tile has
   int position_[kQueryTile];
   float query_[kQueryTile][kMaxHeadDim], out_[kQueryTile][kMaxHeadDim];
   Softmax sums_[kQueryTile];

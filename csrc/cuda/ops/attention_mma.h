@@ -1,6 +1,6 @@
-// Attention's arithmetic of one warp on the tensor cores: 16 query rows against a KV block. Keys lie as
-// [element][token] and values as [token][element]. Both are B matrices with contiguous columns, which
-// ldmatrix.trans reads.
+// One warp's attention arithmetic on the tensor cores: 16 query rows attend to a KV block. Keys are stored as
+// [element][token] and values as [token][element]. In either layout, the columns of the mma's B matrix are
+// contiguous, and ldmatrix.trans reads them.
 #pragma once
 #include "../tensor_core.h"
 #include "memory.h"
@@ -11,17 +11,17 @@
 
 namespace mk {
 
-// The address that a lane passes to ldmatrix to load rows and columns [0, 16) of a swizzled tile. Of the
-// words that it receives, 0 and 1 belong to the first eight columns, 2 and 3 to the other eight.
+// Returns the address that a lane passes to ldmatrix to load rows and columns [0, 16) of a swizzled tile. Of
+// the words that the lane receives, 0 and 1 belong to the first eight columns, 2 and 3 to the other eight.
 __device__ __forceinline__ uint32_t own_matrix_row(const unsigned char* tile, int lane) {
   const int matrix = ldmatrix_matrix(lane);
   return static_cast<uint32_t>(__cvta_generic_to_shared(tile)) +
          tile_offset(matrix % 2 * 8 + ldmatrix_row(lane), matrix / 2 * 16);
 }
 
-// Loads rows [row, row + 16) and columns [col, col + 16) of the tile. The swizzle repeats every
-// eight rows, and 16 columns are two of its chunks, so the address follows from `own`, the result
-// of own_matrix_row, by an XOR and an addition.
+// Loads rows [row, row + 16) and columns [col, col + 16) of the tile. The swizzle repeats every eight rows,
+// and it permutes chunks of eight columns. The address of the rows and columns therefore follows from `own`,
+// the result of own_matrix_row, by an XOR and an addition.
 __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t own, int row, int col) {
   load_matrices(b, (own ^ col * 2) + row * kTileRowBytes);
 }
@@ -34,14 +34,14 @@ __device__ __forceinline__ void pick(uint32_t (&out)[4], const uint32_t (&words)
   }
 }
 
-// A lane holds parts of two rows: lane / 4 and the row 8 below. head_dim is a multiple of 8, so eight columns
-// lie inside or outside the head together, and testing that costs no register.
+// A tile of 16 query rows and its attention results, in the registers of one warp. A lane holds parts of two
+// rows: row lane / 4 and the row 8 below it. head_dim is a multiple of 8, so eight columns lie either all
+// inside or all outside the head, and testing this costs no register.
 template <class P>
 class AttentionTile {
  public:
   // head_dim is at most kMaxHeadDim and a multiple of 8. The constructor sets everything that start() sets.
-  // Otherwise values of an earlier item would stay live and keep their registers through every other
-  // instruction.
+  // The compiler then need not keep the old values in registers while the warp runs other instructions.
   __device__ AttentionTile(P& p, const int& head_dim) : lane_(p.lane()), head_dim_(head_dim) {
     MK_UNROLL for (int half = 0; half < 2; ++half) position_[half] = -1;
     MK_UNROLL for (int k = 0; k < kMaxHeadDim / 16; ++k) {
@@ -52,8 +52,9 @@ class AttentionTile {
     }
   }
 
-  // row(i) is the address of query row i's elements, null if there is none; position(i) is its token's
-  // position.
+  // Loads the lane's elements of the queries, and the positions of the lane's rows. row(i) returns the
+  // address of query row i, or null if the tile has no row i; position(i) returns the position of the token
+  // of row i.
   template <class Row, class Position>
   __device__ void start(Row row, Position position) {
     const int lane = here(lane_), head_dim = head_dim_;
@@ -69,7 +70,7 @@ class AttentionTile {
     }
   }
 
-  // The scores of half of the block's tokens; keys is a tile [element][64 tokens].
+  // Computes the scores of half kHalf of the block's tokens; `keys` is a tile [element][64 tokens].
   template <int kHalf>
   __device__ void scores(const unsigned char* keys) {
     const uint32_t own = own_matrix_row(keys, here(lane_));
@@ -86,8 +87,8 @@ class AttentionTile {
         mma_16x8x16(score_[8 * kHalf + n + 1], query_[k], b[2], b[3]);
       }
     }
-    // Eight elements of the head are left. The second half of their fragment is zero, because the
-    // rows of the tile that follow them do not belong to this head.
+    // Eight elements of the head are left, half of a fragment. The other half of the query fragment is
+    // zero, because the rows of `keys` after these eight do not belong to this head.
     if (head_dim % 16 == 0) return;
     uint32_t query[4] = {};
     pick(query, query_, head_dim / 16);
@@ -99,8 +100,9 @@ class AttentionTile {
     }
   }
 
-  // For each row, turns the scores of the block's tokens that the row sees into probabilities, rounded to
-  // bf16, and computes the block's m and l.
+  // For each row, turns the scores of the block's tokens that the row sees into probabilities e^(score - m),
+  // rounded to bf16. m is the row's maximum score in the block. Also computes l, the sum of the row's
+  // e^(score - m) before rounding.
   __device__ void softmax(float scale, int block) {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       const int seen = position_[half] + 1 - block * kKvBlock, tokens = seen - fragment_col(here(lane_));
@@ -132,8 +134,8 @@ class AttentionTile {
     }
   }
 
-  // Merges the block's m and l into those of earlier blocks, for the rows that see the block.
-  // values() merges its o.
+  // Merges the block's softmax maximum m and sum l (softmax.h) into those of earlier blocks, for the rows
+  // that see the block. values() merges o, the block's weighted sum of values.
   __device__ void merge() {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       const Rescale scale = seen_[half] ? sums_[half].merge(block_[half].a, block_[half].b) : Rescale{};
@@ -141,10 +143,11 @@ class AttentionTile {
     }
   }
 
-  // Computes the block's o for elements [64 * kHalf, 64 * kHalf + 64), in rows that see the block;
-  // `values` is a tile [token][64 elements]. This o is merged into the o of earlier blocks. With
-  // `alone` it replaces that o, because the caller stores each block's result separately. Four
-  // accumulator fragments are processed at a time, because a warp has no registers for more.
+  // Computes o, the sum of the block's values weighted by the probabilities, for elements [64 * kHalf,
+  // 64 * kHalf + 64) of the rows that see the block; `values` is a tile [token][64 elements]. The block's o
+  // is merged into the o of earlier blocks. If `alone` is set, it instead replaces the o of earlier blocks,
+  // because the caller stores each block's result separately. Four accumulator fragments are processed at a
+  // time, because a warp has no registers for more.
   template <int kHalf>
   __device__ void values(const unsigned char* values, bool alone) {
     const uint32_t own = own_matrix_row(values, here(lane_));
@@ -171,7 +174,7 @@ class AttentionTile {
     }
   }
 
-  // Stores m, l and o of a single block to to(i), for each row i that sees the block.
+  // Stores m, l and o (softmax.h) of a single block at to(i), for each row i that sees the block.
   template <class To>
   __device__ void store_block(To to) const {
     const int lane = here(lane_), head_dim = head_dim_;
@@ -210,7 +213,7 @@ class AttentionTile {
   Softmax sums_[2];
   float score_[16][4];
   uint32_t probability_[8][4];
-  Pair block_[2];  // m, l; after the merge, the factors for old and new o
+  Pair block_[2];  // m and l; after merge(), the factors of the old and the new o
   bool seen_[2];
 };
 

@@ -1,5 +1,5 @@
-// The context of an instruction's body (the code that does its work), and the eight consumer warps
-// as a team.
+// The context of an instruction's body (the code that does the instruction's work), and a class for values
+// that the eight consumer warps exchange.
 #pragma once
 #include "../../common/record.h"
 #include "../platform.h"
@@ -13,34 +13,35 @@ struct Task {
   int32_t record[kWords];
   Where where;
   Phase phase;
-  // For a worker of two SMs: the SM that the record is for, and the number of empty pages that follow those
-  // of attention's items, so that both rings continue in step.
+  // For a worker of two SMs. sm: the SM that the record is for. empty: the number of unused pages that an
+  // attention instruction adds after the pages of its items, so that it uses equally many pages on both SMs.
   int32_t sm, empty;
 
   MK_FN bool is(Operation operation) const { return phase.operation == operation; }
   MK_FN bool end() const { return record[0] == 0; }  // no instruction: the stream has ended
 };
 
-// The layer whose weights a phase uses in layer `layer`: `ahead` layers further on, but at most the
+// Returns the layer whose weights a phase uses in layer `layer`: `ahead` layers further on, but at most the
 // last.
 MK_FN int32_t weight_layer(const Phase& phase, const Sizes& d, int32_t layer) {
   return lower_of(layer + phase.ahead, d.layers - 1);
 }
 
-// Shared memory of a block's consumer warps. Nothing in it outlives a body.
+// Shared memory that a block's consumer warps use within an instruction. Its contents are not kept for the
+// next instruction.
 struct Scratch {
   alignas(16) unsigned char rows[kNormBytes];  // bf16 rows that a matmul has normalised
   uint64_t gathered[2][kConsumerWarps];
-  float squares[2][kConsumerWarps][8];  // dots: sums over the warp's columns of a head, by row
-  int32_t last;                         // attention: whether this worker merges a split
-  int32_t listed;                       // sample: logits in the list
+  float squares[2][kConsumerWarps][8];  // dots.h: sum of squares of a warp's columns of a head, by row
+  int32_t last;                         // attention: whether this block merges a split's partial results
+  int32_t listed;                       // sample: number of logits copied to the list (sample.h)
 };
 
 // Pointers into the launch's parameters and the block's shared memory, for one consumer warp.
 struct Call {
   const Params* params;
   const Sizes* dims;     // of the rank
-  const StepView* step;  // as the rank sees it
+  const StepView* step;  // the launch's step table
   Scratch* shared;
   const Task* task;
   int32_t block;  // of the grid
@@ -48,7 +49,8 @@ struct Call {
 
   MK_FN const Phase& phase() const { return task->phase; }
 
-  // A rank's copy of a buffer, or the part for the task's layer if the buffer has layers.
+  // Returns the address of a rank's copy of a buffer, or of the part for the task's layer if the buffer has
+  // layers.
   template <class T>
   MK_FN T* copy(Buffer buffer, int rank) const {
     return static_cast<T*>(params->at(rank, buffer, task->where.layer));
@@ -57,7 +59,7 @@ struct Call {
   MK_FN T* at(Buffer buffer) const {
     return copy<T>(buffer, dims->rank);
   }
-  // The address of weights or of a bias; null if there are none.
+  // Returns the address of weights or of a bias, or null if the phase has none.
   template <class T>
   MK_FN const T* weights(Buffer buffer) const {
     if (buffer == Buffer::kNone) return nullptr;
@@ -65,7 +67,7 @@ struct Call {
   }
 };
 
-// The value of one lane of the warp, which has 32 lanes, or 1 on the host.
+// Returns the value of one lane of the warp. A warp has 32 lanes, or 1 on the host.
 MK_FN int32_t shuffle(int32_t value, [[maybe_unused]] int lane) {
 #if defined(__CUDA_ARCH__)
   return __shfl_sync(0xFFFFFFFFu, value, lane);
@@ -74,7 +76,7 @@ MK_FN int32_t shuffle(int32_t value, [[maybe_unused]] int lane) {
 #endif
 }
 
-// The value of the lane whose number is this one's XOR the mask.
+// Returns the value of the lane whose number is this lane's number XOR the mask.
 template <class T>
 MK_FN T shuffle_xor(T value, [[maybe_unused]] int mask) {
 #if defined(__CUDA_ARCH__)
@@ -84,7 +86,8 @@ MK_FN T shuffle_xor(T value, [[maybe_unused]] int mask) {
 #endif
 }
 
-// A reduction with the same result on every lane, by a tree of a fixed shape.
+// Combines the values of all lanes of the warp in a tree of a fixed shape, and returns the same result on
+// every lane.
 template <class P, class T, class F>
 MK_FN T reduce_lanes(T value, F combine) {
   MK_LOOP for (int mask = P::kLanes / 2; mask > 0; mask /= 2) value =
@@ -92,18 +95,19 @@ MK_FN T reduce_lanes(T value, F combine) {
   return value;
 }
 
-// The consumer warps as one team: each contributes a value, and all receive the values of all.
+// Exchanges values among the consumer warps: each warp contributes a value, and all warps receive the values
+// of all.
 template <class P>
 class Team {
  public:
-  // Waits until all warps have left the previous body.
+  // Waits until all consumer warps have finished their work for the previous instruction.
   MK_FN Team(P& p, const Call& call) : p_(p), gathered_(call.shared->gathered), warp_(call.warp) {
     p_.consumer_sync();
   }
 
-  // Returns the warps' values, in order; a warp may read them until its next call. Calls use two arrays in
-  // turn, so that one barrier per call is enough: before a warp writes an array again, it passes the barrier
-  // of the call in between, which every warp reaches only after it has read the array.
+  // Returns the warps' values, in the order of the warps. The result is valid until the warp's next call.
+  // Successive calls use two arrays in turn, so that one barrier per call is enough: before a warp writes to
+  // an array again, it passes the next call's barrier, which every warp reaches only after reading the array.
   MK_FN const uint64_t* gather(uint64_t mine) {
     uint64_t* slots = gathered_[phase_];
     phase_ ^= 1;
@@ -112,8 +116,8 @@ class Team {
     return slots;
   }
 
-  // A reduction over all lanes of all warps; `combine(a, b)` combines two values. The bits of the result do
-  // not depend on timing.
+  // Combines the values of all lanes of all warps with `combine(a, b)` and returns the result. The bits of
+  // the result do not depend on timing.
   template <class F>
   MK_FN uint64_t reduce(uint64_t mine, F combine) {
     const uint64_t* slots = gather(reduce_lanes<P>(mine, combine));
@@ -122,7 +126,8 @@ class Team {
     return total;
   }
 
-  // A sum over lanes, then warps, in a fixed order.
+  // Returns the sum of the values of all lanes of all warps. The order of the additions is fixed: first over
+  // the lanes of each warp, then over the warps.
   MK_FN float sum(float mine) {
     const float lanes = reduce_lanes<P>(mine, [](float a, float b) { return a + b; });
     const uint64_t* warps = gather(float_to_bits(lanes));

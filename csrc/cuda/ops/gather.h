@@ -4,7 +4,7 @@
 
 namespace mk {
 
-// output[r] = weights[token(r)], with one warp per row.
+// Copies the embedding of each row's token: output[r] = weights[token(r)]. One warp copies a row.
 template <class P>
 MK_FN void gather(P& p, const Call& call, const Run& op) {
   const Sizes& d = *call.dims;

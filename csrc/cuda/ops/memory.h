@@ -1,9 +1,9 @@
-// Accesses to global memory by the bodies of instructions. Reads of data written in this launch bypass the L1
-// cache, because stores of other SMs do not update it.
+// Functions with which the bodies of instructions access global memory. Reads of data written in this launch
+// bypass the L1 cache, because stores of other SMs do not update it.
 #pragma once
 #include "../arithmetic.h"
 
-// Loops over memory keep several loads in flight.
+// Unrolls a loop four times, so that several of its loads from memory are in flight.
 #if defined(__CUDACC__)
 #define MK_UNROLL_4 _Pragma("unroll 4")
 #else
@@ -12,7 +12,7 @@
 
 namespace mk {
 
-// 16 bytes: four float32, or eight bf16.
+// 16 bytes of data: four float32 values or eight bf16 values.
 struct alignas(16) Words {
   uint32_t w[4];
 };
@@ -133,8 +133,8 @@ MK_FN Words pack_eight(const Eight& value) {
   return words;
 }
 
-// fetch_add and exchange are atomic among the threads of a block, in memory that only they use. They return
-// the previous value.
+// fetch_add and exchange work atomically on memory that only the threads of one block use. They return the
+// previous value.
 MK_FN int32_t fetch_add(int32_t* at, int32_t n) {
 #if defined(__CUDA_ARCH__)
   return atomicAdd(at, n);

@@ -1,4 +1,4 @@
-// mma and ldmatrix as functions of a warp.
+// Wrappers of the PTX instructions mma and ldmatrix. All lanes of a warp call them together.
 #pragma once
 #include "../arithmetic.h"
 
@@ -13,7 +13,8 @@ __device__ __forceinline__ void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Loads four matrices, transposed; `row` is the address of the lane's row.
+// Loads four 8 x 8 matrices of 16-bit elements from shared memory and transposes them. Each lane passes the
+// shared-memory address of one row of one matrix.
 __device__ __forceinline__ void load_matrices(uint32_t (&b)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])

@@ -1,6 +1,7 @@
-// RMS norms of rows, for all ranks that need them or for the block's own matmul. All warps work on the same
-// row, so that a single row is fast too. A lane holds its part of the row and fetches its part of the next
-// row while the sums are combined.
+// RMS norms of rows. A norm phase stores the normalised rows in the memory of every rank that needs them; a
+// matmul with a norm keeps them in the shared memory of its block. All consumer warps work on the same row,
+// so that even a single row is fast. Each lane keeps its elements of the row in registers, and loads those of
+// the next row while the warps add up the sum of squares.
 #pragma once
 #include "../../common/index.h"
 #include "call.h"
@@ -8,11 +9,11 @@
 
 namespace mk {
 
-// The number of groups of eight columns that a lane holds: with 256 lanes, enough for rows of 8,192 columns.
-// Further columns are read twice.
+// A lane keeps this many groups of eight columns in registers. With 256 lanes, that is enough for rows of
+// 8,192 columns. In longer rows, the other columns are read twice: for the sum of squares and for the result.
 constexpr int kNormHeld = 4;
 
-// The weights of a norm, or of the norm inside a matmul.
+// Returns the buffer with the norm's weights, for a norm phase or for a matmul that normalises its inputs.
 MK_FN Buffer norm_weights(const Phase& phase) {
   return phase.norm != Buffer::kNone ? phase.norm : phase.weights;
 }
@@ -33,9 +34,10 @@ class Norm {
         first_(8 * (call.warp * P::kLanes + p.lane())),
         team_(p, call) {}
 
-  // output[i] = norm of inputs[source(i)] * weight, on every rank that needs it, for rows i in [row, row +
-  // rows). For a matmul with a norm, the result is row i - row of the block's Scratch instead. If source
-  // returns kNone, the row is zero; if it returns kSkip, the row is not written.
+  // For each row i in [row, row + rows): normalises row source(i) of the inputs, multiplies it by the
+  // weights, and stores it as row i of the output on every rank that needs it. In a matmul with a norm, the
+  // result is instead stored as row i - row of Scratch, in the block's shared memory. If source(i) is kNone,
+  // zeros are stored; if it is kSkip, nothing is stored.
   static constexpr int kNone = -1, kSkip = -2;
   template <class Source>
   MK_FN void rows(int row, int rows, Source source) {
@@ -77,7 +79,8 @@ class Norm {
     return out;
   }
 
-  // The lane's groups are added in ascending order.
+  // Returns the sum of the squares of row r, over all warps. Each lane adds its columns in ascending order,
+  // so that the sum always has the same bits.
   MK_FN float sum_of_squares(const NormPart& held, int r) {
     float squares = 0.0f;
     const auto add = [&](const Eight& v) {
@@ -109,7 +112,8 @@ class Norm {
   Team<P> team_;
 };
 
-// Prefetches the part of the weights that a lane will read, while other instructions still compute the rows.
+// Prefetches the norm weights that this lane will read, while other instructions still compute the input
+// rows.
 template <class P>
 MK_FN void prefetch_norm(P& p, const Call& call) {
   const float* weights = call.weights<float>(norm_weights(call.phase()));
@@ -118,7 +122,7 @@ MK_FN void prefetch_norm(P& p, const Call& call) {
     prefetch(weights + k);
 }
 
-// Normalises the rows of a norm phase, or the inputs of a matmul with a norm.
+// Normalises the rows of a norm phase, or the input rows of a matmul with a norm.
 template <class P>
 MK_FN void norm(P& p, const Call& call) {
   static_assert(__builtin_offsetof(Tile, row) == __builtin_offsetof(Run, row) &&

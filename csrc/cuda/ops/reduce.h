@@ -5,8 +5,8 @@
 
 namespace mk {
 
-// output[r] += (inputs[0][r] + inputs[1][r] + ..) + bias (if any), for a tile whose columns are multiples of
-// eight.
+// For each row r of a tile: output[r] += (inputs[0][r] + inputs[1][r] + ...) + bias (if any). inputs[i] are
+// the partial sums of rank i. The tile's first column and width are multiples of eight.
 template <class P>
 MK_FN void reduce(P& p, const Call& call, const Tile& op) {
   const Sizes& d = *call.dims;

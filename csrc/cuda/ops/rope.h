@@ -8,8 +8,9 @@ struct CosSin {
   float cos, sin;
 };
 
-// Cosine and sine of an angle from 0 to about 2^30, reduced to +-pi/4 and computed as Taylor series in
-// double, which is exact enough for float32.
+// Returns the cosine and sine of an angle from 0 to about 2^30. The angle is reduced to at most pi/4 in
+// magnitude. The cosine and the sine are then computed as Taylor series in double, which is exact enough for
+// float32.
 MK_FN CosSin cos_sin(float angle) {
   constexpr double kQuarters = 0.63661977236758134308;  // quarter turns in a radian
   constexpr double kQuarter = 1.57079632679489655800, kQuarterRest = 6.12323399573676603587e-17;
@@ -25,7 +26,8 @@ MK_FN CosSin cos_sin(float angle) {
   return {static_cast<float>((quadrant + 1) & 2 ? -c : c), static_cast<float>(quadrant & 2 ? -s : s)};
 }
 
-// output[r] = cos, sin of position(r) * weights, with one lane per pair.
+// Computes the RoPE table: row r of the output holds the cosine and sine of position(r) * weights, where the
+// weights are the inverse frequencies. Each lane computes one pair of cosine and sine at a time.
 template <class P>
 MK_FN void rope(P& p, const Call& call, const Run& op) {
   const Sizes& d = *call.dims;

@@ -1,7 +1,7 @@
-// Samples one token from a row of logits; the eight warps share the row. It applies penalties, bias, mask,
-// temperature, min-p, top-k and top-p, then makes one draw, as megakernel/runtime/reference/sampling.py
-// defines. Nothing is sorted: top-k and top-p search for the logit below which nothing is kept. Weights are
-// summed as integers, so that a sum has the same bits in any order.
+// Samples one token from a row of logits; the eight warps share the row. The code applies penalties, bias,
+// mask, temperature, min-p, top-k and top-p, then draws one token, as
+// megakernel/runtime/reference/sampling.py defines. Nothing is sorted: top-k and top-p search for the lowest
+// logit that they keep. Weights are summed as integers, so that a sum has the same bits in any order.
 #pragma once
 #include "../../common/philox.h"
 #include "call.h"
@@ -21,7 +21,7 @@ MK_FN uint64_t add(uint64_t a, uint64_t b) { return a + b; }
 MK_FN uint64_t greater(uint64_t a, uint64_t b) { return a > b ? a : b; }
 MK_FN uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-// The largest of some values, with the lowest id among equals.
+// The largest logit found so far, and its token id: the lowest id if several logits are equal.
 struct Peak {
   float value;
   int32_t id;
@@ -35,12 +35,13 @@ MK_FN Peak as_peak(uint64_t key) {
   return {key_value(static_cast<uint32_t>(key >> 32)), static_cast<int32_t>(~static_cast<uint32_t>(key))};
 }
 
-// The weight of a logit z: `e`, which is e^(z - largest z), in units of 2^-44, so that the sum of 2^18
-// weights fits 64 bits; 0 for NaN.
+// Returns the weight of a token in the draw as an integer, in units of 2^-44, so that the sum of 2^18 weights
+// fits 64 bits. `e` is e^(the token's logit - the largest logit). The weight is 0 for NaN.
 MK_FN uint64_t weight(float e) { return e > 0.0f ? static_cast<uint64_t>(e * 0x1p44f) : 0; }
-constexpr float kWeightless = 32.0f;  // at this distance below the maximum the weight is 0
+constexpr float kWeightless = 32.0f;  // the weight of logits this far below the maximum is 0
 
-// What is kept of a row: logits above `bound`, and logits equal to `bound` whose id is at most `last`.
+// The tokens that top-k and top-p have kept so far: those with a logit above `bound`, and those with a logit
+// equal to `bound` and an id of at most `last`.
 struct Cut {
   float bound;
   int32_t last;
@@ -58,7 +59,8 @@ class Sampler {
         other_(z_ + vocab_),
         team_(p, call) {}
 
-  // Samples logit row i: sends the token to all ranks and its log-softmax to rank 0.
+  // Samples logit row i. The token and its log-probability go to the outputs at rank 0; every rank also gets
+  // the token in its token history.
   MK_FN void row(int i) {
     const Sizes& d = *call_.dims;
     const StepView& s = *call_.step;
@@ -83,8 +85,8 @@ class Sampler {
   static constexpr int kThreadsOfRow = kConsumerWarps * P::kLanes;
   enum Step { kTopK, kTopP, kDraw };
 
-  // The logits that a thread loads at one time: those of ids begin + j * kThreadsOfRow; minus infinity beyond
-  // the end.
+  // The logits that a thread loads at a time: those of the token ids begin + j * kThreadsOfRow, for j in
+  // [0, kLoads). Ids beyond the vocabulary get minus infinity.
   static constexpr int kLoads = 16;
   struct Logits {
     float v[kLoads];
@@ -102,8 +104,8 @@ class Sampler {
     return out;
   }
 
-  // The largest logit, and the log of the sum of all exponentials. Two further groups of loads are in flight
-  // while one is added.
+  // Returns the largest logit, and sets log_sum to the log of the sum of e^logit over the row. While a thread
+  // adds kLoads logits, the loads of its next two batches of logits are in flight.
   MK_FN Peak soft_peak(const float* z, float& log_sum) {
     constexpr int kGroup = 4;  // the running sum is rescaled once per group
     float top = minus_infinity(), sum = 0.0f;
@@ -156,12 +158,13 @@ class Sampler {
     top_ = peak.value;
     min_p_ = s.min_p[i];
     cut_ = {minus_infinity(), vocab_};
-    // First comes top-k, which counts ids, then top-p, which adds weights; each shortens the row. The draw
-    // comes last. This is a loop so that the code which the three share exists only once.
+    // The first step is top-k, which counts tokens; the second is top-p, which adds their weights. Each step
+    // keeps fewer tokens. The last step draws one. The steps are a loop so that the compiled kernel contains
+    // their shared code only once.
     MK_LOOP for (int step = s.top_k[i] > 0 ? kTopK : kTopP;; ++step) {
       const bool count = step == kTopK;
       const uint64_t all = total(count);
-      if (all == 0) return peak.id;  // not a number
+      if (all == 0) return peak.id;  // the largest logit is NaN or infinite
       if (step == kTopP && !(s.top_p[i] < 1.0f)) step = kDraw;
       uint64_t wanted = count           ? least(static_cast<uint64_t>(s.top_k[i]), all)
                         : step == kTopP ? part(s.top_p[i], all)
@@ -175,21 +178,23 @@ class Sampler {
     }
   }
 
-  // The share p of `all`, at least 1.
+  // Returns p * all, rounded up, but at least 1 and at most `all`. For top-p, `all` is the total weight.
   MK_FN static uint64_t part(float p, uint64_t all) {
     const double wanted = ceil(static_cast<double>(p) * static_cast<double>(all));
     return wanted < 1.0 ? 1 : least(static_cast<uint64_t>(wanted), all);
   }
 
-  // A number below `all`, from the row's next random number.
+  // Returns a pseudo-random integer in [0, all), which selects the token. It depends on row i's seed,
+  // sample position and choice (the completion's index among those of its request).
   MK_FN uint64_t drawn(int i, uint64_t all) const {
     const StepView& s = *call_.step;
     const uint64_t bits = random_bits(s.seed_low[i], s.seed_high[i], s.sample_position[i], s.choice[i]);
-    // The integer part of all * bits / 2^24; the product would not fit 64 bits before the division.
+    // Computes floor(all * bits / 2^24) in two parts, because all * bits may exceed 64 bits.
     return (all >> 24) * bits + (((all & 0xFFFFFF) * bits) >> 24);
   }
 
-  // The weight (or 1, when counting) of an id with logit z if it is kept; otherwise 0.
+  // Returns the weight of token `id` with logit z, or 1 if `count` is set. Returns 0 if the token is not
+  // kept.
   MK_FN uint64_t measure(float z, int id, bool count) const {
     const float e = expf(z - top_);
     const uint64_t w = weight(e);
@@ -204,9 +209,10 @@ class Sampler {
     return team_.reduce(sum, add);
   }
 
-  // Adds the weights of the kept ids in ascending order of ids, and returns the first id at which the sum
-  // exceeds `wanted`. With `equals`, it instead counts kept ids whose logit equals `bound`. In each round,
-  // each warp measures an eighth of the remaining ids.
+  // Adds the weights of the kept tokens in ascending order of their ids, and returns the first id at which
+  // the sum exceeds `wanted`. With `equals`, it instead counts the kept tokens whose logit equals `bound`.
+  // This is a search in rounds: in each round, each of the eight warps adds up an eighth of the remaining
+  // ids.
   MK_FN int32_t locate(uint64_t wanted, bool equals, float bound) {
     int begin = 0, end = vocab_;
     while (end - begin > 1) {
@@ -227,14 +233,16 @@ class Sampler {
     return lower_of(begin, vocab_ - 1);
   }
 
-  // Finds the fewest of the largest logits whose total `measure` (number or weight) is at least
-  // `wanted`: all logits above `bound`, and as many of those equal to `bound` as this function
-  // returns.
+  // Finds the smallest set of the largest logits whose total is at least `wanted`. The total is the number of
+  // logits if `count` is set, and otherwise the sum of their weights. The set consists of all logits above
+  // `bound` and of some logits equal to `bound`. The function sets `bound` and returns the number of the
+  // equal logits in the set.
   //
-  // This is a bisection between the order keys `low` and `high`: the logits above `low` reach
-  // `wanted`, those above `high` do not. Both keys move to existing values, so the bisection ends
-  // when one value is left. After some rounds, the logits in between are copied to a list, and only
-  // the list is examined.
+  // The search is a bisection between two order keys. The logits with keys above `low` have a total of at
+  // least `wanted`, and the logits with keys above `high` have a smaller total. Each round moves `low` to
+  // just below the key of a logit, or `high` to the key of a logit. The search ends when high is low + 1.
+  // After kRoundsBeforeList rounds, the remaining logits are copied to a list, and later rounds read only the
+  // list.
   MK_FN uint64_t shorten(uint64_t wanted, bool count, float& bound) {
     constexpr int kRoundsBeforeList = 4;
     uint32_t low = order_key(top_ - kWeightless) - 1, high = order_key(top_);
@@ -265,10 +273,10 @@ class Sampler {
       sum = team_.reduce(sum, add);
       ends = team_.reduce(ends, widen);
       if (above + sum >= wanted) {
-        low = ~static_cast<uint32_t>(ends) - 1;  // just below the smallest key above the cut
+        low = ~static_cast<uint32_t>(ends) - 1;  // just below the smallest key above `cut`
       } else {
         above += sum;
-        high = static_cast<uint32_t>(ends >> 32);  // the largest key up to the cut
+        high = static_cast<uint32_t>(ends >> 32);  // the largest key that is at most `cut`
       }
     }
     bound = key_value(high);
@@ -276,14 +284,15 @@ class Sampler {
     return (wanted - above + each - 1) / each;
   }
 
-  // The larger value of each of the two 32-bit halves.
+  // Returns a value whose upper 32 bits are the larger of the upper halves of a and b, and whose lower 32
+  // bits are the larger of the lower halves.
   MK_FN static uint64_t widen(uint64_t a, uint64_t b) {
     const uint64_t high = 0xFFFFFFFF00000000u;
     return greater(a & high, b & high) | greater(a & ~high, b & ~high);
   }
 
-  // Copies the kept logits with keys in (low, high] to the other half of the scratch memory, in any order;
-  // returns their number.
+  // Copies the kept logits with order keys in (low, high] to `other_`, in any order, and returns their
+  // number.
   MK_FN int list(uint32_t low, uint32_t high) {
     int32_t* count = &call_.shared->listed;
     if (thread_ == 0) *count = 0;
@@ -297,7 +306,7 @@ class Sampler {
     return *count;
   }
 
-  // Calls each for tokens [begin, end) of a row's history.
+  // Calls each(token id) for tokens [begin, end) of a row's token history; the threads divide them.
   template <class Each>
   MK_FN void for_tokens(const int32_t* history, int begin, int end, const Each& each) {
     MK_LOOP for (int t = begin + thread_; t < end; t += kThreadsOfRow) each(load_int(history + t));
@@ -305,7 +314,8 @@ class Sampler {
   }
 
   // Applies the repetition penalty to every token of the history, then frequency and presence penalties to
-  // the tokens after the prompt. The thread that meets a token first changes its logit.
+  // the tokens after the prompt. If a token occurs several times, the first thread to process it changes its
+  // logit.
   MK_FN void penalise(int i) {
     const Sizes& d = *call_.dims;
     const StepView& s = *call_.step;
@@ -331,16 +341,17 @@ class Sampler {
     });
   }
 
-  // Each thread sets to minus infinity those of the logits it copied whose mask bit is 0. Later additions do
-  // not change minus infinity.
+  // Sets the logits whose mask bit is 0 to minus infinity, which later additions do not change. Each thread
+  // changes only logits that it has copied itself, so this function needs no barrier.
   MK_FN void apply_mask(const int32_t* mask) {
     MK_LOOP for (int id = thread_; id < vocab_; id += kThreadsOfRow) {
       if (!(static_cast<uint32_t>(mask[id / 32]) >> id % 32 & 1)) z_[id] = minus_infinity();
     }
   }
 
-  // A token may have several pairs of id and bias. The thread that meets the token's first pair adds the
-  // biases of all its pairs, in order.
+  // Adds the logit biases of row i. The row's list of (token id, bias) pairs may contain several pairs for a
+  // token. The thread that processes the first of these pairs adds all of the token's biases, in the order of
+  // the list.
   MK_FN void add_bias(int i) {
     const StepView& s = *call_.step;
     const int end = s.bias_end[i];
@@ -361,7 +372,8 @@ class Sampler {
   P& p_;
   const Call& call_;
   const int vocab_, thread_;
-  float *z_, *other_;  // the row's logits; counts of tokens, later listed logits
+  float* z_;      // the row's logits
+  float* other_;  // counts of tokens for the penalties, later the list that `shorten` reads
   Team<P> team_;
   float top_ = 0.0f, min_p_ = 0.0f;
   Cut cut_{};

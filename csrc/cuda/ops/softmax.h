@@ -1,11 +1,12 @@
-// Softmax over KV blocks: each block gives a fresh (m, l, o) with m = max score, l = sum e^(score - m), o =
-// sum e^(score - m) value. Blocks are merged in ascending order, by the same operations everywhere.
+// Softmax over KV blocks. Each block of 128 tokens is computed separately and yields three values: the
+// maximum score m, the sum l of e^(score - m), and the sum o of e^(score - m) * value. The blocks are merged
+// in ascending order, always by the operations below.
 #pragma once
 #include "call.h"
 
 namespace mk {
 
-constexpr int kKvBlock = 128;  // tokens of a block, and of a page of the cache
+constexpr int kKvBlock = 128;  // tokens per KV block, and per page of the KV cache
 constexpr int kMaxHeadDim = 128;
 
 MK_FN float exp_fast(float x) {
@@ -18,14 +19,16 @@ MK_FN float exp_fast(float x) {
 #endif
 }
 
-// The effect of a further block on o, element by element.
+// The factors that merge one more KV block: `keep` scales the earlier sum, `add` scales the new block's sum.
+// They apply to l and to each element of o.
 struct Rescale {
   float keep, add;
 
   MK_FN float merged(float o, float block_o) const { return fmaf(block_o, add, o * keep); }
 };
 
-// m and l of some blocks.
+// The maximum score m and the sum l of the KV blocks merged so far. `merge` adds one block and returns the
+// factors for o.
 struct Softmax {
   float m = minus_infinity(), l = 0.0f;
 

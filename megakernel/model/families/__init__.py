@@ -1,4 +1,4 @@
-"""The model families: each file reads as a forward pass."""
+"""The model families. Each file describes one family's forward pass as a list of phases."""
 
 from __future__ import annotations
 

@@ -37,7 +37,9 @@ class Weight:
 
 
 class Reader(Protocol):
-    """Reads the config.json keys that only one family has. A wrong value is a MegakernelError that names the key."""
+    """Reads the config.json keys that only one family has. If a value is wrong, its methods raise a MegakernelError
+    that names the key.
+    """
 
     def flag(self, key: str, default: bool = False) -> bool: ...
 

@@ -104,7 +104,7 @@ WEIGHTS: dict[Buffer, Weight] = {
 
 
 def read(config: Reader) -> dict[str, Any]:
-    """`attention_bias` puts a bias on all attention projections, and `mlp_bias` on all MLP projections."""
+    """Read which matmuls have biases: `attention_bias` means those of attention, `mlp_bias` those of the MLP."""
     attention = config.flag("attention_bias")
     return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": config.flag("mlp_bias")}
 

@@ -14,5 +14,5 @@ def read(config: Reader) -> dict[str, Any]:
     return {}
 
 
-# GGUF files of architecture "llama" hold Mistral models too, because the forward pass is the same.
+# GGUF files of the architecture "llama" may also contain Mistral models, because the forward pass is the same.
 MISTRAL = Family("mistral", "MistralForCausalLM", ("mistral3",), forward, WEIGHTS, read, frozenset({"sliding_window"}))

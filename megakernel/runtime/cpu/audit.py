@@ -73,7 +73,7 @@ def _boxes(target: Target, dims: Dims) -> Iterator[_Box]:
 
 def _declared(phase: Phase, record: Records, box: _Box, target: Target, own: StepTable) -> bool:
     columns = phase.columns(record[None])
-    if target.buffer is Buffer.HISTORY:  # has no declared regions, because it is state that outlives a launch
+    if target.buffer is Buffer.HISTORY:  # state that outlives a launch has no declared regions
         if phase.operation is not Operation.SAMPLE:
             return False
         rows = slice(columns["row"][0], columns["row"][0] + columns["rows"][0])
@@ -95,7 +95,7 @@ def _contains(access: Access, box: _Box) -> bool:
 
 
 def _at_rank(access: Access, box: _Box, rank: int, dims: Dims) -> bool:
-    """Whether the access is to that rank's copy."""
+    """Whether the declared access touches the copy of `rank`."""
     if access.rank is None:
         return dims.owner(box.row) == rank
     if isinstance(access.rank, int):

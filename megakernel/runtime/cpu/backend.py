@@ -28,9 +28,10 @@ class _Loaded(Loaded):
 class CpuBackend(RanksBackend):
     """One model's weights and KV pool on this machine's cores.
 
-    `dims` gives the model, ranks, page size and limits; its bucket fields are not used. With `null`, everything but the
-    arithmetic is executed (no weights are read, every token is 0). `threads` defaults to the usable cores. A launch
-    without progress for `deadlock_s` seconds ends with an error that names a blocked instruction.
+    `dims` gives the model, ranks, page size and limits. Its numbers of rows are not used, because each program has its
+    own. With `null`, everything but the arithmetic is executed (no weights are read, every token is 0). `threads`
+    defaults to the usable cores. A launch without progress for `deadlock_s` seconds ends with an error that names a
+    blocked instruction.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class CpuBackend(RanksBackend):
         """A view of a rank's copy of a buffer, in the buffer's declared shape. Packed matrices have
         no view.
 
-        The view may have more rows than the bucket. All ranks share one copy of the output buffers.
+        The view may have more rows than a program uses. All ranks share one copy of the output buffers.
         """
         return self._ranks.buffer(buffer, layer, rank)
 
     @property
     def link_bytes(self) -> NDArray[np.int64]:
-        """The bytes that each rank has stored in other ranks' copies since the backend was made."""
+        """For each rank, the bytes that it has stored in other ranks' copies of buffers since the backend was made."""
         return np.array([self._ranks.link_bytes(rank) for rank in range(self.dims.tp)], np.int64)
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
@@ -71,8 +72,8 @@ class CpuBackend(RanksBackend):
         return _Launch(self, program, table, trace)
 
     def _load(self, program: Program) -> _Loaded:
-        """Return the program as the native library has it. The first call for a program checks and
-        copies it, and enlarges the activation buffers to its bucket.
+        """Return the loaded form of a program. The first call for a program checks it, copies it into
+        the native library, and enlarges the activation buffers if the program has more rows.
         """
         if (known := self._programs.get(id(program))) is not None:
             return known
@@ -86,7 +87,10 @@ class CpuBackend(RanksBackend):
     # -- for tests
 
     def execute(self, instruction: Records, layer: int, table: StepTable, forward: Forward, rank: int = 0) -> None:
-        """Run one record's work on a rank's buffers, without waits and signals. All items of a split run together."""
+        """Run one record's work on a rank's buffers, without waits and signals.
+
+        For attention, this runs all work items that the step table assigns to the record.
+        """
         self._ranks.fit(table.dims)
         self._ranks.execute(replace(table.dims, rank=rank), table.words, instruction, layer, forward)
 
@@ -118,7 +122,7 @@ class _Launch(RanksLaunch):
         if self.loaded is None:
             return
         self._ranks.abort()
-        with suppress(MegakernelError):  # the error says that the launch was stopped
+        with suppress(MegakernelError):  # the error says only that the launch was stopped
             self._finish()
         self._ranks.reset(self.loaded.handle)
 

@@ -37,12 +37,13 @@ class Loaded:
 
 
 class RanksBackend(ABC):
-    """One model's weights and KV pool, and at most one launch at a time."""
+    """A backend with one model's weights and KV pool, which runs at most one launch at a time."""
 
     def __init__(self, dims: Dims, pages: int, dtype: Dtype, threads: int | None, null: bool) -> None:
         if dims.dtype != dtype or dtype not in (Dtype.F32, Dtype.BF16):
             raise MegakernelError(
-                f"the cpu backend needs F32 or BF16, the same as dims: not {dtype.name}, {Dtype(dims.dtype).name}"
+                f"the cpu backend needs the same dtype as dims, F32 or BF16: dtype is {dtype.name}, and dims have "
+                f"{Dtype(dims.dtype).name}"
             )
         if dims.kv_block % dims.kv_page or dims.kv_page % 16 or dims.head_dim % 8 or dims.head_dim > MOST_HEAD_DIM:
             raise MegakernelError(
@@ -88,7 +89,7 @@ class RanksBackend(ABC):
 
     @abstractmethod
     def _launch(self, program: Program, table: StepTable, trace: bool) -> RanksLaunch:
-        """A launch that has not started yet."""
+        """Return a launch that has not started yet."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -106,8 +107,8 @@ class RanksLaunch(ABC):
         self.loaded: Loaded | None = None
 
     def wait(self) -> Output:
-        """Wait until the launch ends, and return its output. Call it once. The output's `seconds`
-        last until this process noticed the end. Ctrl-C aborts the launch within a second.
+        """Wait until the launch ends, and return its output. Call this once. The output's `seconds` is the time from
+        the start of the launch until this process noticed the end. Ctrl-C aborts the launch within a second.
         """
         try:
             self._finish()
@@ -159,15 +160,17 @@ class RanksLaunch(ABC):
 
     @abstractmethod
     def _finish(self) -> None:
-        """Return when every rank has finished. Raises MegakernelError if a rank cannot continue."""
+        """Wait until every rank has finished. Raises MegakernelError if a rank cannot continue."""
 
     @abstractmethod
     def _stop(self) -> None:
-        """Return when no rank runs any more, so that the backend can launch again."""
+        """Stop the launch on all ranks, and wait until no rank runs any more, so that the backend can launch again."""
 
     @abstractmethod
     def _results(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Tokens, log-probabilities and logits of at least the step's rows."""
+        """Return the tokens, log-probabilities and logits. The arrays may have more rows than the program has logit
+        rows.
+        """
 
     @abstractmethod
     def _intervals(self) -> tuple[Intervals, int, float]:

@@ -44,8 +44,8 @@ class CMatrix(ctypes.Structure):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], parts: Sequence[tuple[Dtype, int, int]]) -> CMatrix:
-        """A buffer of `shape` [rows, k], or several such matrices side by side. `parts` has the type, rows and address
-        of each part.
+        """Describe a buffer of `shape` [rows, k], or several such matrices side by side. `parts` has the type, the
+        number of rows and the address of each part.
         """
         matrices, rows, k = (1, *shape)[-3:]
         made = (CPart * len(parts))(*(CPart(*part) for part in parts))
@@ -113,7 +113,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The loaded library. Calls release the GIL."""
+    """Return the native library, which the first call loads. Calls of its functions release the GIL."""
     lib = load()
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
@@ -122,7 +122,7 @@ def library() -> ctypes.CDLL:
 
 
 def error() -> MegakernelError:
-    """The message of the last failure on this thread."""
+    """Return an error with the native library's message about the last failed call on this thread."""
     return MegakernelError(library().mk_error().decode())
 
 

@@ -29,7 +29,7 @@ from ...trace import DTYPE, Intervals
 from . import native
 from .audit import STORE
 
-COUNTER_BYTES = 64  # of one counter in memory
+COUNTER_BYTES = 64  # the size of one counter in memory
 _ALIGNMENT = 64
 _SLICE_MS = 50
 
@@ -66,7 +66,7 @@ class CpuRanks:
         self._tied = checkpoint.config.tied and self._storage.get(Buffer.LM_HEAD) == self._storage.get(Buffer.EMBED)
         self._bound = frozenset(bound)
         self._arrays: dict[tuple[int, Buffer], NDArray[np.generic]] = {}
-        self._programs: dict[int, NDArray[np.uint8] | None] = {}  # by handle: its counters, if they are shared
+        self._programs: dict[int, NDArray[np.uint8] | None] = {}  # handle -> counters that processes share
         if not null:
             self._check_memory()
         self._engine: int | None = self._lib.mk_create(
@@ -108,7 +108,7 @@ class CpuRanks:
                         self._put(rank, buffer, layer, whole)
 
     def _tie(self, rank: int) -> None:
-        """Use the rank's rows of its packed embeddings as its LM head."""
+        """Make the rank's LM head point to the rank's rows of the packed embeddings."""
         d = self._ranks[rank]
         panels = d.first_vocab // native.CPanel.COLUMNS
         table = self._lib.mk_bound(self._engine, rank, Buffer.EMBED, 0)
@@ -127,7 +127,7 @@ class CpuRanks:
         return array
 
     def _rows(self, checkpoint: Checkpoint, buffer: Buffer, layer: int) -> Sequence[Rows]:
-        """All rows of one or several matrices in the order in which they are stored."""
+        """Return all rows of a buffer's matrices for one layer, in order, one matrix after another."""
         if buffer in self._storage:
             return checkpoint.stored(buffer, layer)
         whole = self._read(checkpoint, buffer, layer)
@@ -141,7 +141,7 @@ class CpuRanks:
         own = shard_rows(whole, buffer, self._ranks[rank])
         parts = [Rows(dtype, np.ascontiguousarray(data)) for dtype, data in own]
         ends = np.cumsum([len(data) for _, data in parts])
-        if (ends % shape[-2] % native.CPanel.COLUMNS).any():  # otherwise a panel would have two types
+        if (ends % shape[-2] % native.CPanel.COLUMNS).any():  # a panel of columns would mix weights of two types
             parts = [Rows(Dtype.F32, widened(parts, shape[-1]).view(np.uint8))]
         matrix = native.CMatrix.of(shape, [(dtype, len(data), data.ctypes.data) for dtype, data in parts])
         if self._lib.mk_pack(self._engine, rank, buffer, layer, ctypes.byref(matrix)):
@@ -167,11 +167,11 @@ class CpuRanks:
         self._arrays[rank, buffer][layer] = part
 
     def _home(self, rank: int, buffer: Buffer) -> int:
-        """The rank whose copy of a buffer `rank` uses: its own, except for outputs, and for weights
-        of which several ranks have all.
+        """Return the rank whose copy of a buffer `rank` uses. This is `rank` itself for most buffers.
 
-        Each row of an output is read and written in only one rank's copy. So all ranks can use one
-        array, which then has all rows.
+        Several ranks that need all of a weight use the copy of the first of them. All ranks use the
+        first rank's copy of an output. This is possible because each row of an output is read and
+        written by one rank only. The array then has all rows.
         """
         spec = BUFFERS[buffer]
         if spec.space is Space.OUTPUT:
@@ -253,7 +253,7 @@ class CpuRanks:
         """A view of a rank's copy of a buffer, in the buffer's declared shape. Packed matrices have
         no view.
 
-        The view may have more rows than the bucket.
+        The view may have more rows than the current program.
         """
         view: NDArray[Any] = self._arrays[rank, buffer][layer]
         return view
@@ -308,15 +308,15 @@ class CpuRanks:
             raise MegakernelError(f"the program reads {names}, which {self._model} does not have: compile it again")
 
     def start(self, handle: int, words: NDArray[np.int32], trace: bool) -> None:
-        """Begin a launch; the step table's words are copied."""
+        """Begin a launch. This call copies the step table's words."""
         if self._lib.mk_launch_start(self._engine, handle, words.ctypes.data, trace):
             raise native.error()
 
     def wait(self) -> bool:
         """Wait at most 50 ms, and return whether the launch has ended.
 
-        Raises MegakernelError, which names the blocked wait, if the launch was aborted or made no
-        progress. Call `reset` for its program then.
+        Raises MegakernelError if the launch was aborted or made no progress. The error names the
+        blocked wait. The caller must then call `reset` for the launch's program.
         """
         status = self._lib.mk_launch_wait(self._engine, _SLICE_MS)
         if status < 0:
@@ -332,14 +332,14 @@ class CpuRanks:
         self._lib.mk_reset(self._engine, handle)
 
     def link_bytes(self, rank: int) -> int:
-        """The bytes that a rank has stored in other ranks' copies so far."""
+        """Return the bytes that a rank has stored in other ranks' copies of buffers so far."""
         return int(self._lib.mk_link_bytes(self._engine, rank))
 
     def audit(self, words: tuple[int, int] | None) -> None:
         """From now on, only remote stores may touch watched memory, and `stores` lists them.
 
         `words` is the address and size of shared memory into which this process writes the reason
-        when any other access kills it. With None, it writes to standard error.
+        when any other access kills it. With None, the process writes the reason to standard error.
         """
         self._lib.mk_audit(self._engine, *(words or (None, 0)))
 
@@ -395,8 +395,8 @@ class CpuRanks:
 def _end(
     lib: ctypes.CDLL, process: int, engine: int, programs: dict[int, NDArray[np.uint8] | None], memory: object
 ) -> None:
-    """End a native engine. The argument `memory` keeps the memory that its threads use alive until
-    then. In a fork of `process`, which does not have these threads, this does nothing.
+    """End a native engine. `memory` is not used: while this call has it, the arrays that the engine's
+    threads access are not freed. In a fork of `process`, which has no such threads, this function does nothing.
     """
     if os.getpid() != process:
         return
@@ -411,7 +411,7 @@ def _layers(buffer: Buffer, dims: Dims) -> range:
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
-    """Zeros that begin at a cache line."""
+    """Return an array of zeros that begins at the start of a cache line."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
@@ -419,8 +419,8 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> NDArray[np.
 
 
 def _available_memory() -> int:
-    """The number of bytes that can be allocated without swapping. A cgroup v2 memory limit counts
-    too.
+    """Return the number of bytes that can be allocated without swapping and within a cgroup v2 memory
+    limit.
     """
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())

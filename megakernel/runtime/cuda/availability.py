@@ -1,7 +1,7 @@
 """Finds out whether this machine can run the CUDA interpreter, and if not, what is missing.
 
-It asks the driver through ctypes before it imports any CUDA package, because without a driver calls
-of these packages raise or hang.
+It asks the driver through ctypes before it imports any CUDA package, because calls of these packages
+raise or hang if there is no driver.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class DeviceLogits:
         wanted = np.arange(d.logit_rows)[first]
         got = np.empty((wanted.size, d.vocab), np.float32)
         for i, row in enumerate(np.atleast_1d(wanted)):
-            # Every row comes from the rank that sampled it.
+            # Read each row from the rank that sampled it, because only that rank has its logits.
             got[i] = self._heap.read_row(int(row) // d.own_logit_rows, Buffer.LOGITS, int(row), d.vocab)
         shaped = got.reshape(*wanted.shape, d.vocab)
         return shaped[(slice(None),) * wanted.ndim + rest]
@@ -59,12 +59,12 @@ class DeviceLogits:
 class CudaBackend:
     """One model's weights and KV pool on this machine's GPUs.
 
-    `dims` gives the model, ranks, page size and limits; its bucket fields are not used. A wait that
-    exceeds `timeout_s` seconds ends the launch with an error that names the wait. If a launch takes
-    several times as long and does not stop, its GPUs are lost: every later call is an error until
-    the process ends. With `by_phases`, a step runs as a CUDA graph with one kernel launch per
-    phase, and gives the same bits. With `pipelined` off, a block fetches an instruction only when
-    the previous one has ended.
+    `dims` gives the model, ranks, page size and limits; its fields for a program's sizes (the
+    bucket) are not used. A wait that exceeds `timeout_s` seconds ends the launch with an error that
+    names the wait. If a launch takes several times as long and does not stop, its GPUs are lost:
+    until the process ends, every later call raises an error. With `by_phases`, a step runs as a
+    CUDA graph with one kernel launch per phase; the results are bit-identical. With `pipelined`
+    off, a block fetches an instruction only when the previous instruction has ended.
 
     Two switches for benchmarks make results meaningless: with `synchronised` off, no instruction
     waits for another; `ablation` selects a build of the kernel that leaves out the copies or the
@@ -78,7 +78,7 @@ class CudaBackend:
     ) -> None:
         if dims.dtype != dtype:
             raise MegakernelError(
-                f"cannot create the cuda backend: dtype is {dtype.name}, but dims have {Dtype(dims.dtype).name}"
+                f"cannot create the cuda backend: dtype is {dtype.name}, but dims.dtype is {Dtype(dims.dtype).name}"
             )
         why = refusal(dims)
         if why is not None:
@@ -86,7 +86,7 @@ class CudaBackend:
         self.dims, self.pages = dims, pages
         self.by_phases, self.pipelined = False, True
         self.synchronised, self.ablation = True, Ablation.NONE
-        self.kernel_s = 0.0  # of the last launch, after `time_launches` was called
+        self.kernel_s = 0.0  # GPU time of the last launch, if `time_launches` was called before it
         self._watches: list[Stopwatch] = []
         self.timeout_s = timeout_s
         self._programs: dict[int, Loaded] = {}
@@ -95,7 +95,7 @@ class CudaBackend:
         self._node = Node(dims.tp)
         self._codes: dict[tuple[bool, Units, int, Ablation], bytes] = {}
         self._kernels: dict[tuple[bool, Units, int, Ablation, int], Kernel] = {}
-        self._scratch: dict[int, tuple[int, int]] = {}  # by GPU: address and bytes
+        self._scratch: dict[int, tuple[int, int]] = {}  # for each GPU: address and size of its scratch memory
         self._closed = False
         for gpu in self._node.gpus:
             self._kernel(gpu, dims, trace=False)
@@ -103,7 +103,7 @@ class CudaBackend:
         load_weights(self._heap, checkpoint, dims)
         self._tracing = Tracing(self._heap)
 
-    # -- for tests and checks
+    # -- methods that only tests and checks use
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0, dims: Dims | None = None) -> NDArray[Any]:
         """Copy a rank's buffer to the host, in the shape that it has for `dims` (by default the
@@ -132,7 +132,7 @@ class CudaBackend:
                     grid.params.layer_begin, grid.params.layer_end = layer, layer + 1
             CudaLaunch(self, loaded, table, trace=False).wait()
         finally:
-            if not self._closed:  # otherwise the GPU may be lost and must not be called
+            if not self._closed:  # a closed backend's GPU may be lost, and a call to it would hang
                 loaded.close()
 
     def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:
@@ -155,7 +155,7 @@ class CudaBackend:
         loaded = self._loaded(program)
         check_table(program, table, self.pages)
         if self.by_phases and trace:
-            raise MegakernelError("launches by phases cannot be traced: turn one of the two off")
+            raise MegakernelError("launches by phases cannot be traced: turn off either tracing or launches by phases")
         loaded.synchronise(self.synchronised and self.ablation is Ablation.NONE)
         return CudaLaunch(self, loaded, table, trace=trace)
 
@@ -163,8 +163,8 @@ class CudaBackend:
         return self.start(program, table, trace=trace).wait()
 
     def _loaded(self, program: Program) -> Loaded:
-        """Return the program as the GPUs have it. The first call for a program checks and copies
-        it, and enlarges the activation buffers to its bucket.
+        """Return the loaded form of a program. The first call for a program checks it, copies it to the
+        GPUs, and enlarges the activation buffers to the program's bucket.
         """
         if self._closed:
             self._node.gpus[0].check()
@@ -202,7 +202,7 @@ class CudaBackend:
         return self._kernels[key]
 
     def begin(self, loaded: Loaded, table: StepTable, launch: CudaLaunch) -> None:
-        """Give `launch` to the GPUs."""
+        """Start `launch` on the GPUs."""
         self.running = launch
         loaded.send(table.used)
         for watch in self._watches:

@@ -25,7 +25,7 @@ from .backend import CudaBackend
 _SUMMED, _ROUNDED = 2e-4, 4e-3
 _NAN_BF16 = 0x7FC0
 
-_Key = tuple[Buffer, int, int]  # buffer, layer, rank: arguments of both backends' `buffer`
+_Key = tuple[Buffer, int, int]  # (buffer, layer, rank), the arguments of the method `buffer` of both backends
 _State = dict[_Key, NDArray[np.generic]]
 
 
@@ -60,8 +60,8 @@ def prepare(reference: ReferenceBackend, seed: int) -> None:
 
 
 def _padding(d: Dims) -> NDArray[np.bool_]:
-    """Rows of REDUCE that hold no token's partial sums. A GPU stores a tile as boxes of rows, and the zeros that
-    complete its last box go there.
+    """A mask of the rows of REDUCE that hold no token's partial sums. A GPU stores a tile as boxes of a fixed number of
+    rows, and the rows of zeros that fill the last box go there.
     """
     rows = np.arange(d.tokens)
     kept = rows if d.replicated_residual else rows[d.owner(rows) == d.rank]
@@ -86,7 +86,7 @@ def check_instructions(
         name = program.forward.by_number[int(record.phase_number(phase.records[0]))].name
         try:
             wrong = twins.wrong(before, index, layer, phase, repeats)
-        except MegakernelError as e:  # the error names the waiting instruction
+        except MegakernelError as e:  # the error of a failed launch names the instruction that waited
             yield Difference(name, layer, str(e))
             continue
         if wrong is None:
@@ -98,7 +98,7 @@ def check_instructions(
 
 
 class _Twins:
-    """The two backends, and what has been copied to the GPU."""
+    """The two backends that are compared, and a copy of the GPU's buffers, which saves sending equal buffers again."""
 
     def __init__(self, gpu: CudaBackend, reference: ReferenceBackend, program: Program, table: StepTable) -> None:
         self._gpu, self._reference, self._program, self._table = gpu, reference, program, table
@@ -166,7 +166,7 @@ def _keys(reference: ReferenceBackend) -> Iterator[_Key]:
 
 
 def _phases(program: Program) -> Iterator[tuple[int, int, Segment]]:
-    """(segment, layer, phase) of a step, in an order in which a phase reads only what earlier phases have written."""
+    """Yield (segment, layer, phase) for every phase of a step. A phase reads only what earlier ones have written."""
     for index in range(len(SEGMENTS)):
         phases = program.phases(index)
         for layer in range(program.dims.layers) if index == BODY else (0,):
@@ -175,15 +175,15 @@ def _phases(program: Program) -> Iterator[tuple[int, int, Segment]]:
 
 
 def _compare(before: _State, after: _State, got: _State) -> str | None:
-    """A description of the first wrong buffer's error; None if no buffer is wrong."""
+    """Return a description of the error in the first wrong buffer; None if no buffer is wrong."""
     for key, expected in after.items():
         found, buffer = got[key], key[0]
         if expected.dtype == np.int32:
             if not np.array_equal(found, expected):
                 return f"{buffer.name} holds integers that differ from the reference's"
             continue
-        # Compare every element that one or both backends have changed. A change on only one side
-        # must count in full.
+        # Compare only the elements that at least one of the two backends has changed. Unchanged elements would
+        # make the relative error of the buffer look smaller.
         bits = np.dtype(f"u{expected.dtype.itemsize}")
         old = before[key].view(bits)
         changed = (old != expected.view(bits)) | (old != found.view(bits))
@@ -202,9 +202,9 @@ def _compare(before: _State, after: _State, got: _State) -> str | None:
 
 
 def _limit(buffer: Buffer, dtype: Dtype) -> float:
-    """The allowed relative error of an instruction's results, in the Euclidean norm.
+    """Return the allowed relative error of an instruction's results, in the Euclidean norm.
 
-    For bfloat16, a few values are rounded to the other neighbour. For float32, the order of
+    For bfloat16, a few values may be rounded up instead of down, or the reverse. For float32, the order of
     additions differs. PARTIALS are float32 but get the bfloat16 limit, because the tensor cores
     take the probabilities of attention in bfloat16.
     """

@@ -26,12 +26,12 @@ from ...isa.launch import Ablation
 from ...model.cache import cache_folder
 
 KERNEL = "megakernel"
-# Profilers, and tests of the machine code, need the line information.
+# Line information is for profilers and for the tests that inspect the machine code.
 _FLAGS = ["-std=c++20", "-lineinfo", "--ptxas-options=-v"]
 _NVRTC_ARCH = ["--gpu-architecture=sm_90a"]
 _NVCC_ARCH = ["-gencode=arch=compute_90a,code=sm_90a"]
-# ptxas notes that setmaxnreg is ignored or wgmma is serialised, which makes code several times
-# slower. The exit status is 0 all the same.
+# Notes of ptxas that it ignores setmaxnreg or serialises wgmma. Such code is several times slower,
+# but ptxas still exits with status 0.
 _SLOW = re.compile(r"\(C75\d\d\)[^\n]*")
 
 
@@ -45,14 +45,14 @@ class Cubin:
 
 @dataclass(frozen=True)
 class Compiler:
-    """`nvcc` is the path of nvcc; None means NVRTC."""
+    """A compiler for csrc/cuda: nvcc at the path `nvcc`, or NVRTC if `nvcc` is None."""
 
     version: str
     nvcc: str | None = None
 
     def compile(self, *, trace: bool, units: Units, sms: int = 1, ablation: Ablation = Ablation.NONE) -> Cubin:
-        """Compile one cubin. Raises MegakernelError with the compiler's first error, or with a note
-        that matches _SLOW.
+        """Compile one cubin. Raises MegakernelError with the compiler's first error. A note that warns
+        of slow code counts as an error.
         """
         defines = _defines(trace, units, sms, ablation)
         cubin = _with_nvcc(self.nvcc, defines) if self.nvcc else _with_nvrtc(defines)
@@ -71,9 +71,9 @@ def source_folder() -> Path:
 
 
 def sources() -> dict[str, bytes]:
-    """Everything that a cubin depends on, by path relative to csrc."""
+    """The contents of all source files that a cubin depends on, by their path relative to csrc."""
     folder = source_folder()
-    files = (path for room in ("common", "cuda") for path in sorted((folder / room).rglob("*")) if path.is_file())
+    files = (path for part in ("common", "cuda") for path in sorted((folder / part).rglob("*")) if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.suffix in (".h", ".cuh", ".cu")}
 
 

@@ -23,7 +23,8 @@ from .maps import MapLayout
 _MAP_ALIGNMENT = 64
 _PEEK_S = 1.0
 _lost: set[int] = set()  # ordinals of GPUs that no longer answer
-# CUresult
+
+# Error codes of the driver's enumeration CUresult.
 _NOT_READY, _OUT_OF_MEMORY, _PEER_ENABLED, _TOO_LARGE = 600, 2, 704, 720
 
 
@@ -66,13 +67,13 @@ class Gpu:
         self._one.view(np.int32)[:] = 1
 
     def use(self) -> None:
-        """Make this the calling thread's GPU. Raises MegakernelError once it is lost."""
+        """Make this the calling thread's GPU. Raises MegakernelError if the GPU has been lost (see `lose`)."""
         self.check()
         check("using the GPU", self.driver.cuCtxSetCurrent(self.context))
 
     def lose(self) -> None:
-        """Make every later use of the GPU an error, because its work may never end, and most driver
-        calls would wait for this end. Its memory is not released.
+        """Make every later use of the GPU an error. The GPU's work may never end, and most driver calls
+        would wait for that end. The GPU's memory is not released.
         """
         _lost.add(self.ordinal)
 
@@ -110,7 +111,7 @@ class Gpu:
     # -- memory
 
     def allocate(self, size: int) -> int:
-        """Device memory, zeroed, aligned to at least 256 bytes."""
+        """Allocate device memory, fill it with zeros, and return its address (aligned to at least 256 bytes)."""
         self.use()
         address = int(check(f"allocating {size / 1e9:.2f} GB", self.driver.cuMemAlloc(size)))
         self.fill(address, 0, size)
@@ -121,7 +122,7 @@ class Gpu:
         check("freeing memory", self.driver.cuMemFree(address))
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
-        """Zeroed page-locked host memory, which is copied at full speed. `unpin` frees it."""
+        """Allocate page-locked host memory, filled with zeros, for copies at full speed. `unpin` frees it."""
         self.use()
         address = check("allocating pinned memory", self.driver.cuMemHostAlloc(size, 0))
         array: NDArray[np.uint8] = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(int(address)))
@@ -133,7 +134,7 @@ class Gpu:
         check("freeing pinned memory", self.driver.cuMemFreeHost(pinned.ctypes.data))
 
     def fill(self, address: int, value: int, size: int) -> None:
-        """Set bytes, in the order of `stream`, like all copies."""
+        """Set `size` bytes to `value`. Like every copy, this runs in `stream` after all earlier work of that stream."""
         if size:
             check("filling memory", self.driver.cuMemsetD8Async(address, value, size, self.stream))
 
@@ -161,8 +162,8 @@ class Gpu:
         check("copying to the GPU", answer)
 
     def fetch(self, array: NDArray[Any], address: int, stream: Any = None) -> None:
-        """Begin to copy from the device, after everything that `stream` already holds. The default
-        stream is that of launches.
+        """Begin to copy from the device, after the work that is already in `stream`. The default is the
+        stream of launches.
         """
         answer = self.driver.cuMemcpyDtoHAsync(array.ctypes.data, address, array.nbytes, stream or self.stream)
         check("copying from the GPU", answer)
@@ -170,8 +171,8 @@ class Gpu:
     def interrupt(self, address: int) -> None:
         """Set an int32 of the device to 1 while a kernel runs.
 
-        This is a copy, which the copy engine performs. A fill may be a kernel, and the persistent
-        kernel leaves no SM free to run it.
+        The number is copied by the copy engine. A fill might run as a kernel, and the persistent kernel
+        leaves no SM free for that.
         """
         self.use()
         source = self._one.ctypes.data
@@ -191,7 +192,9 @@ class Gpu:
     # -- order
 
     def mark(self) -> None:
-        """Record an event, so that `done` tells whether everything begun so far has ended."""
+        """Record an event in `stream`. The method `done` then tells whether all work put into the stream so far has
+        ended.
+        """
         check("recording an event", self.driver.cuEventRecord(self._done, self.stream))
 
     def done(self) -> bool:
@@ -199,7 +202,7 @@ class Gpu:
         return self._over(self.driver.cuEventQuery(self._done))
 
     def idle(self) -> bool:
-        """Whether everything that was begun has ended."""
+        """Whether all work that was put into `stream` has ended."""
         self.use()
         return self._over(self.driver.cuStreamQuery(self.stream))
 
@@ -321,7 +324,7 @@ class Prepared:
 
 
 def encode_map(address: int, layout: MapLayout) -> NDArray[np.uint8]:
-    """A tensor map for memory at an address.
+    """Return a tensor map for memory at an address.
 
     Reads outside the tensor give zeros, and writes there do nothing. The driver is called through
     ctypes, because cuda-python would place the map at an address that the driver refuses.
@@ -331,7 +334,7 @@ def encode_map(address: int, layout: MapLayout) -> NDArray[np.uint8]:
     start = -raw.ctypes.data % _MAP_ALIGNMENT
     out = raw[start : start + MAP_BYTES]
     u64, u32, rank = ctypes.c_uint64, ctypes.c_uint32, len(layout.sizes)
-    # CUtensorMapDataType BFLOAT16 and FLOAT32
+    # 9 and 7 are BFLOAT16 and FLOAT32 of the driver's enumeration CUtensorMapDataType.
     dtype, swizzle_128, promote_256 = 9 if layout.item == 2 else 7, 3, 3
     status = lib.cuTensorMapEncodeTiled(
         ctypes.c_void_p(out.ctypes.data),
@@ -345,7 +348,7 @@ def encode_map(address: int, layout: MapLayout) -> NDArray[np.uint8]:
         0,  # no interleaving
         swizzle_128 if layout.swizzled else 0,
         promote_256,
-        0,  # zeros instead of NaN beyond the sizes
+        0,  # reads beyond the sizes give zeros instead of NaN
     )
     if status:
         raise MegakernelError(f"a tensor map of sizes {layout.sizes} was refused: the CUDA driver answers {status}")

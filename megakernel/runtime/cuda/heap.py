@@ -22,7 +22,7 @@ from .maps import layers, map_layouts
 from .node import Node
 
 _ALIGNMENT = 256
-STATUS_BYTES = 256  # holds a grid's abort word, on a cache line of its own
+STATUS_BYTES = 256  # room for a grid's abort word, alone on its cache lines
 _READ = (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT)
 
 
@@ -39,13 +39,14 @@ class Heap:
 
     def __init__(self, node: Node, dims: Dims, pages: int) -> None:
         self.node, self.pages = node, pages
-        self.generation = 0  # changes when addresses change
+        self.generation = 0  # increases whenever buffers move to new addresses
         self._dims = dims
-        self._sizes: dict[Buffer, int] = {}  # of activations and outputs
+        self._sizes: dict[Buffer, int] = {}  # bytes of each activation and output buffer
         self._address: dict[tuple[int, Buffer], int] = {}
-        self._grown: list[tuple[Gpu, int]] = []  # by rank: allocations that `fit` replaces
+        self._grown: list[tuple[Gpu, int]] = []  # for each rank: its GPU, and the allocation that `fit` replaces
         self._kept: list[tuple[Gpu, int]] = []
-        self._maps: dict[tuple[int, bytes], int] = {}  # addresses by GPU and contents
+        # The device addresses of tensor maps, by GPU and contents.
+        self._maps: dict[tuple[int, bytes], int] = {}
         # For each rank, the address of STATUS_BYTES zeroed bytes on its GPU. TOKENS_OUT and
         # LOGPROBS_OUT follow them.
         self.status: dict[int, int] = {}
@@ -56,11 +57,14 @@ class Heap:
         return (replace(dims, rank=rank) for rank in range(dims.tp))
 
     def _most(self, buffer: Buffer, dims: Dims) -> int:
-        """The number of bytes that the largest of all ranks' copies takes, with all layers."""
+        """The number of bytes of a buffer, with all layers, on the rank whose copy is the largest."""
         return layers(buffer, dims) * max(copy_bytes(buffer, d, self.pages) for d in self._ranks(dims))
 
     def _place(self, sizes: dict[Buffer, int], head: int = 0) -> list[tuple[Gpu, int]]:
-        """One allocation per rank, with the same layout after `head` bytes."""
+        """Allocate memory for buffers of these sizes on every rank. Return the GPU and the address for each rank.
+
+        The buffers lie at the same offsets on all ranks, and begin after `head` bytes.
+        """
         offsets, end = {}, head
         for buffer, size in sizes.items():
             offsets[buffer] = end
@@ -91,13 +95,13 @@ class Heap:
         self.generation += 1
 
     def keep(self, gpu: Gpu, size: int) -> int:
-        """Zeroed memory of a GPU, freed with the heap."""
+        """Allocate zeroed memory on a GPU, which is freed when the heap is freed."""
         address = gpu.allocate(max(size, _ALIGNMENT))
         self._kept.append((gpu, address))
         return address
 
     def bind(self, rank: int, buffer: Buffer, address: int) -> None:
-        """Set the address of a rank's weights of a buffer."""
+        """Set the address of a rank's copy of the weight buffer `buffer`."""
         self._address[rank, buffer] = address
 
     def address(self, rank: int, buffer: Buffer, layer: int = 0) -> int:
@@ -114,7 +118,7 @@ class Heap:
     # -- for launches
 
     def addresses(self) -> NDArray[np.uint64]:
-        """[tp, buffers]; 0 for weights that the model does not have."""
+        """Return [tp, buffers]: the address of each buffer of each rank; 0 for weights that the model does not have."""
         return np.array([[self._address.get((r, b), 0) for b in Buffer] for r in range(self._dims.tp)], np.uint64)
 
     def strides(self) -> NDArray[np.uint64]:

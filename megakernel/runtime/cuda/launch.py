@@ -1,4 +1,4 @@
-"""A running launch on the GPUs."""
+"""A launch that runs on the GPUs, and how it ends: by itself, by an abort, or by giving up the GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .loaded import Loaded
 if TYPE_CHECKING:
     from .backend import CudaBackend
 
-_SPIN_S = 2e-3  # poll without pauses for this long, enough for a decode step, then with pauses
+_SPIN_S = 2e-3  # poll without pauses for this long, which covers a decode step; then poll with pauses
 _NAP_S = 50e-6
 _STOP_S = 5.0
 # The host gives up after this multiple of the time limit of the device's watchdog. The watchdog
@@ -35,8 +35,8 @@ class CudaLaunch:
             raise
 
     def wait(self) -> Output:
-        """Wait until the launch ends, and return its output. Call it once. The output's `seconds`
-        last until the host noticed the end. Ctrl-C aborts the launch within a second.
+        """Wait until the launch ends, and return its output. Call it once. The output's `seconds` is
+        the time from the start of the launch until the host noticed its end. Ctrl-C aborts the launch within a second.
         """
         try:
             ended = self._answered(_PATIENCE * self._backend.timeout_s)
@@ -59,7 +59,7 @@ class CudaLaunch:
         """Stop the launch soon and return when it has stopped; its output is lost. Does nothing if the launch has
         ended.
 
-        Raises MegakernelError if it does not stop: then its GPUs can neither be used nor released.
+        Raises MegakernelError if the launch does not stop. In that case its GPUs can neither be used nor released.
         """
         if self._backend.running is not self:
             return
@@ -67,8 +67,8 @@ class CudaLaunch:
         self._backend.ended(self._loaded, failed=True)
 
     def _answered(self, limit_s: float) -> bool:
-        """Wait until the launch has ended. Returns False if it has not ended `limit_s` seconds
-        after its begin.
+        """Wait until the launch has ended, and return True. Return False if the launch has not ended
+        `limit_s` seconds after its start.
         """
         while not self._loaded.answered():
             seconds = time.perf_counter() - self._begin
@@ -93,7 +93,7 @@ class CudaLaunch:
         try:
             waiting = loaded.waiting()
         except MegakernelError:
-            waiting = None  # the driver has failed as well
+            waiting = None  # reading the watchdog's report failed too
         self._backend.lose()
         return MegakernelError(
             f"the GPU does not answer: launch {loaded.launches} of program {loaded.program.hash} has not ended after "

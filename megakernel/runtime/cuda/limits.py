@@ -1,4 +1,4 @@
-"""What the Hopper interpreter can execute."""
+"""Checks whether the Hopper interpreter can execute a program."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TURN = 32  # a warp processes this many columns of its accumulators at a time (
 
 
 def refusal(dims: Dims) -> str | None:
-    """Why programs of these sizes cannot run on a GPU, in a few words; None if they can."""
+    """The reason why programs of these sizes cannot run on a GPU, in a few words, or None if they can."""
     if dims.dtype != Dtype.BF16:
         return f"it computes in bf16, not in {Dtype(dims.dtype).name.lower()}: use --dtype bf16"
     if dims.quantised_kv:
@@ -29,7 +29,7 @@ def refusal(dims: Dims) -> str | None:
 
 
 def phase_refusal(phase: Phase, records: Records, dims: Dims) -> str | None:
-    """Why records of a phase cannot run on a GPU, in a few words; None if they can."""
+    """The reason why records of a phase cannot run on a GPU, in a few words, or None if they can."""
     if phase.weight_bits is not None:
         return f"has weights of {phase.weight_bits:g} bits, which the interpreter does not read"
     if phase.norm is not None:

@@ -115,7 +115,7 @@ class Grid:
         self.params.maps = self._heap.maps(self.gpu, self._program.forward, self._program.dims)
 
     def refresh(self) -> None:
-        """Update the arguments after the heap has moved."""
+        """Update the arguments after the heap's buffers have moved to other addresses."""
         self.gpu.use()
         self.gpu.upload(self._tables["buffers"], self._heap.addresses())
         self._point()
@@ -132,8 +132,8 @@ class Grid:
         prepared.begin(together=True)
 
     def waits(self) -> list[stall.Wait]:
-        """The warps' waits when the last launch failed. For a running launch, those that its
-        watchdog has reported so far.
+        """Return what the warps waited for when the last launch failed. If a launch still runs, return
+        the waits that its watchdog has reported so far.
         """
         self.gpu.peek(self._notes, self._tables["diagnoses"])
         return stall.waits_of(self._program, self._notes.view(stall.NOTE), self.ranks)
@@ -149,8 +149,8 @@ class Grid:
 
 class Loaded:
     """A program on the GPUs. It keeps the object `program` alive, because the backend finds a
-    Loaded by this object's id. `launches` counts the launches since the counters were last reset to
-    zero.
+    Loaded by the id of its `program`. `launches` counts the launches since the counters were last
+    reset to zero.
     """
 
     def __init__(self, heap: Heap, program: Program) -> None:
@@ -175,14 +175,16 @@ class Loaded:
         self._answers = self._answer_memory()
 
     def _answer_memory(self) -> list[NDArray[np.uint8]]:
-        """Pinned memory for the results: status and outputs of the first grid, and the status of the others."""
+        """Allocate pinned memory for results: for the status and outputs of the first grid, and the status of each
+        other grid.
+        """
         heap, rows = self._heap, self.program.dims.logit_rows
         end = heap.address(0, Buffer.LOGPROBS_OUT) + rows * np.dtype(np.float32).itemsize
         sizes = [end - heap.status[0]] + [STATUS_BYTES] * (len(self.grids) - 1)
         return [grid.gpu.pinned(size) for grid, size in zip(self.grids, sizes, strict=True)]
 
     def settle(self) -> None:
-        """Take over the heap's new addresses if it has moved."""
+        """If the heap's buffers have moved, use their new addresses in further launches."""
         if self._generation == self._heap.generation:
             return
         for grid, answer in zip(self.grids, self._answers, strict=True):
@@ -224,7 +226,7 @@ class Loaded:
         return all(grid.gpu.idle() for grid in self.grids)
 
     def outputs(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """(tokens, logprobs) of the last launch, views."""
+        """Return (tokens, logprobs) of the last launch, as views of the pinned memory."""
         rows, base = self.program.dims.logit_rows, self._heap.status[0]
         tokens, logprobs = (
             self._answers[0][self._heap.address(0, b) - base :][: 4 * rows]
@@ -233,19 +235,19 @@ class Loaded:
         return tokens.view(np.int32), logprobs.view(np.float32)
 
     def failure(self) -> str | None:
-        """Why the last launch failed; None if it did not."""
+        """Return the reason why the last launch failed; None if it did not fail."""
         if not any(answer[:_ABORT_BYTES].any() for answer in self._answers):
             return None
         return self.waiting() or "no warp says what it waits for"
 
     def waiting(self) -> str | None:
-        """Which wait held up the last launch, if its watchdogs reported one."""
+        """Describe the wait that held up the last launch, if its watchdogs reported one."""
         waits = [wait for grid in self.grids for wait in grid.waits()]
         table = StepTable(self.program.dims, self._words.view(np.int32))
         return stall.explain(self.program, table, waits) if waits else None
 
     def reset(self) -> None:
-        """Reset to the state before the first launch. No grid may run."""
+        """Reset the program's counters and other state to what they were before its first launch. No grid may run."""
         for rank, own in enumerate(self._own):
             own.clear()
             gpu = self._heap.node.gpu(rank)
@@ -253,7 +255,7 @@ class Loaded:
             gpu.fill(self._heap.status[rank], 0, STATUS_BYTES)
         for grid in self.grids:
             grid.forget_waits()
-        for grid in self.grids:  # wait: another GPU's next launch may signal here at once
+        for grid in self.grids:  # wait for the zeros, because another GPU's next launch may signal counters here
             grid.gpu.synchronise()
         self.launches = 0
 
@@ -267,13 +269,13 @@ class Loaded:
 
 
 def segments(program: Program) -> list[Segment]:
-    """Prologue, body, epilogue, queues: the record lists as the interpreter numbers them."""
+    """Return the program's record lists in the interpreter's order: prologue, body, epilogue, queues."""
     return [*(getattr(program, name) for name in SEGMENTS), program.queues]
 
 
 def _check_records(program: Program) -> None:
-    """Raise MegakernelError if a record refers to something outside the program's tables, or no GPU
-    can execute it.
+    """Raise MegakernelError if a record refers to something outside the program's tables, or if no GPU
+    can execute the record.
     """
 
     def bad(where: str, wrong: Any, what: str) -> None:

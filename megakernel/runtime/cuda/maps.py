@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ...isa import BUFFERS, Buffer, Dims, Forward, Operation, Phase, Result, Units
 from ...isa.pages import BOX_ROWS, DOT_PIECE, MAPS, PAGE_ROWS, PIECE_INNER, PIECES, ROW_BYTES, output_columns
 
-PARTS, PAGES = range(MAPS)  # a buffer's two maps have boxes of BOX_ROWS rows, or of a page
+PARTS, PAGES = range(MAPS)  # a buffer has two maps: boxes of BOX_ROWS rows, and boxes of PAGE_ROWS rows
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def layers(buffer: Buffer, dims: Dims) -> int:
 
 
 def map_layouts(forward: Forward, dims: Dims, pages: int) -> dict[tuple[Buffer, int], MapLayout]:
-    """The layouts for rank `dims.rank`, by buffer, and PARTS or PAGES."""
+    """Return the layouts of the tensor maps for rank `dims.rank`. A key is (buffer, PARTS) or (buffer, PAGES)."""
     found = {}
 
     def add(kinds: tuple[int, ...], buffer: Buffer | None, per_layer: int = 1) -> None:
@@ -47,7 +47,7 @@ def map_layouts(forward: Forward, dims: Dims, pages: int) -> dict[tuple[Buffer, 
             add(loaded, phase.weights, phase.matrices(dims))
             add(loaded, phase.inputs)
             if output_columns(phase, dims):
-                add(stored, phase.output, dims.tp if phase.result is Result.PARTIAL else 1)  # a slot for each rank
+                add(stored, phase.output, dims.tp if phase.result is Result.PARTIAL else 1)  # one part per rank
         if phase.is_matmul and dims.units == Units.DOTS and phase.inner(dims) % PIECE_INNER == 0:
             assert phase.weights is not None
             found[phase.weights, PAGES] = _columns(phase, phase.weights, dims)
@@ -55,9 +55,9 @@ def map_layouts(forward: Forward, dims: Dims, pages: int) -> dict[tuple[Buffer, 
 
 
 def map_bits(forward: Forward, dims: Dims) -> tuple[int, int]:
-    """Two masks with bit b for buffer b. The first has the buffers that a rank's thread blocks copy
-    with tensor maps. The second has those of them for which the blocks use every rank's map,
-    because they store to other ranks.
+    """Return two bit masks in which bit b stands for buffer b. The first mask has the buffers that a
+    rank's thread blocks copy with tensor maps. The second has those of these
+    buffers that the blocks also store on other ranks, for which they use the maps of all ranks.
     """
     partial = {phase.output for phase in forward if phase.is_matmul and phase.result is Result.PARTIAL}
     ranks = (replace(dims, rank=rank) for rank in range(dims.tp))
@@ -76,12 +76,11 @@ def _tiles(buffer: Buffer, per_layer: int, rows_of_box: int, dims: Dims, pages: 
 
 
 def _columns(phase: Phase, weights: Buffer, dims: Dims) -> MapLayout:
-    """The map for the weight pages of `dots` (matmuls as dot products). A box is a piece of PIECES
-    columns of a matrix: consecutive columns if the phase has two matrices, otherwise every other
-    column.
+    """The map for the weight pages of matmuls that are computed as dot products.
 
-    TMA limits a box to 256 elements per dimension, so a piece is divided into rows of PIECE_INNER
-    elements.
+    A box has DOT_PIECE elements of each of PIECES columns of a matrix. The columns are consecutive if the phase has two
+    matrices; otherwise, every other column is taken. TMA limits a box to 256 elements per dimension, so the DOT_PIECE
+    elements are divided into rows of PIECE_INNER elements.
     """
     item, inner, width = BUFFERS[weights].resolve_dtype(dims).itemsize, phase.inner(dims), phase.width(dims)
     row, two = inner * item, phase.matrices(dims) == 2

@@ -1,8 +1,8 @@
 """Runs a program with one kernel launch per phase: the same instructions with the same code, but
-without waits. Each kernel starts when that of the previous phase has ended.
+without waits. Each kernel starts when the kernel of the previous phase has ended.
 
-This is the baseline for measuring the megakernel. Because its results do not depend on waits, a
-comparison with them also shows that a program lacks a wait.
+This kind of execution is the baseline for measuring the megakernel. Its results do not depend on
+waits. If the megakernel's results differ from them, the program may lack a wait.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from .loaded import Grid, Tables
 
 
 class Phases:
-    """One program's phases on one GPU as a CUDA graph. `generation` is the heap's generation when
-    the graph recorded the heap's addresses.
+    """One program's phases on one GPU as a CUDA graph. The graph contains
+    addresses in the heap; `generation` was the heap's generation when they were recorded.
     """
 
     def __init__(self, program: Program, grid: Grid, kernel: Kernel, generation: int) -> None:

@@ -2,8 +2,8 @@
 
 Most warps wait for other warps, which also wait. If a worker's oldest unfinished instruction waits
 for something other than a counter, the worker itself is at fault. If every worker's oldest
-instruction waits for a counter, a signal is missing. It is the signal for the earliest of these
-instructions, because everything before that one has ended.
+instruction waits for a counter, a signal is missing. The missing signal is the one for the earliest
+of these instructions, because all instructions before that one have ended.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LATE = object()
 
 @dataclass(frozen=True)
 class Wait:
-    """A Diagnosis, and the warp it belongs to."""
+    """What one warp waited for, and which warp it is."""
 
     rank: int
     worker: int
@@ -52,7 +52,7 @@ class Wait:
 
 
 def waits_of(program: Program, notes: NDArray[Any], ranks: range) -> list[Wait]:
-    """The waits that a grid's watchdog recorded. `notes` is an array [blocks * WARPS] of NOTE."""
+    """Return the waits that a grid's watchdog recorded. `notes` is an array [blocks * WARPS] of NOTE."""
     found = []
     for index in np.flatnonzero(notes["set"]):
         block, warp = divmod(int(index), WARPS)
@@ -64,8 +64,8 @@ def waits_of(program: Program, notes: NDArray[Any], ranks: range) -> list[Wait]:
 
 
 def explain(program: Program, table: StepTable, waits: Sequence[Wait]) -> str:
-    """A clause that says which of `waits` (at least one) holds up the launch. The cause may be in
-    the program or in the interpreter.
+    """Return a clause that says which of `waits` holds up the launch. The cause may be in the program or
+    in the interpreter. `waits` must not be empty.
     """
     order, sms = _Rehearsal(program, table).run(), program.dims.sms
 
@@ -90,12 +90,15 @@ def explain(program: Program, table: StepTable, waits: Sequence[Wait]) -> str:
 
 
 def _inside(waits: Sequence[Wait], oldest: Sequence[Wait], sms: int) -> Wait:
-    """The wait that holds up the other warps of a worker's blocks. `oldest` are the waits at the
-    worker's oldest instruction.
+    """Return the wait that holds up the other warps of a worker. `oldest` are the waits that belong to
+    the worker's oldest unfinished instruction.
 
-    If a consumer waits for a page that no loader is about to fill, a load is missing. If the storer
-    waits although all consumers have finished the instruction, or although one of them waits for
-    nothing, a consumer's output is missing. If a loader waits, a consumer has not released a page.
+    The first of these cases that applies decides:
+
+    - A consumer waits for a page that no loader is about to fill. So a load is missing.
+    - The storer waits although all consumers have finished the instruction, or although some consumer
+      does not wait. So a consumer's output is missing.
+    - A loader waits. So a consumer has not released a page.
     """
     consumers = [w for w in waits if w.consumer >= 0]
     to_be_filled = {(w.index, 1 - w.expected) for w in waits if w.kind == "empty"}
@@ -113,9 +116,8 @@ class _Rehearsal(Launch):
     """A launch of one layer that computes nothing, to find an order in which its instructions can
     run.
 
-    Workers claim instructions from queues only when nothing else can run. In the order found, an
-    instruction of a queue therefore follows everything that a worker may have to do before it
-    claims it.
+    A worker claims an instruction from a queue only when nothing else can run. So all work that may
+    have to precede the claim comes before the claimed instruction in the order.
     """
 
     def __init__(self, program: Program, table: StepTable) -> None:
@@ -127,14 +129,14 @@ class _Rehearsal(Launch):
         self._order: dict[tuple[int, int], int] = {}
         self._arrived: Counter[tuple[int, int]] = Counter()
         self._ready: deque[Iterator[Any]] = deque()
-        self._late: deque[Iterator[Any]] = deque()  # workers whose next action is a claim
+        self._late: deque[Iterator[Any]] = deque()  # workers that would next claim from a queue
         self._blocked: dict[tuple[int, int], list[Iterator[Any]]] = defaultdict(list)
         self._may_claim = False
         self._clock = count()
 
     def run(self, order: None = None) -> dict[tuple[int, int], int]:  # type: ignore[override]
-        """Run the launch as far as it gets. Returns the position in the order of each instruction,
-        by (segment, record number).
+        """Run the launch as far as it gets. Returns the order: for each instruction that ran, given as
+        (segment, index of the record), its position.
         """
         ended = object()
         for rank in range(self._program.ranks):
@@ -171,7 +173,9 @@ class _Rehearsal(Launch):
             self._may_claim = False
             claimed = self._claim(place)
             if not self._left(place):
-                self._ready.extend(self._late)  # the queue is empty; they go on before any claim
+                # This queue is empty now, so the workers that wait to claim from it can continue. They do so
+                # before any worker claims another instruction.
+                self._ready.extend(self._late)
                 self._late.clear()
             yield from self._run(claimed)
 
@@ -188,7 +192,7 @@ def _key(place: Place) -> tuple[int, int]:
 
 
 def _signallers(program: Program, wait: Wait) -> list[str]:
-    """The names of the phases whose instructions signal a counter."""
+    """Return the names of the phases whose instructions signal the counter for which `wait` waits."""
     layers, block = program.dims.layers, _block(program, wait)
     ways = {PROLOGUE: (block == 0, False), BODY: (block < layers, block > 0), EPILOGUE: (block == layers, False)}
     numbers: set[int] = set()
@@ -206,7 +210,7 @@ def _signallers(program: Program, wait: Wait) -> list[str]:
 
 
 def _block(program: Program, wait: Wait) -> int:
-    """The counter block of a wait."""
+    """Return the number of the counter block that has the counter for which `wait` waits."""
     return (0, wait.layer, program.dims.layers)[wait.segment]
 
 

@@ -1,9 +1,10 @@
 """Converts the intervals of a traced launch from the GPUs' clocks to the common trace.
 
-A block stamps intervals with its SM's cycle counter, which is cheap and precise. But each SM counts
-from its own start, at a rate that may differ between launches. So when it begins and when it ends,
-right after the GPU's global timer has advanced, the block reads both that timer and its SM's
-counter. The two pairs of values give the conversion from cycles to nanoseconds.
+A thread block stamps its intervals with its SM's cycle counter, which is cheap to read and precise.
+But each SM's counter starts at a different time, and its rate may differ between launches. When a
+block begins and when it ends, it therefore reads both the GPU's global timer, right after that timer
+has advanced, and its SM's counter. The two pairs of values give the conversion from cycles to
+nanoseconds.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from ...trace import DTYPE, Intervals, Trace, TraceHeader
 from .heap import Heap
 from .loaded import Grid, Loaded, segments
 
-_PER_INSTRUCTION = 32  # intervals of all roles per instruction, at most, in most programs
-_MOST = 1 << 16  # intervals of a block at most; they take 2 MiB
+_PER_INSTRUCTION = 32  # enough intervals for all roles of an instruction in most programs
+_MOST = 1 << 16  # the maximum number of intervals of a block; they take 2 MiB
 _READ_CYCLES = 36  # cycles to read clock64, measured on a B300; benchmarks/speed/probe_gpu.py measures it
 
 
 class Tracing:
     """Memory for the intervals of one launch on every GPU. `delay` is (segment, layer, record,
-    nanoseconds), an instruction to stall in tests.
+    nanoseconds): tests stall this instruction for so long.
     """
 
     def __init__(self, heap: Heap) -> None:
         self._heap = heap
-        self._memory: dict[int, tuple[int, int, int]] = {}  # by GPU: address, blocks, capacity
+        self._memory: dict[int, tuple[int, int, int]] = {}  # for each GPU: address, blocks, intervals per block
         self.delay = (0, 0, 0, 0)
 
     def prepare(self, grid: Grid, program: Program) -> None:
@@ -88,8 +89,8 @@ class Tracing:
 
 
 def to_nanoseconds(intervals: Intervals, stamps: NDArray[np.uint64]) -> Intervals:
-    """Return the intervals with their begin and end converted to the global timer's nanoseconds.
-    `stamps` are the CLOCK_STAMPS clock values of their block.
+    """Return the intervals of one block with begin and end converted to the global timer's nanoseconds.
+    `stamps` are the CLOCK_STAMPS clock values of that block.
     """
     out = intervals.copy()
     cycles, ns = float(stamps[2] - stamps[0]), float(stamps[3] - stamps[1])
@@ -100,7 +101,7 @@ def to_nanoseconds(intervals: Intervals, stamps: NDArray[np.uint64]) -> Interval
 
 
 def cycles_per_ns(clocks: NDArray[np.uint64]) -> float:
-    """The SMs' clock rate, from [blocks, CLOCK_STAMPS]."""
+    """Return the SMs' clock rate, from an array [blocks, CLOCK_STAMPS] of clock values."""
     spent = (clocks[:, 2:] - clocks[:, :2]).astype(np.float64)
     return float(np.median(spent[:, 0] / np.maximum(spent[:, 1], 1.0)))
 

@@ -21,7 +21,7 @@ from ...model.shard import shard
 from .heap import Heap, copy_bytes
 from .maps import layers
 
-_THREADS = 8  # threads that read tensors, one each
+_THREADS = 8  # number of threads, each of which reads one tensor at a time
 
 
 def load_weights(heap: Heap, checkpoint: Checkpoint, dims: Dims) -> None:
@@ -53,7 +53,7 @@ def load_weights(heap: Heap, checkpoint: Checkpoint, dims: Dims) -> None:
 
 
 def _home(heap: Heap, ranks: list[Dims], d: Dims, buffer: Buffer) -> int:
-    """The rank whose copy of a buffer rank `d.rank` uses."""
+    """Return the rank whose copy of a weight buffer is used by rank `d.rank`."""
     shape = BUFFERS[buffer].shape
     whole = shape(replace(d, tp=1, rank=0), 0)
     if shape(d, 0) != whole:
@@ -62,8 +62,8 @@ def _home(heap: Heap, ranks: list[Dims], d: Dims, buffer: Buffer) -> int:
 
 
 def _read_ahead(checkpoint: Checkpoint, buffer: Buffer, dims: Dims) -> Iterator[NDArray[Any]]:
-    """Yield the whole tensor of each layer, in order. While one is copied to the GPU, other threads
-    read or generate the next ones.
+    """Yield the whole tensor of each layer, in order. While the caller copies a tensor to the GPU,
+    other threads read or generate the following tensors.
     """
     threads = min(_THREADS, os.cpu_count() or 1)
     waiting: deque[Future[NDArray[Any]]] = deque()
@@ -84,7 +84,7 @@ def _read(checkpoint: Checkpoint, buffer: Buffer, layer: int, dims: Dims) -> NDA
     if array.shape != shape or array.dtype != kind:
         raise MegakernelError(
             f"{checkpoint.name}: {buffer.name} of layer {layer} is {array.shape} {array.dtype}, "
-            f"the program needs {shape} {kind}"
+            f"but the program needs {shape} {kind}"
         )
     return array
 
@@ -97,5 +97,5 @@ def _check_memory(heap: Heap, checkpoint: Checkpoint, ranks: list[Dims], homes: 
         if need > free:
             raise MegakernelError(
                 f"{checkpoint.name} needs {need / 1e9:.1f} GB on GPU {gpu.ordinal}, but only {free / 1e9:.1f} GB are "
-                "free beside its KV pool: use a smaller model, more GPUs (--tp) or a shorter --context"
+                "free beside the KV pool: use a smaller model, more GPUs (--tp) or a shorter --context"
             )

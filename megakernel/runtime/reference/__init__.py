@@ -1,4 +1,4 @@
-"""The meaning of programs, in NumPy."""
+"""The reference interpreter, which defines in NumPy what a program computes."""
 
 from .backend import ReferenceBackend
 

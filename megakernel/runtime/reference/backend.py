@@ -35,8 +35,8 @@ class ReferenceBackend:
     """Implements `Backend` in NumPy. `seed` makes ready workers run in random order; with None,
     they run in turn.
 
-    `dims` gives the buffers' sizes, until a program with another bucket is launched. `link_bytes`
-    counts, for each rank, the bytes stored in other ranks' copies.
+    `dims` gives the buffers' sizes until a program with other sizes is launched. `link_bytes` counts,
+    for each rank, the bytes that it stored in other ranks' buffers.
     """
 
     name = "reference"
@@ -46,7 +46,8 @@ class ReferenceBackend:
     ) -> None:
         if dtype != dims.dtype:
             raise MegakernelError(
-                f"cannot create the reference backend: dtype is {dtype.name}, but dims have {Dtype(dims.dtype).name}"
+                f"cannot create the reference backend: dtype is {dtype.name}, "
+                f"but dims.dtype is {Dtype(dims.dtype).name}"
             )
         self.pages = pages
         self.link_bytes = np.zeros(dims.tp, np.int64)
@@ -58,7 +59,8 @@ class ReferenceBackend:
         for buffer, spec in BUFFERS.items():
             if spec.space is Space.STATE:
                 self._allocate(buffer)
-        self._counters: dict[int, Counters] = {}  # by id of the program, which Counters keeps alive
+        # The keys are the id() of programs. They stay valid, because Counters keeps its program alive.
+        self._counters: dict[int, Counters] = {}
         self._size_for(dims)
 
     def _load(self, checkpoint: Checkpoint, buffer: Buffer, dtype: Dtype) -> None:
@@ -94,13 +96,13 @@ class ReferenceBackend:
     def execute(
         self, instruction: NDArray[np.int32], layer: int, table: StepTable, forward: Forward, rank: int = 0
     ) -> None:
-        """Run one record's work on a rank's buffers, without waits and signals. All items of a split run together."""
+        """Run one record's work on a rank's buffers, without waits and signals; for attention, all items of its slot."""
         phase = forward.by_number[int(record.phase_number(instruction))]
         operands = instruction[record.OPERAND_WORD :][: len(phase.operands)]
         EXECUTE[phase.operation](self.context(phase, table.rank(rank), layer), *(int(word) for word in operands))
 
     def context(self, phase: Phase, table: StepTable, layer: int) -> Context:
-        """The context of an instruction of `phase` on the table's rank."""
+        """The data that an instruction of `phase` can access on the table's rank."""
         rank = table.dims.rank
 
         def send(buffer: Buffer, to: int, index: Any, values: NDArray[Any]) -> None:
@@ -153,7 +155,7 @@ class ReferenceBackend:
         )
 
     def _logits(self) -> NDArray[np.float32]:
-        """Every row of logits, from the rank that sampled it."""
+        """The logits of all rows, each read from the rank that sampled the row."""
         own = self.dims.own_logit_rows
         parts = [self.buffer(Buffer.LOGITS, rank=r)[r * own : (r + 1) * own] for r in range(self.dims.tp)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -28,8 +28,8 @@ class Context:
     layer's part of buffers.
 
     `buffer(buffer, ahead=0)` returns the rank's own copy for the layer that is `ahead` layers
-    later, or for the last layer if there is none. Other ranks' copies can only be written, by
-    `send(buffer, rank, index, values)`, whose values have the buffer's own type.
+    later, or for the last layer if there are fewer layers. Other ranks' copies can only be written,
+    by `send(buffer, rank, index, values)`, whose values have the buffer's own type.
     """
 
     phase: Phase
@@ -51,7 +51,7 @@ class Context:
         return to_f32(values)
 
     def weights(self, index: Any = ...) -> F32:
-        """The phase's weights, of the layer `phase.ahead` layers later."""
+        """The phase's weights, which belong to the layer that is `phase.ahead` layers later."""
         values: NDArray[Any] = self.buffer(_given(self.phase.weights), ahead=self.phase.ahead)[index]
         return to_f32(values)
 
@@ -64,7 +64,7 @@ class Context:
         self.store(buffer, (self.dims.rank,), index, values)
 
     def store(self, buffer: Buffer, ranks: Iterable[int], index: Any, values: Any) -> None:
-        """`write`, into the copies of `ranks`."""
+        """Like `write`, but into the copies that `ranks` have of the buffer."""
         own = self.buffer(buffer)
         stored = from_f32(values, Dtype.BF16) if own.dtype == np.uint16 else np.asarray(values, own.dtype)
         for rank in ranks:
@@ -89,8 +89,8 @@ def _peers(d: Dims) -> Iterable[int]:
 def product(a: F32, b: F32) -> F32:
     """a @ b, added in float64 and rounded once.
 
-    The order of additions depends on the BLAS library and on the other rows in the batch. It
-    changes fewer than one in ten million of the rounded numbers.
+    The order of additions depends on the BLAS library and on the other rows in the batch.
+    A different order changes fewer than one in ten million of the rounded numbers.
     """
     return (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
 
@@ -128,11 +128,11 @@ def _norm(c: Context, row: int, rows: int) -> None:
 
 
 def _matmul(c: Context, row: int, rows: int, col: int, cols: int) -> None:
-    """The products with each matrix plus biases, and then the phase's result."""
+    """Multiply the rows by each matrix, add the biases, and store what the phase's kind of result requires."""
     columns = slice(col, col + cols)
     a = c.read(c.inputs, slice(row, row + rows))
     if c.phase.norm is not None:
-        # A norm of its own would store its result in a buffer, so round to the type of that buffer.
+        # A separate norm instruction would store its result in a buffer, so round to the type of that buffer.
         a = to_f32(from_f32(_rms_norm(a, c.read(c.phase.norm), c.dims.rms_eps), Dtype(c.dims.dtype)))
     matrices = (
         [(columns,)] if c.phase.matrices(c.dims) == 1 else [(i, columns) for i in range(c.phase.matrices(c.dims))]
@@ -190,15 +190,15 @@ def _partial_sum(c: Context, row: int, col: int, t: F32) -> None:
 
 
 def _reduce_rows(d: Dims, rank: int, row: int, rows: int) -> slice:
-    """The rows of the owner's REDUCE buffer that hold the partial sums of `rank` for token rows of
-    one row block.
+    """The rows of REDUCE that hold the partial sums of `rank` for the token rows [row, row + rows),
+    which must lie in one row block. These rows of REDUCE are on the rank that adds the sums up.
     """
     start = d.reduce_row(rank, row)
     return slice(start, start + rows)
 
 
 def _gated(c: Context, row: int, col: int, gate: F32, up: F32) -> None:
-    with np.errstate(over="ignore"):  # for a large negative gate exp overflows, and SiLU is 0
+    with np.errstate(over="ignore"):  # if a gate is a large negative number, exp overflows and SiLU is 0
         tile = (slice(row, row + len(gate)), slice(col, col + gate.shape[1]))
         c.write(c.output, tile, gate / (1 + np.exp(-gate)) * up)
 
@@ -219,7 +219,7 @@ def _reduce(c: Context, row: int, rows: int, col: int, cols: int) -> None:
 
 
 def _slots(c: Context, sequence: Any, position: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[Any]]:
-    """(page, offset) of token positions; `sequence` is one sequence for all positions, or one for each."""
+    """Return (page, offset in the page) of token positions. `sequence` is a number or has the shape of `position`."""
     return c.table.block_tables[sequence, position // c.dims.kv_page], position % c.dims.kv_page
 
 
@@ -229,8 +229,8 @@ def _attention(c: Context, slot: int, group_heads: int, groups: int) -> None:
 
 
 def attend(c: Context, item: int) -> bool:
-    """Run one attention item. Returns True when its rows of ATTN are final; for a split, only its
-    last item returns True.
+    """Run one attention item. Returns True when the item's rows of ATTN are final. If several
+    items share the context of the same rows, only the item that runs last returns True.
     """
     d, t = c.dims, c.table
     rows = range(t.item_row[item], t.item_row[item] + t.item_rows[item])
@@ -403,4 +403,4 @@ EXECUTE: dict[Operation, Callable[..., None]] = {
     Operation.SAMPLE: _sample,
 }
 if set(EXECUTE) != set(Operation) or set(_RESULTS) | {Result.NONE} != set(Result):
-    raise AssertionError("the reference lacks an operation or a result")
+    raise AssertionError("the reference backend must implement every Operation and every Result, and nothing else")

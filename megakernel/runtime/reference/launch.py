@@ -1,5 +1,5 @@
-"""Runs one launch of a program in one thread: the streams, which advance when their waits are
-satisfied, and the counters.
+"""Runs one launch of a program in one thread. A stream advances when its waits are satisfied, and its
+signals add to the counters for which other streams wait.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from .instructions import Context, attend
 
 
 class Counters:
-    """A program's counters, [ranks, blocks x counters]. They are not reset between launches, so in
-    launch k a wait ends when value - k * total >= 0, modulo 2^32.
+    """The counters of a program, as an array [ranks, blocks x counters]. They are not reset between
+    launches, so a wait in launch k (counted from 1) ends when the counter's value is at least k times
+    the counter's total per launch, compared modulo 2^32.
     """
 
     def __init__(self, program: Program) -> None:
@@ -55,13 +56,13 @@ class Counters:
 
 @dataclass(frozen=True)
 class Place:
-    """An instruction of a queue, or of a stream, in a certain layer. `block` is its counter block,
-    which in the body has the layer's number.
+    """An instruction of a queue, or of a stream, in a certain layer. `block` is the block of counters
+    that the instruction uses; each layer has its own.
     """
 
     rank: int
     worker: int
-    layer: int  # as in a trace, with PROLOGUE and EPILOGUE outside the body
+    layer: int  # the layer's number, PROLOGUE or EPILOGUE, as in a trace
     block: int
     row: int
     words: NDArray[np.int32]
@@ -103,7 +104,7 @@ def _phase(program: Program, words: NDArray[np.int32]) -> Phase:
 
 @dataclass(frozen=True)
 class Blocked:
-    """A stream that cannot continue, and the reason."""
+    """Describes a stream that cannot continue, and what it waits for."""
 
     place: Place
     counter: int
@@ -115,8 +116,9 @@ class Blocked:
 
 
 class Launch:
-    """Runs one step of `program`. `context` returns an instruction's context, for its phase, its rank's table and its
-    layer; `execute` does an instruction's work (see ReferenceBackend).
+    """Runs one step of `program`. `context(phase, table, layer)` returns the data that an instruction can access (see
+    Context). `table` is the step table of the instruction's rank. `execute` does an instruction's work (see
+    ReferenceBackend).
     """
 
     def __init__(
@@ -196,12 +198,12 @@ class Launch:
         yield None
 
     def _attend(self, place: Place, layer: int, item: int) -> bool:
-        """Run an attention item; returns whether its rows are final."""
+        """Run an attention item, and return whether the attention output of its rows is complete afterwards."""
         return self._timed(place, partial(attend, self._context(place.phase, self._tables[place.rank], layer), item))
 
     def _drain(self, place: Place) -> Iterator[Blocked | None]:
-        """Claim and run records of the queue, until its first `end` records have been claimed in
-        this layer by any worker.
+        """Claim and run records of a queue, until all workers together have claimed the queue's first
+        `end` records in this layer.
         """
         while self._left(place):
             yield from self._run(self._claim(place))
@@ -220,8 +222,9 @@ class Launch:
         return drain.rank * self._program.rank_queues + drain.operand("queue")
 
     def _item_members(self, place: Place, item: int) -> list[int]:
-        """The counters for which an attention item waits, one for each of its row blocks and each
-        group of its KV heads, as members of the counter grid [row block][group].
+        """Return the counters for which an attention item waits, as indices into the flattened counter
+        grid [row block][group]. There is one for each row block that the item needs and each group of
+        its KV heads.
         """
         t = self._tables[place.rank]
         first = int(t.item_kv_head[item])
@@ -231,8 +234,8 @@ class Launch:
         return [block * place.operand("groups") + group for block in blocks for group in groups]
 
     def _logit_row_members(self, place: Place) -> list[int]:
-        """The counters for which a norm of logit rows waits, as members of the counter grid [row
-        block]: one for the row block of each of its token rows that its rank owns.
+        """Return the row blocks for whose counters a norm of logit rows waits: those of its token rows
+        that the norm's rank owns. The list is empty for other instructions.
         """
         if place.phase.operation is not Operation.NORM or place.phase.rows is not Rows.LOGIT:
             return []
@@ -247,8 +250,9 @@ class Launch:
             self._signal(place, word, row, arrivals)
 
     def _signal(self, place: Place, word: int, row: int = 0, arrivals: int = 1) -> None:
-        """Add to a counter on the ranks that a signal word names. It is the counter that the word
-        names, or in a grid of counters, the one for the row block of token row `row`.
+        """Add `arrivals` to a counter on the ranks that a signal word names. If the word names a grid
+        of counters instead of one counter, add to the grid's counter for the row block of token row
+        `row`.
         """
         dims = self._tables[place.rank].dims
         rank = word >> record.RANK_SHIFT & record.RANK_MASK
@@ -260,8 +264,8 @@ class Launch:
         return block * self._program.counters + (word & record.COUNTER_MASK) - 1
 
     def _wait(self, place: Place, words: list[int], members: Iterable[int] = (0,)) -> Iterator[Blocked]:
-        """For each wait word, wait for the counter that it names, or for `members` of the grid of
-        counters that it names, on the place's own rank.
+        """For each wait word, wait for the counter that the word names. If the word names a grid of
+        counters, wait for the counters `members` of this grid. All of them are on the place's rank.
         """
         for counter in [self._counter(place, word) + member for word in words for member in members]:
             while not self._counters.met(place.rank, counter):

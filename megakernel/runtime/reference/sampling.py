@@ -28,8 +28,8 @@ def philox(counter: Four, key: tuple[int, int]) -> Four:
 
 
 def uniform(seed_low: int, seed_high: int, position: int, choice: int) -> float:
-    """The random number in [0, 1), a multiple of 2^-24, for completion `choice` of a request at a
-    position. The halves of the seed may be signed int32.
+    """The random number that samples the token at `position` in completion `choice` of a request. It is in
+    [0, 1) and a multiple of 2^-24. The halves of the seed may be signed int32.
     """
     first = philox((position & _WORD, choice & _WORD, 0, 0), (seed_low & _WORD, seed_high & _WORD))[0]
     return float(first >> 8) * 2.0**-24
@@ -55,8 +55,8 @@ def penalised(z: F32, seen: I32, output: I32, *, repetition: float, presence: fl
 
 
 def kept(z: F32, *, min_p: float, top_k: int, top_p: float) -> NDArray[np.intp]:
-    """The ids that remain after min-p, then top-k, then top-p. The most probable comes first; of
-    equally probable ids, the smaller.
+    """The token ids that remain after the filters min-p, top-k and top-p, in this order. The most probable id comes
+    first; of equally probable ids, the smaller comes first.
 
     z are logits after temperature. min_p 0, top_k 0 and top_p 1 keep all. top_p keeps the shortest prefix with at least
     the fraction top_p of the probability that min-p and top-k left, and at least one token.

@@ -21,7 +21,8 @@ for (const s of sources) {
     return { name, unit, peak: s.peaks[r], mean, least, most, sum };
   });
 }
-// A resource that no trace uses has no track. The axis ends at the next round fraction of the peak above the maximum.
+// A resource that no trace uses has no curve. The axis of a curve ends at a round fraction of the peak: the smallest
+// that is at least the curve's maximum.
 const tracks = [];
 for (let r = 0; r < RESOURCES; r++) {
   const all = sources.map((s) => s.resources[r]);

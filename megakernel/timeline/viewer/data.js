@@ -10,10 +10,10 @@ const [FETCH, PAGE_WAIT, COUNTER_WAIT, LOAD, COMPUTE, STORE] = ["fetch", "page w
 const ROLES = meta.roles.length, STORER = meta.roles.indexOf("storer"), CONSUMER = meta.roles.indexOf("consumer");
 
 const { length, record, releaser, twin, records, lane, layer, launch, kind, slot, role } = data;
-const begin = Float64Array.from(data.begin); // may be shifted, to align two traces
+const begin = Float64Array.from(data.begin); // shifted if two traces are aligned
 const count = begin.length;
 
-// -- traces: one, or two to compare
+// -- The page shows one trace, or two traces to compare.
 const sources = meta.sources;
 let lanes = 0;
 {
@@ -33,7 +33,8 @@ const workerOfLane = (l) => { const s = sourceOfLane(l); return (l - s.lane0) % 
 const phaseOf = (i) => meta.phases[shadeOf[i]];
 const endOf = (i) => begin[i] + length[i];
 const isWait = (i) => kind[i] === COUNTER_WAIT || kind[i] === PAGE_WAIT;
-// How an interval is drawn. A storer's STORE does not delay its worker, so it is a thin strip, as loads are.
+// The ways to draw an interval. A storer's STORE does not delay its worker, so it is drawn as a thin strip, as loads
+// are.
 const SHAPE = { wait: 0, load: 1, work: 2, store: 3 };
 // Each phase has a shade, numbered as in `meta.phases`. The hue shows the phase's family, and the lightness
 // distinguishes phases of one family.
@@ -92,7 +93,7 @@ function* regions(r) {
   for (let n = data.regionStart[r]; n < data.regionStart[r + 1]; n++) yield data.regions.subarray(n * 8, n * 8 + 8);
 }
 
-/** base64 of deflated columns -> typed arrays. */
+/** Decode columns, which are compressed with deflate and written in base64, into typed arrays. */
 async function unpack(text, columns) {
   const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));

@@ -4,7 +4,7 @@
 
 // -- pieces, cut as in megakernel/timeline/states.py. Where intervals of a worker overlap, the piece shows the first of:
 // work, a storer's store, a wait of the consumers (which delays the arithmetic), another counter wait, a wait for a page.
-let pieceStart, pieceBegin, pieceEnd, pieceOf, piecePart, pieceWhole; // pieceWhole: length of the whole interval
+let pieceStart, pieceBegin, pieceEnd, pieceOf, piecePart, pieceWhole; // pieceWhole: the length of the interval that a piece belongs to
 function cutPieces() {
   pieceStart = new Uint32Array(lanes + 1);
   const b = [], e = [], of = [];
@@ -66,8 +66,9 @@ let pyramids = new Map();
 const forgetBins = () => { pyramids = new Map(); };
 
 /**
- * Time per part and pixel column: each part has `columns` sums, which are all 0 unless the part is `touched`. If a
- * range covers several whole columns, `changes` gets +1 at the first and -1 after the last; `settle` adds these up.
+ * The time of each part (a phase, or waiting) in each column of pixels. The sums of a part are all 0 unless it is
+ * `touched`. For a range that covers several whole columns, `changes` gets +1 at the first of them and -1 after the
+ * last; `settle` then adds the running totals of `changes` to the sums.
  */
 class Share {
   constructor(columns) {
@@ -75,7 +76,7 @@ class Share {
     this.sums = new Float32Array(PARTS * columns);
     this.changes = new Float32Array(PARTS * (columns + 1));
     this.touched = new Uint8Array(PARTS);
-    this.spread = new Uint8Array(PARTS); // whether the part has changes
+    this.spread = new Uint8Array(PARTS); // 1 if `changes` has entries for the part
   }
   clear() {
     for (const p of this.parts()) {
@@ -151,11 +152,12 @@ function rowShare(row, share, t0, px, narrow) {
   const t1 = t0 + share.columns / px;
   if (piecesIn(row) > 4 * share.columns) {
     const { levels, parts } = pyramid(row);
-    // Take the coarsest level whose bins are no wider than a column. If all bins are wider, few pieces are visible.
+    // Take the level with the widest bins that are no wider than a column of pixels. If the bins of every level are
+    // wider, few pieces are visible, and the code below adds them one by one.
     const level = levels.findLast((x) => meta.span / x.bins <= 1 / px);
     if (level) { addBins(share, level, parts, t0, px); return share.settle(); }
   }
-  // Local names are faster, because the browser looks up a global name again in each iteration.
+  // Local variables are faster, because the browser looks up a global variable again in each iteration.
   const starts = pieceStart, begins = pieceBegin, ends = pieceEnd, parts = piecePart, whole = pieceWhole, of = pieceOf;
   const some = filtering(), widest = narrow ? 2 / px : Infinity;
   for (let l = row.lane0; l < row.lane1; l++) {

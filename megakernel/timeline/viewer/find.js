@@ -2,7 +2,7 @@
 
 let matchFlags = null, matchCount = 0; // flag per interval: 0, MATCH, or STOP (a match to which n and N step)
 const MATCH = 1, STOP = 2;
-const hidden = new Set(); // shades by number, "wait", "load"
+const hidden = new Set(); // what the user has hidden: numbers of shades, "wait", "load"
 const partHidden = (p) => hidden.has(p === WAITING ? "wait" : p);
 const hiddenAt = (i) => hidden.has(shapeOf[i] === SHAPE.wait ? "wait" : shapeOf[i] === SHAPE.load ? "load" : shadeOf[i]);
 const filtering = () => matchFlags !== null || showPath;
@@ -94,7 +94,7 @@ function stepMatch(by) {
   choose(next < 0 ? first : next);
 }
 
-// -- relatives of an interval
+// -- intervals that are related to another one
 /** All intervals of the instruction that interval i belongs to. One worker ran them. */
 function siblings(i) {
   const found = [], own = instanceOf(i), l = lane[i];

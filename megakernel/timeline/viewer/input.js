@@ -88,7 +88,7 @@ function hit(x, y) {
     }
   }
   const found = best[shapes.filter((s) => best[s] >= 0).sort((a, b) => off[a] - off[b] || shapes.indexOf(a) - shapes.indexOf(b))[0] ?? SHAPE.work];
-  // If several waits overlap, take the one whose label is shown.
+  // If several waits overlap at this point, return the one whose label is shown.
   const n = row.role < 0 && found >= 0 && isWait(found) ? firstReaching(pieceEnd, pieceStart[l], pieceStart[l + 1], t) : -1;
   return n >= 0 && n < pieceStart[l + 1] && pieceBegin[n] <= t && isWait(pieceOf[n]) ? pieceOf[n] : found;
 }
@@ -272,7 +272,7 @@ document.addEventListener("keydown", (e) => {
   else return;
   e.preventDefault();
 });
-// A search goes through all intervals, so it waits until typing pauses.
+// A search examines all intervals, so it starts only when the user pauses typing.
 const PAUSE_MS = 60;
 let typed = 0;
 function findNow() {

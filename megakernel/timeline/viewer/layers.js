@@ -1,7 +1,7 @@
-// The line above the curves shows when each layer was computed. Unfolded, there is a line per phase, which shows when
-// the phase was computed in each layer.
+// The line above the curves shows when each layer was computed. The user can unfold it to one line per phase, which
+// shows when the phase was computed in each layer.
 
-const LAYER_ROW = 17, PHASE_ROW = 12, OUTSIDE = 2; // blocks that are no layers: prologue, epilogue
+const LAYER_ROW = 17, PHASE_ROW = 12, OUTSIDE = 2; // OUTSIDE: the number of blocks besides the layers (prologue and epilogue)
 let unfolded = false;
 const shadesRun = new Set();
 const [PROLOGUE_BLOCK, EPILOGUE_BLOCK] = [0, 1];

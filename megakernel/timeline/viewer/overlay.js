@@ -30,7 +30,7 @@ function drawPath(intervals) {
   }
   ctx.stroke();
 }
-const ARROWS = 300; // at most; more could not be told apart
+const ARROWS = 300; // the most that are drawn, because more could not be told apart
 /** The visible waits that have a releaser and are wide enough for an arrow. */
 function arrowsInSight() {
   const found = [], px = scale();

@@ -102,7 +102,7 @@ function paintGrid(shown) {
   for (const t of ticks()) fill(toX(t), layersTop(), toX(t) + Math.max(1, size.k / 2), bottom, colours.line32, layersTop());
 }
 
-// Columns are one pixel wide, or three in thin rows, of which there are many.
+// A column is one pixel wide. In thin rows, of which many are visible at once, it is three pixels wide.
 const THIN = 12, shares = new Map();
 function shareOf(row) {
   const wide = row.h < THIN * size.k ? 3 : 1, columns = Math.ceil((size.w - Math.ceil(gutter())) / wide);
@@ -147,7 +147,8 @@ function paintColumns(share, whole, y0, h) {
 /** Paint a worker's intervals of at least 2 * `columns` pixels. Work is painted last, so that nothing covers it. */
 function paintBars(row, columns, y, box, labelled) {
   const least = 2 * columns, wide = wideIntervals(row.lane0, least), strips = { [SHAPE.load]: box.loadY, [SHAPE.store]: box.storeY };
-  // If too many intervals are visible to be drawn one by one, the columns of pixels already show waits and stores.
+  // If too many intervals are visible to be drawn one by one, waits and stores are not painted here, because the
+  // columns of pixels already show them.
   if (wide.few) paintPieces(row, least, y, box, labelled);
   for (const shape of box.strip ? [SHAPE.load, SHAPE.store] : []) {
     for (const i of wide[shape]) paintBar(i, y + strips[shape], box.strip, null);
@@ -244,8 +245,8 @@ const longestFirst = (l) => remembered(longLists, l, () =>
 const longest = new Float64Array(lanes);
 for (let i = 0; i < count; i++) longest[lane[i]] = Math.max(longest[lane[i]], length[i]);
 
-// -- text of a bar
-// The current font and the widths of texts in it are kept here, because asking the canvas for them is slow.
+// -- text of a bar. The current font and the widths of texts in it are kept here, because asking the canvas for the
+// widths is slow.
 let font = "", widths = null;
 const widthsIn = new Map(), operandTexts = new Map();
 function setFont(pixels, style = "") {

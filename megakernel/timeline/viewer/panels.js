@@ -64,7 +64,7 @@ function summaryOf(source) {
     <h2>Critical path</h2><div class="bars">${Object.entries(path.by_instruction).slice(0, 8).map(([n, t]) => bar(n, percent(t / path.seconds), [[t / path.seconds, colours.accent]], walkTo(source, longestLinks(source, n), `${n} on the critical path`))).join("")}${bar("gaps", percent(path.gap_s / path.seconds), [[path.gap_s / path.seconds, colours.wait]], walkTo(source, longestGaps(source), "gaps of the critical path"))}</div>
     ${workers.length ? `<h2>Workers</h2><div class="bars">${workers.map((x, l) => bar(laneName(source.lane0 + l), percent(x.busy), [[x.busy, colours.text], [x.wait, colours.wait]])).join("")}</div>` : ""}`;
 }
-// -- lists of places to walk: the first click shows the worst place, each further click the next one
+// -- lists of places in the trace: the first click on a list shows its worst place, each further click the next one
 const walks = [];
 let walking = null;
 function walkTo(source, places, title) {

@@ -1,6 +1,8 @@
-// The rows of the picture: ranks, their workers, and the workers' roles; which rows are open, and the position of each.
+// The rows of the timeline: ranks, their workers, and the roles of each worker. This file also keeps which rows are
+// open, and the position of each row.
 
-// All intervals sorted by (lane, role, begin). `groupStart` is the index of the first one of each (lane, role).
+// `order` lists all intervals, sorted by (lane, role, begin). `groupStart` has the position of the first interval of
+// each (lane, role) in this list.
 const groupStart = new Uint32Array(lanes * ROLES + 1), order = new Uint32Array(count);
 {
   for (let i = 0; i < count; i++) groupStart[lane[i] * ROLES + role[i] + 1]++;
@@ -8,8 +10,8 @@ const groupStart = new Uint32Array(lanes * ROLES + 1), order = new Uint32Array(c
   const next = groupStart.slice();
   for (let i = 0; i < count; i++) order[next[lane[i] * ROLES + role[i]]++] = i;
 }
-// For each interval, the latest end within its group up to there. With it, a binary search finds the first interval that
-// extends beyond a given time.
+// `reach` has, for each interval of a (lane, role), the latest end of this interval and all earlier ones of the same
+// (lane, role). With it, a binary search finds the first interval that extends beyond a given time.
 const reach = new Float64Array(count);
 function measureReach() {
   for (let g = 0; g < lanes * ROLES; g++) {

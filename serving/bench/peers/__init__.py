@@ -37,9 +37,9 @@ class Found:
 
 
 def find(names: Sequence[str], llama_bench: Path | None, *, batched: bool) -> list[Found]:
-    """The peers with these names. `llama_bench` is the program or folder of a native llama.cpp build.
+    """Return the peers with these names. `llama_bench` is the program or folder of a native llama.cpp build.
 
-    `batched` selects the peer's benchmark for many sequences. Raises MegakernelError if a peer is not installed.
+    `batched` selects llama.cpp's benchmark for many sequences. Raises MegakernelError if a peer is not installed.
     """
     for name in names:
         if name not in _PACKAGES:
@@ -64,14 +64,14 @@ def _find(name: str, llama_bench: Path | None, batched: bool) -> Found:
 def contests(
     found: Sequence[Found], llm: LLM, model: str, weights: str, work: Work, phases: Sequence[Phase]
 ) -> Iterator[list[Contest]]:
-    """Open the peers to run the model that `llm` has loaded. `weights` is the value of the flag --weights.
+    """Prepare a comparison with each peer. The peers run the model that `llm` has loaded.
 
-    Peers that read GGUF get our GGUF file if we use its weights unconverted. Otherwise the weights are written to a
-    temporary GGUF file.
+    `weights` is the value of the flag --weights. If it is "auto" and the model is a GGUF file, peers that read GGUF get
+    this file. Otherwise these peers get a temporary GGUF file, to which the weights are written.
     """
     dtype = llm.dtype.name.lower()
     with ExitStack() as stack:
-        file, kind = None, next(iter(llm.weight_bytes))  # the type of most of our weights
+        file, kind = None, next(iter(llm.weight_bytes))  # `kind` is the type of most of our weights
         if any(one.gguf for one in found):
             file = gguf_path(model) if weights == "auto" else None
             if file is not None:

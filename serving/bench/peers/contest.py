@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from ....errors import MegakernelError
 
-# What is timed: the prompts, the decode steps after them (without the time of the prompts), or both together.
+# The timed part of a run: only the prompts (prefill), only the decode steps after them (decode), or both (batch).
 Phase = Literal["prefill", "decode", "batch"]
 Settings = dict[str, Any]
 
@@ -28,13 +28,15 @@ class Work:
         """The tokens that count for a phase's rate: prompt tokens for prefill, otherwise generated tokens."""
         if phase == "prefill":
             return self.sequences * self.prompt_tokens
-        # The step that completes the prompts generates a token for each of them.
+        # The step that completes the prompts already generates one token for each prompt.
         return self.sequences * (self.decode_steps + (phase == "batch"))
 
 
 @dataclass(frozen=True)
 class Task:
-    """The task of a peer, with the same threads or GPU as we use.
+    """The model and the work that a peer has to run.
+
+    The peer gets as many threads as we use, or the GPU if we use one.
 
     `gguf` is the model file for peers that read GGUF, and `weights` the type of its weights. `dtype` is our own compute
     type, bf16 or f32.
@@ -56,19 +58,25 @@ class Peer(Protocol):
 
     @property
     def about(self) -> dict[str, Any]:
-        """Its version and other properties. They are known after its first run."""
+        """The peer's version and other properties. They are known after its first run."""
 
     def settings(self, phase: Phase) -> tuple[Settings, list[Settings]]:
-        """The initial settings of the search, and changes to try in turn, each applied to the best settings so far."""
+        """Return the settings with which the search for the fastest ones starts, and the changes that it tries in turn.
+
+        The search applies each change to the best settings so far.
+        """
 
     def seconds(self, phase: Phase, settings: Settings) -> float:
-        """Seconds of one run of a phase. A peer that needs a warm-up runs once before."""
+        """Time one run of a phase, in seconds. If the peer needs a warm-up, an untimed run comes first."""
 
     def close(self) -> None: ...
 
 
 class Contest:
-    """A peer and the times of its runs. Its main figures are those of the first of `phases`."""
+    """A comparison with one peer: the search for its fastest settings, and the times of its runs.
+
+    The result of `figures` has the first phase's numbers at the top level, and one entry for each other phase.
+    """
 
     def __init__(self, peer: Peer, work: Work, phases: Sequence[Phase]) -> None:
         self.peer = peer
@@ -107,7 +115,7 @@ class Contest:
         self.runs.append({f"{phase}_s": self.peer.seconds(phase, self._best[phase]) for phase in self._phases})
 
     def figures(self, ours: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-        """Median, least and greatest rates of both sides, and their ratio, ours divided by theirs.
+        """Return the median, least and greatest rates of the peer and of us, and our median divided by the peer's.
 
         `ours` holds the seconds of our runs by phase.
         """

@@ -17,9 +17,9 @@ _SAID = 120  # maximum characters of an output that an error quotes
 
 
 def tool(given: Path, batched: bool) -> Path:
-    """The path of the benchmark: in the folder `given`, or in the folder of the program `given`.
+    """Return the path of the benchmark program in the folder `given`, or in the folder of the program `given`.
 
-    Raises MegakernelError if there is none.
+    Raises MegakernelError if the folder has no such program.
     """
     folder = given if given.is_dir() else given.parent
     path = folder / _BATCHED if batched else folder / "llama-bench" if given.is_dir() else given
@@ -90,7 +90,7 @@ class LlamaBench:
             raise self._nonsense(text) from None
 
     def _positive(self, result: Any, key: str) -> float:
-        """The positive number under `key`, or the last one if there is a list."""
+        """Return the positive number `result[key]`, or the last number if `result[key]` is a list."""
         value = result.get(key) if isinstance(result, dict) else None
         value = value[-1] if isinstance(value, list) and value else value
         if not isinstance(value, int | float) or not 0 < value < float("inf"):

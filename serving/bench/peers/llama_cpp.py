@@ -26,12 +26,18 @@ def settings(task: Task, phase: Phase) -> tuple[Settings, list[Settings]]:
 
 
 def context(work: Work) -> int:
-    """The context size that llama.cpp needs. It pads each sequence's part to a multiple of _PADDING."""
+    """Return the context size for llama.cpp, in tokens.
+
+    llama.cpp rounds the length of each sequence up to a multiple of _PADDING.
+    """
     return work.sequences * -(-(work.prompt_tokens + work.decode_steps) // _PADDING) * _PADDING
 
 
 def load(task: Task) -> tuple[Callable[[Phase, Settings], float], dict[str, Any]]:
-    """The function that times a run, and the peer's description. Called in the peer's own process (see `process`)."""
+    """Return the function that times a run, and the peer's description.
+
+    `load` is called in the peer's own process (see `process`).
+    """
     model = _Model(task)
     return model.seconds, {
         "program": f"llama-cpp-python {model.version}",
@@ -88,7 +94,7 @@ class _Model:
         self._settings = settings
 
     def _run(self) -> tuple[float, float]:
-        """Seconds of the prompts, and seconds of the decode steps."""
+        """Run the prompts and the decode steps, and return the seconds of each part."""
         work, c = self._task.work, self._c
         c.llama_memory_clear(c.llama_get_memory(self._context), True)
         began = perf_counter()

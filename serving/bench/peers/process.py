@@ -1,7 +1,8 @@
-"""Runs a peer that is a Python library in a process of its own, so that its threads, memory and crashes stay there.
+"""Runs a peer that is a Python library in a process of its own.
 
-The process reads lines of JSON, first the task and then one line per run, and answers each with a line of JSON. The
-library is wrapped by a module with `settings` and `load` (see `llama_cpp`).
+The peer's threads, memory and crashes then do not affect our process. The peer's process reads lines of JSON, first the
+task and then one line per run, and answers each line with a line of JSON. The library is wrapped by a module with the
+functions `settings` and `load` (see `llama_cpp`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Process:
         value = self._ask({"phase": phase, "settings": settings}).get("seconds")
         if not isinstance(value, int | float) or not 0 < value < float("inf"):
             self._end()
-            raise MegakernelError(f"{self.name} reported an invalid time of a run: {value!r} seconds")
+            raise MegakernelError(f"{self.name} reported an invalid run time: {value!r} seconds")
         return float(value)
 
     def close(self) -> None:
@@ -74,7 +75,7 @@ class Process:
 
 
 def serve(module: str) -> None:
-    """The main function of the peer's process: answer the lines on standard input."""
+    """Load the peer that `module` wraps, and answer each line of standard input. The peer's process runs this."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries must not mix with the answers
 

@@ -24,7 +24,8 @@ def settings(task: Task, phase: Phase) -> tuple[Settings, list[Settings]]:
     first = {"threads": task.threads, "dtype": task.dtype, "compiled": False}
     changes: list[Settings] = []
     if task.dtype == "bf16" and not task.gpu:
-        changes.append({"dtype": "f32"})  # same values, wider type: not every CPU multiplies bf16
+        # A CPU that cannot multiply bf16 may be faster in f32. The weights keep their bf16 values.
+        changes.append({"dtype": "f32"})
     if task.threads > 1 and not task.gpu:
         changes.append({"threads": task.threads // 2})
     if any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++", "cl")):
@@ -33,7 +34,10 @@ def settings(task: Task, phase: Phase) -> tuple[Settings, list[Settings]]:
 
 
 def load(task: Task) -> tuple[Callable[[Phase, Settings], float], dict[str, Any]]:
-    """The function that times a run, and the peer's description. Called in the peer's own process (see `process`)."""
+    """Return the function that times a run, and the peer's description.
+
+    `load` is called in the peer's own process (see `process`).
+    """
     import torch
     import transformers
 
@@ -42,7 +46,7 @@ def load(task: Task) -> tuple[Callable[[Phase, Settings], float], dict[str, Any]
 
 
 def build(checkpoint: Checkpoint, dtype: str) -> Any:
-    """transformers' model with the weights of `checkpoint`, in `dtype`."""
+    """Return the model of the library transformers with the weights of `checkpoint` in `dtype`."""
     import torch
     import transformers
 
@@ -98,14 +102,15 @@ class _Model:
             self._model = build(self._checkpoint, self._dtype).to(self._device)
         if settings not in self._warm:
             before, took = math.inf, sum(self._run(settings["compiled"]))
-            while took < before / 2:  # the second run may still compile
+            # Repeat until a run is no longer twice as fast as the one before, because the second run may still compile.
+            while took < before / 2:
                 before, took = took, sum(self._run(settings["compiled"]))
             self._warm.append(settings)
         prefill, decode = self._run(settings["compiled"])
         return {"prefill": prefill, "decode": decode, "batch": prefill + decode}[phase]
 
     def _run(self, compiled: bool) -> tuple[float, float]:
-        """Seconds of the prompts, and seconds of the greedy decode steps after them."""
+        """Run the prompts and then the greedy decode steps, and return the seconds of each part."""
         import torch
         from transformers import DynamicCache, StaticCache
 

@@ -78,7 +78,7 @@ class ProcessBackend(RanksBackend):
         return _Launch(self, program, table, trace)
 
     def _live(self) -> _Ranks:
-        """The ranks; restarted if one has died."""
+        """Return the ranks. If one of them has died, start all ranks again first."""
         self._check_open()
         if self._ranks is None:
             self._ranks = _Ranks(self._checkpoint, self._session)
@@ -127,7 +127,9 @@ class _Launch(RanksLaunch):
         self._owner.link_bytes[:] = [ranks.local.link_bytes, *ended]
 
     def _listen(self, seconds: float) -> None:
-        """Receive the messages that arrive within `seconds`: a rank is done, or says why it has failed."""
+        """Receive the messages that arrive within `seconds`. In a message, a rank says that it is done or why it has
+        failed.
+        """
         for peer in self._ranks.saying(seconds):
             answer, descriptors = peer.answer()
             assert isinstance(answer, Ended)
@@ -147,7 +149,7 @@ class _Launch(RanksLaunch):
         return heaps.array(Buffer.TOKENS_OUT, 0), heaps.array(Buffer.LOGPROBS_OUT, 0), self._logits()
 
     def _logits(self) -> NDArray[np.float32]:
-        """Every row of logits, from the rank that sampled it."""
+        """The logits of all rows, each read from the rank that sampled the row."""
         heaps, rows, own = self._ranks.local.heaps, self._program.dims.logit_rows, self._program.dims.own_logit_rows
         logits: NDArray[np.float32] = heaps.array(Buffer.LOGITS, 0)
         for rank in range(1, self._program.ranks):
@@ -180,7 +182,7 @@ class _Ranks:
         tp = Dims(**session.dims).tp
         board = Board.make(tp)
         self.board = Board(tp, os.dup(board))
-        self._own = torchrun.job() is None  # whether this process starts and ends the others
+        self._own = torchrun.job() is None  # whether this process starts and ends the other ranks
         self.peers = [spawn(rank) for rank in range(1, tp)] if self._own else torchrun.gather()
         try:
             for peer in self.peers:
@@ -214,8 +216,8 @@ class _Ranks:
         return error
 
     def load(self, program: Program) -> _Loaded:
-        """Return the program as all ranks have loaded it. The first call for a program sends it to
-        every rank and enlarges the heaps to its needs.
+        """Return the loaded form of a program. The first call for a program sends it to every rank and
+        enlarges the heaps so that the program's buffers fit.
         """
         if (known := self._programs.get(id(program))) is not None:
             return known
@@ -240,7 +242,7 @@ class _Ranks:
             self._share(place, [create(f"rank {rank}'s heap", size) for rank in range(dims.tp)])
 
     def _share(self, message: Place | Load, descriptors: list[int]) -> None:
-        """Give new shared memory to all ranks."""
+        """Send `message`, with the descriptors of new shared memory, to all ranks, and close the descriptors here."""
         try:
             self.ask(message, descriptors)
             self.local.take(message, [os.dup(descriptor) for descriptor in descriptors])
@@ -256,25 +258,25 @@ class _Ranks:
         self.local.start(Launch(loaded.index, trace))
 
     def saying(self, seconds: float) -> list[Peer]:
-        """The ranks that answer or die within `seconds`."""
+        """Wait at most `seconds`. Of the ranks that owe an answer, return those that have answered or ended."""
         busy = [peer for peer in self.peers if peer.busy]
         found = ready([peer.fileno() for peer in busy], seconds)
         return [peer for peer in busy if peer.fileno() in found]
 
     def stop(self, loaded: _Loaded | None) -> bool:
-        """Stop a launch on all ranks, some of which may not have started it; returns whether another launch
-        can follow.
+        """Stop a launch on all ranks, some of which may not have started it. Return whether the ranks can run another
+        launch.
         """
         self.board.abort()
         deadline = time.monotonic() + _STOP_S
-        with suppress(MegakernelError):  # the error says that the launch was stopped
+        with suppress(MegakernelError):  # the error only confirms that the launch was stopped
             while not self.local.poll():
                 pass
         while any(peer.busy for peer in self.peers):
             if time.monotonic() > deadline:
                 return False
             for peer in self.saying(0.1):
-                with suppress(MegakernelError):  # the error says that the rank was stopped or has ended
+                with suppress(MegakernelError):  # the error only says that the rank was stopped or has ended
                     _, descriptors = peer.answer()
                     for descriptor in descriptors:
                         os.close(descriptor)
@@ -286,7 +288,7 @@ class _Ranks:
         return True
 
     def close(self) -> None:
-        """End the processes; those of a torchrun job return to waiting."""
+        """Release the model on all ranks. Processes that were started here end; those of a torchrun job stay alive."""
         if hasattr(self, "local"):
             self.local.ranks.close()
         for peer in self.peers:
@@ -307,7 +309,7 @@ class _Broadcast:
         self._sent = False
 
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
-        """Send the tensor to the other ranks, then return it. They pack their parts while this rank
+        """Send the tensor to the other ranks, then return it. The other ranks pack their parts while this rank
         packs its own.
         """
         tensor = self._checkpoint.load(buffer, layer, dtype)
@@ -315,7 +317,7 @@ class _Broadcast:
         return tensor
 
     def stored(self, buffer: Buffer, layer: int) -> Sequence[Rows]:
-        """The rows, which are sent like the tensors of `load`."""
+        """Send the rows of a weight to the other ranks, then return them."""
         rows = self._checkpoint.stored(buffer, layer)
         self._send(buffer, layer, [part.data for part in rows], [part.dtype for part in rows])
         return rows
@@ -323,7 +325,7 @@ class _Broadcast:
     def _send(self, buffer: Buffer, layer: int, arrays: Sequence[NDArray[np.generic]], kinds: Sequence[Dtype]) -> None:
         for peer in self._peers:
             if self._sent:
-                peer.answer()  # the previous tensor is packed
+                peer.answer()  # wait until the peer has packed the previous tensor
         descriptors = []
         size = sum(array.nbytes for array in arrays)
         if self._staging is None or self._staging.size < size:

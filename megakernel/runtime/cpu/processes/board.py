@@ -1,4 +1,5 @@
-"""Small shared memory of all rank processes: abort words, last messages, and a place to compare clocks."""
+"""A small memory that all rank processes share. It has the abort words, the last message of each rank, and two words
+with which ranks compare their clocks."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from numpy.typing import NDArray
 from ....errors import MegakernelError
 from .shared_memory import LINE, Mapping, create
 
-_WORDS_BYTES = 256  # bytes of a rank's last message
+_WORDS_BYTES = 256  # size of the memory for one rank's last message
 _PATIENCE_NS = 5_000_000_000
 
 
 class Board:
-    """Shared memory for `ranks` ranks, with a cache line for each abort word and clock. Takes the descriptor that
-    `make` returned.
+    """The shared memory of `ranks` ranks. Each abort word and each of the two clock words has its own cache line. The
+    constructor takes the file descriptor that `make` returned.
     """
 
     def __init__(self, ranks: int, descriptor: int) -> None:
@@ -35,9 +36,7 @@ class Board:
         return self._abort[rank : rank + 1]
 
     def words_address(self, rank: int) -> tuple[int, int]:
-        """The address and size of the memory in which a rank that dies writes the reason, its last
-        message.
-        """
+        """Return the address and size of the memory for a rank's last message: why the rank dies."""
         return int(self._words[rank].ctypes.data), _WORDS_BYTES
 
     def words(self, rank: int) -> str:
@@ -48,7 +47,7 @@ class Board:
         self._abort[:] = 1
 
     def clear(self) -> None:
-        """Reset everything before a launch; no rank may be running."""
+        """Reset the abort words before a launch. No rank may be running."""
         self._abort[:] = 0
 
     def measure_clock(self, rounds: int) -> float:
@@ -69,14 +68,14 @@ class Board:
         return (abs(offset) + least / 2) * 1e-9
 
     def answer_clock(self, rounds: int) -> None:
-        """The other side of `measure_clock`."""
+        """Answer a process that runs `measure_clock`: report this process's clock `rounds` times."""
         ping, pong = range(2)
         for sequence in range(1, rounds + 1):
             self._wait(ping, sequence - 1)
             self._clock[pong] = time.monotonic_ns()
 
     def _wait(self, word: int, old: int) -> int:
-        """Wait until the word differs from `old`; returns its new value."""
+        """Wait until a clock word differs from `old`, and return its new value."""
         deadline = time.monotonic_ns() + _PATIENCE_NS
         while (value := int(self._clock[word])) == old:
             if time.monotonic_ns() > deadline:

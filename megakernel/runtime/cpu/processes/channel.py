@@ -18,16 +18,17 @@ _MOST_BYTES, _MOST_FDS = 1 << 16, 64
 
 
 class Gone(Exception):
-    """The process at the other end has ended."""
+    """Raised when the process at the other end has ended."""
 
 
 @dataclass(frozen=True)
 class Open:
-    """From the driver: make the executor of rank `rank`, for a model with the sizes `dims`.
-    Descriptor: the Board.
+    """The driver asks a rank to create its executor, for a model with the sizes `dims`. The message
+    carries the file descriptor of the Board, a small memory that all ranks share.
 
-    `config` has the fields of the model's ModelConfig except `rope`. `storage` is the checkpoint's:
-    for each buffer and layer, a list of parts, each with its type and number of rows.
+    `rank` is the rank's number. `config` has the fields of the model's ModelConfig except `rope`. `storage` describes
+    how the checkpoint stores its weights: for each buffer and layer, a list of parts, each with its type and number of
+    rows.
     """
 
     rank: int
@@ -44,11 +45,12 @@ class Open:
 
 @dataclass(frozen=True)
 class Weight:
-    """From the driver: a weight is in the staging memory (shared memory for weights on their way to
-    the ranks), as arrays of these types and shapes, one after another from its start.
+    """The driver has put a weight into the staging memory, which is shared memory for weights on their
+    way to the ranks. The weight consists of arrays of these types and shapes, one after another from
+    the start of that memory.
 
     If the weight's rows keep the types of the checkpoint's file, `kinds` has the Dtype of each
-    array. Descriptor: the staging memory, if it is new.
+    array. The message carries the file descriptor of the staging memory if that memory is new.
     """
 
     buffer: int
@@ -60,8 +62,8 @@ class Weight:
 
 @dataclass(frozen=True)
 class Place:
-    """From the driver: the byte offsets and shapes of buffers that move to new shared memory.
-    Descriptors: this memory, one file per rank.
+    """The driver moves buffers to new shared memory, at these byte offsets and with these shapes. The
+    message carries the file descriptors of this memory, one per rank.
     """
 
     buffers: list[int]
@@ -71,8 +73,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Load:
-    """From the driver: load program `index`. Descriptor: the program's shared memory, which begins
-    with the step table.
+    """The driver asks a rank to load program `index`. The message carries the file descriptor of the
+    program's shared memory, which begins with the step table.
 
     All ranks' counters begin at byte `counters` of this memory. The program itself begins at byte
     `start` and has `size` bytes.
@@ -86,7 +88,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Launch:
-    """From the driver: execute program `index` with the step table in its memory."""
+    """The driver asks a rank to execute program `index` with the step table in the program's memory."""
 
     index: int
     trace: bool
@@ -94,14 +96,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class Reset:
-    """From the driver: every rank has stopped; reset the counters of program `index`."""
+    """The driver asks a rank to reset the counters of program `index`. By then every rank has stopped."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Delay:
-    """From the driver: stall an instruction in every traced launch, for tests of the trace."""
+    """The driver asks a rank to stall an instruction in every traced launch, for tests of the trace."""
 
     segment: int
     record: int
@@ -111,25 +113,26 @@ class Delay:
 
 @dataclass(frozen=True)
 class Measure:
-    """From the driver: answer `rounds` clock readings through the board."""
+    """The driver asks a rank to answer `rounds` clock readings through the Board (shared memory)."""
 
     rounds: int
 
 
 @dataclass(frozen=True)
 class Close:
-    """From the driver: release the executor."""
+    """The driver asks a rank to release its executor."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """From a rank: the last message has been processed."""
+    """A rank has processed the driver's last message."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """From a rank: the launch is over. `link_bytes` is the number of bytes that the rank has stored
-    on other ranks since its process started. Descriptor: the intervals, if the launch was traced.
+    """A rank has finished its launch. `link_bytes` is the number of bytes that the rank has stored on
+    other ranks since its process started. If the launch was traced, the message carries the file
+    descriptor of the recorded intervals.
     """
 
     link_bytes: int
@@ -139,7 +142,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failed:
-    """From a rank: it could not process the last message. `why` is the reason, in a sentence."""
+    """A rank could not process the driver's last message. `why` is the reason, in a sentence."""
 
     why: str
 
@@ -155,7 +158,9 @@ class Channel:
         self._socket = connection
         self.pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid != os.getuid():
-            raise PermissionError(f"process {self.pid} at the other end belongs to another user, {uid}")
+            raise PermissionError(
+                f"process {self.pid} at the socket's other end belongs to another user, with id {uid}"
+            )
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -171,7 +176,9 @@ class Channel:
             raise Gone from None
 
     def receive(self) -> tuple[Message, list[int]]:
-        """The next message and its descriptors, which the caller must close. Raises Gone if the other end is closed."""
+        """Wait for the next message, and return it with its descriptors, which the caller must close. Raises Gone if
+        the other end is closed.
+        """
         try:
             data, descriptors, _, _ = socket.recv_fds(self._socket, _MOST_BYTES, _MOST_FDS, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:
@@ -187,7 +194,7 @@ class Channel:
 
 
 def ready(files: Sequence[int], seconds: float | None) -> set[int]:
-    """The descriptors among `files` that have data or have closed within `seconds` (None: no limit)."""
+    """Wait at most `seconds` (None: no limit), and return those of `files` that have data or have closed."""
     poll = select.poll()
     for file in files:
         poll.register(file, select.POLLIN)

@@ -1,4 +1,6 @@
-"""The symmetric heap: the buffers that other ranks write, at the same offset in each rank's shared memory."""
+"""The symmetric heap: the buffers to which other ranks write. A buffer lies at the same offset in each rank's shared
+memory.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ SHARED = (
 
 
 class Heaps:
-    """All ranks' heaps as one process sees them: its own, and mappings of the others'.
+    """The heaps of all ranks, mapped into one process.
 
     A heap is a list of shared files. If a program needs larger buffers, these buffers move to a new
     file, and a file without buffers is freed.
@@ -41,8 +43,8 @@ class Heaps:
         self._places: dict[Buffer, tuple[list[Mapping], int, tuple[int, ...]]] = {}
 
     def plan(self, dims: Dims) -> tuple[Place, int] | None:
-        """New places for the buffers that must grow for programs of `dims`, and the bytes that they take on each rank.
-        None if all are large enough.
+        """Return new places for the buffers that must grow for programs of `dims`, and the bytes that these buffers
+        take on each rank. Return None if all buffers are large enough.
         """
         # Shards are largest on rank 0, and a buffer gets the same size on all ranks.
         shapes = {b: BUFFERS[b].shape(dims, 0) for b in SHARED}
@@ -52,8 +54,8 @@ class Heaps:
         return (Place(list(map(int, moved)), offsets, list(moved.values())), size) if moved else None
 
     def place(self, message: Place, files: Sequence[Mapping]) -> list[Buffer]:
-        """Use the new places that `message` names, in each rank's file. Returns the buffers that
-        have moved.
+        """Move buffers to the places that `message` gives in `files`, which has one new file per rank.
+        Returns the buffers that have moved.
         """
         moved = [Buffer(number) for number in message.buffers]
         for buffer, offset, shape in zip(moved, message.offsets, message.shapes, strict=True):
@@ -66,7 +68,7 @@ class Heaps:
         return files[rank].array(offset, BUFFERS[buffer].resolve_dtype(self._dims).numpy, shape)
 
     def locate(self, address: int, size: int) -> Target:
-        """The buffer, rank and elements of the `size` bytes at `address` in a heap."""
+        """Return the buffer, the rank and the elements to which the `size` bytes at `address` in a heap belong."""
         for buffer in self._places:
             itemsize = BUFFERS[buffer].resolve_dtype(self._dims).itemsize
             for rank in range(self._dims.tp):

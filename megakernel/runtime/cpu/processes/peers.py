@@ -1,4 +1,4 @@
-"""The processes of the other ranks, as the driver (rank 0) sees them. They are started here or by torchrun."""
+"""The processes of the other ranks, as the driver (rank 0) sees them. Either the driver or torchrun starts them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ....errors import MegakernelError
 from . import channel
 from .channel import Channel, Close, Done, Ended, Failed, Gone, Message
 
-_LAST_WORDS_S = 0.5  # time for a process to end after its channel has closed
+_LAST_WORDS_S = 0.5  # the time that a process gets to end after its channel has closed
+
 # After this many seconds without an answer, a rank counts as ended. The slowest answer is to a
 # Weight message, because the rank first packs the tensor, which may have gigabytes.
 _SILENCE_S = 120
@@ -33,7 +34,7 @@ class Peer:
         self._process = process
         self._owed = 0  # answers to come
         self.gone = False
-        self.last_words: Callable[[], str] = str  # returns the reason why it died, if it left one
+        self.last_words: Callable[[], str] = str  # returns the reason that the process wrote before it died, or ""
 
     def fileno(self) -> int:
         return self._channel.fileno()
@@ -52,14 +53,14 @@ class Peer:
         self._owed += 1
 
     def answer(self) -> tuple[Done | Ended, list[int]]:
-        """The next answer and its descriptors. Raises RankGone, or MegakernelError if the rank reports a failure.
+        """Return the next answer and its descriptors. Raises RankGone, or MegakernelError if the rank reports a
+        failure.
 
-        A process that the system has stopped (SIGSTOP) does not answer, so a silence of _SILENCE_S
-        counts as its end. Only seconds in which this process itself ran count, because both
-        processes may have been stopped.
+        If the rank's process does not answer for _SILENCE_S seconds, it counts as ended. It may only have been stopped
+        (SIGSTOP). Seconds in which the calling process was stopped are not counted.
         """
         if not any(channel.ready([self.fileno()], 1.0) for _ in range(_SILENCE_S)):
-            raise self._gone(f"has not answered for {_SILENCE_S} s")
+            raise self._gone(f"has not answered rank 0 for {_SILENCE_S} s")
         try:
             message, descriptors = self._channel.receive()
         except Gone:
@@ -90,8 +91,8 @@ class Peer:
         return f"was killed by {signal.Signals(-status).name}"
 
     def end(self) -> None:
-        """Close the connection, which makes the process end. If this process started it, it has
-        ended when this function returns.
+        """Close the connection, which makes the rank's process end. If the driver started that
+        process, this method also waits for its end, and kills it if it does not end by itself.
         """
         self._channel.close()
         if self._process is None:
@@ -103,7 +104,7 @@ class Peer:
             self._process.wait()
 
     def dismiss(self) -> None:
-        """Let a process that stays alive release its model."""
+        """Let the rank's process release its model, and wait until it has done so. The process itself stays alive."""
         with suppress(RankGone):
             self.send(Close())
             while self.busy:
@@ -112,7 +113,7 @@ class Peer:
 
 
 def spawn(rank: int) -> Peer:
-    """Start a process for `rank`, with the environment and import path of this one."""
+    """Start a process for `rank`, with the environment and import path of this process."""
     ours, theirs = channel.pair()
     path = os.pathsep.join(entry for entry in sys.path if entry)
     with theirs:

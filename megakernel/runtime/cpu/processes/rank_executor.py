@@ -1,5 +1,5 @@
 """One rank of a model in its own process: the native library with private memory, the rank's heap, and mappings of the
-others'.
+other ranks' heaps.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .shared_memory import Mapping
 class _Loaded:
     program: Program
     handle: int
-    words: NDArray[np.int32]  # of the step table
+    words: NDArray[np.int32]  # the words of the step table
 
 
 class RankExecutor:
-    """Executes the driver's messages for one rank. The driver itself uses one for rank 0."""
+    """Executes the driver's messages for one rank. The driver itself uses a RankExecutor for rank 0."""
 
     def __init__(self, message: Open, checkpoint: Checkpoint, board: Board) -> None:
         dims = Dims(**message.dims)
@@ -96,7 +96,7 @@ class RankExecutor:
     def reset(self, message: Reset) -> None:
         self.ranks.reset(self._programs[message.index].handle)
         if self._audit:
-            self.ranks.stores()  # drop those of the failed launch
+            self.ranks.stores()  # discard the recorded stores of the failed launch
 
     @property
     def link_bytes(self) -> int:

@@ -25,7 +25,7 @@ from .shared_memory import Mapping, create
 
 
 class _Closed(Exception):
-    """The driver has given up while the model was being opened."""
+    """Raised when the driver gives up while this process opens the model."""
 
 
 class Incoming:
@@ -43,19 +43,19 @@ class Incoming:
         self.config = ModelConfig(**message.config)
         self._channel = connection
         self._staging: Mapping | None = None
-        self._owes = False  # whether the driver waits to reuse the staging memory
+        self._owes = False  # whether the driver still waits for permission to overwrite the staging memory
 
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
-        """The tensor as a view that is valid until the next call."""
+        """Receive a tensor, and return it as a view that is valid until the next call."""
         return self._receive(buffer, layer)[0][0]
 
     def stored(self, buffer: Buffer, layer: int) -> list[Rows]:
-        """The rows of a weight, as views that are valid until the next call."""
+        """Receive the rows of a weight, and return them as views that are valid until the next call."""
         arrays, kinds = self._receive(buffer, layer)
         return [Rows(Dtype(kind), array.view(np.uint8)) for kind, array in zip(kinds, arrays, strict=True)]
 
     def _receive(self, buffer: Buffer, layer: int) -> tuple[list[NDArray[np.generic]], list[int]]:
-        """The arrays of a weight, and the types of its elements."""
+        """Receive a weight, and return its arrays and the types of their elements."""
         while True:
             self.release()
             message, descriptors = self._channel.receive()
@@ -81,7 +81,7 @@ class Incoming:
 
 
 class _Server:
-    """The state of this process from the messages so far."""
+    """Processes the driver's messages, and keeps the state that results from them: the open model, if any."""
 
     def __init__(self, connection: Channel) -> None:
         self._channel = connection
@@ -92,7 +92,7 @@ class _Server:
         except ProcessLookupError:
             raise Gone from None
         except OSError:
-            self._driver = []  # a Linux without pidfd; the end of the connection still shows
+            self._driver = []  # Linux without pidfd: only the connection shows that the driver ended
 
     @property
     def idle(self) -> bool:
@@ -107,7 +107,7 @@ class _Server:
             try:
                 self._channel.send(*self._obey(message, descriptors))
             except _Closed:
-                self._channel.send(channel.Failed("the driver gave up"))  # the answer to Open
+                self._channel.send(channel.Failed("the driver gave up"))  # this answers the message Open
                 self._channel.send(Done())
             except MegakernelError as e:
                 self._channel.send(channel.Failed(str(e)))
@@ -126,7 +126,7 @@ class _Server:
             self._open(message, descriptors[0])
             return Done(), []
         if isinstance(message, channel.Weight):
-            return Done(), []  # this rank needs nothing of the buffer
+            return Done(), []  # this rank needs no part of the buffer
         if isinstance(message, channel.Close):
             self.close()
             return Done(), []
@@ -155,7 +155,7 @@ class _Server:
         executor.start(message)
         while not executor.poll():
             if self._heed(0.0):
-                raise Gone  # the driver sends nothing during a launch
+                raise Gone  # the driver sends nothing during a launch, so the connection has closed
         if not message.trace:
             return channel.Ended(executor.link_bytes, 0, 0), []
         intervals, dropped = executor.ranks.intervals()
@@ -170,8 +170,8 @@ class _Server:
 
 
 def serve(connection: Channel) -> bool:
-    """Process the driver's messages until the driver ends. Returns whether it had closed its model
-    before it ended.
+    """Process the driver's messages until the driver ends. Returns whether the driver had closed
+    its model before it ended.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C

@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ....errors import MegakernelError
 
-LINE = 64  # bytes of a cache line; each thing that processes share starts at a new line
+LINE = 64  # bytes of a cache line; each counter or array in shared memory starts at a new line
 _PROT_NONE, _PROT_READ_WRITE = 0, 1 | 2
 
 
@@ -45,8 +45,8 @@ class Mapping:
     """A shared file, mapped into this process as long as this object or an array of it exists. The
     constructor closes `fd`.
 
-    `window` marks another rank's memory in a process whose stores are audited. The host may touch
-    it only inside `opened`.
+    `window` marks another rank's memory in a process whose stores are audited. The host may access this
+    memory only inside `opened`.
     """
 
     def __init__(self, fd: int, *, window: bool = False) -> None:
@@ -62,7 +62,7 @@ class Mapping:
             self._protect(_PROT_NONE)
 
     def array(self, offset: int, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
-        """View of the elements that start at byte `offset`."""
+        """Return a view of the elements that start at byte `offset`."""
         kind = np.dtype(dtype)
         end = offset + int(np.prod(shape, dtype=np.int64)) * kind.itemsize
         return self._bytes[offset:end].view(kind).reshape(shape)

@@ -20,7 +20,7 @@ _PATIENCE_S = 60.0  # the maximum time between the starts of a job's processes
 
 @dataclass(frozen=True)
 class Job:
-    """This process's place in the job."""
+    """A torchrun job, and which of its ranks this process is."""
 
     rank: int
     size: int
@@ -64,7 +64,9 @@ def join(tp: int) -> bool:
     if this is None or tp == 1:
         return False
     if this.size != tp:
-        raise MegakernelError(f"tp={tp} in a job of {this.size} processes: start {tp}, or use tp={this.size}")
+        raise MegakernelError(
+            f"tp={tp} needs {tp} processes, but the job has {this.size}: start {tp} processes, or use tp={this.size}"
+        )
     if this.rank == 0:
         gather()
         return True
