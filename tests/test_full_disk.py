@@ -1,4 +1,4 @@
-"""A disk that fills up: what was written before stays, nothing half-written is left, and one line says so."""
+"""Tests of writing to a full disk: an existing file stays, no partial file is left, and the error is one line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megakernel.trace import Trace
 
 
 def traced(write: Callable[[Program, Trace, Path], None], path: Path) -> None:
-    """Write what shows the trace of a program."""
+    """Call `write`, which writes a timeline or a Perfetto trace, with a valid program and its trace."""
     good = good_programs()[0]
     write(good.program, good.trace, path)
 
@@ -43,7 +43,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
 
 @contextmanager
 def no_file_beyond(size: int) -> Iterator[None]:
-    """The system refuses to write more, as it does on a full disk."""
+    """Limit files to `size` bytes within the block. A write beyond that fails, as it does on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -75,7 +75,9 @@ def test_a_device_that_is_full_is_one_line(what: str) -> None:
 def test_a_step_that_cannot_be_kept_is_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_shape: str, verb: str
 ) -> None:
-    """`--save` writes two files, and the first that fails ends the verb."""
+    """`--save` writes a program and a trace. If the program cannot be written, the verb fails with an error of one line
+    and leaves no file.
+    """
     model = ("--model", tiny_shape, "--machine", "h100") if verb == "simulate" else ("--model", tiny_shape)
     with no_file_beyond(1000):
         err = fails(capsys, verb, *model, "--save", str(tmp_path / "step"))
@@ -83,7 +85,10 @@ def test_a_step_that_cannot_be_kept_is_one_line(
 
 
 def test_a_device_is_not_replaced(tmp_path: Path) -> None:
-    """A pipe stands for /dev/null, which root could replace."""
+    """Saving to a device writes to it and does not replace it with a file.
+
+    The test uses a pipe, because a faulty save as root would replace the system's /dev/null.
+    """
     good = good_programs()[0].program
     pipe = tmp_path / "pipe"
 

@@ -1,7 +1,7 @@
-"""docs/glossary.md: its terms are in use, and every term that a document defines is there.
+"""Tests of docs/glossary.md: all its terms are in use, and it has every term that another document defines.
 
-A definition has a bold term of at most three words in lower case: "A **phase** is an operation with its parameters".
-Other bold words are headings of the text that follows.
+A document defines a term where it shows it in bold: "A **phase** is an operation with its parameters". The term begins
+in lower case and has at most three words. Any other bold text is a heading.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ ROOT = Path(__file__).parents[1]
 GLOSSARY = ROOT / "docs" / "glossary.md"
 DOCUMENTS = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if path != GLOSSARY]
 SOURCES = {".py", ".h", ".cpp", ".cu", ".cuh", ".js"}
-ROOMS = ("megakernel", "scheduler", "serving", "csrc", "tests")
+FOLDERS = ("megakernel", "scheduler", "serving", "csrc", "tests")
 
 _BOLD = re.compile(r"\*\*([a-z][\w-]*(?:\s[\w-]+){0,2})\*\*")
 
 
 def terms(text: str) -> list[str]:
-    """First cells of the table."""
+    """Return the terms in the glossary's table, which are the first cells of its rows."""
     rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \|$", text, re.MULTILINE)
     return [row for row in rows if row != "term" and set(row) != {"-"}]
 
@@ -35,7 +35,7 @@ def singular(term: str) -> str:
 
 
 def unused(terms: list[str], text: str) -> list[str]:
-    """Terms that do not occur in a text, in any spelling of blanks and of the plural's s."""
+    """Return the terms that do not occur in `text`. Case, punctuation and a plural's final s may differ."""
     words = " ".join(re.findall(r"[a-z0-9]+", text.lower()))
     return [
         term
@@ -45,7 +45,7 @@ def unused(terms: list[str], text: str) -> list[str]:
 
 
 def test_every_term_is_in_use() -> None:
-    paths = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*")) if path.suffix in SOURCES]
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*")) if path.suffix in SOURCES]
     paths = [path for path in paths if path != Path(__file__)]
     text = "\n".join(path.read_text() for path in (*DOCUMENTS, *paths))
     found = terms(GLOSSARY.read_text())

@@ -1,4 +1,4 @@
-"""docs/how-a-megakernel-works.md: its drawings, the output that it shows and its simulated times are those of today."""
+"""Tests that the drawings, outputs and simulated times in docs/how-a-megakernel-works.md are up to date."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_drawings_are_what_the_script_draws(drawings: ModuleType) -> None:
 def test_the_page_shows_what_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A block of text is part of the output of the block before it, but for line ends."""
+    """Each `text` block on the page is part of the output of the code block before it, apart from white space."""
     monkeypatch.chdir(tmp_path)
     shown = 0
     for (language, block), (following, output) in pairwise(FENCE.findall(PAGE.read_text())):

@@ -1,4 +1,4 @@
-"""Arrows point down: what each room imports is what the table in docs/architecture.md lets it import."""
+"""Checks that each package imports only what the table in docs/architecture.md allows."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"megakernel": "megakernel", "scheduler": "megakernel.scheduler", "serving": "megakernel.serving"}
-BASE = {"isa", "machine", "program", "trace"}  # may be imported wherever they lie below
-BOTTOM = {"errors", "settings"}  # may be imported by all, import nothing
+BASE = {"isa", "machine", "program", "trace"}  # every package in a higher row of the table may import these
+BOTTOM = {"errors", "settings"}  # every package may import these, and they import no package
 _GPU_AND_PEERS = ("megakernel.runtime.cuda", "megakernel.serving.bench.peers")
-# Packages that not every user has, or that load slowly: where they may be imported.
+# Maps each package that not every user has, or that loads slowly, to the only modules that may import it.
 HEAVY = {
     **dict.fromkeys(("torch", "transformers", "cupy", "cuda"), _GPU_AND_PEERS),
     "ray": ("megakernel.serving.replicas.cluster",),
@@ -24,10 +24,12 @@ HEAVY = {
 }
 
 
-def rooms() -> dict[str, set[str]]:
-    """Room -> rooms it may import, from the documented table; top row first."""
+def packages() -> dict[str, set[str]]:
+    """Return, for each package, the packages that it may import, in the order of the table in docs/architecture.md."""
     text = (ROOT / "docs" / "architecture.md").read_text()
-    rows = [line.split("|")[1:-1] for line in text.split("## Rooms")[1].split("\n## ")[0].splitlines() if "`" in line]
+    rows = [
+        line.split("|")[1:-1] for line in text.split("## Packages")[1].split("\n## ")[0].splitlines() if "`" in line
+    ]
     python = [(names, allowed) for names, _, allowed in (r for r in rows if len(r) == 3) if "csrc" not in names]
     levels = [{re.split(r"[./]", n.rstrip("/"))[-1] for n in re.findall(r"`([^`]+)`", names)} for names, _ in python]
     table: dict[str, set[str]] = {}
@@ -35,14 +37,14 @@ def rooms() -> dict[str, set[str]]:
         below = set().union(*levels[depth + 1 :])
         listed = below if "everything" in allowed else set(re.findall(r"\w+", allowed))
         base = set() if allowed.strip() == "—" else BASE & below
-        for room in level:
-            table[room] = (listed & below) | base | BOTTOM
+        for package in level:
+            table[package] = (listed & below) | base | BOTTOM
     table["codegen"] = {"isa", "trace"} | BOTTOM
-    return table | {room: set() for room in BOTTOM} | {"": set(table) | BOTTOM}
+    return table | {package: set() for package in BOTTOM} | {"": set(table) | BOTTOM}
 
 
 def sources() -> Iterator[tuple[Path, str]]:
-    """(file, dotted name) of every module that is installed."""
+    """Yield the file and the dotted name of every module that is installed."""
     for folder, package in PACKAGES.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             inside = path.relative_to(ROOT / folder).with_suffix("").parts
@@ -50,17 +52,17 @@ def sources() -> Iterator[tuple[Path, str]]:
             yield path, ".".join([package, *parts])
 
 
-INSIDE = {("scheduler", name) for name in ("simulate", "tune", "verify")}  # rooms that lie in a folder of another
+INSIDE = {("scheduler", name) for name in ("simulate", "tune", "verify")}  # packages inside another package's folder
 
 
-def room_of(module: str) -> str:
-    """The room of a module of the package; "" for the package itself."""
-    _, room, inner = [*module.split("."), "", ""][:3]
-    return inner if (room, inner) in INSIDE else room
+def package_of(module: str) -> str:
+    """Return the package to which a module belongs, or "" for the top-level package megakernel itself."""
+    _, package, inner = [*module.split("."), "", ""][:3]
+    return inner if (package, inner) in INSIDE else package
 
 
 def imports(path: Path, module: str) -> Iterator[tuple[int, str]]:
-    """(line, absolute dotted name) of everything that a file imports, wherever the statement stands."""
+    """Yield the line and the absolute dotted name of everything that a file imports, also inside functions."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -75,20 +77,20 @@ def imports(path: Path, module: str) -> Iterator[tuple[int, str]]:
 
 
 def wrong_imports(path: Path, module: str, table: dict[str, set[str]]) -> Iterator[str]:
-    room = room_of(module)
-    if room not in table:
-        yield f"{path.name}: {module} is in no room of docs/architecture.md"
+    package = package_of(module)
+    if package not in table:
+        yield f"{path.name}: {module} is in no package of docs/architecture.md"
         return
     for line, name in imports(path, module):
-        top, target = name.split(".")[0], room_of(name)
-        if top == "megakernel" and target and target != room and target not in table[room]:
-            yield f"{path}:{line}: {room or 'megakernel'} imports {target}"
+        top, target = name.split(".")[0], package_of(name)
+        if top == "megakernel" and target and target != package and target not in table[package]:
+            yield f"{path}:{line}: {package or 'megakernel'} imports {target}"
         if top in HEAVY and not module.startswith(HEAVY[top]):
             yield f"{path}:{line}: only {' and '.join(HEAVY[top])} import {top}"
 
 
 def test_the_documented_table_is_understood() -> None:
-    table = rooms()
+    table = packages()
     assert {"cli", "serving", "runtime", "timeline", "roofline", "scheduler", "model", *BASE} <= set(table)
     assert table["serving"] - BASE - BOTTOM == {"tune", "runtime", "scheduler", "model", "timeline", "roofline"}
     assert table["model"] - BOTTOM == BASE
@@ -98,7 +100,7 @@ def test_the_documented_table_is_understood() -> None:
 
 
 def test_arrows_point_down() -> None:
-    table = rooms()
+    table = packages()
     files = list(sources())
     assert len(files) > 20
     assert [w for path, module in files for w in wrong_imports(path, module, table)] == []
@@ -118,13 +120,13 @@ def test_arrows_point_down() -> None:
         ("megakernel.serving.bad", "import torch.nn", "megakernel.serving.bench.peers import torch"),
         ("megakernel.runtime.bad", "from cuda.bindings import driver", "only megakernel.runtime.cuda and "),
         ("megakernel.serving.replicas.bad", "import ray", "only megakernel.serving.replicas.cluster import ray"),
-        ("megakernel.novel", "import os", "is in no room"),
+        ("megakernel.novel", "import os", "is in no package"),
     ],
 )
 def test_finds_a_wrong_import(tmp_path: Path, module: str, line: str, complaint: str) -> None:
     path = tmp_path / "bad.py"
     path.write_text(line)
-    [found] = wrong_imports(path, module, rooms())
+    [found] = wrong_imports(path, module, packages())
     assert complaint in found
 
 

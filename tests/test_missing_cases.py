@@ -1,4 +1,4 @@
-"""An operation or a result that an interpreter does not implement does not build."""
+"""Tests that an interpreter does not compile if its code lacks a case for an operation or for a kind of result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from protocol import FLAGS, ROOT
 
 _BUILD = re.search(r"^FLAGS = (\[.*\])$", (ROOT / "setup.py").read_text(), re.MULTILINE)
 assert _BUILD
-# What is compiled of each interpreter, and how; the CPU's with the flags of its build.
+# For each interpreter, a source file that includes all of it, and compiler flags. The CPU's flags are those of
+# setup.py.
 COMPILED = {
     "cuda": ("host/protocol.cpp", FLAGS),
     "cpu": ("cpu/kernels.cpp", [*ast.literal_eval(_BUILD[1]), "-DMK_SIMD=portable", "-DMK_LANES=4"]),
@@ -21,7 +22,7 @@ COMPILED = {
 
 
 def complaints(csrc: Path, interpreter: str) -> set[str]:
-    """Files that lack a case, as the compiler says."""
+    """Return the names of the files in which the compiler reports an unhandled case."""
     source, flags = COMPILED[interpreter]
     command = ["g++", *flags, "-fsyntax-only", str(csrc / source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -51,6 +52,6 @@ def test_a_new_operation_or_result_needs_its_cases(
 
 
 def test_no_switch_of_the_cuda_interpreter_has_a_default() -> None:
-    """Which would hide that a case is missing."""
+    """No switch has a default, because the compiler would then not report a missing case."""
     files = [path for path in (ROOT / "csrc" / "cuda").rglob("*") if path.suffix in (".h", ".cuh", ".cu")]
     assert len(files) > 20 and [path.name for path in files if "default:" in path.read_text()] == []

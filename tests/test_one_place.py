@@ -1,4 +1,4 @@
-"""What is said in one place only: names of phases, owners of rows, and what the two languages share."""
+"""Checks that each fact is declared once: names of phases, owners of rows, and whatever Python and C++ share."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from megakernel.model.families import FAMILIES, Norm, forward
 from megakernel.runtime.cpu.native import CDims
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("megakernel", "scheduler", "serving", "csrc")
+FOLDERS = ("megakernel", "scheduler", "serving", "csrc")
 SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh", ".js", ".html"}
 
 
 def sources(*, besides: str) -> Iterator[tuple[Path, str]]:
-    for room in ROOMS:
-        for path in sorted((ROOT / room).rglob("*")):
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in SUFFIXES and not str(path.relative_to(ROOT)).startswith(besides):
                 yield path.relative_to(ROOT), path.read_text()
 
 
 def phase_names() -> set[str]:
-    """Names that mean a phase and nothing else: those of two words."""
+    """Return the phase names that consist of several words. Names of one word also have other meanings."""
     config = KNOWN_SHAPES["llama-3.2-1b"]
     dims = weight_dims(config, Dtype.BF16)
     programs = [
@@ -116,15 +116,15 @@ def test_offsets_of_a_launchs_arguments_are_those_of_the_compiler(tmp_path: Path
     found = (ctypes.c_size_t * (2 * len(fields))).in_dll(build(str(source), tmp_path), "offsets")
     descriptors = [getattr(STRUCTURES[s], f) for s, f in fields]
     assert list(found) == [value for d in descriptors for value in (d.offset, d.size)]
-    assert ctypes.sizeof(STRUCTURES["Params"]) <= 4096  # what a kernel may take
+    assert ctypes.sizeof(STRUCTURES["Params"]) <= 4096  # the maximum size of kernel parameters
 
 
 def test_an_expression_that_has_no_translation_is_refused() -> None:
-    with pytest.raises(AssertionError, match="no C"):
+    with pytest.raises(AssertionError, match="cannot translate"):
         codegen._c(ast.parse("[x for x in y]", mode="eval").body)
 
 
 def test_methods_of_dims_that_c_lacks_are_python_s_alone() -> None:
-    """What is added to Dims is translated, or listed here."""
+    """Every method of Dims is translated to C++, except those listed in this test."""
     own = {name for name in vars(Dims) if not name.startswith("_") and name not in dict(DIM_FIELDS)}
     assert own - set(codegen._DERIVED) - set(codegen._FUNCTIONS) == {"query_heads", "owners"}

@@ -1,4 +1,6 @@
-"""What is given to others: the archive, the wheel's tag, the image's commands, completion."""
+"""Tests what users install: the source archive, the wheel's tag, the commands of the container image, and shell
+completion.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of sources: what is changed, what is left alone, and that a mutant is what it says."""
+"""Tests the mutants of source code: what they change, what they never change, and that their descriptions are right."""
 
 from __future__ import annotations
 

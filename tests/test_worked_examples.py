@@ -1,4 +1,4 @@
-"""docs/adding-*.md: their changes and commands work, on a copy of the tree."""
+"""Tests that the changes and commands of docs/adding-*.md work on a copy of the tree."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def test_a_worked_example_works(document: Path, tmp_path: Path) -> None:
     (package / "_native.so").symlink_to(library.load()._name)
     apply(document, tree)
     environment = os.environ | {"PYTHONPATH": str(package.parent), "PYTHONSAFEPATH": "1"}
-    environment.pop(built_once.NAME, None)  # the copy builds what it has changed
+    # Make the commands compile the changed sources of the copy instead of using files built from the original ones.
+    environment.pop(built_once.NAME, None)
     for line in commands(document):
         match shlex.split(line):
             case "pip", "install", *_:
@@ -53,7 +54,7 @@ def test_both_examples_are_there() -> None:
     [
         (" b\n", "changes nothing"),
         (" x\n+y\n", "not in the file"),
-        (" c\n+y\n", "not in the file"),  # it is there twice
+        (" c\n+y\n", "not in the file"),  # the message says "not in the file exactly once", and this line occurs twice
         ("b\n", "begins with"),
     ],
 )

@@ -3,9 +3,10 @@ some programs.
 
     python benchmarks/calibration/machine_code.py
 
-For each path it adds up a warp's instructions and their stall counts, in cycles, along the shortest way. The sum is a
-lower bound: waits for memory and barriers come on top. The roles of a worker work at the same time, so the slowest one
-limits its rate. The simulator reads these figures from the machine files ([issue]); tests compare them.
+For each path, the script adds up a warp's instructions and their stall counts, in cycles, along the shortest way. The
+sum is a lower bound: waits for memory and barriers come on top. The roles of a worker work at the same time, so the
+slowest role limits the worker's rate. The simulator reads these figures from the table [issue] of the machine files,
+and tests compare that table with the figures of this script.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ from megakernel.scheduler import Options
 from megakernel.scheduler.simulate.costs import costs_of
 
 CONSUMING = ("dot_pair", "dot_pairs", "dot_row", "dot_unit", "k_step", "sample_step")
-SCHEDULERS = 4  # per SM; each issues an instruction of one of its warps per cycle
+SCHEDULERS = 4  # per SM; each issues one instruction per cycle
 CONSUMERS = WARPS - len(SERVICE_WARPS)
 LANES = THREADS // WARPS
-VECTORS = DOT_PIECE // 8 // LANES  # vectors of a piece that each lane multiplies
-PRODUCTS = 16  # products of a vector, for both columns
-AHEAD = 2  # loads of logits that a thread has in flight while it adds earlier ones
+VECTORS = DOT_PIECE // 8 // LANES  # number of vectors of 8 elements that each lane multiplies per piece of a row
+PRODUCTS = 16  # number of multiply-adds for one such vector and two columns
+AHEAD = 2  # groups of logits whose loads a thread has in flight while it processes an earlier group
 _WAIT = "SYNCS.PHASECHK"
 
 
 class Paths:
-    """The hot paths of a cubin, found by their source lines. Raises MegakernelError if one is not found."""
+    """The hot paths of a cubin, found by their source lines. Methods raise MegakernelError if a path is not found."""
 
     def __init__(self, code: Code, units: Units) -> None:
         self._code, self._units = code, units
@@ -58,7 +59,7 @@ class Paths:
         }
 
     def _at(self, file: str, text: str, opcode: str = "") -> set[int]:
-        """The instructions of the source lines that contain `text`, and of the code that is inlined there."""
+        """Return the instructions of the source lines that contain `text`, and of the code that is inlined there."""
         places = {(file, n) for n, line in enumerate(self._text[file], 1) if text in line}
         if not places:
             raise MegakernelError(f"{file} has no line with {text!r}, by which a hot path is found: update this script")
@@ -86,38 +87,43 @@ class Paths:
     # -- loaders: from the wait for one page to the wait for the next
 
     def passing(self) -> Floor:
-        """The cycles to skip a page of a matmul that the other loader fills."""
+        """Return the cycles in which a loader skips a page of a matmul that the other loader fills."""
         waits, here = self._walk()
         return self._floor("passing a page", waits, here & self._at("loaders.h", "p.arrive(block.full[at.slot])"))
 
     def tiles(self) -> Floor:
-        """The cycles for a page of a matmul's tile."""
+        """Return the cycles in which a loader fills a page of a matmul on tensor cores."""
         return self._filled("load_tile(page, use.x, use.y)", "x += kTileInner")
 
     def columns(self) -> Floor:
-        """The cycles for a weight page of dots, including the prefetch of another page."""
+        """Return the cycles in which a loader fills a weight page for dot products and prefetches another one."""
         ahead = self._at("loaders.h", "p.prefetch_columns(", "UTMAPF")
         return self._filled("p.load_columns(", "if (member) x += kPiece", visits=(ahead,))
 
     def _walk(self) -> tuple[set[int], set[int]]:
-        """In the loop over a matmul's pages: the waits for a free page, and all instructions."""
+        """Return two sets of instructions of a loader's loop over a matmul's pages.
+
+        The first set has the waits for a free page, and the second set has all instructions of the loop.
+        """
         here = self._at("plan.h", "dot_pages(d, task, each) : tensor_pages(d, task, each)")
         return here & self._at("loaders.h", "p.wait(block.empty[at.slot]", _WAIT), here
 
     def _filled(self, copy: str, text: str, copies: int = 1, visits: Sequence[set[int]] = ()) -> Floor:
-        """The cycles to fill a page with `copies` copies. `text` occurs in the line that advances
-        to the next page of its kind. The path also passes through each of `visits`.
+        """Return the cycles in which a loader fills a page with `copies` copies.
+
+        `copy` occurs in the source line that starts a copy, and `text` in the line that advances to the next page of
+        the same kind. The path also passes through an instruction of each of `visits`.
         """
         waits, here = self._walk()
         copying = self._at("loaders.h", copy) & {*self._code.find("UBLKCP"), *self._code.find("UTMALDG")}
         page = self._floor("filling a page", waits, here & copying, *visits, here & self._at("plan.h", text))
-        # Lanes take turns: the path back to the copy belongs to the next lane.
+        # The lanes of the warp start one copy each, in turn. So each further copy costs one pass through this loop.
         return page + (self._floor("a copy", here & copying) * (copies - 1) if copies > 1 else Floor(0, 0))
 
     # -- consumer warps
 
     def pair(self, rows: int) -> Floor:
-        """The cycles for both pages of a piece, for this many rows."""
+        """Return the cycles in which a consumer warp multiplies one piece of `rows` rows by a pair of weight pages."""
         if rows == 1:
             last, products = self._whole_piece()
             return self._floor("a pair of pages", last, *products)
@@ -127,7 +133,7 @@ class Paths:
         return self._floor("a pair of pages", self._pairs(), *vector) + inner * (VECTORS - 1)
 
     def unit(self) -> Floor:
-        """The cycles of a unit of columns apart from those of its pages, for one row."""
+        """Return the cycles for one row and a unit of 8 or 16 output columns, beyond those that `pair` counts."""
         shuffles = self._at("dots.h", "sums.reduce(p, rows)", "SHFL")
         last, products = self._whole_piece()
         return self._floor("a unit of columns", last, shuffles, *products) - self.pair(1)
@@ -136,36 +142,41 @@ class Paths:
         return self._at("dots.h", "second = pages.full(page + 1)", _WAIT)
 
     def _whole_piece(self) -> tuple[set[int], list[set[int]]]:
-        """For one row and a whole piece: the last product, and all others. None is in a loop."""
+        """Return the multiply-adds by which a path for one whole piece of a row is found.
+
+        The first value is a set with the last multiply-add. The second value has, for each earlier multiply-add, the
+        set of instructions that may be it. All of them are unrolled, so none is in a loop.
+        """
         products = self._at("dots.h", "multiply(sum_[0],", "FFMA")
         return {max(products)}, [products] * (PRODUCTS * VECTORS - 1)
 
     def step(self) -> Floor:
-        """The cycles of a k step of a whole chunk on the tensor cores."""
+        """Return the cycles of one k step of a whole chunk of columns on the tensor cores."""
         wide = self._at("gemm.h", "page = multiply<2>(pages, page, steps, acc)", "HGMMA")
         last = {i for i in wide if "gsb0" in self._code.instructions[i].operands}
         return self._floor("a k step", last)
 
     def sample(self) -> Floor:
-        """The cycles for the logits that a thread has in flight together."""
+        """Return the cycles to process as many logits as a thread has in flight at once."""
         loads = self._logits()
         return self._floor("sampling", {max(loads)}, self._at("sample.h", "expf(held.v[k] - top)", "MUFU.EX2")) * AHEAD
 
     def sample_entries(self) -> int:
-        """The number of a row's logits that all consumer warps together have in flight."""
+        """Return how many logits of a row all consumer warps together have in flight at once."""
         words = sum(4 if ".128" in self._code.instructions[i].opcode else 1 for i in self._logits())
         return AHEAD * words * CONSUMERS * LANES
 
     def _logits(self) -> set[int]:
-        """The loads of a thread's last batch, in the code for a batch that lies completely in the row."""
+        """Return the instructions that load a thread's next group of logits, if the whole group lies in the row."""
         whole = self._at("sample.h", "out.v[j] = load_float(z + begin")
         return whole & self._at("sample.h", "after = load(z, begin", "LDG")
 
     # -- all roles, one after another
 
     def handoff(self) -> Floor:
-        """The cycles from the end of an instruction's arithmetic to the first page of an instruction that
-        waits for it.
+        """Return the cycles from the end of an instruction's arithmetic to the first page of a dependent instruction.
+
+        The sum covers all roles that take part in the hand-off, one after another.
         """
         matmul = "gemm<P>(c, m, pages)" if self._units == Units.TENSOR else "dots(p, c, m, pages)"
         fence = self._at("consumer.h", "p.fence_async()")
@@ -186,15 +197,21 @@ class Paths:
 
 
 def cycles(name: str, floor: Floor) -> int:
-    """The cycles of a path when all warps of its role execute it: a scheduler issues for several consumer
-    warps in turn.
+    """Return the cycles of the path `name` when all warps of its role execute it.
+
+    There are several consumer warps per scheduler, which issues their instructions in turn. So the number of
+    instructions can be the limit instead of the stalls.
     """
     together = CONSUMERS // SCHEDULERS if name in CONSUMING else 1
     return max(floor.stalls, together * floor.instructions)
 
 
 def issue_of(codes: dict[Units, Code]) -> Issue:
-    """The figures that the machine files should have: each is the slower of both cubins'."""
+    """Return the figures that the machine files should have.
+
+    They are read from two cubins, one with dot products and one for tensor cores. If the cubins differ, the larger
+    number of cycles and the smaller number of logits in flight count.
+    """
     paths = {units: Paths(code, units) for units, code in codes.items()}
     found: dict[str, float] = {}
     for one in paths.values():
@@ -204,12 +221,15 @@ def issue_of(codes: dict[Units, Code]) -> Issue:
 
 
 def compile_codes() -> dict[Units, Code]:
-    """The untraced cubins of both numerics classes. Raises MegakernelError if a tool is missing."""
+    """Compile the untraced cubins for dot products and tensor cores. Raises MegakernelError if a tool is missing."""
     return {units: compile_code(units) for units in (Units.DOTS, Units.TENSOR)}
 
 
 def compile_code(units: Units, sms: int = 1) -> Code:
-    """An untraced cubin for workers of `sms` SMs. Raises MegakernelError if a tool is missing."""
+    """Compile an untraced cubin for workers of `sms` SMs each, and return its disassembled code.
+
+    Raises MegakernelError if a tool is missing.
+    """
     tool = disassembler()
     if tool is None:
         raise MegakernelError("there is no nvdisasm: pip install nvidia-cuda-nvdisasm")
@@ -237,8 +257,10 @@ CASES = (
 
 @dataclass(frozen=True)
 class Load:
-    """Seconds that an average worker needs for the matmuls of a step: by role, for its share of memory traffic, and for
-    MMA.
+    """The seconds that an average worker needs for the matmuls of a step.
+
+    The first three fields are the times of the worker's roles, `memory` is the time of the memory traffic, and `matrix`
+    the time of the matrix units.
     """
 
     weight_loader: float
@@ -253,7 +275,10 @@ class Load:
 
 
 def load(program: Program, machine: Machine, issue: Issue) -> Load:
-    """`issue` is in seconds. Memory reads each weight once at the achievable rate; MMA runs at the datasheet's rate."""
+    """Return the load of a step of `program`. The times in `issue` must be in seconds.
+
+    Each weight is read from memory once, at the achievable rate. The matrix units run at the datasheet's rate.
+    """
     total, bytes_, flops = np.zeros(3), 0.0, 0.0
     for segment, runs in enumerate((1, program.dims.layers, 1)):
         for phase, dims, _, columns in program.by_phase(segment):

@@ -1,10 +1,11 @@
-"""The gain of pairs of SMs in which each SM loads half of a weight tile and multicasts it to both SMs, by simulation.
+"""Simulates how much faster a step is if SMs work in pairs: each SM of a pair loads half of a weight tile and
+multicasts this half to both SMs.
 
     python benchmarks/calibration/pairs.py -o benchmarks/results/pairs.json
 
-The programs are those of `--pairs on` and `off`. The last column is the bound that pairs would reach if they never
-waited for each other: single SMs on a machine whose L2 has 1.5 times the rate, because two tiles of 128 x 256 that
-share their weights load a third less.
+The programs are those of `--pairs on` and `--pairs off`. The last column is the time that a step would take if the two
+SMs of a pair never waited for each other. It is the simulated time of single SMs on a machine whose L2 has 1.5 times
+the rate. The factor is 1.5 because two tiles of 128 x 256 that share their weights load a third less.
 """
 
 from __future__ import annotations

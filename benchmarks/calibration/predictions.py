@@ -3,7 +3,7 @@
     python benchmarks/calibration/predictions.py -o benchmarks/results/predictions.json
 
 It covers Llama-3.1-70B on eight H100s, compiled in different ways; Llama-3.2-1B with one sequence on three GPUs; and an
-H200 with parts of the design switched off. Nothing is measured: the constants are the simulator's.
+H200 with parts of the design switched off. Nothing is measured: all times come from the simulator and its constants.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ PUBLISHED_70B = {
     "sharded O": {},
     "own norm": {},
 }
-# Microseconds per token: HazyResearch's kernel as measured by msaroufim/megakernels-vs-cuda-graphs; the B200's is
-# HazyResearch's own figure.
+# Microseconds per token of HazyResearch's kernel. The figures for H100 and H200 were measured by
+# msaroufim/megakernels-vs-cuda-graphs, and the figure for B200 by HazyResearch.
 PUBLISHED_1B = {"h100": 972.78, "h200": 759.83, "b200": 680.0}
 
 
@@ -64,7 +64,7 @@ VARIANTS_70B = {
     "sharded O": Variant(replace(ON, o="sharded")),
     "own norm": Variant(replace(ON, norm="own")),
 }
-# A single GPU uses queues for attention only; dense work is static.
+# On a single GPU, only attention uses queues. The workers of all other instructions are fixed at compile time.
 ALONE = Options(queue="attention")
 VARIANTS_H200 = {
     "all on": Variant(ALONE),
@@ -75,7 +75,7 @@ VARIANTS_H200 = {
 
 
 def mixed_step(dims: Dims) -> StepTable:
-    """A step with two prompts of 512 tokens, and 64 sequences that each add their 1,024th token."""
+    """Return the table of a step with two prompts of 512 tokens, and 64 sequences that each add their 1,024th token."""
     prompts = [Chunk(i, 0, [0] * 512, range(dims.pages_per_seq), [SampleRow(511)]) for i in range(2)]
     rows = [Chunk(2 + i, 1023, [0], range(dims.pages_per_seq), [SampleRow(0)]) for i in range(64)]
     return build_step(dims, [*prompts, *rows])

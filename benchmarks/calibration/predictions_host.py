@@ -2,11 +2,11 @@
 
     python benchmarks/calibration/predictions_host.py --machine FILE.toml -o benchmarks/results/predictions-host.json
 
-It runs SmolLM2-135M's and Llama-3.2-1B's shapes with random weights: prefill and decode, with one worker and with one
-per core. FILE.toml is written on this machine by `megakernel doctor --calibrate FILE.toml`, which measures another
-shape. It keeps the best of several undisturbed runs, so a prediction is compared with the fastest launch. The output
-also has the median, which includes the disturbances of a shared machine, and the least time that the machine's ceilings
-allow. The cases take turns, so that a disturbance affects all of them.
+The script runs SmolLM2-135M's and Llama-3.2-1B's shapes with random weights: prefill and decode, with one worker and
+with one worker per core. FILE.toml is written on this machine by `megakernel doctor --calibrate FILE.toml`, which
+measures another shape and keeps the best of several undisturbed runs. So a prediction is compared with the fastest
+launch. The output also has the median, which includes the disturbances of a shared machine, and the least time that the
+machine's ceilings allow. The cases take turns, so that a disturbance affects all of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TURN_S = 2.0
 
 @dataclass
 class Case:
-    """A predicted step; `backend` is None if it is not measured."""
+    """A predicted step, and the times of its launches. `backend` is None if the step is only predicted."""
 
     model: str
     phase: str
@@ -51,7 +51,7 @@ class Case:
     runs_s: list[float] = field(default_factory=list)
 
     def turn(self) -> None:
-        """Repeat launches for TURN_S, at least one."""
+        """Launch repeatedly for TURN_S seconds, and at least once."""
         stop = perf_counter() + TURN_S
         while True:
             begin = perf_counter()
@@ -73,8 +73,9 @@ class Case:
 
 
 def cases(model: str, workers: int, file: str, measured: bool) -> list[Case]:
-    """The cases of one model with this many workers, which share a backend. Predictions and
-    measurements use the same programs, compiled for this machine.
+    """Return the cases of one model with `workers` workers. All measured cases share one backend.
+
+    Predictions and measurements use the same programs, compiled for this machine.
     """
     config, machine, cpu, found = load_config(model), machines.load(file, workers), None, []
     ceilings = machine_ceilings(machine)

@@ -1,6 +1,6 @@
 """Tests structured outputs and tools with real clients: `python benchmarks/correctness/clients.py --url URL [-o FILE]`.
 
-The script needs clients but not megakernel, so it runs in its own environment (`pip install openai instructor
+The script needs client packages but not megakernel, so it runs in its own environment (`pip install openai instructor
 langchain-openai "pydantic-ai-slim[openai]"`) against a running server (`megakernel serve --model smollm2-135m`). Each
 case is tried once. A client that is not installed is reported and not counted. Exit status 1 means that a case failed.
 """
@@ -51,7 +51,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Bob is 31 years old and live
 
 
 class Cases:
-    """The cases by name; a case fails by raising an exception."""
+    """The test cases, one method each. A case fails by raising an exception."""
 
     def __init__(self, url: str, model: str) -> None:
         self.url, self.model = url, model
@@ -78,7 +78,11 @@ class Cases:
         assert answer.finish_reason == "length" or isinstance(json.loads(answer.message.content), dict)
 
     def _calls(self, **given: Any) -> list[tuple[str, str]]:
-        """The calls in a stream, put together by hand and compared with those that the package finds."""
+        """Return the name and the arguments of each tool call in a streamed answer, put together from its events.
+
+        Then stream an answer once more through the helper of the openai package, and check that the arguments of the
+        calls that the helper returns are valid JSON.
+        """
         calls: list[list[str]] = []
         reason = None
         for event in self._ask(tools=TOOLS, stream=True, **given):
@@ -118,10 +122,10 @@ class Cases:
             except openai.BadRequestError as e:
                 assert why in str(e), e
             else:
-                raise AssertionError(f"{given} was not refused")
+                raise AssertionError(f"the server did not refuse the request {given}")
 
     def vllm_example(self) -> None:
-        """vLLM's example of structured outputs, with its present and its former names."""
+        """Test vLLM's example of structured outputs, with the present and the former names of the request fields."""
         schema = Person.model_json_schema()
         mail = r"[a-z0-9.]{1,20}@[a-z]{2,10}\.com\n"
         forms = {"choice": ["positive", "negative"], "regex": mail, "json": schema, "grammar": SQL}

@@ -3,10 +3,11 @@ process.
 
     python benchmarks/correctness/hostile_files.py --count 18000 -o benchmarks/results/hostile-files.json
 
-Kind and number determine a mutant, so `--kind traces --first 17 --count 1` makes the same mutant again. Every reader
-must accept a mutant or refuse it with one line. A signal, a traceback, a hang, a lack of memory, or a line that cannot
-be printed gives exit status 1. A mutant with such an outcome is reduced to the changed bytes that cause it.
-`--sanitized` uses a native library with AddressSanitizer and UndefinedBehaviorSanitizer.
+A changed file is called a mutant. Its kind and number determine its content, so `--kind traces --first 17 --count 1`
+makes the same mutant again. Every reader must accept a mutant or refuse it with one line. A signal, a traceback, a
+hang, a lack of memory, or a line that cannot be printed gives exit status 1. A mutant with such an outcome is reduced
+to the changed bytes that cause it. `--sanitized` uses a native library with AddressSanitizer and
+UndefinedBehaviorSanitizer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ KINDS = hostile_models.KINDS | hostile_files.KINDS
 
 
 def smallest(kind: Kind, mutant: Mutant, stages: dict[str, str], folder: Path) -> list[tuple[int, str, str]]:
-    """The fewest changes found with which the same reader still fails."""
+    """Return the smallest set of changes found with which a reader still fails. `stages` tells which readers failed."""
 
     def fails(data: bytes) -> bool:
         found = try_data(kind, replace(mutant, data=data), folder)
@@ -42,7 +43,7 @@ def smallest(kind: Kind, mutant: Mutant, stages: dict[str, str], folder: Path) -
 
 
 def sanitized() -> int:
-    """Run the same command with the sanitized library."""
+    """Run this script again, with the sanitized library. Return 0 if the run succeeds without a sanitizer's report."""
     with tempfile.TemporaryDirectory() as name:
         environment = os.environ | build(Path(name), "address,undefined")
         command = [sys.executable, *(a for a in sys.argv if a != "--sanitized")]
@@ -53,16 +54,17 @@ def sanitized() -> int:
 
 def main() -> int:
     parser = options(__doc__)
-    parser.add_argument("--kind", choices=KINDS, action="append", help="only this kind of files (repeatable)")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="test only this kind of file; may be repeated")
     parser.add_argument(
-        "--count", type=int, default=1000, help="mutants of each kind (default: 1000), fewer of slow kinds"
+        "--count", type=int, default=1000, help="mutants of each kind (default: 1000); slow kinds get fewer"
     )
     parser.add_argument("--first", type=int, default=0, help="number of the first mutant (default: 0)")
     parser.add_argument("--sanitized", action="store_true", help="use a native library with sanitizers")
     args = parser.parse_args()
     if args.sanitized:
         return sanitized()
-    hostile_files.good_programs()  # before children are forked
+    # Make the programs before child processes are forked, so that all child processes share the programs.
+    hostile_files.good_programs()
     found: dict[str, dict[str, int]] = {}
     mutants: dict[str, int] = {}
     failures = []
@@ -90,7 +92,7 @@ def main() -> int:
                 "readers": found,
                 "failures": failures,
             }
-            write(args.output, figures)  # the results of the kinds so far
+            write(args.output, figures)  # save the results of the kinds tested so far
     return 1 if failures else 0
 
 

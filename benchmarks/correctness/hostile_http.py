@@ -2,12 +2,12 @@
 
     python benchmarks/correctness/hostile_http.py --count 10000 -o benchmarks/results/hostile-http.json
 
-Starts `megakernel serve --api-key` with a small random model and sends hostile requests: malformed bodies, heads and
-bytes, sizes beyond every limit, clients that send slowly or leave. Most requests have the key; some have a wrong one or
-none. Seed and number determine a request, so `--first 17 --count 1` sends the same request again. Another process asks
-for `/health` all the time, on a connection that it keeps and on new ones. Memory is that of all server processes. The
-script fails if an answer is a 5xx, if the server ends, if memory has grown by 100 MB, or, with --quiet (for a machine
-that does nothing else), if `/health` takes longer than 100 ms.
+The script starts `megakernel serve --api-key` with a small random model and sends hostile requests: malformed bodies
+and headers, sizes beyond every limit, clients that send slowly or disconnect. Most requests have the key; some have a
+wrong one or none. Seed and number determine a request, so `--first 17 --count 1` sends the same request again. Another
+process asks for `/health` all the time, on a connection that it keeps and on new ones. Memory is that of all server
+processes. The script fails if an answer is a 5xx, if the server ends, if memory has grown by 100 MB, or, with --quiet
+(for a machine that does nothing else), if `/health` takes longer than 100 ms.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ class Outcome:
 
 
 async def status_of(reader: asyncio.StreamReader) -> int:
-    """The status of an answer, which is read to its end if its length is known; 0 if the connection ends."""
+    """Return the status of an answer. If the answer has a Content-Length, its body is read too.
+
+    Raises IncompleteReadError if the connection ends earlier.
+    """
     head = await reader.readuntil(b"\r\n\r\n")
     fields = dict(line.split(b": ", 1) for line in head.lower().split(b"\r\n")[1:-2])
     await reader.readexactly(int(fields.get(b"content-length", b"0")))
@@ -74,7 +77,7 @@ async def status_of(reader: asyncio.StreamReader) -> int:
 
 
 async def send(port: int, sent: Attempt) -> int:
-    """Send a request; returns the status of the answer, or 0 if there was none."""
+    """Send a request, and return the status of the answer, or 0 if no complete answer came."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
     try:
         with suppress(TimeoutError, ConnectionError, asyncio.IncompleteReadError):
@@ -106,14 +109,14 @@ async def attack(port: int, seed: int, numbers: range, clients: int) -> list[Out
 
 
 def by_kind(outcomes: list[Outcome]) -> dict[str, dict[str, int]]:
-    """The number of requests per kind and status."""
+    """Return the number of requests for each kind and each status of the answer."""
     counts = Counter((one.kind, str(one.status or "none")) for one in outcomes)
     kinds = sorted({kind for kind, _ in counts})
     return {kind: {status: n for (k, status), n in sorted(counts.items()) if k == kind} for kind in kinds}
 
 
 def slowest(times: list[tuple[float, int, float]], outcomes: list[Outcome]) -> list[dict[str, Any]]:
-    """The longest waits for `/health`, with the numbers of the requests in flight at that time."""
+    """Return the longest waits for `/health`, each with the hostile requests that were in flight during the wait."""
     return [
         {
             "ms": round(1000 * seconds, 1),
@@ -139,12 +142,12 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         before, begin = taken(server.pid), time.monotonic()
         command = [sys.executable, "-c", POLLER, str(port)]
         poller = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        os.nice(10)  # as if it ran on another machine: the server has priority on the cores
+        os.nice(10)  # the server gets the cores first, as if this client ran on another machine
         numbers = range(args.first, args.first + args.count)
         outcomes = asyncio.run(attack(port, args.seed, numbers, args.clients))
         seconds = time.monotonic() - begin
         times = json.loads(poller.communicate(b"\n")[0])
-        time.sleep(1)  # time for the server to clean up
+        time.sleep(1)  # leave the server time to clean up
         after = taken(server.pid)
         ended = server.poll()
         server.terminate()

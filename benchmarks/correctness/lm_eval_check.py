@@ -2,8 +2,9 @@
 
     pip install lm_eval[api] && python benchmarks/correctness/lm_eval_check.py [--model smollm2-135m]
 
-lm-eval is unmodified: it finds the server's tokenizer through /tokenizer_info and sends batches of token ids with echo
-and logprobs. Its log-likelihoods are compared with those of the engine without HTTP. The script fails if one differs.
+lm-eval is unmodified. It finds the server's tokenizer through /tokenizer_info and sends batches of token ids with echo
+and logprobs. The script compares lm-eval's log-likelihoods with those that the engine computes without a server, and
+fails if one differs.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def write_task(folder: Path) -> Path:
 
 
 def evaluate(url: str, model: str, task: Path) -> tuple[list[float], float]:
-    """The log-likelihood of each choice of each question, and the accuracy, from lm-eval."""
+    """Run lm-eval, and return the log-likelihood of each choice of each question, and the accuracy."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -92,7 +93,7 @@ def evaluate(url: str, model: str, task: Path) -> tuple[list[float], float]:
 
 
 def offline(model: str) -> list[float]:
-    """The same log-likelihoods from the engine, without a server."""
+    """Return the log-likelihood of each choice of each question, computed by the engine without a server."""
     from megakernel import LLM, SamplingParams
 
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)

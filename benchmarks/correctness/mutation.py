@@ -1,18 +1,20 @@
-"""Checks that the tests notice small mistakes: changes one place of the sources at a time and runs the tests that reach
-it.
+"""Checks that the tests notice small mistakes: makes mutants (copies of the package with one small change each), and
+runs the tests that reach the change.
 
     python benchmarks/correctness/mutation.py --python 400 --native 100 -o benchmarks/results/mutation.json
 
 Mutants are drawn with a seed from all operators, comparisons, constants and statements (source_mutants.py in
 tests/support), in Python lines that a test reaches, and in the C++ of csrc/{cpu,common,simulate,verify}. `--lines FILE`
-stores which test reaches which line (lines_reached.py in tests/support), and `--tests` restricts the tests. A mutant is
-put into a copy of the package. The cheapest tests that reach it, as many as fit into SECONDS of processor time, run on
-it: first the tests of its own room, then the others. It is killed if a test fails or if the tests do not end.
+stores which test reaches which line (lines_reached.py in tests/support), and `--tests` restricts the tests. For each
+mutant, the cheapest tests that reach it are run, as many as fit into SECONDS of processor time. The tests in the folder
+of tests/ that is named like the mutant's package run first. A mutant is killed if a test fails or if the tests do not
+end.
 
-`--again FILE` continues the run in FILE. Mutants that were killed are not tried again, and missing ones are drawn.
-Survivors are tried once more, because new tests may kill them, unless unnoticed.json beside this script explains why
-they change nothing that a caller could notice. Mutants of lines that have changed since are replaced. Exit status 1:
-fewer than `--least` percent were killed.
+`--again FILE` continues the earlier run whose output is FILE. Mutants that were killed are not tried again, and new
+mutants are drawn until there are as many as requested. Survivors are tried once more, because new tests may kill them.
+A survivor is left out if unnoticed.json, beside this script, explains why no caller can notice the change.
+Mutants of lines that have changed since the earlier run are replaced. Exit status 1 means that fewer than `--least`
+percent of the mutants were killed.
 """
 
 from __future__ import annotations
@@ -50,21 +52,26 @@ from source_mutants import SourceMutant, of_cpp, of_python
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
-ROOMS = ("megakernel", "scheduler", "serving")
-SECONDS = 10.0  # CPU time of the tests chosen for a mutant; their run may take three times as long
-# The tests that run C++. One SIMD path at -O1 builds quickly and computes the same as the others.
+FOLDERS = ("megakernel", "scheduler", "serving")
+# The tests chosen for a mutant need at most this many seconds of CPU time on the unchanged package. On the mutant they
+# may take three times as long.
+SECONDS = 10.0
+# For each folder of csrc/, the tests that run its C++.
 NATIVE_TESTS = {
     "cpu": ("tests/runtime/",),
     "simulate": ("tests/simulate/",),
     "verify": ("tests/verify/",),
     "common": ("tests/runtime/", "tests/simulate/", "tests/verify/"),
 }
+# Only one SIMD path is compiled, at -O1, because this is quick and all paths compute the same results.
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-pthread", "-ffp-contract=fast", "-DMK_SIMD=portable", "-DMK_LANES=4"]
 FLAGS += [f"-D{width}_kernels=portable_kernels" for width in ("avx2", "avx512", "avx512bf16")]
-IDLE_TURNS = 1500  # half a minute
-ANOTHER_WAY, OTHER_STATUS = "in a new process", 77  # for changes that cannot be patched into loaded functions
+# A child counts as hanging if it is idle while its parent waits for it this many times, 20 ms each (half a minute).
+IDLE_TURNS = 1500
+# The outcome and exit status for a mutant that cannot be patched into loaded functions, and so needs a new process.
+ANOTHER_WAY, OTHER_STATUS = "in a new process", 77
 PLUGINS = ("-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist")
-# Tests import these modules and no mutant changes them, so they are imported before the forks.
+# Tests import these modules and no mutant changes them. The main process imports them once, before it forks any child.
 HEAVY = (
     "pytest",
     "numpy",
@@ -92,7 +99,10 @@ class Test:
 
 
 def tests_of(file: Path, which: list[str]) -> list[Test]:
-    """The tests that pass and the lines they reach, from `file`, which is written if it does not exist."""
+    """Return the tests that pass, with the lines that each reaches, from the record in `file`.
+
+    If `file` does not exist, the tests `which` (default: all) run first and write it.
+    """
     if not file.exists():
         environment = os.environ | {"MEGAKERNEL_LINES_REACHED": str(file), "PYTHONPATH": str(SUPPORT)}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "lines_reached", *which]
@@ -102,7 +112,7 @@ def tests_of(file: Path, which: list[str]) -> list[Test]:
 
 
 class Copy:
-    """A copy of the package that contains a mutant, and children that run tests on it."""
+    """A copy of the package, into which one mutant at a time is put. Child processes run the tests on this copy."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -110,8 +120,8 @@ class Copy:
         self._package = folder / "megakernel"
         keep = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / "megakernel", self._package, ignore=keep)
-        for room in ROOMS[1:]:
-            shutil.copytree(ROOT / room, self._package / room, ignore=keep)
+        for part in FOLDERS[1:]:
+            shutil.copytree(ROOT / part, self._package / part, ignore=keep)
         (self._package / "csrc").symlink_to(ROOT / "csrc")
         subprocess.run([sys.executable, "-m", "compileall", "-q", str(folder)], check=True)
 
@@ -128,7 +138,7 @@ class Copy:
             place.write_text(good)
 
     def collect(self, files: list[str]) -> None:
-        """Import the tests once, so that a mutant of a function costs only a fork and its tests."""
+        """Import the tests once, so that a mutant of a function costs no more than a fork and the tests' own time."""
         self._collected = Collected(self, files)
 
     def outcome_of_native(self, library: Path, rounds: list[list[Test]]) -> str:
@@ -137,19 +147,26 @@ class Copy:
         return self.outcome(rounds)
 
     def failing(self, names: list[str]) -> list[str]:
-        """The tests that fail without a mutant, for example because they cannot run in a copy or in a fork."""
+        """Return the tests among `names` that fail even without a mutant, for example because they cannot run in a copy
+        of the package or in a forked process.
+        """
         outcome = self._run(["--maxfail=1000", *names], 3 * SECONDS * len(names))
         if outcome == "survived":
             return []
         if outcome in ("no end", "failed"):
             raise SystemExit(
-                f"the tests that killed mutants do not pass without a mutant: {outcome}, see {self._folder / 'log'}"
+                "the tests that killed mutants did not all finish when they ran without a mutant "
+                f"({outcome}):\n{(self._folder / 'log').read_text(errors='replace')}"
             )
         lines = (self._folder / "log").read_text(errors="replace").splitlines()
         return [line.split(" ", 1)[1].split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
 
     def outcome(self, rounds: list[list[Test]]) -> str:
-        """ "survived", "no end", or the first test that fails."""
+        """Run rounds of tests until one of them fails, and return how that went.
+
+        The result is "survived" if no test fails, "no end" if the tests do not end, otherwise the first test that fails
+        or how the process died.
+        """
         outcomes = (self._run(["-x", *(test.name for test in tests)]) for tests in rounds if tests)
         return next((outcome for outcome in outcomes if outcome != "survived"), "survived")
 
@@ -167,7 +184,7 @@ class Copy:
         return failed[0].split(" - ")[0] if failed else outcome
 
     def pytest(self, log: Path, arguments: list[str], plugins: tuple[object, ...] = ()) -> int:
-        """The exit status of pytest in this process, with the package of this copy."""
+        """Run pytest in this process, on the package of this copy, and return its exit status."""
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1)
         os.dup2(out, 2)
@@ -194,7 +211,7 @@ def limit(seconds: float = 3 * SECONDS) -> None:
 
 
 def seconds_of(session: int) -> float:
-    """The processor time of all processes of a session."""
+    """Return the processor time of all processes of a Unix session, in seconds."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -205,7 +222,9 @@ def seconds_of(session: int) -> float:
 
 
 def ended(run: Callable[[], int]) -> str:
-    """Call `run` in a fork of this process, which exits with its result. Returns how it ended."""
+    """Fork a child that calls `run` and exits with the result. Return how the child ended: "survived" for status 0,
+    "no end" if it hung or exceeded its limits, "failed" or another outcome.
+    """
     child = os.fork()
     if child == 0:
         status = 70
@@ -218,15 +237,15 @@ def ended(run: Callable[[], int]) -> str:
     status, turns, spent = 0, 0, 0.0
     while not (done := os.waitpid(child, os.WNOHANG))[0]:
         time.sleep(0.02)
-        turns += 1  # counts turns instead of time, which goes on while the system has suspended this process
+        turns += 1  # counted instead of wall time, which goes on while this process is suspended
         if turns % IDLE_TURNS == 0:
             before, spent = spent, seconds_of(child)
-            if spent - before < 0.2:  # it waits for something that never comes
+            if spent - before < 0.2:  # the child is idle, so it waits for something that never happens
                 break
     else:
         status = done[1]
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # with servers that a test has left running
+        os.killpg(child, signal.SIGKILL)  # also ends servers that a test has left running
     if not done[0]:
         os.waitpid(child, 0)
         return "no end"
@@ -237,7 +256,7 @@ def ended(run: Callable[[], int]) -> str:
 
 
 class Collected:
-    """A process in which pytest has collected tests, and which forks once per mutant."""
+    """A child process in which pytest has collected the tests. It forks once per mutant to run tests on this mutant."""
 
     def __init__(self, copy: Copy, files: list[str]) -> None:
         self._log = copy.log_of("collected")
@@ -256,7 +275,10 @@ class Collected:
         self._from = os.fdopen(self._answers)
 
     def outcome(self, names: list[str], file: str, good: str, source: str) -> str:
-        """The first of these tests that fails."""
+        """Run the tests `names` while `file` contains `source` instead of `good`, and return how they end.
+
+        The result is one that `Copy.outcome` may return, or ANOTHER_WAY if the change needs a new process.
+        """
         self._to.write(json.dumps([names, file, good, source]) + "\n")
         if not (line := self._from.readline()):
             raise SystemExit(f"the tests could not be collected:\n{self._log.read_text(errors='replace')}")
@@ -296,7 +318,7 @@ class Collected:
 
                 outcome = ended(run)
                 os.close(last)
-                # do not wait: a process that a test left running may still have the other end open
+                # Do not wait for the pipe to close: a process that a test left running may still have it open.
                 os.set_blocking(first, False)
                 with os.fdopen(first, "rb") as said:
                     return (said.read() or b"").decode() or outcome
@@ -309,16 +331,17 @@ class Collected:
 
 
 def rounds_of(file: str, tests: list[Test]) -> list[list[Test]]:
-    """The tests that may run for a mutant of `file`, the cheapest ones that fit in SECONDS.
+    """Choose the tests to run for a mutant of `file`: the cheapest tests, which together take at most SECONDS.
 
-    The tests of the file's own room (its part of the package) come first.
+    At least one test is chosen, even if it takes longer. The first round has the tests in the folder of tests/ that is
+    named like the file's package, and the second round has the others.
     """
     ordered = sorted(tests, key=lambda test: test.seconds)
     sums = itertools.accumulate(test.seconds for test in ordered)
     some = [test for test, so_far in zip(ordered, sums, strict=True) if so_far <= SECONDS] or ordered[:1]
-    rooms = {f"tests/{part}/" for part in Path(file).parts[:-1]}
-    own = [test for test in some if test.name.startswith(tuple(rooms))]
-    # Sorted by file, because a file's shared fixtures would be made again if another file's test ran in between.
+    folders = {f"tests/{part}/" for part in Path(file).parts[:-1]}
+    own = [test for test in some if test.name.startswith(tuple(folders))]
+    # Sort the tests by file, because pytest makes a file's shared fixtures again if another file's test ran in between.
     files = {test.name.split("::")[0]: None for test in some}
     return [
         [test for name in files for test in part if test.name.startswith(f"{name}::")]
@@ -348,12 +371,12 @@ def python_mutants(
 
 
 class Native:
-    """The native library as object files, of which a mutant recompiles those that include its file."""
+    """The native library as object files. For a mutant, only the sources that include its file are compiled again."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         shutil.copytree(ROOT / "csrc", folder / "csrc")
-        self._sources = [p for room in ("cpu", "simulate", "verify") for p in (folder / "csrc" / room).glob("*.cpp")]
+        self._sources = [p for part in ("cpu", "simulate", "verify") for p in (folder / "csrc" / part).glob("*.cpp")]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda source: self._compile(source, folder, check=True), self._sources))
         self._needs = {source: self._included(source) for source in self._sources}
@@ -368,7 +391,7 @@ class Native:
         return {Path(word).resolve() for word in words[1:]}
 
     def built(self, file: str, mutant: SourceMutant, target: Path) -> Path | str:
-        """The mutant's library, or the reason why it cannot be built."""
+        """Return the path of the mutant's library, or the reason why the change is not a mutant."""
         place = (self._folder / file).resolve()
         good = place.read_text()
         place.write_text(mutant.applied(good))
@@ -391,8 +414,8 @@ def native_mutants(
     tests: list[Test], args: Namespace, rng: random.Random, copy: Copy, folder: Path, rows: Rows
 ) -> Iterator[dict[str, Any]]:
     native = Native(folder)
-    files = [p for room in NATIVE_TESTS for p in (ROOT / "csrc" / room).rglob("*") if p.suffix in (".h", ".cpp")]
-    names = sorted(str(p.relative_to(ROOT)) for p in files if p.name != "isa.h")  # this file is generated
+    files = [p for part in NATIVE_TESTS for p in (ROOT / "csrc" / part).rglob("*") if p.suffix in (".h", ".cpp")]
+    names = sorted(str(p.relative_to(ROOT)) for p in files if p.name != "isa.h")  # isa.h is generated
     names = [name for name in names if name.startswith(tuple(args.sources))]
     drawn = []
     for name in names:
@@ -425,7 +448,10 @@ def _text(file: str) -> str:
 
 
 def _key(file: str, mutant: SourceMutant) -> Key:
-    """The identity of a mutant, which stays the same as long as its line does, wherever the line moves."""
+    """Return the key of a mutant, which is the same in all runs.
+
+    It has the text of the mutant's line instead of the line's number, so the line may move between runs.
+    """
     before, after = _text(file)[: mutant.offset], _text(file)[mutant.offset :]
     head, tail = before.rpartition("\n")[2], after.partition("\n")[0]
     return file, (head + tail).strip(), len(head.lstrip()), mutant.after
@@ -436,18 +462,21 @@ def _key_of(row: dict[str, Any]) -> Key:
 
 
 class Rows:
-    """The outcomes so far, without those of `earlier` whose mutants no longer exist."""
+    """The outcomes of the mutants of this run so far, and those of an earlier run.
+
+    The outcomes of the earlier run count only for mutants that still exist.
+    """
 
     def __init__(self, earlier: list[dict[str, Any]]) -> None:
         self._earlier = {_key_of(row): row for row in earlier}
         self._found: dict[Key, dict[str, Any]] = {}
-        self.none = Counter[str]()  # why drawn changes were not mutants
+        self.none = Counter[str]()  # how many drawn changes were not mutants, by reason (e.g. "does not compile")
         reasons = json.loads(REASONS.read_text()) if REASONS.exists() else []
         self._reasons = {_key_of(row): row["why"] for row in reasons}
 
     def chosen(self, drawn: list[Drawn], count: int, rng: random.Random) -> Iterator[Drawn]:
-        """New mutants until there are `count` including the earlier ones, then the earlier ones that survived without
-        an explanation.
+        """Yield new mutants until there are `count`, including those of the earlier run. Then yield the survivors of
+        the earlier run that unnoticed.json does not explain.
         """
         known = {key: each for each in drawn if (key := _key(*each[:2])) in self._earlier}
         self._found |= {key: self._earlier[key] for key in known}
@@ -486,20 +515,25 @@ class Rows:
 
 def main() -> int:
     parser = options(__doc__)
-    parser.add_argument("--python", type=int, default=20, help="mutants of Python (default: 20)")
-    parser.add_argument("--native", type=int, default=0, help="mutants of C++ (default: 0)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the draw (default: 1)")
-    parser.add_argument("--lines", type=Path, metavar="FILE", help="keep in FILE which lines each test reaches")
+    parser.add_argument("--python", type=int, default=20, help="number of Python mutants (default: 20)")
+    parser.add_argument("--native", type=int, default=0, help="number of C++ mutants (default: 0)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random draw (default: 1)")
     parser.add_argument(
-        "--least", type=float, default=0.0, metavar="PERCENT", help="minimum percentage that must be killed"
+        "--lines",
+        type=Path,
+        metavar="FILE",
+        help="file that says which lines each test reaches; made if it does not exist",
     )
-    parser.add_argument("--without", nargs="*", default=[], metavar="TEST", help="tests that are left out")
+    parser.add_argument(
+        "--least", type=float, default=0.0, metavar="PERCENT", help="minimum percentage of mutants killed"
+    )
+    parser.add_argument("--without", nargs="*", default=[], metavar="TEST", help="tests to leave out")
     parser.add_argument("--sources", nargs="*", default=[""], help="files or folders to mutate (default: all)")
     parser.add_argument("--tests", nargs="*", default=[], help="files or folders of tests (default: all)")
-    parser.add_argument("--again", type=Path, metavar="FILE", help="continue the run that FILE holds")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="continue the run whose output is FILE")
     args = parser.parse_args()
     rows = Rows(json.loads(args.again.read_text())["mutants"] if args.again else [])
-    built_folder()  # this process removes the folder; its forks do not
+    built_folder()  # create the folder before any fork, so that this process alone removes it
     for module in HEAVY:
         importlib.import_module(module)
     with tempfile.TemporaryDirectory() as name:

@@ -5,9 +5,9 @@ llama.cpp.
 
 The text is the beginning of the Constitution of the United States. As in llama.cpp's `llama-perplexity`, the tokens are
 cut into chunks, and each chunk is computed alone. If the model has a token for the beginning of a text, this token
-replaces the first token of each chunk. In each chunk, the tokens of the second half except its first are scored. The
-script fails if widening the weights changes the perplexity by more than 0.1 %; if both runs have the same compute type,
-no bit should change.
+replaces the first token of each chunk. Only the tokens of the second half of a chunk are scored, except the first token
+of this half. The script fails if widening the weights changes the perplexity by more than 0.1 %; if both runs have the
+same compute type, no bit should change.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from megakernel.model import gguf_path
 
 TEXT = Path(__file__).with_name("constitution.txt")
 CHUNK = 512
-MOST_DIFFERENCE = 1e-3  # maximum relative change of the perplexity by float32 weights
+MOST_DIFFERENCE = 1e-3  # maximum relative change of the perplexity if weights are widened to float32
 
 
 def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--chunks", type=positive, metavar="N", help=f"chunks of {CHUNK} tokens (default: all)")
+    parser.add_argument("--chunks", type=positive, metavar="N", help=f"number of {CHUNK}-token chunks (default: all)")
     parser.add_argument("--llama-perplexity", type=Path, metavar="PATH", help="compare with this program of llama.cpp")
     args = parser.parse_args()
     file = gguf_path(args.model)
@@ -68,9 +68,7 @@ def main() -> int:
 
 
 def scores(model: str, weights: str, chunks: int | None) -> tuple[NDArray[np.float64], dict[str, str | int]]:
-    """The log-probabilities of the scored tokens, one row per chunk, and a description of the engine that computed
-    them.
-    """
+    """Return the log-probabilities of the scored tokens, one row per chunk, and a description of the engine."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     with LLM(model, weights=weights, max_context=CHUNK + 1, prefix_cache=False) as llm:
         ids, begin = llm.encode(TEXT.read_text()), llm.encode("")
@@ -87,7 +85,7 @@ def perplexity(logprobs: NDArray[np.float64]) -> float:
 
 
 def llama_cpp(program: Path, model: Path, chunks: int) -> dict[str, object]:
-    """llama.cpp's result for the same file, text and chunks, and its version."""
+    """Return llama.cpp's perplexity for the same model file, text and chunks, and llama.cpp's version."""
     command = [str(program), "-m", str(model), "-f", str(TEXT), "-c", str(CHUNK), "--chunks", str(chunks)]
     version = run([str(program), "--version"])
     said = run(command)

@@ -1,4 +1,5 @@
-"""Checks that several ranks give the same tokens as one: SmolLM2 in float32, greedy, on thread and process ranks.
+"""Compares the tokens of 2, 4 and 8 ranks with those of one rank. The model is SmolLM2 in float32 with greedy sampling;
+ranks are threads or processes.
 
 python benchmarks/correctness/ranks.py -o benchmarks/results/ranks.json
 """

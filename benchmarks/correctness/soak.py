@@ -1,13 +1,14 @@
-"""Runs mixed traffic that a server must survive. Every minute contains everything that clients do wrong.
+"""Tests that a server survives long mixed traffic with every kind of client fault.
 
     python benchmarks/correctness/soak.py --minutes 60 --rounds 12 -o benchmarks/results/soak.json
 
-Starts `megakernel serve` (by default with a small random model whose tokens are bytes) and sends well-formed requests
-beside clients that leave while queued, prefilling or decoding, malformed and huge bodies, prompts that are too long,
-readers that stall, and ids that repeat; then 2,000 connections at once; then SIGTERM in the middle of traffic.
-Meanwhile it samples the resources of the server's processes, and repeats one prompt whose answer must never change by a
-bit. The script fails if this answer changes, if an answer is a 5xx other than 503, if an error lacks the documented
-form, if a request hangs, or if a KV page is missing at the end.
+The script starts `megakernel serve`, by default with a small random model whose tokens are bytes. Some clients send
+well-formed requests. Others disconnect while their request is queued, prefilling or decoding, send malformed or huge
+bodies or prompts that are too long, stop reading a stream, or repeat a request id. Then 2,000 connections open at once.
+At the end, the server gets SIGTERM in the middle of traffic. Meanwhile the script samples the resources of the server's
+processes, and repeats one prompt whose answer must never change by a bit. It fails if this answer changes, if an answer
+is a 5xx other than 503, if an error is not in the documented format, if a request hangs, or if a KV page is still in
+use when no sequence is left.
 """
 
 from __future__ import annotations
@@ -37,13 +38,16 @@ from servers import megakernel
 from megakernel.serving.api.server import allow_connections
 
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
-HANG = 600.0  # a request without an answer for so many seconds hangs
-SAMPLES = 720  # how often the server's resources are sampled in the whole run
+HANG = 600.0  # seconds without an answer after which a request counts as hanging
+SAMPLES = 720  # number of samples of the server's resources in the whole run
 
 
 @dataclass
 class Target:
-    """A server and what was observed of it. A server that is `ending` may refuse and close connections."""
+    """A server, and the answers and faults that clients saw.
+
+    While `ending` is true, the server may refuse and close connections.
+    """
 
     host: str
     port: int
@@ -72,7 +76,7 @@ class Target:
         return reader, writer
 
     async def ask(self, path: str, body: bytes | None, headers: str = "") -> tuple[int, bytes]:
-        """The status and body of the answer to one request. Complains about a status that is the server's fault."""
+        """Send one request and return the answer's status and body. Complain about a fault of the server."""
         reader, writer = await self.send(path, body, headers)
         try:
             async with asyncio.timeout(HANG):
@@ -91,7 +95,7 @@ class Target:
         return status, content
 
     def check_error(self, status: int, content: bytes) -> None:
-        """Check that an error has the documented form, and that its status is below 500, or 503."""
+        """Complain if an error is not in the documented format, or if its status is 500 or higher, except 503."""
         try:
             error = json.loads(content)["error"]
             fine = isinstance(error["message"], str) and isinstance(error["type"], str) and error["code"] == status
@@ -105,7 +109,7 @@ class Target:
 
 
 def parse(data: bytes) -> tuple[int, bytes]:
-    """The status and body of an HTTP/1.1 answer that ends with its connection; 0 if there is none."""
+    """Return the status and body of an HTTP/1.1 answer, given all bytes of its connection. Status 0 means no answer."""
     head, _, body = data.partition(b"\r\n\r\n")
     if not head.startswith(b"HTTP/1.1 "):
         return 0, b""
@@ -121,13 +125,13 @@ def parse(data: bytes) -> tuple[int, bytes]:
 
 
 class Traffic:
-    """The kinds of clients. Each call is one client, from connection to end."""
+    """The kinds of clients, with one method each. A call acts as one client, from connecting to disconnecting."""
 
     def __init__(self, target: Target, facts: dict[str, Any], seed: int) -> None:
         self.target, self.random = target, random.Random(seed)
         self.context: int = facts["max_model_len"]
         self.vocab = 256
-        self.same: Counter[bytes] = Counter()  # answers to one prompt
+        self.same: Counter[bytes] = Counter()  # how often `asks_again` got each answer
 
     def kinds(self) -> list[Callable[[], Awaitable[None]]]:
         return [
@@ -193,7 +197,7 @@ class Traffic:
         await self.target.ask(CHAT, json.dumps({"messages": messages, "max_tokens": 8}).encode())
 
     async def huge(self) -> None:
-        """Sends a body beyond a limit or close to it."""
+        """Send a body that exceeds a limit of the server or comes close to it."""
         word, many = b"a" * self.random.choice((100_000, 8_000_000, 17_000_000)), self.random.choice((1000, 200_000))
         path, body = self.random.choice(
             (
@@ -218,7 +222,7 @@ class Traffic:
                 self.target.complain("a text changed after tokenize and detokenize")
 
     async def asks_again(self) -> None:
-        """Sends a prompt with its own seed: ids, scores and text must be the same each time."""
+        """Send one prompt, always with the same seed. Its token ids, log-probabilities and text must never change."""
         wanted = {"prompt": "Once upon a time", "max_tokens": 24, "seed": 7, "temperature": 0.9, "top_p": 0.95}
         body = json.dumps(wanted | {"logprobs": 5, "return_token_ids": True, "ignore_eos": True}).encode()
         status, content = await self.target.ask(COMPLETIONS, body)
@@ -228,7 +232,7 @@ class Traffic:
                 self.target.complain(f"one prompt has {len(self.same)} answers")
 
     async def leaves(self) -> None:
-        """Leaves at once or a little later, while its request waits, prefills or decodes."""
+        """Send a request, and disconnect at once or a little later, while the request waits, prefills or decodes."""
         long = {"prompt": [1] * (self.context // 2), "max_tokens": self.context // 3}
         stream = self.random.random() < 0.5
         _, writer = await self.target.send(COMPLETIONS, self.body(**long, n=self.random.choice((1, 4)), stream=stream))
@@ -244,7 +248,7 @@ class Traffic:
         self.target.seen["left"] += 1
 
     async def stalls(self) -> None:
-        """Reads a few bytes of a stream, pauses, then leaves."""
+        """Read a few bytes of a streamed answer, pause, then disconnect."""
         reader, writer = await self.target.send(COMPLETIONS, self.body(stream=True, n=4, logprobs=5))
         await asyncio.wait_for(reader.read(100), HANG)
         await asyncio.sleep(self.random.random() * 2)
@@ -252,7 +256,7 @@ class Traffic:
         self.target.seen["stalled"] += 1
 
     async def same_id(self) -> None:
-        """Sends two requests at once with one id."""
+        """Send two requests with the same id at the same time. Their answers must have different ids."""
         body, header = self.body(request_id="same"), "X-Request-Id: same\r\n"
         answers = await asyncio.gather(*(self.target.ask(COMPLETIONS, body, header) for _ in range(2)))
         bodies = [json.loads(content) for status, content in answers if status == 200]
@@ -267,7 +271,7 @@ class Traffic:
 
 
 async def mixed(traffic: Traffic, seconds: float, clients: int) -> int:
-    """Runs `clients` clients of random kinds at a time; returns how many there were in all."""
+    """Run `clients` clients of random kinds at a time, for `seconds` seconds. Return the total number of clients."""
     deadline, count = time.monotonic() + seconds, 0
 
     async def one_after_another() -> None:
@@ -286,7 +290,7 @@ async def mixed(traffic: Traffic, seconds: float, clients: int) -> int:
 
 
 async def burst(traffic: Traffic, connections: int) -> None:
-    """Opens this many connections at once, each with a request."""
+    """Open `connections` connections at once, and send one request on each."""
 
     async def one() -> None:
         try:
@@ -298,7 +302,7 @@ async def burst(traffic: Traffic, connections: int) -> None:
 
 
 async def gauges(target: Target) -> dict[str, float]:
-    """The running and waiting sequences, and the fraction of KV pages in use."""
+    """Return the numbers of running and waiting sequences and of preemptions, and the fraction of KV pages in use."""
     _, content = await target.ask("/metrics", None)
     found = {}
     for line in content.decode().splitlines():
@@ -309,7 +313,7 @@ async def gauges(target: Target) -> dict[str, float]:
 
 
 async def at_rest(target: Target) -> dict[str, float]:
-    """The gauges once nothing runs or waits, or after a minute."""
+    """Wait until no sequence is left and no KV page is in use, and return the gauges. Complain after a minute."""
     for _ in range(600):
         found = await gauges(target)
         if not any(found[name] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")):
@@ -320,7 +324,9 @@ async def at_rest(target: Target) -> dict[str, float]:
 
 
 async def watch(pid: int, target: Target, every: float, samples: list[dict[str, float]]) -> None:
-    """Record the server's resources at intervals, until cancelled."""
+    """Append the server's resources to `samples` every `every` seconds, until the server ends or this task is
+    cancelled.
+    """
     begin = time.monotonic()
     while True:
         try:
@@ -338,7 +344,7 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
     try:
         line = await server.stdout.readline()
         if not line:
-            raise SystemExit("the server did not start")
+            raise SystemExit("the server did not start: see its messages above")
         facts = json.loads(line)
         host, _, port = facts["url"].removeprefix("http://").rpartition(":")
         target = Target(host, int(port))
@@ -385,11 +391,13 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="minutes of mixed traffic (default: 10)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds; all sequences must end after each (default: 5)")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of rounds; after each, all sequences must have ended (default: 5)"
+    )
     parser.add_argument("--clients", type=int, default=64, help="concurrent clients (default: 64)")
-    parser.add_argument("--connections", type=int, default=2000, help="connections of the burst (default: 2000)")
+    parser.add_argument("--connections", type=int, default=2000, help="connections to open at once (default: 2000)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("serve", nargs="*", help="flags of megakernel serve, after --")
+    parser.add_argument("serve", nargs="*", help="flags for megakernel serve, after --")
     args = parser.parse_args()
     allow_connections()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 """Validates answers to random JSON schemas: `python benchmarks/correctness/structured.py [-o FILE]`.
 
-The grammar makes answers valid, so any model will do. Exit status 1 means that an answer is invalid, or did not end
-within `--tokens`, or that a schema was refused.
+A grammar built from the schema makes each answer valid, so any model will do. Exit status 1 means that an answer is
+invalid or did not end within `--tokens` tokens, or that a schema was refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megakernel import LLM, MegakernelError, SamplingParams, StructuredOutputsPa
 
 
 def wrong(schema: dict[str, Any], answer: str, finish_reason: str) -> str:
-    """The fault of an answer; empty if it is valid."""
+    """Return what is wrong with an answer, or an empty string if it is valid."""
     if finish_reason != "stop":
         return f"ended with the reason {finish_reason}"
     try:

@@ -1,11 +1,11 @@
-"""Measures how good the verifier is: breaks correct programs in every way, and runs the broken ones to find out which
-are really unsafe.
+"""Measures how good the verifier is: changes correct programs in many ways (mutate.py in tests/support), and runs the
+changed programs, the mutants, to find out which of them are really unsafe.
 
     python benchmarks/correctness/verifier.py --per-kind 5500 --processes 2 -o benchmarks/results/verifier.json
 
-A mutant of a small program is judged by visiting every state that its counters allow, for several step tables; a mutant
-of a larger program is judged by adversarial runs. An unsafe mutant that the verifier accepts, or a correct program that
-it rejects, gives exit status 1.
+A mutant of a small program is judged by visiting every state that its counters allow. A mutant of a larger program is
+judged by runs in adversarial orders. Both use several step tables, the inputs of a step. Exit status 1 means that the
+verifier accepts an unsafe mutant or rejects a correct program.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from small_programs import large, small
 from megakernel.program import Program
 from megakernel.scheduler.verify import verify
 
-STEPS, TABLES = 4, 2  # step tables of each base program, and how many of them judge a mutant
+STEPS, TABLES = 4, 2  # number of step tables of each base program, and how many of them judge a mutant
 STATES = 20_000
 RUNS = 2
 OUTCOMES = {
@@ -44,7 +44,11 @@ OUTCOMES = {
 
 
 class Base:
-    """A correct program, steps of it with their right outputs, and its number of states (0: too many to visit)."""
+    """A correct program, STEPS step tables each with the outputs that the program should produce, and its number of
+    states.
+
+    `states` is 0 for a larger program, whose states are too many to visit.
+    """
 
     def __init__(self, name: str, program: Program, exhaustive: bool) -> None:
         self.name, self.program = name, program
@@ -53,7 +57,7 @@ class Base:
 
 
 def settle(base: Base, mutant: Program, exhaustive: bool, seed: int) -> Verdict:
-    """The verdict on a mutant over several steps: unsafe if it is unsafe in one."""
+    """Judge a mutant with TABLES step tables. A mutant is unsafe if one of the tables shows that it is."""
     verdict = Verdict(True, "", 0)
     for number in range(seed, seed + TABLES):
         table, want = base.steps[number % STEPS]
@@ -66,7 +70,10 @@ def settle(base: Base, mutant: Program, exhaustive: bool, seed: int) -> Verdict:
 
 
 def work(share: tuple[int, int, int, float, list[str]]) -> tuple[Counter[tuple[str, str, bool]], list[str]]:
-    """Process every `processes`-th mutant of each kind, starting with `number`."""
+    """Judge the mutants of one process, and return the counts of outcomes, and the unsafe mutants that were accepted.
+
+    Of each kind, this process judges every `processes`-th mutant, starting with mutant `number`.
+    """
     number, processes, per_kind, large_part, kinds = share
     bases = [[Base(name, program, not n) for name, program in group] for n, group in enumerate((small(), large()))]
     # Programs with fewer states are tried more often, because the time for a mutant is proportional to its states.
@@ -96,7 +103,7 @@ def work(share: tuple[int, int, int, float, list[str]]) -> tuple[Counter[tuple[s
 
 
 def good_programs() -> tuple[int, list[str]]:
-    """The number of correct programs checked, and those that the verifier or the judge does not accept."""
+    """Check correct programs. Return their number, and those that the verifier rejects or that runs prove unsafe."""
     wrong, count = [], 0
     for exhaustive, group in ((True, small()), (False, large())):
         for name, program in group:
@@ -113,7 +120,7 @@ def main() -> int:
     parser.add_argument("--per-kind", type=int, default=200)
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     parser.add_argument(
-        "--large-part", type=float, default=0.1, help="fraction of mutants of larger programs (default: 0.1)"
+        "--large-part", type=float, default=0.1, help="fraction of mutants made from larger programs (default: 0.1)"
     )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
     arguments = parser.parse_args()

@@ -20,7 +20,7 @@ WIDTH, HEIGHT, LEFT, GAP = 720, 90, 60, 34
 
 
 def panel(name: str, title: str, samples: list[dict[str, float]], top: int) -> str:
-    """One curve over time, scaled from zero to its maximum."""
+    """Return the SVG of one curve over time, whose vertical axis goes from zero to the curve's maximum."""
     end, most = samples[-1]["at"], max(max(s[name] for s in samples), 1e-9)
     points = " ".join(f"{LEFT + WIDTH * s['at'] / end:.1f},{top + HEIGHT * (1 - s[name] / most):.1f}" for s in samples)
     bottom = top + HEIGHT

@@ -24,7 +24,7 @@ from megakernel.scheduler import Options
 from megakernel.trace import IntervalKind
 
 DOCS = Path(__file__).parents[2] / "docs"
-WORKER = 5  # the SM whose roles and ring are drawn
+WORKER = 5  # the SM whose roles and page ring are drawn
 LAYER = 1  # the second of three simulated layers is drawn
 COLOURS = {
     "next_norm": "yellow",
@@ -70,7 +70,7 @@ class Axis:
 
 
 def labelled(shown: Sequence[Interval], names: dict[str, str], *kinds: IntervalKind) -> list[tuple[Interval, str]]:
-    """The intervals of the given kinds, each with the name of its phase."""
+    """Return the intervals of the given kinds, each with the label that `names` has for its phase."""
     return [(one, names[one.phase]) for one in shown if one.kind in kinds]
 
 
@@ -82,7 +82,7 @@ def legend(out: Picture, y: float, entries: Sequence[tuple[str, str]]) -> None:
         x += 22 + 7 * len(words) + 22
 
 
-# -- from a model to a trace
+# -- how-pipeline.svg: from a model to a trace
 
 
 def pipeline() -> Picture:
@@ -133,13 +133,11 @@ def pipeline() -> Picture:
     return out
 
 
-# -- a block's roles
+# -- how-roles.svg: a block's roles
 
 
 def roles() -> Picture:
-    """The same layer of the same program on one SM, with and without loads that begin before the previous instruction
-    ends.
-    """
+    """Draw one layer on one SM twice: with loads that begin before the previous instruction ends, and without."""
     out = Picture(494, "The roles of one block during one layer")
     short = {"qkv_rope": "QKV", "o_proj": "O", "gate_up_silu": "gate, up", "down_proj": "down"}
     entries = [(COLOURS[phase], words) for phase, words in short.items()]
@@ -152,7 +150,9 @@ def roles() -> Picture:
 
 
 def _roles_of(out: Picture, y: float, title: str, run: Run, short: dict[str, str]) -> None:
-    """A layer, from the end of one down projection to the end of the next, and what comes just before."""
+    """Draw 60 µs of one SM, beginning with a down projection. Two dashed lines mark one layer: the end of this down
+    projection and the end of the next one.
+    """
     shown = [one for one in run.of(0, WORKER) if one.phase in short]
     before, last = (
         one
@@ -176,11 +176,11 @@ def _roles_of(out: Picture, y: float, title: str, run: Run, short: dict[str, str
     out.text(sum(ends) / 2, y + 190, f"one layer: {last.end - before.end:.1f} µs", anchor="middle")
 
 
-# -- phases side by side
+# -- how-overlap.svg: phases side by side
 
 
 def overlap() -> Picture:
-    """One layer of a large batch on rank 0 of eight ranks."""
+    """Draw which phases the SMs of rank 0 run over time, in one layer of a large batch on eight ranks."""
     run = Run(batch("llama-3.1-70b", 8, 4096, Options(o="replicated", queue="body")))
     rows = run.rows
     mine = (rows["rank"] == 0) & (rows["layer"] == LAYER) & (rows["kind"] == IntervalKind.COMPUTE)
@@ -225,11 +225,14 @@ def overlap() -> Picture:
     return out
 
 
-# -- pages in the ring
+# -- how-ring.svg: pages in the ring
 
 
 def page_order(program: Program, record: Records) -> str:
-    """The pages of a matmul by dots in order: W for weights, X for the instruction's rows."""
+    """Return the order of a matmul's pages in the ring: W for weights, X for the instruction's input rows.
+
+    The matmul uses `dots`, dot products on CUDA cores.
+    """
     phase, dims = program.forward.by_number[int(phase_number(record))], program.dims
     operands: dict[str, Any] = phase.columns(record[None])
     rows, cols = operands["rows"], operands["cols"]
@@ -272,11 +275,13 @@ def ring() -> Picture:
     return out
 
 
-# -- two ranks
+# -- how-ranks.svg: two ranks
 
 
 def ranks() -> Picture:
-    """Two row blocks. Each rank owns one: it adds both ranks' partial sums of its rows and normalises them."""
+    """Draw two ranks, each of which owns one row block: it adds both ranks' partial sums of its rows and normalises
+    them.
+    """
     options = Options(o="sharded", residual="dealt", norm="own", queue="none")
     run = Run(batch("llama-3.1-8b", 2, 256, options))
     out = Picture(506, "Two ranks exchange partial sums")
@@ -293,7 +298,7 @@ def ranks() -> Picture:
     waits = [
         next(one for one in shown if one.phase == "o_reduce" and one.kind is IntervalKind.COUNTER_WAIT) for shown in own
     ]
-    # A store of the other rank released the wait of each rank.
+    # sent[i] is the store of rank i that released the other rank's wait, so the list of waits is reversed.
     sent = [run.at(int(run.releasers[wait.number])) for wait in waits][::-1]
     [end] = [one.end for one in own[0] if one.phase == "mlp_norm" and one.kind is IntervalKind.STORE]
     axis = Axis(out, sent[0].begin - 7, end + 0.5)
@@ -309,7 +314,7 @@ def ranks() -> Picture:
         work = labelled(own[rank], short, IntervalKind.COUNTER_WAIT, IntervalKind.COMPUTE)
         axis.lane(top + 118, "SM 0, consumers", work)
         axis.lane(top + 150, "SM 0, storer", labelled(own[rank], short, IntervalKind.STORE))
-    for rank, foot in ((0, 0), (1, 26)):  # the arrow ends at the top or the bottom of the other rank's wait
+    for rank, foot in ((0, 0), (1, 26)):  # the arrow to the other rank ends at the top or bottom of that rank's wait
         x = axis.x(waits[1 - rank].end)
         out.line((axis.x(sent[rank].end), tops[rank] + 59), (x, tops[1 - rank] + 118 + foot), arrow=True)
     axis.ticks(tops[1] + 182, 2)

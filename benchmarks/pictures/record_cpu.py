@@ -1,9 +1,10 @@
-"""Writes HTML timelines of steps on this machine's CPU, of which benchmarks/pictures/timeline.py takes pictures.
+"""Writes HTML timelines of steps on this machine's CPU. benchmarks/pictures/timeline.py then takes pictures of them.
 
     python benchmarks/pictures/record_cpu.py FOLDER
 
-Writes decode.html and prefill.html with `megakernel timeline`, and speculation.html of a step that verifies proposed
-tokens of a repetitive passage. Nothing else should run meanwhile.
+decode.html and prefill.html show a decode and a prefill step. speculation.html shows a step of speculative decoding:
+the model repeats a passage of the prompt, and the step verifies proposed tokens. Nothing else should run on the machine
+meanwhile.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ MODEL, TOKENS = "smollm2-135m", 64
 
 
 def verifying_step(speculate: int = 7) -> Step:
-    """The step of median time among the steps that verify proposed tokens with the most frequent program."""
+    """Generate a text with speculative decoding, and return a step that verifies up to `speculate` proposed tokens.
+
+    The step is the one with the median time among all steps that ran the most frequent program.
+    """
     prompt, sampling = TEXTS["repeats"]
     params = SamplingParams(**sampling, max_tokens=TOKENS, ignore_eos=True)
     with LLM(MODEL, backend="cpu", max_context=2048, max_seqs=1, speculate=speculate) as llm:
         ids = llm.chat_ids([{"role": "user", "content": prompt}])
-        llm.generate([ids], params)  # caches and threads are warm after this
+        llm.generate([ids], params)  # warm up caches and threads
         llm.engine.reset_prefix_cache()
         request, steps = llm.engine.add(ids, params), []
         while not request.done:

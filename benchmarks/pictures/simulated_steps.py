@@ -27,13 +27,13 @@ MACHINE = machines.load("h100")
 
 @cache
 def decode(layers: int) -> Program:
-    """A program for one token of Llama-3.2-1B on one H100."""
+    """Compile a decode step of one sequence for Llama-3.2-1B, with only `layers` layers, on one H100."""
     config = replace(load_config("random:llama-3.2-1b"), layers=layers)
     return compile_program(config, MACHINE, dtype=Dtype.BF16, tokens=1, logit_rows=1, max_seqs=1, max_context=256)
 
 
 def batch(model: str, tp: int, tokens: int, options: Options) -> Program:
-    """Three layers of a model on `tp` H100s, with one token for each of `tokens` sequences."""
+    """Compile a decode step of `tokens` sequences for three layers of a model on `tp` H100s."""
     config = replace(load_config(f"random:{model}"), layers=3)
     return compile_program(
         config,
@@ -50,9 +50,9 @@ def batch(model: str, tp: int, tokens: int, options: Options) -> Program:
 
 @dataclass(frozen=True)
 class Interval:
-    """An interval of the body. Times are in microseconds."""
+    """An interval of a trace that belongs to one of the model's layers. Times are in microseconds."""
 
-    number: int  # its index in the trace
+    number: int  # index of the interval in the trace
     phase: str
     instruction: tuple[int, int]  # layer, record
     kind: IntervalKind
@@ -75,7 +75,7 @@ class Run:
         self.names = np.array([program.forward.by_number[n].name for n in numbers])
 
     def of(self, rank: int, worker: int) -> list[Interval]:
-        """The intervals of a worker in all layers, in order of time."""
+        """Return the intervals of a worker in all layers, ordered by their beginnings."""
         rows = self.rows
         here = (rows["rank"] == rank) & (rows["worker"] == worker) & (rows["layer"] < PROLOGUE)
         return sorted((self.at(i) for i in np.flatnonzero(here).tolist()), key=lambda one: one.begin)
@@ -87,8 +87,9 @@ class Run:
         return Interval(number, str(self.names[record]), (layer, record), kind, begin, end)
 
     def share(self, edges: NDArray[np.float64], kind: IntervalKind, phases: Sequence[str]) -> NDArray[np.float64]:
-        """Between each two successive `edges` (in ticks): the mean fraction of rank 0's workers
-        that are in an interval of this kind and these phases.
+        """Return the fraction of rank 0's workers that are in an interval of this kind and of one of these phases.
+
+        There is one value for each two successive `edges` (times in nanoseconds): the mean over the time between them.
         """
         rows = self.rows
         mine = (rows["rank"] == 0) & (rows["kind"] == kind) & (rows["layer"] < PROLOGUE)

@@ -8,7 +8,7 @@ from html import escape
 WIDTH = 830  # width of the text column on GitHub, in pixels
 _CHARACTER = 6.9  # mean width of a character of 13-pixel text
 
-# Colours in light and dark mode. Text on a filled shape has the colour of all other text.
+# Colours in light and dark mode. All text in a mode has one colour, so every fill must contrast with it.
 _THEMES = {
     "light": {
         "page": "#ffffff",
@@ -61,7 +61,7 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
 
 
 class Picture:
-    """Shapes on a page WIDTH pixels wide."""
+    """An SVG picture, WIDTH pixels wide, to which methods add shapes. `str` of it is the file's content."""
 
     def __init__(self, height: float, title: str) -> None:
         self._height, self._parts = (
@@ -86,7 +86,9 @@ class Picture:
         )
 
     def rect(self, x: float, y: float, width: float, height: float, fill: str, label: str = "") -> None:
-        """A rectangle, with a label in its middle if that fits. `fill` is a colour of the themes, or "wait"."""
+        """Draw a rectangle, with a label in its middle if it fits. `fill` names a colour of _THEMES, or is "wait"
+        (hatched).
+        """
         look = 'fill="url(#wait)"' if fill == "wait" else f'class="{fill} edge"'
         outline = ' class="edge" stroke-width="1"' if fill == "wait" else ' stroke-width="1"'
         self._parts.append(

@@ -3,8 +3,9 @@
     python benchmarks/pictures/record_cpu.py FOLDER
     python benchmarks/pictures/timeline.py [--cpu FOLDER]
 
-The steps on a node are simulated here: two layers of Llama-3.1-70B on eight H100s, 4,096 decode rows, and the same
-without pipelining across instructions. --cpu names the folder that record_cpu.py wrote.
+The script simulates two decode steps on a node of eight H100s: two layers of Llama-3.1-70B with 4,096 decode rows, once
+with and once without pipelining across instructions. `--cpu FOLDER` also takes pictures of the timelines that
+record_cpu.py wrote to FOLDER.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ FIRST = "for (let i = 0; i < timeline.intervalCount; i++) { const d = timeline.d
 
 
 def first(page: Browser, which: str) -> int:
-    """The first interval whose description `d` satisfies the JavaScript condition `which`."""
+    """Return the index of the first interval whose description `d` satisfies the JavaScript condition `which`."""
     return int(page.run(FIRST.replace("WHICH", which)))
 
 
@@ -56,7 +57,7 @@ def around(page: Browser, i: int, width_s: float) -> None:
 
 
 def node(page: Browser, step_s: float) -> None:
-    ranks = page.run("return timeline.rows().length")  # all ranks are still collapsed
+    ranks = page.run("return timeline.rows().length")  # one row per rank, because all ranks are still collapsed
     workers = int(page.run("return timeline.laneCount")) // ranks
     take(page, "node")
     remote = f"Math.floor(d.lane / {workers}) !== Math.floor(timeline.describe(d.releaser).lane / {workers})"
@@ -83,7 +84,7 @@ def prefill(page: Browser, step_s: float) -> None:
 
 
 def worst(page: Browser, name: str) -> None:
-    """Take a picture of the page after a click on the first bar of the waits."""
+    """Take a picture of the page after a click on the first bar under the heading WAITS."""
     page.run("[...document.querySelectorAll('h2')].find((h) => h.innerText === 'WAITS').nextSibling.firstChild.click()")
     page.keys("0")
     take(page, name)

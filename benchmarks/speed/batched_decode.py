@@ -1,10 +1,10 @@
-"""Compares decode steps of many sequences with llama.cpp's `llama-batched-bench`, on the same weights, in turn.
+"""Compares our decode steps of many sequences with those of llama.cpp's `llama-batched-bench`, on the same weights.
 
     python benchmarks/speed/batched_decode.py --llama-bench DIR -o FILE
 
-A step of ours counts if it adds one token to every sequence and computes no prompt; its time includes the engine's work
-between launches. `llama-batched-bench` computes all prompts first and then times the same number of steps, with flash
-attention on or off, whichever is faster. Leave the machine alone meanwhile.
+The two sides run in turn. A step of ours counts if it adds one token to every sequence and computes no prompt. Its time
+includes the engine's work between launches. `llama-batched-bench` computes all prompts first and then times the same
+number of steps, with flash attention on or off, whichever is faster. Nothing else should run on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megakernel.serving.engine import Step
 
 
 def our_steps(llm: LLM, work: Work, seed: int) -> list[float]:
-    """Seconds of `work.decode_steps` steps that add one token to every sequence."""
+    """Return the times, in seconds, of `work.decode_steps` steps that add one token to every sequence."""
     steps: list[float] = []
     moment = perf_counter()
 
@@ -43,7 +43,8 @@ def our_steps(llm: LLM, work: Work, seed: int) -> list[float]:
             steps.append(moment - before)
 
     ids = np.random.default_rng(seed).integers(0, llm.config.vocab, (work.sequences, work.prompt_tokens)).tolist()
-    # Each step computes one prompt, so the first sequences already decode meanwhile and need more tokens in all.
+    # Each of the first steps computes one prompt, and also a token of each sequence whose prompt is complete. So a
+    # sequence may get up to one token per other sequence before all sequences decode.
     params = SamplingParams(temperature=0.0, max_tokens=work.decode_steps + work.sequences + 1, ignore_eos=True)
     llm.generate(ids, params, on_step=note)
     return steps[: work.decode_steps]
@@ -51,7 +52,7 @@ def our_steps(llm: LLM, work: Work, seed: int) -> list[float]:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--llama-bench", type=Path, required=True, metavar="DIR", help="folder of a native build")
+    parser.add_argument("--llama-bench", type=Path, required=True, metavar="DIR", help="folder of a llama.cpp build")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=512)

@@ -1,8 +1,8 @@
-"""Measures seconds and memory to compile and verify Llama-3.1-70B for eight GPUs, by tokens, layers and ranks.
+"""Measures the time and memory to compile and verify Llama-3.1-70B for different numbers of tokens, layers and GPUs.
 
     python benchmarks/speed/compile_verify.py -o benchmarks/results/compile-verify-70b.json
 
-Each line runs in its own process, so that the peak memory is its own; the median of several runs is shown.
+Each run has its own process, because peak memory is measured per process. The table shows medians of several runs.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     rows = []
     for shape in SHAPES:
-        # Each run has a new process.
+        # The pool starts a new process for each run, so that no run inherits the peak memory of another.
         with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
             runs = [pool.apply(measure, (shape,)) for _ in range(arguments.repeat)]
         rows.append({"runs": runs} | {k: statistics.median(r[k] for r in runs) for k in runs[0]})

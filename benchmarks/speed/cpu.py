@@ -2,10 +2,10 @@
 FILE`.
 
 Each case is one call of `megakernel bench ... --vs llama.cpp --json`, in which both sides run in turn on the same
-weights, llama.cpp with the fastest settings that a search finds. In some cases another process keeps one core busy
-meanwhile. `--simd avx2` runs our side without AVX-512; DIR must then have a build without it as well. `--only TEXT`
-selects the cases whose names contain it; other cases in FILE from an earlier call are kept. Leave the machine alone
-meanwhile.
+weights. llama.cpp runs with the fastest settings that a search finds. In one case, another process keeps one core busy
+during the run. `--simd avx2` runs our side without AVX-512; DIR must then have a build of llama.cpp without AVX-512.
+`--only TEXT` selects the cases whose names contain TEXT; other cases in FILE from an earlier call are kept. Nothing
+else should run on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from servers import measured
 
 RUNS = ["--runs", "5"]
 SMALL, LARGE = ["--model", "smollm2-135m"], ["--model", "random:llama-3.2-1b", "--context", "2048"]
-FEW = ["--tokens", "24"]  # decode steps of the larger model, and at long contexts
+FEW = ["--tokens", "24"]  # option for fewer decode steps, for the larger model and for long contexts
 
 
 def latency(model: list[str], weights: str, prompt: int, *more: str) -> list[str]:
@@ -57,7 +57,7 @@ CASES = {
 
 @contextmanager
 def busy() -> Iterator[None]:
-    """While the block runs, a process uses as much of one core as it gets."""
+    """Run a process that uses as much of one core as it gets, until the `with` block ends."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         yield
@@ -68,9 +68,11 @@ def busy() -> Iterator[None]:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--llama-bench", type=Path, required=True, metavar="DIR", help="folder of a native build")
-    parser.add_argument("--simd", help="MEGAKERNEL_SIMD for our side (default: the best of this CPU)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this in their names")
+    parser.add_argument("--llama-bench", type=Path, required=True, metavar="DIR", help="folder of a llama.cpp build")
+    parser.add_argument(
+        "--simd", help="SIMD path of megakernel, for example avx2 (default: the widest that this CPU supports)"
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="run only cases whose names contain TEXT")
     args = parser.parse_args()
     if args.simd:
         os.environ["MEGAKERNEL_SIMD"] = args.simd

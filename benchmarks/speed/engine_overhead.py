@@ -1,13 +1,13 @@
-"""Measures the engine's cost besides the launches: `python benchmarks/speed/engine_overhead.py [-o FILE]`, as one JSON.
+"""Measures what the engine costs besides the launches: `python benchmarks/speed/engine_overhead.py [-o FILE]`.
 
-Everything that the host does for a step (planning, building the table, reading back) runs in one thread. The cost is
-that thread's processor time, during launches and between them. Prompts differ in length, so that sequences fill pages
-and enter KV blocks in different steps.
+Everything that the host does for a step (planning, building the step table, reading back) runs in one thread. The cost
+is that thread's processor time, during launches and between them. Prompts differ in length, so that sequences fill
+pages and enter KV blocks in different steps. The script prints one JSON object with two measurements:
 
-share     decode of 64 sequences of SmolLM2-135M on the CPU backend: host seconds per step, and the part of a step's
-          wall time that no launch covers; `text` with detokenization, `ids` without
-flat      decode of 1 to 4,096 sequences of a tiny model on the null backend: host microseconds per token in several
-          runs, and per step
+share     decode of 64 sequences of SmolLM2-135M on the CPU backend: the host's time per token and step, and the
+          fraction of a step's wall time outside launches; `text` includes detokenization, `ids` does not
+flat      decode of 1, 64, 1,024 and 4,096 sequences of a tiny model on the null backend, which computes nothing: the
+          host's time per token and step, which should not depend on the number of sequences
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ PARAMS = SamplingParams(temperature=0.8, seed=1, max_tokens=None, ignore_eos=Tru
 def measure(
     llm: LLM, sequences: int, steps: int, prompt: tuple[int, int], *, reading: bool = False
 ) -> dict[str, float]:
-    """Time `steps` decode steps of `sequences` sequences. Their prompts have lengths in the range `prompt`.
+    """Time `steps` decode steps of `sequences` sequences, whose prompt lengths are drawn from the range `prompt`.
 
-    `reading` also converts the tokens to text.
+    With `reading`, the tokens are also converted to text.
     """
     engine, rng = llm.engine, random.Random(0)
     vocab = engine.dims.vocab
@@ -84,7 +84,7 @@ def share(steps: int) -> dict[str, dict[str, float]]:
 
 
 def flat(sequences: int, steps: int, runs: int) -> dict[str, Any]:
-    """The median run by its processor time per token, and the times of all runs."""
+    """Measure decode `runs` times. Return the run with the median host time per token, and the time of each run."""
     with LLM(TINY, backend="null", max_seqs=sequences, step_tokens=max(512, sequences), threads=1) as llm:
         made = [measure(llm, sequences, steps, (33, 160)) for _ in range(runs)]
     made.sort(key=lambda run: run["host_us_per_token"])
@@ -94,9 +94,9 @@ def flat(sequences: int, steps: int, runs: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--steps", type=int, default=200, help="steps of each measurement (default 200)")
-    parser.add_argument("--runs", type=int, default=5, help="runs on the null backend (default 5)")
-    parser.add_argument("--only-null", action="store_true", help="leave out SmolLM2 on the CPU backend")
+    parser.add_argument("--steps", type=int, default=200, help="decode steps of each run (default 200)")
+    parser.add_argument("--runs", type=int, default=5, help="number of runs on the null backend (default 5)")
+    parser.add_argument("--only-null", action="store_true", help="skip the runs of SmolLM2 on the CPU backend")
     args = parser.parse_args()
     result: dict[str, Any] = {} if args.only_null else {"share": share(args.steps)}
     result["flat"] = [flat(sequences, args.steps, args.runs) for sequences in (1, 64, 1024, 4096)]

@@ -2,29 +2,33 @@
 
     PYTHONPATH=. python benchmarks/speed/gpu.py -o FILE -t FILE
 
-It runs from a checkout (PYTHONPATH is for a package that is not installed) with torch, cuda-python and CuPy, and takes
-less than eight minutes. Each part runs in a process of its own. If a part fails, hangs or has no time left, it is
-reported and the others continue. All figures are written to the JSON file at once. A variant that fails or gives
-different bits has an `error` next to its figures. `--only NAME` (repeatable) runs some parts, and `--part NAME` runs
-one in this process.
+It runs from a checkout (PYTHONPATH is needed if the package is not installed) with torch, cuda-python and CuPy, and
+takes less than eight minutes. Each part runs in a process of its own. If a part fails, hangs or has no time left, this
+is reported and the other parts still run. The JSON file is updated after each part. A variant that fails or produces
+different bits has an `error` next to its figures. `--only NAME` (repeatable) runs the named parts alone, and `--part
+NAME` runs one part in this process. "Ours" means this project's megakernel.
 
-probe          ceilings: read bandwidth of a stream, torch.matmul on random data, hand-off between SMs
-check-CASE     compares every instruction with the reference in one of doctor's cases; `check` runs all cases
-decode-MODEL   32-token prompt, 127 decode steps of one sequence: normal, by phases (a CUDA graph with one launch per
-               phase; phases_ratio: its time divided by the normal one's), without cross-instruction pipelining, and
-               with tracing. The bits must be equal. kernel_s: GPU time by events around the launch; own_clock_s: the
-               same by the interpreter's own clock, with tracing; table_s: time to build the step table; step_s: wall
-               time of a step with its table; `engine`: time per token of a request
-mixed-8b       the same for a step of 15 prompts of 512 tokens and 512 decode rows with 512 KV tokens each
-ablate-PART    the same step with parts left out: no instruction waits for another (unsynchronised); in addition,
-               loaders copy nothing (no_copies: the consumers' ceiling), or consumers compute nothing (no_compute: the
-               loaders' ceiling)
-numerics       KL divergence and NLL of our results and of torch in bf16, compared with float32; tokens within the
-               reference's margin
-torch-MODEL    decode by torch.compile(mode="max-autotune", fullgraph=True) with a static cache, on the same weights.
+probe          measures ceilings: the read bandwidth of a stream, torch.matmul on random data, hand-offs between SMs
+check-CASE     compares every instruction with the reference in one case of `megakernel doctor`; `check` runs all cases
+decode-MODEL   computes a prompt of 32 tokens and 127 decode steps of one sequence, in four variants: normal, by phases
+               (a CUDA graph with one launch per phase), without cross-instruction pipelining, and with tracing. All
+               variants must give the same bits. The figures of a variant are kernel_s, the GPU time by CUDA events
+               around the launch; table_s, the time to build the step table; step_s, the wall time of a step, including
+               table_s; and with tracing own_clock_s, the GPU time by the interpreter's own clock. phases_ratio is the
+               kernel time by phases divided by the normal one, and `engine` is the time per token of a request
+mixed-8b       measures the variants of decode-MODEL in one step, which has 15 prompts of 512 tokens each and 512 decode
+               rows with 512 KV tokens each
+ablate-PART    measures the step of decode-1b or mixed-8b with some of the interpreter's work left out.
+               `unsynchronised`: no instruction waits for another. `no_copies`: nor do loaders copy anything, which
+               shows the consumers' maximum speed. `no_compute`: no instruction waits for another, and consumers compute
+               nothing, which shows the loaders' maximum speed
+numerics       compares our results, and those of torch in bf16, with torch in float32: KL divergence, error of the NLL,
+               and the most by which the chosen token's float32 log-probability is below that of the best token
+torch-MODEL    decodes with torch.compile(mode="max-autotune", fullgraph=True) and a static cache, on the same weights.
                `decode-1b` and `torch-1b` run twice each, in the order ours, torch, torch, ours
-partitions     2 and 4 ranks on parts of the GPU: exposed communication
-delay          delays one instruction by 5 ms: the trace must show it, and the step must take 5 ms longer
+partitions     measures how long 2 and 4 ranks, each on a part of the GPU, wait for communication
+delay          delays one instruction by 5 ms, and reports how much longer the step takes by its trace (about 5 ms, if
+               the trace is right)
 """
 
 from __future__ import annotations
@@ -59,27 +63,29 @@ MODELS = {"1b": "random:llama-3.2-1b", "8b": "random:llama-3.1-8b"}
 DEVICE = "cuda"  # torch's
 PROMPT, STEPS, RUNS = 32, 127, 5
 ABLATIONS = {"unsynchronised": Ablation.NONE, "no_copies": Ablation.COPIES, "no_compute": Ablation.COMPUTE}
-LAUNCHES = 20  # launches of an ablation, or of a step of many rows
-MIXED = 15, 512, 512, 512  # prompts, tokens of each; decode rows, KV tokens of each
+LAUNCHES = 20  # launches per measurement of an ablation or of mixed-8b
+MIXED = 15, 512, 512, 512  # number of prompts, tokens per prompt, number of decode rows, KV tokens per decode row
 PARTITION_ROWS, PARTITION_RUNS = (1, 256), 20
-SEQUENCE, SCORED = 256, 64  # tokens, and the positions at their end whose log-probabilities are compared
-PREFILL = 2  # tokens of a prefill step, the maximum that dots of the 8B shape hold
+SEQUENCE, SCORED = 256, 64  # number of tokens of the numerics part, and how many of the last tokens are compared
+# Number of tokens of a prefill step. If matmuls are computed as dot products, shared memory has no room for more than
+# this many rows of the 8B model.
+PREFILL = 2
 CASES = [case.name for case in doctor_gpu.cases()]
 LIMIT_S = 460.0
-PART_LIMIT_S = 180.0  # seconds per part, so that a part that hangs leaves time for others
+PART_LIMIT_S = 180.0  # limit of each part in seconds, so that a part that hangs leaves time for others
 _ERROR_LINES = 15
 _SEED = 1
 
 
 def prompt(vocab: int, length: int) -> list[int]:
-    """Token ids, the same for all parts."""
+    """Return random token ids, which are the same in all parts."""
     ids: list[int] = np.random.default_rng(_SEED).integers(0, vocab, length).tolist()
     return ids
 
 
 class Report:
-    """The measurements of a part. They are written to the part's file after each one, whatever happens to the
-    process later.
+    """The measurements of a part. Each measurement is written to the part's file at once, so that it is not lost if the
+    process fails later.
     """
 
     def __init__(self, output: Path | None = None) -> None:
@@ -93,7 +99,7 @@ class Report:
 
 
 class Times(NamedTuple):
-    """Seconds of steps. The docstring of this file explains the fields."""
+    """The times of the steps of a run, in seconds. The docstring of this file explains the fields."""
 
     kernel_s: list[float]
     table_s: list[float]
@@ -104,8 +110,9 @@ class Times(NamedTuple):
 
 
 def measured(report: Report, name: str, runs: int, run: Callable[[], tuple[Json, bytes]], expected: bytes) -> None:
-    """Store the median figures of `runs` runs under `name`, and what is wrong with them: other bits, or the error that
-    ended them.
+    """Call `run` `runs` times, and store the median figures in the report under `name`.
+
+    If a call fails or returns bits other than `expected`, the figures have an `error`.
     """
     rows: list[Json] = []
     wrong: Json = {}
@@ -127,19 +134,19 @@ def measured(report: Report, name: str, runs: int, run: Callable[[], tuple[Json,
 
 
 class Decode:
-    """One sequence directly on the backend: a prompt, then one token at a time."""
+    """One sequence that runs on the backend without the engine: its prompt, then one token at a time."""
 
     def __init__(self, model: str) -> None:
         from megakernel import LLM
 
-        # Steps of so few tokens make the engine choose matmuls as dots.
+        # With steps of at most PREFILL tokens, the engine computes matmuls as dot products on CUDA cores.
         self.llm = LLM(MODELS[model], backend="cuda", max_seqs=1, max_context=1024, step_tokens=PREFILL)
         self.backend: Any = self.llm.engine.backend
         self.program = self.llm.engine.programs.get(1, 1)
         self.pages = list(range(self.program.dims.pages_per_seq))
 
     def prefill(self) -> Any:
-        """Compute the prompt in chunks; returns the output of the last one."""
+        """Compute the prompt in chunks, and return the output of the last chunk."""
         program, ids = self.llm.engine.programs.get(PREFILL, 1), prompt(self.llm.config.vocab, PROMPT)
         for start in range(0, PROMPT, PREFILL):
             chunk = Chunk(0, start, ids[start : start + PREFILL], self.pages, [SampleRow(PREFILL - 1)])
@@ -147,12 +154,15 @@ class Decode:
         return out
 
     def tables(self) -> Iterator[Any]:
-        """The tables of the decode steps: each token is the one that the previous step has sampled."""
+        """Yield the step tables of the decode steps. Token id -1 means the token that the previous step sampled."""
         for i in range(STEPS):
             yield build_step(self.program.dims, [Chunk(0, PROMPT + i, [-1], self.pages, [SampleRow(0)])])
 
     def run(self, trace: bool = False) -> tuple[Times, bytes, Any]:
-        """Returns (times of the decode steps, bits of tokens and log-probabilities, last trace)."""
+        """Compute the prompt and all decode steps.
+
+        Returns the times of the decode steps, the bits of all tokens and log-probabilities, and the last step's trace.
+        """
         out = self.prefill()
         bits, times = [_bits(out)], Times([], [], [])
         begin = time.perf_counter()
@@ -168,7 +178,7 @@ class Decode:
 
 
 def _bits(out: Any) -> bytes:
-    """The bits of a launch's tokens and log-probabilities."""
+    """Return the bits of a launch's tokens and log-probabilities."""
     return bytes(out.tokens.tobytes() + out.logprobs.tobytes())
 
 
@@ -218,13 +228,13 @@ def each_way(report: Report, backend: Any, measure: Callable[[str], None]) -> No
 
 
 def ratio(report: Report, name: str) -> float | None:
-    """The kernel time of measurement `name` divided by the megakernel's."""
+    """Return the kernel time of measurement `name` divided by the normal launch's, or None if either is missing."""
     times = [report.values[key].get("kernel_s") for key in (name, "megakernel")]
     return times[0] / times[1] if all(times) else None
 
 
 def own_clock(trace: Any) -> float:
-    """Seconds from the beginning of the first interval to the end of the last one."""
+    """Return the seconds from the beginning of a trace's first interval to the end of its last one."""
     return float(trace.intervals["end"].max() - trace.intervals["begin"].min()) * float(trace.header.tick_s)
 
 
@@ -257,7 +267,9 @@ def ablate_mixed(report: Report, _: Path | None) -> None:
 
 
 def engine(it: Decode) -> Json:
-    """Time the same work as a request to the engine."""
+    """Return the time per token of requests to the engine. Each request has the prompt and the number of output
+    tokens of `Decode.run`.
+    """
     from megakernel import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=STEPS + 1, ignore_eos=True)
@@ -266,9 +278,7 @@ def engine(it: Decode) -> Json:
 
 
 def timeline(program: Any, trace: Any) -> Json:
-    """The summary of a traced step, and the fraction of successive instructions on an SM in which the later one's load
-    begins before the earlier one ends.
-    """
+    """Return the summary of a traced step, with the figures of `loads_ahead` and `handoffs`."""
     import dataclasses
 
     from megakernel.timeline import summarise
@@ -281,8 +291,11 @@ def timeline(program: Any, trace: Any) -> Json:
 
 
 def loads_ahead(trace: Any) -> float | None:
-    """The fraction of pairs of successive instructions of a worker, among those that load and compute, in which the
-    later one's first load begins before the earlier one's last compute ends.
+    """Return how often a worker loads ahead, or None if there is no pair to count.
+
+    The pairs of successive instructions of a worker are counted, if both compute and the later one also loads. The
+    result is the fraction of these pairs in which the first load of the later instruction begins before the last
+    computation of the earlier instruction ends.
     """
     from megakernel.trace import IntervalKind
 
@@ -303,7 +316,11 @@ def loads_ahead(trace: Any) -> float | None:
 
 
 def handoffs(program: Any, trace: Any) -> Json:
-    """Seconds from the end of the releasing interval to the end of the wait: from signal to consumer, under load."""
+    """Return the median and the 90th percentile of the hand-off times between instructions in a step, in seconds.
+
+    A hand-off lasts from the end of the interval that signals a counter to the end of the wait that the signal
+    releases.
+    """
     from megakernel.timeline.resolve import WAIT, resolve
     from megakernel.timeline.waits import finishes, releasers
 
@@ -338,7 +355,7 @@ def torch_decode(model: str, report: Report, _: Path | None) -> None:
         begin = time.perf_counter()
         for i in range(STEPS):
             token = compiled(token, positions[:1] + PROMPT + i).argmax(-1).clone()
-            found.append(int(token))  # the host reads each token, as ours does
+            found.append(int(token))  # the host reads each token, as in our decode steps
             end = time.perf_counter()
             seconds.append(end - begin)
             begin = end
@@ -366,7 +383,7 @@ def _rows(bits: bytes) -> list[bytes]:
 
 
 def mixed_step() -> tuple[Any, Any, Any]:
-    """A step of 8,192 rows with prompts and decode rows together, as on a server: (LLM, program, table)."""
+    """Return the LLM, program and step table of an 8,192-row step with prompts and decode rows, as on a server."""
     from megakernel import LLM
 
     prompts, rows, decodes, context = MIXED
@@ -420,8 +437,9 @@ def mixed(report: Report, _: Path | None) -> None:
 
 
 def partitions(report: Report, _: Path | None) -> None:
-    """Several ranks on parts of one GPU: how long they wait for each other. No data crosses a link
-    between GPUs, so this measures synchronisation alone.
+    """Measure how long several ranks, each on a part of one GPU, wait for each other.
+
+    No data crosses a link between GPUs, so only synchronisation is measured.
     """
     from megakernel import LLM
 
@@ -450,7 +468,7 @@ def partitions(report: Report, _: Path | None) -> None:
 
 
 def check(report: Report, _: Path | None, name: str | None = None) -> None:
-    """Run all of doctor's cases, or one."""
+    """Compare the instructions with the reference in all cases of `megakernel doctor`, or in the case `name`."""
     cases, differences = [], []
     for case in doctor_gpu.cases():
         if name in (None, case.name):
@@ -462,15 +480,16 @@ def check(report: Report, _: Path | None, name: str | None = None) -> None:
 
 
 def numerics(report: Report, _: Path | None) -> None:
-    """The log-probabilities of the last positions of a sequence of the 1B shape: from one step of all tokens, and from
-    steps of a few tokens each.
+    """Compare the log-probabilities of a sequence's last positions with those of torch in float32, for the 1B shape.
+
+    The sequence is computed twice: in one step of all tokens, and in steps of a few tokens each.
     """
     for name, step in (("many_rows", SEQUENCE), ("few_rows", PREFILL)):
         report.keep(**{name: _scores(step)})
 
 
 def _scores(step: int) -> Json:
-    """The comparison with float32 when the sequence is computed `step` tokens at a time."""
+    """Compute the sequence `step` tokens at a time, and return the comparison with torch in float32."""
     import torch
     from torch_llama import TorchLlama
 
@@ -517,7 +536,7 @@ def _scores(step: int) -> Json:
 
 
 def delay(report: Report, _: Path | None) -> None:
-    """Stall one instruction in the middle of the 1B decode step by 5 ms."""
+    """Stall one instruction in the middle of the 1B decode step for 5 ms, and report how much longer the step takes."""
     it = Decode("1b")
     table = next(it.tables())
     it.prefill()
@@ -564,7 +583,7 @@ PLAN = (
 
 
 def run_all(plan: Sequence[str], trace: Path | None, save: Callable[[Json], None]) -> None:
-    """Run each part in its own process; `save` receives all results so far after each part."""
+    """Run each part in a process of its own. After each part, call `save` with all results so far."""
     begin = time.perf_counter()
     out: Json = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -592,8 +611,8 @@ def run_all(plan: Sequence[str], trace: Path | None, save: Callable[[Json], None
 
 
 def headline(result: Json) -> str:
-    """The summary of a part: the time of the launch by phases divided by the megakernel's, the
-    kernels' times, and errors.
+    """Return a part's summary for the log: the kernel time by phases divided by the normal one, the kernel time of each
+    measurement, and errors.
     """
     said = f", by phases / megakernel {result['phases_ratio']:.3f}" if result.get("phases_ratio") else ""
     for name, found in result.items():
@@ -606,8 +625,13 @@ def headline(result: Json) -> str:
 
 def main() -> int:
     parser = options(__doc__)
-    parser.add_argument("--part", choices=PARTS, help="run only this part, in this process")
-    parser.add_argument("--only", choices=PARTS, action="append", help="run only this part (repeatable, in order)")
+    parser.add_argument("--part", choices=PARTS, help="run only this part of the benchmark, in this process")
+    parser.add_argument(
+        "--only",
+        choices=PARTS,
+        action="append",
+        help="run only this part of the benchmark (may be repeated; the parts run in the order given)",
+    )
     parser.add_argument("-t", "--trace", type=Path, metavar="FILE", help="write the trace of a decode step to FILE")
     arguments = parser.parse_args()
     from megakernel.runtime.cuda.availability import missing

@@ -1,15 +1,16 @@
-"""Compares our server with llama.cpp's: the same bf16 weights, the same cores, ShareGPT lengths, many requests in
-flight.
+"""Compares our server with llama.cpp's on the same bf16 weights and the same cores. Requests have ShareGPT lengths, and
+many of them are in flight.
 
     pip download --no-deps --no-binary :all: llama-cpp-python==0.3.36    # its sdist carries llama.cpp's source
     python benchmarks/speed/llama_cpp.py build llama_cpp_python-0.3.36.tar.gz llama/
     python benchmarks/speed/llama_cpp.py run llama/ -o benchmarks/results/llama-cpp-smollm2-135m.json
 
-`build` compiles `llama-server` for this machine's instruction set (cmake and a C++ compiler; minutes to an hour). `run`
-writes the model's weights as a bf16 GGUF, which both sides load. It then tries llama-server's settings on a part of the
-workload (slots, flash attention, batch sizes, threads; one after another) and keeps what is faster. It then measures
-that server and ours in turn, while the other one is suspended, and finally times our engine offline. Leave the machine
-alone meanwhile.
+`build` compiles `llama-server` for this machine's instruction set. It needs cmake and a C++ compiler, and takes minutes
+to an hour. `run` writes the model's weights as a bf16 GGUF, which both sides load. Then it tries changes of
+llama-server's settings (slots, flash attention, batch sizes, threads) one after another on a part of the workload, and
+keeps each change that makes llama-server faster. Then it measures llama-server with these settings and our server in
+turn, and suspends the server that is not being measured. Finally it times our engine offline. Nothing else should run
+on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -61,19 +62,22 @@ def build(sdist: Path, folder: Path, jobs: int) -> None:
 
 
 def built(folder: Path) -> list[str]:
-    """The options that decide which instructions `folder`/build uses, as CMake's cache has them."""
+    """Return the CMake options, from the cache in `folder`/build, that decide which CPU instructions llama.cpp uses."""
     names = r"CMAKE_BUILD_TYPE|GGML_(?:NATIVE|OPENMP|AVX\w*|FMA|F16C|BMI2)"
     cache = (folder / "build" / "CMakeCache.txt").read_text()
     return [f"-D{name}={value}" for name, value in re.findall(rf"^({names}):\w+=(.*)$", cache, re.MULTILINE)]
 
 
 def first_settings(threads: int) -> dict[str, str]:
-    """The settings with which the search begins; all others are llama.cpp's defaults, an f16 KV cache among them."""
+    """Return the settings with which the search begins.
+
+    All other settings have llama.cpp's defaults, among them an f16 KV cache.
+    """
     return {"-np": "16", "-fa": "on", "-ub": "512", "-b": "2048", "-t": str(threads), "-tb": str(threads)}
 
 
 def changes(threads: int) -> list[dict[str, str]]:
-    """The changes to try, one after another, each on top of the best so far."""
+    """Return the changes of settings to try, one after another, each added to the best settings so far."""
     fewer = str(max(threads // 2, 1))
     return [{}, {"-np": "64"}, {"-fa": "off"}, {"-ub": "2048"}, {"-b": "512", "-ub": "512"}, {"-t": fewer}]
 
@@ -159,19 +163,24 @@ def main() -> None:
     made.add_argument("folder", type=Path)
     made.add_argument("--jobs", type=int, default=os.cpu_count())
     ran = verbs.add_parser("run")
-    ran.add_argument("folder", type=Path, help="where `build` put llama.cpp")
-    ran.add_argument("--model", default="smollm2-135m", help="a known model that comes as GGUF")
+    ran.add_argument("folder", type=Path, help="folder into which `build` built llama.cpp")
+    ran.add_argument("--model", default="smollm2-135m", help="name of a GGUF model for `megakernel pull`")
     ran.add_argument("--num-prompts", type=int, default=256)
     ran.add_argument("--max-concurrency", type=int, default=64)
-    ran.add_argument("--search-prompts", type=int, default=64, help="prompts for the search of settings")
+    ran.add_argument(
+        "--search-prompts",
+        type=int,
+        default=64,
+        help="number of prompts with which each combination of settings is tried",
+    )
     ran.add_argument("--runs", type=int, default=2)
-    ran.add_argument("--serve-flags", nargs=argparse.REMAINDER, default=[], help="more flags for our server")
+    ran.add_argument("--serve-flags", nargs=argparse.REMAINDER, default=[], help="more flags for `megakernel serve`")
     ran.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
     if args.verb == "build":
         build(args.sdist, args.folder, args.jobs)
         return
-    # removes this machine's own paths
+    # Remove the path of the work folder from the results, because this folder exists only on this machine.
     result = json.loads(json.dumps(run(args)).replace(f"{args.folder / 'work'}{os.sep}", ""))
     write(args.output, result)
     print(text({name: result[name] for name in ("http", "offline")} | {"settings": result["llama_cpp"]["settings"]}))

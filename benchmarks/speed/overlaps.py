@@ -1,9 +1,13 @@
-"""Shows three overlaps on a CPU with 2 and 4 ranks, and the same step with the cause of each overlap switched off.
+"""Measures three kinds of overlap on a CPU with 2 and 4 ranks, and the step without the option that causes each:
+
+* loads with computation inside a worker, caused by prefetching,
+* memory-bound with compute-bound work on different workers, caused by interleaving phases,
+* different instructions on different ranks, because a rank waits for parts of other ranks' phases, not whole phases.
 
     python benchmarks/speed/overlaps.py -o benchmarks/results/overlaps-cpu.json
 
-It traces a prefill step of eight layers of SmolLM2's shape with random weights, on all cores. Variants alternate in one
-process; the table has medians over the rounds.
+The script traces a prefill step of eight layers of SmolLM2's shape with random weights, on all cores. The variants
+alternate in one process. The table has medians over all rounds except the first.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=768)
-    parser.add_argument("--workers", type=int, default=2, help="workers of each rank")
+    parser.add_argument("--workers", type=int, default=2, help="number of workers (threads) of each rank")
     arguments = parser.parse_args()
     config = replace(load_config("smollm2-135m"), layers=8)
     result = []

@@ -1,17 +1,19 @@
-"""Measured ceilings of an NVIDIA GPU, as one JSON: `python benchmarks/speed/probe_gpu.py [-o FILE]`.
+"""Measures ceilings of an NVIDIA GPU and prints one JSON object: `python benchmarks/speed/probe_gpu.py [-o FILE]`.
 
-Needs torch, cuda-python and CuPy, and nothing else of this repository. Every figure is a median of repeats (`best`
-beside it where there is one) on random data. Units are in the names: _s seconds, _per_s rates, _cycles SM cycles.
+The script needs torch, cuda-python and CuPy, but no other file of this repository. Most figures are medians of repeats
+on random data, and some have the `best` repeat beside them. The ends of their names tell the units: _s for seconds,
+_per_s for rates per second, _cycles for SM cycles.
 
 read, copy     every SM streams through at least 8 times the L2; a copy counts bytes read plus bytes written
 l2             every SM reads one buffer that fits in the L2 (shared) or its own slice of it (sliced), bypassing the L1
-matmul         torch.matmul, bfloat16; with few rows the weights' bytes are the limit and are counted too
-hand_off       one way between two SMs: red.release on a counter, ld.acquire polling on the other side; alone, and
-               while all other SMs stream from memory
-timer          step of %globaltimer, cost of reading either clock, the SM clock under load
-remote_store   a block stores a tile to another heap, then st.release; and a hand-off at system scope. The other heap
-               is on the second GPU where there is one, else on the same GPU
-launch         an empty kernel and graphs of empty kernels, from Python through cuda-python
+matmul         torch.matmul, bfloat16: FLOP/s, and bytes of weights per second, which are the limit with few rows
+hand_off       time of a one-way signal between two SMs: one SM does red.release on a counter, which the other SM polls
+               with ld.acquire. All other SMs are idle, or stream from memory
+timer          resolution of %globaltimer, cycles to read %globaltimer or %clock64, the SM clock under load
+remote_store   time in which a block stores a tile to another heap (buffer) and then a flag with st.release, and time of
+               a hand-off between two heaps at system scope. The other heap is on the second GPU if there is one,
+               otherwise on the same GPU
+launch         time to launch an empty kernel and CUDA graphs of empty kernels, from Python through cuda-python
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ __device__ __forceinline__ uint4 l2_load(const uint4* p) {
 }
 __device__ __forceinline__ u32 fold(uint4 v) { return v.x ^ v.y ^ v.z ^ v.w; }
 
-// Reads n vectors once from all threads of the grid. The launch bounds of its callers leave registers for eight loads
-// in flight.
+// Reads every `stride`-th of n vectors, beginning with vector `first`, so that all threads together read each vector
+// once. The launch bounds of the kernels that call this function leave registers for eight loads in flight per thread.
 __device__ u32 stream_all(const uint4* p, u64 n, u64 first, u64 stride) {
   u32 sum = 0;
   u64 i = first;
@@ -82,7 +84,7 @@ extern "C" __global__ void fill(u32* p, u64 n) {
 extern "C" __global__ void __launch_bounds__(1024, 1) read_all(const uint4* p, u64 n, u32* sink) {
   u64 first = blockIdx.x * (u64)blockDim.x + threadIdx.x;
   u32 sum = stream_all(p, n, first, gridDim.x * (u64)blockDim.x);
-  if (sum == 0x9E3779B9) *sink = sum;  // never in practice, but the compiler must keep the loads
+  if (sum == 0x9E3779B9) *sink = sum;  // practically never true, but it makes the compiler keep the loads
 }
 
 extern "C" __global__ void __launch_bounds__(1024, 1) copy_all(uint4* to, const uint4* from, u64 n) {
@@ -97,8 +99,9 @@ extern "C" __global__ void __launch_bounds__(1024, 1) copy_all(uint4* to, const 
   for (; i < n; i += stride) to[i] = stream_load(from + i);
 }
 
-// `passes` times: each block reads the slices of all blocks, its own first (shared), or its own only. A slice is a
-// multiple of 4 * blockDim.x vectors.
+// There is one slice of the buffer per block. If `shared` is set, each block reads the slices of all blocks, beginning
+// with its own slice; otherwise it reads only its own slice. It does so `passes` times. `slice` is the number of
+// vectors in a slice, a multiple of 4 * blockDim.x.
 extern "C" __global__ void __launch_bounds__(1024, 1)
     read_l2(const uint4* p, u64 slice, int passes, int shared, u32* sink) {
   const uint4* base = shared ? p : p + slice * blockIdx.x;
@@ -147,8 +150,9 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
 HAND_OFF(gpu)
 HAND_OFF(sys)
 
-// One block per SM. Blocks 0 and `partner` exchange signals on counters[0], [64]; the others stream until
-// counters[128] is set, if there is something to stream. out: ns, bytes streamed, failed, the two SMs.
+// Runs one block per SM. Blocks 0 and `partner` exchange signals on counters[0] and counters[64]. If n is not 0, the
+// other blocks stream from `load` until counters[128] is set. Writes to `out`: the nanoseconds of the exchange, the
+// bytes streamed, 1 if a signal did not arrive, and the SMs of block 0 and of block `partner`.
 extern "C" __global__ void __launch_bounds__(1024, 1)
     hand_off(u32* counters, int partner, int rounds, const uint4* load, u64 n, u32* sink, u64* out) {
   bool first = blockIdx.x == 0;
@@ -175,7 +179,8 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
   if (threadIdx.x == 0) atomicAdd(out + 1, bytes);
 }
 
-// One block per heap: waits on a counter of its own heap, signals one in the other. out: ns, failed.
+// Runs as one block per heap. The block waits for a counter in its own heap (`mine`) and signals a counter in the other
+// heap (`theirs`). Writes to `out`: the nanoseconds of all rounds, and 1 if a signal did not arrive.
 extern "C" __global__ void hand_off_heaps(u32* mine, u32* theirs, int rounds, int first, u64* out) {
   u64 start = now();
   bool ok = ping_pong_sys(mine, theirs, rounds, first);
@@ -183,8 +188,8 @@ extern "C" __global__ void hand_off_heaps(u32* mine, u32* theirs, int rounds, in
   out[1] = !ok;
 }
 
-// Stores a tile of n vectors to `to`, then a flag. out: cycles to issue the stores, of the release, of a
-// fence after it; sums over `repeats`.
+// Stores a tile of n vectors to `to`, then a flag, `repeats` times. Writes to `out` the sums over all repeats of three
+// durations in cycles: of issuing the stores, of the release store of the flag, and of a fence after that.
 extern "C" __global__ void store_tile(uint4* to, int n, u32* flag, int system, int repeats, u64* out) {
   u64 stores = 0, release = 0, drain = 0;
   for (int r = 0; r < repeats; r++) {
@@ -204,8 +209,9 @@ extern "C" __global__ void store_tile(uint4* to, int n, u32* flag, int system, i
   if (threadIdx.x == 0) out[0] = stores, out[1] = release, out[2] = drain;
 }
 
-// out[0..n): successive changes of the global timer, ns. Then: cycles of 256 reads of clock64, of 256 reads of the
-// global timer, cycles and ns of one long spin, and the sum of all clock reads, which keeps them from being dropped.
+// Writes to out[0..n) the first n increments of the global timer, in nanoseconds. Then follow the cycles of 256 reads
+// of clock64, the cycles of 256 reads of the global timer, the cycles and the nanoseconds of one long spin, and the sum
+// of all values read, without which the compiler could drop the reads.
 extern "C" __global__ void timers(u64* out, int n) {
   u64 last = now();
   for (int i = 0; i < n; i++) {
@@ -237,8 +243,8 @@ Json = dict[str, Any]
 DEVICE = "cuda"  # torch's
 MATMULS = [(8192, 8192, 8192), (2048, 57344, 8192), (2048, 8192, 28672), (2048, 4096, 4096), (512, 28672, 4096)]
 MATMULS += [(m, 8192, 8192) for m in (1, 16, 128)]
-LEAST_BYTES = 2 << 30  # of the buffer that is streamed
-_ONE_PER_SM = 120 * 1024  # bytes of shared memory that prevent a second block on an SM
+LEAST_BYTES = 2 << 30  # minimum size of the buffer that the probes stream through
+_ONE_PER_SM = 120 * 1024  # bytes of shared memory per block, enough that an SM has room for only one block
 
 
 class Probe:
@@ -261,13 +267,13 @@ class Probe:
         return self.module.get_function(name)
 
     def random(self, size: int) -> Any:
-        """`size` random bytes on the device."""
+        """Return `size` random bytes in the GPU's memory."""
         out = self.cupy.empty(size // 4, dtype=self.cupy.uint32)
         self.kernel("fill")((self.sms * 8,), (256,), (out, self.cupy.uint64(out.size)))
         return out
 
     def seconds(self, work: Callable[[], None], repeats: int = 15, warmup: int = 3) -> list[float]:
-        """Device time of each call."""
+        """Return the device time of each of `repeats` calls of `work`, in seconds."""
         events = [(self.cupy.cuda.Event(), self.cupy.cuda.Event()) for _ in range(repeats)]
         for _ in range(warmup):
             work()
@@ -283,7 +289,11 @@ class Probe:
         return {"per_s": amount / statistics.median(times), "best_per_s": amount / min(times)}
 
     def fastest(self, amount: float, launch: Callable[[int, int], Callable[[], None]]) -> Json:
-        """The best of several grids, with its blocks per SM and threads per block."""
+        """Measure the rate with grids of several shapes. Return the rate and shape of the fastest grid, and the best
+        rate with one block per SM.
+
+        `launch(blocks, threads)` returns the function to time. A call of that function does `amount` of work.
+        """
         found = []
         for per_sm, threads in ((1, 256), (1, 1024), (2, 512), (2, 1024), (4, 256), (4, 512), (8, 256)):
             work = launch(self.sms * per_sm, threads)
@@ -310,7 +320,7 @@ def device(p: Probe) -> Json:
         "sms": p.sms,
         "memory_bytes": p.properties.total_memory,
         "l2_bytes": p.l2_bytes,
-        "nvidia_smi": smi,  # clocks in MHz before the probes, power in W
+        "nvidia_smi": smi,  # the clocks before the probes, in MHz, and the power limit, in W
         "cuda_driver": _check(driver.cuDriverGetVersion()),
         "cuda_runtime": _check(runtime.cudaRuntimeGetVersion()),
         "torch": p.torch.__version__,
@@ -344,7 +354,10 @@ def copy(p: Probe) -> Json:
 
 
 def l2(p: Probe) -> Json:
-    """The buffer takes about a quarter of the L2, because on a chip with two partitions a line may be in both."""
+    """Measure the read bandwidth of the L2.
+
+    The buffer takes only about a quarter of the L2, because an L2 with two partitions may hold a cache line twice.
+    """
     kernel, out = p.kernel("read_l2"), {}
     for name, shared, passes in (("shared", 1, 4), ("sliced", 0, 400)):
         found = []
@@ -360,7 +373,10 @@ def l2(p: Probe) -> Json:
 
 
 def matmul(p: Probe) -> list[Json]:
-    """x [m, k] times w [n, k] transposed, like a Llama's projections; several w, so that none stays in the L2."""
+    """Measure products of x [m, k] and the transpose of w [n, k], as in the projections of a Llama model.
+
+    Successive calls use different matrices w in turn, so that no matrix is still in the L2 at its next use.
+    """
     torch, out = p.torch, []
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     for m, n, k in MATMULS:
@@ -375,7 +391,8 @@ def matmul(p: Probe) -> list[Json]:
             torch.matmul(x, w[turn % len(w)].T, out=y)
             turn += 1
 
-        times = p.seconds(work, repeats=30, warmup=10)  # torch and CuPy both use the default stream
+        # CuPy's events time torch's work, because both use the default stream.
+        times = p.seconds(work, repeats=30, warmup=10)
         median = statistics.median(times)
         out.append(
             {
@@ -405,7 +422,7 @@ def hand_off(p: Probe) -> Json:
             kernel((p.sms,), (1024,), arguments, shared_mem=_ONE_PER_SM)
             ns, loaded, failed, first, second = (int(v) for v in result.get())
             if failed:
-                raise RuntimeError(f"the two blocks on SMs {first} and {second} did not meet")
+                raise RuntimeError(f"the blocks on SMs {first} and {second} did not see each other's signals")
             one_way.append(ns / 1e9 / rounds / 2)
             streamed.append(loaded / (ns / 1e9))
         out[name] = {"median_s": statistics.median(one_way), "min_s": min(one_way), "max_s": max(one_way)}
@@ -439,7 +456,7 @@ def remote_store(p: Probe) -> Json:
         for a, b in ((0, 1), (1, 0)):
             with cupy.cuda.Device(a):
                 if not cupy.cuda.runtime.deviceCanAccessPeer(a, b):
-                    raise RuntimeError(f"GPU {a} cannot store to GPU {b}")
+                    raise RuntimeError(f"GPU {a} cannot store to GPU {b}: it has no peer access")
                 cupy.cuda.runtime.deviceEnablePeerAccess(b)
     with cupy.cuda.Device(peer):
         far = cupy.zeros((1 << 20) // 4, dtype=cupy.uint32)
@@ -481,7 +498,7 @@ def remote_store(p: Probe) -> Json:
     far_stream.synchronize()
     ns, failed = (int(v) for v in near_result.get())
     if failed or int(far_result.get()[1]):
-        raise RuntimeError("the two heaps' blocks did not meet")
+        raise RuntimeError("the block on GPU 0 and the block on its peer did not see each other's signals")
     out: Json = {"peer_gpu": peer, "tiles": tiles, "hand_off_sys_s": ns / 1e9 / rounds / 2}
     if peer:
         size = p.bytes // 4
@@ -509,8 +526,11 @@ def launch(p: Probe) -> Json:
         return _check(driver.cuGraphInstantiate(_check(driver.cuStreamEndCapture(stream.ptr)), 0))
 
     def timed(work: Callable[[], None], calls: int) -> Json:
-        """The host time to submit a call, the time per call of many in a row, and the host time to submit one call and
-        wait.
+        """Return the time per call of `work` in seconds, measured in three ways.
+
+        Two are means over `calls` successive calls: submit_s is the host time to submit a call, and back_to_back_s also
+        includes the wait until all calls have run. submit_and_wait_s is the median host time to submit a single call
+        and wait for its end.
         """
         work()
         stream.synchronize()
@@ -546,7 +566,7 @@ def launch(p: Probe) -> Json:
 
 
 def _check(answer: tuple[Any, ...]) -> Any:
-    """The value of a cuda-python call; its error becomes an exception."""
+    """Return the value in the answer of a cuda-python call. Raises RuntimeError if the answer is an error."""
     error, *values = answer
     if int(error) != 0:
         raise RuntimeError(f"CUDA error {error!r}")
@@ -557,7 +577,7 @@ _PROBES: tuple[Callable[[Probe], Any], ...] = (device, timer, read, copy, l2, ma
 
 
 def missing() -> str | None:
-    """Says in a few words what this machine lacks; None if nothing."""
+    """Return in a few words what this machine lacks, or None if it lacks nothing."""
     try:
         import cupy
         import torch
@@ -591,7 +611,7 @@ def main() -> int:
         try:
             result[name] = measure(probe)
             probe.torch.cuda.synchronize()
-        except Exception as e:  # the other figures are useful without this one
+        except Exception as e:  # go on, because the other figures are useful without this one
             result[name] = {"error": f"{type(e).__name__}: {e}"}
             failed.append(name)
         print(f"probe_gpu: {name} {time.perf_counter() - start:.1f} s", file=sys.stderr)

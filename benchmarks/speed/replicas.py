@@ -1,9 +1,10 @@
-"""Compares replicas on Ray: one on all cores, several with one core each, and a server without Ray; and two ways of
-routing.
+"""Compares servers with replicas on Ray and a server without Ray, or two ways of routing requests to replicas.
 
-`python benchmarks/speed/replicas.py --load unlike -o FILE`. Each round runs every side once. The prompts of `unlike`
-have nothing in common. Those of `alike` begin with one of a few long texts and have short answers, so that a prefix
-cache saves most of the work. If FILE has results of the other load, they are kept.
+`python benchmarks/speed/replicas.py --load unlike -o FILE`. The load `unlike`, whose prompts have nothing in common,
+runs on three servers: one without Ray, one with a replica that uses all cores, and one with several replicas of one
+thread each. The load `alike` runs on two servers with several replicas, which route by prefix or to the least loaded
+replica. Its prompts begin with one of a few long texts and have short answers, so that a prefix cache saves most of the
+work. Each round runs the load on every server once. Results of the load not chosen stay in FILE.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ from megakernel.machine import cpu_count
 
 @contextmanager
 def server(command: list[str]) -> Iterator[str]:
-    """The address of a server that ends with the block and belongs to this process's session."""
+    """Start a server, and yield its URL. Stop the server when the `with` block ends.
+
+    The server runs in the Unix session of this process, so that `spent` finds its processes.
+    """
     print("$", *command, file=sys.stderr)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -56,7 +60,7 @@ def fleet(args: Any, replicas: int, threads: int, routing: str) -> list[str]:
     return megakernel("serve", *flags, *served(args))
 
 
-# The kind of a process by a part of its command line; the first match counts.
+# Kinds of processes, each with a regular expression for its command line. The first expression that matches decides.
 _PARTS = {
     "front": "FrontActor",
     "replicas' actors": "ServeReplica",
@@ -68,7 +72,7 @@ _PARTS = {
 
 
 def spent() -> Counter[str]:
-    """Seconds of processor time by kind of process, for the running processes of this session."""
+    """Return the seconds of processor time that the running processes of this Unix session have used, by kind."""
     found: Counter[str] = Counter()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
@@ -81,7 +85,10 @@ def spent() -> Counter[str]:
 
 
 def unlike(url: str, args: Any, seed: int) -> dict[str, float]:
-    """Streamed answers to random prompts."""
+    """Measure streamed answers to random prompts, which share no prefix.
+
+    Returns the tokens per second, the number of failed requests, and the processor time per token by kind of process.
+    """
     load = ["bench", "serve", "--base-url", url, "--model", args.model, "--seed", str(seed)]
     load += ["--dataset", "random", "--random-input-len", "32", "--random-output-len", str(args.output_len)]
     load += ["--num-prompts", str(args.num_prompts), "--max-concurrency", str(args.max_concurrency)]
@@ -93,7 +100,10 @@ def unlike(url: str, args: Any, seed: int) -> dict[str, float]:
 
 
 def alike(url: str, args: Any, seed: int) -> dict[str, float]:
-    """Short answers to prompts of 512 tokens. The first 480 tokens of a prompt are one of a few texts."""
+    """Measure short answers to prompts of 512 tokens, and the share of prompt tokens that a prefix cache held.
+
+    The first 480 tokens of a prompt are one of `args.texts` shared prefixes.
+    """
     chance = random.Random(seed)
     texts = [[chance.randrange(1000, 40000) for _ in range(480)] for _ in range(args.texts)]
     prompts = [
@@ -116,7 +126,10 @@ def alike(url: str, args: Any, seed: int) -> dict[str, float]:
 
 
 def alternate(load: Any, sides: dict[str, list[str]], args: Any) -> dict[str, Any]:
-    """Rounds of a load on each side in turn, after a warm-up round."""
+    """Run a load on each server in turn, in a round to warm up and then in `args.runs` rounds.
+
+    Returns the figures of each server in these rounds, and their medians.
+    """
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     with ExitStack() as stack:
         urls = {name: stack.enter_context(server(command)) for name, command in sides.items()}
@@ -134,17 +147,22 @@ def alternate(load: Any, sides: dict[str, list[str]], args: Any) -> dict[str, An
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--load", choices=("unlike", "alike"), default="unlike", help="which of the two loads")
+    parser.add_argument("--load", choices=("unlike", "alike"), default="unlike", help="prompts (default: unlike)")
     parser.add_argument("--num-prompts", type=int, default=48)
     parser.add_argument("--max-concurrency", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--texts", type=int, default=8, help="number of texts with which prompts begin (default: 8)")
+    parser.add_argument(
+        "--texts",
+        type=int,
+        default=8,
+        help="number of different texts; each prompt begins with one of them (default: 8)",
+    )
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
     cores = cpu_count()
     several = max(2, cores)
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        os.environ["RAY_TMPDIR"] = folder  # a short path, because Ray creates sockets there
+        os.environ["RAY_TMPDIR"] = folder  # a short path, because Ray creates Unix sockets in this folder
         if args.load == "unlike":
             load = unlike
             sides = {

@@ -1,9 +1,9 @@
-"""Measures a server's cost besides its launches: `python benchmarks/speed/serving_overhead.py [--before PYTHON] -o
-FILE`.
+"""Measures the processor time that a server needs in addition to the model's arithmetic.
 
-The null backend computes nothing, so all of the server's processor time is the host's. Requests have the lengths of
-ShareGPT's and are streamed. `--before` names the Python of another installation, whose server takes turns with the
-server of this one. The client uses the same cores, so tokens per second include its time.
+`python benchmarks/speed/serving_overhead.py [--before PYTHON] -o FILE`. The null backend computes nothing, so all of
+the server's processor time is overhead. Requests have ShareGPT's prompt and answer lengths, and answers are streamed.
+With `--before`, the runs alternate between this installation and the installation that PYTHON belongs to. The client
+uses the same cores as the server, so the tokens per second are lower than with a client on another machine.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ SERVE += ["--max-num-batched-tokens", "1024"]
 
 
 def cpu_seconds(session: int) -> float:
-    """The processor time of all processes of a session."""
+    """Return the seconds of processor time that the running processes of an operating-system session have used."""
     ticks = 0
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # the process has ended meanwhile
+            continue  # the process has ended
         if int(fields[3]) == session:
             ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def run(python: str, args: Any, log: Path) -> dict[str, Any]:
-    """Start a new server with this Python's installation, and run one load."""
+    """Start a server with the installation that `python` belongs to, run the load twice, and measure the second run."""
     in_flight = str(args.max_concurrency)
     command = [python, *megakernel(*SERVE, "--model", args.model, "--max-num-seqs", in_flight)[1:]]
     with server(command, log) as peer:
@@ -62,7 +62,9 @@ def run(python: str, args: Any, log: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--before", metavar="PYTHON", help="Python of the other installation")
+    parser.add_argument(
+        "--before", metavar="PYTHON", help="Python interpreter of another megakernel installation, to compare with"
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--num-prompts", type=int, default=512)
     parser.add_argument("--max-concurrency", type=int, default=256)

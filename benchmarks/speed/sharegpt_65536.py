@@ -1,12 +1,12 @@
-"""Runs 65,536 requests with ShareGPT lengths: the usual comparison of tensor-parallel megakernels.
+"""Runs 65,536 requests (by default) with ShareGPT lengths: the usual comparison of tensor-parallel megakernels.
 
     python benchmarks/speed/sharegpt_65536.py --model meta-llama/Llama-3.1-8B-Instruct --num-prompts 4096 -o h200.json
     python benchmarks/speed/sharegpt_65536.py --backend null --repetitions 1 -o null.json    # without arithmetic
 
-Our server takes turns with SGLang's or vLLM's, if one is installed. Each repetition is the whole workload: whole
-answers (no streams), greedy, recorded lengths, up to 8,192 requests in flight. The first repetition is a warm-up and is
-not counted. The server's memory is sampled meanwhile. Reference: HazyResearch, throughput megakernel (2025-09),
-Llama-70B on 8 x H100, tensor parallel.
+If SGLang or vLLM is installed, its server and ours take turns. Each repetition sends all requests, up to 8,192 of them
+in flight. Sampling is greedy, answers have the lengths recorded in ShareGPT, and they are not streamed. The first
+repetition is a warm-up and is not counted. Meanwhile the script samples the resident memory of our server's process.
+Reference: HazyResearch, throughput megakernel (2025-09), Llama-70B on 8 x H100, tensor parallel.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PEERS = {
     "vllm": ["-m", "vllm.entrypoints.openai.api_server", "--model", "{model}", "-tp", "{tp}", "--port", "{port}"],
 }
 SAMPLE_S = 1.0
-FLAT = 0.02  # relative growth of memory that counts as flat
+FLAT = 0.02  # memory that grows by at most this fraction counts as flat
 
 
 def installed() -> str | None:
@@ -47,7 +47,7 @@ def installed() -> str | None:
 
 @contextmanager
 def memory_of(child: Child) -> Iterator[list[tuple[float, int]]]:
-    """Sample (seconds, resident bytes) of a process until the block ends."""
+    """Yield a list to which a thread adds (seconds, resident bytes) of a process until the block ends."""
     samples: list[tuple[float, int]] = []
     stop = threading.Event()
     start = time.monotonic()
@@ -71,7 +71,10 @@ def memory_of(child: Child) -> Iterator[list[tuple[float, int]]]:
 
 
 def flatness(samples: list[tuple[float, int]]) -> dict[str, Any]:
-    """The growth of memory from the run's second quarter to its last. The first is a warm-up."""
+    """Return the relative growth of mean memory from the run's second quarter to its last, and whether memory is flat.
+
+    The first quarter is a warm-up and does not count.
+    """
     quarters = [samples[len(samples) * i // 4 : len(samples) * (i + 1) // 4] for i in range(4)]
     means = [sum(size for _, size in quarter) / len(quarter) if quarter else None for quarter in quarters]
     growth = means[3] / means[1] - 1 if means[3] and means[1] else None
@@ -122,7 +125,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def counted(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of the repetitions after the first; if there is only one, its figures."""
+    """Return the medians over all repetitions but the first. If there is only one repetition, its figures count."""
     names = ("tokens_per_s", "total_tokens_per_s", "requests_per_s", "duration_s")
     return {name: median(one[name] for one in runs[1:] or runs) for name in names} | {"repetitions": len(runs)}
 
@@ -135,8 +138,10 @@ def main() -> int:
     parser.add_argument("--num-prompts", type=int, default=65_536)
     parser.add_argument("--max-concurrency", type=int, default=8192)
     parser.add_argument("--repetitions", type=int, default=4)
-    parser.add_argument("--logs", type=Path, default=Path("logs"), help="folder of the servers' logs")
-    parser.add_argument("--serve-flags", nargs=argparse.REMAINDER, default=[], help="more flags for our server")
+    parser.add_argument("--logs", type=Path, default=Path("logs"), help="folder for the servers' logs (default: logs)")
+    parser.add_argument(
+        "--serve-flags", nargs=argparse.REMAINDER, default=[], help="flags for our server, after all other arguments"
+    )
     args = parser.parse_args()
     result = run(args)
     write(args.output, result)

@@ -2,11 +2,11 @@
 
     python benchmarks/speed/speculation.py -o FILE
 
-`repeats` asks for a passage of the prompt again, greedily; `does not repeat` asks for a story, sampled at temperature
-1. End-of-sequence tokens are ignored, so that every run generates the same number of tokens. Two engines with the same
-weights take turns, A B A B, after one run of each that is not counted. A run's rate is the number of tokens after the
-first, divided by the time from the first to the last. Tokens and log-probabilities of all runs of a text must be
-bit-identical; otherwise the exit status is 1.
+The text `repeats` is a passage that the model must copy from the prompt, greedily. `does not repeat` is a story,
+sampled at temperature 1. End-of-sequence tokens are ignored, so that every run generates the same number of tokens. Two
+engines with the same weights take turns, A B A B, after one run of each that is not counted. A run's rate is the number
+of tokens after the first, divided by the time from the first to the last. Tokens and log-probabilities of all runs of a
+text must be bit-identical; otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from record import options, text, write
 from megakernel import LLM, SamplingParams
 from megakernel.serving import RequestOutput
 
-# Charles Dickens, A Tale of Two Cities, 1859.
+# The beginning of Charles Dickens, A Tale of Two Cities, 1859.
 PASSAGE = """It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of
 foolishness, it was the epoch of belief, it was the epoch of incredulity, it was the season of Light, it was the season
 of Darkness, it was the spring of hope, it was the winter of despair, we had everything before us, we had nothing before
@@ -38,7 +38,7 @@ TEXTS = {
 
 
 def run(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[dict[str, Any], RequestOutput]:
-    """The figures of one continuation, and the continuation itself."""
+    """Continue a prompt. Return a dictionary of its speed and counts of speculation, and the generated text."""
     before = llm.engine.stats.counts
     result = llm.generate([ids], params)[0]
     assert result.tpot_s is not None
@@ -47,7 +47,7 @@ def run(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[dict[str, Any
 
 
 def compare(sides: dict[str, LLM], prompt: str, params: SamplingParams, rounds: int) -> dict[str, Any]:
-    """Runs of all sides in turn, and the factor by which speculation is faster."""
+    """Run the engines in turn, and return all runs and the factor by which the engine with speculation is faster."""
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     results: list[RequestOutput] = []
     for round_ in range(rounds + 1):
@@ -74,10 +74,10 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m", help="a model with a chat template (default smollm2-135m)")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--weights", default="bf16", help="type of the matrices in memory (default bf16)")
+    parser.add_argument("--weights", default="bf16", help="type of the weight matrices in memory (default bf16)")
     parser.add_argument("--speculate", type=int, default=7, help="tokens proposed at once (default 7)")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of a run (default 256)")
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each side, after one to warm up (default 5)")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens that each run generates (default 256)")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each engine after a warm-up (default 5)")
     args = parser.parse_args()
     how = {"backend": args.backend, "dtype": args.dtype, "weights": args.weights, "max_context": 2048, "max_seqs": 1}
     found = {}

@@ -1,15 +1,16 @@
 """Measures how masks and forced tokens affect the speed of a batch: `python benchmarks/speed/structured.py -o FILE`.
 
-32 sequences are continued by the same number of tokens, in five ways in turn, after a run that is not counted:
+A mask says which tokens may be sampled. A forced token is the only one that a grammar allows, so it is not sampled. The
+script generates the same number of tokens for each of 32 sequences, in five ways in turn, after a warm-up run of each:
 
     free     unconstrained
-    masked   text that matches a regular expression which forces nothing, so every token has a mask
-    schema   a list of records with a JSON schema, whose names and punctuation are forced
-    half     half of them free, half masked
-    greedy   free, at temperature 0, for which the sampling instruction has a shorter path
+    masked   a regular expression that forces no token, so every token is sampled with a mask
+    schema   a JSON schema for a list of records, which forces the field names and the punctuation
+    half     half of the sequences are free, and half are masked
+    greedy   free, but at temperature 0, for which the sampling instruction has a shorter path
 
-A rate is the number of tokens after the first step that gave any, divided by the time since that step. `free_tpot_s` is
-the mean time per token of a free sequence.
+A rate is in tokens per second, counted from the end of the first step that generates tokens, without the tokens of
+that step. `free_tpot_s` is the mean time per token of a free sequence.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--tokens", type=int, default=96, help="tokens of each sequence (default 96)")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each way, after one to warm up (default 3)")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens generated per sequence (default 96)")
+    parser.add_argument("--rounds", type=int, default=3, help="measured runs of each kind, after a warm-up (default 3)")
     args = parser.parse_args()
     kinds = ("free", "masked", "schema", "half", "greedy")
     runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}

@@ -1,11 +1,13 @@
 """A Llama in plain torch that reads the CUDA backend's own weights, for comparison and as a check.
 
-Weights are CuPy arrays, passed by DLPack: in bf16 without a copy, widened for f32. The decode step is written for
-torch.compile: fixed shapes, a static KV cache in buffers, everything in one graph.
+Torch receives the weights as CuPy arrays through DLPack. It uses them without a copy in bf16, and widens them for
+float32. The decode step is written for torch.compile: it has fixed shapes and a static KV cache in buffers, and is one
+graph.
 
-The model of `bench latency --vs torch`, which comes from transformers, cannot replace this one. It rounds the residual
-to bf16 after each part of a layer, while here and in our backend the residual stays in float32. As a judge of our
-backend it would be two to four times as lenient (KL divergence from float32).
+The model of `bench latency --vs torch`, which comes from transformers, cannot replace this model. The transformers
+model rounds the residual to bf16 after attention and after the MLP, while the residual stays in float32 here and in our
+backend. So the KL divergence of the transformers model from float32 is two to four times as large. If a test compared
+our backend's divergence with that of the transformers model, it would tolerate a divergence two to four times as large.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _B = Buffer
 
 
 def device_array(backend: Any, buffer: Buffer, layer: int, dims: Dims) -> Any:
-    """A CuPy array over a CUDA backend's weights of rank `dims.rank`, which torch accepts by DLPack."""
+    """Return one weight of a CUDA backend's rank `dims.rank` as a CuPy array. Nothing is copied."""
     import cupy
 
     spec = BUFFERS[buffer]
@@ -37,9 +39,10 @@ def device_array(backend: Any, buffer: Buffer, layer: int, dims: Dims) -> Any:
 
 
 class TorchLlama(torch.nn.Module):
-    """Holds `capacity` tokens of one sequence. Computes in `dtype`, bfloat16 or float32.
+    """A Llama model for one sequence of up to `capacity` tokens, which computes in `dtype` (bfloat16 or float32).
 
-    `device_array` returns a weight as an object that torch accepts by DLPack, with bfloat16 as 16-bit integers.
+    Its weights come from `device_array`, whose results torch accepts through DLPack. A bfloat16 weight arrives as
+    16-bit integers.
     """
 
     cos: torch.Tensor
@@ -74,11 +77,14 @@ class TorchLlama(torch.nn.Module):
         return weight
 
     def _biased(self, x: torch.Tensor, buffer: Buffer, layer: int) -> torch.Tensor:
-        """Adds a bias, if the model has one, in the type of `x`."""
+        """Return `x` plus the bias in `buffer`, in the type of `x`; or `x` itself if the model has no such bias."""
         return x + self._weight(buffer, layer).to(x.dtype) if hasattr(self, f"{buffer.name}_{layer}") else x
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Float32 logits of every token. tokens and positions are [n]; earlier tokens are in the cache."""
+        """Return the float32 logits of every token. `tokens` and `positions` have shape [n].
+
+        The keys and values of earlier tokens are in the cache, and this call adds those of `tokens`.
+        """
         d = self.dims
         x = functional.embedding(tokens, self._weight(_B.EMBED)).float()
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]

@@ -1,13 +1,14 @@
-"""Measures the script time of the timeline's frames in a headless browser.
+"""Measures how long the timeline page takes to draw a frame, in a headless browser.
 
     python benchmarks/speed/viewer.py -o benchmarks/results/viewer.json
 
-Makes a trace of two layers of a 70B-like model on eight ranks of 132 workers with four roles each, writes its page and
-opens it from the disk. The views are the page as it opens, with one rank open, with all roles of all workers open, and
-with a search. For each view, and for visible parts from the whole trace to a thousandth, it draws frames at moments all
-over the trace and prints the time inside the page's draw function, without the browser's compositing. Then it pans with
-all rows open, as fast as frames come, and types a search; the answer is timed from the last key to the frame that shows
-it, including the pause in which the page waits for another key. --program and --trace take a saved pair.
+The script makes a trace of two layers of a 70B-like model on eight ranks of 132 workers with four roles each, writes
+its page and opens it from the disk. It measures four views: the page as it opens, the page with one rank open, with all
+roles of all workers open, and with a search. For each view it shows the whole trace and then ever smaller parts, down
+to a thousandth. It draws 25 frames per view and part, spread over the trace, and prints the time inside the page's draw
+function, which excludes the browser's compositing. Panning is measured with all rows open, in frames per second. A
+search is timed from the last key to the frame that shows the answer, including the pause in which the page waits for
+another key. With --program and --trace, a saved program and its trace are used instead.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SIZE = (1600, 1000)
 
 
 def frames(page: Browser, span: float, total_s: float) -> list[float]:
-    """Milliseconds of frames that show `span` of the trace, from different moments."""
+    """Return the milliseconds of frames that each show the fraction `span` of the trace, from different start times."""
     return [
         float(
             page.run(
@@ -77,7 +78,7 @@ wait();
 
 
 def timed(page: Browser, script: str, *arguments: object) -> float:
-    """The value that a script leaves in `window.done`."""
+    """Run a script in the page, and return the value that it leaves in `window.done`."""
     page.run(script, *arguments)
     while (found := page.run("return window.done")) is None:
         time.sleep(0.1)
@@ -140,7 +141,7 @@ def main() -> None:
         worst = max(float(str(r["worst_ms"])) for r in rows)
         print(f"worst frame {worst} ms")
         figures = {
-            "load_average": round(os.getloadavg()[0], 1),  # of the last minute; this script itself accounts for 1
+            "load_average": round(os.getloadavg()[0], 1),  # of the last minute; this script adds about 1
             "intervals": len(trace.intervals),
             "page_bytes": size,
             "written_s": round(written_s, 2),

@@ -1,15 +1,15 @@
-"""Measures the cost of more workers and more threads: `python benchmarks/speed/workers.py [-o FILE]`, one JSON.
+"""Measures the cost of more workers and more threads: `python benchmarks/speed/workers.py [-o FILE]`.
 
-Everything except `decode` runs without arithmetic, so that only the interpreter is timed; figures are the best of
-several launches.
+Only `decode` does arithmetic. The other parts time the interpreter alone, and report the fastest of several launches.
 
-instruction  seconds of an empty instruction of one worker, and of a launch
-barrier      seconds of a phase in which every worker signals one counter and waits until all have. Each worker has its
-             own thread, up to the number of cores. The time beyond an instruction's grows with arrivals and waiters
-streams      seconds per instruction of a thread when a thread per core serves more and more workers: the cost of
-             looking at blocked streams
-decode       SmolLM2-135M's shape in bf16: seconds of a step with one to four threads per core. An engine
-             compiles no more workers than cores; programs with a worker per thread are the harder case
+instruction  with one worker: seconds of an instruction without arithmetic, and of a launch without layers
+barrier      seconds of a phase in which every worker signals one counter and waits until all workers have signalled
+             it. There are one to as many workers as cores, each with its own thread
+streams      seconds that a thread needs per instruction, with one thread per core and more and more workers. The time
+             grows with the number of workers, because a thread also looks at blocked streams (a stream has the
+             instructions of one worker)
+decode       seconds of a decode step of SmolLM2-135M's shape in bf16, with one, two and four threads per core. Programs
+             have one worker per core, as an engine compiles them, or one per thread, so that every thread has work
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ MOST_STREAMS = 64
 
 
 def layer(workers: int, threads: int) -> tuple[float, float, float, int]:
-    """The seconds of a layer, each worker's instructions in it, the seconds of a launch without layers, and the phases
-    of a layer.
+    """Return the seconds per layer, instructions per worker and layer, seconds of a launch without layers, and phases
+    per layer.
 
-    A layer of one row is a chain of phases, each of which waits for all workers of the previous one.
+    A layer of a one-token step is a chain of phases. Each phase waits for all workers to finish the previous one.
     """
     (few_s, few, phases), (many_s, many, _) = (null_step(workers, n, threads=threads) for n in (FEW, MANY))
     layers = MANY - FEW
@@ -70,7 +70,7 @@ def streams() -> list[dict[str, float]]:
 
 @dataclass
 class Case:
-    """Launches of a decode step with this many threads."""
+    """A decode step for given numbers of threads and workers, and the times of its launches, in seconds."""
 
     threads: int
     workers: int
@@ -79,7 +79,7 @@ class Case:
 
 
 def decode() -> list[dict[str, Any]]:
-    """The cases take turns, so that a disturbance affects all of them."""
+    """Measure a decode step with each number of threads and workers. Cases take turns, so a disturbance affects all."""
     cores, cases, open_ = cpu_count(), [], []
     for threads, workers in [(n * cores, w) for n in (1, 2, 4) for w in sorted({cores, n * cores})]:
         config = load_config(MODEL)

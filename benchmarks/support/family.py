@@ -1,4 +1,4 @@
-"""The resources of a server's processes, read from /proc: memory, open files, threads."""
+"""Measures the memory, open files and threads of a server's processes, by means of /proc."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class Taken:
-    """The resources of a process and all its descendants together. Memory that several of them share counts once."""
+    """The resources of a process and all its descendants together. Memory that these processes share counts once."""
 
     processes: int
     memory_mb: float
@@ -19,12 +19,12 @@ class Taken:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all its descendants."""
+    """Return the ids of a process and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in _PROC.iterdir():
         if entry.name.isdigit():
             try:
-                # Split after the last parenthesis: the program's name may contain any character.
+                # Split after the last parenthesis, because the program's name before it may contain any character.
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue  # the process has ended
@@ -36,7 +36,7 @@ def family(pid: int) -> list[int]:
 
 
 def taken(pid: int) -> Taken:
-    """The present resources of a process's family."""
+    """Measure the resources that a process and all its descendants use now."""
     memory = descriptors = threads = processes = 0
     for one in family(pid):
         try:

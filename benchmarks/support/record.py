@@ -1,4 +1,4 @@
-"""Writes committed figures together with the command, the machine and the raw runs."""
+"""Writes files of figures, together with the command line that made them and the machine on which it ran."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megakernel.machine import cpu_count, processor
 
 
 def options(doc: str | None, *, required: bool = False) -> argparse.ArgumentParser:
-    """The options of a script whose docstring is `doc`, with -o for the file that `write` writes."""
+    """Return a command-line parser with the option -o for the output file. The docstring `doc` is its description."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = "write the figures to FILE as JSON"
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", required=required, help=what)
@@ -22,9 +22,9 @@ def options(doc: str | None, *, required: bool = False) -> argparse.ArgumentPars
 
 
 def made() -> dict[str, str]:
-    """The command line of this process, with the script's path relative to the checkout, and the machine.
+    """Describe how the figures were made: by which command line and on which machine.
 
-    Of a path outside the checkout, only the name is kept.
+    The script's path is relative to the checkout. Of each absolute path in the arguments, only the last part is kept.
     """
     script = "/".join(Path(sys.argv[0]).resolve().parts[-3:])
     machine = f"{cpu_count()} cores, {processor()}, Python {platform.python_version()}"
@@ -36,19 +36,19 @@ def _without_folder(argument: str) -> str:
 
 
 def write(path: Path | None, figures: dict[str, Any]) -> None:
-    """Write `figures` as JSON, after their command and machine, to a file if one is given."""
+    """Write the command, the machine and `figures` to the file `path` as JSON. Without a path, do nothing."""
     if path:
         put(path, made() | figures)
 
 
 def put(path: Path, figures: dict[str, Any]) -> None:
-    """Replace a file as a whole: if this process ends meanwhile, the old contents stay."""
+    """Write figures to a file atomically: if this process ends during the write, the file keeps its old contents."""
     with whole_file(path, f"figures to {path}") as part:
         part.write_text(text(figures) + "\n")
 
 
 def text(value: Any, margin: str = "") -> str:
-    """The record as JSON. Each run (an object in an array) and each other field has a line of its own."""
+    """Format a record as JSON, with one line for each run (an object in an array) and one for each other field."""
     inner = margin + " "
     if isinstance(value, dict) and (not margin or _holds_runs(value)):
         lines = [f"{json.dumps(str(name))}: {text(field, inner)}" for name, field in value.items()]

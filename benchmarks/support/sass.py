@@ -5,10 +5,11 @@ This wait is the stall count that the compiler writes into each instruction. The
 are for the scheduler (Jia et al., *Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking*, arXiv
 1804.06826, section 2.1; the layout has not changed since Volta):
 
-    125-122  reuse of operand caches    115-113  barrier of its reads (7: none)    109      yield
-    121-116  barriers that it waits for 112-110  barrier of its result (7: none)   108-105  stall, in cycles
+    125-122  reuse of operand caches         115-113  read barrier (7: none)     109      yield
+    121-116  barriers to wait for (a mask)   112-110  write barrier (7: none)    108-105  stall, in cycles
 
-The stall count does not include waits for those barriers, so the sum of stalls along a path is a lower bound.
+A read barrier is released when the instruction has read its operands, a write barrier when its result is available. The
+stall count does not include waits for barriers, so the sum of stalls along a path is a lower bound.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from pathlib import Path
 _LABEL = re.compile(r"^(\S+):$")
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?(\S+)\s*(.*?)\s*;")
 _ENCODING = re.compile(r"/\* 0x([0-9a-f]{16}) \*/\s*$")
-_STALL_BIT = 105 - 64  # position in the upper 64 bits
+_STALL_BIT = 105 - 64  # position of the stall count in the upper 64 bits of an instruction
 _SOURCE = re.compile(r'"(?:[^"]*/)?([^"/]+)", line (\d+)')
 _INDIRECT = re.compile(r"BRANCH_TARGETS ([^\"]*)")
 _TARGET = re.compile(r"`\(([^)]+)\)")
 _REGISTER = re.compile(r"\bR(\d+)\b(\.64\b)?")
-# Instructions that continue elsewhere: never at the next instruction, unless a predicate guards them.
+# Instructions that never continue at the next instruction, unless a predicate guards them.
 _LEAVES = {"BRA", "BRX", "BRXU", "RET", "EXIT"}
 
 
@@ -40,8 +41,9 @@ class Instruction:
     opcode: str  # with its suffixes
     operands: str
     guarded: bool  # by a predicate
-    targets: tuple[int, ...] = ()  # indices of instructions
-    # file names with line numbers: its own line, and the lines where it is inlined
+    targets: tuple[int, ...] = ()  # indices of the instructions to which this one may jump
+
+    # Files and line numbers of the instruction's source line, and of the calls through which that line was inlined.
     lines: frozenset[tuple[str, int]] = frozenset()
     stall: int = 0  # cycles
 
@@ -54,7 +56,7 @@ class Instruction:
         return {file for file, _ in self.lines}
 
     def registers(self) -> set[int]:
-        """All registers that an instruction names, pairs and longer runs included."""
+        """Return the numbers of all registers that an instruction uses, including those of pairs and longer vectors."""
         found: set[int] = set()
         address = re.sub(r"^.*?(?=\[)|(?<=\])[^\[]*", " ", self.operands) if "[" in self.operands else ""
         for register in _REGISTER.finditer(address):
@@ -65,7 +67,7 @@ class Instruction:
         return found
 
     def _width(self, place: int) -> int:
-        """The number of registers, at least one, that the operand after `place` others takes."""
+        """Return how many registers the operand with index `place` occupies, at least one."""
         suffixes = self.opcode.split(".")[1:]
         match self.name:
             case "HGMMA":
@@ -79,7 +81,7 @@ class Instruction:
             case "CS2R":
                 return 1 if "32" in suffixes else 2
             case "SHF":
-                return 1  # the halves of 64 bits are separate operands
+                return 1  # because the halves of a 64-bit value are separate operands
         if "128" in suffixes:
             return 4
         wide = {"64", "U64", "S64", "F64", "TRANS64"} & set(suffixes)
@@ -88,7 +90,7 @@ class Instruction:
 
 @dataclass(frozen=True, order=True)
 class Floor:
-    """The minimum that a warp needs for a path: cycles, from the stall counts, and issued instructions."""
+    """The least that a warp needs for a path: the sum of stall counts, in cycles, and the number of instructions."""
 
     stalls: int
     instructions: int
@@ -113,23 +115,25 @@ class Code:
         return [i for i, instruction in enumerate(self.instructions) if instruction.opcode.startswith(opcode)]
 
     def after(self, i: int) -> list[int]:
-        """The possible successors of instruction `i`, apart from the return to a caller. A BSYNC continues at the
-        target that its BSSY names, so this target counts as a successor of the BSSY. A call has two successors: its
-        target, and the instruction after it, to which the callee returns.
+        """Return the instructions that may follow instruction `i`. The instruction to which a RET returns is not
+        included.
+
+        A BSYNC continues at the target that its BSSY names, so this target counts as a successor of the BSSY. A call
+        has two successors: its target, and the instruction after the call, to which the callee returns.
         """
         instruction = self.instructions[i]
         ends = instruction.name in _LEAVES and not instruction.guarded
         return [*instruction.targets, *([] if ends else [i + 1])]
 
     def comes_back(self, call: int) -> bool:
-        """Whether the address of the instruction after the call is passed to the callee for its return."""
+        """Whether some instruction loads the address after the call, so that the callee can return there."""
         address = f"0x{self.instructions[call + 1].at:x}"
         return any(i.operands.endswith(address) for i in self.instructions if "MOV" in i.opcode)
 
     def meetings(self, root: int) -> set[int]:
-        """The instructions at which lanes continue after they have met at a barrier.
+        """Return the instructions at which a warp's lanes continue after they reconverge at a BSYNC.
 
-        Only barriers that are set before `root` and reached from `root` count.
+        A barrier counts only if a BSSY sets it before `root` and its BSYNC can be reached from `root`.
         """
 
         def by_barrier(name: str) -> dict[str, set[int]]:
@@ -143,7 +147,7 @@ class Code:
         return {target for b in left for i in sets[b] & earlier for target in self.instructions[i].targets}
 
     def reachable(self, roots: Iterable[int], without: Iterable[int] = ()) -> set[int]:
-        """The indices of the instructions that may run from those at `roots`, without passing those in `without`."""
+        """Return the instructions that are reachable from `roots` on paths without an instruction of `without`."""
         seen, todo, closed = set[int](), list(roots), set(without)
         while todo:
             i = todo.pop()
@@ -153,14 +157,19 @@ class Code:
         return seen
 
     def _next(self, i: int) -> list[int]:
-        """The successor for a warp whose lanes stay together: straight on at calls and reconvergence."""
+        """Return the instructions that may follow instruction `i` in a warp whose lanes never diverge.
+
+        A call is followed by the instruction to which the callee returns, as if the callee had no instructions.
+        """
         instruction = self.instructions[i]
         straight = instruction.name in ("BSSY", "CALL", "WARPSYNC") or instruction.opcode.startswith("BRA.DIV")
         return [i + 1] if straight else self.after(i)
 
     def floor(self, starts: Iterable[int], *visits: Iterable[int], ends: Iterable[int] = ()) -> Floor | None:
-        """The lower bound of the shortest path from one of `starts` through an instruction of each of `visits`, in this
-        order, to one of `ends`; without `ends`, back to one of `starts`. None if there is no such path.
+        """Return the cost of the shortest path from one of `starts` to one of `ends`, or None if there is no such path.
+
+        The path passes through one instruction of each of `visits`, in this order. Without `ends`, the path leads back
+        to one of `starts`.
         """
         first, wanted = set(starts), [set(visit) for visit in visits]
         goals = set(ends) or first
@@ -181,7 +190,7 @@ class Code:
 
 
 def disassembler() -> str | None:
-    """The path of nvdisasm: from PATH, from CUDA, or from its wheel."""
+    """Return the path of nvdisasm, found in PATH, in /usr/local/cuda or in its wheel; or None if there is none."""
     tool = shutil.which("nvdisasm") or shutil.which("/usr/local/cuda/bin/nvdisasm")
     wheels = (str(path) for folder in sys.path for path in Path(folder).glob("nvidia/*/bin/nvdisasm"))
     return tool or next(wheels, None)

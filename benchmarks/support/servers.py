@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-READY_S = 1800.0  # time until a server must answer; it is long, because large models load slowly
+READY_S = 1800.0  # seconds that a server may take to start; large models load slowly
 SHUTDOWN_S = 30.0
 
 
@@ -34,10 +34,12 @@ class Child:
 
 @contextmanager
 def server(command: Sequence[str], log: Path) -> Iterator[Child]:
-    """Start `command`, with `{port}` filled in, and yield when its /health answers 200. The process ends with the
-    block.
+    """Start a server, and stop it when the `with` block ends.
+
+    A free port replaces `{port}` in `command`. Yields the server's URL and process id once /health answers 200.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `with` blocks end
+    # On SIGTERM, this process raises SystemExit. So its `with` blocks end, and they stop their servers.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     line = [part.replace("{port}", str(port)) for part in command]
@@ -67,27 +69,28 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
         except OSError:
             pass
         if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"{url} did not start: {' | '.join(log.read_text(errors='replace').splitlines()[-5:])}")
+            end = " | ".join(log.read_text(errors="replace").splitlines()[-5:])
+            raise SystemExit(f"the server at {url} did not start. Its log {log} ends with: {end}")
         time.sleep(0.25)
 
 
 def megakernel(*arguments: str) -> list[str]:
-    """Our command line, with the Python that runs this script."""
+    """Return the command line of `megakernel` with `arguments`, for the Python that runs this script."""
     return [sys.executable, "-P", "-c", "import sys; from megakernel.cli import main; sys.exit(main())", *arguments]
 
 
 def measured(*arguments: str) -> dict[str, Any]:
-    """The JSON object of one of our commands."""
+    """Run `megakernel` with `arguments` and --json, and return the JSON object that it prints."""
     command = megakernel(*arguments, "--json")
     print("$ megakernel", *arguments, file=sys.stderr)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        raise SystemExit(f"megakernel {' '.join(arguments)} failed")
+        raise SystemExit(f"`megakernel {' '.join(arguments)}` failed; its messages are above")
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 
 
 def machine_facts() -> dict[str, Any]:
-    """The facts about a machine that make a figure comparable."""
+    """Describe this machine: what a reader must know to compare figures with those of another machine."""
     report = measured("doctor")
     return {name: report[name] for name in ("system", "cpu", "cores", "simd", "gpus", "python", "ceilings")}

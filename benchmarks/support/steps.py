@@ -1,4 +1,4 @@
-"""Programs, and backends with random weights, that several scripts use."""
+"""Makes programs, and backends with random weights, for several scripts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megakernel.scheduler import compile_program
 def compiled(
     config: ModelConfig, machine: Machine, tokens: int, *, context: int, seqs: int = 1, **more: Any
 ) -> Program:
-    """Compile a program, in bf16 by default, with a logit row for each of `seqs` sequences."""
+    """Compile a program for steps of `tokens` tokens with a logit row per sequence. The default dtype is bf16."""
     sizes = {"tokens": tokens, "logit_rows": seqs, "max_seqs": seqs, "max_context": context}
     return compile_program(config, machine, **{"dtype": Dtype.BF16} | sizes | more)
 
 
 def backend(name: str, config: ModelConfig, dims: Dims, *, pages: int = 0, **more: Any) -> Any:
-    """Create a backend, in bf16 by default, with `pages` KV pages, or enough for one sequence."""
+    """Create a backend with `pages` KV pages (by default, enough for one sequence). The default dtype is bf16."""
     checkpoint = RandomCheckpoint("random", config, seed=0)
     return create(name, checkpoint, dims, pages or dims.pages_per_seq, **{"dtype": Dtype.BF16} | more)

@@ -1,4 +1,4 @@
-"""What a person reads of figures that were measured: each number from its place, in its unit."""
+"""The text output of the benchmarks: each figure is printed in the right place and with the right unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`megakernel chat`: lines of a pipe, a person at a terminal, a server, and a conversation that grows too long."""
+"""Tests `megakernel chat` with input from a pipe and from a terminal, with a server, and with conversations that exceed
+the context."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def test_the_oldest_messages_are_left_out(
         assert status == 0 and left == ["2", "3"], err
         assert err.count("The context of 512 tokens is full: the oldest 2 messages are left out.") == 2
     status, out, err = chat(capsys, monkeypatch, b"y" * 600 + b"\nz\n", *here, "--max-tokens", "3", "--json")
-    assert status == 1 and "leaves no room in the context of 512" in err
+    assert status == 1 and "leaves no room for an answer in the context of 512" in err
     assert json.loads(out)["messages"][0]["content"] == "z"
 
 
@@ -114,15 +115,16 @@ class Terminal:
         os.write(self._mine, text.encode())
 
     def until(self, text: str) -> str:
-        """Read up to `text`, which must come."""
+        """Read until `text` appears, and return what came before it. Fails after two minutes."""
         self._read(lambda: text in self.seen)
         before, _, self.seen = self.seen.partition(text)
         return before
 
     def interrupt(self, text: str) -> str:
-        """Press Ctrl-C, again after a second, until `text` comes.
+        """Press Ctrl-C once a second until `text` appears, and return what came before it.
 
-        Python handles a signal that comes just before `input` waits for a key only when the next one comes.
+        One Ctrl-C is not enough: if its signal arrives just before `input` waits for a key, Python handles the signal
+        only when the next signal or key arrives.
         """
         deadline = time.monotonic() + 120
         while text not in self.seen and time.monotonic() < deadline:
@@ -132,9 +134,10 @@ class Terminal:
         return self.until(text)
 
     def ask(self, text: str) -> None:
-        """Send a message, and wait until its answer begins: before that, Ctrl-C would end the message instead.
+        """Send a message, and wait until its answer begins.
 
-        The terminal shows the message twice where it comes before `input` has taken the terminal over.
+        A Ctrl-C before the answer begins would cancel the message instead of the answer. If the message arrives before
+        `input` controls the terminal, the terminal shows the message twice.
         """
         os.write(self._mine, f"{text}\n".encode())
         self.until(f"{text}\r\n")
@@ -148,11 +151,11 @@ class Terminal:
                 self.seen += os.read(self._mine, 4096).decode(errors="replace")
 
     def rest(self) -> str:
-        """What else the terminal has shown."""
+        """Return everything that the terminal has shown since the last call of `until`."""
         while select.select([self._mine], [], [], 0.1)[0]:
             try:
                 self.seen += os.read(self._mine, 4096).decode(errors="replace")
-            except OSError:  # the program has closed its side
+            except OSError:  # the program has closed the terminal
                 break
         return self.seen
 
@@ -163,7 +166,8 @@ class Terminal:
 
 
 def _takes_terminal() -> None:
-    os.close(os.open(os.ttyname(0), os.O_RDWR))  # opened by a session's leader, it becomes the session's own
+    # The first terminal that the leader of a new session opens becomes its controlling terminal, which Ctrl-C needs.
+    os.close(os.open(os.ttyname(0), os.O_RDWR))
 
 
 @pytest.mark.parametrize("where", ["here", "at a server"])
@@ -212,7 +216,7 @@ def test_ctrl_c_between_answers_does_nothing(monkeypatch: pytest.MonkeyPatch) ->
             return None
 
         def reply(self, messages: Messages, answer: Answer, show: Callable[[str], None], room: int | None) -> None:
-            raise KeyboardInterrupt  # as a model does, whose own handler notes Ctrl-C
+            raise KeyboardInterrupt  # a model raises this when its signal handler has seen Ctrl-C
 
     def no_line(prompt: str) -> str:
         raise EOFError

@@ -1,4 +1,4 @@
-"""The command line: what it prints, where, and how it fails."""
+"""Tests the command line: what it prints to which stream, and its errors and exit statuses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megakernel.settings import reference as settings_page
 
 @pytest.fixture
 def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring takes seconds; `test_doctor` does it once."""
+    """Replace the measurement of ceilings, which takes seconds. Only `test_doctor` measures them."""
     monkeypatch.setattr(
         ceilings, "host_ceilings", lambda threads, **_: Ceilings(1e12, 1e15, threads, "made up", cache_bytes_per_s=1e13)
     )
@@ -207,7 +207,7 @@ def test_bad_compile_flags(capsys: pytest.CaptureFixture[str], tiny_shape: str, 
 def test_a_violation_exits_with_1(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_shape: str) -> None:
     file = tmp_path / "a.mkp"
     run_json(capsys, "compile", "--model", tiny_shape, "-o", str(file))
-    edit(Program.load(file), "body", 0, SIGNAL_WORD).save(file)  # the first instruction tells nobody
+    edit(Program.load(file), "body", 0, SIGNAL_WORD).save(file)  # the first instruction no longer signals its counter
     status, out, _ = run(capsys, "verify", str(file), "--json")
     report = json.loads(out)
     assert status == 1 and not report["ok"] and report["violations"]
@@ -302,7 +302,7 @@ def test_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str) ->
     keys = {"text", "token_ids", "tokens_per_s", "read_fraction", "busy", "overlap", "timeline"}
     figures = run_json(capsys, *flags)
     assert keys <= figures.keys()
-    # Peaks are what was measured a moment ago, not the nominal rates of a core.
+    # The peaks are the measured ceilings, not the nominal rates of a core.
     memory = next(r for r in figures["resources"] if r["name"] == "memory")
     assert memory["peak"] == pytest.approx(figures["ceilings"]["read_bytes_per_s"])
     assert f'"peaks":[{figures["ceilings"]["flops"]}' in page.read_text()
@@ -346,7 +346,7 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch, unit: str) -> N
 
 
 def begun(*arguments: str) -> subprocess.Popen[bytes]:
-    """A process that has begun to print."""
+    """Start a command, and return its process as soon as it has printed something."""
     process = subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.read(1)
     return process

@@ -1,4 +1,6 @@
-"""Verbs that run nothing count weights in the types that a run would have in memory."""
+"""Tests that `roofline`, `compile` and `simulate`, which do not run the model, count weights in the types that a run
+would keep in memory.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from megakernel.program import Program
 from megakernel.roofline.work import model_weights
 
 CPU = str(Path(__file__).parents[2] / "benchmarks" / "machines" / "server-16.toml")
-PARAMETERS = 134515008 - 61 * 576  # of SmolLM2-135M, in matrices
+PARAMETERS = 134515008 - 61 * 576  # weights of SmolLM2-135M without its norms
 MODELS = [("smollm2-135m", "auto"), ("smollm2-135m", "q8_0"), ("random:smollm2-135m", "q4_k")]
 
 
 def run_bytes(model: str, weights: str) -> int:
-    """Bytes of the matrices of a run."""
+    """Return the bytes that the weight matrices take in memory when the model is run."""
     with LLM(model, weights=weights, backend="null", max_context=32, max_seqs=1) as llm:
         return sum(llm.weight_bytes.values())
 
@@ -44,7 +46,7 @@ def test_bytes_are_those_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def matrices(program: Program) -> dict[Buffer, int]:
-    """Without the embedding table, which is the head's."""
+    """The bytes of each matrix that a program reads. The embedding table, which is also the LM head, counts once."""
     found = model_weights(program.forward, program.dims)
     return {b: size for b, size in found.items() if BUFFERS[b].matrix and b.name != "EMBED"}
 

@@ -1,4 +1,4 @@
-"""`megakernel roofline`: steps, plans, fleets and the figure, as a person gets them."""
+"""Tests `megakernel roofline`: its steps, plans, fleets and plots, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_bytes_between_ranks_follow_the_lowering(capsys: pytest.CaptureFixture[s
 
 
 def test_paper_and_program_agree(capsys: pytest.CaptureFixture[str]) -> None:
-    """The closed formulas of a layout and the sums over instructions, for even shards."""
+    """If all shards have the same size, the formulas for a layout give the same times as sums over instructions."""
     flags = ["--tp", "8", "--tokens", "1024", "--context", "2000", "--o-lowering", "sharded", "--residual", "dealt"]
     figures = run_json(capsys, "roofline", "--model", MODEL_70B, "--machine", "h100x8", *flags)
     paper = decode_step(LLAMA_70B, H100, Layout(tp=8), 1024, 2000)
@@ -85,7 +85,8 @@ def test_paper_and_program_agree(capsys: pytest.CaptureFixture[str]) -> None:
     ends = sum(costs(figures)[name]["comms_s"] for name in ("final_norm", "lm_head", "sample"))
     assert figures["t_comms_s"] - ends == pytest.approx(paper.comms_s["node"])
     needed = figures["memory"]["weight_bytes"] + figures["memory"]["kv_bytes"]
-    table = LLAMA_70B.embedding_parameters * 2 * 7 / 8  # on paper sharded too; here every rank has all of it
+    # In the formulas, each of the 8 ranks has 1/8 of the embedding table. In a program, each rank has the whole table.
+    table = LLAMA_70B.embedding_parameters * 2 * 7 / 8
     assert needed - table == pytest.approx(paper.bytes_per_gpu, rel=2e-3)
     norm = costs(figures)["mlp_norm"]
     assert norm["message_bytes"] == 2 * 1024 * 8192 * 7 / 8
@@ -173,11 +174,11 @@ def test_every_factorisation_is_considered() -> None:
     experts = plan(SHAPES["gpt-oss-120b"], H100, 16, 10_000, 128)
     assert any(t.layout.ep == 8 for t in experts.ranked)
     thirds = plan(SHAPES["gpt-oss-120b"], H100, 24, 10_000, 128)
-    assert {t.layout.ep for t in thirds.ranked if t.layout.gpus == 24} <= {1, 2, 4, 8}  # three do not share 128 experts
+    assert {t.layout.ep for t in thirds.ranked if t.layout.gpus == 24} <= {1, 2, 4, 8}  # not 3
 
 
 def test_gpus_may_be_left_idle(capsys: pytest.CaptureFixture[str]) -> None:
-    """Experts do not divide by nine: 64 of 72 GPUs are faster than all of them."""
+    """The experts cannot be divided among 72 = 8 x 9 GPUs, so a layout with 64 GPUs is faster than any with 72."""
     shape = SHAPES["deepseek-v3"]
     most, fewer = (plan(shape, NVL72, gpus, 2048, 2000) for gpus in (72, 64))
     best = most.ranked[0]
@@ -190,7 +191,7 @@ def test_gpus_may_be_left_idle(capsys: pytest.CaptureFixture[str]) -> None:
     assert (figures["ranked"][0]["idle_gpus"], figures["ranked"][-1]["idle_gpus"]) == (8, 0)
     status, out, _ = run(capsys, "roofline", *flags)
     assert status == 0 and "TP 2 x EP 32, 8 GPUs idle" in out
-    for gpus in (512, 1024):  # idle GPUs beyond a node leave whole nodes
+    for gpus in (512, 1024):  # layouts of more than one node use whole nodes
         assert all(t.layout.gpus % 8 == 0 for t in plan(shape, H100, gpus, 8192, 2000).ranked if t.layout.gpus > 8)
 
 
@@ -199,7 +200,9 @@ LLAMA_405B += ["--tokens", "16000000", "--context", "8192"]
 
 
 def test_a_layout_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """What Llama-3 405B was trained with, by which factor it loses and why."""
+    """The layout with which Llama-3 405B was trained is compared with the best one. The output names the main
+    cause of the difference.
+    """
     figures = run_json(capsys, "roofline", *LLAMA_405B, "--layout", "tp=8,pp=16,dp=128")
     found, best = figures["layout"], figures["ranked"][0]
     assert (figures["gpus"], found["rank"], found["name"]) == (16384, 31, "TP 8 x PP 16 x DP 128, ZeRO-1")
@@ -281,7 +284,7 @@ def test_cost_is_price_times_time() -> None:
 def test_the_best_fleet_within_a_latency() -> None:
     free, tight = best(LLAMA_70B, H100, 64, 2000), best(LLAMA_70B, H100, 64, 2000, 0.008)
     assert free.tokens_per_s == pytest.approx(max(s.tokens_per_s for s in fleet(LLAMA_70B, H100, 64, 2000)))
-    short = best(LLAMA_70B, H100, 64, 500)  # bound by arithmetic: the smallest batch and most ranks that make as much
+    short = best(LLAMA_70B, H100, 64, 500)  # limited by arithmetic, so a smaller batch reaches the same rate
     assert (short.tp, short.bound) == (8, "math") and short.batch < largest_batch(LLAMA_70B, H100, 8, 500)
     fewer = serve(LLAMA_70B, H100, 64, 8, short.batch - 1, 500)
     assert fewer.tokens_per_s < short.tokens_per_s * (1 - 1e-6)
@@ -290,12 +293,12 @@ def test_the_best_fleet_within_a_latency() -> None:
     assert rates == sorted(rates)
     with pytest.raises(MegakernelError, match=r"as fast as 0.001 ms per token: the fastest takes 5\.\d+ ms"):
         best(LLAMA_70B, H100, 64, 2000, 1e-6)
-    with pytest.raises(MegakernelError, match="does not fit on any group of 64 h100, with TP in nodes of 8"):
+    with pytest.raises(MegakernelError, match="does not fit on any group of up to 64 h100 GPUs"):
         fleet(LLAMA_70B, H100, 64, 8e6)
 
 
 def test_experts_over_a_group(capsys: pytest.CaptureFixture[str]) -> None:
-    """A model that fits no node serves from several, and more of its experts' weights are read once."""
+    """A model that does not fit a node is served by groups of several nodes, with experts divided among their GPUs."""
     shape = replace(SHAPES["deepseek-v3"], weight_bytes=1.0)
     wide = best(shape, H100, 256, 4000, 0.05)
     assert wide.ep > 8 and wide.gpus == 256 and wide.replicas == 256 // (wide.tp * wide.ep)
@@ -308,7 +311,7 @@ def test_experts_over_a_group(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_bits_of_weights() -> None:
-    """They change what is held and read, and nothing else."""
+    """The bits per weight change the memory and the time to read it, but not arithmetic or communication."""
     for model, layout in ((LLAMA_70B, Layout(tp=8)), (SHAPES["deepseek-v3"], Layout(ep=64))):
         two, one, half = (
             decode_step(replace(model, weight_bytes=b), NVL72, layout, 512, 1000) for b in (2.0, 1.0, 0.5)
@@ -321,7 +324,7 @@ def test_bits_of_weights() -> None:
 
 
 def test_a_router_that_keeps_to_few_nodes() -> None:
-    """DeepSeek-V3's sends a token to 8 experts on 4 nodes at most: half of what leaves a node."""
+    """DeepSeek-V3's router sends a token to 8 experts on at most 4 nodes, which halves the bytes that leave a node."""
     shape = SHAPES["deepseek-v3"]
     assert shape.router_nodes == 4 and SHAPES["grok-1"].router_nodes == 0
     kept, free = (exchange_seconds(1e9, H100.levels(128), 8, nodes) for nodes in (4, 0))
@@ -357,7 +360,7 @@ SVG = "http://www.w3.org/2000/svg"
 
 
 def marks(root: ElementTree.Element) -> list[list[float]]:
-    """Where the figure's markers are, those of the legend left out."""
+    """The positions of the markers in the plot, without those of the legend."""
     found = [e.attrib["transform"] for e in root.iter(f"{{{SVG}}}path") if len(e)]
     return [[float(v) for v in text.removeprefix("translate(").rstrip(")").split()] for text in found]
 
@@ -368,7 +371,7 @@ def test_the_figure_is_one_file_with_roof_and_points() -> None:
     texts = ["".join(t.itertext()) for t in root.iter(f"{{{SVG}}}text")]
     assert {"a < b", "a & b, c", "far", "all", "seen", "matmul", "attention", "achieved"} <= set(texts)
     assert "http" not in svg.replace(SVG, "")
-    assert len(marks(root)) == 4  # two of the five share one
+    assert len(marks(root)) == 4  # two of the five points share a marker
     line = next(root.iter(f"{{{SVG}}}polyline")).attrib["points"].split()
     corner = [float(v) for v in line[1].split(",")]
     roofed = render_plot(H100, [Point("ridge", H100.intensity(), 9.9e14)], "x")

@@ -1,6 +1,6 @@
-"""What verbs print on a terminal, character by character; blanks at the ends of lines do not count.
+"""Compares the output of commands with the files in texts/, except for blanks at the ends of lines.
 
-A file of texts/ begins with the command. Where a text is meant to change, what the command prints now goes there.
+The first line of a file is the command. If an output is meant to change, copy the new output into the file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`bench latency --vs` and `bench throughput --vs`, against peers that only say how long they took."""
+"""Tests `bench latency --vs` and `bench throughput --vs` against fake peers, which compute nothing and return given
+times.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a native build of llama.cpp."""
+    """A folder that stands for a native build of llama.cpp: its programs are fakes, which log their flags."""
     monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
     for name in ("llama-bench", "llama-batched-bench"):
         text = (SUPPORT / "fake_llama_bench.py").read_text()
@@ -48,16 +50,16 @@ def native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def commands(native: Path) -> list[dict[str, str]]:
-    """The flags of every run so far, with the program's name as `program`."""
+    """The flags of every run of the fake programs so far. The key `program` has the program's name."""
     lines = [json.loads(line) for line in (native / "log").read_text().splitlines()]
     return [flags | {"program": name} for name, flags in lines]
 
 
-# -- one peer against us
+# -- the search for settings, and the figures of a comparison
 
 
 class Scripted:
-    """A Peer whose times are given by its settings, and that keeps what it was asked."""
+    """A Peer whose times follow from its settings. It keeps the phase and the settings of each call in `asked`."""
 
     name = "scripted"
 
@@ -72,7 +74,7 @@ class Scripted:
     def seconds(self, phase: Phase, settings: Settings) -> float:
         self.asked.append((phase, settings))
         if settings["b"] == 0:
-            raise MegakernelError("not in this build")
+            raise MegakernelError("value 0 is not in this build")
         return (10.0 if phase == "prefill" else 8.0) / settings["a"] / settings["b"] + self.extra
 
     def close(self) -> None: ...
@@ -89,7 +91,7 @@ def test_settings_are_searched_for_each_phase() -> None:
     contest.run()
     assert peer.asked == [("decode", {"a": 3, "b": 2}), ("prefill", {"a": 3, "b": 2})]
     search = contest.figures({"decode": [1.0], "prefill": [1.0]})["settings"]["search"]
-    assert [one.get("error") for one in search[:5]] == [None, None, "not in this build", None, None]
+    assert [one.get("error") for one in search[:5]] == [None, None, "value 0 is not in this build", None, None]
     assert search[0]["tokens_per_s"] == 16 / 8 and search[5]["tokens_per_s"] == 100 / 10
 
 
@@ -119,7 +121,7 @@ def test_a_batch_counts_the_token_that_ends_a_prompt() -> None:
 def test_a_peer_whose_first_settings_fail_is_an_error() -> None:
     peer = Scripted()
     peer.settings = lambda phase: ({"a": 1, "b": 0}, [])  # type: ignore[method-assign]
-    with pytest.raises(MegakernelError, match="not in this build"):
+    with pytest.raises(MegakernelError, match="value 0 is not in this build"):
         Contest(peer, Work(1, 1, 1), ("decode",)).search(lambda *_: None)
 
 
@@ -139,7 +141,7 @@ def test_latency_against_llama_bench(
     flags = [*LATENCY, "--model", model, "--vs", "llama.cpp"]
     figures = run_json(capsys, *flags, "--llama-bench", str(native))
     versus = figures["vs"]["llama.cpp"]
-    # Sides alternate: between two of our runs there is one of theirs, which is two processes.
+    # Runs of megakernel and of llama.cpp alternate. One run of llama.cpp takes two processes.
     asked = commands(native)
     searched = len(asked) - 2 * 3
     assert [int(line) for line in ours.read_text().split()] == [searched, searched + 2, searched + 4]
@@ -250,7 +252,7 @@ def test_a_peer_in_a_process(process: Callable[[], Process]) -> None:
 
 def test_what_a_process_says_is_checked(process: Callable[[], Process]) -> None:
     peer = process()
-    with pytest.raises(MegakernelError, match=r"fake reported an invalid time of a run: -1\.0 seconds"):
+    with pytest.raises(MegakernelError, match=r"fake reported an invalid run time: -1\.0 seconds"):
         peer.seconds("decode", {"answer": -1})
     peer.close()
 
@@ -265,7 +267,7 @@ def test_latency_against_a_process(
     assert figures["vs"]["fake"]["tokens_per_s"] == 4 / 2.0 and len(figures["vs"]["fake"]["runs"]) == 3
 
 
-# -- what is refused, before a model is loaded
+# -- errors that are found before a model is loaded
 
 
 def test_missing_peers_are_one_line(
@@ -347,11 +349,11 @@ def test_torch_runs_eagerly(model: str) -> None:
     assert seconds("decode", settings | {"dtype": "bf16"}) > 0 and "torch" in about["program"]
 
 
-# -- the package of llama.cpp
+# -- the Python package of llama.cpp
 
 
 class FakeLlama(SimpleNamespace):
-    """The functions of `llama_cpp` that are called, of a model of 100 tokens; keeps what is decoded."""
+    """Stands for the package `llama_cpp`, with a vocabulary of 100 tokens. `decoded` has the tokens of each call."""
 
     def __init__(self) -> None:
         self.decoded: list[list[tuple[int, int, int, bool]]] = []
@@ -388,7 +390,7 @@ class FakeLlama(SimpleNamespace):
         n = batch.n_tokens
         sequences = [one[0] for one in batch.seq_id[:n]]
         self.decoded.append(list(zip(batch.token, sequences, batch.pos[:n], batch.logits, strict=False)))
-        return int(context.flash_attn_type)  # no such thing in this build
+        return int(context.flash_attn_type)  # with flash attention, the fake returns a status that is an error
 
 
 def test_the_loop_through_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +402,8 @@ def test_the_loop_through_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seconds("batch", settings) > 0
     [context] = fake.contexts
     assert (context.n_seq_max, context.n_ctx, context.n_threads) == (3, 3 * 1024, 2)
-    # A run to warm up and one that counts: 3,000 tokens of prompts in batches of 2,048, then a token of each, twice.
+    # One run warms up and one is measured. Each decodes 3,000 prompt tokens in batches of 2,048, then twice one token
+    # for each of the three sequences.
     assert [len(tokens) for tokens in fake.decoded] == [2048, 952, 3, 3] * 2
     prompts = fake.decoded[0] + fake.decoded[1]
     assert [one[1:3] for one in prompts] == [(s, i) for s in range(3) for i in range(1000)]

@@ -1,4 +1,4 @@
-"""Attention's arithmetic of a warp on the tensor cores, with the matrix instructions done on the host."""
+"""Tests the attention code that one warp runs on tensor cores. On the host, loops replace the matrix instructions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tile(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 class Block:
-    """Random query rows, keys and values of one KV block; what follows the head's keys in memory is `beyond`."""
+    """Random queries, keys and values of one KV block. The memory after the head's keys is filled with `beyond`."""
 
     def __init__(self, head_dim: int, beyond: int) -> None:
         rng = np.random.default_rng(head_dim)
@@ -37,7 +37,8 @@ class Block:
         self.queries, self.positions = random(QUERY_TILE, head_dim), np.arange(112, 128, dtype=np.int32)
         self.keys = np.full((-(-head_dim // BOX_ROWS) * BOX_ROWS, KV_BLOCK), beyond, np.uint16)
         self.keys[:head_dim] = random(head_dim, KV_BLOCK)
-        # Values are rows of a matrix of their own: the copy engine gives zeros beyond them.
+        # Zeros follow a head's values, not `beyond`: to the copy engine (TMA), these values are a matrix of their own,
+        # and it returns zeros beyond the end of a row.
         self.values = np.zeros((KV_BLOCK, 128), np.uint16)
         self.values[:, :head_dim] = random(KV_BLOCK, head_dim)
 

@@ -1,4 +1,6 @@
-"""The machine code of csrc/cuda, without a GPU: what each kind of work must contain, and what no code may."""
+"""Inspects the machine code of csrc/cuda without a GPU. The compiler must have generated certain instructions for each
+source file, and no code may contain certain others.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from megakernel.isa import Units
 from megakernel.isa.launch import Ablation
 from megakernel.runtime.cuda import compile as cuda
 
-# By source file, whose lines or what is inlined at them must have become such instructions.
+# For each source file, the instructions that the compiler must generate from the lines of the file or from code that is
+# inlined into these lines. The text after an instruction says what the instruction is for.
 BOTH = {
     "megakernel.cu": {
         "USETMAXREG.DEALLOC": "registers given up by the warps that move data",
@@ -81,12 +84,13 @@ PAIRS = TENSOR | {
     "megakernel.cu": TENSOR["megakernel.cu"] | {"UCGABAR_WAIT": "the end of both blocks"},
 }
 TABLES = {"tensor": TENSOR, "dots": DOTS, "pairs": PAIRS}
-# That may run, at most, without tracing and with it; the instruction caches hold a part of them.
+# The permitted number of instructions that control flow can reach, for each (kind of build, whether it traces). The
+# number is limited because a GPU's instruction caches hold only a part of such long code.
 INSTRUCTIONS = {("tensor", False): 18_300, ("tensor", True): 18_800, ("pairs", False): 19_500, ("pairs", True): 20_100}
 
 
 def lacking(code: sass.Code, table: dict[str, dict[str, str]]) -> list[str]:
-    """Entries of the table that no instruction meets."""
+    """The entries of the table for which the code has no instruction."""
     found: dict[str, list[str]] = {file: [] for file in table}
     for instruction in code.instructions:
         for file in instruction.sources & table.keys():
@@ -103,14 +107,17 @@ def lacking(code: sass.Code, table: dict[str, dict[str, str]]) -> list[str]:
 class Built:
     numerics: str
     traced: bool
-    log: str  # of the compiler
+    log: str  # the report of the compiler
     code: sass.Code
 
 
 @pytest.fixture(scope="module", params=["tensor", "dots", "pairs", "tensor traced", "dots traced", "pairs traced"])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """A numerics class, or pairs of SMs, traced or not. Compiling fails on what ptxas calls slow: wgmma
-    serialised, setmaxnreg ignored. Each compiler that is here has one class: NVRTC, as at first use, and nvcc."""
+    """Return the machine code of one build: for tensor cores, dot products or pairs of SMs, with or without tracing.
+
+    Compiling fails if ptxas reports slow code, which is a serialised wgmma or an ignored setmaxnreg. If nvcc is
+    installed, it compiles the builds for tensor cores. NVRTC, which is used at run time, compiles all others.
+    """
     numerics, *traced = request.param.split()
     return build(tmp_path_factory, numerics, bool(traced))
 
@@ -153,14 +160,14 @@ def test_a_table_that_no_code_meets_fails() -> None:
 
 
 def budgets() -> dict[str, int]:
-    """Registers of a thread of each role."""
+    """The number of registers per thread for service warps and for consumers."""
     text = (cuda.source_folder() / "cuda" / "megakernel.cu").read_text()
     return {name: int(n) for name, n in re.findall(r"#define MK_(\w+)_REGISTERS (\d+)", text)}
 
 
 @pytest.mark.slow
 def test_registers_by_role(built: Built) -> None:
-    """What either role's warps may run names no register that they do not have."""
+    """The code that service warps or consumers can reach uses only registers that these warps have."""
     code = built.code
     roots = {"SERVICE": code.find("USETMAXREG.DEALLOC"), "CONSUMER": code.find("USETMAXREG.TRY_ALLOC")}
     assert budgets().keys() == roots.keys()
@@ -175,7 +182,7 @@ def test_registers_by_role(built: Built) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_spilled(built: Built) -> None:
-    """Neither in loops nor elsewhere does a thread use memory of its own."""
+    """No thread uses local memory, in loops or elsewhere, and the code is not longer than the limits."""
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", built.log) == [("0", "0")]
     code = built.code
     assert code.find("LDL") + code.find("STL") == []
@@ -183,7 +190,8 @@ def test_nothing_is_spilled(built: Built) -> None:
     assert len(code.reachable([0])) <= limits[built.numerics, built.traced]
 
 
-# What a build has no more, and what it still has.
+# For each ablation (a build that omits copies or arithmetic): the instructions that the build must not have, and those
+# of which it must have at least one.
 COPIES, MULTIPLIES = ("UTMALDG", "UBLKCP"), ("HGMMA", "HMMA", "FFMA")
 ABLATIONS = {Ablation.COPIES: (COPIES, MULTIPLIES), Ablation.COMPUTE: (MULTIPLIES, COPIES)}
 

@@ -1,5 +1,8 @@
-"""Compiling csrc/cuda: what is cached under which name, what is refused, and that the sources are installed. Tracing
-costs untraced code nothing: with all of it taken out of the source, the compiler says the same.
+"""Tests the compilation of csrc/cuda: when the cache is used, which code is refused, and that all sources are
+installed.
+
+The tests also show that the tracing code adds nothing to builds without tracing: if the tracing code is removed from
+the sources, the compiler generates the same PTX.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ TENSOR, DOTS = Units.TENSOR, Units.DOTS
 
 
 class Counting:
-    """A compiler that notes what it was asked for."""
+    """A stand-in for the compiler. Its list `asked` has (traced, units, SMs) of each build that was requested."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.asked: list[tuple[bool, Units, int]] = []
@@ -55,7 +58,7 @@ def test_compiles_once_per_content(counting: Counting, tmp_path: Path) -> None:
     assert counting.asked == [(False, TENSOR, 1), (True, DOTS, 1), (True, TENSOR, 1), (True, TENSOR, 2)]
     counting.source.touch()
     compile.cubin(trace=False, units=TENSOR)
-    assert len(counting.asked) == 4  # by content, not by time
+    assert len(counting.asked) == 4  # the cache depends on contents, not on modification times
     counting.source.write_text("two")
     assert compile.cubin(trace=False, units=TENSOR) == b"code of two 021"
     (counting.source.parent / "new.h").write_text("")
@@ -94,7 +97,7 @@ def test_slow_code_is_an_error(counting: Counting) -> None:
     with pytest.raises(MegakernelError, match=r"compiled csrc/cuda into slow code: \(C7510\) Potential"):
         compile.cubin(trace=False, units=TENSOR)
     counting.log = ""
-    assert compile.cubin(trace=False, units=TENSOR)  # the slow one was not kept
+    assert compile.cubin(trace=False, units=TENSOR)  # the slow code was not stored in the cache
 
 
 def test_the_first_complaint_is_the_error() -> None:
@@ -105,14 +108,14 @@ def test_the_first_complaint_is_the_error() -> None:
 def test_every_source_is_installed() -> None:
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     patterns = table["package-data"]["megakernel.csrc"]
-    files = [p.relative_to(ROOT / "csrc") for room in ("common", "cuda") for p in (ROOT / "csrc" / room).rglob("*")]
+    files = [p.relative_to(ROOT / "csrc") for folder in ("common", "cuda") for p in (ROOT / "csrc" / folder).rglob("*")]
     sources = [str(f) for f in files if f.suffix in (".h", ".cuh", ".cu")]
     assert len(sources) > 3
     assert [s for s in sources if not any(fnmatch.fnmatch(s, pattern) for pattern in patterns)] == []
 
 
 def test_no_lambda_is_generic() -> None:
-    """NVRTC 13.0 takes one for a function of the host, and refuses it; its successors and nvcc do not."""
+    """No lambda has an `auto` parameter, because NVRTC 13.0 takes a lambda inside such a lambda for a host function."""
     generic = re.compile(rb"\[[&=]?\]\s*\([^)]*\bauto\b")
     assert [name for name, text in compile.sources().items() if generic.search(text)] == []
     assert generic.search(b"f([&](int first, const auto& at) {")
@@ -122,9 +125,10 @@ def test_no_lambda_is_generic() -> None:
 
 
 def without_tracing(text: str) -> str:
-    """A source without what is compiled for MK_TRACE, without `if constexpr (P::kTrace)` and without calls to trace."""
+    """Remove all tracing code from a source: regions of MK_TRACE, blocks of P::kTrace, and calls of trace and now."""
     kept: list[str] = []
-    regions: list[bool | None] = []  # whether a region is MK_TRACE's and in its traced part; None: another's
+    # One entry for each open #if: None, or for `#if MK_TRACE` whether the current line is in its traced branch.
+    regions: list[bool | None] = []
     for line in text.splitlines(keepends=True):
         directive = line.strip()
         if directive == "#if MK_TRACE":
@@ -147,7 +151,10 @@ def without_tracing(text: str) -> str:
 
 
 def taken_out(text: str, start: str, pair: str) -> str:
-    """`text` without what matches `start`, up to the end of the pair that it opens."""
+    """Remove every match of `start`, which ends with an opening bracket, and the text up to the closing bracket.
+
+    `pair` consists of the two brackets.
+    """
     while found := re.search(start, text):
         depth, end = 1, found.end()
         while depth:
@@ -170,7 +177,7 @@ def ptx(sources: dict[str, str], folder: Path) -> str:
 
 @pytest.mark.slow
 def test_untraced_code_is_that_of_a_source_without_tracing(tmp_path: Path) -> None:
-    """As PTX, from which both would be assembled alike."""
+    """The sources compile to the same PTX as a copy of them without tracing code."""
     whole = {name: text.decode() for name, text in compile.sources().items()}
     bare = {name: without_tracing(text) for name, text in whole.items()}
     left = "".join(bare.values())

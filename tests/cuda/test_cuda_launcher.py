@@ -1,6 +1,6 @@
-"""The CUDA backend's host side, end to end on a pretended driver: fake_gpu says what that is.
+"""Tests the host code of the CUDA backend end to end, on the fake CUDA driver that fake_gpu.py describes.
 
-The bodies of tests under `pretended`, and of functions named `in_process_*`, run there.
+Tests with the decorator `pretended`, and functions named `in_process_*`, run in a process with this driver.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _backend(dims: Dims, **options: Any) -> Any:
 
 @contextmanager
 def _launching(program: Program, **options: Any) -> Iterator[tuple[Any, PretendedKernel]]:
-    """A backend, and a kernel in which nothing may fail. All memory is given back."""
+    """Yield a backend and its fake kernel. Afterwards, check that no launch failed and that all memory was freed."""
     backend, kernel = _backend(program.dims, **options), PretendedKernel(PAGES)
     yield backend, kernel
     backend.close()
@@ -96,7 +96,7 @@ def _bits(out: Any) -> tuple[bytes, bytes, bytes]:
 
 
 def in_process_steps() -> None:
-    """Prefill and decode steps, of two programs, from memory that moves in between."""
+    """Launch prefill and decode steps of two programs. The larger one makes the buffers move to new memory."""
     tp = int(os.environ["TP"])
     small, large = _program(4, tp), _program(40, tp)
     backend, kernel = _backend(small.dims), PretendedKernel(PAGES)
@@ -133,7 +133,7 @@ def test_steps_equal_the_references(
 
 @pretended()
 def test_arguments_point_to_what_they_say() -> None:
-    """What lies where the arguments say: weights, strides, maps."""
+    """The addresses, strides and tensor maps in the arguments of a launch lead to the right data."""
     program = _program(40, tp=2)
     backend, kernel = _backend(program.dims), PretendedKernel(PAGES)
     seen: list[Arguments] = []
@@ -146,7 +146,7 @@ def test_arguments_point_to_what_they_say() -> None:
     backend.launch(program, _table(program.dims))
     kernel.check()
     [a] = seen
-    assert replace(a.dims, rms_eps=program.dims.rms_eps) == program.dims  # which is float32 there
+    assert replace(a.dims, rms_eps=program.dims.rms_eps) == program.dims  # the argument is float32
     for d in a.ranks:
         np.testing.assert_array_equal(a.phases[d.rank], program.forward.words(program.rank_dims(d.rank)))
     same = replace(a.program, dims=program.dims, machine=program.machine, forward=program.forward)
@@ -160,11 +160,11 @@ def test_arguments_point_to_what_they_say() -> None:
             np.testing.assert_array_equal(a.buffer(d.rank, buffer, layer, 0), shard(whole, buffer, d))
     lacks = [b for b, spec in BUFFERS.items() if spec.space is Space.WEIGHT and b not in weights]
     assert Buffer.B_QKV in lacks and not a.addresses[:, lacks].any()
-    # Both ranks are on one GPU and share what both need whole.
+    # Both ranks are on one GPU, so they share the weights that every rank needs in full.
     assert a.addresses[0, Buffer.EMBED] == a.addresses[1, Buffer.EMBED]
     assert a.addresses[0, Buffer.W_QKV] != a.addresses[1, Buffer.W_QKV]
     heap = [b for b, spec in BUFFERS.items() if spec.space is not Space.WEIGHT and spec.space is not Space.STATE]
-    assert len({int(a.addresses[1, b]) - int(a.addresses[0, b]) for b in heap}) == 1  # symmetric
+    assert len({int(a.addresses[1, b]) - int(a.addresses[0, b]) for b in heap}) == 1  # equal offsets
     maps = view(a.params.maps, (2, len(Buffer), MAPS, MAP_BYTES), np.uint8)
     d = a.ranks[1]
     shapes = {
@@ -195,8 +195,9 @@ def test_arguments_point_to_what_they_say() -> None:
 
 @pretended()
 def test_memory_of_maps_is_not_written_again() -> None:
-    """Programs that need more room move the buffers: the maps then lie elsewhere, and the ones before are as they were.
-    Programs with the same maps share them."""
+    """When a program needs larger buffers, the buffers move and get new tensor maps at another address. The old maps
+    keep their contents. Programs that need equal maps share one set of maps.
+    """
     small, large = _program(4, tp=2), _program(40, tp=2)
     with _launching(small) as (backend, kernel):
         seen: list[tuple[int, bytes]] = []
@@ -225,7 +226,11 @@ def test_memory_of_maps_is_not_written_again() -> None:
     ],
 )
 def test_blocks_acquire_the_maps_that_they_use(tp: int, options: Options, own: str, everywhere: str) -> None:
-    """That no map is missing is checked wherever a program runs on fibres."""
+    """`map_bits` names the expected buffers: those that thread blocks copy with tensor maps, and those for which the
+    blocks use the maps of all ranks.
+
+    Tests that run the interpreter on fibres check that blocks need no other maps.
+    """
     program = compiled(CONFIG, _machine(), 40, 1, tp, options, max_seqs=2, max_context=256)
     names = [{b.name for b in Buffer if bits >> b & 1} for bits in map_bits(program.forward, program.dims)]
     assert names == [set(own.split()), set(everywhere.split())]
@@ -241,7 +246,7 @@ def test_failed_launches_end_and_the_next_one_works() -> None:
     with _launching(program) as (backend, kernel):
         first = _bits(backend.launch(program, table))
 
-        # A worker finds that its wait takes too long.
+        # The watchdog of a worker reports a wait that takes too long.
         def stuck(params: Any) -> bool:
             notes = view(params.diagnoses, (params.ranks * params.workers, WARPS), NOTE)
             row = next(i for i, r in enumerate(program.body.records) if r[record.WAIT_WORD])
@@ -259,9 +264,9 @@ def test_failed_launches_end_and_the_next_one_works() -> None:
         assert "the input loader of rank 0 worker 2 waits in body record" in said and "layer 2" in said
         assert "for counter 7: in block 2 it has value 3, expected 4: a signal of" in said
         kernel.before = None
-        assert _bits(backend.launch(program, table)) == first  # its counters start from zero again
+        assert _bits(backend.launch(program, table)) == first  # the counters have been reset to zero
 
-        # A launch that does not end by itself is ended from outside.
+        # The host can abort a launch that does not end by itself.
         began = threading.Event()
 
         def endless(params: Any) -> bool:
@@ -277,14 +282,14 @@ def test_failed_launches_end_and_the_next_one_works() -> None:
         launch.abort()
         launch.abort()
 
-        # So is one that Ctrl-C interrupts.
+        # Ctrl-C aborts such a launch too.
         import _thread
 
         threading.Timer(0.2, _thread.interrupt_main).start()
         with pytest.raises(KeyboardInterrupt):
             backend.launch(program, table)
 
-        # Close ends what runs.
+        # Closing the backend, at the end of this block, aborts a running launch.
         kernel.before = None
         assert _bits(backend.launch(program, table)) == first
         kernel.before = endless
@@ -294,7 +299,7 @@ def test_failed_launches_end_and_the_next_one_works() -> None:
 @pytest.mark.slow
 @pretended()
 def test_a_launch_that_never_ends() -> None:
-    """A kernel that neither ends nor sees the abort word: all that comes after is an error, and waits for nothing."""
+    """If a kernel neither ends nor reads the abort word, every later call raises an error at once."""
     from megakernel.runtime.cuda import launch as module
 
     module._STOP_S = 0.2
@@ -306,8 +311,8 @@ def test_a_launch_that_never_ends() -> None:
 
     def hang(params: Any) -> bool:
         notes = view(params.diagnoses, (params.ranks * params.workers, WARPS), NOTE)
-        notes[1, 2] = (1, 1, 0, 0, 7, 0, 0, 1)  # the storer lacks a result of its instruction in slot 0
-        notes[1, 4:11] = (1, -1, 0, 0, 4, 1, 0, 0)  # for the next one all consumers wait but one
+        notes[1, 2] = (1, 1, 0, 0, 7, 0, 0, 1)  # the storer waits for output of the instruction in slot 0
+        notes[1, 4:11] = (1, -1, 0, 0, 4, 1, 0, 0)  # all consumers but one wait for the next instruction
         threading.Event().wait()
         return False
 
@@ -355,7 +360,7 @@ def test_a_launch_that_cannot_be_aborted() -> None:
 @pytest.mark.slow
 @pretended()
 def test_an_overdue_launch() -> None:
-    """A launch whose watchdogs miss that it lasts: the host stops it, and the next one works."""
+    """The host aborts a launch that exceeds the time limit although no watchdog reports it. The next launch works."""
     program = _program()
     table = _table(program.dims)
     with _launching(program, timeout_s=0.5) as (backend, kernel):
@@ -436,7 +441,8 @@ def test_traces_are_nanoseconds_of_one_clock() -> None:
         clocks = view(params.clocks, (blocks, 4), np.uint64)
         assert not counts.any() and (params.delay.segment, params.delay.record, params.delay.ns) == (1, 4, 5_000_000)
         for block in range(blocks):
-            # SMs at 2 cycles a nanosecond, counting from moments of their own; the timer steps by 32.
+            # The cycle counter of each SM starts from a different value and runs at 2 cycles per nanosecond. The timer
+            # advances in steps of 32 ns.
             clocks[block] = (1000 * block, 3200, 1000 * block + 20_032, 13_216)
             clocks[block, 1::2] += 32 * np.uint64(block % 2)
             for i in range(2):
@@ -462,7 +468,7 @@ def test_traces_are_nanoseconds_of_one_clock() -> None:
     np.testing.assert_array_equal(later["end"] - later["begin"], 10)
 
 
-# -- everything that a person types
+# -- generation through LLM
 
 
 @pytest.mark.slow
@@ -487,13 +493,15 @@ def test_generates() -> None:
         assert llm.engine.backend.name == "cpu", llm.engine.backend.name
 
 
-# -- with the interpreter's own roles and bodies
+# -- the interpreter's own code, run on fibres (cooperative threads)
 
 
 @pytest.mark.slow
 @pretended(fibres=True, FAKE_CUDA_SMS=6)
 def test_the_interpreter_itself() -> None:
-    """Prompts and decode through engine, launcher and interpreter; by phases too, with the same bits."""
+    """The engine, the launcher and the interpreter compute prompts and decode steps as the reference does. A launch
+    that runs one phase after the other and a launch without pipelining give the same bits as a normal launch.
+    """
     no_compiler()
     kernel = FibreKernel(os.environ["FIBRES"])
     params = SamplingParams(temperature=0.0, max_tokens=5)
@@ -519,8 +527,9 @@ def test_the_interpreter_itself() -> None:
 
 @pretended(fibres=True, FAKE_CUDA_SMS=2)
 def test_the_check_of_instructions_finds_faults() -> None:
-    """What doctor finds: nothing, then a wrong element, a stray one, one that differs from run to run, a launch that is
-    given up, and a GPU that answers no more."""
+    """The check of `doctor` finds nothing in correct code. It reports a wrong element, an element written by mistake, a
+    value that differs between runs, a launch that fails, and a GPU that no longer answers.
+    """
     from megakernel.cli import doctor_gpu
     from megakernel.runtime.cuda.backend import CudaBackend
 
@@ -579,7 +588,7 @@ def test_the_check_of_instructions_finds_faults() -> None:
 @pytest.mark.slow
 @pretended(fibres=True, OMP_NUM_THREADS=1)
 def test_the_cases_of_the_check_are_right_on_the_host() -> None:
-    """What a GPU is asked first: the interpreter's own code is right in all of it, by the limits that it is held to."""
+    """The interpreter's code, run on the host, passes all cases of `doctor`'s check, which runs first on a real GPU."""
     from megakernel.cli import doctor_gpu
 
     no_compiler()

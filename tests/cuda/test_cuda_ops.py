@@ -1,7 +1,8 @@
-"""What the CUDA interpreter does beside matmuls, on the host and one instruction at a time, against the reference.
+"""Tests of the CUDA interpreter's instructions other than matmuls. Each test runs one instruction on the host and
+compares the result with the reference backend.
 
-The matrix instructions of the device are loops on the host; control, pages, masks, merges and addresses are the same
-code. What the compiler makes of it for the device is checked where there is a CUDA compiler.
+On the host, loops replace the matrix instructions of the GPU. The code for control, pages, masks, merges and addresses
+is the same. Tests that need a CUDA compiler check the machine code that it generates for the GPU.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ def phase(twins: FibreTwins, name: str) -> Phase:
 
 
 def attend(twins: FibreTwins, slot: int, groups: int) -> Records:
-    """Each row block has a counter."""
+    """Return an attention instruction for a slot, which signals one counter per row block."""
     return record(phase(twins, "attention"), slot, 1, groups, signals=[counter_word(0, indexed=True)])
 
 
 def ranks(dims: Dims) -> list[Dims]:
-    """The same sizes on one rank; on three, rows having owners; on three, the residual being everywhere."""
+    """Return `dims` for one rank, for three ranks that each own some row blocks, and for three ranks that all keep the
+    whole residual.
+    """
     return [dims, replace(dims, tp=3, row_block=16), replace(dims, tp=3, row_block=16, replicated_residual=1)]
 
 
@@ -64,7 +67,7 @@ def test_norms(hidden: int, case: int) -> None:
     table.logit_rows[:] = [7, -1, 39, 0, -1]
     row = 16 * (dims.tp - 1)
     for r in range(dims.tp):
-        twins.buffer(r, B.X)[47] = np.nan  # read by none
+        twins.buffer(r, B.X)[47] = np.nan  # no instruction reads this row
         for name in ("attn_norm", "mlp_norm"):
             twins.compare(record(phase(twins, name), row, 11), LAYER, table, rank=r)
         twins.compare(record(phase(twins, "final_norm"), 0, 5), LAYER, table, rank=r)
@@ -79,13 +82,16 @@ def test_reduces(case: int) -> None:
         twins.compare(record(phase(twins, name), 32, 9, 16, 40), LAYER, table, rank=2)
 
 
-# (head_dim, query heads, KV heads): every width of a page, groups of 1 to 8, one KV head, sizes that fill no tile.
+# (head_dim, query heads, KV heads). The cases have head sizes that fill their pages and head sizes that do not, 1 to 8
+# query heads per KV head, and a single KV head.
 HEADS = [(64, 9, 3), (64, 4, 4), (128, 8, 2), (80, 8, 1), (24, 6, 2), (128, 3, 1)]
-SEQUENCES = {0: (120, 20), 1: (300, 1), 2: (0, 7)}  # first position, rows; rows 28 .. are padding
+SEQUENCES = {0: (120, 20), 1: (300, 1), 2: (0, 7)}  # by sequence: (first position, rows); rows 28 to 47 are padding
 
 
 def attention_twins(dims: Dims) -> tuple[FibreTwins, StepTable]:
-    """Cache slots that hold no token of the step are huge: they may meet a zero, no more."""
+    """Return the interpreters and a step table for attention. KV cache slots that hold no token of the step's
+    sequences are set to 1e30, so that the result is visibly wrong if attention gives them any weight.
+    """
     twins = make(dims)
     table = make_table(dims, SEQUENCES)
     twins.fill_unused(table, LAYER, 1e30)
@@ -95,10 +101,13 @@ def attention_twins(dims: Dims) -> tuple[FibreTwins, StepTable]:
 
 
 def run_items(twins: FibreTwins, table: StepTable, items: Sequence[Item], final: Mapping[int, Sequence[int]]) -> None:
-    """`final`: the items of each slot whose rows are final after it."""
+    """Run attention slots (lists of items), compare the results with the reference, and check the counts of signals.
+
+    The keys of `final` are the slots to run, in order. A value lists the items whose rows are complete after the slot.
+    """
     set_items(table.rank(0), items)
     for slot, expected in final.items():
-        # Probabilities are rounded to bf16, so an output is off by some 2^-9 of the largest value at most.
+        # Attention rounds probabilities to bf16, so the error of an output is at most about 2^-9 of the largest value.
         twins.compare(attend(twins, slot, twins.dims.kv_heads), LAYER, table, rtol=2**-7, atol=6e-3)
         arrivals = np.zeros(twins.dims.row_blocks, np.int32)
         for item in (items[i] for i in expected):
@@ -117,7 +126,9 @@ def test_attention(heads: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("heads", HEADS[:4], ids=str)
 def test_split_attention(heads: tuple[int, int, int]) -> None:
-    """The last item of a split merges all; the bits are those of one item."""
+    """The last item of a split merges the partial results of all items of the split. The merged result is
+    bit-identical to that of one item without a split.
+    """
     head_dim, query, kv = heads
     dims = replace(BF16_DIMS, head_dim=head_dim, heads=query, kv_heads=kv, partials=20 * kv * 3)
     whole, table = attention_twins(dims)
@@ -149,7 +160,9 @@ def test_rows_alone_have_the_same_bits() -> None:
 
 @pytest.mark.parametrize(("replicated_o", "replicated_residual"), [(0, 0), (1, 0), (1, 1)])
 def test_attention_of_ranks(replicated_o: int, replicated_residual: int) -> None:
-    """Nine query heads on two ranks: the middle KV head is on both, with two and one of its heads."""
+    """Two ranks share nine query heads. Both have the middle KV head: rank 0 with two of its query heads, rank 1 with
+    one.
+    """
     dims = replace(BF16_DIMS, head_dim=64, heads=9, kv_heads=3, tp=2, row_block=16)
     dims = replace(dims, replicated_o=replicated_o, replicated_residual=replicated_residual)
     twins, table = attention_twins(dims)
@@ -166,7 +179,7 @@ def test_sample(vocab: int, step: float) -> None:
 
 
 def test_sample_of_ranks() -> None:
-    """The token goes to everyone's history, the outputs to rank 0."""
+    """Sampling writes the token to the history of every rank, and the outputs to rank 0 only."""
     dims = replace(BF16_DIMS, logit_rows=6, max_seqs=6, tp=2, bias_entries=8, mask_rows=3)
     twins = make(dims)
     table = sampling_table(twins, 1)

@@ -1,4 +1,6 @@
-"""The CUDA backend on a real GPU: `python -P -m pytest -m gpu`. Skipped, with the reason, where there is none."""
+"""Tests of the CUDA backend on a real GPU: `python -P -m pytest -m gpu`. If the backend cannot run, pytest
+skips the tests and reports why.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "speed"))
 _LACK = missing()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_LACK is not None, reason=f"no GPU to run on: {_LACK}")]
 
-# Sizes that the interpreter takes, none of them a multiple of its tiles.
+# The interpreter supports these sizes. The vocabulary, hidden and FFN sizes are not multiples of its tile sizes.
 SHAPE = {"vocab": 331, "hidden": 168, "ffn": 200, "head_dim": 64, "heads": 6, "kv_heads": 2}
 GRID: dict[str, dict[str, Any]] = {
     "gqa": {},
@@ -128,7 +130,7 @@ def test_a_missing_signal_ends_in_an_error_and_the_next_launch_works(runner: Run
 
 
 def test_a_stalled_instruction_delays_what_depends_on_it(runner: Runner) -> None:
-    """And what comes later on its worker; nothing else moves."""
+    """An instruction of layer 1 that stalls for 5 ms delays the end of the launch, but no instruction of layer 0."""
     tokens = list(range(150))
     program = runner.program(150, 150)
     table = runner.table(program, [Piece(0, 0, tokens)])

@@ -1,5 +1,7 @@
-"""benchmarks/speed/gpu.py on a pretended driver, where the interpreter's own code runs on fibres: that its parts end,
-and what they say of a trace. torch has the CPU, and compiles nothing. That nothing that was measured is lost."""
+"""Tests of benchmarks/speed/gpu.py without a GPU: a fake CUDA driver runs the interpreter's own code on fibres
+(cooperative threads), and torch runs on the CPU without compiling. Each part of the benchmark must end and report its
+measurements, including those of a trace. If a part fails, no measurement may be lost.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from megakernel.trace import DTYPE, Trace
 
 
 class TracingKernel(FibreKernel):
-    """Host code has no tracing: a traced launch gets the intervals that the simulator predicts for it."""
+    """A kernel whose traced launches return the intervals that the simulator predicts, because the interpreter records
+    no trace on the host.
+    """
 
     def _run(self, pointer: Any, blocks: int, cooperative: int) -> None:
         params = pointer.contents
@@ -46,12 +50,12 @@ class TracingKernel(FibreKernel):
             mine = rows[(rows["rank"] == rank) & (rows["worker"] == worker)]
             intervals[block, : len(mine)] = mine
             counts[block] = len(mine)
-        # Cycles are nanoseconds.
+        # These readings of the two clocks make one cycle last one nanosecond.
         view(params.clocks, (blocks, 4), np.uint64)[:] = (0, 0, 1_000_000, 1_000_000)
 
 
 def in_process_parts() -> None:
-    sys.modules.update(dict.fromkeys(ABSENT))  # so that importing them is an error
+    sys.modules.update(dict.fromkeys(ABSENT))  # importing one of these packages now fails
     sys.path.insert(0, str(SPEED))
     import gpu
     import torch
@@ -59,7 +63,7 @@ def in_process_parts() -> None:
 
     torch.set_num_threads(1)
     torch.compile = lambda module, **options: module  # type: ignore[assignment]
-    # Instead of a CuPy array.
+    # The original function returns a CuPy array, which needs a GPU.
     torch_llama.device_array = lambda backend, buffer, layer, dims: backend.buffer(buffer, layer, dims.rank, dims)
     no_compiler()
     KNOWN_SHAPES["tiny"] = ModelConfig(256, 64, 96, 2, 4, 2, 16, 1024, tied=True)
@@ -84,7 +88,7 @@ PARTS = (
     *("decode-1b", "torch-1b", "numerics", "mixed-8b", "partitions", "delay"),
     *("ablate-decode-1b", "ablate-mixed-8b"),
 )
-ABSENT = ("gguf", "perfetto", "fastapi")  # from machines where GPUs are lent
+ABSENT = ("gguf", "perfetto", "fastapi")  # packages that a machine with a GPU may lack
 
 
 @pytest.mark.slow
@@ -159,7 +163,7 @@ def test_a_variant_that_fails_or_gives_other_bits_is_written_down(gpu: Any, tmp_
 
 @pytest.mark.slow
 def test_what_a_part_has_measured_outlives_it(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One ends with an error, one hangs, one finds no time left: the table has what they measured before."""
+    """The results keep what a part measured before it failed, or before it was stopped at its time limit."""
     script = tmp_path / "parts.py"
     script.write_text(
         "import sys, time; from pathlib import Path\n"
@@ -189,7 +193,7 @@ def test_tests_for_a_gpu_are_collected_without_the_packages_that_lack_there() ->
 
 
 def test_the_probes_compile(tmp_path: Path) -> None:
-    """By the compiler that CuPy would call, or by nvcc."""
+    """The CUDA code in probe_gpu.py compiles with nvcc or, if nvcc is missing, with NVRTC, which CuPy calls."""
     source = probe_source()
     if nvcc := compile.nvcc_path():
         (tmp_path / "probe.cu").write_text(source)
@@ -219,7 +223,7 @@ def test_the_probes_report_what_kernels_measure(gpu: Any, tmp_path: Path, monkey
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     import probe_gpu
 
-    monkeypatch.setattr(probe_gpu, "device", lambda p: {"name": p.properties.name})  # asks the driver
+    monkeypatch.setattr(probe_gpu, "device", lambda p: {"name": p.properties.name})  # the original asks the driver
     monkeypatch.setattr(probe_gpu.device, "__name__", "device")
     monkeypatch.setattr(probe_gpu, "DEVICE", "cpu")
     monkeypatch.setattr(probe_gpu, "MATMULS", [(4, 16, 8)])

@@ -1,4 +1,6 @@
-"""Programs made for GPUs, with their tiles, items and phases, executed without one."""
+"""Runs programs that are compiled for a GPU, with a GPU's tile sizes and division of attention, on the CPU and
+reference backends.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def tokens():
 
 @pytest.fixture(scope="module", params=["cpu", "reference"])
 def on_host(request, checkpoint, tokens):
-    """A backend, and what it computes of a program for this machine."""
+    """Yield the name of a backend, and the logits that it computes with a program compiled for this machine."""
     runner = Runner(checkpoint, request.param, Dtype.BF16, max_context=700)
     yield request.param, runner.logits(tokens, [640])
     runner.close()
@@ -55,7 +57,9 @@ def test_a_program_for_a_gpu_has_the_bits_of_one_for_this_machine(matmul, checkp
 @pytest.mark.parametrize("queue", ["none", "body"])
 @pytest.mark.parametrize("residual", ["dealt", "replicated"])
 def test_phases_one_after_the_other_compute_the_launch(checkpoint, residual, queue):
-    """Two ranks; each phase's instructions in a random order."""
+    """On two ranks, executing the phases one after the other, each with its instructions in random order, gives the
+    same results, bit for bit, as a launch of the whole program.
+    """
     target = replace(H200, workers=5)
     sizes = {"tokens": 70, "logit_rows": 3, "max_seqs": 2, "max_context": 256}
     options = Options(residual=residual, queue=queue, matmul="tensor")
@@ -81,6 +85,6 @@ def test_phases_one_after_the_other_compute_the_launch(checkpoint, residual, que
         results[-1].append(backend.buffer(Buffer.LOGPROBS_OUT).copy())
         backend.close()
     for expected, got in zip(*results, strict=True):
-        known = np.isfinite(expected)  # other ranks' rows hold poison
+        known = np.isfinite(expected)  # rows that another rank owns are NaN
         assert known.any()
         np.testing.assert_array_equal(got[known], expected[known])

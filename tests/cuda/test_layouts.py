@@ -1,4 +1,6 @@
-"""csrc/cuda/tensor_core.h against a model of the hardware that follows the tables of the PTX ISA."""
+"""Tests that the data layouts in csrc/cuda/tensor_core.h match those of the hardware. This file models the hardware's
+layouts after the tables of the PTX ISA.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,12 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def operand(memory: Array, descriptor: int, rows: int) -> Array:
-    """The [rows][16] bf16 matrix that wgmma reads: PTX ISA, "Matrix descriptor" and "Canonical layouts", K-major,
-    128-byte swizzle: rows of 128 bytes in groups of eight, the groups `stride` apart; the swizzle XORs bits 4-6 of an
-    address with bits 7-9."""
+    """Return the [rows][16] bf16 matrix that wgmma reads at a descriptor.
+
+    This follows "Matrix descriptor" and "Canonical layouts" in the PTX ISA, for a K-major operand with 128-byte
+    swizzle. A row has 128 bytes, eight rows form a group, and groups are `stride` bytes apart. The swizzle XORs bits
+    4-6 of an address with bits 7-9.
+    """
     start, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
     assert descriptor >> 62 == 1 and descriptor >> 49 & 7 == 0  # 128-byte swizzle, base offset 0
     row, byte = np.arange(rows)[:, None], np.arange(32)
@@ -60,7 +65,7 @@ def test_tile_offset(layouts: ctypes.CDLL) -> None:
 
 
 def test_output_pages_spread_over_the_banks(layouts: ctypes.CDLL) -> None:
-    """A warp's stores of bf16 pairs of eight rows meet each bank once."""
+    """When the lanes of a warp store bf16 pairs (4 bytes) of eight rows, each lane uses a different bank."""
     for block in range(8):
         banks = {
             layouts.tile_offset(layouts.fragment_row(lane, 0), (8 * block + layouts.fragment_col(lane)) * 2) // 4 % 32
@@ -70,8 +75,10 @@ def test_output_pages_spread_over_the_banks(layouts: ctypes.CDLL) -> None:
 
 
 def test_fragments(layouts: ctypes.CDLL) -> None:
-    """PTX ISA, mma.m16n8k16 with .bf16: element i of lane t's fragments. wgmma's accumulators are the same of each
-    warp's 16 rows and each 8 columns."""
+    """Each lane has the elements of A, B and the accumulators that the PTX ISA defines for mma.m16n8k16 with .bf16.
+
+    wgmma's accumulators have the same layout, for each warp's 16 rows and each block of 8 columns.
+    """
     for lane in range(32):
         group, thread = lane >> 2, lane % 4
         for i in range(8):

@@ -1,4 +1,4 @@
-"""How fast the hot paths of csrc/cuda can be issued: no slower than the machines' files, which declare it, say."""
+"""Tests that the hot paths of csrc/cuda take as many issue cycles in the machine code as the machine files declare."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import Units
 from megakernel.runtime.cuda.compile import Compiler
 
-# Compilers differ a little; a figure that is further off is out of date.
+# The limits for cycles found in machine code, divided by the declared cycles. Compilers differ a little; beyond these
+# limits, the declared figure is out of date.
 LOWEST, HIGHEST = 0.9, 1.05
 LOOP = """
 .L_x_0:
@@ -75,7 +76,7 @@ def test_no_hot_path_is_slower_than_declared(codes: dict[Units, sass.Code]) -> N
 
 @pytest.mark.slow
 def test_no_hot_path_of_pairs_is_slower_than_declared(pairs: sass.Code) -> None:
-    """The simulator takes the cycles of one SM for pairs too."""
+    """The simulator uses the declared cycles of single SMs for pairs of SMs too, so pairs must not need more."""
     declared = machines.hardware("h100").issue
     assert declared is not None
     assert pairs.find("UTMALDG.3D.MULTICAST")
@@ -97,7 +98,9 @@ def test_a_path_that_is_lost_is_an_error(codes: dict[Units, sass.Code]) -> None:
 
 
 def test_what_a_program_asks_of_its_roles() -> None:
-    """One row of the 1B shape: weights' pages once, inputs for O and down."""
+    """In a step with one row of Llama 3.2 1B, the weight loaders fill each page of weights once, and the consumers
+    multiply each pair of these pages once.
+    """
     machine = machines.load("h200")
     program = machine_code.compiled(
         machine_code.load_config("random:llama-3.2-1b"), machine, 1, context=128, options=machine_code.Options()

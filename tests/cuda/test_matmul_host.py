@@ -1,4 +1,6 @@
-"""The matmuls of the CUDA interpreter, on the host and one instruction at a time, against the reference."""
+"""Tests of the CUDA interpreter's matmuls. Each instruction runs alone on the host and is compared with the reference
+backend.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,11 @@ SMALL = replace(DIMS, dtype=int(Dtype.BF16), kv_page=DIMS.kv_block, units=int(Un
 MODELS = {
     "odd": SMALL,
     "head80": replace(SMALL, hidden=160, ffn=200, heads=3, kv_heads=1, head_dim=80, vocab=301),
-    # Several pieces of a row, chunks of columns, laps of the ring.
-    # Pieces that a tensor map has: whole and short ones, and columns that fill a page or do not.
+    # For dot products, a tensor map copies whole weight pages if the inner length is a multiple of 256. The hidden size
+    # is such a multiple, the FFN size is not. The LM head's 299 columns leave its last page partly empty.
     "mapped": replace(SMALL, hidden=512, ffn=1288, heads=4, kv_heads=2, head_dim=128, vocab=299, layers=2),
+    # Rows are longer than a piece (1,024 elements). On tensor cores, matmuls have several chunks of 256 columns. With
+    # dot products, they fill the page ring several times.
     "wide": replace(SMALL, hidden=1096, ffn=2056, heads=9, kv_heads=3, head_dim=128, layers=1),
 }
 ON_ONE_RANK = ("qkv_rope", "o_proj", "gate_up_silu", "down_proj", "lm_head")
@@ -37,12 +41,14 @@ def make(dims: Dims, *, biased: bool = True, norm: Norm = Norm.OWN, family: str 
 
 
 def _table(dims: Dims) -> Any:
-    """Two sequences, the end padding."""
+    """Return a step table with rows of two sequences, and three rows of padding at the end."""
     return make_table(dims, {0: (37, 5), 2: (120, dims.tokens - 8)})
 
 
 def _run_all(twins: FibreTwins, name: str, rank: int, row: int, rows: int, unit: int) -> None:
-    """All columns of the rank's part, in two instructions."""
+    """Compare a rank's part of a matmul with the reference, in two instructions that begin at multiples of `unit`
+    columns.
+    """
     phase, table = twins.forward.by_name[name], _table(twins.dims)
     total = phase.width(replace(twins.dims, rank=rank))
     first = min(total, (total // 2 + unit - 1) // unit * unit)
@@ -80,11 +86,13 @@ def test_dots(model: str, name: str) -> None:
 @pytest.mark.parametrize("replicated", [0, 1])
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_ranks(name: str, replicated: int, units: Units) -> None:
-    """Partials go to the owner of the rows, or to every rank; logits to the rank that samples."""
+    """Partial sums are stored at the rank that owns the rows, or at every rank if the residual is replicated. Logits
+    are stored at the rank that samples them.
+    """
     twins = make(replace(SMALL, units=int(units), tp=2, replicated_residual=replicated, tokens=64))
     dots = units is Units.DOTS
     for rank in range(2):
-        # Tiles of the tensor cores end on boxes, or with the buffer.
+        # On tensor cores, a tile must end with the buffer or have a multiple of 32 rows, the height of a TMA box.
         row, rows = (0, 5) if name == "lm_head" else (32, 5 if dots else 32)
         _run_all(twins, name, rank, row, rows, 8 if dots else 64)
 
@@ -96,7 +104,7 @@ def test_every_result_is_tried() -> None:
 
 
 def test_bits_of_a_dot_product_depend_on_its_row_alone() -> None:
-    """Rows one by one or together, columns in any cut: the same bits."""
+    """Dot products have the same bits whether one instruction computes many rows or one row, many columns or few."""
     dims = replace(MODELS["wide"], units=int(Units.DOTS))
     twins, table = make(dims), _table(dims)
     phase = twins.forward.by_name["gate_up_silu"]
@@ -107,7 +115,7 @@ def test_bits_of_a_dot_product_depend_on_its_row_alone() -> None:
             np.testing.assert_array_equal(part[row, col:end], whole[row, col:end])
 
 
-HEADED = replace(SMALL, head_dim=48, hidden=256)  # of a family that normalises heads in the same instruction
+HEADED = replace(SMALL, head_dim=48, hidden=256)  # for Qwen3, whose QKV matmul normalises heads
 
 
 @pytest.mark.parametrize(
@@ -123,7 +131,7 @@ def test_rows_normalised_on_the_way_in_have_the_bits_of_a_norm_before(dims: Dims
     for row, rows in ((3, 1), (0, 7), *([(0, 1), (0, 32)] if family == "qwen3" else [])):
         normed = own.run(record(norm, row, rows), layer, table)
         own.buffer(0, B.H)[:] = normed[0, B.H, 0]
-        col = 0 if family == "qwen3" else 8  # a tile has whole heads where they are normalised
+        col = 0 if family == "qwen3" else 8  # a tile that normalises heads must start with a whole head
         tile = row, rows, col, own.forward.by_name[name].width(dims) - col
         expected = own.run(record(own.forward.by_name[name], *tile), layer, table)
         inside.buffer(0, B.H)[:] = own.buffer(0, B.H)
@@ -145,7 +153,9 @@ def _normed_heads(units: Units, head_dim: int, biased: bool = True, **sizes: Any
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize(("units", "head_dim"), HEADS)
 def test_norms_of_heads(units: Units, head_dim: int, biased: bool) -> None:
-    """Tiles with heads of q, k and v; rows of two heads whose elements are small or large; rows of padding."""
+    """QKV matmuls that normalise heads match the reference. The cases have heads of q, k and v, rows of padding, one
+    input row of very small elements and one of very large elements.
+    """
     twins = _normed_heads(units, head_dim, biased)
     twins.buffer(0, B.H)[3:5] = [[0x2F80], [0x4700]]
     assert twins.forward.by_name["qkv_rope"].head_norm is B.QK_NORM
@@ -180,7 +190,7 @@ def test_norms_of_heads_on_ranks() -> None:
 
 @pytest.mark.parametrize(("units", "head_dim"), HEADS)
 def test_bits_of_normalised_heads_depend_on_their_row_alone(units: Units, head_dim: int) -> None:
-    """And not on the cut: all rows and columns in a tile, or heads one by one, of a few rows."""
+    """A tile with all rows and columns gives the same bits as smaller tiles of one head and a few rows each."""
     twins = _normed_heads(units, head_dim)
     phase, table = twins.forward.by_name["qkv_rope"], _table(twins.dims)
     total, written = phase.width(twins.dims), (B.Q, B.K_CACHE, B.V_CACHE)

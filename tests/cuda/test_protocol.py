@@ -1,6 +1,8 @@
-"""The roles of the Hopper interpreter on the host: whole programs on fibres, under many interleavings and with every
-rule of the pages checked, and on threads, under a race detector; planted bugs, each found by a check. What never comes
-ends the launch, and the error names who kept all the others waiting.
+"""Tests of the Hopper interpreter's warp roles (controller, loaders, consumers, storer) on the host.
+
+Whole programs run on fibres, under many interleavings and with every rule of shared-memory pages checked, and on
+threads, under ThreadSanitizer. Planted bugs show that each check works. If a warp waits for something that never
+happens, the launch ends, and the error names the wait that blocks all the others.
 """
 
 from __future__ import annotations
@@ -102,7 +104,9 @@ def test_norms_inside_matmuls_have_the_bits_of_norms_of_their_own(tp: int, queue
 @pytest.mark.parametrize("ablation", Ablation)
 @pytest.mark.parametrize("matmul", ["tensor", "dots"])
 def test_launches_that_leave_something_out_come_to_their_end(matmul: str, ablation: Ablation) -> None:
-    """Without waits and signals, copies or computation: the pages go round by the same rules, again and again."""
+    """Launches without waits and signals obey the rules of shared-memory pages, and each of several launches ends. The
+    same holds for launches that also omit copies or computation, as `ablation` says.
+    """
     backend, program, table = make("grouped", 2, Options(matmul=matmul, queue="body", residual="dealt"))
     image = LaunchImage(backend, program, table)
     image.params.synchronise = 0
@@ -115,7 +119,9 @@ def test_launches_that_leave_something_out_come_to_their_end(matmul: str, ablati
 
 
 def test_launches_follow_each_other() -> None:
-    """Counters and claims go on counting; a replay gives the same bits, X is added to from zero each time."""
+    """Repeated launches give the same bits, although counters and queue claims continue from their last values. The
+    residual X is summed anew in each launch.
+    """
     backend, program, table = make("grouped", 2, Options(matmul="tensor", queue="body"))
     image = LaunchImage(backend, program, table)
     assert image.run(seed=5) == ""
@@ -127,7 +133,7 @@ def test_launches_follow_each_other() -> None:
 
 
 def test_a_whole_gpu_of_eight_ranks() -> None:
-    """132 blocks of 12 warps on each of 8 ranks."""
+    """A launch with 132 blocks of 12 warps on each of 8 ranks ends without an error."""
     backend, program, table = make("wide", 8, Options(matmul="tensor", o="sharded"), workers=132)
     image = LaunchImage(backend, program, table)
     assert image.run(seed=3) == ""
@@ -208,7 +214,9 @@ def test_threads_race_nowhere_and_give_the_bits_of_fibres(shape: str, tp: int, o
 
 @pytest.mark.usefixtures("detector")
 def test_tiles_of_normalised_heads_follow_each_other_without_a_race() -> None:
-    """On one worker, of one head and few rows: no page that its warps share keeps one from running ahead."""
+    """Tiles of 8 rows and one head that follow each other on a worker do not race. The warps of the worker share no
+    page, so no page keeps one warp from running ahead of the others.
+    """
     backend, program, table = make("norms of heads", 1, Options(matmul="dots", norm="own"), chunks=((130, 2), (0, 37)))
     heads = program.forward.numbers(Operation.MATMUL, Result.HEADS)
     tiles = [r[OPERAND_WORD : OPERAND_WORD + 4].tolist() for r in program.body.stream(1) if phase_number(r) in heads]
@@ -226,7 +234,7 @@ def test_finds_a_signal_that_releases_nothing() -> None:
     assert "data race" in done.stderr
 
 
-# -- what never comes
+# -- waits that never end
 
 BODY = r"in body record \d+ \(\w+, layer \d\)"
 PARITY = r"the barrier's phase of parity [01] does not complete"
@@ -239,7 +247,9 @@ SAID = {
 }
 
 
-# What lacks is made up for by an abort; or the others leave without it; or one of them never does.
+# The end of the error message for each bug. After a dropped arrival, an abort ends all waits. After a lost load or
+# input, or if a consumer does not report the end of an instruction, some warps wait until the test ends their waits. A
+# hanging warp never ends.
 ENDS = {
     "dropped arrival": "",
     "lost load": "some warps waited for an operation that never completed",
@@ -260,7 +270,7 @@ def test_names_the_block_that_keeps_the_others_waiting(bug: str, queue: str) -> 
     for seed, block in enumerate((0, 3, 1, 2)):
         image.restore()
         said = image.run(seed, bug, block)
-        if not said:  # what the block claimed was too little for the bug
+        if not said:  # the block ran too few instructions to reach the bug
             continue
         found += 1
         assert "deadlock" in said and said.endswith(ENDS[bug]) and ("never completed" in said) == ("never" in ENDS[bug])
@@ -281,19 +291,22 @@ def test_a_wait_names_only_the_phases_that_signal_its_counter(waits: str, signal
 
 
 def _slots_that_signal(table: StepTable) -> NDArray[np.intp]:
-    """Slots of attention with an item that is no part of a split."""
+    """Return the attention slots with at least one item that reads the whole KV range of its rows."""
     whole = np.flatnonzero(table.item_split[: table.slot_items[-1]] < 0)
     return np.searchsorted(table.slot_items, whole, "right") - 1
 
 
 @pytest.mark.parametrize("queue", ["none", "attention", "body"])
 def test_names_the_signal_that_is_missing(queue: str) -> None:
-    """Of each phase one instruction loses its signals: whoever waits for them is named, and no one behind it."""
+    """If an instruction of any phase loses its signals, the error names a wait for these signals. It does not name
+    waits that are only consequences of that wait.
+    """
     backend, program, table = make("grouped", 2, Options(matmul="tensor", o="sharded", residual="dealt", queue=queue))
     whole, _ = program.numbered(1)
     rng, image = np.random.default_rng(5), LaunchImage(backend, program, table)
     loses = signals(whole).any(1)
-    # A slot of attention without items signals nothing, and of a split's slots the last to end signals.
+    # Choose attention instructions that are sure to signal. An instruction without attention items signals nothing.
+    # If several instructions share the KV range of some rows, only the one that ends last signals.
     signal = [_slots_that_signal(table.rank(rank)) for rank in range(2)]
     numbers = phase_number(whole)
     attention = np.isin(numbers, program.forward.numbers(Operation.ATTENTION))

@@ -1,5 +1,5 @@
-"""Pairs of SMs on the host: two blocks that load weights for each other, on fibres and on threads. Programs for pairs
-have the bits of those for single SMs, and planted bugs are found.
+"""Tests of pairs of SMs, on the host. The two blocks of a pair load weights for each other. Programs for pairs run on
+fibres and on threads. They give the same bits as programs for single SMs, and the checks find planted bugs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def test_any_interleaving_of_pairs_gives_the_bits_of_single_sms(
 
 
 def test_the_pages_of_attention_differ_between_the_sms_of_some_pair() -> None:
-    """So the rings of the cases above go on with empty pages, of either SM."""
+    """Some attention instructions of the cases above take more pages on the first SM of a pair, others on the second.
+    Empty pages make the page rings of both SMs advance equally. The cases therefore test empty pages on either SM.
+    """
     more = set()
     for chunks in (CHUNKS, DEEP):
         _, program, table = make("wide", 1, PAIRS, workers=4, chunks=chunks)
@@ -72,7 +74,9 @@ def test_the_pages_of_attention_differ_between_the_sms_of_some_pair() -> None:
 
 @pytest.mark.slow
 def test_rows_of_a_tile_are_shared_in_whole_boxes() -> None:
-    """A tile of few rows is that of the first SM alone; the other goes with it, and computes nothing."""
+    """The first SM of a pair alone computes a tile of fewer than 32 rows, the height of a box. The second SM only
+    handles the same pages, and the results equal those of single SMs.
+    """
     backend, program, table = make("grouped", 1, PAIRS, workers=2, chunks=((130, 2), (0, 3)))
     matmuls = program.forward.numbers(Operation.MATMUL)
     assert matmuls and program.dims.tokens < 32
@@ -115,7 +119,7 @@ def test_launches_of_pairs_that_leave_something_out_come_to_their_end(ablation: 
     ],
 )
 def test_finds_a_planted_bug_of_pairs(bug: str, complaint: str) -> None:
-    if bug == "forgotten twin":  # needs instructions that are longer than a lap
+    if bug == "forgotten twin":  # this bug shows only if an instruction has more pages than the ring
         image = LaunchImage(*make("whole pages", 1, PAIRS, workers=4))
     else:
         image = LaunchImage(*make("grouped", 2, replace(PAIRS, o="sharded", residual="dealt"), workers=4))
@@ -142,7 +146,7 @@ def test_names_the_pair_that_keeps_the_others_waiting(bug: str, what: str, queue
     for seed, block in enumerate((0, 3, 5, 6)):
         image.restore()
         said = image.run(seed, bug, block)
-        if not said:  # what the pair claimed was too little for the bug
+        if not said:  # the block ran too few instructions to reach the bug
             continue
         found += 1
         assert "deadlock" in said and "never completed" in said and "did not end" not in said, said

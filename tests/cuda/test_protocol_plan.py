@@ -1,4 +1,4 @@
-"""The pages that an instruction takes are what it reads and writes: nothing twice, nothing else."""
+"""Tests that the pages which an instruction takes hold all data that it reads and stores, and no other data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ WEIGHTS, INPUTS, OUTPUT = range(3)
 def covered(
     boxes: dict[str, NDArray[np.int32]], fill: int, buffer: Buffer, dims: Dims, z: int, rows: int = 0
 ) -> NDArray[np.int32]:
-    """How often each element of matrix z of a buffer lies in a page, [rows, inner]; by default it has one matrix."""
+    """Return in how many pages of kind `fill` each element of matrix `z` of a buffer lies, as an array [rows, inner].
+
+    `rows` is the number of rows of one matrix; 0 means that the buffer is a single matrix.
+    """
     shape = BUFFERS[buffer].shape(dims, 16)
     count = np.zeros((rows or int(np.prod(shape[:-1])), shape[-1]), np.int32)
     width = 32 if BUFFERS[buffer].dtype is Dtype.F32 else 64
@@ -61,7 +64,7 @@ def check_pages(boxes: dict[str, NDArray[np.int32]]) -> None:
 
 
 def check_counts(boxes: dict[str, NDArray[np.int32]], phase: Phase, dims: Dims, words: list[int]) -> None:
-    """As many pages of each kind as `megakernel.isa` says."""
+    """Check that the number of pages of each kind is the one that `matmul_pages` declares."""
     declared = matmul_pages(phase, np.array(words[1:2]), np.array(words[3:4]), dims)
     for fill, count in ((WEIGHTS, declared.weights), (INPUTS, declared.inputs), (OUTPUT, declared.output)):
         assert len(np.unique(boxes["page"][boxes["fill"] == fill])) == count[0]
@@ -73,20 +76,22 @@ def check_matmul(boxes: dict[str, NDArray[np.int32]], phase: Phase, dims: Dims, 
     dots, matrices = dims.units == Units.DOTS, phase.matrices(dims)
     layer, columns = int(BUFFERS[phase.weights].layered), slice(col, col + cols)
 
-    # Weights: each of the columns' elements once. Dots count rows of both matrices of a layer, tiles have them apart.
+    # Weights: each weight of the instruction's columns lies in exactly one page. For dot products (`dots`),
+    # the gate and up matrices of a layer count as one matrix `z`. For tensor cores, they count as two matrices.
     halves = [(layer, phase.width(dims) * h) if dots else (matrices * layer + h, 0) for h in range(matrices)]
     height = phase.width(dims) * (matrices if dots else 1)
     seen = {z: covered(boxes, WEIGHTS, phase.weights, dims, z, height) for z in dict(halves)}
     for z, first in halves:
         assert (seen[z][first + col : first + col + cols] == 1).all()
-        end = col + cols if dots else -(-(col + cols) // 32) * 32  # boxes are 32 rows
+        end = col + cols if dots else -(-(col + cols) // 32) * 32  # a box has 32 rows
         seen[z][first + col : first + end] = 0
     assert not any(count.any() for count in seen.values())
     whole = (boxes["fill"] == WEIGHTS) & boxes["whole"].astype(bool)
     if dots and whole.any():
         assert (boxes["ahead"][whole] * matrices == ahead_columns(phase, dims)).all()
 
-    # Inputs: once for each chunk of columns, or lap of the ring; never where the instruction normalises them itself.
+    # Inputs: an instruction loads its inputs once for each chunk of columns (tensor cores) or once for each lap of the
+    # ring (dots). If it normalises its inputs itself, they take no pages.
     count = covered(boxes, INPUTS, phase.inputs, dims, 0)
     if phase.norm is not None:
         times = 0
@@ -100,7 +105,8 @@ def check_matmul(boxes: dict[str, NDArray[np.int32]], phase: Phase, dims: Dims, 
     count[row : row + (rows if dots else -(-rows // 32) * 32)] = 0
     assert not count.any()
 
-    # Results: each once, and nothing else, for they overwrite.
+    # Results: each result lies in exactly one page. Other elements of the buffer lie in no page, because the store of
+    # the page would overwrite them.
     if not output_columns(phase, dims):
         assert (boxes["fill"] != OUTPUT).all()
         return
@@ -110,7 +116,8 @@ def check_matmul(boxes: dict[str, NDArray[np.int32]], phase: Phase, dims: Dims, 
     first = dims.reduce_place(row) if partial else row
     expected = np.zeros_like(out)
     expected[first : first + rows, columns] = 1
-    # Rows of a partial's slot beyond the last token are nobody's.
+    # The rows for a rank's partial sums may continue after the last token. Pages may cover these further rows, because
+    # nobody reads them.
     used = first + rows if partial else dims.tokens
     assert (out[:used] == expected[:used]).all()
 
@@ -177,11 +184,15 @@ def test_pages_are_the_regions_of_the_instruction(shape: str, tp: int, matmul: s
             seen.add(phase.result if phase.is_matmul else phase.operation)
     assert {Result.HEADS, Result.GATED, Result.LOGITS, Operation.ATTENTION} <= seen
     if shape == "whole pages":
-        assert whole == {(WEIGHTS, matmul == "dots"), (INPUTS, False)}  # of attention, or of tiles too
+        # A page is whole if one copy loads all of it. The second value of a pair is True for a page of pieces and False
+        # for a page of tiles. Attention has whole pages of inputs, and matmuls on tensor cores may have them too.
+        assert whole == {(WEIGHTS, matmul == "dots"), (INPUTS, False)}
 
 
 def test_the_drawing_of_the_ring_has_the_pages_of_the_roles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/how-ring.svg, whose script derives them from the declarations."""
+    """docs/how-ring.svg shows the pages that the interpreter's roles take. Its script derives their order from
+    `megakernel.isa`.
+    """
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks" / "pictures")
     import how_it_works
 

@@ -1,4 +1,6 @@
-"""Pages of shared memory: how many each instruction takes, that they fit, and programs made for them."""
+"""Tests of shared-memory pages: how many each instruction takes, whether they fit into the ring, and how programs use
+them.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def matmuls(tp: int = 1, norm: families.Norm = families.Norm.OWN) -> list[Phase]
 
 
 def tensor_stages(matrices: int, cols: int, inner: int, per_page: int) -> Iterator[list[str]]:
-    """The pages of a tile on matrix units, step by step along the inner length, and those of each chunk's output."""
+    """Yield the pages of a matmul tile on tensor cores. Each chunk of columns has a list for each k step (64 elements
+    of the inner length), then a list for each output page.
+    """
     wide = 256 // matrices
     for first in range(0, cols, wide):
         chunk = min(wide, cols - first)
@@ -49,7 +53,10 @@ def tensor_stages(matrices: int, cols: int, inner: int, per_page: int) -> Iterat
 
 
 def dot_laps(matrices: int, rows: int, cols: int, inner: int) -> Iterator[list[str]]:
-    """The pages of a tile of dots, lap by lap of a ring of 13. No rows: they take no pages."""
+    """Yield the pages of a matmul tile that is computed as dot products with a ring of 13 pages.
+
+    Each list has the pages of one lap, that is, one filling of the ring. `rows` is 0 if the inputs take no pages.
+    """
     inputs = ["inputs" for _ in range(0, rows * len(range(0, inner, 1024)), 8)]
     weights = [
         "weights"
@@ -131,11 +138,14 @@ def test_an_engine_settles_its_matmuls_by_its_largest_bucket() -> None:
     def settled(tokens: int, config: ModelConfig = LLAMA_1B, tp: int = 1, target: machines.Machine = H200) -> str:
         return with_matmul(Options(), config, target, tp=tp, tokens=tokens).matmul
 
-    # 8,192 elements are 8 pieces a row, and four pages hold 32; 28,672 are 28, and 3,584 of 8,192 are 8.
+    # Matmuls as dot products have up to four input pages, which hold 32 pieces of 1,024 elements. The longest input row
+    # of the 1B model has 8,192 elements (8 pieces), so four rows fit. The longest row of the 70B model has 28,672
+    # elements (28 pieces), so one row fits. On 8 ranks, each has only 3,584 of the 28,672 elements. The longest row is
+    # then the residual's, with 8,192 elements, so four rows fit.
     assert [settled(n) for n in (1, 4, 5)] == ["dots", "dots", "tensor"]
     assert [settled(n, LLAMA_70B) for n in (1, 2)] == ["dots", "tensor"]
     assert [settled(n, LLAMA_70B, tp=8) for n in (4, 5)] == ["dots", "tensor"]
-    assert settled(1, target=machines.host(2)) == "auto"  # nothing to choose
+    assert settled(1, target=machines.host(2)) == "auto"  # a CPU has no such choice
     assert with_matmul(Options(matmul="dots"), LLAMA_1B, H200, tp=1, tokens=900).matmul == "dots"
 
 
@@ -158,7 +168,7 @@ def test_a_cpu_knows_neither_pages_nor_dots() -> None:
     assert (host.dims.ring_pages, host.dims.units) == (0, Units.CORE) and describe(host)["matmul"] is None
 
 
-# -- what the verifier says
+# -- violations that the verifier reports
 
 
 def violations(program: Program) -> list[str]:

@@ -1,4 +1,4 @@
-"""Phases as data: numbered, written to files and read back, and seen by each rank."""
+"""Tests of phases as data: their numbers, how they are written to a file and read back, and each rank's sizes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_where_the_norms_are_computed_changes_who_computes_them_and_nothing_else
 
 
 def test_ranks_see_their_own_sizes() -> None:
-    dims = replace(DIMS, tp=8, rank=7, ffn=300)  # ten units of 32 columns: the last six ranks have one
+    dims = replace(DIMS, tp=8, rank=7, ffn=300)  # 10 groups of up to 32 FFN columns: one each for ranks 2 to 7
     made = forward(LLAMA, dims)
     words = made.words(dims)
     column = [f.name for f in PHASE_FIELDS].index("inner")

@@ -1,4 +1,6 @@
-"""Machines: every figure has a source, files are read or refused with one sentence, and nothing contradicts itself."""
+"""Tests of machine files: every figure has a source, the figures agree with each other, and the error for a bad file
+says in one sentence what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_leaves_have_a_port_for_each_cable(name: str, leaves: int) -> None:
 
 @pytest.mark.parametrize(("name", "flops"), [("v100", 256), ("a100", 512), ("h100", 1024), ("b200", 2048)])
 def test_flops_of_a_tensor_core_in_one_cycle(name: str, flops: int) -> None:
-    """The nearest power of two: peaks are quoted at clocks that the tables do not give exactly."""
+    """The peak rate implies the known FLOPs per tensor core and cycle. The test rounds to a power of two, because
+    vendors do not state exactly for which clock they quote a peak.
+    """
     found = hardware(name)
     clock = found.chip.boost_clock_hz or found.chip.clock_for(found.rates.fp32)
     assert 1 << round(log2(found.rates.bf16 / found.chip.subpartitions / clock)) == flops
@@ -80,7 +84,8 @@ def test_caches_and_switches() -> None:
     h100, b200 = hardware("h100"), hardware("b200")
     assert h100.l2_bytes_per_s == pytest.approx(5.5e12 * (132 * 1.98) / (114 * 1.755), rel=1e-3)
     assert b200.clock_hz == pytest.approx(2.1e9, rel=0.01)
-    # Every switch port has a cable or could have one; a DGX-1 has no switches.
+    # The rate of a switch counts all its ports, also those without a cable. The V100 node, a DGX-1, has no switches, so
+    # its rate is the sum of its GPUs' links.
     assert [hardware(n).switch_bytes_per_s for n in ("h100", "b200", "v100")] == [6.4e12, 7.2e12, 1.2e12]
 
 
@@ -141,7 +146,7 @@ def test_a_file_on_top_of_a_known_machine(tmp_path: Path) -> None:
         (
             'base = "h100"\n[[curve]]\ncollective = "all_reduce"\ngpus = 8\nmessage_bytes = [2, 1]\n'
             "bus_bytes_per_s = [1, 2]",
-            "ascending sizes",
+            "in ascending order",
         ),
     ],
 )

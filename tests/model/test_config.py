@@ -1,4 +1,4 @@
-"""config.json: every spelling is read, everything else is refused by name."""
+"""Tests of reading config.json: every known spelling of a setting is read, and an error names any other setting."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ UNUSED = {"use_sliding_window": False, "layer_types": [FULL, FULL]}
         ({"mlp_bias": True, "tie_word_embeddings": True}, {"mlp_bias": True, "tied": True}),
         ({"bos_token_id": 1, "eos_token_id": [2, 3]}, {"bos_id": 1, "eos_ids": (2, 3)}),
         ({"num_key_value_heads": None, "head_dim": 24}, {"kv_heads": 4, "head_dim": 24}),
-        # Qwen2 always has biases, Qwen3 where it says so; they may name a window that they do not use.
+        # Qwen2 always has QKV biases; Qwen3 has biases only if attention_bias is true. The files of both may name a
+        # sliding window that the model does not use.
         (QWEN2, {"qkv_bias": True}),
         ({**QWEN2, **UNUSED, "sliding_window": 256, "max_window_layers": 1}, {"qkv_bias": True}),
         ({**QWEN3, **UNUSED, "sliding_window": None, "max_window_layers": 2, "attention_bias": False}, {}),
@@ -177,7 +178,7 @@ def test_frequencies_are_those_of_transformers(head_dim: int, scaling: dict[str,
         theirs = LlamaRotaryEmbedding(HfConfig(**raw)).inv_freq.numpy()
     ours = inverse_frequencies(parse_hf_config(raw, "").rope, head_dim)
     assert ours.dtype == np.float32
-    # Torch's power is not correctly rounded: a few differ by one unit in the last place.
+    # torch does not round powers correctly, so a few frequencies differ by one unit in the last place.
     np.testing.assert_allclose(ours, theirs, rtol=2.0**-23, atol=0)
     assert (ours == theirs).mean() >= 0.9
 
@@ -186,6 +187,6 @@ def test_frequencies_are_those_of_transformers(head_dim: int, scaling: dict[str,
     ("key", "number"), [("num_hidden_layers", 10**8), ("vocab_size", 2 * 10**9), ("hidden_size", 10**400)]
 )
 def test_sizes_have_limits(key: str, number: int) -> None:
-    """Whoever reads the file has not yet made room for anything."""
+    """Sizes that are too large are refused while the file is read, before any memory is allocated for them."""
     with pytest.raises(MegakernelError, match=r"must be at most|not a whole number"):
         parse(**{key: number})

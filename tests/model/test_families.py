@@ -1,4 +1,6 @@
-"""Every family: its files name the same weights, and any number of ranks computes what transformers does."""
+"""Tests of every model family: its safetensors and GGUF files load the same weights, and any number of ranks computes
+the same results as transformers.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {"heads": 7, "kv_heads": 1, "head_dim": 24, "hidden": 40, "ffn": 91, "vocab": 203},
     "qwen3": {"heads": 6, "kv_heads": 3, "head_dim": 40, "hidden": 56, "ffn": 83, "attention_bias": True},
 }
-# What GGUF files call each family, and whether the rows of a RoPE pair are adjacent there.
+# (family, its name in GGUF files, whether these files store the two rows of a RoPE pair next to each other)
 GGUF = [
     ("llama", "llama", True),
     ("mistral", "llama", True),
@@ -38,7 +40,7 @@ TOKENS = np.random.default_rng(8).integers(0, 101, 41).tolist()
 
 
 def held(config: ModelConfig) -> list[tuple[Buffer, int]]:
-    """Every weight buffer that comes from files, and of those with one for each layer the first two."""
+    """Return every weight buffer that is read from files, once for layer 0 and once for layer 1."""
     buffers = [b for b in weights(config, weight_dims(config, Dtype.F32)) if b is not Buffer.INV_FREQ]
     return [(buffer, layer) for buffer in buffers for layer in (0, 1)]
 
@@ -50,7 +52,8 @@ def test_every_family_is_tested() -> None:
 
 @pytest.mark.parametrize(("family", "architecture", "permuted"), GGUF)
 def test_files_hold_the_same_model(tmp_path: Path, family: str, architecture: str, permuted: bool) -> None:
-    model, checkpoint = make_llama(1, family, rms_eps=2.0**-17, **SHAPES[family])  # float32 in GGUF files
+    # GGUF stores rms_eps as float32. A power of two stays exact.
+    model, checkpoint = make_llama(1, family, rms_eps=2.0**-17, **SHAPES[family])
     model.save_pretrained(tmp_path)
     write_gguf(tmp_path / "m.gguf", model, architecture, permuted=permuted)
     for stored in (open_checkpoint(str(tmp_path)), open_checkpoint(str(tmp_path / "m.gguf"))):
@@ -61,7 +64,7 @@ def test_files_hold_the_same_model(tmp_path: Path, family: str, architecture: st
 
 
 def run(checkpoint: TinyCheckpoint, tp: int, dtype: Dtype = Dtype.F32, **options: str):
-    """What the reference backend's ranks make of TOKENS, in two steps: tokens, log-probabilities, logits."""
+    """Return the tokens, log-probabilities and logits that the reference backend computes for TOKENS in two steps."""
     runner = Runner(checkpoint, "reference", dtype, tp=tp, **options)
     outputs = [runner.step([Piece(3, start, TOKENS[start:end])]) for start, end in ((0, 30), (30, 41))]
     return [np.concatenate([getattr(out, name) for out in outputs]) for name in ("tokens", "logprobs", "logits")]
@@ -100,7 +103,9 @@ def test_planted_dropped_bias(projection: str) -> None:
 @pytest.mark.parametrize("which", "qk")
 @pytest.mark.parametrize("plant", [torch.ones_like, lambda scale: scale.roll(1)], ids=["dropped", "in another order"])
 def test_planted_norm_of_heads(which: str, plant: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """A norm without its weights, or with them in another order, as they are where pairs are not brought together."""
+    """The comparison with transformers notices a q or k norm that ignores its weights or has them in the wrong order.
+    The order is wrong if a loader does not place the weights of each RoPE pair next to each other.
+    """
     model, checkpoint = make_llama(3, "qwen3", **SHAPES["qwen3"])
     logits = run(checkpoint, 1)[2]
     scale = getattr(model.model.layers[1].self_attn, f"{which}_norm").weight
@@ -121,7 +126,7 @@ def test_norms_of_heads_lie_as_the_rows_that_they_scale() -> None:
 
 @pytest.mark.parametrize("change", [{"hidden": 264}, {"heads": 3, "kv_heads": 1, "head_dim": 128}])
 def test_qwen3_has_a_head_size_of_its_own(change: dict[str, int]) -> None:
-    """q has more columns than the residual, or fewer."""
+    """Qwen3's head size does not follow from its hidden size: q can have more columns than the residual, or fewer."""
     model, checkpoint = make_llama(6, "qwen3", **SHAPES["qwen3"] | change)
     config = checkpoint.config
     assert (config.heads * config.head_dim > config.hidden) == (config.head_dim == 128)

@@ -1,4 +1,6 @@
-"""GGUF files: values are the gguf package's, damaged files give one clear error quickly."""
+"""Tests GGUF files: weights have the values that the gguf package reads, and damaged files give one clear error
+quickly.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def test_values_are_the_packages(tmp_path: Path, quantise: Type | None) -> None:
 
 
 def arbitrary(*shape: int, seed: int) -> NDArray[np.uint8]:
-    """Bytes of which bit 6 is 0: in whatever byte a float's exponent begins, it is not that of an infinity."""
+    """Random bytes with bit 6 cleared, so that no float16 among them, at any offset, is an infinity or NaN."""
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8) & 0xBF
 
 
@@ -66,7 +68,7 @@ def test_every_type_that_the_package_dequantises(tmp_path: Path, kind: Type) -> 
 @pytest.mark.parametrize("dtype", BLOCKS)
 @pytest.mark.parametrize("weights", ["auto", "the same"])
 def test_blocks_that_the_file_has_are_kept(tmp_path: Path, dtype: Dtype, weights: str) -> None:
-    """Scales are smaller or larger than quantising anew would make them."""
+    """Quantised blocks keep their bytes. Quantising again would change them, because their scales are arbitrary."""
     assert BLOCKS[dtype][:2] == gguf.GGML_QUANT_SIZES[Type[dtype.name]]
     rows = arbitrary(256, dtype.row_bytes(512), seed=4)
     tiny_gguf(tmp_path / "m.gguf", raw={"blk.0.ffn_down.weight": (rows, Type[dtype.name])})
@@ -159,7 +161,7 @@ def test_a_tensor_has_four_axes_at_most(tmp_path: Path, axes: int) -> None:
 
 @pytest.mark.parametrize("dtype", [Dtype.Q4_K, Dtype.Q5_K, Dtype.Q6_K])
 def test_superblocks_are_near_the_weights_that_they_stand_for(dtype: Dtype) -> None:
-    """By the package's reading of them: within one and a half steps of each group's range."""
+    """Each weight that the gguf package reads differs from the original by at most 1.5 quantisation steps."""
     weights = np.random.default_rng(8).standard_normal((3, 512)).astype(np.float32)
     read = gguf.quants.dequantize(quantise(weights, dtype), Type[dtype.name])
     group, steps = (16, 62) if dtype is Dtype.Q6_K else (32, 15 if dtype is Dtype.Q4_K else 31)
@@ -170,7 +172,7 @@ def test_superblocks_are_near_the_weights_that_they_stand_for(dtype: Dtype) -> N
 
 
 def test_scales_of_superblocks_are_those_of_their_weights() -> None:
-    """A second group, whose scale is 100 parts of 127 of the first's, has its weights on the steps of that scale."""
+    """Groups whose scale is 100 / 127 of the first group's are represented as exactly as the first group."""
     whole = np.array([-31, 31, *range(-7, 7)], np.float32)
     weights = np.concatenate([whole, *[whole * (100 / 127)] * 15])[None]
     read = gguf.quants.dequantize(quantise(weights, Dtype.Q6_K), Type.Q6_K)
@@ -188,7 +190,7 @@ def test_cut_anywhere(tmp_path: Path) -> None:
 
 
 def test_lying_lengths(tmp_path: Path) -> None:
-    """Any eight header bytes replaced by a huge number: an error of ours or a harmless change, never a crash."""
+    """Replacing any eight bytes of the header by a huge number gives a MegakernelError or changes nothing important."""
     path = tmp_path / "m.gguf"
     tiny_gguf(path, tokenizer__ggml__tokens=["a", "b"], general__alignment=32)
     data = path.read_bytes()
@@ -232,7 +234,9 @@ def test_the_real_model(smollm2: Path) -> None:
 
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
 def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path: Path, kind: Dtype) -> None:
-    """Every other byte of a block may have any value."""
+    """A scale that is an infinity is refused, and the error names the tensor. All other bytes of a block may be
+    anything.
+    """
     block, name = BLOCKS[kind], "blk.0.ffn_down.weight"
     rows = np.full((256, 512 // block.weights, block.bytes), 0xFF, np.uint8)
     for at in block.scales:
@@ -246,13 +250,13 @@ def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path: Path, kind: Dt
         if at is None:
             checkpoint.stored(Buffer.W_DOWN, 0)
             continue
-        with pytest.raises(MegakernelError, match=rf"tensor {name} in .*m\.gguf holds a NaN or an infinity"):
+        with pytest.raises(MegakernelError, match=rf"tensor {name} in .*m\.gguf contains a NaN or an infinity"):
             checkpoint.stored(Buffer.W_DOWN, 0)
         rows[-1, -1, at : at + 2] = 0
 
 
 def test_elements_of_metadata_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All together: entries, tensors, and what lists have."""
+    """The limit counts metadata entries, tensors and the elements of lists together."""
     path = tmp_path / "tiny.gguf"
     tiny_gguf(path, "llama")
     file = GgufFile(path)
@@ -261,5 +265,5 @@ def test_elements_of_metadata_have_a_limit(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(gguf_file, "MOST_METADATA_ELEMENTS", announced)
     GgufFile(path)
     monkeypatch.setattr(gguf_file, "MOST_METADATA_ELEMENTS", announced - 1)
-    with pytest.raises(MegakernelError, match=f"a file may have {announced - 1} in all"):
+    with pytest.raises(MegakernelError, match=f"more than the limit of {announced - 1}"):
         GgufFile(path)

@@ -1,4 +1,4 @@
-"""GGUF files that are written of a checkpoint say what the checkpoint says."""
+"""Tests that a GGUF file written from a checkpoint has the checkpoint's configuration and weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_family_comes_back(tmp_path: Path, family: str, dtype: Dtype) -> N
     _, checkpoint = make_llama(5, family, tied=family == "qwen2", rms_eps=2**-17, **own)
     write_gguf(checkpoint, tmp_path / "m.gguf", dtype)
     back = open_checkpoint(str(tmp_path / "m.gguf"))
-    # A file of architecture "llama" does not say that it is a Mistral.
+    # A Mistral model is written with the architecture "llama", so the file cannot tell its family.
     assert replace(back.config, family=family) == replace(checkpoint.config, bos_id=None, eos_ids=())
     assert back.dtype is dtype
     same(checkpoint, back, dtype)
@@ -56,7 +56,7 @@ def test_scaled_frequencies_come_back(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [Dtype.F16, Dtype.Q8_0, Dtype.Q4_K])
 def test_quantised_types(tmp_path: Path, kind: Dtype) -> None:
-    """The file has the bytes that `--weights` has in memory."""
+    """The quantised weights in the file have the same bytes as those that `--weights` makes in memory."""
     config = replace(KNOWN_SHAPES["smollm2-135m"], layers=1, vocab=64, hidden=512, heads=8, kv_heads=2, ffn=256)
     checkpoint = RandomCheckpoint("random", config)
     write_gguf(checkpoint, tmp_path / "m.gguf", kind)

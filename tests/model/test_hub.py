@@ -1,4 +1,4 @@
-"""The hub's client against a stand-in hub on loopback: files arrive, and each failure names its remedy."""
+"""Tests downloads from a fake Hugging Face hub on the loopback: files arrive, and each error names a remedy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class Hub:
-    """One repository, org/name, with `files`; `refusal` is the error code of every answer, if any."""
+    """A fake hub with one repository, org/name, and its `files`. If `refusal` is set, every answer is this error."""
 
     files: dict[str, bytes]
     refusal: tuple[int, str] | None = None

@@ -1,4 +1,4 @@
-"""What may be typed after --model, and random checkpoints."""
+"""Tests the values of `--model`, and checkpoints with random weights."""
 
 from __future__ import annotations
 

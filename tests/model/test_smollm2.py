@@ -1,4 +1,6 @@
-"""The default model against transformers in float32, on real chat prompts; and its weights matter."""
+"""Compares the default model with transformers in float32 on real chat prompts. Another test shows that the weights of
+a layer matter: if they are zero, the text changes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def llm(smollm2):
 
 
 def reference(smollm2):
-    """The same file as transformers reads it."""
+    """The model as transformers loads it from the same file."""
     model = LlamaForCausalLM(HfConfig(**load_gguf_checkpoint(str(smollm2))["config"])).eval()
     theta = (getattr(model.config, "rope_parameters", None) or vars(model.config))["rope_theta"]
     assert theta == load_config("smollm2-135m").rope.theta == 100000
@@ -42,9 +44,9 @@ def reference(smollm2):
 
 @pytest.mark.slow
 def test_greedy_tokens_and_logprobs(llm, smollm2):
-    """Teacher-forced on our own tokens, so that every position is compared.
+    """Greedy tokens and their log-probabilities agree with transformers, which computes logits for our own tokens.
 
-    A token may differ from the reference's only where the reference's own two best are within 0.05. All prompts are in
+    A token may differ only where the two largest logits of transformers differ by less than 0.05. All prompts are in
     one test, because transformers needs 14 seconds to read the file.
     """
     model = reference(smollm2)
@@ -67,7 +69,7 @@ def test_answers_in_english(llm):
 
 
 class _Zeroed:
-    """The default model with one layer's MLP output zeroed."""
+    """A checkpoint of the default model in which one layer's down projection is zero."""
 
     def __init__(self, inner, layer):
         self._inner, self._layer = inner, layer
@@ -92,7 +94,7 @@ def test_zeroing_a_layer_changes_the_text(smollm2, monkeypatch):
 
 @pytest.mark.slow
 def test_same_bits_alone_in_company_and_cut(smollm2):
-    """Greedy and seeded choices of one prompt: alone, among 64 strangers, and with its prefill in pieces."""
+    """A prompt gives the same bits alone, in a batch with 64 other prompts, and with a prefill in chunks."""
     rng = np.random.default_rng(3)
     params = [
         SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
@@ -111,7 +113,7 @@ def test_same_bits_alone_in_company_and_cut(smollm2):
 
 
 def test_phases_overlap(llm):
-    """Two workers, several row blocks: a worker computes one phase while another computes the next."""
+    """In a prompt of several row blocks, two workers compute different phases at the same time."""
     prefill, _ = llm.trace_steps(np.random.default_rng(1).integers(3, 49152, 300).tolist())
     summary = summarise(prefill[0].program, prefill[0].output.trace)
     if llm.threads > 1:

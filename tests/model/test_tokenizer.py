@@ -1,4 +1,4 @@
-"""Tokenizers: the vocabulary's own splitting rules, whole characters only, sandboxed chat templates."""
+"""Tests tokenizers: splitting rules, decoding without split characters, and chat templates in a sandbox."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAMPLES = [
     "\x00\x7f\xad\xa0",
     "Cafe\u0301 HTTPServer camelCase McDONALD'S 3.14159 http://a.b//\n//x",
 ]
-# Each published rule, by the name that GGUF files have for it: one expression after the other cuts the text further.
+# The published splitting rules, by their names in GGUF files. Each expression of a rule splits the pieces further.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 RULES = {
     "gpt-2": [_GPT2],
@@ -61,7 +61,7 @@ def smol(smollm2: Path) -> Tokenizer:
 
 
 class PlainBpe:
-    """Byte-level BPE written out: merge the best-ranked pair until none is left."""
+    """A plain byte-level BPE: it merges the best-ranked pair of neighbours until none is left."""
 
     def __init__(self, path: Path) -> None:
         metadata = GgufFile(path).metadata
@@ -115,7 +115,7 @@ def test_chat_template(smol: Tokenizer) -> None:
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """The text that comes piece by piece, of whole characters."""
+    """Decode ids one by one. Every piece of text consists of whole characters."""
     stream = tokenizer.stream()
     parts = [stream.add(i) for i in ids]
     assert "\ufffd" not in "".join(parts)
@@ -137,7 +137,9 @@ BYTES = sorted(byte_alphabet())
 def byte_gguf(
     path: Path, *, merges: list[str], special: tuple[str, str, str] = ("<s>", "</s>", "<user>"), **metadata: Any
 ) -> Path:
-    """A GGUF file whose vocabulary is the bytes, the merges' results, and the special tokens: BOS, EOS, another."""
+    """Write a GGUF file whose vocabulary has all bytes, the results of `merges`, and three special tokens: BOS, EOS and
+    another one.
+    """
     tokens = [*BYTES, *(m.replace(" ", "") for m in merges), *special]
     kinds = [1] * (len(tokens) - 3) + [3, 3, 4]
     given = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "merges": merges, "token_type": kinds}
@@ -153,7 +155,7 @@ def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
 
 @cache
 def merges_across_all() -> list[str]:
-    """Merges that would join whole texts, so that nothing but the splitting rule keeps pieces apart."""
+    """Merges that would join any text into one token, so that only the splitting rule separates pieces."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.train_from_iterator(SAMPLES, trainers.BpeTrainer(vocab_size=800, show_progress=False))
@@ -283,7 +285,9 @@ FAMILIES = [
 def test_chats_of_a_family_from_a_folder_and_from_a_gguf_file(
     tmp_path: Path, family: str, special: tuple[str, str, str], template: str
 ) -> None:
-    """Both give what transformers gives, and both end at the end of a turn; BOS is there where the template has it."""
+    """Tokenizers from a folder and from a GGUF file format conversations as transformers does, and both have the same
+    end-of-turn token. BOS is added only if the template contains it.
+    """
     bos, eos, _ = special
     backend = byte_backend(special)
     hf_folder(tmp_path, backend, family, bos_token=None if family == "qwen2" else bos, eos_token=eos)
@@ -336,7 +340,9 @@ def test_sentencepiece_alphabet(tmp_path: Path) -> None:
 
 
 def test_sentencepiece_in_a_gguf(tmp_path: Path) -> None:
-    """Scores decide: "ab" before "bc", both before "abc"; unknown letters become bytes; BOS comes by default."""
+    """Scores rank the merges: "ab" comes before "bc", and both before "abc". Unknown letters become byte tokens, and
+    BOS is added by default.
+    """
     path = tmp_path / "m.gguf"
     learned = ["ab", "bc", "▁abc", "abc", "▁", "a", "b", "c"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *learned]
@@ -378,7 +384,7 @@ def test_sentencepiece_in_a_gguf(tmp_path: Path) -> None:
     ids=["power", "loops", "doubling", "long", "escape"],
 )
 def test_templates_have_limits(tmp_path: Path, template: str, why: str) -> None:
-    """Of time, memory and length; the tokenizer still encodes, and answers another conversation as before."""
+    """A template that exceeds its limit of time, memory or length raises an error. The tokenizer remains usable."""
     tokenizer = loaded(hf_folder(tmp_path, byte_backend(), chat_template=template))
     for _ in range(2):
         with pytest.raises(MegakernelError, match=why):

@@ -1,6 +1,6 @@
-"""Logits agree with transformers on random checkpoints, and every planted bug is far outside the tolerance.
+"""Compares logits with transformers on random checkpoints. Every planted bug gives an error far above the tolerance.
 
-Error = max |difference| / standard deviation of the reference's logits.
+The error is max |difference| / standard deviation of the reference's logits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHAPES = {
 
 
 def computed(checkpoint, dtype=Dtype.F32, backend="cpu"):
-    """A prompt, and the logits that a backend computes of it."""
+    """Return the token ids of a prompt, and the logits that a backend computes for it."""
     tokens = np.random.default_rng(5).integers(0, checkpoint.config.vocab, LENGTH).tolist()
     runner = Runner(checkpoint, backend, dtype)
     got = runner.logits(tokens, CUTS)
@@ -56,7 +56,7 @@ def test_f32(name, backend):
     "name", ["mha", "gqa 9:3", "tied", "attention bias", "llama3 rope", "mistral", "qwen2", "qwen3"]
 )
 def test_bf16(name):
-    """No further from the float32 truth than transformers' own bfloat16, with half as much again."""
+    """The error against float32 is at most 1.5 times that of transformers in bfloat16."""
     model, checkpoint = make_llama(seed=2, **SHAPES[name])
     tokens, got = computed(rounded(model, checkpoint), Dtype.BF16)
     truth = hf_logits(model, tokens)
@@ -65,7 +65,7 @@ def test_bf16(name):
 
 @pytest.fixture(scope="module")
 def good():
-    """A model, a prompt, and what the CPU computes of it."""
+    """A model, a prompt, and the logits that the CPU backend computes for it."""
     model, checkpoint = make_llama(seed=1, heads=4, kv_heads=2, head_dim=16)
     return model, *computed(checkpoint)
 
@@ -80,7 +80,7 @@ PLANTED = {
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bugs_show(good, bug):
     model, tokens, got = good
-    first = LENGTH // 2 + 1  # who sees the row that lacks
+    first = LENGTH // 2 + 1  # the first row after the KV row that is dropped
     assert error(got[first:], hf_logits(model, tokens, **PLANTED[bug])[first:]) > 100 * TOLERANCE
 
 

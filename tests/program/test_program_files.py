@@ -1,4 +1,4 @@
-"""Damaged and hostile files are refused with one line, by each of the places that check them."""
+"""Tests that every reader of program files refuses damaged and hostile files with an error of one line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def program() -> Program:
 
 
 def test_a_sample_of_hostile_files() -> None:
-    """No signal, traceback, hang or line that cannot be printed, of any reader."""
+    """No reader crashes, hangs, prints a traceback, or prints control characters from the file."""
     command = [sys.executable, str(SCRIPT), "--count", "15"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -73,7 +73,7 @@ def test_another_format_version_is_refused(program: Program) -> None:
 def test_a_file_with_a_wrong_record_is_refused(
     program: Program, tmp_path: Path, part: str, word: int, value: int, message: str
 ) -> None:
-    """The line names the file, the record and what is wrong. The checksum is right."""
+    """The error names the file, the record and the mistake, although the file's checksum is correct."""
     path = tmp_path / "wrong.program"
     edit(program, part, 0, word, value).save(path)
     with pytest.raises(MegakernelError, match=rf"wrong\.program is wrong: .*{part}, rank 0.*{message}"):
@@ -117,7 +117,7 @@ def test_names_that_a_terminal_would_obey_are_refused(program: Program) -> None:
         Program.from_bytes(replace(program, machine="\x1b[2J").to_bytes(), "a file")
 
 
-# -- programs that were made in memory, which nobody has checked
+# -- programs made in memory, which no file reader has checked
 
 
 def launch(program: Program) -> None:
@@ -150,7 +150,7 @@ def test_the_native_simulator_checks_every_index(program: Program, table: str, f
     work = make_work(program, decode_step(program.dims, 4, 16), costs)
     assert simulator.run(work, costs, (-1, -1, -1, 0.0), 0)[0].step_s > 0
     getattr(work, table)[field][0] = value
-    with pytest.raises(MegakernelError, match="that does not exist: verify it"):
+    with pytest.raises(MegakernelError, match="that does not exist: verify the program"):
         simulator.run(work, costs, (-1, -1, -1, 0.0), 0)
 
 
@@ -158,13 +158,13 @@ def test_the_native_simulator_checks_offsets(program: Program) -> None:
     costs = costs_of(machines.host(2))
     work = make_work(program, decode_step(program.dims, 4, 16), costs)
     work.body[-1] += 100
-    with pytest.raises(MegakernelError, match="that does not exist: verify it"):
+    with pytest.raises(MegakernelError, match="that does not exist: verify the program"):
         simulator.run(work, costs, (-1, -1, -1, 0.0), 0)
 
 
 @pytest.mark.parametrize("total", [-(1 << 31), (1 << 31) - 1])
 def test_the_native_simulator_takes_any_total(program: Program, total: int) -> None:
-    """A program whose counters never reach their totals, or are beyond them from the start, has an end all the same."""
+    """The simulation ends with an error if counters never reach their totals, or if they exceed them from the start."""
     totals = [np.full_like(getattr(program, name), total) for name in ("totals_first", "totals_middle", "totals_last")]
     wrong = replace(program, totals_first=totals[0], totals_middle=totals[1], totals_last=totals[2])
     with pytest.raises(MegakernelError):
@@ -209,7 +209,7 @@ def test_the_cpu_backend_refuses_records(program: Program, phase: str, word: int
 
 @pytest.mark.parametrize("native", [False, True])
 def test_the_cpu_backend_refuses_offsets(program: Program, native: bool, monkeypatch: Any) -> None:
-    """Before it hands them to the library, which asks again."""
+    """The Python code refuses wrong offsets, and without its check the native library does."""
     offsets = program.body.offsets.copy()
     offsets[1] += 1000
     if native:

@@ -1,4 +1,4 @@
-"""Questions on the command line: each is listed, answered from its inputs, and agrees with the book's own figures."""
+"""Tests `roofline ask`: each question is listed, is answered from its inputs, and gives the figures of the book."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megakernel.roofline import EXAMPLES, QUESTIONS
 
 BOOK = Path(__file__).parents[2] / "megakernel" / "roofline" / "book.py"
 
-# What the book says, by its number: a figure of the answer and its value, within half a percent unless a third says.
+# The book's answers by question number: (figure of our answer, value, tolerance). The default tolerance is 0.5 %.
 SAID: dict[int, list[tuple[Any, ...]]] = {
     1: [("fp32_lanes", 18944)],
     2: [("vector_without_multiply_add_per_s", 26.9e12)],
@@ -146,9 +146,9 @@ EXPERTS = ("--experts", "128", "--active", "4")
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("43", "questions are numbered 1 to 42"),
-        ("0", "questions are numbered 1 to 42"),
-        ("99999999999999999999", "questions are numbered 1 to 42"),
+        ("43", "have the numbers 1 to 42"),
+        ("0", "have the numbers 1 to 42"),
+        ("99999999999999999999", "have the numbers 1 to 42"),
         ("11 --gpus 3", "the only flag is --json"),
         ("chip --machine h900", "unknown machine 'h900'"),
         ("all-gather --bytes 1 --gpus 1", "one GPU sends nothing"),
@@ -161,10 +161,10 @@ EXPERTS = ("--experts", "128", "--active", "4")
         ("switches --gpus 64 --machine h200", "the number of leaf switches of h200 is not known"),
         ("latency --machine tpu-v5p --bytes 1", "the time of a hop on tpu-v5p is not described"),
         ("data-parallel --gpus 8 --ways 3", "8 GPUs do not form two or more groups of 3"),
-        ("data-parallel --experts 2 --active 3", "a token takes 3 of 2 experts"),
-        ("experts --experts 2 --active 3", "a token takes 3 of 2 experts"),
+        ("data-parallel --experts 2 --active 3", "a token cannot use 3 of 2 experts"),
+        ("experts --experts 2 --active 3", "a token cannot use 3 of 2 experts"),
         ("expert-parallel --ffn 1 --active 1 --gpus 8", "fit in one node"),
-        ("training --parameters 1 --tokens 1 --gpus 1 --utilisation 1.5", "cannot be reached"),
+        ("training --parameters 1 --tokens 1 --gpus 1 --utilisation 1.5", "is above the peak"),
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
@@ -180,7 +180,7 @@ def test_usage(capsys: pytest.CaptureFixture[str], words: str) -> None:
 
 
 def test_every_formula_of_the_book_is_used() -> None:
-    """What only tests call goes."""
+    """No formula in book.py is used only by tests."""
     names = re.findall(r"^def (\w+)|^([A-Z]\w+)\b.*=", BOOK.read_text(), re.MULTILINE)
     others = "".join(p.read_text() for p in BOOK.parent.glob("ask_*.py"))
     inside = BOOK.read_text()

@@ -1,4 +1,7 @@
-"""Ceilings of this machine: measured once, the best kept, under whatever conditions, in whatever file."""
+"""Tests how the measured hardware ceilings are stored: each is measured once, and repeated measurements keep the best.
+
+Busy machines and damaged files are tested too.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,11 @@ def measured(read: float = 1e10, cache: float = 5e10, flops: float = 1e11, other
 
 @pytest.fixture
 def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Measured]:
-    """What each measurement finds; an empty cache folder. A measurement too many is an error."""
+    """Return a list to which a test adds the results of its measurements. Each measurement removes and returns the
+    first result, and fails if the list is empty.
+
+    The cache folder is empty at first.
+    """
     monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path / "cache"))
     found: list[Measured] = []
     monkeypatch.setattr(ceilings, "measure", lambda threads, read, fma: found.pop(0))
@@ -40,7 +47,7 @@ def test_a_quiet_measurement_is_made_once(probes: list[Measured]) -> None:
     assert (first.read_bytes_per_s, first.flops, first.cache_bytes_per_s, first.threads) == (1e10, 1e11, 5e10, 2)
     assert ceilings.host_ceilings(2) == first and not probes
     with pytest.raises(IndexError):
-        ceilings.host_ceilings(1)  # so many threads were never measured
+        ceilings.host_ceilings(1)  # fails: it would measure one thread, but the list is empty
 
 
 def test_the_best_is_kept(probes: list[Measured]) -> None:
@@ -85,15 +92,15 @@ ENTRY = vars(measured())
                 ({"read_bytes_per_s": 1e300}, "read_bytes_per_s is not a possible rate"),
                 ({"read_bytes_per_s": float("nan")}, "read_bytes_per_s is not a possible rate"),
                 ({"cache_bytes_per_s": True}, "cache_bytes_per_s is not a possible rate"),
-                ({"threads": 1}, "threads or probes is not as expected"),
-                ({"probes": 0}, "threads or probes is not as expected"),
+                ({"threads": 1}, "threads must be 2, and probes must be"),
+                ({"probes": 0}, "probes must be a whole number of at least 1"),
                 ({"others": 3.0}, "others must be null or a fraction"),
                 ({"date": "\x1b[31mtoday"}, "Invalid isoformat"),
                 ({"date": 3}, "must be"),
-                ({"more": 1}, "missing or unknown"),
+                ({"more": 1}, "a measurement lacks a key, or has an unknown key"),
             )
         ),
-        (json.dumps({"MACHINE": {"2": [1]}}), "missing or unknown"),
+        (json.dumps({"MACHINE": {"2": [1]}}), "a measurement lacks a key, or has an unknown key"),
     ],
 )
 def test_a_damaged_file_is_measured_anew(
@@ -146,7 +153,7 @@ def test_what_others_take(tmp_path: Path) -> None:
 def test_all_verbs_name_the_same_ceilings(
     probes: list[Measured], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    """A measurement for one thread, and none after it."""
+    """All commands use one stored measurement for one thread, and none measures again."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0}, raising=False)
     read, flops = 3.3e9, 4.4e10
     kept.keep(kept.this_machine(ceilings.simd()), Measured(1, read, 2e10, flops, QUIET, "2026-01-01"))
@@ -194,7 +201,7 @@ def test_what_is_calibrated_is_no_more_than_the_ceilings(monkeypatch: pytest.Mon
     found = calibration.calibrate(most, most, lambda *progress: done.append(progress))
     assert found.core == Core(1e9, (1.0, 96.0), (6.0, 8.0), (4.0,), (3.0,), 1.0) and done == [(1, 2), (2, 2)]
     few, many = (calibration._instructions(1, layers) for layers in (2, 62))
-    dispatch = 30e-6 / (many - few)  # the shortest launches count, whichever round they are of
+    dispatch = 30e-6 / (many - few)  # 60 us - 30 us, each the shortest time of all rounds
     assert (found.dispatch_s, found.launch_s) == pytest.approx((dispatch, 30e-6 - few * dispatch))
     phases = (many - few) / 60
     assert found.signal_s == pytest.approx((90e-6 - 39e-6 - 30e-6) / (60 * phases))
@@ -248,7 +255,7 @@ def test_a_calibration_that_is_always_disturbed(monkeypatch: pytest.MonkeyPatch)
 def test_doctor_calibrates(
     probes: list[Measured], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The true micro-benchmarks, each for an instant: what they reach is possible."""
+    """`doctor --calibrate` runs its real micro-benchmarks, shortened, and writes a machine file with possible rates."""
     for name, value in {"_ROUNDS": 2, "_BEST_S": 0.01, "_MANY": 4, "_ROWS": (8, 96)}.items():
         monkeypatch.setattr(calibration, name, value)
     probes += [measured(flops=1e15), measured(flops=1e15)]

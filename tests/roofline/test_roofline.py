@@ -1,4 +1,6 @@
-"""Necessary work, ceilings and fractions against figures worked out from published shapes."""
+"""Tests the necessary work, the ceilings and the fractions of the roofline against figures computed from published
+shapes.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,17 @@ def work_of(config: ModelConfig, rows: list[int], contexts: list[int], logit_row
 
 def test_a_decode_step_reads_every_weight_once() -> None:
     work = work_of(LLAMA_1B, [1], [1], 1, tied=True)
-    norms = (2 * 16 + 1) * 2048  # stored in float32: two more bytes each than in bfloat16
+    norms = (2 * 16 + 1) * 2048  # norms are float32, which takes two bytes more than bfloat16
     assert work.weight_bytes == 2 * PARAMETERS_1B + 2 * norms + 4 * 32  # and 32 inverse frequencies
     assert work.kv_bytes == 2 * 16 * 8 * 64 * 2
     untied = work_of(LLAMA_1B, [1], [1], 1)
-    assert untied.weight_bytes - work.weight_bytes == 2 * 2048  # one row of the embedding table
+    assert untied.weight_bytes - work.weight_bytes == 2 * 2048  # it also reads one row of the embedding table
 
 
 def test_floors_of_known_models() -> None:
-    """The larger one's published floor is 15.01 GB: all weights but the embedding table."""
+    """The least times of a decode step agree with published ones, which for the 8B model assume reading 15.01 GB: all
+    weights except the embedding table.
+    """
     small, large = work_of(LLAMA_1B, [1], [1], 1, tied=True), work_of(LLAMA_8B, [1], [1], 1)
     for name, floors in (("h100", (738e-6, 4481e-6)), ("h200", (515e-6, 3127e-6))):
         ceilings = machine_ceilings(machine.load(name))

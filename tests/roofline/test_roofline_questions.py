@@ -1,6 +1,7 @@
-"""The worked questions that the roofline must answer, each with the program's own functions.
+"""Answers the worked questions of docs/roofline.md with the functions of megakernel.roofline.
 
-Numbers in the names are those of docs/roofline.md, which says where the source's own arithmetic differs.
+The numbers in the test names are those of docs/roofline.md, which also says where the arithmetic of the book with these
+questions differs from ours.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def test_08_09_switches_and_bisection_of_a_node() -> None:
     [level] = H100.levels(8)
     assert book.level_bytes_per_s(level) == 3.6e12
     [half] = H100.levels(4)
-    assert 2 * book.level_bytes_per_s(half) == 3.6e12  # what four GPUs send to the other four, and get from them
+    assert 2 * book.level_bytes_per_s(half) == 3.6e12  # between two halves of the node, in both directions
 
 
 def test_10_11_all_gather_of_a_large_and_of_a_small_array() -> None:
@@ -133,14 +134,14 @@ def test_14_larger_pods() -> None:
 
 
 def test_15_16_all_gather_bandwidth_of_levels() -> None:
-    """Over 128 nodes, and over two, which are bound inside."""
+    """With 128 nodes the leaf level is the slowest; with two nodes the level inside the nodes is."""
     assert [1 / s for s in book.level_seconds(1.0, H100.levels(1024))] == [near(514e9), near(413e9), near(17067e9)]
     node, fabric = book.level_seconds(1.0, H100.levels(16))
     assert 1 / node == near(514e9) and 1 / fabric == near(800e9) and node > fabric
 
 
 def test_17_all_gather_in_a_unit() -> None:
-    [node] = H100.levels(8)  # the switch hands the whole to each member
+    [node] = H100.levels(8)  # the switch sends the whole array to each member
     assert 8 * 1e9 / book.level_bytes_per_s(node) == pytest.approx(1e9 / 450e9)
     assert book.level_seconds(1e9, H100.levels(256))[1] == pytest.approx(1e9 * 31 / (32 * 400e9))
 
@@ -174,7 +175,11 @@ def test_21_all_gather_over_one_of_two_axes_in_a_unit(y: int) -> None:
 
 
 def test_22_critical_tokens_of_data_parallelism() -> None:
-    """alpha (X - 1) / X E / k: over X = 2 nodes half of it, with 128 experts of which a token takes 4, 32 times it."""
+    """On X nodes, with k of E experts active, each GPU must have at least alpha * (X - 1) / X * E / k tokens.
+
+    Alpha is FLOP/s divided by network bytes/s. The minimum is alpha / 2 for a dense model (E = k) on two nodes, and
+    32 alpha for k = 4 and E = 128 on many nodes.
+    """
     assert (NODE, BEYOND, BEYOND / 2, BEYOND * 128 / 4) == (2200, 2475, 1237.5, 79200)
     assert near(40e6, 0.02) == 16384 * BEYOND
     h800 = book.alpha_node(H800)
@@ -191,7 +196,10 @@ def test_22_the_threshold_is_where_the_times_meet() -> None:
 
 
 def test_23_limit_of_tensor_parallelism() -> None:
-    """F / alpha, and over exactly two nodes F / alpha + 8."""
+    """The largest tensor-parallel size is F / alpha, or F / alpha + 8 on exactly two nodes.
+
+    F is the FFN size, and alpha is FLOP/s divided by network bytes/s.
+    """
     assert (near(13.0), near(11.6), near(19.6)) == (28672 / NODE, 28672 / BEYOND, 28672 / BEYOND + 8)
     assert [book.tensor_parallel(1e6, 8192, 28672, ways, PEAK, W).math_binds for ways in (13, 14)] == [True, False]
 
@@ -201,7 +209,9 @@ def test_24_limits_of_a_b200() -> None:
 
 
 def test_25_state_and_days_of_llama_70b() -> None:
-    """Gradients and activations are not counted; 6 FLOPs per parameter and token, at 45 % of the peak."""
+    """The training state counts weights and optimizer moments only. Training takes 6 FLOPs per parameter and token, at
+    45 % of the peak.
+    """
     state = 70e9 * (WEIGHT_BYTES + OPTIMIZER_BYTES)
     assert state == 700e9 and ceil(state / H100.chip.hbm_bytes) == 9 and book.parts(H100, 9).nodes == 2
     flops, rate = 6 * 70e9 * 15e12, 0.45 * 4096 * PEAK
@@ -209,7 +219,7 @@ def test_25_state_and_days_of_llama_70b() -> None:
 
 
 def test_26_sharding_llama_70b() -> None:
-    shape = replace(LLAMA_70B, parameters=70e9, hidden=0)  # [S] counts 70e9, and no activations
+    shape = replace(LLAMA_70B, parameters=70e9, hidden=0)  # the source counts 70e9 parameters and no activations
     whole = train_step(shape, H100, Layout(tp=8, dp=512), 4e6, 4096)
     assert whole.bytes_per_gpu == near(87.5e9) and not whole.fits
     zero3 = train_step(LLAMA_70B, H100, Layout(dp=4096, zero=3), 4e6, 4096)
@@ -229,7 +239,7 @@ def test_28_published_layouts() -> None:
     assert deepseek.ep // H800.node.gpus == 8
 
 
-# -- more of the chapter
+# -- further questions of the chapter
 
 
 def test_29_resident_warps() -> None:
@@ -241,7 +251,7 @@ def test_30_vector_intensity() -> None:
     clock = B200.chip.clock_for(B200.rates.fp32)
     assert book.vector_ops_per_s(B200.chip, clock) / B200.chip.hbm_bytes_per_s == near(5)
     peak_s = 1024 / book.vector_ops_per_s(H100.chip, BOOST)
-    assert book.vector_add(H100, 1024, BOOST).math_s / peak_s == near(132 / 8)  # elements for 8 SMs alone
+    assert book.vector_add(H100, 1024, BOOST).math_s / peak_s == near(132 / 8)  # only 8 SMs compute
 
 
 def test_31_gpu_and_tpu() -> None:
@@ -277,7 +287,7 @@ def test_34_all_to_all_on_one_and_on_two_nodes() -> None:
 def test_27_35_tokens_per_gpu_and_thresholds_of_megatron() -> None:
     small, middle, large = (4096 * sequences / gpus for sequences, gpus in ((192, 192), (384, 768), (1536, 3072)))
     assert small > BEYOND == near(2475) and middle > BEYOND * 8 / 16 == near(1237) and large > BEYOND * 8 / 64
-    for ways, gpus in ((16, 768), (64, 3072)):  # the planner's own form of it
+    for ways, gpus in ((16, 768), (64, 3072)):  # the planner's formula gives the same thresholds
         leaf = axis_seconds(1.0, H100.levels(gpus), ways, gpus // ways)["leaf"]
         assert PEAK * leaf == near(BEYOND * 8 / ways, 0.05)
 
@@ -312,11 +322,14 @@ def test_40_bubbles() -> None:
     hop = 2e6 * 8192 / (400e9 * 16)
     assert pipeline_comms_s(1e6, 8192, 16, 8, W_NODE) == pytest.approx(22 * hop)
     one = plan(LLAMA_70B, H100, 64, 64 * 4096, 4096, training=True)
-    assert not any(t.layout.zero == 3 and t.layout.pp > 1 for t in one.ranked)  # it would gather per microbatch
+    assert not any(t.layout.zero == 3 and t.layout.pp > 1 for t in one.ranked)  # too many gathers
 
 
 def test_41_sparse_exchange_and_offloaded_weights() -> None:
-    """A token takes 8 of Z experts: it sends (1 - (1 - 1/Z)^8) (1 - 1/Z), about min(8/Z, 1) (1 - 1/Z)."""
+    """Each of Z GPUs has one expert, and each token chooses 8 experts at random.
+
+    A token is then sent to (1 - (1 - 1/Z)^8) (1 - 1/Z) of the GPUs, or about min(8/Z, 1) (1 - 1/Z).
+    """
     assert book.spread(8, 8) == (near(0.574, 1e-3), near(0.875, 1e-3))
     assert book.spread(256, 8) == (near(0.0307, 2e-3), near(0.0311, 2e-3))
     passes = [book.host_pass_s(chip, 140e9) for chip in (H100, GH200, NVL72)]
@@ -324,7 +337,7 @@ def test_41_sparse_exchange_and_offloaded_weights() -> None:
 
 
 def test_42_the_recipe_small_dense() -> None:
-    """Sharded data parallelism alone, while there are enough tokens per GPU."""
+    """A small dense model trains fastest with sharded data parallelism alone, if there are enough tokens per GPU."""
     small = shape_of("llama-3.1-8b", load_config("random:llama-3.1-8b"))
     many = plan(small, H100, 256, 256 * 4096, 4096, training=True)
     assert many.ranked[0].layout == Layout(dp=256, zero=3) and many.ranked[0].fixed_s == 0
@@ -335,7 +348,9 @@ def test_42_the_recipe_small_dense() -> None:
 
 
 def test_42_the_recipe_large_dense() -> None:
-    """Tensor parallelism over one or two nodes, stages over nodes, data parallelism outside."""
+    """A large dense model is trained fastest with tensor parallelism on one or two nodes, pipeline stages across nodes,
+    and data parallelism outside these.
+    """
     found = plan(LLAMA_70B, H100, 4096, 4_000_000, 4096, training=True)
     top = found.ranked[0].layout
     assert 8 <= top.tp <= 16 and top.pp > 1 and top.dp > 1
@@ -345,10 +360,13 @@ def test_42_the_recipe_large_dense() -> None:
 
 @pytest.mark.parametrize("name, fine", [("grok-1", True), ("deepseek-v3", False), ("gpt-oss-120b", False)])
 def test_42_the_recipe_experts(name: str, fine: bool) -> None:
-    """Experts over many nodes only where F > 8 alpha, else within one or two."""
+    """Experts on many nodes are as fast as the best layout only if the FFN size F is more than 8 alpha.
+
+    Alpha is FLOP/s divided by the bytes/s that leave a node.
+    """
     shape = SHAPES[name]
     assert (shape.ffn > 8 * BEYOND) is fine
-    members = max(16 * shape.active, 64)  # an exchange is sparse over more than 8 GPUs for each expert that is active
+    members = max(16 * shape.active, 64)  # so many GPUs that a token goes to few of them
     assert book.expert_parallel(H100, 1e6, shape.hidden, shape.ffn, shape.active, members).math_binds is fine
     found = plan(shape, H100, 512, 512 * 8192, 4096, training=True)
     wide = min(t.step_s for t in found.ranked if t.layout.ep * t.layout.tp > 16)
@@ -357,7 +375,7 @@ def test_42_the_recipe_experts(name: str, fine: bool) -> None:
 
 def test_exchange_of_experts() -> None:
     exchange = exchange_seconds(2e6 * 7168, H100.levels(64), 4)
-    assert exchange["node"] == pytest.approx(2e6 * 7168 * 4 * 63 / 64**2 / W)  # each GPU sends to 4 of 64
+    assert exchange["node"] == pytest.approx(2e6 * 7168 * 4 * 63 / 64**2 / W)  # each row is sent to 4 of 64 GPUs
     assert 2 * exchange["leaf"] == pytest.approx(book.expert_parallel(H100, 1e6, 7168, 1, 4, 64).moving_s)
 
 
@@ -369,7 +387,7 @@ def test_critical_batch_of_decoding() -> None:
 
 
 def test_bytes_between_ranks() -> None:
-    """A layer's four gathers and scatters move 2 n D (Y - 1) / Y each."""
+    """A layer has four gathers or scatters. Each moves 2 n D (Y - 1) / Y bytes for n rows of size D on Y ranks."""
     n, hidden, layers = 1024, LLAMA_70B.hidden, LLAMA_70B.layers
     time = decode_step(LLAMA_70B, H100, Layout(tp=8), n, 128)
     moved = time.comms_s["node"] - layers * 4 * H100.costs.node_hop_s
@@ -426,7 +444,7 @@ def test_stages_cost_bubbles_hops_and_reading_weights_again() -> None:
 def test_a_token_crosses_each_stage_once() -> None:
     costs = H100.costs
     assert costs
-    rows_bytes = 2 * 128 * LLAMA_70B.hidden  # of a microbatch: 128 tokens of bfloat16
+    rows_bytes = 2 * 128 * LLAMA_70B.hidden  # the bytes of a microbatch of 128 bfloat16 rows
     far = decode_step(LLAMA_70B, H100, Layout(tp=8, pp=4), 4 * 128, 1000)
     assert far.fixed_s == pytest.approx(4 * (rows_bytes / W_NODE + costs.scale_out_hop_s))
     near_by = decode_step(LLAMA_70B, H100, Layout(tp=2, pp=4), 4 * 128, 1000)
@@ -434,11 +452,11 @@ def test_a_token_crosses_each_stage_once() -> None:
 
 
 def test_matrix_work_of_llama_70b() -> None:
-    """8,192 tokens on eight ranks: 142 ms at 989 TFLOP/s without the LM head, 144 with it."""
+    """On eight ranks at 989 TFLOP/s, 8,192 tokens take 142 ms without the LM head and 144 ms with it."""
     rate = 989e12
     chip = replace(H100, rates=replace(H100.rates, bf16=rate))
     with_head = decode_step(LLAMA_70B, chip, Layout(tp=8), 8192, 0).math_s
-    head = 2 * 8192 * LLAMA_70B.embedding_parameters / 8 / rate  # the head is as large as the table
+    head = 2 * 8192 * LLAMA_70B.embedding_parameters / 8 / rate  # the LM head is as large as the embedding table
     assert with_head == near(144e-3) and with_head - head == near(142e-3)
 
 

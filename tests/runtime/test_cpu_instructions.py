@@ -1,4 +1,8 @@
-"""Each instruction of the CPU backend against the reference, in every SIMD width and type; which bits do not vary."""
+"""Compares each instruction of the CPU backend with the reference, for every SIMD width and type.
+
+The tests also show what does not change the bits of a result, such as the tile, the split of attention, or the SIMD
+instructions that multiply.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +42,13 @@ def twins(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.fixture
 def backend(twins: CpuTwins) -> CpuBackend:
-    """With noise in its buffers."""
+    """A CPU backend whose buffers contain random numbers."""
     twins.start_equal()
     return twins.backend
 
 
 def close(twins: CpuTwins, name: str, layer: int, table: StepTable, *operands: int) -> None:
-    """Stored in bfloat16, a value may be off by one unit in the last place."""
+    """Compare an instruction's results. In bfloat16, a difference of one unit in the last place is allowed."""
     bf16 = twins.dims.dtype == Dtype.BF16
     twins.compare(record(P[name], *operands), layer, table, atol=1e-3 if bf16 else 2e-5)
 
@@ -53,7 +57,8 @@ def test_embed_and_rope(twins: CpuTwins) -> None:
     table = make_table(twins.dims, {0: (37, 20), 1: (390, 4)})
     table.token_ids[[5, 6, 21]] = 0, twins.dims.vocab - 1, -1 - 1
     twins.reference.write_history(1, 391, np.array([77], np.int32))
-    twins.reference.write_history(2, 42, np.array([5], np.int32))  # not asked for: token 0 is a token
+    # HISTORY must not be read here: token id 0 is an ordinary id, and only negative ids refer to HISTORY.
+    twins.reference.write_history(2, 42, np.array([5], np.int32))
     twins.compare(record(P["embed"], 3, 19), 0, table, rtol=0, atol=0)
     twins.compare(record(P["rope"], 3, 19), 0, table, rtol=0, atol=5e-5)
 
@@ -66,14 +71,17 @@ def test_norms(twins: CpuTwins) -> None:
     close(twins, "final_norm", 0, table, 0, 5)
 
 
-# A register block, several, and more than a tile holds; a depth of several chunks that ends in part of a vector.
+# The numbers of rows fill part of a register block, several blocks, and more than a tile. The inner length, 301, is
+# several chunks long and no multiple of a vector.
 @pytest.mark.parametrize("rows", [1, 2, 7, 13, 40, 120])
 @pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16], ids=lambda t: t.name)
 @pytest.mark.parametrize("simd", WIDTHS)
 def test_a_norm_on_the_way_in_has_the_bits_of_its_own_phase(
     monkeypatch: pytest.MonkeyPatch, simd: str, dtype: Dtype, rows: int
 ) -> None:
-    """Of rows inside the batch: a row's scale is its own."""
+    """A matmul that normalises its inputs gives the same bits as a separate norm phase, for rows in the middle of a
+    batch.
+    """
     dims = replace(DIMS, hidden=301, tokens=125, max_seqs=1, dtype=int(dtype))
     twins = make(monkeypatch, simd, dims)
     twins.start_equal()
@@ -103,16 +111,16 @@ def test_a_norm_on_the_way_in_has_the_bits_of_its_own_phase(
 
 
 def test_nan_stays_nan(backend: CpuBackend) -> None:
-    """Whatever its payload: rounding all ones up to bfloat16 must not wrap to zero."""
+    """A NaN whose bits are all ones stays NaN in bfloat16, although rounding up could wrap it to zero."""
     backend.buffer(B.X).view(np.uint32)[3] = 0x7FFFFFFF
     backend.execute(record(P["attn_norm"], 3, 1), 0, make_table(backend.dims, {0: (0, 40)}), FORWARD)
     assert np.isnan(to_f32(backend.buffer(B.H)[3])).all()
 
 
-# Row counts on both sides of every register block and of the tile; columns across heads and to the ragged end.
+# Numbers of rows below and above a register block and a tile. The columns cross heads and reach the end of the matrix.
 @pytest.mark.parametrize("rows", [1, 2, 5, 13, 40])
 def test_qkv_rope(twins: CpuTwins, rows: int) -> None:
-    """Rows of padding store no keys."""
+    """Padding rows store no keys and values."""
     table = make_table(twins.dims, {0: (30, 1), 2: (100, 39)} if rows > 1 else {2: (100, 40)})
     table.row_seq[min(rows, 37) :] = -1
     for col, end in ((16, 160), (160, 240)):
@@ -130,14 +138,17 @@ def test_matmuls(twins: CpuTwins, rows: int) -> None:
 
 @pytest.mark.parametrize("k", [71, 256, 300, 513])
 def test_matmul_depths(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
-    """Odd depths, and depths around the chunk in which accumulators are revisited; more rows than a tile holds."""
+    """The down projection agrees with the reference. There are more rows than a tile has. The inner lengths are odd, or
+    near a multiple of the chunk after which accumulators are stored.
+    """
     twins = make(monkeypatch, "", replace(DIMS, ffn=k, tokens=120, dtype=int(Dtype.BF16)))
     twins.compare(record(P["down_proj"], 0, 120, 0, 72), 0, make_table(twins.dims, {0: (0, 120)}))
     twins.backend.close()
 
 
 def test_attention(twins: CpuTwins) -> None:
-    # Prefill across a KV block border, one decode row deep in a sequence, the first token of another, padding.
+    # The step has a prefill that crosses the border between two KV blocks, a decode row with a long context, a
+    # sequence's first token, and padding.
     table = make_table(twins.dims, {0: (110, 32), 1: (389, 1), 2: (0, 1)})
     items = [
         Item(0, 0, 32, 0, 2),
@@ -171,20 +182,20 @@ def test_bits_do_not_depend_on_rows_or_tiles(backend: CpuBackend) -> None:
         together = backend.buffer(out)[:, :kept].copy()
         backend.buffer(out)[:] = start
         for row, rows in ((0, 1), (1, 2), (3, 6), (9, 1), (10, 30)):
-            for col in range(0, cols, 44):  # not where panels of packed weights begin
+            for col in range(0, cols, 44):  # most of these tiles begin inside a packed panel
                 backend.execute(record(P[name], row, rows, col, min(44, cols - col)), 0, table, FORWARD)
         np.testing.assert_array_equal(backend.buffer(out)[:, :kept], together, err_msg=name)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_bits_do_not_depend_on_the_instructions_that_multiply(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """Fused multiply-adds of 8 and of 16 lanes, and of pairs of bfloat16s; also where numbers are subnormal."""
+    """Fused multiply-adds of 8 lanes, of 16 lanes and of bfloat16 pairs give the same bits, also for subnormals."""
     dims, rng = replace(DIMS, dtype=int(Dtype.BF16)), np.random.default_rng(rows)
     found: dict[str, np.ndarray] = {}
     given = rng.integers(0, 1 << 16, (rows, DIMS.q_cols)).astype(np.uint16)
     given = np.where(given & 0x7F80 == 0x7F80, given & 0x8FFF, given)  # finite
-    given[::2] &= 0x83FF  # below 2^-119, so that products and sums are subnormal as well
-    for simd in WIDTHS[1:]:  # the portable one has no fused multiply-add
+    given[::2] &= 0x83FF  # below 2^-119, so that products and sums are also subnormal
+    for simd in WIDTHS[1:]:  # the portable path has no fused multiply-adds
         monkeypatch.setenv("MEGAKERNEL_SIMD", simd)
         try:
             native.simd()

@@ -1,4 +1,4 @@
-"""Counters, launches, aborts and traces of the CPU backend, on small programs made by hand."""
+"""Tests the CPU backend's counters, launches, aborts and traces with small hand-made programs."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind
 CONFIG = RandomCheckpoint(DIMS).config
 
 
-# Of each rank on four cores, by the threads that are asked for and the number of ranks.
+# (requested threads, ranks) -> workers of each rank on a machine with four cores.
 WORKERS = {(None, 1): 4, (1, 1): 1, (3, 1): 3, (16, 1): 4, (16, 2): 2, (2, 8): 1}
 
 
 def forward_program(workers: int) -> Program:
-    """The whole forward pass of DIMS in two row blocks, with column tiles that begin inside heads and packed panels."""
+    """A whole forward pass in two row blocks. Column tiles cut through heads and through panels of packed weights."""
     return make_program(CONFIG, DIMS, workers, tile=44)
 
 
 def mixed_table() -> StepTable:
-    """A prefill of 34 rows over both row blocks, a decode row deep in its sequence whose attention is split."""
+    """A prefill of 34 rows in both row blocks, and a decode row with a long context, whose attention is split."""
     table = make_table(DIMS, {0: (0, 34), 1: (300, 1)})
     items = [Item(0, 0, 32, 0, 2), Item(1, 32, 2, 0, 1), Item(1, 34, 1, 0, 2, (0, 1), 0, 3)]
     items += [Item(2, 32, 2, 1, 1), Item(2, 34, 1, 0, 2, (1, 2), 0, 3), Item(3, 34, 1, 0, 2, (2, 3), 0, 3)]
@@ -72,7 +72,7 @@ def make(checkpoint: RandomCheckpoint) -> Iterator[Callable[..., CpuBackend]]:
 
 
 def in_order(backend: CpuBackend, table: StepTable) -> Array:
-    """LOGITS of the program run instruction by instruction."""
+    """Execute the program's instructions one by one, and return the logits."""
     p = forward_program(1)
     for segment, layers in ((p.prologue, 1), (p.body, DIMS.layers), (p.epilogue, 1)):
         for layer in range(layers):
@@ -112,7 +112,7 @@ def test_a_launch_that_is_stopped_leaves_a_working_backend(make: Callable[..., C
 
 
 def test_the_wait_for_progress_begins_with_the_launch(make: Callable[..., CpuBackend]) -> None:
-    """The first launch of a backend, at which nothing ends within the first looks at its progress."""
+    """A launch whose first instruction takes 0.2 s is not aborted for lack of progress."""
     backend = make(1)
     backend.delay(0, 0, 0, 0.2)
     launch = backend.launch(forward_program(1), mixed_table(), trace=True)
@@ -182,15 +182,16 @@ def test_trace_has_one_compute_for_each_instruction(make: Callable[..., CpuBacke
     for w in range(p.workers):
         mine = compute[compute["worker"] == w]
         assert (mine["begin"][1:] >= mine["end"][:-1]).all()
-    # A wait names a word that is there, and ends before its instruction starts.
+    # Each interval of a wait belongs to a wait word that the instruction has.
     for wait in t[t["kind"] == IntervalKind.COUNTER_WAIT]:
         s = segments[layers.index(int(wait["layer"]))]
         assert s.records[wait["instruction"], 16 + wait["slot"]] != 0
 
 
 def test_streams_of_a_thread_that_does_not_run_are_taken_over(make: Callable[..., CpuBackend]) -> None:
-    """Of two threads one has workers 0 and 2. While it is stuck in the first QKV tile of worker 0, all tiles of the
-    other workers are computed."""
+    """One of two threads has the workers 0 and 2. While it is stuck in the first QKV tile of worker 0, all tiles of the
+    other workers are computed, because the other thread takes over the stream of worker 2.
+    """
     backend, table, p = make(2), mixed_table(), forward_program(3)
     expected = backend.launch(p, table).logits.copy()
     stuck = int(p.body.offsets[0])
@@ -208,7 +209,7 @@ def test_streams_of_a_thread_that_does_not_run_are_taken_over(make: Callable[...
 
 
 def test_a_thread_that_does_not_run_is_moved_to_another_core_and_comes_back(make: Callable[..., CpuBackend]) -> None:
-    """Where its streams are taken over, it leaves the other thread's core, until the next launch begins."""
+    """A thread whose streams were taken over must avoid the other thread's core until the next launch begins."""
     cores = os.sched_getaffinity(0)
     if len(cores) < 2:
         pytest.skip("a thread can only be moved where there are two cores")
@@ -218,7 +219,7 @@ def test_a_thread_that_does_not_run_is_moved_to_another_core_and_comes_back(make
     threads = [int(task.name) for task in tasks.iterdir() if task.name not in before]
 
     def moved(seconds: float) -> list[set[int]]:
-        """The cores of moved threads after a launch in which worker 0 is stuck."""
+        """Run a launch with a stuck worker 0, and return the cores that each moved thread may use."""
         backend.delay(1, int(p.body.offsets[0]), 0, seconds)
         backend.launch(p, table, trace=True)
         return [at for thread in threads if (at := os.sched_getaffinity(thread)) != cores]

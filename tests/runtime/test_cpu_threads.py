@@ -1,4 +1,6 @@
-"""Many threads on the streams of several ranks. `tests/support/sanitized.py thread` runs this under a race detector."""
+"""Several threads execute the streams of several ranks. `tests/support/sanitized.py thread` runs this file under a race
+detector.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ PAGES = 40
 
 
 def dims(tp: int, dtype: Dtype, quantised: bool) -> Dims:
-    """Row blocks of 4 tokens, so that several of them store to each page of 16 tokens."""
+    """Return sizes with row blocks of 4 tokens, so that several row blocks store to each KV page of 16 tokens."""
     sizes = {"row_block": 4, "tokens": 40, "logit_rows": 4, "tp": tp, "dtype": int(dtype)}
     return make_dims(CONFIG, **sizes, quantised_kv=int(quantised))
 
 
 def table(dims: Dims) -> StepTable:
-    """A prompt that goes on inside a page, another from its start, and a row that decodes."""
+    """Return a step with a prefill from the middle of a KV page, a prefill from position 0, and a decode row."""
     rng = np.random.default_rng(6)
     first, second = (rng.integers(0, CONFIG.vocab, n).tolist() for n in (21, 11))
     chunks = [
@@ -43,7 +45,7 @@ def logits(program: Program, threads: int) -> list[Array]:
     checkpoint = RandomCheckpoint(weight_dims(CONFIG, kind), biased=False)
     backend = CpuBackend(checkpoint, program.dims, PAGES, dtype=kind, threads=threads)
     if program.dims.tp == 1 and not program.dims.quantised_kv:
-        fill(backend)  # the tokens before the step's, too
+        fill(backend)  # also sets K and V of all tokens that precede the step
     out = [backend.launch(program, table(program.dims), trace=n == 1).logits[:3].copy() for n in range(3)]
     backend.close()
     return out
@@ -53,7 +55,10 @@ def logits(program: Program, threads: int) -> list[Array]:
 @pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16], ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_threads_change_no_bits(tp: int, dtype: Dtype, quantised: bool) -> None:
-    """More threads than streams, and more streams than threads: most launches hand some streams over."""
+    """Logits are bit-identical with more threads than streams and with more streams than threads.
+
+    In most launches, some streams pass from one thread to another.
+    """
     sizes = dims(tp, dtype, quantised)
     expected = logits(make_program(CONFIG, sizes, 1), 1)[0]
     for make, workers, threads in ((make_program, 3, 2), (make_program, 2, 8), (make_queue_program, 3, 3)):

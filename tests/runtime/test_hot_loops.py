@@ -1,4 +1,4 @@
-"""The machine code of the CPU's matmuls: nothing that is multiplied passes through the stack."""
+"""Checks the machine code of the CPU's matmul loops: how many instructions they have and how few values they spill."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ def plain(loop: HotLoop) -> bool:
 
 
 def test_every_block_has_a_loop_that_multiplies(loops: list[HotLoop]) -> None:
-    """Rows by panels, of so many vectors each; where weights are converted, some of that multiplies too."""
+    """Every register block has a loop of multiply-adds.
+
+    A register block has `rows` token rows and `panels` panels of 16 weight columns. One step along K takes rows x
+    panels x (vectors per panel) multiply-adds, and more if weights are quantised, because these must be converted.
+    """
     widths = {loop.simd for loop in loops}
     assert widths == {"avx2", "avx512"}
     for loop in loops:
@@ -40,13 +44,16 @@ def test_every_block_has_a_loop_that_multiplies(loops: list[HotLoop]) -> None:
 
 
 def test_no_hot_loop_spills(loops: list[HotLoop]) -> None:
-    """Beside what few vectors a compiler may set aside for a run of eight steps."""
+    """A matmul loop stores at most eight values to the stack, so the compiler keeps the accumulators in registers."""
     bad = [loop for loop in loops if loop.stack_stores > 8]
     assert not bad, "\n".join(map(str, bad))
 
 
 def test_instructions_of_a_multiply_add(loops: list[HotLoop]) -> None:
-    """Large blocks come close to one; a single row has each weight's conversion to itself."""
+    """A matmul loop has only a few instructions per multiply-add.
+
+    The limit is highest for quantised weights, because a block of one row uses each converted weight only once.
+    """
     for loop in loops:
         most = 3.4 if plain(loop) else 7.5
         if plain(loop) and loop.rows >= 4:

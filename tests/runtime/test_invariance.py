@@ -1,6 +1,7 @@
-"""A row's bits depend on its own sequence only: not on its batch, the cut of its prefill, or the workers.
+"""The logits of a token row depend, bit for bit, only on its own sequence: not on other sequences in the step, on how
+its prefill is divided into steps, or on the number of workers.
 
-With ranks too, where a bucket's size decides who keeps the residual.
+The same holds with several ranks, although the number of token rows decides which ranks store the residual.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def runner(request):
         seed=3, vocab=211, hidden=96, ffn=168, layers=2, heads=6, kv_heads=2, head_dim=24, max_context=512
     )
     dtype = Dtype.F32 if request.param == "f32" else Dtype.BF16
-    tp = 4 if request.param == "bf16-ranks" else 1  # four ranks cut the groups of query heads
+    tp = 4 if request.param == "bf16-ranks" else 1  # ranks divide the three query heads of a KV head
     runner = Runner(checkpoint, dtype=dtype, max_seqs=66, max_context=320, tp=tp)
     yield runner
     runner.close()
@@ -32,7 +33,7 @@ def tokens():
 
 @pytest.fixture(scope="module")
 def alone(runner, tokens):
-    """The whole prompt in one step, then nothing else."""
+    """The logits of all rows of the prompt, computed in one step without other sequences."""
     return runner.logits(tokens)
 
 
@@ -46,7 +47,7 @@ def test_padding(runner, tokens, alone):
 
 
 def test_among_strangers(runner, tokens, alone):
-    """Decode rows and prefill pieces of 64 other sequences share every step."""
+    """The logits do not change if every step also has decode and prefill rows of 64 other sequences."""
     rng = np.random.default_rng(11)
     strangers = [rng.integers(0, 211, 300).tolist() for _ in range(64)]
     done = [0] * 64
@@ -74,6 +75,6 @@ def test_workers(runner, tokens, alone, workers):
 
 
 def test_sees_a_change(runner, tokens, alone):
-    """The comparison can fail: another first token changes every later row."""
+    """A different first token changes the logits of every row, so the comparisons in this file can fail."""
     other = runner.logits([tokens[0] ^ 1, *tokens[1:]], slot=4)
     assert (other != alone).any(axis=1).all()

@@ -1,4 +1,4 @@
-"""K and V in Q8_0: the bytes that are stored, what attention reads of them, and what does not change a bit."""
+"""Tests of a KV cache in Q8_0: which bytes are stored, how attention reads them, and what must be bit-identical."""
 
 from __future__ import annotations
 
@@ -53,19 +53,24 @@ def close(twins: CpuTwins, name: str, table: StepTable, *operands: int) -> None:
     twins.compare(record(P[name], *operands), 1, table, atol=1e-3 if twins.dims.dtype == Dtype.BF16 else 2e-5)
 
 
-# -- what is stored
+# -- stored bytes
 
 
 class Columns(RandomCheckpoint):
-    """Products of row i of the identity are column i of the weights: the rows of K and V can be chosen."""
+    """A checkpoint in which each column of W_QKV is the desired Q, K and V of one token row.
+
+    If the input rows are those of the identity matrix, the product of row i and W_QKV is column i.
+    """
 
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> Array:
         if buffer is not B.W_QKV:
             return super().load(buffer, layer, dtype)
         d, rng = self.dims, np.random.default_rng(5)
         rows = rng.standard_normal((d.hidden, d.qkv_cols // d.head_dim, d.head_dim)).astype(np.float32)
-        rows *= np.float32(10.0) ** rng.integers(-9, 8, rows.shape[:2])[..., None]  # scales of all kinds, infinite too
-        rows[1] = rng.integers(-254, 255, rows[1].shape) / 2  # halves between two steps
+        # The float16 scales of these rows range from subnormal to infinite.
+        rows *= np.float32(10.0) ** rng.integers(-9, 8, rows.shape[:2])[..., None]
+        # The maximum of 127 makes every scale 1, so that values such as 2.5 are halfway between two integers.
+        rows[1] = rng.integers(-254, 255, rows[1].shape) / 2
         rows[1, :, ::32] = 127
         rows[2] = 0
         return np.ascontiguousarray(rows.reshape(d.hidden, -1).T)
@@ -74,7 +79,7 @@ class Columns(RandomCheckpoint):
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 80])
 @pytest.mark.parametrize("simd", WIDTHS)
 def test_rows_are_stored_as_weights_are_quantised(monkeypatch: pytest.MonkeyPatch, simd: str, head_dim: int) -> None:
-    """Bit for bit what `model/quantise.py` makes of the rows that a float32 cache holds, in a tile of whole heads."""
+    """The quantised cache contains, bit for bit, what `model/quantise.py` computes from the rows of a float32 cache."""
     use(monkeypatch, simd)
     stored = []
     for flag in (0, 1):
@@ -99,22 +104,25 @@ def test_rows_are_stored_as_weights_are_quantised(monkeypatch: pytest.MonkeyPatc
             expected = quantise(rows.reshape(-1, head_dim), Dtype.Q8_0)[:, : dims.kv_row].reshape(got.shape)
         real = np.arange(30) != 3
         np.testing.assert_array_equal(got[real], expected[real], err_msg=buffer.name)
-        assert np.isnan(get_rows(found, dims, buffer)[page[3], head, offset[3]]).all(), "what is not a number stays so"
+        assert np.isnan(get_rows(found, dims, buffer)[page[3], head, offset[3]]).all(), "NaN stays NaN"
 
 
 def test_products_go_to_the_cache(twins: CpuTwins) -> None:
-    """With the rotation and biases of the reference; rows of padding store nothing."""
+    """The QKV projection with RoPE and biases stores the same K and V as the reference. Padding rows store nothing."""
     table = make_table(twins.dims, {0: (30, 1), 2: (100, 39)})
     table.row_seq[37:] = -1
     for col, cols in ((24, 144), (168, 72)):
         close(twins, "qkv_rope", table, 0, 40, col, cols)
 
 
-# -- what attention reads
+# -- attention
 
 
 def test_attention(twins: CpuTwins) -> None:
-    """Few rows, which read the cache, and many, which read a copy; slots of no token are not numbers."""
+    """Attention agrees with the reference if it reads the cache directly (few rows) or a float32 copy (many rows).
+
+    Cache slots without a token contain NaN, so that reading one would change the result.
+    """
     table = make_table(twins.dims, {0: (110, 32), 1: (389, 1), 2: (0, 1)})
     set_items(table, [Item(0, 0, 32, 0, 2), Item(1, 32, 1, 0, 1), Item(1, 32, 1, 1, 1), Item(1, 33, 1, 0, 2)])
     twins.fill_unused(table, 1, np.nan)
@@ -136,7 +144,7 @@ def test_heads_of_part_of_a_block_and_of_several(monkeypatch: pytest.MonkeyPatch
 
 
 def test_bits_depend_neither_on_the_split_nor_on_other_rows(twins: CpuTwins) -> None:
-    """Rows alone read the cache where rows together read a copy."""
+    """Attention gives the same bits with few rows, which read the cache directly, and many, which read a copy of it."""
     check_attention_splits(twins)
 
 
@@ -147,7 +155,7 @@ BUCKET = {"tokens": ROWS, "logit_rows": ROWS, "max_seqs": 3, "max_context": 400}
 
 
 def logits(kind: type[Any], dtype: Dtype = Dtype.F32, tp: int = 1, cut: int = ROWS, **options: Any) -> Array:
-    """Of every row of a prompt of ROWS tokens, in steps of `cut` of them."""
+    """Return the logits of every row of a prompt of ROWS tokens, computed in steps of `cut` tokens."""
     quantised, threads = options.pop("quantised", True), options.pop("workers", 2)
     checkpoint = RandomCheckpoint(replace(DIMS, heads=8, dtype=int(dtype)))
     program = compile_program(checkpoint.config, host(threads), dtype=dtype, tp=tp, quantised_kv=quantised, **BUCKET)
@@ -176,7 +184,10 @@ def test_bits_depend_neither_on_chunks_nor_on_threads(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_ranks_agree_with_the_reference(tp: int) -> None:
-    """One rank in threads, several as threads and as processes; ranks may share a KV head, which each quantises."""
+    """Ranks as threads agree with the reference, and two ranks as processes give the same bits as two ranks as threads.
+
+    With four ranks, two of them share each KV head, and each of the two quantises it.
+    """
     expected = logits(ReferenceBackend, tp=tp)
     got = logits(CpuBackend, tp=tp, threads=2)
     np.testing.assert_allclose(got, expected, rtol=0, atol=0.02 * np.abs(expected).max())
@@ -187,12 +198,15 @@ def test_ranks_agree_with_the_reference(tp: int) -> None:
 @pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16], ids=lambda t: t.name)
 def test_logits_are_close_to_those_of_a_whole_cache(dtype: Dtype) -> None:
     quantised, whole = (logits(CpuBackend, dtype, quantised=q, threads=2) for q in (True, False))
-    # Found are 0.0033 and, in bfloat16, 0.0058.
+    # The measured ratios are 0.0033 in float32 and 0.0058 in bfloat16.
     assert 0 < np.abs(quantised - whole).max() < 0.01 * np.abs(whole).max()
 
 
 def test_programs_cut_no_head_and_a_proof_says_so() -> None:
-    """A block of 32 elements has one scale, so a head of several blocks, or of part of one, lies in one tile."""
+    """With a quantised cache, each tile consists of whole heads, and the verifier rejects programs that cut a head.
+
+    The elements of a quantisation block share one scale, so one instruction must compute them all.
+    """
     config, machine = RandomCheckpoint(DIMS).config, replace(host(7), tile_cols=16)
     plain, program = (
         compile_program(config, machine, dtype=Dtype.F32, quantised_kv=q, **BUCKET) for q in (False, True)
@@ -245,11 +259,14 @@ def test_the_default_model_answers(smollm2: Path) -> None:
     assert answer.text == "The capital of France is Paris."
 
 
-# -- sizes, and what is refused
+# -- sizes and refusals
 
 
 def test_bytes_of_the_cache() -> None:
-    """34 bytes for a block of 32, and a shorter block where the head ends: in the pool, in costs and in formulas."""
+    """A block of 32 elements takes 34 bytes. A head's partial last block takes 2 bytes plus 1 byte per element.
+
+    The KV pool, the cost functions and the roofline formulas agree on this size.
+    """
     for head_dim, row in ((8, 10), (24, 26), (64, 68), (80, 86), (128, 136)):
         dims = replace(DIMS, head_dim=head_dim, quantised_kv=1)
         whole = replace(dims, quantised_kv=0, dtype=int(Dtype.BF16))
@@ -265,13 +282,13 @@ def test_bytes_of_the_cache() -> None:
 
 def test_the_pool_holds_more_tokens() -> None:
     config = replace(TINY.config, head_dim=64)
-    memory = 4 * 1000 * (2 * 2 * 2 * 64 * 2)  # a quarter of which holds 1,000 tokens in bfloat16
+    memory = 4 * 1000 * (2 * 2 * 2 * 64 * 2)  # KV_SHARE, a quarter of it, is enough for 1,000 tokens in bfloat16
     bf16, q8 = (kv_capacity(config, Dtype.BF16, memory, 64, 64, 1, q)[1] for q in (False, True))
     assert (bf16, q8) == (1000, 1000 * 128 // 68)
 
 
 def test_cuda_refuses_them_and_auto_takes_another() -> None:
-    """With a GPU and without."""
+    """The `cuda` backend refuses a quantised KV cache, whether or not a GPU is present, and `auto` selects `cpu`."""
     with pytest.raises(MegakernelError, match=r"a KV cache in q8_0 is not supported on a Hopper GPU"):
         LLM(TINY, backend="cuda", kv_cache_dtype="q8_0", max_context=32, max_seqs=1)
     assert choose_backend("auto", TINY.config, None, "auto", "q8_0") == ("cpu", None)

@@ -1,4 +1,4 @@
-"""The reference backend against transformers, its sampling against naive versions, and how it honours counters."""
+"""Compares the reference backend with transformers and its sampling with naive code, and tests its counters."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from megakernel.runtime.reference import ReferenceBackend, instructions, samplin
 from megakernel.runtime.reference.launch import Counters
 
 torch.set_num_threads(1)
-TOLERANCE = 1e-4  # of logits, in standard deviations
+TOLERANCE = 1e-4  # maximum error of logits, in standard deviations of the expected logits
 PAGES = 40
 
 
 def opened(seed: int = 1, **shape: Any) -> tuple[Any, TinyCheckpoint, ReferenceBackend]:
-    """A model as transformers has it, its checkpoint, and a backend of it."""
+    """Return a transformers model, a checkpoint with its weights, and a reference backend with that checkpoint."""
     hf, checkpoint = make_llama(seed, **shape)
     return hf, checkpoint, ReferenceBackend(checkpoint, make_dims(checkpoint.config), PAGES, dtype=Dtype.F32, seed=0)
 
@@ -80,7 +80,7 @@ def simple(workers: int = 2) -> tuple[ReferenceBackend, Program, StepTable]:
 
 
 def test_what_an_earlier_launch_left_is_not_read() -> None:
-    """A program that lacks a phase gives NaN, not the last launch's values."""
+    """A program without the final norm returns NaN logits. It does not read values that an earlier launch computed."""
     backend, program, table = simple(1)
     assert np.isfinite(backend.launch(program, table).logits).all()
     keep = phase_number(program.epilogue.records) != program.forward.by_name["final_norm"].number
@@ -110,7 +110,7 @@ def test_an_interrupt_leaves_a_working_backend(monkeypatch: pytest.MonkeyPatch) 
 def test_totals_that_are_exceeded_are_refused() -> None:
     backend, program, table = simple()
     totals = program.totals_last.copy()
-    totals[0, -1] -= 1  # one lm_head tile less than there are
+    totals[0, -1] -= 1  # one less than the number of LM head tiles
     with pytest.raises(MegakernelError, match="arrivals, its total is"):
         backend.launch(replace(program, totals_last=totals), table)
 
@@ -121,7 +121,7 @@ def test_counters_wrap() -> None:
     counters.launch = 2**31 // int(counters.totals[0, busy]) + 3
     counters.values[0, busy] = counters.expected(0, busy) - 1
     assert not counters.met(0, busy)
-    counters.values[0, busy] = (counters.expected(0, busy) + 2**31) % 2**32 - 2**31  # as an int32 holds it
+    counters.values[0, busy] = (counters.expected(0, busy) + 2**31) % 2**32 - 2**31  # wraps around like an int32
     assert counters.met(0, busy)
 
 
@@ -184,7 +184,7 @@ def test_create() -> None:
 
 
 def test_philox_known_answers() -> None:
-    """Vectors of Random123's kat_vectors, philox4x32 with 10 rounds."""
+    """The expected values are test vectors from the file kat_vectors of Random123, for philox4x32 with 10 rounds."""
     ones = 0xFFFFFFFF
     pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
     assert sampling.philox((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
@@ -211,7 +211,7 @@ def test_filters_are_the_naive_ones() -> None:
     rng = np.random.default_rng(0)
     cut = 0
     for _ in range(300):
-        # Few distinct values, so that ties fall on every border.
+        # There are few distinct logits, so that ties occur at the limit of every filter.
         z = (rng.integers(-4, 5, 40) * rng.choice([0.1, 0.5, 1.7])).astype(np.float32)
         z[rng.integers(0, 40, 3)] = -np.inf
         min_p, top_k, top_p = rng.choice([0, 0.05, 0.5, 1]), int(rng.choice([0, 1, 5, 60])), rng.choice([0.01, 0.6, 1])
@@ -243,7 +243,7 @@ def sampling_backend(vocab: int, logit_rows: int) -> tuple[ReferenceBackend, Dim
 
 
 def draws(logits: NDArray[np.float32], n: int, **row: Any) -> NDArray[np.int32]:
-    """n tokens drawn from one row of logits, at positions 1 .. n of a request."""
+    """Return n tokens that are sampled from one row of logits, at positions 1 to n of a request."""
     backend, dims = sampling_backend(len(logits), n)
     table = build_step(dims, [Chunk(0, 0, [1], range(1), [SampleRow(0, store=False, **row)] * n)])
     table.sample_position[:] = np.arange(1, n + 1)
@@ -275,7 +275,7 @@ def test_draws_follow_the_distribution(row: dict[str, Any]) -> None:
     live = p > 0
     chi2 = ((got[live] - n * p[live]) ** 2 / (n * p[live])).sum()
     k = live.sum() - 1
-    assert chi2 < k + 4 * (2 * k) ** 0.5  # four standard deviations; the seed is fixed
+    assert chi2 < k + 4 * (2 * k) ** 0.5  # mean + four standard deviations; the seed is fixed
 
 
 def test_a_draw_walks_the_kept_ids_in_order() -> None:
@@ -309,7 +309,7 @@ def test_sample_reads_and_writes_history() -> None:
     logits = np.zeros((5, 16), np.float32)
     logits[:, [5, 3, 7, 8]] = [4.0, 3.0, 2.0, 1.9]
     rows = [
-        SampleRow(3, prompt_length=2, repetition_penalty=4.0),  # 5, 3 and 7 seen: 1, .75 and .5; 8 wins
+        SampleRow(3, prompt_length=2, repetition_penalty=4.0),  # lowers tokens 5, 3 and 7 below token 8 (logit 1.9)
         SampleRow(2, target=11, store=True),
         SampleRow(1, prompt_length=2, store=False),
     ]
@@ -321,7 +321,7 @@ def test_sample_reads_and_writes_history() -> None:
     assert backend.buffer(Buffer.HISTORY)[2, :6].tolist() == [3, 5, 5, 11, 8, 0]
     assert backend.buffer(Buffer.LOGPROBS_OUT)[3:].tolist() == [0.0, 0.0]
 
-    # Presence and frequency count only what was generated: 5 once, 7 once of three and two.
+    # The prompt is 3, 5. Presence and frequency penalties count only the generated tokens, 5 and 7, once each.
     backend.write_history(2, 0, np.array([3, 5, 5, 7], np.int32))
     for penalty, value, token in (("presence", 1.5, 3), ("frequency", 0.9, 5), ("frequency", 1.1, 3)):
         row = SampleRow(3, prompt_length=2, **{f"{penalty}_penalty": value})
@@ -334,7 +334,7 @@ def test_sample_reads_and_writes_history() -> None:
 
 
 def execute(backend: ReferenceBackend, table: StepTable, layer: int, phase: str, *operands: int) -> None:
-    """Run one instruction of a Llama with all biases that the backend has."""
+    """Run one instruction of a phase of a Llama, which has QKV biases if the backend has them."""
     has_biases = Buffer.B_QKV in backend._arrays[0]
     config = replace(CONFIG, qkv_bias=has_biases)
     forward = families.forward(config, backend.dims)
@@ -342,7 +342,7 @@ def execute(backend: ReferenceBackend, table: StepTable, layer: int, phase: str,
 
 
 def test_columns_may_be_cut_anywhere() -> None:
-    """Tiles that cut across q, k and v and across heads give what whole phases give."""
+    """Column tiles that divide heads and cross the borders of Q, K and V give the results of a single tile."""
     _, checkpoint = make_llama(1, attention_bias=True, mlp_bias=True)
     dims = make_dims(checkpoint.config)
     table = build_step(dims, [Chunk(0, 0, prompt(20, dims.vocab), range(3, 5))])

@@ -1,4 +1,4 @@
-"""Step tables: whatever the engine asks for is dealt into a valid table, and an invalid one is recognised."""
+"""Step tables: every step that an engine may request gets a valid table, and `check_step` rejects invalid tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ CONFIG = ModelConfig(vocab=100, hidden=48, ffn=64, layers=2, heads=6, kv_heads=3
 
 
 def decode(lengths: list[int], page: int = 16) -> list[Chunk]:
-    """One decode row for each sequence, with pages of its own; the token is deferred."""
+    """Return one decode row for each sequence length, each with its own KV pages.
+
+    Token id -1 means that the token is read from HISTORY.
+    """
     per = -(-CONFIG.max_context // page)
     return [Chunk(i, n - 1, [-1], range(i * per, (i + 1) * per), [SampleRow(0)]) for i, n in enumerate(lengths)]
 
@@ -50,7 +53,11 @@ def live_items(table: StepTable) -> range:
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
 def test_the_work_of_slots_adds_up_to_the_steps(tp: int) -> None:
-    """However items are cut, and whichever ranks share a KV head: rows x what they see; K and V of each decode row."""
+    """The FLOPs and KV bytes of all attention slots add up to those of the step, even if ranks share KV heads.
+
+    A slot has the work of one attention instruction. FLOPs are proportional to the tokens that each row attends to.
+    Each decode row reads its K and V once.
+    """
     lengths = [1, 17, 128, 700, 3000]
     dims = make_dims(CONFIG, tokens=40, row_block=8, attention_slots=7, items=130, partials=2000, tp=tp, max_seqs=6)
     pages = range(5 * dims.pages_per_seq, 6 * dims.pages_per_seq)
@@ -91,7 +98,7 @@ def test_random_steps_are_valid() -> None:
 
 
 def naive_cover(table: StepTable) -> dict[tuple[int, int], list[int]]:
-    """The KV blocks that items run for each (row, KV head)."""
+    """Return, for each (token row, KV head), the KV blocks that the attention items process."""
     cover: dict[tuple[int, int], list[int]] = {}
     for i in live_items(table):
         for row in range(table.item_row[i], table.item_row[i] + table.item_rows[i]):
@@ -126,7 +133,11 @@ def test_items_run_every_kv_block_of_every_row_once(slots: int) -> None:
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_each_rank_runs_its_own_kv_heads(tp: int) -> None:
-    """Six query heads in groups of two: two ranks have one KV head and a half, of eight the last two have nothing."""
+    """Each rank has attention items for exactly the KV heads that its query heads use.
+
+    There are six query heads, two for each KV head. With two ranks, each has three query heads, which use two KV heads.
+    With eight ranks, the last two have no heads.
+    """
     dims = make_dims(CONFIG, tokens=20, attention_slots=7, items=90, partials=900, tp=tp)
     table = build_step(dims, [*decode([2000, 40]), Chunk(2, 5, [1] * 9, range(512, 520))])
     check_step(table)
@@ -159,11 +170,11 @@ def test_slots_get_equal_work(slots: int, shape: str) -> None:
             end = min((table.item_block[i] + table.item_blocks[i]) * 128, past)
             tokens = 0 if table.item_seq[i] < 0 else end - table.item_block[i] * 128
             work[slot] += tokens * table.item_rows[i] * table.item_kv_heads[i]
-    grain = 256 if shape == "one long" else 0  # the shortest piece of a split
+    grain = 256 if shape == "one long" else 0  # the smallest item of a split has this many tokens
     assert work.max() <= 1.3 * work.mean() + grain
 
 
-# -- workers with matrix units: eight units of 16 query rows x heads side by side
+# -- GPUs: one pass over a KV block computes up to eight units, each of 16 (query row, query head) pairs
 
 LLAMA = ModelConfig(vocab=100, hidden=2048, ffn=64, layers=2, heads=32, kv_heads=8, head_dim=64, max_context=8192)
 
@@ -183,14 +194,17 @@ def gpu_decode(lengths: list[int]) -> list[Chunk]:
 
 
 def units(table: StepTable) -> list[int]:
-    """Units of each live item."""
+    """Return how many units of 16 (query row, head) pairs each attention item has, without padding items."""
     group = table.dims.group_size
     live = [i for i in live_items(table) if table.item_seq[i] >= 0]
     return [int(table.item_kv_heads[i]) * -(-int(table.item_rows[i]) * group // 16) for i in live]
 
 
 def slot_times(table: StepTable) -> np.ndarray:
-    """What each slot's items take, in loads of K and V of a head and a block; a pass computes for two of them."""
+    """Return the time of each attention slot. The unit is the time to load K and V of one head and one KV block.
+
+    One pass over a KV block computes at most eight groups of 16 (query row, head) pairs, and takes two units of time.
+    """
     out = np.zeros(table.dims.attention_slots)
     for slot in range(len(out)):
         for i in range(*table.slot_items[slot : slot + 2]):
@@ -301,7 +315,10 @@ def _first_split(t: StepTable) -> int:
 
 
 def _set(**changes: tuple[object, float]) -> Callable[[StepTable], None]:
-    """Of each of these fields, a value at an index, or where a function says."""
+    """Return a function that changes fields of a step table.
+
+    `changes` gives each field an index and a new value. The index may be a function of the table.
+    """
 
     def change(t: StepTable) -> None:
         for name, (index, value) in changes.items():
@@ -322,7 +339,7 @@ def _last(t: StepTable) -> int:
 
 
 def _prefill(t: StepTable) -> int:
-    """An item whose rows need an earlier row block of this step."""
+    """Return the index of an attention item that reads K and V of an earlier row block of this step."""
     return int(np.flatnonzero(t.item_wait_blocks > 1)[0])
 
 
@@ -333,7 +350,7 @@ def _later_wait(t: StepTable) -> None:
 
 
 def _empty_piece(t: StepTable) -> None:
-    """Its neighbour has what it had, so that the pieces still cover all blocks."""
+    """Move all KV blocks of one item of a split to the next item, so that the split still covers every block."""
     one, two = np.flatnonzero(t.item_split == t.item_split[_first_split(t)])[:2]
     t.item_block[two] = t.item_block[one]
     t.item_blocks[two] += t.item_blocks[one]
@@ -400,7 +417,7 @@ BROKEN: dict[str, Callable[[StepTable], None]] = {
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("what", BROKEN)
 def test_broken_tables_are_recognised(what: str, tp: int) -> None:
-    """Items of the last rank where there are more."""
+    """`check_step` reports each defect. With two ranks, the defect is in the table of the second."""
     dims = make_dims(CONFIG, tokens=24, attention_slots=20, items=100, partials=5000, tp=tp)
     table = build_step(dims, [*decode([4000, 2000, 1000]), Chunk(3, 0, [1] * 18, range(1024, 1034))])
     check_step(table)
@@ -425,7 +442,7 @@ def counted(calls: Counter[str], real: Callable[..., Any]) -> Callable[..., Any]
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_tables_of_sequences_that_go_on(monkeypatch: pytest.MonkeyPatch, tp: int) -> None:
-    """Each is what `build_step` makes, though only what changed is written, into two tables in turn."""
+    """`Steps` updates two tables in turn and writes only changed fields. Its tables equal those of `build_step`."""
     dims = make_dims(CONFIG, tokens=8, row_block=8, attention_slots=5, items=64, partials=900, tp=tp, max_seqs=6)
     pages, sampling = Pages(dims), Sampling(7)
     steps, position = Steps(pages, sampling), np.zeros(6, np.int64)
@@ -467,13 +484,13 @@ def test_tables_of_sequences_that_go_on(monkeypatch: pytest.MonkeyPatch, tp: int
     for _ in range(2 * dims.kv_block):
         step(three)
     assert calls == {"fill_rows": 2, "move_rows": 2 * dims.kv_block - 2, "deal_items": 2}
-    pages.ids[1] += 1000  # another sequence in its slot, in both tables
+    pages.ids[1] += 1000  # slot 1 gets a new sequence, which both tables must show
     pages.changed[:, 1] = True
     sample(1, temperature=1.0, frequency_penalty=0.5)
-    for who in (lineup(0, 1, 4, 3), lineup(4, 3), lineup(3, 1)):  # somebody comes, leaves, or does not take part
+    for who in (lineup(0, 1, 4, 3), lineup(4, 3), lineup(3, 1)):  # sequences join, leave or pause
         step(who)
         step(who)
-    position[3] += 17  # goes back and forth as proposals do
+    position[3] += 17  # a jump, as after accepted draft tokens
     step(who)
     assert calls["fill_rows"] == 8 and calls["deal_items"] == 6
 

@@ -1,4 +1,7 @@
-"""Weights that lie in memory in a type of their own: the bits of what they stand for, and the bytes of the file."""
+"""Tests of weights that stay in memory in the type that their file has, such as Q8_0.
+
+Such weights must give the same bits as their float32 values, and take as many bytes as in the file, apart from padding.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +37,15 @@ from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler.options import Options
 
 TYPES = [Dtype.F32, Dtype.BF16]
-# Depths of several chunks that end in part of a block; columns that end in part of a panel.
+# Rows of 301 or 333 weights take two chunks of 256 steps along K, and end with a partial quantisation block. The last
+# panel of 16 columns is partial too.
 ODD = replace(DIMS, hidden=301, ffn=333)
-# Ranks whose parts are whole blocks.
+# With these sizes, ranks never divide a quantisation block of 32 weights.
 SHARED = replace(DIMS, heads=8, head_dim=32, ffn=288)
 
 
 class Dequantised:
-    """What the blocks of a quantised checkpoint stand for, stored as float32. Its LM head is no embedding table."""
+    """The weights of a quantised checkpoint, converted to float32. The LM head does not share the embedding table."""
 
     def __init__(self, quantised: Checkpoint, dims: Dims) -> None:
         self.name, self.dtype = quantised.name, quantised.dtype
@@ -61,7 +65,7 @@ class Dequantised:
 
 
 class Mixed:
-    """A checkpoint whose matrices have rows of several types, and others in the next layer."""
+    """A checkpoint whose matrices each have rows of three types, which differ from layer to layer."""
 
     def __init__(self, whole: RandomCheckpoint, kinds: tuple[Dtype, ...]) -> None:
         self.name, self.dtype, self.config, self.load = whole.name, whole.dtype, whole.config, whole.load
@@ -88,7 +92,7 @@ class Mixed:
 def quantised(
     dims: Dims, dtype: Dtype = Dtype.F32, kind: Dtype = Dtype.Q8_0, *, tied: bool = False
 ) -> tuple[Checkpoint, Dequantised]:
-    """A checkpoint with all matrices in `kind`, and what it stands for."""
+    """Return a checkpoint that stores all matrices as `kind`, and the same weights converted to float32."""
     dims = replace(dims, dtype=int(dtype))
     checkpoint = stored_as(RandomCheckpoint(dims, tied), kind.name.lower())
     return checkpoint, Dequantised(checkpoint, dims)
@@ -103,7 +107,7 @@ def program_of(checkpoint: Checkpoint, rows: int, tp: int = 1, **options: Any) -
 
 
 def logits(kind: type[Any], checkpoint: Checkpoint, rows: int, tp: int = 1, **options: Any) -> Array:
-    """Of every row of a prompt of `rows` tokens."""
+    """Return the logits of every row of a random prompt of `rows` tokens."""
     [found] = all_logits(kind, checkpoint, [rows], tp, **options)
     return found
 
@@ -111,7 +115,10 @@ def logits(kind: type[Any], checkpoint: Checkpoint, rows: int, tp: int = 1, **op
 def all_logits(
     kind: type[Any], checkpoint: Checkpoint, prompts: Sequence[int], tp: int = 1, **options: Any
 ) -> list[Array]:
-    """Of every row of prompts of so many tokens, the longest last, on one backend."""
+    """Return the logits of every row of several random prompts, which run one after the other on one backend.
+
+    `prompts` are their lengths in tokens; the last must be the longest.
+    """
     programs = [program_of(checkpoint, rows, tp, **options) for rows in prompts]
     backend = kind(checkpoint, programs[-1].dims, PAGES, dtype=checkpoint.dtype)
     found = []
@@ -131,7 +138,8 @@ def assert_close(got: Array, expected: Array, dtype: Dtype) -> None:
     np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
-# One row, a few, more than a register block, more than a pass over the weights.
+# Prompt lengths: one row, two rows, more than the 12 rows of the largest register block, and more than the 96 rows of
+# one pass over the weights.
 PROMPTS = (1, 2, 13, 100)
 
 
@@ -147,7 +155,10 @@ def of_the_reference(kind: Dtype, dtype: Dtype) -> list[Array]:
 def test_the_bits_of_what_the_blocks_stand_for(
     monkeypatch: pytest.MonkeyPatch, simd: str, kind: Dtype, dtype: Dtype
 ) -> None:
-    """And what the reference computes. The LM head is the embedding table."""
+    """Weights in each type give the same bits as their float32 values, and the reference's logits up to rounding.
+
+    The LM head shares the embedding table.
+    """
     use(monkeypatch, simd)
     blocks, floats = quantised(ODD, dtype, kind, tied=True)
     found = all_logits(CpuBackend, blocks, PROMPTS)
@@ -157,7 +168,8 @@ def test_the_bits_of_what_the_blocks_stand_for(
         assert_close(some, reference, dtype)
 
 
-# Parts that end between panels, and parts that do not.
+# In ODD, the type of the up projection's rows changes inside a panel of 16 rows. In SHARED, types change only between
+# panels.
 @pytest.mark.parametrize("dims", ["ODD", "SHARED"])
 @pytest.mark.parametrize("rows", [1, 13])
 def test_matrices_of_several_types(dims: str, rows: int) -> None:
@@ -170,7 +182,10 @@ def test_matrices_of_several_types(dims: str, rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda t: t.name)
 def test_quantised_weights_are_other_weights(dtype: Dtype) -> None:
-    """So that equal bits mean something; and float32 ones are not rounded to the type that is computed in."""
+    """Quantisation changes the logits, so the tests for equal bits can fail.
+
+    Weights stored as float32 are not rounded, even if the backend computes in bfloat16.
+    """
     blocks, floats = quantised(ODD, dtype)
     whole = RandomCheckpoint(replace(ODD, dtype=int(dtype)))
     found = [logits(CpuBackend, c, 2) for c in (blocks, floats, whole, stored_as(whole, "f32"))]
@@ -181,7 +196,10 @@ def test_quantised_weights_are_other_weights(dtype: Dtype) -> None:
 
 @pytest.mark.parametrize("simd", WIDTHS)
 def test_every_scale_of_a_block(monkeypatch: pytest.MonkeyPatch, simd: str) -> None:
-    """Each float16: subnormal numbers are exact, infinite ones and NaN do not become numbers."""
+    """Every float16 value works as the scale of a Q8_0 block.
+
+    Finite scales, also subnormal ones, give exact weights. Infinite and NaN scales give results that are not finite.
+    """
     use(monkeypatch, simd)
     scales = np.arange(1 << 16, dtype=np.uint16)
     dims = replace(DIMS, ffn=32, vocab=len(scales), hidden=32, layers=1)
@@ -199,7 +217,7 @@ def test_every_scale_of_a_block(monkeypatch: pytest.MonkeyPatch, simd: str) -> N
     tile = record(program.forward.by_name["lm_head"], 0, 1, 0, dims.vocab)
     with np.errstate(invalid="ignore"):
         expected = to_f32(head, Dtype.Q8_0)
-    for step in (0, 31):  # one weight of each column at a time: exactly
+    for step in (0, 31):  # the input is 1 at `step` and 0 elsewhere, so the logits are exact weights
         backend.buffer(Buffer.Y)[:] = 0
         backend.buffer(Buffer.Y)[0, step] = 1
         backend.execute(tile, 0, make_table(program.dims, {0: (0, 1)}), program.forward)
@@ -217,7 +235,10 @@ def test_every_scale_of_a_block(monkeypatch: pytest.MonkeyPatch, simd: str) -> N
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @pytest.mark.parametrize("o", ["sharded", "replicated"])
 def test_ranks_share_blocks(tp: int, o: str) -> None:
-    """On eight ranks, the first has more of the FFN than the others."""
+    """Ranks that divide quantised matrices give the same bits as with float32 values.
+
+    With eight ranks, the first has more FFN columns than the others.
+    """
     blocks, floats = quantised(SHARED, Dtype.BF16)
     found = logits(CpuBackend, blocks, 13, tp, o=o)
     np.testing.assert_array_equal(found, logits(CpuBackend, floats, 13, tp, o=o))
@@ -233,7 +254,7 @@ def test_processes_have_the_bits_of_threads(tied: bool) -> None:
 
 @pytest.mark.parametrize("kind", [CpuBackend, ProcessBackend])
 def test_a_rank_takes_no_part_of_a_block(kind: type[Any]) -> None:
-    """The second rank's heads begin at column 72."""
+    """W_O cannot be divided inside a block of 32 weights. Here the second rank's part would begin at column 72."""
     blocks, _ = quantised(DIMS)
     with pytest.raises(MegakernelError, match="cannot divide W_O in q8_0 among ranks: a part would begin inside"):
         logits(kind, blocks, 2, 2, o="sharded")
@@ -245,7 +266,7 @@ def test_a_rank_takes_no_part_of_a_block(kind: type[Any]) -> None:
 
 @pytest.mark.parametrize("kind", [Dtype.F16, *BLOCKS], ids=lambda t: t.name)
 def test_packed_weights_have_the_bytes_of_the_file(kind: Dtype) -> None:
-    """But for what fills up the last panel of a matrix and the last cache line of a panel."""
+    """Packed weights take the bytes of the file, plus padding for partial panels and partial cache lines."""
     dims = replace(DIMS, hidden=512, ffn=512)
     blocks, _ = quantised(dims, kind=kind, tied=True)
     backend = CpuBackend(blocks, dims, PAGES, dtype=Dtype.F32, threads=1)
@@ -259,7 +280,7 @@ def test_packed_weights_have_the_bytes_of_the_file(kind: Dtype) -> None:
 
 
 def test_a_step_reads_the_bytes_of_the_blocks() -> None:
-    """34 for 32 weights or what is left of a row, instead of 4 for each."""
+    """A step reads 34 bytes for each block of 32 weights, even a partial one, instead of 4 bytes per float32 weight."""
     whole, (blocks, _) = RandomCheckpoint(SHARED), quantised(SHARED)
     read = []
     for checkpoint in (whole, blocks):
@@ -267,12 +288,12 @@ def test_a_step_reads_the_bytes_of_the_blocks() -> None:
         read.append(step_work(program.forward, program.dims, [1], [1], 1).weight_bytes)
     d = SHARED
     layer = [(d.qkv_cols + 2 * d.ffn, d.hidden), (d.hidden, d.q_cols), (d.hidden, d.ffn)]
-    matrices = [*layer * d.layers, (d.vocab + 1, d.hidden)]  # the head, and the embedding's row
+    matrices = [*layer * d.layers, (d.vocab + 1, d.hidden)]  # the LM head and one embedding row
     saved = sum(rows * (4 * inner - -(-inner // 32) * 34) for rows, inner in matrices)
-    assert read[0] - read[1] == pytest.approx(saved, abs=1)  # bytes of a buffer are whole
+    assert read[0] - read[1] == pytest.approx(saved, abs=1)  # each buffer's bytes are rounded
 
 
-# -- what is refused
+# -- refusals
 
 
 @pytest.mark.parametrize(
@@ -289,7 +310,7 @@ def test_unknown_types_are_refused(capsys: pytest.CaptureFixture[str], flag: str
 
 
 def test_cuda_refuses_them_and_auto_takes_another() -> None:
-    """With a GPU and without."""
+    """The `cuda` backend refuses quantised weights, whether or not a GPU is present, and `auto` selects `cpu`."""
     whole = RandomCheckpoint(DIMS)
     with pytest.raises(MegakernelError, match=r"weights in q8_0 are not supported on a Hopper GPU"):
         LLM(whole, backend="cuda", weights="q8_0", max_context=32, max_seqs=1)

@@ -1,4 +1,8 @@
-"""Ranks on the CPU backend: the reference's results, and bits that neither threads nor queues nor one hop change."""
+"""Tests of tensor-parallel ranks on the CPU backend.
+
+The ranks agree with the reference. The number of threads, the use of queues and the choice of the ranks that store the
+residual do not change any bit.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +33,12 @@ from megakernel.scheduler.describe import describe
 from megakernel.scheduler.options import Options
 from megakernel.trace import IntervalKind
 
-# Groups of three query heads, cut by the ranks; four units of FFN columns and seven of vocabulary, the last not full.
+# Three query heads share a KV head and may be on different ranks. Ranks divide the FFN
+# columns in four groups of 32 and the vocabulary in seven. The last group of each is smaller.
 CUT = ModelConfig(203, 72, 104, 2, 9, 3, 24, 200, qkv_bias=True, o_bias=True, mlp_bias=True)
-# One KV head; on eight ranks some have neither heads nor FFN columns.
+# There is one KV head. With eight ranks, some have neither attention heads nor FFN columns.
 FEW = ModelConfig(75, 48, 72, 2, 4, 1, 16, 200, tied=True)
-# Sizes of which none is a multiple of anything.
+# The sizes of the vocabulary and the FFN are prime numbers.
 ODD = ModelConfig(211, 48, 173, 2, 3, 1, 40, 200, qkv_bias=True, o_bias=True, mlp_bias=True)
 LOWERINGS = [(o, residual) for o in ("sharded", "replicated") for residual in ("dealt", "replicated")]
 PAGES = 40
@@ -51,7 +56,7 @@ def cpu(config: ModelConfig, dims: Dims, threads: int = 2, **options: Any) -> It
     backend.close()
 
 
-# -- one instruction at a time
+# -- single instructions
 
 
 def hand_dims(config: ModelConfig, tp: int, o: str, residual: str, **changes: Any) -> Dims:
@@ -60,7 +65,9 @@ def hand_dims(config: ModelConfig, tp: int, o: str, residual: str, **changes: An
 
 
 def hand_table(dims: Dims, deep: int = 137) -> StepTable:
-    """A prefill over several row blocks, a decode row `deep` in its sequence, the rest of a prompt, padding."""
+    """Return a step with a prefill of several row blocks, a decode row at position `deep`, the end of another prompt,
+    and padding rows.
+    """
     row = SampleRow
     chunks = [
         Chunk(2, 0, list(range(9, 20)), [0, 7], [row(10), row(3, store=False, target=7)]),
@@ -83,7 +90,11 @@ def hand_table(dims: Dims, deep: int = 137) -> StepTable:
 def test_every_instruction_does_what_the_reference_does(
     config: ModelConfig, tp: int, o: str, residual: str, dtype: Dtype
 ) -> None:
-    """On every rank, and nowhere else; of a program of the scheduler for one rank, every tile of every worker."""
+    """Instructions change the same buffers of the same ranks as on the reference backend, and no others.
+
+    With one rank, the test runs every instruction of a compiled program. With several ranks, it runs the attention
+    instructions of a handmade program and, on each rank, the first two instructions of every other phase.
+    """
     if tp == 1:
         program = compiled(replace(config, max_context=520), 22, tp=1, workers=8, dtype=dtype)
         table = hand_table(program.dims, deep=500)
@@ -120,7 +131,10 @@ def compiled(
 
 
 def steps(config: ModelConfig) -> list[list[Chunk]]:
-    """Two prompts and the start of a third; then two that go on from what was sampled, and more of the third."""
+    """Return two steps. The first has two prompts and the start of a third.
+
+    The second has decode rows for the tokens sampled in the first, and the rest of the third prompt.
+    """
     rng = np.random.default_rng(2)
     vocab = config.vocab
     first, second, third = (rng.integers(0, vocab, n).tolist() for n in (17, 5, 21))
@@ -141,7 +155,7 @@ def steps(config: ModelConfig) -> list[list[Chunk]]:
 
 
 def run(backend: Any, config: ModelConfig, make: Any) -> list[tuple[Array, Array]]:
-    """Logits and tokens of every step; `make` gives a program for a number of token rows."""
+    """Return the logits and the sampled tokens of every step. `make(n)` returns a program for n token rows."""
     out = []
     for chunks in steps(config):
         program = make(sum(len(c.tokens) for c in chunks) + 3)
@@ -167,8 +181,11 @@ def same_bits(a: list[tuple[Array, Array]], b: list[tuple[Array, Array]]) -> Non
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @pytest.mark.parametrize("config", [CUT, FEW], ids=["cut", "few"])
 def test_ranks_compute_what_one_computes(config: ModelConfig, tp: int) -> None:
-    """Within rounding; with the bits of their class on any number of threads, whoever keeps the residual and wherever a
-    layer's norm is."""
+    """Several ranks give the logits of one rank up to rounding, and the same tokens.
+
+    For each lowering of the O projection, the bits depend neither on the number of threads, nor on which ranks store
+    the residual, nor on where norms are computed.
+    """
     one = run_compiled(config, tp=1, norm="own")
     for norm in ("next", "inside"):
         same_bits(run_compiled(config, tp=1, norm=norm), one)
@@ -187,7 +204,10 @@ def test_ranks_compute_what_one_computes(config: ModelConfig, tp: int) -> None:
 @pytest.mark.parametrize("tp", [2, 8])
 @pytest.mark.parametrize(("o", "residual"), LOWERINGS)
 def test_bytes_between_ranks_are_those_of_the_program(tp: int, o: str, residual: str) -> None:
-    """And those of sampled tokens, which HISTORY takes on every rank."""
+    """The bytes stored on other ranks are those that the program declares, plus 4 for each copy of a sampled token.
+
+    Each rank's HISTORY gets a copy of every sampled token.
+    """
     program = compiled(CUT, 34, tp=tp, o=o, residual=residual)
     table = build_step(program.dims, steps(CUT)[0])
     tokens = 4 * (tp - 1) * int((table.sample_slot >= 0).sum())
@@ -199,7 +219,9 @@ def test_bytes_between_ranks_are_those_of_the_program(tp: int, o: str, residual:
 
 @pytest.mark.parametrize(("o", "residual"), LOWERINGS)
 def test_programs_made_by_hand_give_what_the_reference_gives(o: str, residual: str) -> None:
-    """With no part of the scheduler, and column tiles that begin inside a packed panel."""
+    """Handmade programs agree with the reference. The scheduler is not involved, and some column tiles begin inside a
+    packed weight panel.
+    """
     dims = hand_dims(CUT, 4, o, residual)
     program, table = make_program(CUT, dims, 2), hand_table(dims)
     reference = ReferenceBackend(random_checkpoint(CUT), dims, PAGES, dtype=Dtype.F32)
@@ -224,7 +246,7 @@ def test_compiled_queues_give_the_bits_of_streams(queue: str) -> None:
 
 
 def hand_run(config: ModelConfig, make: Any, workers: int, threads: int, tp: int, **lowering: str) -> list[Any]:
-    """A program made by hand, several launches of it."""
+    """Return the logits and tokens of three launches of a handmade program."""
     lowering = {"o": "sharded", "residual": "dealt"} | lowering
     dims = hand_dims(config, tp, **lowering)
     program, table = make(config, dims, workers), hand_table(dims)
@@ -239,14 +261,21 @@ def hand_run(config: ModelConfig, make: Any, workers: int, threads: int, tp: int
 @pytest.mark.parametrize(("workers", "threads"), [(1, 1), (3, 2), (5, 3)])
 @pytest.mark.parametrize(("o", "residual"), LOWERINGS)
 def test_queues_give_the_bits_of_streams(workers: int, threads: int, o: str, residual: str) -> None:
-    """Claims go on from launch to launch."""
+    """Launches that claim instructions from queues give the same bits as launches with fixed streams.
+
+    Each program is launched three times. The number of claims from a queue is not reset between launches.
+    """
     static = hand_run(CUT, make_program, 2, 1, 4, o=o, residual=residual)
     same_bits(static[1:], static[:-1])
     same_bits(hand_run(CUT, make_queue_program, workers, threads, 4, o=o, residual=residual), static)
 
 
 def test_partial_drains_share_a_queue() -> None:
-    """Two drains in a stream: the first ends with half of the queue, what follows it runs before the rest."""
+    """A drain instruction makes a worker claim and run instructions from a queue. Worker 0 has two for one queue.
+
+    The first of them claims only from the first half of the queue. So worker 0 runs instructions of the second half
+    only in its second drain instruction.
+    """
     dims = hand_dims(CUT, 1, "sharded", "dealt")
     whole, table = make_queue_program(CUT, dims, 2), hand_table(dims)
     half = len(whole.queues.records) // 2
@@ -273,7 +302,7 @@ def test_partial_drains_share_a_queue() -> None:
         assert (mine["end"][~late] <= done["begin"]).all() and (mine["begin"][late] >= done["end"]).all()
 
 
-# -- what goes wrong, and the next launch
+# -- errors, and the launches after them
 
 
 @pytest.mark.parametrize("make", [make_program, make_queue_program])
@@ -329,7 +358,11 @@ def test_records_that_cannot_run_are_refused(make: Any, row: int, word: int, wro
 
 
 def test_copies_to_other_ranks_show_as_stores() -> None:
-    """The norms of a dealt residual; where every rank norms all rows there are none."""
+    """In a trace, a copy to other ranks is a STORE interval, which begins when the computation of its rows ends.
+
+    Inside the layers, only norms copy their rows, and only if the residual's rows are divided among the ranks
+    ("dealt"). With a replicated residual, no instruction copies rows.
+    """
     for residual in ("dealt", "replicated"):
         dims = hand_dims(CUT, 2, "sharded", residual)
         program = make_program(CUT, dims, 2)
@@ -367,7 +400,7 @@ def test_weights_that_ranks_have_in_common_are_held_once() -> None:
 
 @pytest.mark.parametrize("queue", ["none", "body"])
 def test_eight_times_132_workers_on_two_threads(queue: str) -> None:
-    """As many streams as eight accelerators have, of a small model."""
+    """Two threads run as many streams as eight GPUs of 132 SMs have, and the results agree with those of one rank."""
     config = ModelConfig(320, 128, 512, 2, 16, 8, 16, 200)
     options = {"tp": 8, "workers": 132, "o": "sharded", "residual": "dealt", "queue": queue}
     one = run_compiled(config, tp=1)

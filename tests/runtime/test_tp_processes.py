@@ -1,4 +1,4 @@
-"""Ranks as processes: the bits of thread ranks, and everything that can go wrong with a process."""
+"""Ranks that are processes compute the same bits as ranks that are threads, and errors name the rank that failed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from megakernel.trace import IntervalKind
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory without a name")
 
-_LONG_S = 30.0  # a stall that only an abort ends; no test waits for it
+_LONG_S = 30.0  # seconds; tests end a stall earlier, by an abort or by killing the process
 CHECKPOINT = RandomCheckpoint(DIMS)
 _LOWERINGS = [Options(o="sharded", residual="dealt"), Options(o="replicated", residual="replicated")]
 
@@ -52,7 +52,7 @@ def compiled(tp: int, tokens: int = 40, options: Options = _LOWERINGS[0]) -> Pro
 
 
 def prompts(program: Program) -> StepTable:
-    """Two prompts, scored in part, so that every rank samples something."""
+    """Return a step with two prompts. Several of their rows are sampled, so that every rank samples at least one."""
     rng = np.random.default_rng(1)
     rows = min(program.dims.tokens - 4, 20)
     first, second = (rng.integers(0, 203, n).tolist() for n in (rows, 4))
@@ -64,7 +64,7 @@ def prompts(program: Program) -> StepTable:
 
 
 def decode(program: Program) -> StepTable:
-    """The token after each prompt, from HISTORY on every rank."""
+    """Return a step that decodes one token after each prompt. Every rank reads the input token from its own HISTORY."""
     rows = min(program.dims.tokens - 4, 20)
     sample = [SampleRow(0, temperature=1.0, seed=3, repetition_penalty=1.3)]
     return build_step(program.dims, [Chunk(0, rows, [-1], range(5), sample), Chunk(2, 4, [-1], range(7, 12), sample)])
@@ -83,20 +83,22 @@ def two() -> Iterator[ProcessBackend]:
 
 @pytest.fixture
 def backend(two: ProcessBackend) -> Iterator[ProcessBackend]:
-    """Two ranks, which a test may kill or stall."""
+    """Yield the shared backend of two ranks. A test may kill or stall a rank; a stall is removed after the test."""
     yield two
     two.delay(0, 0, 0, 0.0)
 
 
 def stall(backend: ProcessBackend, program: Program, rank: int, seconds: float = _LONG_S) -> int:
-    """Stop a rank in its first q, k, v in layer 1 of traced launches: the row of the record."""
+    """Make traced launches stall for `seconds` in the rank's first `qkv_rope` instruction of layer 1. Return the index
+    of this instruction's record in the body.
+    """
     row = rows_of(program, "body", "qkv_rope", rank)[0]
     backend.delay(1, row, 1, seconds)
     return row
 
 
 def ended(pid: int) -> bool:
-    """Whether the process has ended; somebody may still have to be told."""
+    """Whether the process has ended, even if its parent has not waited for it yet (a zombie)."""
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().split()[2] == "Z"
 
@@ -133,7 +135,7 @@ def test_smollm2_on_two_processes(smollm2: None) -> None:
 
 
 def test_the_shared_buffers_are_those_that_instructions_store_elsewhere() -> None:
-    stored = {Buffer.HISTORY}  # state, of which no region is declared
+    stored = {Buffer.HISTORY}  # sampling stores tokens in HISTORY, but declares no region
     for options in _LOWERINGS:
         program = compiled(2, 40, options)
         for phase in program.forward:
@@ -183,7 +185,7 @@ def test_an_undeclared_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr("megakernel.runtime.cpu.audit.accesses", at_home)
-        # Whichever worker comes first.
+        # Either rank may be the first to fail, so the pattern accepts both.
         said = r"rank ([01]): mlp_norm \(body record \d+, layer 0\) stored rows (\d+)\.\.\2, .* of H at rank (?!\1)"
         with pytest.raises(MegakernelError, match=said):
             backend.launch(program, table)
@@ -192,7 +194,7 @@ def test_an_undeclared_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_touch_outside_of_a_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1's residual lies, by mistake, where rank 0 has H."""
+    """Rank 1's residual X is bound to rank 0's buffer H. The error names the instruction that wrongly touches H."""
     mistake = """
 import sys
 from megakernel.isa import Buffer
@@ -220,7 +222,7 @@ rank_process.main()
     backend.close()
 
 
-# -- the life of processes
+# -- ranks that are killed or stopped, and what they leave behind
 
 
 def test_a_rank_killed_in_a_launch_is_named_and_the_next_launch_works(backend: ProcessBackend) -> None:
@@ -267,7 +269,9 @@ def test_a_model_generates_again_after_the_death_of_a_rank() -> None:
 def test_a_rank_that_the_system_stops_is_named_and_the_next_launch_works(
     moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGSTOP ends no process and closes nothing. A rank that is ended by force gets no chance to continue."""
+    """A rank stopped by SIGSTOP neither ends nor closes its connections. The driver kills it, so it cannot continue
+    later.
+    """
     backend = opened(2, deadlock_s=0.3)
     program = compiled(2)
     [victim] = backend.processes
@@ -275,9 +279,11 @@ def test_a_rank_that_the_system_stops_is_named_and_the_next_launch_works(
         before = bits(backend.launch(program, prompts(program)))
         os.kill(victim, signal.SIGSTOP)
         expected = r"rank 0 worker \d waits in .* value \d+, expected"
-    else:  # with a program that it does not have yet
+    else:  # the driver must first send the program to rank 1
         os.kill(victim, signal.SIGSTOP)
-        expected = rf"rank 1 \(process {victim}\) has not answered for 1 s: the next launch starts all ranks anew"
+        expected = (
+            rf"rank 1 \(process {victim}\) has not answered rank 0 for 1 s: the next launch starts all ranks anew"
+        )
     with monkeypatch.context() as patient, pytest.raises(MegakernelError, match=expected):
         patient.setattr(peers, "_SILENCE_S", 1)
         backend.launch(program, prompts(program))
@@ -298,7 +304,7 @@ def test_a_deadlock_names_who_waits() -> None:
     backend = opened(2, deadlock_s=0.3)
     program = compiled(2)
     totals = program.totals_first.copy()
-    totals[1] += 1  # rank 1 waits for one arrival too many
+    totals[1] += 1  # rank 1 waits for a signal that never comes
     with pytest.raises(MegakernelError, match=r"no progress.*rank \d worker \d waits"):
         backend.launch(replace(program, totals_first=totals), prompts(program))
     backend.launch(program, prompts(program))
@@ -306,8 +312,8 @@ def test_a_deadlock_names_who_waits() -> None:
 
 
 def resources() -> tuple[int, int, int]:
-    """Open descriptors, mappings of shared memory, child processes (dead ones too), without the garbage of earlier
-    tests.
+    """Return the numbers of this process's open file descriptors, shared-memory mappings and child processes, zombies
+    included. The garbage of earlier tests is collected first.
     """
     gc.collect()
     mappings = Path("/proc/self/maps").read_text().count("memfd:megakernel")
@@ -339,19 +345,19 @@ program = compiled(2)
 
 
 def started(before: list[str], code: str, **options: Any) -> subprocess.Popen[str]:
-    """A process with the names of this module, started by the command `before`."""
+    """Start a Python process that imports all names of this module and runs `code`. `before` is a command prefix."""
     here = f"import sys, time\nsys.path[:0] = {PATHS!r}\nfrom test_tp_processes import *\n"
     command = [*before, sys.executable, "-P", "-c", here + code]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
 def script(work: str, *before: str, **options: Any) -> subprocess.Popen[str]:
-    """A process that has opened two ranks and goes on with `work`."""
+    """Start a process that opens a backend of two ranks, compiles a program, and then runs `work`."""
     return started([*before], _SCRIPT.format(work=work), **options)
 
 
 class Broken(RandomCheckpoint):
-    """Cannot be read to its end."""
+    """A checkpoint of which the down projection of layer 1 cannot be read."""
 
     def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
         if (buffer, layer) == (Buffer.W_DOWN, 1):
@@ -369,7 +375,9 @@ def test_a_model_that_cannot_be_opened_leaves_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["launch", "idle", "end"])
 def test_ranks_end_with_a_driver_that_closes_nothing(moment: str) -> None:
-    """One that is killed, in a launch or between launches, or one that comes to its end."""
+    """A rank process ends if its driver is killed, in a launch or between launches, or exits without closing the
+    backend.
+    """
     launch = "stall(backend, program, 1); backend.start(program, prompts(program), trace=True)"
     rest = "" if moment == "end" else "time.sleep(60)"
     driver = script(f"{launch if moment == 'launch' else ''}\nprint(*backend.processes, flush=True)\n{rest}")
@@ -385,7 +393,9 @@ def test_ranks_end_with_a_driver_that_closes_nothing(moment: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["waiting", "between"])
 def test_ctrl_c_ends_all(moment: str) -> None:
-    """As a terminal sends it: to every process of the group. A driver that is not in `wait` leaves a launch running."""
+    """Like a terminal, the test sends SIGINT to every process of the group. All of them end, whether the driver waits
+    for the launch or has left it running.
+    """
     work = f"""
 stall(backend, program, 1)
 launch = backend.start(program, prompts(program), trace=True)
@@ -406,7 +416,7 @@ print(*backend.processes, flush=True)
 
 @pytest.mark.slow
 def test_a_small_shm_folder_does_not_matter() -> None:
-    """A container's 64 MB, made smaller still: ranks need no file there."""
+    """Ranks work with a /dev/shm of 4 KiB (a container's default is 64 MB), because they create no files there."""
     if os.getuid() or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("mounting takes root")
     small = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=4k tmpfs /dev/shm && exec "$@"', "sh"]
@@ -417,7 +427,9 @@ def test_a_small_shm_folder_does_not_matter() -> None:
 
 @pytest.mark.slow
 def test_full_memory_is_one_line() -> None:
-    """Here the most that a file may hold stands for the memory that there is."""
+    """If memory for a larger program is lacking, the error is one line, and smaller programs still run. A limit on file
+    sizes simulates the lack of memory.
+    """
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))"
     work = f"""
 {limit}
@@ -463,7 +475,7 @@ for closes in (True, False):
 
 
 def job(code: str) -> list[subprocess.Popen[str]]:
-    """Two processes with what torchrun puts into their environment."""
+    """Start two processes that run `code`, with the environment variables that torchrun sets."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": f"{os.getpid()}"}
     ranks = ({"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1"))
     return [started([], code, env=os.environ | rank | common) for rank in ranks]
@@ -500,7 +512,7 @@ def test_a_job_says_which_rank_is_gone() -> None:
 @pytest.mark.parametrize(
     ("variables", "tp", "complaint"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, 2, "tp=2 in a job of 4 processes"),
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, 2, "tp=2 needs 2 processes, but the job has 4"),
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, 8, "processes of one machine"),
         ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 2, "whole numbers"),
         ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "2"}, 2, "contradict"),

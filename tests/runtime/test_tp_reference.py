@@ -1,4 +1,4 @@
-"""The reference backend with several ranks: what one rank computes, whatever the lowering, order or number of ranks."""
+"""On several ranks, the reference backend computes the same as on one, in every lowering and execution order."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ from megakernel.serving import LLM, SamplingParams
 
 torch.set_num_threads(1)
 PAGES = 40
-# Each lowering of the O projection is a class of its own: (replicated_o, replicated_residual).
+# (replicated_o, replicated_residual). Only replicated_o changes the numerics class, the set of programs that
+# compute the same bits for the same row.
 LOWERINGS = [(0, 0), (0, 1), (1, 0), (1, 1)]
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {"heads": 9, "kv_heads": 3, "head_dim": 8, "hidden": 72, "ffn": 137, "rope": ROPES["llama3"]},
@@ -58,15 +59,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def rank_dims(dims: Dims, tp: int, lowering: tuple[int, int] = (0, 0)) -> Dims:
-    """Row blocks small enough that each rank owns rows."""
+    """Return `dims` for `tp` ranks, with row blocks so small that each rank owns some if there are enough rows."""
     block = min(dims.row_block, -(-dims.tokens // tp))
     return replace(dims, tp=tp, row_block=block, replicated_o=lowering[0], replicated_residual=lowering[1])
 
 
 class Mixed:
-    """Two prompts in pieces beside decode rows that read what was sampled; KV that no sequence wrote is noise.
+    """Runs three steps that mix prefill and decode of two prompts; the longer prompt is split over two steps.
 
-    Step k runs in the k-th program, or in the last.
+    Decode rows read the token that an earlier step sampled. KV cache that no sequence wrote contains the value `noise`.
+    Step k uses the k-th program, or the last if there are fewer.
     """
 
     def __init__(self, checkpoint: Checkpoint, *programs: Program, seed: int | None = None, noise: float = 0.0) -> None:
@@ -77,12 +79,13 @@ class Mixed:
             self.backend.buffer(buffer, layer, rank)[...] = noise
         self.prompts = [np.random.default_rng(n).integers(0, dims.vocab, n).tolist() for n in (17, 26)]
         self.tokens: list[int] = []
-        self.link_bytes = 0  # that the launches so far should have stored at other ranks
+        self.link_bytes = 0  # bytes that all launches should have stored on other ranks
 
     def steps(self) -> list[tuple[Program, StepTable]]:
         pages = np.random.default_rng(1).permutation(PAGES).reshape(2, -1)
         short, long = self.prompts
-        # (slot, start, tokens, indices of sampled tokens)
+        # The chunks of each step: (sequence slot, first position, token ids, indices of the rows that are sampled).
+        # The id -1 stands for the token in HISTORY, which an earlier step sampled.
         plan: list[list[tuple[int, int, list[int], list[int]]]] = [
             [(0, 0, short, [16]), (1, 0, long[:5], [])],
             [(1, 5, long[5:], [0, 8, 20]), (0, 17, [-1], [0])],
@@ -100,14 +103,14 @@ class Mixed:
         return steps
 
     def run(self) -> NDArray[np.float32]:
-        """The logits of all steps, [rows, vocab]; the sampled tokens go to `tokens`."""
+        """Run all steps and return their logits, [rows, vocab]. Appends the sampled tokens to `tokens`."""
         logits = []
         for program, table in self.steps():
             out = self.backend.launch(program, table)
             rows = int((table.logit_rows >= 0).sum())
             logits.append(out.logits[:rows].copy())
             self.tokens += out.tokens[:rows].tolist()
-            copied = (self.dims.tp - 1) * int((table.sample_slot >= 0).sum())  # tokens to other ranks' HISTORY
+            copied = (self.dims.tp - 1) * int((table.sample_slot >= 0).sum())  # tokens stored in HISTORY of other ranks
             self.link_bytes += describe(program)["link_bytes"] + 4 * copied
         return np.concatenate(logits)
 
@@ -128,7 +131,9 @@ def by_hand(config: ModelConfig, dims: Dims, workers: int = 2) -> Program:
 
 
 def by_scheduler(config: ModelConfig, dims: Dims, workers: int = 2) -> Program:
-    """A program of the same lowering for the same bucket; capacities and row blocks are the scheduler's choice."""
+    """Compile a program with the lowering and the bucket (token rows, logit rows, sequences, context) of `dims`. The
+    scheduler chooses row blocks and buffer capacities.
+    """
     o, residual = (("sharded", "dealt", "replicated")[i] for i in (2 * dims.replicated_o, 1 + dims.replicated_residual))
     bucket = {name: getattr(dims, name) for name in ("tokens", "logit_rows", "max_seqs", "max_context", "tp")}
     options = Options(o=o, residual=residual)
@@ -181,8 +186,11 @@ def test_order_workers_and_queues_change_nothing(tp: int, lowering: tuple[int, i
 
 @pytest.mark.slow
 def test_splits_over_kv_change_no_bit_and_nothing_beyond_the_sequence_is_read() -> None:
-    """Decode deep in its context, also with KV heads that two ranks share and on a rank with part of a group: what one
-    rank computes without splits, and what transformers does."""
+    """Splits of attention over KV blocks change no bit of the logits of a decode row at position 479 on one rank.
+
+    The logits on one and two ranks also agree with those of transformers. The two ranks share a KV head, because its
+    query heads are divided between them. With splits, KV cache beyond the sequence contains 1e4.
+    """
     hf, checkpoint = make_llama(4, **SHAPES["grouped"])
     tokens = np.random.default_rng(3).integers(0, 101, 480).tolist()
     found = {}
@@ -203,14 +211,16 @@ def test_splits_over_kv_change_no_bit_and_nothing_beyond_the_sequence_is_read() 
     assert all(error(logits, hf_logits(hf, tokens)[-1]) < 1e-4 for logits in (split, *on_ranks))
 
 
-# -- what is declared is what is done
+# -- instructions write exactly the cells that they declare
 
-MARK = -77.5  # a value that nothing computes
+MARK = -77.5  # no instruction computes this value
 SHARED = [b for b, s in BUFFERS.items() if s.space is not Space.WEIGHT and b not in (Buffer.PARTIALS, Buffer.SPLITS)]
 
 
 def written(forward: Forward, table: StepTable, words: NDArray[np.int32]) -> Iterator[tuple[int, Access, Any]]:
-    """(rank whose copy it is, access, index of its box there) of what a record of the table's rank may write."""
+    """Yield each write that a record may make when the rank of `table` executes it, as (rank that has the copy of the
+    buffer, access, index of the cells).
+    """
     d = table.dims
     phase = forward.by_number[int(phase_number(words))]
     for access in accesses(phase, phase.columns(words[None]), d):
@@ -221,7 +231,7 @@ def written(forward: Forward, table: StepTable, words: NDArray[np.int32]) -> Ite
 
 
 def _index(table: StepTable, access: Access) -> Any:
-    """The cells of a box; of K and V, the slots of its live token rows."""
+    """Return the index of the cells that an access covers. In the KV cache, padding rows have no cells."""
     d, buffer = table.dims, access.buffer
     rows, cols = (slice(int(a[0]), int(b[0])) for a, b in ((access.row, access.row_end), (access.col, access.col_end)))
     if buffer in (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT):
@@ -238,7 +248,9 @@ def _index(table: StepTable, access: Access) -> Any:
 def in_order(
     program: Program, backend: ReferenceBackend, table: StepTable
 ) -> Iterator[tuple[int, int, NDArray[np.int32]]]:
-    """(rank, layer, words) of every instruction in an order that its counters allow."""
+    """Launch the program, and yield (rank, layer, record words) of every instruction in an order that the counters
+    allow.
+    """
     got = backend.launch(program, table, trace=True).trace
     assert got is not None
     last = {(int(i["layer"]), int(i["instruction"])): int(i["rank"]) for i in np.sort(got.intervals, order="end")[::-1]}
@@ -250,7 +262,9 @@ def in_order(
 
 @pytest.mark.parametrize(("tp", "lowering"), [(1, (0, 0)), *((4, lowering) for lowering in LOWERINGS)])
 def test_instructions_store_what_they_declare(tp: int, lowering: tuple[int, int]) -> None:
-    """Each cell of a declared write is written and no other, on every rank; so are bytes to others."""
+    """An instruction writes exactly the cells that it declares, on every rank. The backend's count of the bytes stored
+    on other ranks agrees with the declaration.
+    """
     checkpoint = make_llama(1, **SHAPES["grouped"] | {"layers": 1})[1]
     dims = rank_dims(small(checkpoint), tp, lowering)
     mixed = Mixed(checkpoint, make_program(checkpoint.config, dims, 2))
@@ -274,7 +288,7 @@ def test_instructions_store_what_they_declare(tp: int, lowering: tuple[int, int]
         backend.execute(words, layer, table, program.forward, rank)
         for (r, buffer), view in views.items():
             where = phase.name, buffer.name, rank, r
-            if buffer is Buffer.HISTORY:  # written where the table says, and read by later steps only
+            if buffer is Buffer.HISTORY:  # the step table selects the cells; only later steps read them
                 continue
             changed = view.view(np.int32) != before[r, buffer].view(np.int32)
             assert not (changed & ~allowed[r, buffer]).any(), where
@@ -297,7 +311,7 @@ def test_a_deadlock_names_rank_and_worker_and_the_next_launch_works() -> None:
     program, table = mixed.steps()[0]
     expected = mixed.backend.launch(program, table).logits.copy()
     totals = program.totals_first.copy()
-    ready = int(np.flatnonzero(totals[1])[0])  # a row block of the residual that rank 1 owns
+    ready = int(np.flatnonzero(totals[1])[0])  # counter of a row block of the residual that rank 1 owns
     totals[1, ready] += 1
     broken = replace(program, totals_first=totals)
     for _ in range(2):
@@ -329,7 +343,7 @@ WAITING = {
 
 @pytest.mark.parametrize(("tp", "name"), [(tp, name) for tp, names in WAITING.items() for name in names.split()])
 def test_a_missing_wait_shows(tp: int, name: str) -> None:
-    """Each wait of the hand-written program is needed, so an executor that ignored one would show."""
+    """Without the waits of one phase, the logits differ, so tests notice an executor that ignores waits."""
     mixed = hand_mixed(tp, 24 // tp, layers=2, seed=3)
     program, table = mixed.steps()[0]
     expected = mixed.backend.launch(program, table).logits[:1].copy()
@@ -357,7 +371,9 @@ def test_prompts_go_to_every_rank() -> None:
 
 
 def test_an_engine_on_ranks_generates_the_same() -> None:
-    """Requests sampled by different ranks, with penalties that each reads from its own HISTORY."""
+    """Four ranks generate the same tokens as one. Different ranks sample different requests, and each rank computes
+    penalties from its own HISTORY.
+    """
     checkpoint = make_llama(1, **SHAPES["grouped"])[1]
     prompts = [np.random.default_rng(n).integers(0, 101, n).tolist() for n in (3, 20, 7)]
     params = [

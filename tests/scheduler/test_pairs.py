@@ -1,4 +1,4 @@
-"""Programs whose workers are pairs of SMs: what they are, what refuses them, and who takes them."""
+"""Programs whose workers are pairs of SMs: sizes, costs, rejected machines and options, and automatic choice."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The scheduler: programs that the counters alone keep correct, on any interleaving, for any valid step; on many ranks
-too, in every lowering, with even, uneven and empty shards.
+"""Counters alone keep the scheduler's programs correct, in any interleaving of the instructions and for any valid step.
+
+The tests cover one rank and several, every lowering, and shards of equal, unequal and zero size.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def test_any_interleaving_gives_the_results_of_program_order(layers: int, worker
 
 @pytest.mark.parametrize("workers", [1, 4])
 def test_wide_tiles_over_many_kv_heads_share_counters(workers: int) -> None:
-    """A record holds 8 signals; a tile here has a part of up to 30 KV heads."""
+    """One attention instruction processes several KV heads if a QKV tile would otherwise signal too many counters. A
+    record has space for 8 signals, and here a tile contains columns of up to 30 KV heads.
+    """
     config = replace(SMALL, heads=30, kv_heads=30, head_dim=2)
     program = compiled(config, replace(small_machine(workers), tile_cols=256), 4)
     attention = of(program, "attention")
@@ -72,7 +75,7 @@ PHASES += ["final_norm", "lm_head", "sample"]
 
 @pytest.mark.parametrize("name", PHASES)
 def test_every_wait_is_needed(name: str) -> None:
-    """Without the waits of any one phase, some interleaving goes wrong."""
+    """If the instructions of any one phase did not wait, some interleaving would give wrong results."""
     program = compiled(SMALL, small_machine(3), 7, logit_rows=3, options=Options(norm="own"))
     segment = "body" if program.forward.by_name[name] in program.forward.body else "epilogue"
     with pytest.raises(Failure):
@@ -131,7 +134,7 @@ def test_attention_comes_after_all_qkv_of_its_stream_and_each_worker_has_its_slo
 
 
 def columns_of(program: Program, name: str) -> list[Columns]:
-    """What each worker has of a phase."""
+    """Return, for each worker, the operands of its instructions of a phase."""
     phase = program.forward.by_name[name]
     segment = program.body if phase in program.forward.body else program.epilogue
     streams = map(segment.stream, range(program.workers))
@@ -158,8 +161,9 @@ def test_llama_70b_for_132_workers_is_about_a_megabyte() -> None:
 
 
 def test_one_row_block_joins_all_to_all_between_phases() -> None:
-    # The norms are one instruction each, so what is left: three head groups of q, k, v before attention, attention
-    # before the O projection, gate and up before the down projection.
+    # `all_to_all_per_layer` counts barriers between two phases that each have several instructions. Each norm is a
+    # single instruction here, so five barriers are left for two workers: three (one per group of heads) between QKV and
+    # attention, one between attention and the O projection, and one between gate/up and the down projection.
     for workers, joins in ((2, 5), (1, 0)):
         program = compiled(SMOLLM2, machine.host(workers), 1, options=Options(norm="own"))
         assert describe(program)["all_to_all_per_layer"] == joins
@@ -196,14 +200,14 @@ def test_bad_arguments_are_one_sentence(change: dict[str, int], text: str) -> No
         compile_program(TINY, machine.host(1), dtype=Dtype.F32, **arguments)
 
 
-# -- artificial phases: what no Llama program needs yet
+# -- artificial phases, whose dependencies no Llama program has yet
 
 WRITE, READ = Phase("write", Operation.MATMUL), Phase("read", Operation.REDUCE)
 
 
 @pytest.fixture
 def columns_of_act(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Phases of these two operations touch columns of ACT and nothing else."""
+    """Make the operations of WRITE and READ access the columns of ACT that their operands name, and nothing else."""
     for phase, kind in ((WRITE, Kind.WRITE), (READ, Kind.READ)):
 
         def touched(p: Phase, c: Columns, d: Dims, kind: Kind = kind) -> list[Access]:
@@ -213,14 +217,16 @@ def columns_of_act(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _column_tasks(phase: Phase, col: list[int], cols: list[int], block: list[int]) -> PhaseTasks:
-    """Tasks that touch columns of one row, with the blocks that they are said to lie in."""
+    """Return tasks of `phase`. Task i accesses cols[i] columns of row 0 from column col[i], and belongs to block[i]."""
     zero = np.zeros(len(col), dtype=np.int32)
     columns = {"row": zero, "rows": zero + 1, "col": np.array(col, np.int32), "cols": np.array(cols, np.int32)}
     return PhaseTasks(phase, columns, np.array(block, np.int32))
 
 
 def _run_artificial(readers: list[tuple[int, int]], blocks: int) -> Program:
-    """Twelve tasks in some blocks write a column each; the readers, each a block, read (first column, columns)."""
+    """Compile and check a program in which 12 tasks, divided among `blocks` blocks, write one column each. Each reader
+    is (first column, number of columns) and is a block of its own.
+    """
     target = small_machine(4)
     config = replace(SMALL, layers=2)
     dims = program_dims(config, target, dtype=Dtype.F32, tokens=1, logit_rows=1, max_seqs=1, max_context=8)
@@ -255,7 +261,7 @@ def test_joins_stand_in_for_more_waits_than_a_record_holds() -> None:
 
 
 def test_edges_are_implied_by_kept_ones_or_kept() -> None:
-    """Every conflict between neighbouring phases is an edge or follows from edges: one row block of a real layer."""
+    """With one row block, only the dependency edges from each phase to the next are kept. They imply all others."""
     target = small_machine(3)
     dims = program_dims(SMALL, target, dtype=Dtype.F32, tokens=3, logit_rows=1, max_seqs=1, max_context=8)
     found = derive(lower(Candidates(SMALL, target, Options(norm="own")).fastest(dims), target))
@@ -269,7 +275,8 @@ LOWERINGS = [
     Options(o=o, residual=residual)
     for o, residual in itertools.product(("sharded", "replicated"), ("dealt", "replicated"))
 ]
-# 6 query heads that share 3 KV heads, 70 FFN columns and 101 tokens: uneven on 4 ranks, and with empty shards on 8.
+# With 6 query heads, 3 KV heads, 70 FFN columns and a vocabulary of 101 tokens, the shards of 4 ranks have unequal
+# sizes, and some shards of 8 ranks are empty.
 UNEVEN = replace(SMALL, ffn=70, vocab=101, layers=2)
 
 EACH_LOWERING = pytest.mark.parametrize("options", LOWERINGS, ids=lambda options: f"{options.o}-{options.residual}")
@@ -302,7 +309,9 @@ def test_random_shapes(options: Options) -> None:
 
 @EACH_LOWERING
 def test_every_wait_of_a_rank_is_needed(options: Options) -> None:
-    """Without the waits of any one phase of a rank, some interleaving goes wrong; but norms follow their worker's."""
+    """If the instructions of any one phase did not wait on rank 0, some interleaving would give wrong results. The test
+    leaves out norms.
+    """
     program = uneven(5, 2, replace(options, norm="own"))
     phases = [phase for phase in program.forward.body if phase.operation is not Operation.NORM]
     assert len(phases) >= 6
@@ -319,7 +328,12 @@ WIDE = replace(EVEN, hidden=1024, ffn=4096, heads=32, kv_heads=8, head_dim=32)
 @EACH_LOWERING
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_link_bytes_of_even_shards_are_the_closed_forms(options: Options, tp: int) -> None:
-    """n tokens of width D in 2 bytes on Y ranks: (Y-1)/Y of 2nD for each gather, scatter or reduction."""
+    """The bytes stored on other ranks are those of collectives on n rows of hidden size D, at 2 bytes per value.
+
+    On Y ranks, each gather, scatter or reduction takes (Y-1)/Y of 2nD bytes per rank if rows have owners. If every rank
+    keeps all rows, a reduction takes Y times as much. A replicated O projection exchanges attention heads instead of
+    partial sums, which takes 1/Y of the bytes.
+    """
     n, width = 32, EVEN.hidden
     moved = 2 * n * width * (tp - 1)
     heads = moved // tp**2 if options.residual == "dealt" else moved // tp
@@ -339,7 +353,7 @@ def test_a_steps_bound_counts_what_programs_of_even_shards_send(options: Options
     figures = describe(program)
     layers = program.dims.layers * np.sum(figures["link_bytes_per_layer"])
     assert tp * step_work(program.forward, program.dims, [32], [32], 0).link_bytes == layers
-    tokens = 8 * (8 - program.dims.own_logit_rows)  # sampled ids and their logprobs, which the bound leaves out
+    tokens = 8 * (8 - program.dims.own_logit_rows)  # bytes of sampled ids and logprobs, not part of the bound
     assert tp * step_work(program.forward, program.dims, [32], [32], 8).link_bytes == figures["link_bytes"] - tokens
 
 
@@ -398,7 +412,11 @@ def test_o_is_replicated_where_links_are_slow_whatever_the_bucket() -> None:
 
 
 def test_every_rank_counts_the_weights_of_its_own_first_rows() -> None:
-    """Memory is so slow and dispatch so expensive here that a tile without its weights would be wider."""
+    """Both ranks choose O projection tiles of the same width, although only rank 0 owns row 0.
+
+    The cost model must count the weights for tiles at each rank's own first row. The machine's memory is so slow and
+    its dispatch so expensive that tiles would be wider if the weights were not counted.
+    """
     target = replace(machine.host(4), dispatch_s=1.6e-4, memory_bytes_per_s=3.45e8)
     program = compiled(SMOLLM2, target, 1024, 1, 2, options=Options(o="replicated", residual="dealt"))
     phase = program.forward.by_name["o_proj"]
@@ -428,7 +446,10 @@ def test_any_way_to_claim_a_queue_gives_the_results_of_program_order(queue: str,
 
 
 def test_link_bound_and_compute_bound_stages_take_turns() -> None:
-    """O partials are sent to their rows' owners; gate and up are not. Both are where they would be without."""
+    """With interleaving, a worker alternates between O partials (link-bound) and gate/up (compute-bound).
+
+    Without interleaving, each worker runs all its O partials first and then all of gate/up: two runs.
+    """
 
     def runs(interleave: bool) -> int:
         options = Options(o="sharded", residual="dealt", interleave=interleave)
@@ -445,7 +466,11 @@ def test_link_bound_and_compute_bound_stages_take_turns() -> None:
 
 
 def test_a_norm_gives_way_to_an_earlier_panel_of_the_next_stage() -> None:
-    """Three panels of three row blocks: what rank 3 owns lies in the second, midway to which gate and up begin."""
+    """In rank 3's queue, gate/up instructions of the first panel precede the MLP norm of the second.
+
+    A panel is a group of row blocks that share one pass over the weights: here 3, 3 and 2 of the 8 row blocks. Rank 3
+    owns row block 3, in the second panel.
+    """
     options = Options(o="replicated", residual="dealt", queue="body")
     program = compiled(replace(LLAMA_70B, layers=1), machine.load("h100"), 1024, 1, 8, options)
     queue = [program.forward.by_number[n].name for n in phase_number(program.queues.stream(3)).tolist()]
@@ -496,11 +521,13 @@ def test_flags_of_compile_reach_the_program(capsys: pytest.CaptureFixture[str]) 
 def test_of_workers_that_are_free_at_the_same_time_the_one_with_fewest_tasks_is_first(
     load: list[float], tasks: int, expected: list[int]
 ) -> None:
-    """A compilation is the same on every machine."""
+    """The order of workers with equal loads is fixed, so that compilation gives the same program on every machine."""
     assert _first_free(tasks, 1.0, np.array(load)).tolist() == expected
 
 
 def test_memory_that_is_hardly_there_makes_one_panel() -> None:
-    """Its balance of arithmetic and memory is beyond any number of rows."""
+    """Memory is so slow that computing any number of rows takes less time than reading the weights. All row blocks then
+    form one panel, a group that shares one pass over the weights.
+    """
     slow = replace(small_machine(2), memory_bytes_per_s=1e-12)
     assert verify(compiled(SMALL, slow, 9)).ok

@@ -1,4 +1,4 @@
-"""`compile --search`: what is found is right, faster, and remembered."""
+"""`compile --search` finds a program that is valid and faster, and caches the result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_search_improves_on_bad_sizes_and_is_remembered(monkeypatch: pytest.Mo
     begin = Options(queue="body", norm="own", shape=Shape(tile_cols=64))
     limits = {"dtype": Dtype.BF16, "max_seqs": 4, "max_context": 256}
     fastest = Fastest(config, machines.load("h100", 16), tp=2, options=begin, **limits)
-    found = search(fastest, 512, 3600.0)  # it ends long before
+    found = search(fastest, 512, 3600.0)  # the search ends long before this limit of an hour
     steps = [found.begin_s, *(gain.step_s for gain in found.gains)]
     assert steps == sorted(steps, reverse=True)
     assert found.step_s == steps[-1] < 0.9 * found.begin_s
@@ -39,7 +39,8 @@ def test_a_search_improves_on_bad_sizes_and_is_remembered(monkeypatch: pytest.Mo
     assert found.options.queue == "body" and found.options.norm == "own"
     assert verify(fastest.compile(found.options, 512, 4)).ok
     assert search(fastest, 512, 3600.0) == replace(found, cached=True)
-    hours = SimpleNamespace(monotonic=count(step=10_000).__next__)  # the next search is cut short
+    # This clock advances 10,000 s per call, so the next search stops early.
+    hours = SimpleNamespace(monotonic=count(step=10_000).__next__)
     monkeypatch.setattr(import_module("megakernel.scheduler.tune.search"), "time", hours)
     assert not search(fastest, 512, 3601.0).cached
 
@@ -59,4 +60,6 @@ def test_the_verbs_say_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
     status, _, err = run(capsys, "compile", *tiny, "--search", "-1")
     assert status == 2 and "'-1' is not a number of seconds above 0" in err
     assert run(capsys, "compile", *tiny, "-o", file)[0] == 0
-    assert "compiled for its weights" in fails(capsys, "simulate", file, "--machine", "h100", "--weights", "q8_0")
+    assert "compiled for one type of weights" in fails(
+        capsys, "simulate", file, "--machine", "h100", "--weights", "q8_0"
+    )

@@ -1,4 +1,4 @@
-"""The server that several files of this folder ask."""
+"""The server fixture that several test files of this folder share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megakernel import LLM
 
 @pytest.fixture(scope="module")
 def live(llm: LLM) -> Iterator[Live]:
-    """A server of the `llm` that a file has."""
+    """Yield a server for the `llm` fixture of the test file."""
     with serving(llm) as server:
         yield server
         until(server.at_rest)

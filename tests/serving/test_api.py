@@ -47,7 +47,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 @pytest.fixture
 def slow(live: Live) -> Iterator[Live]:
-    """The server with steps of at least 20 ms, so that a request can be met half-way."""
+    """Yield the server with steps of at least 20 ms, so that a test can act while a request is in progress."""
     nap = sleeping(0.02)
     live.host.loop.on_step.append(nap)
     yield live
@@ -67,7 +67,7 @@ def byte_ids(llm: LLM, text: bytes) -> list[int]:
 
 
 def sleeping(seconds: float) -> Callable[[Step, float], None]:
-    """An observer that makes steps so long."""
+    """Return a callback for `on_step` that sleeps, so that each step takes at least `seconds`."""
     return lambda step, wall_s: time.sleep(seconds)
 
 
@@ -78,7 +78,9 @@ def error_of(data: bytes) -> dict[str, Any]:
 
 @contextmanager
 def another(llm: LLM, live: Live, step_s: float = 0, **options: Any) -> Iterator[Live]:
-    """A server of the same model with options of its own, while the first is at rest."""
+    """Yield a second server for the same `llm`, with its own options and steps of at least `step_s` seconds. It starts
+    when the first server has no requests left.
+    """
     until(live.at_rest)
     with serving(llm, **options) as server:
         if step_s:
@@ -87,7 +89,9 @@ def another(llm: LLM, live: Live, step_s: float = 0, **options: Any) -> Iterator
 
 
 def alternating(llm: LLM, text: bytes) -> dict[str, Any]:
-    """Parameters under which the two bytes of `text` come in turn, whatever the weights are."""
+    """Return sampling parameters with which a model, whatever its weights, generates the two bytes of `text` in
+    alternation.
+    """
     first, second = byte_ids(llm, text)
     return {"temperature": 0, "logit_bias": {str(first): 100, str(second): 99}, "frequency_penalty": 2.0}
 
@@ -131,7 +135,7 @@ def test_errors_by_sdk(client: openai.OpenAI) -> None:
 
 
 def test_answers_are_those_of_the_engine_alone(live: Live, llm: LLM) -> None:
-    """The same request offline and over HTTP, in every form of prompt, streamed and not."""
+    """A request over HTTP, streamed or not, gets the same tokens as the same request to the engine without a server."""
     settings: dict[str, Any] = {"temperature": 0.8, "seed": 7, "max_tokens": 10, "n": 2, "logprobs": 2}
     ids = [[72, 73], [74, 75, 76]]
     body = {**settings, "prompt": ids, "return_token_ids": True}
@@ -158,7 +162,9 @@ def test_forms_of_a_prompt(live: Live, prompt: Any, tokens: int) -> None:
 
 
 def test_prompts_are_scored_as_lm_eval_asks(live: Live, llm: LLM) -> None:
-    """echo, logprobs=1 and one token, for batched ids: the first has no score, the last is the generated one."""
+    """lm_eval sends batches of token ids with echo, logprobs=1 and max_tokens=1. Every token but the first gets a
+    log-probability, also the generated token at the end.
+    """
     prompts = [[72, 101, 108], [72, 101]]
     body = {"prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
     answer = live.post(COMPLETIONS, {"model": "bytes", **body})
@@ -193,7 +199,7 @@ def test_chat_scores(live: Live) -> None:
     for token in content:
         assert len(token["top_logprobs"]) == 2
         assert token["top_logprobs"][0]["logprob"] == token["logprob"]
-        assert len(token["bytes"]) <= 1  # of a byte, also where it is no character
+        assert len(token["bytes"]) <= 1  # an ordinary token of this model is one byte
     assert live.post(CHAT, {**HELLO, "max_tokens": 1})["choices"][0]["logprobs"] is None
 
 
@@ -220,7 +226,7 @@ def test_a_character_is_never_cut(live: Live, llm: LLM) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_one_choice(slow: Live, llm: LLM, stream: bool) -> None:
-    most = 101 if stream else 100  # which tells these requests from those of the tests before
+    most = 101 if stream else 100  # `observe` finds the requests of this test by this number
     body = {"prompt": ["x", "y"], "max_tokens": most, "stop": ["bab", "never"], **alternating(llm, b"ab")}
     requests: set[Request] = set()
 
@@ -239,7 +245,7 @@ def test_a_stop_string_ends_one_choice(slow: Live, llm: LLM, stream: bool) -> No
     assert (texts, reasons) == (["a", "a"], ["stop", "stop"])
     slow.host.loop.on_step.pop()
     until(slow.at_rest)
-    # The engine was told, and generated no further.
+    # The engine itself ended both choices at the stop string, and did not generate `most` tokens.
     assert [choice.finish_reason for request in requests for choice in request.choices] == ["stop", "stop"]
 
 
@@ -251,7 +257,9 @@ def test_null_and_harmless_fields_are_ignored(live: Live) -> None:
 
 
 def test_max_tokens_meet_the_context(live: Live) -> None:
-    """One token fits after a prompt of context - 1; what is not asked for is cut to what fits."""
+    """After a prompt of CONTEXT - 1 tokens, one token fits and a request for two is refused. Without max_tokens,
+    generation ends when the context is full.
+    """
     prompt = [65] * (CONTEXT - 1)
     assert live.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 1})["usage"]["completion_tokens"] == 1
     assert live.post(COMPLETIONS, {"prompt": prompt})["usage"]["completion_tokens"] == 1
@@ -361,8 +369,11 @@ def test_the_openapi_schema_bounds_token_ids_by_the_vocabulary(live: Live) -> No
 
 @pytest.mark.slow
 def test_the_openapi_schema_is_true(tmp_path: Path, model: str) -> None:
-    """Schemathesis reads it and sends what it allows and forbids. A sample of what the whole run tries:
-    `st --config-file tests/support/schemathesis.toml run URL/openapi.json --max-examples 1000`."""
+    """Schemathesis sends requests that the schema allows and others that it forbids. All answers conform to the schema.
+
+    This is a sample of the full run:
+    `st --config-file tests/support/schemathesis.toml run URL/openapi.json --max-examples 1000`.
+    """
     pytest.importorskip("schemathesis")
     config = Path(__file__).parents[1] / "support" / "schemathesis.toml"
     with (
@@ -380,12 +391,12 @@ def test_the_openapi_schema_is_true(tmp_path: Path, model: str) -> None:
         until(live.at_rest)
 
 
-# -- who may ask, and how much
+# -- limits on requests, and malformed HTTP
 
 
 def test_limits(llm: LLM, live: Live) -> None:
     with another(llm, live, 0.01, max_body=1000, max_waiting=3) as small:
-        for body in (b"x" * 1001, iter([b"x" * 600, b"x" * 600])):  # its length declared, and in chunks
+        for body in (b"x" * 1001, iter([b"x" * 600, b"x" * 600])):  # with a declared length, and chunked
             status, _, data = small.request("POST", COMPLETIONS, body)
             assert status == 413
             assert error_of(data)["message"] == "the body is larger than 1000 bytes: send less"
@@ -395,7 +406,7 @@ def test_limits(llm: LLM, live: Live) -> None:
         loop = small.host.loop
         with small.send(COMPLETIONS, {**LONG, "n": 3}):
             until(lambda: loop.engine.stats.running == 3)
-            with small.send(COMPLETIONS, {**LONG, "n": 3}):  # one of them runs too
+            with small.send(COMPLETIONS, {**LONG, "n": 3}):  # one sequence runs, two wait
                 until(lambda: loop.engine.stats.running == 4)
                 with small.send(COMPLETIONS, LONG):
                     until(lambda: loop._waiting() == 3)
@@ -407,14 +418,14 @@ def test_limits(llm: LLM, live: Live) -> None:
 
 def test_a_time_limit(llm: LLM, live: Live) -> None:
     with another(llm, live, 0.01, request_timeout=0.3) as small:
-        assert "no complete answer within 0.3 s" in small.post(COMPLETIONS, LONG, 503)["error"]["message"]
+        assert "within 0.3 s: ask for fewer tokens" in small.post(COMPLETIONS, LONG, 503)["error"]["message"]
         until(small.at_rest)
-        # A stream that has begun may take its time.
+        # The time limit does not apply to a stream whose first event was sent.
         assert len(small.events(COMPLETIONS, {**LONG, "max_tokens": 60})) == 60
 
 
 def said(live: Live, sent: bytes) -> bytes:
-    """All that comes back until the server closes the connection."""
+    """Send bytes, and return everything that the server sends until it closes the connection."""
     with socket.create_connection(("127.0.0.1", live.port), timeout=30) as sock:
         sock.sendall(sent)
         return sock.makefile("rb").read()
@@ -422,7 +433,7 @@ def said(live: Live, sent: bytes) -> bytes:
 
 def test_a_target_that_is_none_is_answered(live: Live, caplog: pytest.LogCaptureFixture) -> None:
     assert said(live, b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n").startswith(b"HTTP/1.1 400 ")
-    assert caplog.records == []  # nobody can fill the log
+    assert caplog.records == []  # a client must not be able to fill the log
 
 
 def test_many_short_headers_are_a_large_head(live: Live) -> None:
@@ -462,7 +473,7 @@ def test_what_is_no_http_has_the_same_shape(live: Live, sent: bytes) -> None:
     assert head.startswith(b"HTTP/1.1 400 ") and error_of(body)["code"] == 400
 
 
-# -- clients that leave or do not read
+# -- clients that disconnect or stop reading
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -500,7 +511,9 @@ def test_leaving_while_running(slow: Live, stream: bool, phase: str) -> None:
 
 
 def test_a_reader_that_stops_reading_delays_nobody(live: Live) -> None:
-    """Its answer is generated to the end meanwhile; the pages are free though nothing was read."""
+    """Other requests are answered while a client does not read its stream. The stream is generated to the end, and its
+    KV pages are freed although nothing was read.
+    """
     with live.send(CHAT, {**HELLO, "max_tokens": 450, "ignore_eos": True, "n": 4, "stream": True, "logprobs": True}):
         live.post(COMPLETIONS, {"prompt": "x", "max_tokens": 2})
         until(lambda: live.host.loop.engine.stats.pages_used == 0)
@@ -600,7 +613,7 @@ def test_prompts_are_repeated_as_they_were_sent_and_ids_as_text() -> None:
 
 
 def test_a_token_is_counted_where_its_time_belongs(tmp_path: Path) -> None:
-    """`next_token` does for itself what other figures do through one function."""
+    """`Metrics.next_token` contains copies of `_add` and `_observe`, and must change the same numbers as these two."""
     for seconds in (0.0, 0.001, 0.002, 0.7, 1e4):
         kept = []
         for apart in (False, True):

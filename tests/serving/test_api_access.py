@@ -1,4 +1,4 @@
-"""Who may ask the HTTP server, and what one request may cost it."""
+"""Access control of the HTTP server, and limits on the work that one request can cause."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def llm(model: str) -> Iterator[LLM]:
 
 
 def message(answer: tuple[int, dict[str, str], bytes]) -> str:
-    """The one sentence of an error that has the API's shape."""
+    """Return the message of an error answer, after a check that the error has exactly the API's fields."""
     status, _, data = answer
     error = json.loads(data)["error"]
     assert error["code"] == status and set(error) == {"message", "type", "param", "code"}
@@ -49,7 +49,7 @@ def basic(key: str) -> dict[str, str]:
 
 
 def begun(live: Live, head: str, body: bytes = b"") -> socket.socket:
-    """A connection on which a head and some bytes were sent."""
+    """Open a connection, send a request head and the given bytes of its body, and return the socket."""
     sock = socket.create_connection(("127.0.0.1", live.port), timeout=30)
     sock.sendall(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
     return sock
@@ -94,7 +94,7 @@ def test_metrics_can_be_opened(llm: LLM) -> None:
         assert not guards.pop("/health") and not guards.pop("/metrics") and all(guards.values())
 
 
-# -- names of the server, and pages of other sites
+# -- host names of the server, and requests from pages of other sites (CORS)
 
 
 def test_other_names_of_the_server_are_refused(llm: LLM) -> None:
@@ -118,7 +118,7 @@ def test_pages_of_named_sites_may_ask(llm: LLM, live: Live) -> None:
     page = {"Origin": "https://chat.example"}
     ask = page | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     with serving(llm, access=Access(keys=("k",), origins=("https://chat.example",))) as server:
-        status, headers, _ = server.request("OPTIONS", COMPLETIONS, headers=ask)  # a browser sends no key here
+        status, headers, _ = server.request("OPTIONS", COMPLETIONS, headers=ask)  # a preflight has no key
         assert status == 200 and headers["access-control-allow-origin"] == "https://chat.example"
         for header in ({}, bearer("k")):
             _, headers, _ = server.request("GET", "/v1/models", headers=page | header)
@@ -133,7 +133,7 @@ def test_pages_of_named_sites_may_ask(llm: LLM, live: Live) -> None:
 
 
 def test_no_body_is_read_before_its_sender_was_let_in(llm: LLM) -> None:
-    """The answer comes though most of the body never does."""
+    """The server answers although only the first byte of the body ever arrives."""
     with serving(llm, access=Access(keys=("k",))) as guarded:
         for request, key, status in (
             (f"POST {COMPLETIONS}", "wrong", 401),
@@ -157,11 +157,13 @@ def test_what_was_refused_may_arrive_and_the_connection_goes_on(live: Live, monk
     with begun(live, "POST /nowhere HTTP/1.1\nHost: x\nContent-Length: 3", b"1") as sock:
         assert sock.recv(100).startswith(b"HTTP/1.1 404 ")
         sock.sendall(b"2")
-        sock.makefile("rb").read()  # ends, because the rest does not come
+        sock.makefile("rb").read()  # the server closes the connection, because byte 3 never arrives
 
 
 def test_a_client_that_ends_its_side_has_left(live: Live) -> None:
-    """One that only shuts down its sending side looks the same, and gets no answer. Nothing is generated for either."""
+    """The server cannot tell a client that only shuts down its sending side from one that has left. It sends no answer
+    and stops generating.
+    """
     with live.send(COMPLETIONS, {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "n": 4}) as sock:
         sock.shutdown(socket.SHUT_WR)
         assert sock.recv(100) == b""
@@ -170,7 +172,9 @@ def test_a_client_that_ends_its_side_has_left(live: Live) -> None:
 
 @pytest.mark.parametrize(("path", "status"), [(TOKENIZE, 413), ("/nowhere", 404), ("/metrics", 405)])
 def test_a_client_that_still_sends_is_not_reset(live: Live, path: str, status: int) -> None:
-    """More than the sockets hold comes behind the answer, on a connection that ends with it."""
+    """The client sends 40 MB after the server has answered, more than the socket buffers hold. It can still read the
+    answer, although the server closes the connection afterwards.
+    """
     head = f"POST {path} HTTP/1.1\nHost: x\nContent-Length: 40000000\nConnection: close"
     with begun(live, head) as sock:
         assert sock.recv(100, socket.MSG_PEEK).startswith(f"HTTP/1.1 {status} ".encode())
@@ -192,7 +196,7 @@ def test_all_bodies_share_one_budget(llm: LLM) -> None:
         assert small.request("POST", TOKENIZE, body.rstrip())[0] == 200  # one that fits
         first.sendall(body[900:])
         assert first.recv(100).startswith(b"HTTP/1.1 200 OK")
-        for _ in range(3):  # what was answered, refused or left no longer counts
+        for _ in range(3):  # a body stops counting towards max_bodies when its request ends
             assert small.request("POST", TOKENIZE, body)[0] == 200
             begun(small, head, body[:900]).close()
             until(lambda: small.request("POST", TOKENIZE, body)[0] == 200)
@@ -201,7 +205,9 @@ def test_all_bodies_share_one_budget(llm: LLM) -> None:
 
 
 def test_others_have_their_turn_between_large_bodies() -> None:
-    """Three arrive at once. The application parses one in a go, and the event loop goes round before the next."""
+    """Three large bodies arrive at once. The application gets them one at a time, with at least TURNS iterations of the
+    event loop in between.
+    """
     rounds, begun = 0, list[int]()
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -235,7 +241,7 @@ def test_values_are_counted_without_parsing() -> None:
     assert max_values(100) == MAX_VALUES and max_values(1 << 20) > 1 << 20
 
 
-# -- what is refused before it is tokenised
+# -- requests that are refused before tokenisation
 
 
 TOO_LONG = f"maximum context length is {CONTEXT} tokens"
@@ -314,7 +320,9 @@ def test_the_event_loop_never_tokenises(
 
 
 def test_encoding_lets_other_threads_run(live: Live) -> None:
-    """Another thread takes turns with one that encodes. `tokenizers` has calls that keep the lock to their end."""
+    """Another thread runs while one encodes a long text. Some functions of `tokenizers` would hold the interpreter lock
+    until they return.
+    """
     assert live.service.tokenizer is not None
     ticks, done = 0, threading.Event()
 

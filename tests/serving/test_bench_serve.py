@@ -1,4 +1,4 @@
-"""Load on servers: workloads, the client's protocol, arrival of requests, and the figures."""
+"""The load generator `megakernel bench serve`: its workloads, HTTP client, arrival times and figures."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_failures_are_outcomes(fault: int | str, stream: bool) -> None:
 
 
 def test_connections_are_kept_and_replaced() -> None:
-    for answers, connections in ((10**9, 1), (2, 4)):  # seven questions, two on each
+    for answers, connections in ((10**9, 1), (2, 4)):  # 7 HTTP requests in total
         with running(FakeServer(close_after=answers)) as fake:
             assert all(o.error is None for o in send(fake, [(2, 2)] * 6, max_concurrency=1))
             assert fake.connections == connections
@@ -196,7 +196,7 @@ def test_arrivals_are_poisson() -> None:
     with running(FakeServer()) as fake:
         outcomes = send(fake, [(2, 2)] * 200, rate=400.0, seed=5)
     starts = np.array([o.start for o in outcomes]) - before
-    assert np.all(starts > np.cumsum(np.random.default_rng(5).exponential(1 / 400, 200)) - 1e-3)  # never early
+    assert np.all(starts > np.cumsum(np.random.default_rng(5).exponential(1 / 400, 200)) - 1e-3)  # none is sent early
     assert [r["prompt"] for r in fake.requests] == [[0, 1]] * 200
 
 
@@ -226,11 +226,11 @@ def test_least_work_is_the_sum_of_its_steps() -> None:
     one = least_work(*model, load, 1, tied=True)
     assert (one.flops, one.kv_bytes) == (sum(s.flops for s in steps), sum(s.kv_bytes for s in steps))
     assert one.weight_bytes == 6 * steps[-1].weight_bytes
-    two = least_work(*model, load, 2, tied=True)  # the longest answer's steps
+    two = least_work(*model, load, 2, tied=True)  # with 2 requests at once, the longest answer takes 4 steps
     assert two.weight_bytes == 4 * steps[-1].weight_bytes
 
 
-# -- the verb
+# -- the command `bench serve`
 
 
 SIZES = ["--random-input-len", "8", "--random-output-len", "4"]
@@ -254,7 +254,7 @@ def test_bench_serve_json(capsys: pytest.CaptureFixture[str]) -> None:
     peer = figures["vs"][b.url]
     assert peer["ratio"] > 0 and len(peer["runs"]) == len(figures["runs"]) == 2
     assert (peer["settings"]["model"], figures["settings"]["version"]) == ("random:tiny", "1") and a.most_running <= 2
-    assert [len(r["prompt"]) for r in a.requests] == [8] * (6 + 2 * 6)  # warm-up, then two runs
+    assert [len(r["prompt"]) for r in a.requests] == [8] * (6 + 2 * 6)  # warm-up, then two runs of 6 requests
     assert len({tuple(r["prompt"]) for r in a.requests}) == 18
 
 
@@ -312,7 +312,7 @@ def test_bound_counts_weights_as_the_file_stores_them(capsys: pytest.CaptureFixt
         flags = [*FLAGS, "--base-url", fake.url, "--machine", "h100"]
         stored, whole = (run_json(capsys, *flags, "--model", m) for m in (str(smollm2), "random:smollm2-135m"))
     read = [one["read_GBps"] * one["duration_s"] for one in (stored, whole)]
-    assert read[0] / read[1] == pytest.approx(96.4 / 269.0, rel=0.02)  # and a little KV
+    assert read[0] / read[1] == pytest.approx(96.4 / 269.0, rel=0.02)  # MB of weights; KV adds little
 
 
 @pytest.mark.usefixtures("tiny_shape")
@@ -339,11 +339,11 @@ def test_bench_serve_failures(capsys: pytest.CaptureFixture[str], tmp_path: Path
         assert run(capsys, *FLAGS, *flags)[0] == 2
 
 
-# -- several processes, and CPU time
+# -- several client processes, and CPU time
 
 
 def test_two_jobs_of_eight_processes_come_at_the_whole_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are as many processes as jobs at most, and together they send as many requests a second as asked for."""
+    """Two jobs use only two of eight permitted client processes, and each process sends at half of the total rate."""
     rates: list[float] = []
     monkeypatch.setattr(processes, "_part", lambda server, share, how: (rates.append(how["rate"]) or [], 0.0))
     monkeypatch.setattr(
@@ -382,7 +382,7 @@ def test_processes_share_the_jobs(capsys: pytest.CaptureFixture[str]) -> None:
             "5",
         ]
         figures = run_json(capsys, *command, "--processes", "2")
-        sent = sorted(tuple(request["prompt"]) for request in fake.requests[8:])  # behind those that warm up
+        sent = sorted(tuple(request["prompt"]) for request in fake.requests[8:])  # after 8 warm-up requests
         assert fake.most_running <= 8 and (figures["completed"], figures["failed"]) == (24, 0)
         assert figures["max_in_flight"] <= 5 and figures["cpu_s"]["client"] > 0
         fake.requests.clear()

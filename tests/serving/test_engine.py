@@ -1,4 +1,4 @@
-"""The engine: who runs when, when a choice ends, and that company does not change what is generated."""
+"""The engine schedules requests, ends their choices, and generates the same tokens whatever else runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megakernel.serving.transcript import Transcript
 
 
 def finish(engine: Engine) -> dict[tuple[int, int], list[Token]]:
-    """Step until nothing is left: the tokens of each (request, choice)."""
+    """Run the engine until all requests are done. Return the tokens by (request id, choice number)."""
     found: dict[tuple[int, int], list[Token]] = {}
     for step in engine.run():
         for token in step.tokens:
@@ -54,7 +54,7 @@ def test_a_choice_knows_when_its_first_and_its_last_token_came() -> None:
 def test_decoding_sequences_come_before_prompts() -> None:
     engine, backend = fake_engine(step_tokens=8)
     first = engine.add([1, 2], SamplingParams(max_tokens=6))
-    engine.step()  # which also starts the next one
+    engine.step()  # also starts the second step
     engine.add(list(range(20)), SamplingParams(max_tokens=1))
     finish(engine)
     assert backend.steps() == [[(0, 2)], [(0, 1)], *([[(0, 1), (1, n)] for n in (7, 7, 6)]), [(0, 1)]]
@@ -80,13 +80,13 @@ def test_prompts_share_a_step_in_order_of_arrival() -> None:
 
 
 def test_admission_waits_for_slots_and_pages_and_returns_them() -> None:
-    # Two sequences of 3 pages fit; slots would allow four.
+    # There are enough pages for two sequences of 3 pages each, although there are slots for four sequences.
     engine, backend = fake_engine(pages=7, step_tokens=64)
     requests = [engine.add([i] * 40, SamplingParams(max_tokens=8)) for i in range(5)]
     finish(engine)
     assert max(len(step) for step in backend.steps()) == 2
     assert all(r.choices[0].finish_reason == "length" and r.choices[0].outputs == 8 for r in requests)
-    whole = engine.add([1] * 40, SamplingParams(max_tokens=7 * 16 - 40))  # only if every page came back
+    whole = engine.add([1] * 40, SamplingParams(max_tokens=7 * 16 - 40))  # needs all 7 pages
     finish(engine)
     assert whole.choices[0].outputs == 72
 
@@ -134,7 +134,7 @@ def test_warming_up_stops_when_it_is_told_to() -> None:
             stop.set()
         compiling = engine.programs._compile = Mock(side_effect=engine.programs._compile)
         number = engine.programs.warm(stop)
-        assert compiling.call_count == (0 if told else number - 1)  # one was there
+        assert compiling.call_count == (0 if told else number - 1)  # one was compiled before
 
 
 def test_after_warming_up_no_step_compiles() -> None:
@@ -142,7 +142,7 @@ def test_after_warming_up_no_step_compiles() -> None:
     compiling = engine.programs._compile = Mock(side_effect=engine.programs._compile)
     number = engine.programs.warm()
     compiled = [(call.kwargs["tokens"], call.kwargs["logit_rows"]) for call in compiling.mock_calls]
-    assert len(set(compiled)) == len(compiled) == number - 1  # one was there
+    assert len(set(compiled)) == len(compiled) == number - 1  # one was compiled before
     for length in range(1, 60):
         engine.add([1] * length, SamplingParams(max_tokens=length % 7 + 1, prompt_logprobs=0 if length % 5 else None))
     finish(engine)
@@ -193,7 +193,7 @@ def test_tokens_after_a_stop_string_are_dropped() -> None:
     engine, _ = fake_engine(lambda position: position + 1)
     params = SamplingParams(stop="B", max_tokens=5)
     engine.add([1], params)
-    late = Transcript(params, Letters())  # a reader that tells the engine nothing
+    late = Transcript(params, Letters())  # does not report the stop string to the engine
     shown = "".join(late.add(token) for step in engine.run() for token in step.tokens)
     assert (shown, late.text, late.token_ids, late.finish_reason) == ("A", "A", [1, 2], "stop")
 
@@ -205,7 +205,7 @@ def test_the_context_ends_a_choice() -> None:
 
 
 def pieces(stop: str, *tokens: int, end: str | None = None) -> list[str]:
-    """What a reader gets of tokens, of which the last one has the reason `end`."""
+    """Return the text that a Transcript releases after each token. The last token has the finish reason `end`."""
     engine, _ = fake_engine(lambda position: position)
     request, transcript = engine.add([1], SamplingParams()), Transcript(SamplingParams(stop=stop), Letters())
     reasons = [None] * (len(tokens) - 1) + [end]
@@ -234,7 +234,7 @@ def test_top_logprobs_are_a_log_softmax_with_ties_by_id() -> None:
 def test_top_logprobs_are_the_largest(vocab: int, count: int) -> None:
     rng = np.random.default_rng(vocab)
     for _ in range(10):
-        logits = rng.integers(-40, 40, vocab).astype(np.float32)  # with ties
+        logits = rng.integers(-40, 40, vocab).astype(np.float32)  # many values are equal
         order = sorted(range(vocab), key=lambda i: (-logits[i], i))
         assert list(top_logprobs(logits, count, 0, 0.0)) == order[:count]
 
@@ -276,7 +276,7 @@ def test_prompts_that_cannot_run(prompt: list[int], params: dict[str, Any], mess
 
 WRONG: dict[str, list[Any]] = {
     "temperature": [math.nan, -0.1, math.inf, "hot", 10**400],
-    "top_p": [0.0, 5e-324, 1.1, math.nan],  # in float32 the second is the first
+    "top_p": [0.0, 5e-324, 1.1, math.nan],  # 5e-324 becomes 0 in float32
     "min_p": [-0.5],
     "top_k": [-2, 1.5],
     "presence_penalty": [2.5],
@@ -307,7 +307,7 @@ def test_sampling_parameters_are_checked(field: str, value: Any) -> None:
 def test_kv_capacity() -> None:
     from megakernel.isa import Dtype
 
-    per_token = 2 * 8 * 4  # K and V, one layer, one head of 8, float32
+    per_token = 2 * 8 * 4  # bytes of K and V: 1 layer, 1 KV head of size 8, float32
     for free, context, found in (
         *((1e9, None, (256, 1024)), (4 * 300 * per_token, None, (256, 300))),
         *((4 * 100 * per_token, None, (100, 100)), (4 * 100 * per_token, 200, (200, 200))),
@@ -321,7 +321,7 @@ def test_kv_capacity() -> None:
 def test_weight_bytes_counts_every_weight_once() -> None:
     engine, _ = fake_engine()
     embed, qkv, o, mlp = 64 * 16, 32 * 16, 16 * 16, 3 * 24 * 16
-    vectors = 4 + 3 * 16  # frequencies, norms
+    vectors = 4 + 3 * 16  # RoPE frequencies and norm weights
     expected = 4 * (embed + qkv + o + mlp + vectors)
     biased = replace(CONFIG, qkv_bias=True, o_bias=True, mlp_bias=True)
     biases = 4 * (32 + 16 + 2 * 24 + 16)
@@ -329,7 +329,7 @@ def test_weight_bytes_counts_every_weight_once() -> None:
         assert weight_bytes(forward(config, engine.dims), engine.dims, tied=tied) == expected + more
 
 
-# -- end to end on random weights
+# -- text generation with random weights
 
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -1,4 +1,7 @@
-"""What a request generates depends on it alone: on a model whose every token depends on all tokens before it."""
+"""A request generates the same tokens whatever else the engine does.
+
+The fake model makes each token depend on all tokens before it, so that any lost or wrong token changes the output.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ PAGE = 16
 
 
 def alone(request: Request, choice: int) -> tuple[list[int], str]:
-    """What a choice must generate, and why it ends."""
+    """Return the tokens that a choice must generate, and its finish reason."""
     params, seed = request.params, request.seed & 0xFFFFFFFF
     tokens, stop = list(request.prompt_ids), {EOS, *params.stop_token_ids}
     made: list[int] = []
@@ -71,13 +74,13 @@ def random_request(rng: random.Random, prefixes: list[list[int]]) -> tuple[list[
         stop_token_ids=[rng.randrange(60)] if rng.random() < 0.3 else (),
         logprobs=rng.choice([None, 0, 2]),
         prompt_logprobs=rng.choice([None, None, None, 0, 1]),
-        repetition_penalty=rng.choice([1.0, 1.0, 1.5]),  # of no effect here, but HISTORY must be right
+        repetition_penalty=rng.choice([1.0, 1.0, 1.5]),  # makes the fake model check HISTORY; changes no token
     )
     return prompt, params
 
 
 def guessed(rng: random.Random) -> Guesses:
-    """Proposals of which some runs begin right."""
+    """Return a source of proposals for speculation. A random share of the proposed tokens is wrong."""
     share = rng.choice([0.0, 0.1, 0.4, 1.0])
     return Guesses(lambda place: rng.random() < share)
 
@@ -126,7 +129,10 @@ def test_company_cuts_prefix_hits_preemption_aborts_and_proposals_change_nothing
 
 @pytest.mark.parametrize("depth, preemptions", [(0, 4), (5, 1)])
 def test_the_random_runs_meet_every_phase(depth: int, preemptions: int) -> None:
-    """What the test above is about does happen in it."""
+    """Random requests as in the test above cause preemptions and prefix cache hits.
+
+    With speculation, some proposed tokens are accepted and others rejected.
+    """
     rng = random.Random(1)
     guesses = Guesses(lambda place: rng.random() < 0.2)
     speculate = (depth, guesses) if depth else None
@@ -144,7 +150,11 @@ def test_the_random_runs_meet_every_phase(depth: int, preemptions: int) -> None:
 
 
 def test_who_loses_its_pages_comes_back_with_the_token_that_was_being_sampled() -> None:
-    """Though others have its prompt's pages too, so that it needs fewer than it gave up."""
+    """A preempted request resumes with all of its tokens, including the one that was being sampled at that moment.
+
+    The other request still holds the pages of their common prompt, so the preempted one needs fewer new pages than it
+    had before.
+    """
     engine, backend = fake_engine(None, pages=10, step_tokens=200)
     prompt = [i % 50 for i in range(64)]
     params = SamplingParams(max_tokens=40, min_tokens=40, seed=1)
@@ -189,7 +199,7 @@ def one(engine: Engine, prompt: list[int], **params: Any) -> Request:
 
 @pytest.mark.parametrize("length, cached", [(1, 0), (16, 0), (17, 16), (32, 16), (33, 32), (47, 32)])
 def test_a_prompt_met_again_computes_only_what_follows_its_full_pages(length: int, cached: int) -> None:
-    """Even where they hold all of it: the last prompt token is always computed."""
+    """The last prompt token is computed even if the cached pages hold the whole prompt."""
     engine, backend = fake_engine(None, step_tokens=64)
     prompt = [i % 50 for i in range(length)]
     assert one(engine, prompt).cached_tokens == 0
@@ -203,7 +213,7 @@ def test_generated_tokens_are_cached_for_the_next_turn() -> None:
     engine, _ = fake_engine(None)
     first = one(engine, [1] * 10, max_tokens=40, seed=3, min_tokens=40)
     second = one(engine, [*first.prompt_ids, *output_ids(first.choices[0]), 5, 6], max_tokens=4)
-    assert second.cached_tokens == 48  # of 50 the last was never fed back
+    assert second.cached_tokens == 48  # the first request's 49 input tokens fill 3 pages of 16 tokens
 
 
 def test_scored_prompts_and_a_cache_that_is_off_or_reset_compute_everything() -> None:
@@ -245,7 +255,7 @@ def test_duplicate_prompts_at_once_and_the_longest_unused_page_is_given_up_first
     assert first == second != third
     one(engine, [8] * 33)
     one(engine, [7] * 33)
-    one(engine, [9] * 65)  # 5 of 8 pages: those of 8 go, not those of 7
+    one(engine, [9] * 65)  # needs 5 of the 8 pages: evicts the prompt of 8s, the least recently used
     assert one(engine, [7] * 33).cached_tokens == 32
     assert one(engine, [8] * 33).cached_tokens < 32
     assert_at_rest(engine, backend)
@@ -265,7 +275,7 @@ def test_a_chain_is_known_by_all_that_came_before() -> None:
     assert pool.free == 2
     pool.give(pages)
     assert pool.free == 4
-    pool.take(3)  # two that hold nothing, then the end of the chain
+    pool.take(3)  # takes the two unused pages, then the last page of the chain
     assert pool.find([first, second]) == pages[:1]
 
 
@@ -273,7 +283,7 @@ def test_a_chain_is_known_by_all_that_came_before() -> None:
 
 
 def test_a_preempted_request_goes_on_where_it_was() -> None:
-    """Two sequences fit at first, not at last. The younger gives way, keeps its tokens and computes them again."""
+    """When two sequences no longer fit, the younger is preempted. It keeps its tokens and computes their KV again."""
     engine, backend = fake_engine(None, pages=9, step_tokens=64)
     params = SamplingParams(seed=5, max_tokens=60, min_tokens=60)
     old, young = engine.add([1] * 20, params), engine.add([2] * 20, params)
@@ -281,7 +291,7 @@ def test_a_preempted_request_goes_on_where_it_was() -> None:
     assert engine.stats.preemptions >= 1
     assert_generated_alone(old, young)
     again = [count for step in backend.steps() for _, count in step if count > 1][2:]
-    assert again and max(again) <= PAGE + 1  # its full pages were still known
+    assert again and max(again) <= PAGE + 1  # its full pages were still cached
 
 
 def test_the_oldest_is_never_preempted() -> None:
@@ -325,7 +335,7 @@ def test_a_step_after_everybody_left_is_not_needed() -> None:
     engine, backend = fake_engine(None)
     request = engine.add([1, 2], SamplingParams(max_tokens=50))
     engine.step()
-    assert backend.under_way  # the next one is prepared and started
+    assert backend.under_way  # the second step has been started
     engine.abort(request)
     assert_at_rest(engine, backend)
 
@@ -351,7 +361,11 @@ def test_who_ended_unforeseen_takes_part_once_more_unheard() -> None:
 
 
 def test_who_was_admitted_for_a_step_that_never_starts_is_known_to_the_next() -> None:
-    """Two that decode take the whole budget and end at once; a third was admitted beside them."""
+    """Two decoding requests fill the budget of every step and end unexpectedly, with EOS.
+
+    By then, the engine has prepared one more step, which never starts. A third request, which was admitted for this
+    step, still runs.
+    """
     engine, backend = fake_engine(lambda position: EOS if position == 2 else 1, max_seqs=3, step_tokens=2)
     for prompt in ([1], [2]):
         engine.add(prompt, SamplingParams(max_tokens=9))
@@ -378,7 +392,10 @@ def test_what_never_fits_is_refused_while_others_run() -> None:
 
 
 def test_real_bits_do_not_show_prefix_hits_and_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy and seeded, with penalties and logprobs, on the CPU backend."""
+    """On the CPU backend, prefix hits and preemption do not change a bit of the results.
+
+    The requests sample greedily or with a seed, some with a frequency penalty, and all return log probabilities.
+    """
     rng = random.Random(4)
     common = [rng.randrange(97) for _ in range(70)]
     prompts = [common[: rng.randint(20, 70)] + [rng.randrange(97) for _ in range(5)] for _ in range(10)]

@@ -1,4 +1,4 @@
-"""Each field that a client may send does what the table says, or is refused by name."""
+"""Each request field does what the table in docs/fields.md says, or is refused with an error that names it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def client(live: Live) -> openai.OpenAI:
 
 
 def ids_of(text: str) -> list[int]:
-    """Of the byte model, whose vocabulary is GPT-2's byte alphabet in order."""
+    """Return the token ids of `text` in the byte model, whose vocabulary is the sorted byte alphabet of GPT-2."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     alphabet = sorted(ByteLevel.alphabet())
@@ -69,7 +69,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def forced(text: str) -> dict[str, Any]:
-    """Parameters under which the two characters of `text` come in turn."""
+    """Return sampling parameters that make the model generate the two characters of `text` alternately."""
     first, second = ids_of(text)
     return {"temperature": 0, "logit_bias": {str(first): 100, str(second): 99}, "frequency_penalty": 2.0}
 
@@ -107,7 +107,7 @@ def test_a_reason_stands_beside_what_is_not_supported() -> None:
             assert not field.neutral or field.kind == fields.REFUSED
 
 
-# -- what is not supported
+# -- fields that are refused or ignored
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -141,7 +141,7 @@ def test_a_field_that_nobody_knows_is_named(live: Live, body: str) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "param", "message"),
     [
-        (COMPLETIONS, {"use_beam_search": 0}, "use_beam_search", "no beam search"),  # 0 is not false
+        (COMPLETIONS, {"use_beam_search": 0}, "use_beam_search", "no beam search"),  # 0 is not the value false
         (
             CHAT,
             {"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]},
@@ -189,7 +189,7 @@ def test_what_cannot_be_is_a_400(live: Live, path: str, body: Any, param: str | 
     assert "Input should" not in error["message"] and "validation" not in error["message"]
 
 
-# -- what is supported
+# -- supported fields
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -243,7 +243,7 @@ def test_scores_of_a_prompt_are_those_of_the_engine(live: Live, llm: LLM) -> Non
     scored = live.post(CHAT, {**HELLO, "max_tokens": 1, "prompt_logprobs": 0})["prompt_logprobs"]
     assert scored[0] is None and [len(one) for one in scored[1:]] == [1] * (len("<user>hello</><assistant>") - 1)
     assert scored[1][str(ids_of("u")[0])]["decoded_token"] == "u"
-    # Each of the two fields that ask for scores gets as many as it asked for.
+    # With `echo`, one request may ask for different numbers of prompt scores in `logprobs` and `prompt_logprobs`.
     both = {"prompt": "abc", "max_tokens": 1, "echo": True, "logprobs": 1, "prompt_logprobs": 3}
     [choice] = live.post(COMPLETIONS, both)["choices"]
     assert all(len(top) <= 2 for top in choice["logprobs"]["top_logprobs"][1:3])
@@ -251,7 +251,7 @@ def test_scores_of_a_prompt_are_those_of_the_engine(live: Live, llm: LLM) -> Non
 
 
 def prompt_of(live: Live, **body: Any) -> str:
-    """What a conversation becomes, which is the same for an answer and for /tokenize."""
+    """Return the prompt that a conversation becomes. The chat route and /tokenize must make the same prompt."""
     answer = live.post(CHAT, {**body, "max_tokens": 1, "return_token_ids": True})
     assert live.post("/tokenize", body)["tokens"] == answer["prompt_token_ids"]
     text: str = live.post("/detokenize", {"tokens": answer["prompt_token_ids"]})["prompt"]

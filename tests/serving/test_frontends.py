@@ -1,4 +1,4 @@
-"""A server of several processes: what the death or the sleep of one does to the others."""
+"""A server of several processes: if one process is killed or suspended, the others go on or end cleanly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="ch
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started and that have not ended."""
+    """Return the ids of the child processes of `pid` that have not ended."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         found += [int(child) for child in (task / "children").read_text().split()]
@@ -37,7 +37,7 @@ def children(pid: int) -> list[int]:
 
 
 def state(pid: int) -> str:
-    """The letter that the system has for what a process does; X where there is none."""
+    """Return the state letter of a process from /proc, such as T for stopped, or X if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -46,7 +46,7 @@ def state(pid: int) -> str:
 
 @contextmanager
 def asleep(pid: int) -> Iterator[None]:
-    """A process that does nothing for a while."""
+    """Suspend a process with SIGSTOP for the duration of the `with` block."""
     os.kill(pid, signal.SIGSTOP)
     until(lambda: state(pid) == "T")
     try:
@@ -56,13 +56,13 @@ def asleep(pid: int) -> Iterator[None]:
 
 
 def stream_of(frontend: int, other: int, live: Live) -> socket.socket:
-    """A stream that this frontend serves, because the other one cannot."""
+    """Start a stream that `frontend` serves, because the process `other` is suspended when the request arrives."""
     with asleep(other):
         return begin_stream(live, 1900)
 
 
 def to_end(stream: socket.socket) -> bytes:
-    """What comes until a stream's end, or until its connection ends."""
+    """Read a stream until its end mark, or until its connection is closed, and return what came."""
     text = b""
     while not text.endswith(END) and (piece := stream.recv(1 << 20)):
         text += piece
@@ -70,7 +70,7 @@ def to_end(stream: socket.socket) -> bytes:
 
 
 def value(live: Live, name: str) -> float:
-    """The sum of a metric's values."""
+    """Return the sum of all values in /metrics whose names begin with `name`."""
     lines = live.request("GET", "/metrics")[2].decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
@@ -85,18 +85,19 @@ def test_the_death_of_a_frontend_ends_only_its_own_streams(model: str) -> None:
         first, second = children(server.pid)
         live.post(COMPLETIONS, BRIEF)
         with stream_of(first, second, live) as lost, stream_of(second, first, live) as kept:
-            with asleep(server.pid):  # so that nothing ends of itself
+            with asleep(server.pid):  # so that neither stream can finish
                 os.kill(first, signal.SIGKILL)
                 assert b"[DONE]" not in rest(lost)
             assert to_end(kept).endswith(END)
         until(lambda: len(children(server.pid)) == 2)
         assert first not in children(server.pid)
-        with asleep(second):  # so that the new one must answer
+        with asleep(second):  # so that the new frontend must answer
             live.post(COMPLETIONS, BRIEF)
             until(lambda: at_rest(live))
-            # The lost stream's two choices were not computed to their ends.
+            # The engine stopped the two choices of the killed frontend's stream before they had 1900 tokens each.
             assert value(live, "megakernel:token_rows_total") < 3.6 * 1900
-            # What the dead one had counted is not lost: two requests of three tokens, and some of a stream of two.
+            # The metrics still include what the killed frontend counted. In total these are two requests of 3 tokens,
+            # the two choices of the kept stream with 1900 tokens each, and part of the lost stream.
             assert value(live, "vllm:request_success_total") == 4
             assert value(live, "vllm:generation_tokens_total") > 3 + 2 * 1900 + 3
         server.terminate()
@@ -113,10 +114,10 @@ def test_a_frontend_that_sleeps_holds_nobody_up(model: str) -> None:
             with asleep(first):
                 for _ in range(3):
                     live.post(COMPLETIONS, BRIEF)
-                until(lambda: at_rest(live))  # the stream's tokens wait for its frontend
+                until(lambda: at_rest(live))  # the engine is done, and the tokens wait for `first`
             text = to_end(late)
             assert text.endswith(END)
-            assert text.count(b"data: {") < 2 * 1900  # a late one sends several tokens in an event
+            assert text.count(b"data: {") < 2 * 1900  # late tokens come several per event
         until(lambda: value(live, "vllm:generation_tokens_total") == 3 * 3 + 2 * 1900)
 
 
@@ -140,7 +141,7 @@ def test_the_death_of_the_engine_is_told_to_everybody(
 
 
 def patched(patch: str, *flags: str) -> subprocess.Popen[str]:
-    """`megakernel serve`, on a port of its own, in a process that has run `patch` before."""
+    """Start `megakernel serve` on a free port, in a process that first runs the Python code `patch`."""
     line = command("serve", "--json", "--port", "0", "--threads", "1", *SMALL, *flags)
     line[line.index("-c") + 1] = f"{patch}\n{line[line.index('-c') + 1]}"
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -193,7 +194,7 @@ def test_a_late_frontend_sends_several_tokens_in_an_event(model: str) -> None:
         steps = count()
 
         def hold_up(step: Step, seconds: float) -> None:
-            """Of a long answer, keep the frontend busy for some of the steps in the middle."""
+            """Block the frontend's event loop for 0.2 s in the middle of the answer. Meanwhile the engine runs on."""
             assert live.service.engine._loop is not None
             if next(steps) == 50:
                 live.service.engine._loop.call_soon_threadsafe(time.sleep, 0.2)
@@ -206,7 +207,7 @@ def test_a_late_frontend_sends_several_tokens_in_an_event(model: str) -> None:
 
 
 def test_nothing_but_the_server_says_who_is_gone(model: str) -> None:
-    """A frontend's own word that another one, or the server, has ended counts for nothing."""
+    """The engine ignores `Gone` and `Close` messages from a frontend. Only the server process may send them."""
     from megakernel.serving.seam import Close, Gone, encode
 
     with (

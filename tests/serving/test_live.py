@@ -1,4 +1,4 @@
-"""The record of steps, its routes and its page."""
+"""The live record of steps: its figures, its HTTP routes and its web page."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_cannot_be_is_an_error() -> None:
     run(engine, live, 1)
     assert live.snapshot()["error"] is None
     run(engine, live, 1, wall_s=1e-9)
-    assert live.snapshot()["error"] is None  # over both steps
+    assert live.snapshot()["error"] is None  # the two steps together took long enough for their work
     live = record()
     run(engine, live, 1, wall_s=1e-9)
     assert "is impossible" in live.snapshot()["error"] and "made up" in live.snapshot()["error"]
@@ -112,7 +112,7 @@ def test_latencies_are_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def tiny(backend: str) -> Iterator[Served]:
-    """A server of a model that has a name with a tag in it, with steps of at least 5 ms."""
+    """Yield a server whose steps take at least 5 ms. The model's name contains an HTML tag, which pages must escape."""
     checkpoint = RandomCheckpoint("<b>tiny</b>", replace(CONFIG, max_context=4096))
     with LLM(checkpoint, backend=backend, max_seqs=4) as llm, serving(llm) as server:
         server.host.loop.on_step.append(lambda step, seconds: time.sleep(0.005))
@@ -134,7 +134,7 @@ def test_routes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_those_who_wait_for_a_step_hold_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The live page is answered meanwhile, and one trace is for all."""
+    """While 40 clients wait for a timeline, the server still answers /roofline, and one trace serves all 40."""
     gate, asked = threading.Event(), threading.Semaphore(0)
 
     def trace(wait_s: float) -> None:
@@ -158,7 +158,7 @@ def test_those_who_wait_for_a_step_hold_one_thread(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_timeline_needs_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the disk of it is full."""
+    """/timeline works even if no temporary file can be written, for example because the disk is full."""
     with tiny("null") as server:
         body = {"prompt": [1], "max_tokens": 4000, "ignore_eos": True, "stream": True}
         with server.send("/v1/completions", body) as stream:
@@ -188,7 +188,7 @@ def test_page_under_load_and_timeline() -> None:
         shown = page.run("return document.body.innerText")
         for text in ("GB/s", "GFLOP/s", "1 of 4, 0 waiting", " pages"):
             assert text in shown
-        assert page.run(_CANVAS_COLOURS) >= 3  # host, memory or math, and the scale
+        assert page.run(_CANVAS_COLOURS) >= 3  # colours of host time, memory or math time, and the scale
         until(lambda: page.run("return document.getElementById('allSteps').textContent") != first)
         assert page.log() == []
         page.visit(f"{server.url}/timeline", "document.getElementById('headline').textContent.includes('intervals')")
@@ -207,7 +207,7 @@ return s.size;
 @pytest.mark.slow
 @needs_browser
 def test_chat_page(tmp_path: Path) -> None:
-    """Refused without the key, answered with it, stopped; no text becomes part of the page's markup."""
+    """The chat page reports a missing API key, shows an answer, and can stop it. It shows HTML in messages as text."""
     byte_model(tmp_path)
     talk = "return document.getElementById('talk').innerText"
     with (
@@ -242,7 +242,7 @@ def test_chat_page(tmp_path: Path) -> None:
 def test_rates_are_of_time_and_steps_and_fractions_of_ceilings() -> None:
     totals = Totals(
         steps=4, wall_s=2.0, bound_s=0.5, flops=4e9, bytes=1e9, rows=20, tokens=10, sequences=12
-    )  # beside CEILINGS: 1e9 bytes and 4e9 operations a second
+    )  # CEILINGS allows 1e9 bytes/s and 4e9 FLOP/s
     assert totals.rates(CEILINGS) == {
         "roofline_fraction": 0.25,
         "step_s": 0.5,

@@ -1,4 +1,4 @@
-"""Several servers behind one address: where a request goes, what fits a cluster, and two replicas on Ray."""
+"""Several servers (replicas) behind one address: routing, placement on a cluster, and two replicas on Ray."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def common(one: bytes, other: bytes) -> int:
 def test_prompts_share_the_names_of_what_they_begin_with() -> None:
     text = "".join(f"{number} " for number in range(1000))
     one, other = body(prompt=text[:1024] + "a" * 512), body(temperature=1, prompt=text[:1024] + "b" * 512)
-    assert len(prefix_of(one)) == 6 and common(one, other) == 4  # the quotation mark takes a byte
+    assert len(prefix_of(one)) == 6 and common(one, other) == 4  # blocks of 256 bytes
     assert common(body(prompt="x" + text[1:]), body(prompt=text)) == 0
     turns = [{"role": "user", "content": text[:900]}, {"role": "assistant", "content": "b" * 900}]
     assert common(body(messages=turns[:1]), body(messages=turns)) == 3
@@ -69,11 +69,11 @@ def test_the_replica_is_chosen_by_prefix_then_by_load() -> None:
     a, b, c = b"a", b"ab", b"abc"
     known = {1: {a}, 2: {a, b}, 3: {c}}
     assert choose([a, b, c], known, {1: 0, 2: 2, 3: 0}, slack=2) == 2
-    assert choose([a, b, c], known, {1: 0, 2: 3, 3: 0}, slack=2) == 1  # 2 has too much to do; a gap ends a prefix
+    assert choose([a, b, c], known, {1: 0, 2: 3, 3: 0}, slack=2) == 1  # replica 2 is overloaded, 3 lacks block `a`
     assert choose([a], known, {1: 1, 2: 0, 3: 0}, slack=2) == 2
     assert choose([], known, {1: 2, 2: 1, 3: 0, 4: 3}, slack=9) == 3
     assert choose([c], {}, {4: 1, 5: 0}, slack=0) == 5
-    assert choose([c], {9: {c}}, {4: 0}, slack=0) == 4  # what is gone is not chosen
+    assert choose([c], {9: {c}}, {4: 0}, slack=0) == 4  # replica 9 is gone and not chosen
 
 
 def test_only_the_last_beginnings_are_kept() -> None:
@@ -163,7 +163,7 @@ with_ray = pytest.mark.skipif(
 def test_an_address_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("serve", "--replicas", "2", "--ray-address", "127.0.0.1:1")
     assert "no Ray cluster answers at 127.0.0.1:1: Connection refused" in fails(capsys, *asked, "--port", "8399")
-    assert "give another --port with --ray-address" in fails(capsys, *asked, "--port", "0")
+    assert "every node of the cluster listens on it: give another --port" in fails(capsys, *asked, "--port", "0")
 
 
 SSE = (200, [("content-type", "text/event-stream; charset=utf-8")])
@@ -181,7 +181,10 @@ LOST = b'data: {"error":{"message":"the replica that computed this answer was lo
     ],
 )
 def test_a_lost_answer_ends_with_an_error(parts: list[Any], status: int, end: bytes | None) -> None:
-    """Or, where its body can hold none, without an end, so that the connection breaks off."""
+    """If a replica is lost, its answer ends with an error: status 503, or an error event at the end of the stream.
+
+    No error can be added to a JSON body that has begun, so the connection is closed before the body is complete.
+    """
     from megakernel.serving.replicas.cluster import relay
 
     async def answer() -> AsyncIterator[Any]:
@@ -208,7 +211,10 @@ MODEL = ("--model", "random:smollm2-135m", "--threads", "1", *SMALL)
 
 @dataclass
 class Fleet:
-    """Two replicas on a Ray cluster of their own, whose processes all have `folder` in their environment."""
+    """A running server with two replicas on its own Ray cluster.
+
+    All of its processes have `folder`, the cluster's temporary folder, in their environment.
+    """
 
     process: subprocess.Popen[str]
     folder: str
@@ -217,7 +223,7 @@ class Fleet:
     token: str
 
     def servers(self) -> dict[int, Live]:
-        """The replicas' own servers, by process: each is asked at the port that it listens on."""
+        """Return the process id of each replica's own server, with a client for the port on which it listens."""
         listening = {}
         for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
             fields = line.split()
@@ -225,17 +231,20 @@ class Fleet:
                 listening[f"socket:[{fields[9]}]"] = int(fields[1].partition(":")[2], 16)
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 ours = self.folder.encode() in (process / "environ").read_bytes()
                 if ours and b"--port\0000\0--config\0/dev/stdin" in (process / "cmdline").read_bytes():
                     for descriptor in list((process / "fd").iterdir()):
-                        with contextlib.suppress(OSError):  # closed
+                        with contextlib.suppress(OSError):  # the file has been closed
                             if port := listening.get(str(descriptor.readlink())):
                                 found[int(process.name)] = at(port)
         return found
 
     def join(self, *flags: str) -> subprocess.CompletedProcess[str]:
-        """Another command, which deploys on the same cluster. It finds the token, and so knows to show it."""
+        """Run another `megakernel serve` that deploys on the same cluster.
+
+        Its environment has the cluster's token but not RAY_AUTH_MODE, which the command must then set itself.
+        """
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         environment |= {"RAY_AUTH_TOKEN": self.token}
         arguments = command("serve", *flags, "--ray-address", self.ray_address, *MODEL)
@@ -248,7 +257,7 @@ def at(port: int) -> Live:
 
 @contextmanager
 def two_replicas() -> Iterator[Fleet]:
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a short name: it has sockets
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # paths of Unix sockets must be short
     token = secrets.token_hex(16)
     environment = os.environ | {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     arguments = command("serve", "--replicas", "2", "--port", "0", "--json", *MODEL)
@@ -278,14 +287,14 @@ def some(**fields: Any) -> dict[str, Any]:
 
 
 def begun(fleet: Fleet, tokens: int) -> socket.socket:
-    """A stream whose answer has begun."""
+    """Start a streamed request and return its connection once the answer has begun."""
     stream = fleet.live.send("/v1/completions", some(max_tokens=tokens, stream=True))
     assert stream.recv(100_000).startswith(b"HTTP/1.1 200 OK")
     return stream
 
 
 def to_end(stream: socket.socket) -> str:
-    """What is left of a stream; it must not break off."""
+    """Return the rest of a stream up to [DONE]. The connection must not be closed before that."""
     data = b""
     while b"data: [DONE]" not in data:
         piece = stream.recv(100_000)
@@ -331,7 +340,10 @@ def what_does_not_fit_is_refused_and_changes_nothing(fleet: Fleet) -> None:
 
 
 def a_lost_replica_is_told(fleet: Fleet, lost: str) -> None:
-    """Half of the requests are streams; each gets an error of its own, and nobody else any."""
+    """When one of two replicas is killed, exactly the two requests that it was answering fail, each with an error 503.
+
+    Two of the four requests are streams.
+    """
     streams = [begun(fleet, 300) for _ in range(2)]
     with ThreadPoolExecutor() as pool:
         wholes = [pool.submit(fleet.live.request, "POST", "/v1/completions", some(max_tokens=300)) for _ in range(2)]
@@ -380,20 +392,20 @@ def the_end_leaves_nothing_behind(fleet: Fleet) -> None:
 @with_ray
 @pytest.mark.slow
 def test_the_life_of_two_replicas() -> None:
-    """One test, because to start Ray takes longer than all that is asked of it."""
+    """This is one test, because starting Ray takes longer than all of these checks."""
     with two_replicas() as fleet:
         it_is_the_same_server(fleet)
         requests_are_shared_batched_and_cancelled(fleet)
         a_prompt_goes_where_its_beginning_went(fleet)
         what_does_not_fit_is_refused_and_changes_nothing(fleet)
         a_lost_replica_is_told(fleet, "actor")
-        until(lambda: len(fleet.servers()) == 2, 100)  # another one takes its place
+        until(lambda: len(fleet.servers()) == 2, 100)  # Ray replaces the killed replica
         replicas_are_replaced_without_a_failed_request(fleet)
         a_lost_replica_is_told(fleet, "server")
         the_end_leaves_nothing_behind(fleet)
 
 
-# -- configurations for other engines
+# -- the example configurations in docs/replicas
 
 CONFIGURATIONS = Path(__file__).parents[2] / "docs" / "replicas"
 

@@ -1,4 +1,4 @@
-"""What sampling parameters may be: the least and the most of each is taken, and what lies beyond is refused."""
+"""SamplingParams accepts the smallest and largest allowed value of each parameter and refuses values beyond."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megakernel.errors import MegakernelError
 
 _TINY, _HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _INT32 = 2**31 - 1
-# (least, most) of each number.
+# The smallest and the largest allowed value of each integer parameter.
 WHOLE = {
     "top_k": (-1, _INT32),
     "n": (1, 128),

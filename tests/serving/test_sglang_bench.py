@@ -1,4 +1,4 @@
-"""SGLang's own load generator, one unchanged file of its wheel, against our server."""
+"""SGLang's load generator, bench_serving.py, works with our server. The file comes unchanged from SGLang's wheel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def pip(*arguments: str) -> None:
 
 @pytest.fixture
 def bench_serving(tmp_path: Path) -> Path:
-    """The file, beside what it imports. `datasets` is a stub: only workloads from a hub need it."""
+    """Return the path of bench_serving.py, after installing the packages that it imports.
+
+    The package `datasets` is a stub, because only workloads from the Hugging Face hub need it.
+    """
     folder = tmp_path / "sglang"
     folder.mkdir()
     pip("download", WHEEL, "--dest", str(folder))

@@ -1,4 +1,7 @@
-"""Speculation: tokens and scores are those of one-by-one decoding, bit for bit, and it is off where it does not pay."""
+"""Speculative decoding returns the same tokens and scores, bit for bit, as decoding one token per step.
+
+The engine stops speculating while that does not save time.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,11 @@ TINY = RandomCheckpoint(
 LIMITS: dict[str, Any] = {"max_context": 128, "max_seqs": 5, "step_tokens": 24, "threads": 2}
 
 
-# -- the same results on the CPU backend
+# -- the same results with and without speculation
 
 
 class Known:
-    """Proposes how a text that begins so goes on, but for the places that `wrong` names."""
+    """A proposer that knows all `texts` and proposes the next tokens; where `wrong(position)` is true, a wrong one."""
 
     def __init__(self, texts: Sequence[Sequence[int]], wrong: Callable[[int], bool], tokens: Sequence[int]) -> None:
         self.texts, self.wrong, self.tokens = texts, wrong, tokens
@@ -64,7 +67,7 @@ REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
     ([31] * 30, {"seed": 7, "stop_token_ids": list(range(0, 98, 5)), "min_tokens": 12, "max_tokens": 40}),
     ([41, 42], {"temperature": 0.0, "logit_bias": {17: 4.0, 3: -100.0}, "max_tokens": 30}),
     ([51, 52, 53] * 4, {"seed": 8, "prompt_logprobs": 2, "max_tokens": 20}),
-    ([61] * 5, {"seed": 9, "max_tokens": 200}),  # up to the context's end
+    ([61] * 5, {"seed": 9, "max_tokens": 200}),  # ends at max_context
 ]
 
 
@@ -74,7 +77,7 @@ def results(llm: LLM) -> list[RequestOutput]:
 
 
 def said(found: Sequence[RequestOutput]) -> list[Any]:
-    """All of it but the times. Floats are compared by their bits, which equality of floats other than NaN is."""
+    """Return everything in the results except the times, so that `==` compares tokens and scores exactly."""
 
     def one(choice: Completion) -> Any:
         return choice.token_ids, choice.logprobs, choice.top_logprobs, choice.finish_reason
@@ -108,7 +111,7 @@ def test_results_are_those_of_one_by_one_decoding(
         else:
             use(llm, speculation(4, lambda tokens: Known(texts, WRONG[guesses], tokens)))
         assert said(results(llm)) == said(expected)
-        assert said(results(llm)) == said(expected)  # and on the pages that the first ones left
+        assert said(results(llm)) == said(expected)  # now with cached prefixes
         counts = llm.engine.stats.counts
         assert llm.engine.stats.pages_used == 0
     if guesses == "wrong":
@@ -131,17 +134,17 @@ def test_results_are_the_same_where_pages_are_few() -> None:
 
 
 def test_a_model_decides_by_itself_what_it_verifies() -> None:
-    """With measured times, whatever they are."""
+    """The results do not change if the engine measures step times and chooses by them how many tokens to verify."""
     with LLM(TINY, **LIMITS, backend="cpu") as plain, LLM(TINY, **LIMITS, backend="cpu", speculate=8) as llm:
         assert said(results(llm)) == said(results(plain))
         assert llm.engine.stats.counts.proposed > 0
 
 
-# -- where a choice ends
+# -- the end of a choice
 
 
 def guessing(reply: list[int], depth: int = 8, **limits: Any) -> tuple[Engine, Guesses]:
-    """An engine that answers `reply` to prompts of one token, and proposals that are right."""
+    """Return an engine that answers `reply` to a prompt of one token, and its `Guesses`, whose proposals are right."""
     guesses = Guesses()
     engine, _ = fake_engine(lambda place: [*reply, 0][min(place, len(reply))], speculate=(depth, guesses), **limits)
     return engine, guesses
@@ -243,7 +246,7 @@ def test_the_server_streams_the_same_text_and_counts_what_it_verified(bytes_mode
     assert values["megakernel:tokens_per_step"] == counts.tokens_per_step > 1
 
 
-# -- what it leaves behind
+# -- KV pages and the step budget
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
@@ -257,7 +260,7 @@ def test_pages_with_rejected_tokens_are_not_taken_for_full_ones(share: float) ->
         guesses.tell(request.choices[0].tokens, text)
         while not engine.idle:
             engine.step()
-            for choice in request.choices:  # what others may share holds this sequence's own tokens
+            for choice in request.choices:  # other sequences may share only pages of accepted tokens
                 full = choice.known_pages * 16
                 kept = [backend.kv[choice.pages[i // 16], i % 16] for i in range(full)] if choice.pages else []
                 assert full <= len(choice.tokens) and len(kept) in (0, full)
@@ -284,12 +287,12 @@ def test_pages_of_rejected_tokens_are_given_back() -> None:
             assert len(choice.pages) == -(-choice.computed // 16)
             held.append(len(choice.pages))
         if choice.computed > 16:
-            times.seconds = (0, 1.0, *[9.0] * 20)  # nothing is verified any more
+            times.seconds = (0, 1.0, *[9.0] * 20)  # makes verification too slow
     assert any(after < before for before, after in pairwise(held))
 
 
 def test_prompts_come_before_proposals() -> None:
-    """A step whose budget prompts fill verifies nothing; what they leave is for proposals."""
+    """While a prompt fills the rest of each step's 8 rows, the decoding sequence gets one row and no proposals."""
     guesses = Guesses()
     engine, backend = fake_engine(lambda place: place % 60, step_tokens=8, speculate=(5, guesses))
     first = engine.add([1], SamplingParams(max_tokens=60))
@@ -318,7 +321,7 @@ def test_a_single_free_row_takes_a_proposal() -> None:
 
 
 def longest(tokens: list[int], count: int) -> tuple[int, list[list[int]]]:
-    """The length of the longest suffix that occurred before, and what followed its occurrences."""
+    """Return the length of the longest suffix that occurs earlier in `tokens`, and what followed each occurrence."""
     for length in range(len(tokens) - 1, 1, -1):
         ends = [e for e in range(length, len(tokens)) if tokens[e - length : e] == tokens[-length:]]
         if ends:
@@ -336,11 +339,12 @@ def test_lookup_continues_the_longest_suffix(vocab: int) -> None:
         length, follow = longest(tokens, 5)
         found = lookup.propose(5)
         if step % 7 == 0:
-            lookup.read()  # at any time, without effect
+            lookup.read()  # changes no proposal
         assert bool(found) == bool(length >= 2)
         exact += found in follow if length else 1
         tokens += tokens[3 : 3 + rng.randrange(6)] if step % 9 == 0 else [rng.randrange(vocab)]
-    assert exact >= {2: 80, 4: 115, 30: 120}[vocab]  # of many occurrences only the latest are compared
+    # Lookup compares only the latest occurrences, so it may miss the longest suffix.
+    assert exact >= {2: 80, 4: 115, 30: 120}[vocab]
 
 
 def test_lookup_of_short_texts_and_of_nothing() -> None:
@@ -348,11 +352,11 @@ def test_lookup_of_short_texts_and_of_nothing() -> None:
     assert Lookup([1, 1, 1]).propose(4) == [1, 1, 1, 1] and Lookup([1, 1, 1]).propose(0) == []
 
 
-# -- when it pays
+# -- verification only where it saves time
 
 
 class Table(StepTimes):
-    """Made-up seconds of a step by its token rows."""
+    """Step times for a test: `seconds[n]` is the time of a step with n token rows."""
 
     def __init__(self, *seconds: float, late: float = 0.0) -> None:
         self.seconds, self.late = seconds, late
@@ -372,7 +376,7 @@ class Table(StepTimes):
 
 
 def rows_of_steps(times: StepTimes, wrong: Callable[[int], bool], steps: int) -> list[int]:
-    """Token rows of the decode steps of one sequence."""
+    """Return the number of token rows in each decode step of one sequence."""
     guesses = Guesses(wrong)
     engine, backend = fake_engine(lambda place: place % 60, speculate=(4, guesses))
     engine._speculation = Speculation(4, times, guesses)
@@ -394,7 +398,7 @@ def test_it_goes_off_where_proposals_are_wrong_and_comes_back_where_they_become_
     rows = rows_of_steps(times, lambda place: place < 120, 200)
     first = rows.index(1)
     assert first < 8 and max(rows[:first]) > 1
-    assert rows[first : first + 80].count(1) >= 76 and set(rows[first : first + 80]) == {1, 2}  # probes of one token
+    assert rows[first : first + 80].count(1) >= 76 and set(rows[first : first + 80]) == {1, 2}  # 2: one-token probe
     assert rows[-8:-3] == [5] * 5
 
 
@@ -415,19 +419,19 @@ def test_probes_become_rarer_while_they_fail() -> None:
         draft.decline()
     draft.verify()
     draft.learn(1, 1)
-    assert draft.due  # at once
+    assert draft.due  # after a successful probe, the next probe is due at once
     for _ in range(2):
         draft.verify()
         draft.learn(1, 0)
     assert not draft.due and draft.patience == 64
-    draft.learn(4, 3)  # which was chosen for its odds
+    draft.learn(4, 3)  # a normal verification, not a probe
     assert draft.patience == 16
 
 
 def test_acceptance_is_that_of_tokens_whose_predecessors_were_right() -> None:
     draft = Draft(Lookup([]))
     for _ in range(60):
-        draft.learn(4, 2)  # two right, one wrong, one never tried
+        draft.learn(4, 2)  # 2 tokens right, 1 wrong, 1 not tried
     assert draft.acceptance == pytest.approx(2 / 3, abs=0.01)
 
 
@@ -438,7 +442,7 @@ def test_a_sequence_begins_with_what_others_have_shown(wrong: bool, first: int) 
     engine._speculation = Speculation(4, Table(0, 1.0, 1.35, 1.7, 2.05, 2.4), guesses)
 
     def rows() -> list[int]:
-        """Of the steps of a new sequence."""
+        """Return the number of token rows in each step of a new sequence."""
         before = len(backend.tables)
         request = engine.add([1], SamplingParams(max_tokens=100))
         guesses.tell(request.choices[0].tokens, [1, *(place % 60 for place in range(120))])
@@ -446,12 +450,12 @@ def test_a_sequence_begins_with_what_others_have_shown(wrong: bool, first: int) 
             engine.step()
         return [sum(count for _, count in step) for step in backend.steps()][before:]
 
-    assert rows()[0] == 2  # one of two tokens is believed to be right
+    assert rows()[0] == 2  # at the initial acceptance rate of 1/2, verifying one proposal saves the most time
     assert rows()[0] == first
 
 
 def test_many_sequences_share_the_rows_that_pay() -> None:
-    """One is always right, the other always wrong."""
+    """A sequence whose proposals are always right gets all rows that save time; one with wrong proposals gets none."""
     guesses = Guesses()
     engine, backend = fake_engine(lambda place: place % 60, speculate=(4, guesses))
     engine._speculation = Speculation(4, Table(0, 1, 1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8), guesses)

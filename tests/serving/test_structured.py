@@ -1,4 +1,4 @@
-"""Texts that must match a grammar: always whole and valid, and the same whatever else a batch does."""
+"""Structured outputs: answers match their grammar and do not depend on what else is in the batch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def llm(folder: str) -> Iterator[LLM]:
 
 
 def test_every_answer_to_random_schemas_validates(llm: LLM) -> None:
-    """Of a model with random weights. The benchmark `structured.py` does the same for a thousand."""
+    """Answers of a model with random weights are valid for 60 random JSON schemas.
+
+    benchmarks/correctness/structured.py does the same for a thousand schemas.
+    """
     rng = random.Random(1)
     schemas = [random_root(rng) for _ in range(60)]
     each = [params(seed, max_tokens=900, structured_outputs=wants(json=s)) for seed, s in enumerate(schemas)]
@@ -95,7 +98,10 @@ def said(llm: LLM, prompts: list[str], each: list[SamplingParams]) -> list[tuple
 
 @pytest.mark.parametrize("how", ["crowded", "speculating", "short of pages", "small steps", "no prefix cache"])
 def test_answers_depend_on_nothing_else(folder: str, llm: LLM, how: str) -> None:
-    """Whether a forced run is computed at once or token by token, alone or with others, again after a preemption."""
+    """An answer is the same in a full batch, with speculation, after a preemption and without the prefix cache.
+
+    It is also the same with small steps. Tokens that the grammar forces then take several steps instead of one.
+    """
     each = [params(seed, n=1 + seed % 2, **({"presence_penalty": 0.5} if seed == 2 else {})) for seed in range(4)]
     expected = [entry for prompt, p in zip(PROMPTS, each, strict=True) for entry in said(llm, [prompt], [p])]
     limits: dict[str, Any] = {"max_seqs": 4, "step_tokens": 16} if how == "small steps" else {}
@@ -124,7 +130,7 @@ def test_forced_tokens_take_one_step(llm: LLM) -> None:
     result = llm.generate("abc", params(structured_outputs=wants(json=only)), on_step=steps.append)[0]
     assert json.loads(result.text or "") == only["const"]
     assert len(result.token_ids) > 40 and len(steps) <= 4
-    assert llm.engine.stats.counts.proposed == 0  # of speculation
+    assert llm.engine.stats.counts.proposed == 0  # forced tokens do not count as speculation
 
 
 def test_log_probabilities_are_the_models_own(llm: LLM) -> None:
@@ -135,7 +141,8 @@ def test_log_probabilities_are_the_models_own(llm: LLM) -> None:
     assert scored.prompt_token_logprobs is not None and result.top_logprobs is not None
     own = scored.prompt_token_logprobs[len(result.prompt_token_ids) :]
     assert result.choices[0].logprobs == pytest.approx([p for p in own if p is not None], abs=1e-4)
-    # A token that the grammar rules out may be likelier than the one that was taken.
+    # The reported log-probabilities ignore the grammar, so a forbidden token may have a higher one than the sampled
+    # token.
     assert any(max(top.values()) > top[t] for top, t in zip(result.top_logprobs, result.token_ids, strict=True))
 
 
@@ -176,7 +183,9 @@ def test_one_thing_is_wanted_and_the_end_is_the_grammars() -> None:
 
 
 def test_who_cannot_go_on_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the library gives up in the middle, the request fails with its reason, and nothing is left behind."""
+    """If the grammar library gives up during an answer, the request fails with the library's error message
+    and frees all its KV pages.
+    """
     real, calls = Grammar.follow, 0
 
     def follow(self: Grammar, tokens: list[int], prompt: int) -> list[int]:
@@ -200,7 +209,7 @@ def test_without_a_tokenizer_there_is_no_text_to_match() -> None:
 
 
 def flat(**given: Any) -> SamplingParams:
-    """Nearly every allowed token is as likely as another."""
+    """Return sampling parameters with a temperature so high that all allowed tokens are about equally likely."""
     return SamplingParams(seed=1, temperature=30.0, max_tokens=80, ignore_eos=True, **given)
 
 
@@ -209,7 +218,9 @@ def test_only_allowed_ids_are_generated(llm: LLM) -> None:
 
 
 def test_bad_words_are_not_generated(llm: LLM) -> None:
-    """A word of one token never comes, one of several loses its last token only where the others have come."""
+    """A bad word of one token is never generated. Of a longer bad word, the last token is never generated directly
+    after the word's other tokens.
+    """
     abc = {"allowed_token_ids": [64, 65, 66]}
     free = llm.generate("abc", flat(**abc))[0].text
     assert free is not None and "aab" in free and "c" in free

@@ -1,4 +1,4 @@
-"""Calls of functions in three formats: found in a text however it is cut, asked for by HTTP, told to the model."""
+"""Tool calls in three text formats: parsing of streamed answers, the HTTP routes, and the chat templates."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
 
 
 def texts(kind: str) -> list[tuple[str, str, int]]:
-    """Answers: the text, the content in it, and how many of CALLS it makes."""
+    """Return answers in the format `kind`: each answer's text, its content outside calls, and its number of calls."""
     one, two = (text % FORMATS[kind].arguments for text in (ONE, TWO))
     mark = FORMATS[kind].begin.strip()
     both = {
@@ -188,7 +188,7 @@ def test_required_calls_are_valid(client: OpenAI, choice: Any, stream: bool, par
     ends = {}
     for event in client.chat.completions.create(**given, stream=True):
         [part] = event.choices
-        assert len(part.delta.tool_calls or ()) <= 1  # many clients read no second one of an event
+        assert len(part.delta.tool_calls or ()) <= 1  # many clients read only one call per event
         for call in part.delta.tool_calls or ():
             assert call.function is not None
             if call.id is not None:
@@ -306,7 +306,7 @@ def test_ids_and_words_can_be_allowed_and_forbidden(live: Live, path: str) -> No
 def test_who_leaves_while_a_grammar_is_compiled_leaves_nothing(live: Live) -> None:
     body = {"prompt": "x", "max_tokens": 5, "guided_json": {"type": "integer", "multipleOf": 99999989}}
     live.send("/v1/completions", body).close()
-    other = live.post("/v1/completions", {"prompt": "x", "max_tokens": 5})  # nobody waits for the compiler
+    other = live.post("/v1/completions", {"prompt": "x", "max_tokens": 5})  # does not wait for the compilation
     assert other["usage"]["completion_tokens"] > 0
     until(lambda: not live.host.loop._compiling and live.at_rest())
 

@@ -1,4 +1,4 @@
-"""One client does not stop the others: threads that encode, and the queue of those who wait for the engine."""
+"""One client cannot block the others, neither in the tokeniser threads nor in the queue for the engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ async def settle() -> None:
 
 
 def test_clients_take_turns() -> None:
-    """Many pieces of work of one client, then one each of two others: those come next but one."""
+    """If one client has queued 20 tasks and two other clients then queue a task each, these tasks wait for only one of
+    the 20.
+    """
 
     async def run() -> list[str]:
         turns, order, gate = Turns(1), list[str](), threading.Event()
@@ -54,7 +56,7 @@ def test_clients_take_turns() -> None:
 
 
 def test_a_client_leaves_a_thread_for_the_others() -> None:
-    """However long its work takes."""
+    """A client with five endless tasks does not occupy all three threads, so another client's task still runs."""
 
     async def run() -> None:
         turns, gate = Turns(3), threading.Event()
@@ -86,7 +88,7 @@ def test_who_leaves_frees_the_thread(when: str) -> None:
         if when == "waiting":
             leaver.cancel()
         elif when == "given":
-            # The leaver is given a thread, as if there were a second one for this moment, and leaves before it goes on.
+            # Give `leaver` a second thread for a moment, and cancel it before it can use this thread.
             turns._free += 1
             turns._deal()
             leaver.cancel()
@@ -105,7 +107,7 @@ def test_who_leaves_frees_the_thread(when: str) -> None:
 
 
 def test_a_server_encodes_in_turn_by_address(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client whose texts take for ever does not keep another address from being answered."""
+    """A client whose texts take long to tokenise does not block /tokenize for a client at another address."""
     with (
         LLM(model, backend="null", max_context=256, max_seqs=4, step_tokens=32, threads=1) as llm,
         serving(llm) as live,
@@ -152,7 +154,7 @@ def test_the_engine_admits_clients_in_turn() -> None:
 
 
 def test_one_client_does_not_fill_the_queue(tmp_path: Path) -> None:
-    """Its own share is `max_waiting`, and as many again are for the others together."""
+    """One client may have up to `max_waiting` sequences in the queue, and all clients together twice as many."""
     engine, _ = fake_engine(max_seqs=1)
     row = Board(tmp_path / "board", 1, create=True).row(0, ENGINE_FIELDS)
     with zmq.Context() as context:

@@ -1,4 +1,4 @@
-"""Code written for vLLM's Python API runs here with another import, and finds what it reads."""
+"""Tests that code written for vLLM's Python API runs after its import is changed, and finds the fields it reads."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_an_output_has_vllms_fields(llm: LLM) -> None:
             assert {other: score.logprob for other, score in scores.items()} == top
             assert sorted(s.rank for s in scores.values() if s.rank is not None) == [1, 2]
             assert isinstance(scores[token].decoded_token, str)
-    # The first choice's own are shortcuts.
+    # These fields of the output repeat those of its first choice.
     first = out.choices[0]
     assert (out.text, out.token_ids, out.logprobs, out.finish_reason) == (
         *(first.text, first.token_ids, first.logprobs),
@@ -190,8 +190,9 @@ def test_arguments_in_vllms_names(model: str) -> None:
         dims = made.engine.dims
         assert (dims.tp, dims.max_context, dims.max_seqs) == (2, 96, 3) and made.dtype.name == "F32"
         assert [made.generate([7] * 40)[0].num_cached_tokens for _ in range(2)] == [0, 0]
+    # max_num_seqs exceeds the default of step_tokens. This is no error: step_tokens becomes 700 instead.
     with LLM(model, dtype="half", max_num_seqs=700, max_model_len=64) as made:
-        assert made.dtype.name == "BF16"  # and a step has room for that many sequences
+        assert made.dtype.name == "BF16"
     for wrong, message in (
         ({"quantization": "awq"}, "quantization='awq'"),
         ({"seed": 1}, "give SamplingParams a seed"),

@@ -1,4 +1,4 @@
-"""The simulator: known answers of hand-made work, and what must hold of any program."""
+"""Tests the simulator: exact times of handmade work, and properties that hold for every program."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ SERVERS = Path(__file__).parents[2] / "benchmarks" / "machines"
 
 
 def test_two_loads_share_memory() -> None:
-    """Of 100 bytes/s each gets 50; the shorter ends after 2 s, the longer has 200 left and then all: 4 s."""
+    """Two loads share a memory of 100 bytes/s equally until the shorter one ends.
+
+    The load of 100 bytes ends after 2 s. The load of 300 bytes then has 200 left, which take 2 s at the full rate.
+    """
     result, rows = hand_run(hand_work([[Task(weights=100)], [Task(weights=300)]]), memory_bytes_per_s=100)
     assert ended(rows, 0) == pytest.approx(2) and ended(rows, 1) == pytest.approx(4)
     assert result.step_s == pytest.approx(4) and result.memory_bytes == 400
@@ -73,14 +76,16 @@ def test_the_slowest_rate_bounds(
 
 
 def test_a_loader_asks_for_one_load_after_the_other() -> None:
-    """However fast memory is; and no slower than memory is."""
+    """Two loads take the sum of the times that the loader needs to request them, or longer if memory is slower."""
     asked = [Task(weights=6.0, ask=2.0, compute=0.5), Task(weights=3.0, reads=3.0, ask=4.0, compute=0.5)]
     assert hand_run(hand_work([asked]))[0].step_s == pytest.approx(2.0 + 4.0, rel=1e-6)
     assert hand_run(hand_work([asked]), memory_bytes_per_s=1.0)[0].step_s == pytest.approx(6.0 + 6.0, rel=1e-6)
 
 
 def test_what_the_machine_code_can_issue_bounds_a_step() -> None:
-    """Whichever role is the slow one; and none of them, where all are fast."""
+    """A step takes longer if the loader or the consumers issue instructions slowly. If every role issues fast, the step
+    takes as long as in a simulation without issue rates.
+    """
     machine, config = machines.load("h200"), load_config("random:llama-3.2-1b")
     program = compile_program(config, machine, tokens=1, logit_rows=1, max_seqs=1, max_context=128, dtype=Dtype.BF16)
     table, costs = decode_step(program.dims, 1, 128), costs_of(machine)
@@ -97,7 +102,7 @@ def test_what_the_machine_code_can_issue_bounds_a_step() -> None:
 
 
 def test_what_the_cache_holds_is_not_read_again() -> None:
-    """The second reader finds the tile of the first, unless another one has driven it out."""
+    """The second reader of a tile finds it in the cache, unless a read of another tile has evicted it."""
     tasks = [Task(weights=100, weight_key=key) for key in (0, 1, 0)]
     for capacity, from_memory in ((200, 200), (150, 300)):
         work = hand_work([tasks], keys=[100, 100])
@@ -116,7 +121,12 @@ def test_what_the_cache_holds_is_not_read_again() -> None:
     ids=["a sender's port", "a receiver's port", "max-min fair"],
 )
 def test_links_are_shared(stores: list[list[dict[int, float] | None]], rate: float, ends: list[float]) -> None:
-    """By rank and worker. Max-min: ranks 0 and 3 send to 2, a third of 90 each, so that 0 to 1 gets the other 60."""
+    """Stores share the ports of their sending and receiving ranks. `stores[rank][worker]` maps each receiving rank to
+    the number of bytes that this worker sends to it.
+
+    In the max-min case, every port has 90 bytes/s. Three stores share the port of rank 2 (one from rank 0 and two from
+    rank 3), so each gets 30 bytes/s. The store from rank 0 to rank 1 gets the other 60 bytes/s of rank 0's port.
+    """
     streams = [[Task(stores=sent)] if sent else [] for rank in stores for sent in rank]
     _, rows = hand_run(hand_work(streams, ranks=len(stores)), egress_bytes_per_s=rate)
     assert [ended(rows, number) for number in range(len(ends))] == pytest.approx(ends)
@@ -126,7 +136,7 @@ def test_links_are_shared(stores: list[list[dict[int, float] | None]], rate: flo
 
 
 def times(rows: Intervals, kind: IntervalKind, edge: str, instruction: int | None = None) -> list[float]:
-    """When intervals begin or end, in seconds."""
+    """Return the times, in seconds, at which intervals of a kind begin or end, as `edge` says."""
     wanted = rows["kind"] == kind
     if instruction is not None:
         wanted &= rows["instruction"] == instruction
@@ -134,7 +144,9 @@ def times(rows: Intervals, kind: IntervalKind, edge: str, instruction: int | Non
 
 
 def test_pipelining_hides_loads_stores_and_set_up() -> None:
-    """Four tasks of 10 s of arithmetic: only the first's set-up and load and the last's store are seen."""
+    """With pipelining, four tasks of 10 s take 40 s plus the first task's set-up and load and the last task's store.
+    Without pipelining, every task's set-up, load and store add to the time.
+    """
     work = hand_work([[Task(weights=100, compute=10, stores={0: 1})] * 4])
     costs = {"memory_bytes_per_s": 100, "ring_bytes": 10, "store_s": 3, "dispatch_s": 2, "latency_s": 0.5}
     overlapped, _ = hand_run(work, **costs)
@@ -144,7 +156,11 @@ def test_pipelining_hides_loads_stores_and_set_up() -> None:
 
 
 def test_the_next_weights_wait_for_pages() -> None:
-    """Of the first task's 100 bytes, 20 fit the ring: pages come free 2 s before its 10 s of arithmetic end."""
+    """The second task's weights load when the first task begins to release its last pages.
+
+    The first task computes its 100 bytes in 10 s. At 8 s, the ring holds only the last 20 of them, and begins to free
+    their pages.
+    """
     work = hand_work([[Task(weights=100, compute=10), Task(weights=50, compute=1)]])
     _, rows = hand_run(work, ring_bytes=20)
     assert times(rows, IntervalKind.PAGE_WAIT, "end") == pytest.approx([8])
@@ -154,9 +170,12 @@ def test_the_next_weights_wait_for_pages() -> None:
     ("ahead", "known", "ends"), [(0, 10, 18), (30, 10, 16), (10, 10, 17), (90, 10, 17), (30, 3, 10)]
 )
 def test_the_cache_gets_weights_that_the_ring_has_no_room_for(ahead: float, known: float, ends: float) -> None:
-    """Of 100 bytes 20 fit the ring and come by 2. As many pages lie `ahead` behind them, so far as they are not in it:
-    the cache gets those by 4, and memory has so much less to bring when the counter is known to hold. A fetch under way
-    then goes on."""
+    """While a task waits for a counter, weights for which the ring has no room are prefetched into the cache.
+
+    The ring takes the first 20 of the task's 100 bytes in 2 s. Then the 20 bytes from byte `ahead` of the task on are
+    prefetched, except those that the ring already holds. At time `known`, the wait ends. Memory must then deliver only
+    the bytes that were not prefetched. A prefetch in progress at that time continues.
+    """
     consumer = Task(weights=100, waits=[0], ahead=ahead)
     work = hand_work([[Task(compute=known, signals=[(0, 0)])], [consumer]])
     result, _ = hand_run(work, memory_bytes_per_s=10, cache_bytes_per_s=20, ring_bytes=20)
@@ -165,15 +184,19 @@ def test_the_cache_gets_weights_that_the_ring_has_no_room_for(ahead: float, know
 
 
 def test_an_output_holds_pages_until_it_is_stored() -> None:
-    """40 bytes are left beside the output: the first task's last 40 of 50 come free from 2 s on, the second's from
-    10.2, while the output is stored."""
+    """The first task's output occupies 60 of the ring's 100 bytes until it is stored at 13 s.
+
+    Each task has 50 bytes of weights, so the output and one task's weights exceed the ring by 10 bytes. The next
+    task's load begins when a task has computed 10 bytes of its own: the second task's load at 2 s, the third's at
+    10.2 s.
+    """
     tasks = [Task(weights=50, compute=10, output=60, stores={0: 1}), Task(weights=50, compute=1), Task(weights=50)]
     _, rows = hand_run(hand_work([tasks]), ring_bytes=100, store_s=3, in_flight=3)
     assert times(rows, IntervalKind.PAGE_WAIT, "end") == pytest.approx([2, 10.2])
 
 
 def test_the_next_weights_load_while_inputs_are_waited_for() -> None:
-    """Beside the wait until 10 the next instruction's weights come, from 2 to 7."""
+    """The second instruction's weights load from 2 s to 7 s, while the first one waits for its inputs until 10 s."""
     worker = [Task(weights=20, reads=10, compute=1, waits=[0]), Task(weights=50, compute=1)]
     work = hand_work([[Task(compute=10, signals=[(0, 0)])], worker])
     result, rows = hand_run(work, memory_bytes_per_s=10, ring_bytes=100)
@@ -182,7 +205,10 @@ def test_the_next_weights_load_while_inputs_are_waited_for() -> None:
 
 
 def test_weights_load_before_a_wait_and_activations_after_it() -> None:
-    """The producer ends at 10; a signal takes 1; 30 bytes of activations take 3 more, 50 of weights came before."""
+    """A consumer loads its 50 bytes of weights in the first 5 s, and its activations after its wait.
+
+    The producer ends at 10 s, its signal takes 1 s, and the 30 bytes of activations take 3 s more.
+    """
     producer = Task(compute=10, signals=[(0, 0)])
     consumer = Task(weights=50, reads=30, compute=1, waits=[0])
     result, rows = hand_run(hand_work([[producer], [consumer]]), memory_bytes_per_s=10, signal_s=1)
@@ -201,7 +227,9 @@ def test_a_signal_to_another_rank_takes_longer() -> None:
 
 
 def test_the_order_of_equal_work_matters() -> None:
-    """The same loads and arithmetic: side by side they share memory, in turns they do not."""
+    """Two workers that load at the same time share memory. If one loads while the other computes, the same work takes
+    9 s instead of 13 s.
+    """
     load, think = Task(weights=100), Task(compute=5)
     costs = {"memory_bytes_per_s": 25, "in_flight": 1}
     same, _ = hand_run(hand_work([[load, think], [load, think]]), **costs)
@@ -211,16 +239,22 @@ def test_the_order_of_equal_work_matters() -> None:
 
 
 def test_a_queue_evens_out_what_streams_do_not() -> None:
-    """Jobs of 3, 1, 1, 1: two and two take 4, claimed one by one 3."""
+    """Four jobs of 3, 1, 1 and 1 s take 4 s if each of two workers has a fixed pair of jobs, and 3 s if the two workers
+    claim the jobs from a queue.
+    """
     jobs = [Task(compute=t) for t in (3, 1, 1, 1)]
     static, _ = hand_run(hand_work([jobs[:2], jobs[2:]]), in_flight=1)
     claimed, rows = hand_run(hand_work([[Task(drain=4)], [Task(drain=4)]], queue=jobs), in_flight=1, claim_in_flight=1)
     assert static.step_s == pytest.approx(4) and claimed.step_s == pytest.approx(3)
-    assert sorted(rows["worker"][rows["kind"] == IntervalKind.COMPUTE].tolist()).count(0) == 2  # one job, and its drain
+    assert sorted(rows["worker"][rows["kind"] == IntervalKind.COMPUTE].tolist()).count(0) == 2  # a job and the drain
 
 
 def test_a_claim_waits_for_the_loads_of_the_instruction_before() -> None:
-    """The first two jobs are set up after 0.5 s. 20 of their 100 bytes are left to compute on 8 and 16 s later."""
+    """A worker claims its next job when it requests the last bytes of its current one.
+
+    The set-up of the first two jobs ends at 0.5 s. They then compute for 10 and 20 s. The ring has room for the last
+    20 of a job's 100 bytes when 80 bytes are computed: after 8 s for the first job, and 16 s for the second.
+    """
     jobs = [Task(weights=100, compute=t) for t in (10, 20, 10, 10)]
     work = hand_work([[Task(drain=4)], [Task(drain=4)]], queue=jobs)
     _, rows = hand_run(work, ring_bytes=20, dispatch_s=0.5)
@@ -228,8 +262,12 @@ def test_a_claim_waits_for_the_loads_of_the_instruction_before() -> None:
 
 
 def test_a_claim_comes_when_the_last_page_is_asked_for_where_loads_bind() -> None:
-    """80 of 100 bytes come in 8 s after the set-up, the last of them 0.25 s later; the results take none of the ring,
-    or half of it."""
+    """If memory limits a job, its worker claims the next one when it requests the job's last bytes.
+
+    The ring has room for 20 of the job's 100 bytes, so the worker requests the last 20 when the first 80 have arrived:
+    after the set-up (0.5 s), 80 bytes at 10 bytes/s (8 s) and the latency (0.25 s). If the job's output occupies half
+    of the ring, 90 bytes must have arrived, which takes 9 s instead of 8 s.
+    """
     for output, claimed in ((0, 0.5 + 8 + 0.25), (10, 0.5 + 9 + 0.25)):
         work = hand_work([[Task(drain=2)]], queue=[Task(weights=100, compute=1, output=output)] * 2)
         _, rows = hand_run(work, memory_bytes_per_s=10, ring_bytes=20, dispatch_s=0.5, latency_s=0.25)
@@ -240,7 +278,7 @@ def test_a_claim_comes_when_the_last_page_is_asked_for_where_loads_bind() -> Non
 
 
 def costs_everywhere() -> Costs:
-    """Costs under which everything takes some time and nothing is shared."""
+    """Return costs under which every operation takes time, but workers never compete for a shared rate."""
     unshared = {"memory_bytes_per_s": 1e15, "cache_bytes_per_s": 1e15, "egress_bytes_per_s": 1e15, "cache_bytes": 1e30}
     return replace(costs_of(machines.MACHINES["h100"]), switch_bytes_per_s=1e15, worker_bytes_per_s=1e9, **unshared)
 
@@ -250,12 +288,12 @@ def machine_of(program: Program) -> machines.Machine:
 
 
 def split() -> list[tuple[str, Program]]:
-    """One whose attention is cut over a long context."""
+    """Return a name and a program that splits the attention to a long context into several items."""
     return [("split", small_programs.make(workers=4, tokens=1, max_seqs=1, max_context=4096))]
 
 
 def wide() -> list[tuple[str, Program]]:
-    """One with tiles of QKV over many KV heads, which share counters."""
+    """Return a name and a program in which one QKV tile covers several KV heads, so that these share a counter."""
     program = small_programs.make(workers=4, heads=20, kv_heads=20, cols=256)
     columns = next(c for p, *_, c in program.by_phase(1) if p.operation is Operation.ATTENTION)
     assert columns["group_heads"][0] > 1
@@ -299,14 +337,21 @@ def llama(queue: str = "none", tp: int = 1, workers: int = 4, o: str = "auto") -
 
 @pytest.mark.parametrize(("o", "tolerance"), [("sharded", 0.0), ("replicated", 0.01)])
 def test_the_bytes_between_ranks_are_the_declared_ones(o: str, tolerance: float) -> None:
-    """With a replicated O, the step table decides which rank gets the rows of the final norm."""
+    """The simulator moves as many bytes between ranks as describe() reports.
+
+    If the O projection is replicated, they may differ by 1 %, because the step table decides which rank normalises each
+    logit row.
+    """
     program = llama(tp=2, o=o)
     found = simulate(program, machine_of(program), step_of(program)).link_bytes
     assert found == pytest.approx(describe(program)["link_bytes"], rel=tolerance)
 
 
 def test_the_delay_of_one_instruction_moves_only_what_comes_after_it() -> None:
-    """Nothing is shared here: another path than dependence and a worker's order would be contention for a rate."""
+    """A delay moves only the instructions that depend on the delayed one or follow it on its worker.
+
+    These costs leave no shared rate for which workers compete, so a delay cannot spread through contention.
+    """
     program = llama(workers=3)
     table = step_of(program)
     machine, costs = machine_of(program), costs_everywhere()
@@ -323,7 +368,7 @@ def test_the_delay_of_one_instruction_moves_only_what_comes_after_it() -> None:
 
 
 def moved_instructions(before: Intervals, after: Intervals) -> set[Node]:
-    """What computes at another time."""
+    """Return the instructions whose arithmetic ends more than 1 ns earlier or later in `after` than in `before`."""
     old, new = (by_node(rows[rows["kind"] == IntervalKind.COMPUTE]) for rows in (before, after))
     assert old.keys() == new.keys()
     ends = {node: (np.sort(old[node]["end"]).astype(int), np.sort(new[node]["end"]).astype(int)) for node in old}
@@ -341,7 +386,7 @@ def test_the_trace_has_every_instruction_once_and_its_roles() -> None:
     assert len(np.unique(compute[["layer", "instruction"]])) == program.instructions
     assert set(rows["role"].tolist()) == {1, 2, 3, 4}
     assert (rows["end"] >= rows["begin"]).all()
-    for role in (3, 4):  # consumers and the storer do one thing at a time
+    for role in (3, 4):  # the consumers and the storer each do one thing at a time
         for rank, worker in itertools.product(range(2), range(program.workers)):
             mine = rows[(rows["role"] == role) & (rows["rank"] == rank) & (rows["worker"] == worker)]
             mine = mine[np.argsort(mine["begin"], kind="stable")]
@@ -364,7 +409,7 @@ def test_a_deadlock_is_an_error_that_names_who_waits() -> None:
     with pytest.raises(MegakernelError, match="never ends: rank 0 worker"):
         simulate(broken, machine_of(program), step_of(program))
     totals -= 2
-    with pytest.raises(MegakernelError, match="more arrivals than its total"):
+    with pytest.raises(MegakernelError, match="more arrivals than the program declares"):
         simulate(replace(program, totals_first=totals), machine_of(program), step_of(program))
 
 
@@ -389,14 +434,15 @@ def test_costs_of_machines() -> None:
         (h100.remote_signal_s, h100_itself.remote_signal_s),
     ):
         assert taken == pytest.approx(signal + h100_itself.issue.handoff)
-    assert np.ptp(h100.matmul_s(flops, np.array([64.0, 1.0]))) == 0  # one row takes as long as the smallest tile
+    # A matmul of one row takes as long as a matmul of 64 rows.
+    assert np.ptp(h100.matmul_s(flops, np.array([64.0, 1.0]))) == 0
     assert FREE.matmul_s(flops, np.array([64.0, 1.0]))[0] > 0
 
 
 @pytest.mark.parametrize("cores", [16, 64])
 @pytest.mark.parametrize("model", ["random:llama-3.2-1b", "random:llama-3.1-8b"])
 def test_decode_on_servers_of_many_cores_is_near_the_rate_of_memory(cores: int, model: str) -> None:
-    """At least 0.85 of it, for the bytes that a step cannot avoid."""
+    """Reading a decode step's bytes at the full rate of memory would take at least 85 % of the step's time."""
     machine, config = machines.load(str(SERVERS / f"server-{cores}.toml")), load_config(model)
     assert (machine.workers, costs_of(machine).roles) == (cores, False)
     program = compile_program(config, machine, dtype=Dtype.BF16, tokens=1, logit_rows=1, max_seqs=1, max_context=1024)
@@ -421,7 +467,9 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_it_says_of_a_step_what_the_timeline_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same figures in simulate's JSON, on its page, and in the timeline of what it saved; and a Perfetto file."""
+    """The figures that `simulate --json` prints equal those in the timeline page that it writes, and those that the
+    command `timeline` prints for the saved program and trace. A Perfetto file is written too.
+    """
     stem = tmp_path / "step"
     written = ["--save", str(stem), "-o", str(tmp_path / "t.html"), "--perfetto", str(tmp_path / "t.pftrace")]
     assert main([*ARGUMENTS, "--tokens", "3", *written, "--json"]) == 0
@@ -454,7 +502,9 @@ def test_what_a_machine_cannot_hold_or_lacks(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_saved_program_of_a_prompt_can_be_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its rows are of one sequence, more than the default context."""
+    """The program's 256 token rows belong to one sequence, so `simulate` uses a context of 256 tokens instead of the
+    default 128.
+    """
     config, machine = load_config("random:llama-3.2-1b"), machines.load("h100")
     sizes = {"tokens": 256, "logit_rows": 1, "max_seqs": 1, "max_context": 512}
     program = compile_program(config, machine, dtype=Dtype.BF16, **sizes)
@@ -468,7 +518,9 @@ def test_a_saved_program_of_a_prompt_can_be_simulated(tmp_path: Path, capsys: py
 def test_the_memory_of_a_saved_program_is_that_of_tied_embeddings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A program file does not say whether they are tied, so the least that it needs is counted."""
+    """A program file does not record whether input and output embeddings are tied. For a saved program, `simulate`
+    therefore reports the memory needed with tied embeddings, which is less than without.
+    """
     shape = "random:llama-3.1-8b"
     config, stem = load_config(shape), tmp_path / "step"
     assert main(["simulate", "--model", shape, "--machine", "h100", "--save", str(stem), "--json"]) == 0
@@ -482,7 +534,9 @@ def test_the_memory_of_a_saved_program_is_that_of_tied_embeddings(
 @pytest.mark.parametrize("model", ["smollm2-135m", "random:llama-3.2-1b"])
 @pytest.mark.usefixtures("smollm2")
 def test_a_step_takes_no_less_than_the_ceilings_allow(model: str, workers: int) -> None:
-    """Decode and prefill of a CPU that was calibrated, and of this one with nominal rates."""
+    """Predictions lie between the least time that the ceilings allow and twice that time. The cases are decode and
+    prefill, on a calibrated CPU and on this CPU with nominal rates.
+    """
     for file in (str(SERVERS / "epyc-2.toml"), machines.HOST):
         for case in predictions_host.cases(model, workers, file, measured=False):
             assert 0 < case.bound_s <= case.predicted.step_s < 2 * case.bound_s, (case.phase, file)

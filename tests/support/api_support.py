@@ -1,4 +1,4 @@
-"""A live server on a model, and plain ways to talk to it."""
+"""Runs a server in the test process and sends requests to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from megakernel.serving.engine_host import EngineHost
 
 @dataclass
 class Live:
-    """A frontend and an engine's host as threads of this process, between them what is between processes."""
+    """A running server: its frontend and its engine host are threads of this process, but communicate over
+    sockets, as separate processes do.
+    """
 
     host: EngineHost
     service: Service
@@ -34,7 +36,11 @@ class Live:
     def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers in lower case, body. Dicts and lists go as JSON, bytes as they are, an iterator in chunks."""
+        """Send a request and return the response's status, headers with names in lower case, and body.
+
+        A `body` that is a dict or a list is sent as JSON, bytes are sent unchanged, and an iterator is sent in HTTP
+        chunks.
+        """
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         data = json.dumps(body).encode() if isinstance(body, (dict, list)) else body
         given = {"Content-Type": "application/json", **(headers or {})} if data is not None else headers or {}
@@ -46,13 +52,13 @@ class Live:
             connection.close()
 
     def post(self, path: str, body: Any, status: int = 200) -> Any:
-        """The JSON that comes back, which must come with `status`."""
+        """Post `body` and return the decoded JSON of the response, whose status must be `status`."""
         got, _, data = self.request("POST", path, body)
         assert got == status, data
         return json.loads(data)
 
     def events(self, path: str, body: dict[str, Any]) -> list[Any]:
-        """The events of a stream, whose last must be [DONE], as JSON."""
+        """Post `body` as a streaming request and return the decoded events. The stream must end with [DONE]."""
         status, headers, data = self.request("POST", path, {**body, "stream": True})
         assert status == 200, data
         assert headers["content-type"].startswith("text/event-stream")
@@ -62,7 +68,7 @@ class Live:
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
     def send(self, path: str, body: dict[str, Any]) -> socket.socket:
-        """A connection on which a request was sent; closing it is leaving."""
+        """Send a request and return its connection without reading. Closing the connection abandons the request."""
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         head += f"Content-Length: {len(data)}\r\n\r\n"
@@ -71,7 +77,7 @@ class Live:
         return sock
 
     def at_rest(self) -> bool:
-        """Nobody is known any more, and every page is free."""
+        """Return whether the server holds no request any more and every KV page is free."""
         loop, stats = self.host.loop, self.host.loop.engine.stats
         known = loop.owners or loop._jobs or loop._open or self.service.engine._choices
         return not (known or stats.running or stats.waiting or stats.pages_used)
@@ -79,7 +85,7 @@ class Live:
 
 @contextmanager
 def serving(llm: LLM, *, names: list[str] | None = None, access: Access | None = None, **limits: Any) -> Iterator[Live]:
-    """A server on a free port, gone afterwards."""
+    """Yield a server on a free port, and stop it afterwards. `limits` are the fields of Limits."""
     allowed = Limits(**limits)
     ceilings = machine_ceilings(machine.host(llm.threads))
     name = (names or [llm.model])[0]
@@ -103,7 +109,7 @@ def serving(llm: LLM, *, names: list[str] | None = None, access: Access | None =
 
 
 def until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    """Wait for a condition that must come true."""
+    """Wait until `condition` returns true, and fail if it does not within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come true"

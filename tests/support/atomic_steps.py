@@ -1,8 +1,8 @@
-"""Programs as streams of atomic steps, and what the steps do to data: what `ground_truth` interleaves.
+"""Turns programs into streams of atomic steps, which `ground_truth` interleaves, and simulates their effect on data.
 
-A step is an instruction, or one attention item, with the counters it waits for, the counters it adds to and the boxes
-it touches, for one valid step table. It shares no code with the verifier or the scheduler: it knows the records and
-the program's phases.
+A step is one instruction or, of an attention instruction, one work item; one valid step table gives the items. A step
+lists the counters that it waits for, the counters that it adds to, and the rectangles of buffers (boxes) that it reads
+and writes. This module shares no code with the verifier or the scheduler. It uses only a program's records and phases.
 """
 
 from __future__ import annotations
@@ -40,13 +40,18 @@ _PRIME = (1 << 61) - 1
 
 
 class Wild(Exception):
-    """A step that leaves its buffers, counters or ranks: unsafe whatever the order."""
+    """Raised for a step that addresses a buffer, counter or rank outside its bounds, or that cannot be correct in any
+    order of execution.
+    """
 
 
 @dataclass(frozen=True)
 class Item:
-    """Attention work: rows [row, row + rows) of the sequence that starts at token row `start` (-1: padding), some KV
-    heads of the rank; `part` of `parts` of split `split`."""
+    """One attention item: token rows [row, row + rows) and the rank's KV heads [head, head + heads).
+
+    The rows belong to a sequence whose first token row is `start`, or to padding if `start` is -1. The item is number
+    `part` of the `parts` items that share the work of split `split`.
+    """
 
     row: int
     rows: int
@@ -60,14 +65,18 @@ class Item:
 
 @dataclass(frozen=True)
 class Table:
-    """One valid step: each rank's items by slot, and the token row of each logit row."""
+    """A valid step table.
+
+    `slots[rank]` has the items of each attention slot, which one attention instruction executes. `logit_rows` has the
+    token row of each logit row (-1: padding).
+    """
 
     slots: list[dict[int, list[Item]]]
     logit_rows: list[int]
 
 
 def make_table(dims: Dims, seed: int) -> Table:
-    """A random valid step: sequences anywhere, items dealt to slots in any order, any logit rows."""
+    """Return a valid step table: sequence lengths, the slot of each attention item, and logit rows are random."""
     rng = np.random.default_rng(seed)
     live = int(rng.integers(1, dims.tokens + 1))
     cuts = sorted({0, live, *rng.integers(0, live + 1, size=int(rng.integers(0, 3))).tolist()})
@@ -94,12 +103,15 @@ def make_table(dims: Dims, seed: int) -> Table:
     return Table(slots, rng.integers(-1, dims.tokens, size=dims.logit_rows).tolist())
 
 
-Box = tuple[int, int, int, int, int]  # copy (numbers a buffer, layer and rank), row, row_end, col, col_end
+# (copy, row, row_end, col, col_end). A copy is a buffer of one layer on one rank; `copy` is its number.
+Box = tuple[int, int, int, int, int]
 
 
 @dataclass
 class Step:
-    """`waits`: counters that must have their totals; `adds`: (counter, arrivals)."""
+    """An instruction or attention item. It may begin when the counters in `waits` have reached their totals. When it
+    ends, it adds arrivals to counters: `adds` has pairs (counter, number of arrivals).
+    """
 
     name: str
     tag: tuple[int, ...]
@@ -107,12 +119,15 @@ class Step:
     adds: list[tuple[int, int]]
     reads: list[Box] = field(default_factory=list)
     writes: list[Box] = field(default_factory=list)
-    split: tuple[int, ...] | None = None  # attention: (rank, layer, split), part, parts
-    queue: tuple[int, int] | None = None  # drain: queue, end
+    split: tuple[int, ...] | None = None  # only attention items have it: (rank, layer, split, part, parts)
+    # Only DRAIN instructions, which execute records of a queue, have it: (queue, number of claimed records at the end).
+    queue: tuple[int, int] | None = None
 
 
 class Model:
-    """Streams of steps, [rank * workers + worker], and queues by (rank, layer, queue), of one launch."""
+    """The steps of one launch. `streams[rank * workers + worker]` has the steps of a worker, and
+    `queues[rank, layer, queue]` has the steps of each record of a queue.
+    """
 
     def __init__(self, program: Program, table: Table) -> None:
         self.program, self.table, self.dims = program, table, program.dims
@@ -144,10 +159,12 @@ class Model:
         if any(step.queue for queue in self.queues.values() for record in queue for step in record):
             raise Wild("a drain in a queue")
 
-    # -- from records to steps
+    # -- conversion of records into steps
 
     def steps(self, record: Records, rank: int, block: int, layer: int) -> Iterator[Step]:
-        """The steps of a record of a rank; of attention its items, and then what it does for all of them."""
+        """Yield the steps of a record: for attention, one step per item and then one for the signals that follow all
+        items; otherwise one step.
+        """
         phase = self.program.forward.by_number.get(int(record[0]))
         if phase is None:
             raise Wild(f"phase {record[0]}")
@@ -159,14 +176,14 @@ class Model:
         plain = [self._counter(w, rank, block) for w in waits if w and not w & rec.INDEXED]
         adds = [(c, 1) for w in signals if w and not w & rec.INDEXED for c in self._targets(w, rank, block)]
         if any(w & rec.INDEXED for w in waits) and not (attention or logit_norm):
-            raise Wild("an indexed wait without an index")
+            raise Wild("an INDEXED wait is in a record that is neither attention nor a norm of logit rows")
         if any(w & rec.INDEXED for w in signals) and not attention:
-            raise Wild("an indexed signal without an index")
+            raise Wild("an INDEXED signal is in a record that is not attention")
         tag = (phase.number, block, rank, *operands)
         try:
             boxes_of = accesses(phase, phase.columns(record[None]), dims)
         except (AssertionError, IndexError, KeyError) as e:
-            raise Wild(f"{phase.name} touches nothing that can be") from e
+            raise Wild(f"{phase.name} accesses rows, phases or buffers that do not exist") from e
         if attention:
             yield from self._items(record, boxes_of, tag, plain, rank, block, layer)
             boxes_of = []
@@ -174,18 +191,18 @@ class Model:
         if phase is DRAIN:
             queue, end = operands
             if not (0 <= queue < self.program.rank_queues):
-                raise Wild("a drain of no queue")
+                raise Wild("a DRAIN record names a queue that does not exist")
             if not 0 <= end <= len(self.program.queues.stream(rank * self.program.rank_queues + queue)):
-                raise Wild("a drain beyond its queue")
+                raise Wild("a DRAIN record claims more records than its queue has")
             if block == dims.layers:
-                raise Wild("a drain outside the body")
+                raise Wild("a DRAIN record is in the epilogue")
             step.queue = (queue, end)
         picked: list[int] = []
         if logit_norm:
             row, rows = operands
             if row < 0 or rows < 1 or row + rows > dims.logit_rows:
                 raise Wild("logit rows")
-            # Padding is rank 0's, as the first row is.
+            # A padding row (-1) has the same owners as token row 0.
             picked = [i for i in range(row, row + rows) if rank in dims.owners(max(self.table.logit_rows[i], 0))]
             members = [self.table.logit_rows[i] // dims.row_block for i in picked if self.table.logit_rows[i] >= 0]
             grid = [self._counter(w, rank, block, m) for w in waits if w & rec.INDEXED for m in members]
@@ -207,7 +224,7 @@ class Model:
                         if a.kind is not Kind.READ:
                             step.writes.append(found)
                     elif b[0] > b[1] or b[2] > b[3]:
-                        raise Wild("a box turned inside out")
+                        raise Wild("a region ends before it begins")
         yield step
 
     def _items(
@@ -226,7 +243,8 @@ class Model:
             members = [b * groups + g for b in range(first, member + 1) for g in heads]
             grid = [self._counter(w, rank, block, m) for w in waits for m in members]
             adds = [(c, it.rows * it.heads) for w in signals for c in self._targets(w, rank, block, member)]
-            # The instruction's operands say what to wait for; what is computed is the item's.
+            # The instruction's operands affect only the waits. The item alone determines what is computed, so the tag
+            # has the item's row, head and split instead of the operands.
             step = Step("item", (*tag[:3], it.row, it.head, it.split), tuple(plain) + tuple(grid), adds)
             step.split = (rank, layer, it.split, it.part, it.parts)
             for a in boxes_of:
@@ -253,7 +271,7 @@ class Model:
             ranks = range(self.program.ranks)
         elif target == rec.OWNER:
             if not word & rec.INDEXED:
-                raise Wild("an owner of no row")
+                raise Wild("a signal goes to the owner of a row, but names no row")
             ranks = (member % self.program.ranks,)
         else:
             ranks = (target,)
@@ -263,12 +281,12 @@ class Model:
         block += 1 if word & rec.NEXT else 0
         counter = int(rec.word_counter(word)) + member
         if not (0 <= counter < self.program.counters and rank < self.program.ranks and block <= self.dims.layers):
-            raise Wild("a word names no counter")
+            raise Wild("a wait or signal names a counter that does not exist")
         return block * self.block + rank * self.program.counters + counter
 
     def _box(self, buffer: Buffer, layer: int, rank: int, box: tuple[int, int, int, int]) -> Box:
         if not 0 <= rank < self.program.ranks:
-            raise Wild("a rank that is not there")
+            raise Wild("an instruction accesses a rank that does not exist")
         dims = self.rank_dims[rank]
         key = (buffer, layer if BUFFERS[buffer].layered else 0, rank)
         if key not in self.copies:
@@ -282,7 +300,7 @@ class Model:
         copy = self.copies[key]
         rows, cols = self.shapes[copy]
         if not (0 <= box[0] <= box[1] <= rows and 0 <= box[2] <= box[3] <= cols):
-            raise Wild(f"a box outside {buffer.name}")
+            raise Wild(f"a region is outside {buffer.name}")
         return (copy, *box)
 
 
@@ -290,17 +308,22 @@ class Model:
 
 
 class Data:
-    """Contents of all copies: a hash for each element. `seen`: what each step has read, by launch, tag and part."""
+    """The contents of every copy. A copy is a buffer of one layer on one rank; its elements are hashes, not numbers.
+
+    `seen[launch, tag, split]` is a hash of everything that the step with this tag and split has read in that launch.
+    """
 
     def __init__(self, model: Model) -> None:
         self.arrays = [np.zeros(shape, np.int64) for shape in model.shapes]
-        self.written = [np.full(shape, -1, np.int8) for shape in model.shapes]  # in which launch
+        # For each element, the last launch that wrote it, or -1.
+        self.written = [np.full(shape, -1, np.int8) for shape in model.shapes]
         self.parts: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
         self.seen: dict[tuple[object, ...], int] = {}
-        self.undefined = ""  # something that was read, or left for the host, and that nothing before it wrote
+        # Describes an element that a step read, or that the host would read, although no step had written it.
+        self.undefined = ""
 
     def execute(self, step: Step, launch: int) -> None:
-        """Do a step's work; where a later part of its split is left, that one writes."""
+        """Execute the reads and writes of a step. Of the parts of a split, only the part executed last writes."""
         seen = hash((launch, step.tag, tuple(self._digest(b) for b in step.reads))) % _PRIME
         self.seen[launch, step.tag, step.split] = seen
         if step.split is not None:
@@ -319,12 +342,12 @@ class Data:
         return hash(self.arrays[copy][r0:r1, c0:c1].tobytes())
 
     def has(self, box: Box, launch: int) -> bool:
-        """Whether all of it was written in a launch."""
+        """Return whether every element of the box was last written in this launch."""
         copy, r0, r1, c0, c1 = box
         return bool((self.written[copy][r0:r1, c0:c1] == launch).all())
 
     def outputs(self, model: Model) -> list[bytes]:
-        """What outlives a launch: sampled tokens, and K and V."""
+        """Return the data that outlives a launch: sampled tokens, their log probabilities, and the K and V caches."""
         kept = (*_SAMPLED, Buffer.K_CACHE, Buffer.V_CACHE)
         keys = sorted((int(b), layer, rank) for b, layer, rank in model.copies if b in kept)
         return [self.arrays[model.copies[Buffer(b), layer, rank]].tobytes() for b, layer, rank in keys]
@@ -334,7 +357,7 @@ _SAMPLED = (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT)
 
 
 def in_order(model: Model) -> Data:
-    """What a right program does: phase after phase, heedless of counters."""
+    """Return the data after every launch has executed its phases one after another, without regard to counters."""
     steps: list[tuple[int, int, int, Step]] = []
     for s, stream in enumerate(model.streams):
         steps += [(step.tag[1], step.tag[0], s, step) for step in stream]
@@ -356,14 +379,17 @@ def in_order(model: Model) -> Data:
 
 @dataclass(frozen=True)
 class Right:
-    """Outputs of a right program, and the phases that it has."""
+    """The outputs that a correct program with these phases produces."""
 
     forward: Forward
     outputs: list[bytes]
 
 
 def expected(program: Program, table: Table) -> Right:
-    """What a program's own phases make of a step, whatever its counters say. Wild where they make no sense."""
+    """Return the outputs of the program's phases, executed in order without regard to counters.
+
+    Raises Wild if a phase reads data that no step has written, or if a logit row is not sampled.
+    """
     model = Model(program, table)
     data = in_order(model)
     if data.undefined:

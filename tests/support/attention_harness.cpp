@@ -1,5 +1,5 @@
-// csrc/cuda/ops/attention_mma.h on the host: a thread for each lane of a warp, and mma, ldmatrix and shuffles
-// as the PTX ISA describes them.
+// Compiles csrc/cuda/ops/attention_mma.h for the host. Each lane of a warp is a thread, and mma, ldmatrix and
+// shuffles are functions that follow their description in the PTX ISA.
 #include <barrier>
 #include <thread>
 #include <vector>
@@ -11,7 +11,8 @@
 namespace {
 
 constexpr int kLanes = 32;
-alignas(1024) unsigned char shared[3 * mk::kPageBytes];  // two halves of keys, then one of values
+// Shared memory holds both halves of the keys, followed by one half of the values.
+alignas(1024) unsigned char shared[3 * mk::kPageBytes];
 thread_local int own_lane;
 std::barrier<> meeting(kLanes);
 
@@ -19,7 +20,8 @@ uint32_t __cvta_generic_to_shared(const void* p) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(p) - shared);
 }
 
-// What all lanes give.
+// The values that all 32 lanes passed to the constructor, in `of`. Every lane must construct a Gathered at
+// the same point, because the constructor waits for all lanes.
 template <class T>
 struct Gathered {
   T of[kLanes];
@@ -50,8 +52,13 @@ inline float element(const uint32_t* words, int i) {
   return i % 2 ? high_half(words[i / 2]) : low_half(words[i / 2]);
 }
 
-// Element i of A, eight of a lane: row lane / 4 (+ 8 for i of 2, 3, 6, 7), k lane % 4 * 2 + i % 2 (+ 8 from 4
-// on). Element i of B, four: k lane % 4 * 2 + i % 2 (+ 8 from 2 on), column lane / 4.
+// Each lane holds eight elements of A and four of B.
+//
+// Element i of A: the row is lane / 4, plus 8 if i is 2, 3, 6 or 7.
+// The k is lane % 4 * 2 + i % 2, plus 8 if i > 3.
+//
+// Element i of B: the column is lane / 4.
+// The k is lane % 4 * 2 + i % 2, plus 8 if i > 1.
 inline void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   const Gathered<Operands> all(Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
   for (int i = 0; i < 4; ++i) {
@@ -64,7 +71,8 @@ inline void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint
   }
 }
 
-// Matrix m has its rows from lanes 8 m on; transposed, a lane gets two neighbours of a column.
+// Emulates ldmatrix.x4.trans: lanes 8 * m to 8 * m + 7 pass the addresses of the rows of matrix m. Since the
+// matrices are transposed, each lane receives two neighbouring elements of a column.
 inline void load_matrices(uint32_t (&b)[4], uint32_t row) {
   const Gathered<uint32_t> rows(row);
   for (int m = 0; m < 4; ++m) {
@@ -91,8 +99,9 @@ struct Lane {
 
 }  // namespace
 
-// One KV block: 16 query rows [16][head_dim], pages of keys [element][token] and of values [token][element]
-// as they lie in shared memory, in halves of 64 tokens or elements. out: [16][head_dim].
+// Computes the attention of 16 query rows [16][head_dim] to one KV block, and writes `out` [16][head_dim].
+// `keys` [element][token] and `values` [token][element] have the layout of shared memory: the keys are two
+// halves of 64 tokens, with key_bytes bytes each, and the values are two halves of 64 elements.
 extern "C" void attend(const uint16_t* queries, const int32_t* positions, const unsigned char* keys,
                        int key_bytes, const unsigned char* values, int head_dim, uint16_t* out) {
   memcpy(shared, keys, 2 * key_bytes);

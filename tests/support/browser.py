@@ -1,4 +1,4 @@
-"""A headless Chromium driven over the W3C WebDriver protocol with the standard library alone."""
+"""Drives a headless Chromium over the W3C WebDriver protocol, using only the standard library."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _SHIFT = "\ue008"
 
 
 def missing() -> str | None:
-    """Why no browser can be driven here, or None."""
+    """Return the reason why no browser can be driven on this machine, or None if one can."""
     if not any(shutil.which(name) for name in _CHROMIUM):
         return f"no browser: none of {', '.join(_CHROMIUM)} is on the path"
     return None if shutil.which("chromedriver") else "no chromedriver on the path"
 
 
 class Browser:
-    """One session. Errors of the page or the driver raise RuntimeError with the driver's message."""
+    """One WebDriver session. Its methods raise RuntimeError with the driver's message if a command fails."""
 
     def __init__(self, port: int, width: int, height: int, profile: str, dark: bool) -> None:
         self._base = f"http://127.0.0.1:{port}"
@@ -43,7 +43,8 @@ class Browser:
         chrome = {"binary": binary, "args": flags}
         wanted = {"browserName": "chrome", "goog:chromeOptions": chrome, "goog:loggingPrefs": {"browser": "ALL"}}
         self._session = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
-        # The page's own size: a window has a frame, and none is narrower than 500 pixels.
+        # --window-size includes the window's frame and cannot be narrower than 500 pixels, so the size of the page
+        # itself is set here.
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._do("/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": metrics})
 
@@ -60,7 +61,9 @@ class Browser:
         return self._call("POST", f"/session/{self._session}{path}", body)
 
     def open_timeline(self, page: Path) -> None:
-        """Load a timeline's page with timeline_page.js at the end of its script: `timeline` answers questions."""
+        """Load a timeline's page with timeline_page.js appended to its script. Tests can then query the page through
+        `window.timeline`.
+        """
         script, end, rest = page.read_text(encoding="utf-8").rpartition("})();</script>")
         asking = page.with_suffix(".asking.html")
         asking.write_text(script + _TIMELINE.read_text(encoding="utf-8") + end + rest, encoding="utf-8")
@@ -72,14 +75,14 @@ class Browser:
         deadline = time.monotonic() + 30
         while not self.run(f"return !!({ready})"):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{url} did not get ready: {self.log()}")
+                raise RuntimeError(f"the page {url} did not become ready: {self.log()}")
             time.sleep(0.05)
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self._do("/execute/sync", {"script": script, "args": list(arguments)})
 
     def log(self) -> list[str]:
-        """Console messages since the last call, warnings and errors of the page among them."""
+        """Return the console messages since the last call, including the page's warnings and errors."""
         return [entry["message"] for entry in self._do("/se/log", {"type": "browser"})]
 
     def _actions(self, *sources: dict[str, Any]) -> None:
@@ -96,7 +99,7 @@ class Browser:
         self._pointer([(x, y)], press=True)
 
     def drag(self, start: tuple[float, float], stop: tuple[float, float], *, shift: bool = False) -> None:
-        """From one point to another, with the shift key held where asked."""
+        """Drag the mouse from `start` to `stop`, holding the shift key if `shift` is true."""
         if shift:
             self._actions({"type": "key", "id": "keyboard", "actions": [{"type": "keyDown", "value": _SHIFT}]})
         self._pointer([start, stop], press=True)
@@ -123,7 +126,7 @@ class Browser:
 
 @contextmanager
 def browser(width: int = 1600, height: int = 900, *, dark: bool = False) -> Iterator[Browser]:
-    """A browser with an empty profile, and its driver, both gone afterwards."""
+    """Start chromedriver and a browser with an empty profile, yield the browser, and stop both afterwards."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What tests compile, once for all processes of a run."""
+"""Builds files for tests once per test run, and shares them among the processes of the run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-NAME = "MEGAKERNEL_TESTS_BUILT"  # tells processes that this one starts where the folder is
+NAME = "MEGAKERNEL_TESTS_BUILT"  # environment variable that passes the folder's path to child processes
 
 
 @functools.cache
 def folder() -> Path:
-    """Of this run; the process that calls this first removes it in the end."""
+    """Return the folder of this run's built files. The process that creates it deletes it on exit."""
     if known := os.environ.get(NAME):
         return Path(known)
     made = tempfile.mkdtemp(prefix="megakernel-built-")
@@ -26,7 +26,9 @@ def folder() -> Path:
 
 
 def built_once(name: str, make: Callable[[Path], None]) -> Path:
-    """The file `name` of the run, which `make` writes where no process of the run has done so."""
+    """Return the path of the run's file `name`. If no process of the run has built this file yet, call `make` with the
+    path to which it must write.
+    """
     file, part = folder() / name, folder() / f"{name}.part"
     with (folder() / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Verbs of the command line, run in this process or as one of their own."""
+"""Runs commands of the `megakernel` command line, in the test process or as a separate process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from megakernel.cli import main
 
 
 def command(*arguments: str) -> list[str]:
-    """The command line of a process. Like the tests themselves, it accepts ceilings that a busy machine measured."""
+    """Return the command that runs `megakernel` with these arguments as a separate process.
+
+    That process accepts ceilings that were measured while other programs used the machine, as the test process does.
+    """
     code = "import sys; from megakernel.cli import main; from megakernel.roofline import ceilings; ceilings.QUIET = 1.0"
     return [sys.executable, "-P", "-c", f"{code}; sys.exit(main())", *arguments]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit status, standard output, standard error."""
+    """Run a command in this process and return its exit status, standard output and standard error."""
     capsys.readouterr()
     try:
         status = main(arguments)
@@ -37,7 +40,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
 
 
 def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line of a failure."""
+    """Run a command, check that it fails with status 1 and a single line of error, and return that line."""
     status, out, err = run(capsys, *arguments)
     assert (status, out, err.count("\n")) == (1, "", 1), (status, out, err)
     assert err.startswith("megakernel: error: ")

@@ -1,4 +1,4 @@
-"""Shapes, a machine with tiny tiles, and programs compiled from them."""
+"""Provides model shapes and a machine with tiny tiles, and compiles programs for them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ SMALL = ModelConfig(vocab=37, hidden=24, ffn=20, layers=3, heads=6, kv_heads=3, 
 
 
 def small_machine(workers: int, tile_rows: int = 4) -> machine.Machine:
-    """Tiles so small that tiny models have many, and pipelining pays from the first row block."""
+    """Return a machine whose tiles are so small that tiny models have many of them. The machine's memory is so fast
+    compared with its arithmetic that a panel (the row blocks that share one pass over the weights) is one row block.
+    """
     return replace(
         machine.host(workers), tile_rows=tile_rows, tile_cols=8, col_unit=2, matrix_flops=1e9, memory_bytes_per_s=1e12
     )
 
 
 def random_model(rng: np.random.Generator, most: int) -> ModelConfig:
-    """Up to so many FFN columns and tokens."""
+    """Return a random model with fewer than `most` FFN columns and vocabulary entries."""
     kv_heads, group, head_dim = (int(rng.integers(1, n)) for n in (5, 4, 3))
     vocab, ffn = (int(rng.integers(2, most)) for _ in range(2))
     hidden, layers = int(rng.integers(1, 30)), int(rng.integers(1, 4))
@@ -56,7 +58,7 @@ def compiled(
 
 
 def of(program: Program, phase: str) -> Records:
-    """The records of a phase of the body or the epilogue, on all streams."""
+    """Return the records of a phase in all streams. The phase must belong to the layers or to the epilogue."""
     wanted = program.forward.by_name[phase]
     records = (program.epilogue if wanted in program.forward.epilogue else program.body).records
     return records[phase_number(records) == wanted.number]

@@ -1,4 +1,4 @@
-"""What the tests of the CPU backend share: a small odd-shaped model with random weights, tables, programs."""
+"""Shared by the tests of the CPU backend: a small model with unusual sizes and random weights, and step tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megakernel.runtime.cpu import native
 
 Array = NDArray[Any]
 
-# No size is a multiple of any tile; heads of 24 elements, three query heads to a KV head.
+# No size is a multiple of a tile's size, so every kernel meets partial tiles. Three query heads share a KV head.
 DIMS = Dims(
     vocab=203,
     hidden=72,
@@ -48,11 +48,11 @@ DIMS = Dims(
     bias_entries=6,
 )
 PAGES = 80
-WIDTHS = ("portable", "avx2", "avx512", "avx512bf16")  # of MEGAKERNEL_SIMD
+WIDTHS = ("portable", "avx2", "avx512", "avx512bf16")  # values of MEGAKERNEL_SIMD
 
 
 def use(monkeypatch: pytest.MonkeyPatch, simd: str) -> None:
-    """Compute with a SIMD path from now on; the test is skipped where the processor lacks it."""
+    """Set MEGAKERNEL_SIMD to `simd` for this test. Skip the test if the processor does not support it."""
     monkeypatch.setenv("MEGAKERNEL_SIMD", simd)
     try:
         native.simd()
@@ -62,7 +62,9 @@ def use(monkeypatch: pytest.MonkeyPatch, simd: str) -> None:
 
 @dataclass
 class RandomCheckpoint:
-    """Weights N(0, 1 / fan-in) by buffer and layer, so that every value matters."""
+    """A checkpoint whose weights depend only on the buffer and the layer. Matrices are drawn from N(0, 1 / fan-in), so
+    that every weight influences the results.
+    """
 
     dims: Dims
     tied: bool = False
@@ -97,7 +99,9 @@ FORWARD = families.forward(RandomCheckpoint(DIMS).config, DIMS)
 
 
 def make_table(dims: Dims, sequences: Mapping[int, tuple[int, int]], seed: int = 0) -> StepTable:
-    """A table with rows of each sequence: `sequences` gives (first position, rows). Pages are dealt in random order."""
+    """Return a step table with random token IDs and KV pages in random order. `sequences` maps each sequence to the
+    position of its first row and its number of rows.
+    """
     rng = np.random.default_rng(seed)
     table = StepTable(dims)
     table.block_tables[:] = rng.permutation(PAGES)[: table.block_tables.size].reshape(table.block_tables.shape)
@@ -115,7 +119,10 @@ def make_table(dims: Dims, sequences: Mapping[int, tuple[int, int]], seed: int =
 
 @dataclass(frozen=True)
 class Item:
-    """Attention work on one slot; blocks None: all."""
+    """An attention item in the work list of attention slot `slot`.
+
+    `blocks` is the range (first, end) of its KV blocks; None means all.
+    """
 
     slot: int
     row: int
@@ -129,7 +136,7 @@ class Item:
 
 
 def set_items(table: StepTable, items: Sequence[Item]) -> None:
-    """Fill the items, given by ascending slot."""
+    """Write attention items, sorted by slot, to the step table."""
     d = table.dims
     for i, item in enumerate(items):
         last = int(table.positions[item.row + item.rows - 1])
@@ -147,7 +154,7 @@ def set_items(table: StepTable, items: Sequence[Item]) -> None:
 
 
 def fill(backend: Any) -> None:
-    """Noise in every float buffer of one rank."""
+    """Write random numbers to every float buffer of a backend with one rank, except to the weights."""
     rng, dims = np.random.default_rng(4), backend.dims
     for buffer, spec in BUFFERS.items():
         kind = spec.resolve_dtype(dims)
@@ -158,14 +165,16 @@ def fill(backend: Any) -> None:
 
 
 def bits(output: Output) -> tuple[bytes, ...]:
-    """Everything that a launch puts out for the rows that it samples."""
+    """Return a launch's tokens and log probabilities, and the logits of the rows that it sampled, as bytes."""
     live = output.logprobs != 0
     return output.tokens.tobytes(), output.logprobs.tobytes(), output.logits[live].tobytes()
 
 
 def check_stops(backend: Any, program: Program, table: StepTable, stall: Callable[[], object]) -> None:
-    """Only one launch runs at a time. A launch that stalls can be aborted or interrupted on every rank, and the next
-    one works. `stall` makes an instruction of traced launches never end.
+    """Check that a launch cannot start before the previous one has ended.
+
+    Also check that a stalled launch can be aborted or interrupted on every rank, and that the next launch then works.
+    `stall` makes one instruction never end in later launches that have a trace.
     """
     before = bits(backend.launch(program, table))
     stall()
@@ -173,7 +182,7 @@ def check_stops(backend: Any, program: Program, table: StepTable, stall: Callabl
     with pytest.raises(MegakernelError, match="has not ended"):
         backend.start(program, table)
     for _ in range(2):
-        launch.abort()  # again: nothing to do
+        launch.abort()  # the second call has no effect
     assert bits(backend.launch(program, table)) == before
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()

@@ -1,4 +1,4 @@
-"""Cubins of csrc/cuda, each compiled once for all tests of a run."""
+"""Compiles the CUDA interpreter (csrc/cuda) for tests. Each variant is compiled only once per test run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _COMPILE = Compiler.compile
 def compiled(
     compiler: Compiler, *, trace: bool, units: Units, sms: int = 1, ablation: Ablation = Ablation.NONE
 ) -> Cubin:
-    """What `compiler.compile` returns."""
+    """Return the cubin that `compiler.compile` returns. Only the first call in a test run compiles this cubin.
+
+    Later calls, also in other processes of the test run, read it from a file.
+    """
 
     def make(target: Path) -> None:
         target.write_bytes(pickle.dumps(_COMPILE(compiler, trace=trace, units=units, sms=sms, ablation=ablation)))

@@ -1,4 +1,7 @@
-"""An engine on a backend without a model, that checks what it is asked to do."""
+"""A serving engine for tests, whose backend has no model.
+
+The backend invents tokens and checks the step tables that the engine gives it.
+"""
 
 from __future__ import annotations
 
@@ -35,21 +38,30 @@ def digest(tokens: Sequence[int], before: int = 0) -> int:
 
 
 def output_ids(choice: Any) -> list[int]:
-    """The tokens of one of a request's sequences that come after its prompt."""
+    """Return the generated token ids of one completion (`choice`) of a request."""
     return list(choice.tokens[len(choice.request.prompt_ids) :])
 
 
 def continuation(said: int, seed: int, choice: int) -> int:
-    """A token that depends on the digest of all that was said, on the seed (32 bits) and on the choice."""
+    """Compute a token id from `said` (a digest of the tokens so far), a 32-bit seed and the completion's index.
+
+    Different sequences therefore get different tokens, but the same sequence always gets the same ones.
+    """
     return digest([seed, choice], said) % CONFIG.vocab
 
 
 class FakeBackend:
-    """Row after position p of a sequence gets token `reply(p)`, unless a bias forbids it: then the next id. Without
-    `reply` it gets `continuation` of what K and V hold.
+    """A backend that invents tokens instead of running a model, and asserts that the engine uses it correctly.
 
-    Every table must be valid. K and V of a position are a digest of the tokens up to it, as its page has them, whoever
-    wrote those. A launch runs when it is waited for; meanwhile nothing may start or be written.
+    The token sampled after position p is `reply(p)` or, if there is no `reply`, the `continuation` of the digest in the
+    sequence's KV cache. If a bias of minus infinity forbids that token, the next allowed id is sampled.
+
+    The KV cache has one number per position: a digest of that position's token and of the previous position's number,
+    which is read through the sequence's page table. A sequence with a wrong page, even a shared one that another
+    sequence wrote, therefore gets a wrong digest.
+
+    Every step table must pass `check_step`. A launch runs only in `wait`. Until then, the engine may neither start
+    another launch nor write to the token history.
     """
 
     name = "fake"
@@ -57,7 +69,7 @@ class FakeBackend:
     def __init__(self, reply: Callable[[int], int] | None) -> None:
         self.reply = reply
         self.history: dict[int, dict[int, int]] = {}
-        self.kv: dict[tuple[int, int], int] = {}  # by page and offset
+        self.kv: dict[tuple[int, int], int] = {}  # (page, offset in the page) -> digest
         self.tables: list[StepTable] = []
         self.interrupt = False
         self.under_way = False
@@ -73,7 +85,7 @@ class FakeBackend:
         assert not self.under_way
         self.under_way = True
         check_step(table)
-        self.tables.append(table.copy())  # the engine writes into it again
+        self.tables.append(table.copy())  # a copy, because the engine reuses the table
         return FakeLaunch(self, table)
 
     def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
@@ -90,7 +102,9 @@ class FakeBackend:
                 continue
             token = int(table.token_ids[row])
             token = self.history[slot][position] if token < 0 else token
-            if row - 1 not in sampled or table.row_seq[row - 1] != slot:  # else it may be a proposed one
+            # A row that follows a sampled row of the same sequence may have a proposed token, which is not in the
+            # history.
+            if row - 1 not in sampled or table.row_seq[row - 1] != slot:
                 assert token == self.history[slot][position]
             pages = table.block_tables[slot]
             before = self.kv[int(pages[(position - 1) // d.kv_page]), (position - 1) % d.kv_page] if position else 0
@@ -123,12 +137,12 @@ class FakeBackend:
         return Output(tokens, logprobs, logits, 0.0, None)
 
     def said(self, table: StepTable, i: int) -> list[int]:
-        """The tokens that penalties of logit row `i` count."""
+        """Return the tokens that the repetition penalties of logit row `i` take into account."""
         history = self.history[int(table.history_slot[i])]
         return [history[place] for place in range(int(table.sample_position[i]))]
 
     def kv_before(self, table: StepTable, row: int, position: int) -> int:
-        """The digest that the KV cache has of the tokens before `position`, up to that of a row."""
+        """Return the KV cache's digest of all tokens before `position` in the sequence of token row `row`."""
         block, offset = divmod(position - 1, table.dims.kv_page)
         return self.kv[int(table.block_tables[table.row_seq[row], block]), offset]
 
@@ -136,7 +150,7 @@ class FakeBackend:
         self.closed = True
 
     def steps(self) -> list[list[tuple[int, int]]]:
-        """(slot, tokens) of each sequence in each step, in row order."""
+        """Return, for each step, the (slot, number of token rows) of its sequences, in row order."""
         found = []
         for table in self.tables:
             slots = [int(s) for s in table.row_seq if s >= 0]
@@ -159,7 +173,7 @@ class FakeLaunch:
 
 
 class EvenTimes:
-    """Steps of any size take as long, so that every proposed token is verified."""
+    """Step times that do not depend on the number of rows, so that speculation verifies every proposed token."""
 
     late_s = 0.0
 
@@ -174,14 +188,20 @@ class EvenTimes:
 
 
 class Guesses:
-    """Proposers of sequences whose whole text is told by `tell`; `wrong` of a place says whether to miss it."""
+    """Creates draft proposers that know each sequence's future tokens, which a test announces with `tell`.
+
+    A proposer deliberately proposes a wrong token for each position p for which `wrong(p)` is true.
+    """
 
     def __init__(self, wrong: Callable[[int], bool] = lambda place: False) -> None:
         self.wrong = wrong
         self.texts: dict[int, Sequence[int]] = {}
 
     def tell(self, tokens: list[int], text: Sequence[int]) -> None:
-        """A sequence that now has `tokens`, the list that it appends to, will have `text`."""
+        """Announce the complete text of a sequence.
+
+        `tokens` is the list to which the engine appends the sequence's tokens; it identifies the sequence.
+        """
         self.texts[id(tokens)] = text
 
     def __call__(self, tokens: Sequence[int]) -> Guess:
@@ -202,7 +222,10 @@ class Guess:
 
 
 class Letters:
-    """A tokenizer's stream: token t is one character, from `@` on; `~` is half of a two-token `é`."""
+    """A streaming detokenizer: token t is the character with code 64 + t, so that token 0 is `@`.
+
+    Token 62 has no text of its own. Together with the next token, whichever that is, it becomes a single `é`.
+    """
 
     def __init__(self) -> None:
         self.half = False
@@ -224,7 +247,7 @@ def _compile(**bucket: Any) -> Program:
 
 
 def speculation(depth: int, guesses: Callable[[Sequence[int]], Any], kind: Any = Speculation) -> Any:
-    """Up to `depth` guesses of each sequence in every step."""
+    """Return speculation of class `kind` that verifies up to `depth` proposed tokens per sequence in every step."""
     return kind(depth, EvenTimes(), guesses)
 
 

@@ -1,4 +1,7 @@
-"""The engine beside the slow one under the same random traffic: `python tests/support/engine_twins.py STEPS SEED`."""
+"""Compares the engine with `SlowEngine`, a simple implementation of the same rules, under the same random traffic.
+
+To run it by hand for at least STEPS steps: `python tests/support/engine_twins.py STEPS SEED`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from megakernel.serving.request import Request
 
 @dataclass
 class Twins:
-    """Both engines, and what of their traffic has been met."""
+    """The two engines and their backends. `met` counts how often each kind of event has occurred, by its name."""
 
     fast: Engine
     slow: SlowEngine
@@ -34,14 +37,15 @@ class Twins:
         for request, told in zip(requests, guesses, strict=True):
             for choice in request.choices:
                 text, said = list(prompt), digest(prompt)
-                for _ in range(256):  # what it will be but where tokens are forbidden
+                # Make `text` the tokens that the backend will produce, except where a bias forbids a token.
+                for _ in range(256):
                     text.append(continuation(said, request.seed & 0xFFFFFFFF, choice.choice))
                     said = digest(text[-1:], said)
                 told.tell(choice.tokens, text)
         return requests
 
     def step(self) -> None:
-        """Both step; everything that they did and hold must be equal."""
+        """Run one step of each engine, and assert that their step tables, tokens, statistics and states are equal."""
         steps: list[Step | SlowStep | None] = []
         for engine in (self.fast, self.slow):
             try:
@@ -71,7 +75,7 @@ class Twins:
 
 
 def held(engine: Engine | SlowEngine) -> Any:
-    """Who waits, and who runs with how much computed in which slot and pages; and the free slots."""
+    """Return an engine's waiting sequences, its running sequences with their slots and pages, and its free slots."""
     batch: Any = engine._batch if isinstance(engine, Engine) else engine.batch
     free = batch._slots if isinstance(engine, Engine) else batch.slots
     return (
@@ -82,7 +86,11 @@ def held(engine: Engine | SlowEngine) -> Any:
 
 
 def assert_same_table(one: StepTable, other: StepTable) -> None:
-    """In all that is read of them; attention items may be dealt otherwise, and `FakeBackend` checks those."""
+    """Assert that two step tables agree in everything that an interpreter reads, except the assignment of attention.
+
+    The fields with `per_rank` assign attention work to slots. Several assignments are valid, so these fields are not
+    compared; `FakeBackend` checks them.
+    """
     pairs, rows = int(other.bias_end.max()), int((other.row_seq >= 0).sum())
     for field in STEP_FIELDS:
         mine, theirs = getattr(one, field.name), getattr(other, field.name)
@@ -132,7 +140,10 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 
 def compare(seed: int, steps: int) -> Counter[str]:
-    """Random limits and traffic, for so many steps: what was met. Raises AssertionError at the first difference."""
+    """Run both engines for `steps` steps with random limits and random traffic. Return how often each event occurred.
+
+    Raises AssertionError at the first difference.
+    """
     rng = random.Random(seed)
     depth, share = rng.choice([0, 0, 0, 4]), rng.choice([0, 20, 100])
     both, guesses = twins(

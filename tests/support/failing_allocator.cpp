@@ -1,5 +1,5 @@
-// An allocator for LD_PRELOAD that fails once, when it is told to: of what the native library takes by `new`
-// or aligned_alloc.
+// A library for LD_PRELOAD that replaces `new` and aligned_alloc, with which the native library allocates.
+// After fail_allocation(n), n allocations succeed, the next one fails, and all later ones succeed.
 #include <stdlib.h>
 
 #include <atomic>
@@ -8,7 +8,7 @@
 
 namespace {
 
-std::atomic<long> left{-1};  // allocations until the one that fails; negative: none does
+std::atomic<long> left{-1};  // allocations that succeed before one fails; negative: none fails
 
 bool fails() { return left.load() >= 0 && left.fetch_sub(1) == 0; }
 

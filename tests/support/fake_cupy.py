@@ -1,5 +1,7 @@
-"""As much of CuPy as benchmarks/speed/probe_gpu.py needs, on the host: arrays of NumPy, kernels that write what a GPU
-would have measured, and events that are a millisecond apart."""
+"""A fake CuPy for tests of benchmarks/speed/probe_gpu.py, with only the functions that this script needs.
+
+Arrays are NumPy arrays, kernels write made-up measurements, and any two events are 1 ms apart.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ class RawModule:
         self._code = code
 
     def get_function(self, name: str) -> Any:
-        """A kernel that the source has. It does nothing where nothing is made of what it writes."""
+        """Return a stand-in for a kernel, whose name must occur in the source.
+
+        The stand-in does nothing unless the script evaluates what the kernel writes.
+        """
         assert f" {name}(" in self._code, name
         body = _KERNELS.get(name, lambda *arguments: None)
 

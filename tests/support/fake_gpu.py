@@ -1,7 +1,8 @@
-"""A pretended GPU for the launcher: the driver of tests/support/fake_cuda, and a kernel that is the reference backend.
+"""A fake GPU for tests of the launcher: the fake driver of tests/support/fake_cuda, and a kernel written in Python.
 
-The kernel knows nothing but the arguments of a launch: it reads program, step table and weights from where they point.
-Runs in a process of its own that finds that driver; `run` starts one for a function of a test module.
+The kernel computes with the reference backend. It knows only the arguments of a launch, and reads the program, the step
+table and the weights through their pointers. The fake GPU needs a process of its own, in which the fake driver is
+loaded instead of NVIDIA's: `run` calls a function of a test module in such a process.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.POINTER(Params), ctypes.c_int, ctypes.
 
 @functools.cache
 def _driver(folder: str) -> str:
-    """Builds the library into a folder; the folder."""
+    """Build the fake driver's library in a folder, and return the folder."""
     source = ROOT / "tests" / "support" / "fake_cuda" / "libcuda.cpp"
     command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror"]
     target = str(Path(folder) / "libcuda.so.1")
@@ -58,7 +59,7 @@ def _driver(folder: str) -> str:
 
 
 def run(tmp_path_factory: pytest.TempPathFactory, function: Callable[[], None], **env: object) -> str:
-    """Call a function of a module of tests in a process with the pretended driver: what it printed."""
+    """Call a function of a test module in a new process that uses the fake driver, and return what it printed."""
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed")
     folder = _driver(str(tmp_path_factory.getbasetemp()))
     home = Path(function.__code__.co_filename)
@@ -78,7 +79,10 @@ def run(tmp_path_factory: pytest.TempPathFactory, function: Callable[[], None], 
 
 
 def pretended(*, fibres: bool = False, **env: object) -> Callable[[Callable[[], None]], Callable[..., None]]:
-    """A test whose body runs in such a process; with `fibres`, FIBRES names the library that FibreKernel takes."""
+    """Return a decorator for tests, which makes the test's body run in a process that uses the fake driver.
+
+    With `fibres`, the environment variable FIBRES of that process is the path of the library for FibreKernel.
+    """
 
     def test_of(body: Callable[[], None]) -> Callable[..., None]:
         def test(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -98,7 +102,7 @@ def library() -> ctypes.CDLL:
 
 
 def no_compiler() -> None:
-    """The pretended driver takes any code."""
+    """Replace the CUDA compiler by a stub that returns arbitrary bytes, which the fake driver accepts as a cubin."""
     from megakernel.runtime.cuda import compile
 
     compile.cubin = lambda **variant: b"code"
@@ -112,7 +116,7 @@ def print_missing() -> None:
 
 
 def view(address: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """Memory of the pretended device."""
+    """Return memory of the fake device as a NumPy array, without copying it."""
     size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     if not size:
         return np.zeros(shape, dtype)
@@ -120,7 +124,7 @@ def view(address: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
 
 
 class Arguments:
-    """What a launch's arguments point to."""
+    """The program, step table, counters and buffers to which the arguments of a launch point."""
 
     def __init__(self, params: Any) -> None:
         self.params = params
@@ -152,14 +156,14 @@ class Arguments:
         self.strides = view(params.layer_stride, (tp, len(Buffer)), np.uint64)
 
     def _forward(self, prologue: Segment, body: Segment, epilogue: Segment, queues: Segment) -> Forward:
-        """The phases that records name, those of operations without a name for control."""
+        """Rebuild the forward pass from the phase numbers in the records, without control phases (join and drain)."""
         lists = [[prologue.records], [body.records, queues.records], [epilogue.records]]
         numbers = [np.unique(phase_number(np.concatenate(records))).tolist() for records in lists]
         found = [[_phase(n, self.phases[0, n]) for n in segment] for segment in numbers]
         return Forward(*(tuple(phase for phase in segment if not phase.control) for segment in found))
 
     def config(self) -> ModelConfig:
-        """Of the model; the biases are those that have an address."""
+        """Rebuild the model's configuration. A bias exists in the model if its buffer has an address."""
         d = self.dims
         sizes = d.vocab, d.hidden, d.ffn, d.layers, d.heads, d.kv_heads, d.head_dim, d.max_context
         qkv, o, mlp = (bool(self.addresses[0, b]) for b in (Buffer.B_QKV, Buffer.B_O, Buffer.B_GATE_UP))
@@ -172,7 +176,7 @@ class Arguments:
 
 
 def _phase(number: int, words: NDArray[np.int32]) -> Phase:
-    """What the C++ struct says, without a name."""
+    """Rebuild a phase from the words of the C++ struct, which contain no name: the phase is named after its number."""
     kinds = {"Operation": Operation, "Rows": Rows, "Result": Result}
     made: dict[str, Any] = {"name": f"phase {number}", "number": number}
     for field, word in zip(PHASE_FIELDS, words.tolist(), strict=True):
@@ -184,12 +188,13 @@ def _phase(number: int, words: NDArray[np.int32]) -> Phase:
 
 
 class PretendedKernel:
-    """Runs launches on a reference backend whose weights come from where the arguments say."""
+    """A fake kernel that runs each launch on the reference backend, with weights copied from the fake device."""
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
         self.errors: list[BaseException] = []
-        self.before: Callable[[Any], bool] | None = None  # False: this launch does nothing else
+        # A function that is called at the start of each launch. If it returns False, the launch does nothing.
+        self.before: Callable[[Any], bool] | None = None
         self._reference: Any = None
         self._programs: dict[bytes, Program] = {}
         self._callback = _CALLBACK(self._run)
@@ -205,7 +210,11 @@ class PretendedKernel:
             self.errors.append(e)
 
     def execute(self, a: Arguments) -> None:
-        """One step; ranks of all grids together, with the first grid."""
+        """Run the part of a step that one kernel launch (a grid) computes.
+
+        The grid adds to the counters of the ranks that it runs. The grid that runs rank 0 also computes the results of
+        all ranks.
+        """
         p = a.params
         for rank in range(p.first_rank, p.first_rank + p.ranks):
             for block, total in enumerate(a.program.totals()[:, rank]):
@@ -233,7 +242,10 @@ class PretendedKernel:
 
 
 class FibreKernel:
-    """Runs launches on the interpreter's own roles and bodies, on fibres of the host, in ever other orders."""
+    """A fake kernel that runs the CUDA interpreter's own code on the CPU, each warp as a fibre (user-space thread).
+
+    Each launch switches between the fibres in a different random order.
+    """
 
     def __init__(self, fibres: str) -> None:
         self._fibres = ctypes.CDLL(fibres)
@@ -251,7 +263,7 @@ class FibreKernel:
 
 
 def _reference_on(a: Arguments, pages: int) -> Any:
-    """A reference backend that computes with the weights on the device."""
+    """Return a reference backend whose weights are copied from the fake device."""
     from megakernel.runtime.reference import ReferenceBackend
 
     class OnDevice(ReferenceBackend):
@@ -266,7 +278,7 @@ def _reference_on(a: Arguments, pages: int) -> Any:
 
 
 def poll(address: int, seconds: float = 10.0) -> bool:
-    """Whether an int32 of the device becomes other than 0."""
+    """Wait up to `seconds` for an int32 in device memory to become nonzero, and return whether it did."""
     word = ctypes.c_int32.from_address(address)
     end = time.perf_counter() + seconds
     while word.value == 0 and time.perf_counter() < end:

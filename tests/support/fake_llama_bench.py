@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""What llama.cpp's benchmarks print, of a machine whose times are known. Every run adds its command to a log."""
+"""A stand-in for llama.cpp's benchmark programs, which prints results in their format, with times known to the tests.
+
+Every run appends its name and flags to the file FAKE_LOG. If FAKE_ANSWER is set, the run crashes or prints that text.
+"""
 
 import json
 import os
@@ -15,7 +18,7 @@ if os.environ.get("FAKE_ANSWER") == "crash":
 if os.environ.get("FAKE_ANSWER"):
     print(os.environ["FAKE_ANSWER"])
     sys.exit(0)
-slow = 1.0 if flags["-fa"] == "1" else 0.5  # seconds fewer
+slow = 1.0 if flags["-fa"] == "1" else 0.5  # seconds without flash attention
 slow += {"512": 0.0, "128": -0.25, "2048": 1.0}[flags["-ub"]]
 slow += 1.0 if flags["-t"] == "1" else 0.0
 if Path(sys.argv[0]).name == "llama-bench":
@@ -28,5 +31,5 @@ if Path(sys.argv[0]).name == "llama-bench":
     )
 else:
     print("| a table |")
-    for share in (10, 1):  # the first one warms up
+    for share in (10, 1):  # the first result is of a warm-up run
         print(json.dumps({"pl": 2, "t_pp": share * slow, "t_tg": share * 1.0}))

@@ -1,4 +1,7 @@
-"""A server that speaks just enough of the OpenAI API to be measured, on a thread, with the faults a test asks for."""
+"""A fake server that runs on a thread, for tests of the serving benchmark.
+
+It implements only the part of the OpenAI API that the benchmark calls, and fails in the ways that a test selects.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,18 @@ from typing import Any
 
 @dataclass
 class FakeServer:
-    """`url` once it runs. A request whose prompt has n tokens fails as `faults[n]` says: an HTTP status, "cut" (the
-    stream ends early), "error" (an error event), "short" (a token less), "silent" (the connection is closed)."""
+    """The server's settings, and what it has recorded. `url` is set as soon as the server runs.
+
+    `faults[n]` is how a request with a prompt of n tokens fails. A number is an HTTP status. "cut" ends the stream
+    without `[DONE]`, "error" sends an error event, "short" reports one generated token too few, and "silent" closes the
+    connection without a response.
+    """
 
     model: str = "random:tiny"
     delay_s: float = 0.0
     faults: dict[int, int | str] = field(default_factory=dict)
-    pages: dict[str, Any] = field(default_factory=dict)  # other paths -> JSON
-    close_after: int = 10**9  # answers on one connection
+    pages: dict[str, Any] = field(default_factory=dict)  # the JSON response to each other path
+    close_after: int = 10**9  # number of responses after which the server closes a connection
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[str] = field(default_factory=list)
@@ -82,7 +89,8 @@ class FakeServer:
         lines = [f"data: {json.dumps(event)}\n\n" for event in events] + ["data: [DONE]\n\n"] * (fault != "cut")
         for line in lines:
             data = line.encode()
-            for piece in (data[:9], data[9:]):  # events are not cut where chunks are
+            # Each event spans two HTTP chunks, because a client may not rely on one chunk per event.
+            for piece in (data[:9], data[9:]):
                 writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
                 await writer.drain()
                 await asyncio.sleep(self.delay_s)
@@ -91,7 +99,7 @@ class FakeServer:
 
 @contextmanager
 def running(server: FakeServer) -> Iterator[FakeServer]:
-    """The server on a free port of this machine until the block ends."""
+    """Run the server on a free local port until the `with` block ends."""
     begun = threading.Event()
     end: list[Callable[[], object]] = []
 

@@ -1,4 +1,7 @@
-"""Small programs for GPUs, with a backend whose KV cache is filled, and what their launches leave."""
+"""Small GPU programs for tests, each with a step table and a reference backend whose KV cache has random contents.
+
+Other functions collect the results of a launch, compare them, and list the memory boxes that an instruction copies.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "norms of wide heads": {"family": "qwen3", "heads": 3, "kv_heads": 1, "head_dim": 128, "hidden": 64},
     "whole pages": {"heads": 2, "kv_heads": 1, "head_dim": 128, "hidden": 256, "ffn": 256},
 }
-TILES = {"whole pages": {"tile_rows": 128, "tile_cols": 256}}  # others have small ones, of which a program has more
+# The tile sizes of the shape "whole pages". All other shapes use the smaller tiles of the function `h100`, so that
+# their programs have more tiles.
+TILES = {"whole pages": {"tile_rows": 128, "tile_cols": 256}}
 PAGES = 16
 
 
@@ -43,7 +48,11 @@ def make(
     workers: int = 2,
     chunks: tuple[tuple[int, int], ...] = ((200, 3), (0, 30)),
 ) -> tuple[ReferenceBackend, Program, Any]:
-    """A backend with a random KV cache, a program, and a step that runs `chunks` (start, tokens), one row left over."""
+    """Return a reference backend with a random KV cache, a program, and the table of a step that computes `chunks`.
+
+    Each chunk is a sequence's (start position, number of tokens). The program has one token row more than the chunks
+    need, so that the step has padding.
+    """
     _, checkpoint = make_llama(1, layers=2, **SHAPES[shape])
     rows = sum(count for _, count in chunks)
     machine = h100(workers, **TILES.get(shape, {}))
@@ -66,7 +75,7 @@ def make(
 
 
 def results(image: LaunchImage) -> dict[str, Any]:
-    """All that a launch leaves to the host or to the next one, by rank."""
+    """Return copies of all buffers that the host or the next launch may read, by buffer name, rank and layer."""
     d = image.dims
     out: dict[str, Any] = {}
     for rank in range(d.tp):
@@ -79,7 +88,7 @@ def results(image: LaunchImage) -> dict[str, Any]:
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Names of what differs in any bit."""
+    """Return the names of the buffers that are not bit-identical in `a` and `b`."""
     return [name for name in a if a[name].tobytes() != b[name].tobytes()]
 
 
@@ -88,7 +97,10 @@ CAPACITY = 4096
 
 
 def plan(forward: Forward, dims: Dims, table: StepTable, record: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
-    """Columns of the boxes of a record in layer 1."""
+    """Return the memory boxes that an instruction, given by its record, loads and stores in layer 1.
+
+    The result has one array per name in COLUMNS, with one element per box, and one element for a page without boxes.
+    """
     rows = np.zeros((CAPACITY, len(COLUMNS)), np.int32)
     words, record = dims_words(dims), np.ascontiguousarray(record)
     n = build_fibres().mk_protocol_plan(

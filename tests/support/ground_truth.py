@@ -1,15 +1,21 @@
-"""What a program really does: every interleaving of a small one, adversarial ones of a larger.
+"""Decides whether a program is safe.
 
-The judge of the verifier, sharing no code with it or with the scheduler: it knows the records, the counters' rule
-and the program's phases. A program becomes streams of atomic steps (an instruction, or one attention item), each with
-the counters it waits for, the counters it adds to and the boxes it touches. What counters allow depends on how far
-each stream is and on nothing else, so every reachable state can be visited. If no reachable state lets two steps run
-whose boxes conflict, all interleavings give the same data, and one of them tells whether it is the right data. Two
-launches run back to back, a rank starting its second when its own streams have ended the first.
+The module tries every interleaving of a small program, but only adversarial interleavings of a larger program. Tests
+compare the verifier's answers with those of this module. This module shares no code with the verifier or the scheduler.
+It knows only the records, the program's phases, and the rule that an instruction waits until its counters have their
+totals.
 
-A stream may begin steps before the one it is at has ended, in order, as soon as their counters have their totals, and
-claim from a queue whose drain is the next step. What it has begun adds to no counter, so the states are the same; but
-steps of one stream may conflict too.
+A program becomes one stream of atomic steps per worker. A step is an instruction or one attention item. Each step
+lists the counters that it waits for, the counters that it adds to, and the boxes (parts of buffers) that it accesses.
+Which steps the counters allow depends only on the progress of each stream, so every reachable state can be visited. If
+no reachable state allows two steps with conflicting boxes, all interleavings produce the same data, and running one of
+them shows whether that data is right. Two launches run back to back: a rank starts the second launch when its own
+streams have ended the first.
+
+Before its current step has ended, a stream may begin later steps, in order, if the counters for which they wait have
+reached their totals. If its next step is a drain (the instruction that claims and runs a queue's instructions), the
+stream may also claim from that queue already. A step adds to its counters only when it ends, so steps begun early do
+not change which states are reachable, but two steps of one stream may conflict.
 """
 
 from __future__ import annotations
@@ -27,17 +33,25 @@ from megakernel.program import Program
 
 @dataclass(frozen=True)
 class State:
-    """How far everything is: per stream (launch and position), per stream the queue record it has claimed and how
-    far, per queue the records claimed."""
+    """The progress of all streams and queues.
+
+    `at` has the number of steps that each stream has completed, over all launches. `inner` has, for each stream, the
+    queue record that the stream has claimed and the next step of that record. `heads` has the number of records claimed
+    from each queue.
+    """
 
     at: tuple[int, ...]
-    inner: tuple[tuple[int, int], ...]  # (record, step) or (-1, 0)
-    heads: tuple[int, ...]  # of each (launch, rank, layer, queue)
+    inner: tuple[tuple[int, int], ...]  # (record, step), or (-1, 0) without a record
+    heads: tuple[int, ...]  # one for each launch, rank, layer and queue
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`safe` is None where not every interleaving was tried and none failed."""
+    """Whether a program is safe, the reason, and the number of states or interleavings tried.
+
+    `safe` is None if no interleaving failed, but safety is not proved: not every interleaving was tried, or steps that
+    may run at the same time have conflicting boxes.
+    """
 
     safe: bool | None
     why: str
@@ -58,7 +72,7 @@ class Explorer:
         self._conflicts: dict[tuple[int, int], bool] = {}
 
     def places(self, state: State) -> Iterator[tuple[int, int, int]]:
-        """(stream, launch, position) of each stream that has not ended and whose rank has ended the launch before."""
+        """Yield (stream, launch, position) of each unfinished stream whose rank has ended all earlier launches."""
         for s, at in enumerate(state.at):
             if at < LAUNCHES * self.lengths[s]:
                 launch, position = divmod(at, self.lengths[s])
@@ -66,7 +80,7 @@ class Explorer:
                     yield s, launch, position
 
     def steps(self, state: State, counters: np.ndarray) -> list[tuple[int, Step, int]]:
-        """(stream, step, launch) that may run now."""
+        """Return (stream, step, launch) for every step that may run now."""
         out = []
         for s, launch, position in self.places(state):
             step = self.model.streams[s][position]
@@ -74,7 +88,7 @@ class Explorer:
             if step.queue is not None:
                 inner = self._claimed(state, s, step, launch)
                 if inner is None:
-                    out.append((s, step, launch))  # the drain is over
+                    out.append((s, step, launch))  # nothing is left to claim, so the drain itself may end
                     continue
                 waits, step = waits + inner.waits, inner
             if all(counters[c] >= (launch + 1) * self.model.totals[c] for c in waits):
@@ -82,10 +96,15 @@ class Explorer:
         return out
 
     def ahead(self, state: State, s: int, counters: np.ndarray) -> Iterator[tuple[int, Step]]:
-        """(position, step) that stream `s` may begin although the step that it is at, which may run, has not ended."""
+        """Yield (position, step) for the later steps that stream `s` may begin before its current step has ended.
+
+        Call this only if the current step may run. Positions count over all launches, as in `State.at`.
+        """
         launch, position = divmod(state.at[s], self.lengths[s])
         if self.model.streams[s][position].queue is not None:
-            return  # what a queue holds is in no order with what follows the drain
+            # No need to look beyond a drain. Once it has ended, another stream may still run the queue's instructions,
+            # so conflicts between them and the steps after the drain are found in that state.
+            return
         for at in range(position + 1, self.lengths[s]):
             step = self.model.streams[s][at]
             if step.queue is not None or any(counters[c] < (launch + 1) * self.model.totals[c] for c in step.waits):
@@ -102,7 +121,10 @@ class Explorer:
         return launch * len(self.queue_keys) + self.queue_keys.index((rank, layer, step.queue[0]))
 
     def _claimed(self, state: State, s: int, step: Step, launch: int) -> Step | None:
-        """The step of a queue record that stream `s` runs or would claim next; None: nothing is left for it."""
+        """Return the next step of the queue record that stream `s` has claimed or would claim.
+
+        Returns None if the drain has nothing left to claim.
+        """
         head = self._head(s, step, launch)
         queue = self.model.queues[self.queue_keys[head % len(self.queue_keys)]]
         record, at = state.inner[s]
@@ -124,7 +146,7 @@ class Explorer:
         return State(state.at, _with(state.inner, s, then), state.heads)
 
     def claim(self, state: State, s: int, launch: int) -> State:
-        """A blocked record is claimed all the same."""
+        """Let stream `s` claim the next record of its queue, even if that record must still wait for counters."""
         step = self._drain(state, s)
         assert step is not None
         head = self._head(s, step, launch)
@@ -140,13 +162,16 @@ class Explorer:
         return out
 
     def unfinished(self, state: State, counters: np.ndarray) -> str:
-        """What is wrong where nothing may run any more, or nothing."""
+        """Return what is wrong with a state in which no step may run.
+
+        The answer is "deadlock", "totals" if a counter has a wrong total, or "" if nothing is wrong.
+        """
         if any(at < LAUNCHES * n for at, n in zip(state.at, self.lengths, strict=True)):
             return "deadlock"
         return "" if np.array_equal(counters, LAUNCHES * self.model.totals) else "totals"
 
     def _drain(self, state: State, s: int) -> Step | None:
-        """The drain from which stream `s` may claim: the step that it is at, or the next one of its launch."""
+        """Return the drain from which stream `s` may claim: its current step or, in the same launch, the next one."""
         position = state.at[s] % self.lengths[s]
         for step in self.model.streams[s][position : position + 2]:
             if step.queue is not None:
@@ -155,8 +180,10 @@ class Explorer:
 
     def conflict(self, a: Step, b: Step) -> bool:
         key = (id(a), id(b))
+        # Two streams may be about to claim the same step, but only one of them will run it. Of the parts of a split
+        # (attention over several KV ranges), only the last to finish writes the result.
         if a is b or (a.split and b.split and a.split[:3] == b.split[:3]):
-            return False  # either may claim it; of a split's parts only the last to arrive writes
+            return False
         if key not in self._conflicts:
             self._conflicts[key] = _meet(a.writes, b.writes) or _meet(a.writes, b.reads) or _meet(a.reads, b.writes)
         return self._conflicts[key]
@@ -171,7 +198,10 @@ def _meet(a: list[Box], b: list[Box]) -> bool:
 
 
 class _Progress:
-    """Counters along a path. Splits: the arrivals come with the part that happens to be last."""
+    """The counters' values along one path through the states.
+
+    The parts of an attention split add to its counters only once, when the last of them ends.
+    """
 
     def __init__(self, explorer: Explorer) -> None:
         self.counters = np.zeros(len(explorer.model.totals), np.int64)
@@ -194,13 +224,17 @@ class _Progress:
 
 
 def _begin(program: Program, table: Table, right: Right) -> tuple[Explorer, list[bytes]]:
-    """The right outputs are those of the good program, or, where `program` has other phases, what these make."""
+    """Return an explorer of `program`, and the outputs that it should produce.
+
+    These are the outputs in `right`, unless `program` has other phases than those that `right` was computed from. Then
+    they are computed from the phases of `program` itself.
+    """
     right = right if right.forward == program.forward else expected(program, table)
     return Explorer(program, table), right.outputs
 
 
 def explore(program: Program, table: Table, right: Right, limit: int) -> Verdict:
-    """Visit every state that the counters allow, at most `limit`."""
+    """Visit every state that the counters allow, up to about `limit` states, and judge the program."""
     try:
         explorer, want = _begin(program, table, right)
     except Wild as e:
@@ -255,14 +289,17 @@ def run(
     favour: list[int] | None = None,
     overlap: float = 0.0,
 ) -> Data | None:
-    """Data after one interleaving; None where it deadlocks or totals are off.
+    """Run one interleaving and return the data. Return None if it deadlocks or a counter does not end at its total.
 
-    `goal` is reached first. There streams `then` go on, or the step `early` (stream, position) does its work, long
-    before it ends. `overlap`: how often some step that may does so.
+    With `goal`, the run goes to that state first. In that state, the streams in `then` run one step each, in that
+    order. `early` = (stream, position) names a step that does its work already in state `goal`. This step signals its
+    counters only at its normal place in the stream. The rest of the order is random, unless `favour` has a number for
+    each stream: then the stream with the lowest number runs first. `overlap` is the probability, before each step, that
+    a random stream does the work of one of its later steps early.
     """
     data, progress, state = Data(explorer.model), _Progress(explorer), explorer.start
     todo = list(then)
-    done: set[tuple[int, int]] = set()  # steps whose work is done and that have not ended
+    done: set[tuple[int, int]] = set()  # steps that have done their work but have not ended yet
 
     def begin(s: int, at: int) -> None:
         launch, position = divmod(at, explorer.lengths[s])
@@ -327,7 +364,7 @@ def _within(state: State, goal: State) -> bool:
 
 
 def adversarial(program: Program, table: Table, right: Right, seed: int, runs: int) -> Verdict:
-    """Random interleavings with overlap, and such that always favour some workers."""
+    """Judge a program by `runs` random interleavings, of the two kinds that `_manner` describes."""
     try:
         explorer, want = _begin(program, table, right)
     except Wild as e:
@@ -340,29 +377,38 @@ def adversarial(program: Program, table: Table, right: Right, seed: int, runs: i
 
 
 def unsafe(base: Program, program: Program, seed: int = 0, runs: int = 4) -> bool:
-    """Whether an adversarial run shows that a program does not do what its base does."""
+    """Return whether one of `runs` adversarial interleavings of `program` fails or has other outputs than `base`."""
     table = make_table(base.dims, seed)
     return adversarial(program, table, expected(base, table), seed, runs).safe is False
 
 
 def _manner(explorer: Explorer, rng, number: int) -> dict[str, object]:
-    """Every other run always favours some streams; in the rest, steps overlap."""
+    """Return the arguments that make a call of `run` adversarial.
+
+    If `number` is odd, the run always prefers some streams to others. If it is even, steps begin early at random.
+    """
     return {"favour": rng.permutation(len(explorer.lengths)).tolist()} if number % 2 else {"overlap": 0.3}
 
 
 class Failure(AssertionError):
-    """A deadlock, a wrong total, or something read that depends on the order."""
+    """A deadlock, a counter that does not end at its total, or a step that reads data that it should not."""
 
 
 def check(program: Program, seed: int, rounds: int = 4) -> None:
-    """Raise Failure unless steps read the same in adversarial runs as phase after phase, for a random table each."""
+    """Raise Failure if an adversarial interleaving deadlocks or lets a step read wrong data.
+
+    The right data is what the step reads when the phases run one after another. Each of the `rounds`
+    interleavings uses a different random step table.
+    """
     rng = np.random.default_rng(seed)
     for number in range(rounds):
         explorer = Explorer(program, make_table(program.dims, int(rng.integers(1 << 31))))
         want, data = in_order(explorer.model).seen, run(explorer, rng, **_manner(explorer, rng, number))
         if data is None:
-            raise Failure("a deadlock, or a counter that does not end at its total")
+            raise Failure("the launch deadlocks, or a counter does not end at its total")
         wrong = next((key for key, seen in want.items() if data.seen.get(key) != seen), None)
         if wrong is not None:
             name = program.forward.by_number[wrong[1][0]].name
-            raise Failure(f"{name} (launch, tag, part: {wrong}) read something else")
+            raise Failure(
+                f"{name} read other values than in sequential execution: (launch, step's tag, split part) = {wrong}"
+            )

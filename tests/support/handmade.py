@@ -1,9 +1,13 @@
-"""Plain programs made by hand from any forward pass: they owe nothing to the scheduler.
+"""Builds simple programs for any forward pass without the scheduler, so that tests do not depend on the scheduler.
 
-The tiles of a phase go round robin over a rank's workers, or into a queue, row block by row block. A tile waits for all
-that any rank did to its row block in the phase before, through one counter per phase and row block (and head group
-before attention), which has the same number on all ranks: on the own rank where both phases are of every rank's part,
-on the rank that owns the row block where the later one runs there.
+The tiles of a phase are assigned to a rank's workers in turn, or appended to the rank's queue, one row block after
+another. A tile waits until the previous phase has finished the tile's row block. To do so, it waits for a counter: each
+phase has one counter per row block, and the phase before attention has one per row block and head group. A counter has
+the same index on every rank.
+
+A finished tile signals its phase's counter. If every rank computes all rows in this phase and in the next one, the tile
+signals the counter on its own rank. If the next phase runs only on the rank that owns the row block, the tile signals
+the counter on that rank. Otherwise it signals the counters on all ranks.
 """
 
 from __future__ import annotations
@@ -25,9 +29,9 @@ from megakernel.program import SEGMENTS, Program, Segment
 
 
 def record(phase: Phase, *operands: int, waits: Sequence[int] = (), signals: Sequence[int] = ()) -> Records:
-    """One record of a phase; waits and signals are words."""
+    """Return one record of a phase. `waits` and `signals` are encoded words, as `counter_word` returns them."""
     if len(operands) != len(phase.operands):
-        raise ValueError(f"{phase.name} takes {phase.operands}")
+        raise ValueError(f"{phase.name} takes the operands {phase.operands}, not {operands}")
     return encode(phase.number, operands, waits, signals)
 
 
@@ -45,13 +49,13 @@ def small_dims(**changes: float) -> Dims:
 
 
 def rank_dims(tp: int, **changes: int) -> Dims:
-    """Sizes of which most ranks get a part, of uneven length."""
+    """Return dimensions that split unevenly: the shares of the ranks differ in size, and some can be empty."""
     sizes = {"vocab": 150, "ffn": 70, "row_block": 2, "hidden": 8, "layers": 2, "heads": 3, "kv_heads": 3}
     return small_dims(tp=tp, **sizes | changes)
 
 
 def llama(d: Dims, norm: families.Norm = families.Norm.OWN) -> Forward:
-    """The forward pass of a Llama of these sizes, without biases."""
+    """Return the forward pass of a Llama model with these dimensions and without biases."""
     config = ModelConfig(d.vocab, d.hidden, d.ffn, d.layers, d.heads, d.kv_heads, d.head_dim, d.max_context)
     return families.forward(config, d, norm)
 
@@ -59,32 +63,42 @@ def llama(d: Dims, norm: families.Norm = families.Norm.OWN) -> Forward:
 def handmade(
     dims: Dims | None = None, workers: int = 2, tile: int = 8, queue: str = "none", forward: Forward | None = None
 ) -> Program:
-    """`tile` columns per matmul tile; one head group per KV head. `queue`: none, attention (a queue of each rank has
-    its slots), or body (a queue has all of the rank's body, claimed in two tranches)."""
+    """Return a program with `tile` columns per matmul tile and one head group per KV head.
+
+    `queue` says which instructions of the layers are in a queue on each rank: "none", "attention" (one instruction per
+    attention slot) or "body" (all of them). With "body", each worker's stream has two drain instructions, which claim
+    instructions from the queue: the first ends after a third of the queue, the second at its end.
+    """
     dims = dims or small_dims()
     return _Builder(dims, forward or llama(dims), workers, tile, queue).program()
 
 
 def make_dims(config: ModelConfig, **overrides: Any) -> Dims:
-    """Small defaults: 24 token rows in row blocks of 8, pages of 16 tokens, splits possible."""
+    """Return small dimensions for a model: 24 token rows in row blocks of 8, and KV pages of 16 tokens.
+
+    There are 64 attention partials, so that attention over a long context can be split.
+    """
     sizes = {"kv_page": 16, "row_block": 8, "tokens": 24, "logit_rows": 24, "max_seqs": 8, "items": 64, "partials": 64}
     sizes |= {"max_context": config.max_context, "attention_slots": 3, "bias_entries": 16}
     return replace(weight_dims(config, Dtype.F32), **sizes | overrides)
 
 
 def make_program(config: ModelConfig, dims: Dims, workers: int = 1, tile: int = 32, queue: str = "none") -> Program:
-    """A forward pass of a model. `queue`: what `handmade` says."""
+    """Return a handmade program for a model's forward pass. `queue` has the same meaning as in `handmade`."""
     return handmade(dims, workers, tile, queue, families.forward(config, dims))
 
 
 def make_queue_program(config: ModelConfig, dims: Dims, workers: int = 1, tile: int = 32) -> Program:
-    """The same with the whole body in one queue for each rank, which every worker claims from with one drain."""
+    """Return a program that has all layer instructions of a rank in one queue.
+
+    Inside the layers, a worker's stream has only one instruction, which claims from this queue until its end.
+    """
     program = make_program(config, dims, workers, tile, "body")
     return replace(program, body=segment(*(program.body.stream(i)[-1:] for i in range(dims.tp * workers))))
 
 
 class _Builder:
-    """Streams and queues of all ranks, and what arrives at each counter."""
+    """Collects the streams and queues of all ranks, and counts the arrivals at each counter."""
 
     def __init__(self, dims: Dims, forward: Forward, workers: int, tile: int, queue: str) -> None:
         self.dims, self.forward, self.workers, self.tile, self.queue = dims, forward, workers, tile, queue
@@ -92,7 +106,8 @@ class _Builder:
         self.blocks = [(row, min(dims.row_block, dims.tokens - row)) for row in range(0, dims.tokens, dims.row_block)]
         self.streams: list[list[list[Records]]] = [[[] for _ in range(dims.tp * workers)] for _ in SEGMENTS]
         self.queues: list[list[Records]] = [[] for _ in range(dims.tp)]
-        self.arrivals: Counter[tuple[int, int, int, int]] = Counter()  # segment, next block, rank, counter
+        # Keys: (segment, 1 for a counter of the next layer and otherwise 0, rank, counter).
+        self.arrivals: Counter[tuple[int, int, int, int]] = Counter()
         self.everyone = ALL_RANKS if dims.tp > 1 else 0
         self.dealt = dims.tp > 1 and not dims.replicated_residual
         self.segment, self.counters = 0, 0
@@ -107,12 +122,12 @@ class _Builder:
             self.arrivals[self.segment, int(ahead), rank, counter] += count
 
     def signal(self, counter: int, to: int, ahead: bool = False) -> int:
-        """A signal word for one arrival."""
+        """Count one arrival at a counter and return the word that signals it."""
         self.arrive(counter, to, 1, ahead)
         return counter_word(counter, rank=to, next_layer=ahead)
 
     def add(self, rank: int, words: Records) -> None:
-        """To the rank's next worker, or to its queue."""
+        """Append an instruction to the rank's queue, or to the stream of one of its workers in turn."""
         attention = self.forward.by_number[int(words[0])].operation is Operation.ATTENTION
         if self.segment == 1 and (self.queue == "body" or (self.queue == "attention" and attention)):
             self.queues[rank].append(words)
@@ -125,7 +140,8 @@ class _Builder:
             self.streams[self.segment][rank * self.workers + worker] += records
 
     def program(self) -> Program:
-        entry = self.grid(len(self.blocks))  # what a layer begins with, and the epilogue
+        # The counters for which the first phase of a layer and the first phase of the epilogue wait.
+        entry = self.grid(len(self.blocks))
         for number, phases in enumerate(self.forward.segments):
             self.segment, before = number, entry if number else None
             for phase, following in pairwise((*phases, self.forward.body[0])):
@@ -158,11 +174,11 @@ class _Builder:
         )
 
     def _groups(self, phase: Phase) -> int:
-        """Counters of a row block in front of attention: of each KV head."""
+        """Return the number of counters per row block: one per KV head if attention follows, otherwise one."""
         return max(d.rank_kv_heads for d in self.ranks) if phase.result is Result.HEADS else 1
 
     def _to(self, phase: Phase, following: Phase, d: Dims, row: int) -> int:
-        """Where to say that a tile is done."""
+        """Return the rank whose counter a finished tile signals, or `everyone` for all ranks."""
         if following.rows is Rows.OWN:
             return d.owner(row) if self.dealt else self.everyone
         return d.rank if phase.rows is following.rows is Rows.EVERY else self.everyone
@@ -185,7 +201,10 @@ class _Builder:
                 self.add(d.rank, record(phase, *operands, waits=waits, signals=signals))
 
     def _tiles(self, phase: Phase, d: Dims) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """(row block, operands) of a rank's instructions of a phase; rows that get logits are one block."""
+        """Yield the row block and the operands of each instruction that a rank has in a phase.
+
+        All rows that get logits count as one row block.
+        """
         own, logit_rows = d.rank * d.own_logit_rows, d.logit_rows if phase.is_matmul else ceil_div(d.logit_rows, 2)
         runs = [(i, row, rows) for i, (row, rows) in enumerate(self.blocks)]
         if phase.rows is Rows.OWN:

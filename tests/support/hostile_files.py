@@ -1,4 +1,4 @@
-"""Programs, traces and machine files that are damaged or hostile, and what a person does with them."""
+"""Damaged or hostile programs, traces and machine files, and the functions that load and use them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _KNOWN = Path(machines.__file__).with_name("known")
 
 @dataclass(frozen=True)
 class Good:
-    """A program that is right, and the trace of a step of it."""
+    """A correct program, and the trace of one simulated step of it."""
 
     name: str
     program: Program
@@ -47,7 +47,7 @@ class Good:
 
 @cache
 def good_programs() -> list[Good]:
-    """Programs of one and two ranks, with and without queues, for a CPU and for a GPU."""
+    """Return correct programs: for a CPU with and without a queue, for two CPU ranks, and for a GPU with a queue."""
     gpu = replace(machines.MACHINES["h100"], workers=2, tile_rows=32, tile_cols=64)
     shapes: dict[str, tuple[machines.Machine, dict[str, Any]]] = {
         "cpu": (machines.host(2), {"options": Options()}),
@@ -66,7 +66,7 @@ def good_programs() -> list[Good]:
 
 
 def machine_texts() -> list[str]:
-    """Machine files that are right."""
+    """Return the text of each machine file that the package contains."""
     return [path.read_text() for path in sorted(_KNOWN.glob("*.toml"))]
 
 
@@ -74,7 +74,7 @@ def machine_texts() -> list[str]:
 
 
 def odd_word(rng: Rng, old: int) -> int:
-    """A word near the old one, with a bit flipped, or anything."""
+    """Return a word to replace `old`: `old` plus or minus 1, with one bit flipped, one of EDGES, or a random word."""
     near = [
         old - 1,
         old + 1,
@@ -86,7 +86,7 @@ def odd_word(rng: Rng, old: int) -> int:
 
 
 def _change_words(words: np.ndarray, rng: Rng) -> np.ndarray:
-    """A copy with one or two words changed; of those that are not 0, mostly."""
+    """Return a copy of `words` with one or two words changed. In 80 % of cases, a word that is not 0 is chosen."""
     out = words.copy().reshape(-1)
     for _ in range(int(rng.integers(1, 3))):
         used = np.flatnonzero(out) if rng.random() < 0.8 else np.arange(len(out))
@@ -102,7 +102,7 @@ def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def _sealed(header: object, arrays: bytes) -> bytes:
-    """A program file with the right checksum."""
+    """Return a program file with this header, these arrays and a valid checksum."""
     text = json.dumps(header, sort_keys=True).encode()
     text += b" " * (-(48 + len(text)) % 64)
     payload = len(text).to_bytes(8, "little") + text + arrays
@@ -110,7 +110,10 @@ def _sealed(header: object, arrays: bytes) -> bytes:
 
 
 def program_file(good: Good, rng: Rng) -> bytes:
-    """The program's file: its bytes, its header or its arrays changed; but for some bytes the checksum is right."""
+    """Return the program's file with some bytes, its header or its arrays changed.
+
+    The checksum is recomputed in 90 % of cases, so that the change is not rejected because of the checksum.
+    """
     data = good.program.to_bytes()
     kind = rng.random()
     if kind < 0.1:
@@ -127,14 +130,15 @@ def program_file(good: Good, rng: Rng) -> bytes:
         spans += [(start, start + words)] * (words > 0)
         start += words
     words = np.frombuffer(arrays, np.int32).copy()
-    # Offsets and totals are few beside records, and as worth a change.
+    # The array is chosen first, because records have far more words than offsets and totals, which would hardly ever
+    # change otherwise.
     begin, end = spans[int(rng.integers(len(spans)))]
     words[begin:end] = _change_words(words[begin:end], rng)
     return _sealed(header, words.tobytes())
 
 
 def program_object(good: Good, rng: Rng) -> Program:
-    """A program that somebody built wrongly in memory: an array has other words, or another shape."""
+    """Return a program built wrongly in memory: an array has other words or another length, or a size is off by 1."""
     name = str(rng.choice([*SEGMENTS, "queues", "totals", "sizes"]))
     if name == "sizes":
         field = str(rng.choice(["workers", "counters", "ranks"]))
@@ -165,7 +169,7 @@ def _trace_bytes(good_name: str) -> bytes:
 
 
 def trace_file(data: bytes, rng: Rng) -> bytes:
-    """The trace's file: its bytes, its header or its intervals changed."""
+    """Return a trace file with some bytes, its header or its intervals changed."""
     end = 16 + int.from_bytes(data[8:16], "little")
     kind = rng.random()
     if kind < 0.3:
@@ -179,7 +183,7 @@ def trace_file(data: bytes, rng: Rng) -> bytes:
 
 
 def machine_file(text: str, rng: Rng) -> bytes:
-    """A machine file: its bytes, or the value of one of its keys, changed."""
+    """Return a machine file with some bytes changed, or with the value of one key changed or removed."""
     if rng.random() < 0.4:
         return scramble(text.encode(), rng)
     lines = text.splitlines()
@@ -198,7 +202,11 @@ def machine_file(text: str, rng: Rng) -> bytes:
 
 
 def uses(program: Program, good: Good) -> Iterator[Stage]:
-    """What may be done with a program: each by itself."""
+    """Yield each use of a program as a stage of its own.
+
+    The stages verify, disassemble and simulate the program, and launch it on the CPU backend, first without computing
+    anything ("null"), then with computation.
+    """
 
     def virtual() -> None:
         machine = replace(machines.host(program.workers), workers=program.workers)

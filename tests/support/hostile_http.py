@@ -1,4 +1,4 @@
-"""Hostile HTTP requests: bodies, headers, protocol, sizes, and clients that send slowly or leave."""
+"""Hostile HTTP requests: odd bodies, heads, sizes and protocols, and clients that send slowly or disconnect early."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ _LINES = [
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one client sends: parts with a pause before each but the first. It leaves after `patience` seconds."""
+    """What one client sends: `parts`, with `pause` seconds between them.
+
+    The client disconnects `patience` seconds after it has connected if it has no answer by then.
+    """
 
     kind: str
     parts: list[bytes]
@@ -60,7 +63,7 @@ class Attempt:
 
 
 def attempt(seed: int, number: int) -> Attempt:
-    """The client of that number; the same each time."""
+    """Return what client `number` sends, which depends only on the seed and the number."""
     rng = np.random.default_rng([seed, number])
     kind = ("body", "bytes", "huge", "head", "line", "slow", "leaves")[int(rng.choice(7, p=_SHARES))]
     return _KINDS[kind](rng)
@@ -74,7 +77,7 @@ def _one(rng: Rng, values: list[Any]) -> Any:
 
 
 def _head(rng: Rng, method: str, path: str, *headers: str) -> bytes:
-    """A request's head, with the right key, a wrong one or none."""
+    """Return the head of a request with the correct API key, a wrong key or no key."""
     lines = [f"{method} {path} HTTP/1.1", *(["Host: localhost"] if rng.random() < 0.95 else []), *headers]
     lines += _one(rng, [[f"Authorization: Bearer {KEY}"]] * 6 + [["Authorization: Bearer wrong"], []])
     lines += ["Connection: close"] if rng.random() < 0.5 else []
@@ -82,7 +85,7 @@ def _head(rng: Rng, method: str, path: str, *headers: str) -> bytes:
 
 
 def _post(rng: Rng, path: str, body: bytes) -> bytes:
-    """A whole request, its body in one piece or in chunks."""
+    """Return a POST request that has its body in one piece or, in 20 % of cases, in HTTP chunks."""
     kind = "Content-Type: application/json"
     if rng.random() < 0.8:
         return _head(rng, "POST", path, kind, f"Content-Length: {len(body)}") + body
@@ -98,19 +101,19 @@ def _good(rng: Rng) -> tuple[str, Any]:
 
 
 def _body(rng: Rng) -> Attempt:
-    """A field that is odd, gone or doubled."""
+    """Return a request with one value of its JSON body replaced, removed or repeated."""
     path, value = _good(rng)
     return Attempt("body", [_post(rng, path, json.dumps(change_json(value, rng)).encode())])
 
 
 def _bytes(rng: Rng) -> Attempt:
-    """Bytes that are odd, gone or doubled."""
+    """Return a request with some bytes of its JSON body changed, removed, repeated or cut off."""
     path, value = _good(rng)
     return Attempt("bytes", [_post(rng, path, scramble(json.dumps(value).encode(), rng))])
 
 
 def _huge(rng: Rng) -> Attempt:
-    """More than is allowed, or just about as much."""
+    """Return a request with a body that is larger than the server allows, or close to the limit."""
     size = int(rng.choice([50_000, 130_000, 400_000, 2_500_000]))
     path, body = _one(rng, _HUGE)
     return Attempt("huge", [_post(rng, path, body(size))])
@@ -145,7 +148,7 @@ _HUGE: list[tuple[str, Callable[[int], bytes]]] = [
 
 
 def _odd_head(rng: Rng) -> Attempt:
-    """A head with an odd method, path or header. A body that it promises may be missing."""
+    """Return a request with an odd method, path or header, often without the body that its head announces."""
     method = _one(rng, _METHODS) if rng.random() < 0.5 else "POST"
     path = _one(rng, _PATHS) if rng.random() < 0.4 else _one(rng, PATHS)
     headers = [_one(rng, _HEADERS) for _ in range(int(rng.integers(0, 4)))]
@@ -153,13 +156,13 @@ def _odd_head(rng: Rng) -> Attempt:
 
 
 def _line(rng: Rng) -> Attempt:
-    """Bytes that are hardly HTTP."""
+    """Return bytes that are unusual HTTP, malformed HTTP or another protocol."""
     data = _one(rng, _LINES)
     return Attempt("line", [scramble(data, rng) if rng.random() < 0.5 else data], patience=0.3)
 
 
 def _slow(rng: Rng) -> Attempt:
-    """A byte at a time for a while, then the rest, or nothing."""
+    """Return a request in which up to 29 bytes arrive one at a time, followed by the rest or by nothing."""
     path, value = _good(rng)
     data = _post(rng, path, json.dumps(value).encode())
     begin, count = int(rng.integers(len(data))), int(rng.integers(1, 30))
@@ -169,7 +172,7 @@ def _slow(rng: Rng) -> Attempt:
 
 
 def _leaves(rng: Rng) -> Attempt:
-    """In the middle of its request or before its answer."""
+    """Return a client that disconnects in the middle of its request or before the answer."""
     path, value = _good(rng)
     data = _post(rng, path, json.dumps(value).encode())
     return Attempt("leaves", [data[: int(rng.integers(len(data) + 1))]], patience=float(rng.choice([0.0, 0.001, 0.02])))

@@ -1,4 +1,4 @@
-"""Files of models that are damaged or hostile, and what opens them."""
+"""Damaged or hostile model files, and the functions that open and read them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TEMPLATES = (
     "{% set ns = namespace(n=0, text='') %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.n = ns.n + 1 %}"
     "{% endif %}{% set ns.text = ns.text + m.content %}{% endfor %}{{ ns.text ~ ns.n }}{{ messages | tojson }}",
 )
-# Expressions that take long, or much memory, or that a sandbox must refuse.
+# Chat template expressions that take long, need much memory or fail, or that the sandbox must refuse.
 _WILD = (
     "7 ** (10 ** 9)", "range(99999) | list * 9999", "'x' * 10 ** 10", "'%1000000000d' % 1", "messages * 10 ** 9",
     "'{:1000000000}'.format(1)", "''.__class__.__mro__", "1 / 0", "nothing.at.all", "'x'.zfill(10 ** 10)", "2 ** 64",
@@ -88,7 +88,7 @@ _GGUF = {
 
 @cache
 def tensors(naming_of: Callable[[Any], Naming]) -> list[tuple[str, Any]]:
-    """Name and float32 values of every tensor of the model that `CONFIG_JSON` describes."""
+    """Return the name and the float32 values of every tensor of the model that `CONFIG_JSON` describes."""
     from megakernel.model.hf_config import parse_hf_config
 
     config = parse_hf_config(CONFIG_JSON, "config")
@@ -108,7 +108,11 @@ def safetensors_file(header: Any | None = None) -> bytes:
 
 
 def gguf_file(metadata: dict[str, Any], kinds: dict[str, int]) -> bytes:
-    """`kinds`: the type number of a tensor that is not float32, whose data stay as long as they are."""
+    """Return a GGUF file with this metadata and the model's tensors.
+
+    The file declares every tensor as float32, except that `kinds` maps a tensor's name to another GGUF type number.
+    The data of such a tensor remain float32.
+    """
     found = tensors(gguf_naming)
     out = struct.pack("<4sIQQ", b"GGUF", 3, len(found), len(metadata))
     for key, value in metadata.items():
@@ -127,7 +131,10 @@ def _text(text: str) -> bytes:
 
 
 def _typed(value: Any) -> bytes:
-    """A value behind its type, of those that Python tells apart."""
+    """Return the number of a metadata value's GGUF type, followed by the encoded value, as bytes.
+
+    The GGUF type depends on the value's Python type.
+    """
     number, data = _value(value)
     return struct.pack("<I", number) + data
 
@@ -147,7 +154,11 @@ def _value(value: Any) -> tuple[int, bytes]:
 
 
 def template(rng: Rng) -> str:
-    """A template with other characters, a wild expression, or loops in loops."""
+    """Return a hostile chat template.
+
+    It has scrambled bytes, an expression of `_WILD`, nested loops or a repeatedly doubled value, or it is a random
+    sequence of template tokens.
+    """
     text = TEMPLATES[int(rng.integers(len(TEMPLATES)))]
     match int(rng.integers(5)):
         case 0:
@@ -188,7 +199,7 @@ def template(rng: Rng) -> str:
 
 
 def _changed(value: Any, rng: Rng) -> bytes:
-    """JSON of `value` with one place changed, or its bytes."""
+    """Return `value` as JSON, with one value inside changed or with some bytes scrambled."""
     if rng.random() < 0.3:
         return scramble(json.dumps(value).encode(), rng)
     return json.dumps(change_json(value, rng)).encode()
@@ -254,7 +265,7 @@ def _gguf(rng: Rng, seed: int) -> Mutant:
 
 
 def _folder(path: Path) -> Path:
-    """The folder of `path`, with good files beside it."""
+    """Write undamaged copies of the model's other files to the folder of `path`, and return that folder."""
     files = {
         "config.json": json.dumps(CONFIG_JSON).encode(),
         "model.safetensors": safetensors_file(),
@@ -310,10 +321,10 @@ KINDS = {
     "safetensors": Kind(_safetensors, lambda path, mutant: _weights(str(_folder(path)))),
     "GGUF": Kind(_gguf, _read_gguf),
     "tokenizer.json": Kind(_tokenizer, lambda path, mutant: _text_of(str(_folder(path))), share=0.5),
-    # Each has a process of its own for its template.
+    # There are few of the next two kinds, because each mutant starts a process that renders its chat template.
     "tokenizer_config.json": Kind(
         _tokenizer_config, lambda path, mutant: _text_of(str(_folder(path)), chat=True), share=0.1
     ),
-    # Many compute until their time is over.
+    # There are even fewer of these, because many of the templates run until their time limit.
     "chat templates": Kind(_template, lambda path, mutant: _text_of(str(_folder(path)), chat=True), share=0.03),
 }

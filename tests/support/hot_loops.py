@@ -1,4 +1,4 @@
-"""The machine code of the CPU's hot loops, as objdump shows it."""
+"""Analyses the machine code of the CPU kernels' hot loops in the output of objdump."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ _LINE = re.compile(r"^\s*([0-9a-f]+):\t(.*)$")
 
 @dataclass(frozen=True)
 class HotLoop:
-    """The innermost loop of a `micro` (csrc/cpu/gemm.h) that multiplies most.
+    """The hot loop of one instantiation of `micro` (csrc/cpu/gemm.h).
 
-    `simd` is the width, `rows` and `panels` the register block, `weights` the type as C++ writes it.
+    The hot loop is the innermost loop that has the most multiply-adds. `simd` is the instruction set, "avx2" or
+    "avx512". `rows` and `panels` are the size of the register block, and `weights` is the C++ name of the weights'
+    type.
     """
 
     simd: str
@@ -30,7 +32,7 @@ class HotLoop:
 
 
 def made_by_gcc(library: Path) -> bool:
-    """Whether GCC alone says in the library's comments that it has compiled it."""
+    """Return whether the library's .comment section names GCC, and not clang, as its compiler."""
     command = ["objdump", "-s", "-j", ".comment", str(library)]
     dump = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     text = "".join(line[-16:] for line in dump.splitlines())
@@ -38,7 +40,7 @@ def made_by_gcc(library: Path) -> bool:
 
 
 def hot_loops(library: Path) -> list[HotLoop]:
-    """Of every register block in the library that has fused multiply-adds."""
+    """Return the hot loop of each instantiation of `micro` in the library, if the loop has fused multiply-adds."""
     text = subprocess.run(
         ["objdump", "-d", "-C", "--no-show-raw-insn", str(library)], check=True, capture_output=True, text=True
     ).stdout
@@ -55,7 +57,7 @@ def hot_loops(library: Path) -> list[HotLoop]:
 
 
 def _functions(text: str) -> Iterator[tuple[re.Match[str], list[tuple[int, str]]]]:
-    """(name, [(address, instruction)])"""
+    """Yield, for each instantiation of `micro`, the match of its header line and its (address, instruction) pairs."""
     for part in text.split("\n\n"):
         lines = part.strip().splitlines()
         if lines and (match := _FUNCTION.match(lines[0])):
@@ -64,7 +66,7 @@ def _functions(text: str) -> Iterator[tuple[re.Match[str], list[tuple[int, str]]
 
 
 def _innermost(code: list[tuple[int, str]]) -> Iterator[list[str]]:
-    """The instructions of each loop that has no loop inside."""
+    """Yield the instructions of each loop that contains no other loop."""
     loops = []
     for address, line in code:
         target = re.match(r"j\w+\s+([0-9a-f]+) ", line)

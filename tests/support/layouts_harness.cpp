@@ -1,4 +1,4 @@
-// csrc/cuda/tensor_core.h as functions that a test can call.
+// Exports the functions of csrc/cuda/tensor_core.h with C linkage, so that a Python test can call them.
 #include "../../csrc/cuda/tensor_core.h"
 
 extern "C" {

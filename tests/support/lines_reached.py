@@ -1,10 +1,10 @@
-"""A plugin of pytest that notes which lines of the package each test reaches, and what each test costs.
+"""A pytest plugin that records which lines of the package each test executes, and how long each test takes.
 
     MEGAKERNEL_LINES_REACHED=FILE python -m pytest -p lines_reached tests/scheduler
 
-The file gets a line of JSON for each test: its name, the seconds of processor time that it and its children took, and
-for each source the lines that ran. Lines that ran before the first test belong to no test. What children of the
-process run is not seen.
+The plugin appends one line of JSON per test to FILE: the test's name, the seconds of processor time that the test and
+its child processes used, and the line numbers that the test executed in each source file. Lines that run before the
+first test are attributed to no test. Lines that run in child processes are not recorded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import coverage
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("megakernel", "scheduler", "serving")
+FOLDERS = ("megakernel", "scheduler", "serving")
 
 
 def _seconds() -> float:
@@ -32,7 +32,7 @@ class LinesReached:
     def __init__(self, target: Path) -> None:
         self._target = target
         self._coverage = coverage.Coverage(
-            data_file=None, include=[f"{ROOT / room}/*" for room in ROOMS], config_file=False
+            data_file=None, include=[f"{ROOT / folder}/*" for folder in FOLDERS], config_file=False
         )
         self._coverage.start()
 
@@ -51,7 +51,7 @@ class LinesReached:
             found = {file: numbers for file, numbers in lines.items() if numbers}
             line = json.dumps({"test": item.nodeid, "seconds": seconds, "lines": found}) + "\n"
             with self._target.open("ab", buffering=0) as out:
-                out.write(line.encode())  # at once, because processes of pytest-xdist share the file
+                out.write(line.encode())  # one unbuffered write, because pytest-xdist's processes share the file
 
 
 def pytest_configure(config: pytest.Config) -> None:

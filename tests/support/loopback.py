@@ -1,4 +1,4 @@
-"""A stand-in web server on loopback, which answers as a test says."""
+"""A web server on the loopback address, for tests that need an HTTP server with answers that the test chooses."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Answer:
     status: int = 200
     body: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
-    stop_after: int | None = None  # the connection is closed after that many bytes
+    stop_after: int | None = None  # close the connection after this many bytes of the body
 
 
 @contextmanager
 def loopback(answer: Callable[[BaseHTTPRequestHandler], Answer]) -> Iterator[str]:
-    """The server's address."""
+    """Run the server within a `with` block and yield its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""Small models in files, for the tests of the model room."""
+"""Functions that write small models to files, for tests of the model package."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def tiny_llama(dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCa
 
 
 def byte_model(folder: Path, gain: float = 1.0) -> None:
-    """A folder with random weights, a tokenizer of single bytes (ids 0 to 255 of 260), and a chat template.
+    """Write a model folder: random weights, a tokenizer with one token per byte, and a chat template.
 
-    `gain` scales the logits; 0.01 makes them small beside biases and penalties.
+    The tokens of the bytes have ids 0 to 255 of a vocabulary of 260. `gain` scales the logits. A gain of 0.01 makes
+    them small compared with logit biases and penalties.
     """
     model = tiny_llama(vocab_size=260, max_position_embeddings=4096)
     with torch.no_grad():
@@ -54,7 +55,7 @@ def byte_model(folder: Path, gain: float = 1.0) -> None:
 
 
 def weight_count(config: ModelConfig) -> int:
-    """How many numbers a model's files hold; one matrix that serves as embedding and LM head counts once."""
+    """Return the number of weights in a model's files. A matrix shared by embedding and LM head counts once."""
     dims = weight_dims(config, Dtype.F32)
     absent = {Buffer.INV_FREQ} | ({Buffer.LM_HEAD} if config.tied else set())
     held = [BUFFERS[buffer] for buffer in weights(config, dims) if buffer not in absent]
@@ -62,9 +63,10 @@ def weight_count(config: ModelConfig) -> int:
 
 
 def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permuted: bool) -> None:
-    """What llama.cpp's converter makes of a transformers model, in float32.
+    """Write a transformers model to a GGUF file in float32, as llama.cpp's converter does.
 
-    `permuted`: it puts the two rows of a RoPE pair of q and k side by side, as it does for Llama and Mistral alone.
+    With `permuted`, the two rows of each RoPE pair in the Q and K weights are stored next to each other. The converter
+    does so only for Llama and Mistral.
     """
     c = model.config
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -86,7 +88,11 @@ def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permute
 
 
 def _gguf_writer(path: Path, architecture: str, *sizes: float) -> gguf.GGUFWriter:
-    """`sizes`: layers, context, hidden, ffn, heads, KV heads, and the epsilon of norms."""
+    """Return a GGUF writer that has the model's sizes as metadata.
+
+    `sizes` are the number of layers, the context length, the hidden and FFN sizes, the numbers of heads and KV heads,
+    and the epsilon of the norms, in this order.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     lengths = "block_count context_length embedding_length feed_forward_length"
     for name, size in zip(f"{lengths} head_count head_count_kv layer_norm_rms_eps".split(), sizes, strict=True):
@@ -110,9 +116,10 @@ def tiny_gguf(
     raw: dict[str, tuple[NDArray[np.uint8], gguf.GGMLQuantizationType]] | None = None,
     **metadata: Any,
 ) -> dict[str, NDArray[np.float32]]:
-    """Write a one-layer GGUF file; its tensors as they were before quantisation. Metadata: `a__b` means `a.b`.
+    """Write a GGUF file of a one-layer model and return its tensors as they were before quantisation.
 
-    `raw` replaces a tensor by the bytes of its rows, in a quantised type.
+    `tensors` replaces random tensors, and `quantise` is the type in which all matrices are stored. `raw` maps a
+    tensor's name to the already quantised bytes of its rows and their type. A keyword `a__b` sets the metadata `a.b`.
     """
     rng = np.random.default_rng(2)
     hidden, heads, kv_heads, head_dim, ffn, vocab = 256, 4, 2, 64, 512, 70

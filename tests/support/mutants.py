@@ -1,7 +1,7 @@
-"""Changed files, and readers that try them in child processes with limits.
+"""Makes mutants, which are changed files or objects, and reads them in child processes with limits.
 
-A mutant follows from its kind and its number alone. A child reads one mutant after the other until one ends it; the
-next child goes on behind that one.
+A mutant's kind and number determine it completely. A child process reads one mutant after another until a mutant ends
+the process. Then a new child process continues with the next mutant.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from megakernel.errors import MegakernelError
 
 Rng = np.random.Generator
 Stage = tuple[str, Callable[[], Any]]
-LIMIT_S = 10  # of processor time: a reader that takes more hangs
-LIMIT_WALL_S = 120  # one that only waits hangs too; the machine may be busy, and this process stopped meanwhile
-MEMORY = 6 << 30  # bytes of address space of a child
+LIMIT_S = 10  # seconds of processor time; a stage that needs more is reported as a hang
+LIMIT_WALL_S = 120  # seconds of wall time, for a stage that only waits; high because a busy machine may delay it
+MEMORY = 6 << 30  # limit of a child's address space, in bytes
 FINE = {"ok", "refused"}
-# Values on the far side of some limit, of every type that JSON and TOML have.
+# Values that readers may handle wrongly: integers at and beyond limits, and values of the other JSON types.
 EDGES = (0, -1, 1, 2, 255, 65536, 1 << 24, (1 << 31) - 1, 1 << 31, -(1 << 31), 1 << 63, 10**400)
 _ODD = (None, True, "", "x", "\x1b[31m", "\ud800", [], {}, [[[]]], 0.5, -0.0, 1e-320, 1e308, float("nan"), float("inf"))
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A changed file, or a changed object where there is no file.
+    """A changed file, or a changed object in memory.
 
-    `good` is the file before. `seal` makes a file that its checksum fits of one that was shrunk. `context` is what the
-    kind's readers want to know.
+    `good` is the file before the change and `data` the file after it. `seal` returns a file with its checksum
+    corrected. `context` has further data that the readers of the mutant's kind need.
     """
 
     name: str
@@ -49,9 +49,10 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Kind:
-    """How mutants are made of a generator and a number, and what is done with one: each stage by itself.
+    """A kind of mutants: `make` makes one from a random generator and a number, and `read` reads it in stages.
 
-    `share` says how many are tried beside those of a kind that is read in a millisecond: fewer of what takes longer.
+    Each stage has its own time limit and outcome. `share` scales the number of mutants that are tried: it is 1 if
+    reading takes about a millisecond, and less for slower kinds.
     """
 
     make: Callable[[Rng, int], Mutant]
@@ -63,7 +64,7 @@ class Kind:
 
 
 def scramble(data: bytes, rng: Rng) -> bytes:
-    """Some bytes other than they were, gone, doubled or cut off."""
+    """Return a copy of `data` with one to three changes: bytes are changed, removed, repeated or cut off at the end."""
     out = bytearray(data)
     for _ in range(int(rng.integers(1, 4))):
         if not out:
@@ -85,7 +86,7 @@ def scramble(data: bytes, rng: Rng) -> bytes:
 
 
 def odd_value(rng: Rng, old: object) -> Any:
-    """A value that is near the old one, or of another type, or past a limit."""
+    """Return a value to replace `old`: a nearby integer, a value of another type, or one at or beyond a limit."""
     if isinstance(old, int) and not isinstance(old, bool) and rng.random() < 0.4:
         return old + int(rng.choice([-2, -1, 1, 2, 7, 64]))
     values = (*EDGES, *_ODD) if rng.random() < 0.7 else EDGES
@@ -93,7 +94,7 @@ def odd_value(rng: Rng, old: object) -> Any:
 
 
 def change_json(value: Any, rng: Rng) -> Any:
-    """A copy in which one place, anywhere inside, is another value, gone or doubled."""
+    """Return a copy in which one value, at any depth, is replaced, removed or (in a list) repeated."""
     places = [*_places(value)]
     if not places:
         return odd_value(rng, value)
@@ -120,9 +121,11 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any,
 
 
 def shrink(mutant: Mutant, fails: Callable[[bytes], bool]) -> list[tuple[int, str, str]]:
-    """Which changed bytes are enough: (offset, bytes before, bytes now). Empty where they cannot be told apart.
+    """Return a few changed bytes that suffice for the failure, each as (offset, byte before, byte now).
 
-    Runs of changed bytes are restored, long ones first, as long as the file still `fails`.
+    The bytes are in hex. Each run of changed bytes, long runs first, is restored if the file still `fails` then.
+    The first 64 remaining changes are returned. If the change altered the file's length, nothing is restored, and the
+    only entry is the range in which the files differ, cut off after 64 bytes.
     """
     good, data = mutant.good, bytearray(mutant.data)
     if len(good) != len(data):
@@ -153,7 +156,7 @@ def rng_of(kind: str, seed: int) -> Rng:
 
 
 def try_mutants(kind: str, how: Kind, seeds: range, folder: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Each number, and how its readers ended: "ok", "refused", or what went wrong."""
+    """Yield the number of each mutant, and the outcome of each stage: "ok", "refused" or what went wrong."""
     while seeds:
         for seed, stages in _in_a_child(how, ((s, how.make(rng_of(kind, s), s)) for s in seeds), folder):
             yield seed, stages
@@ -161,13 +164,16 @@ def try_mutants(kind: str, how: Kind, seeds: range, folder: Path) -> Iterator[tu
 
 
 def try_data(how: Kind, mutant: Mutant, folder: Path) -> dict[str, str]:
-    """How the readers of one mutant end."""
+    """Read one mutant in a child process and return the outcome of each stage."""
     [(_, stages)] = _in_a_child(how, iter([(0, mutant)]), folder)
     return stages
 
 
 def _in_a_child(how: Kind, mutants: Iterator[tuple[int, Mutant]], folder: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Until one of them ends the child; at least one."""
+    """Read mutants in one child process until one of them ends the process; yield each one's number and outcomes.
+
+    At least one mutant is read.
+    """
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -195,10 +201,10 @@ def _in_a_child(how: Kind, mutants: Iterator[tuple[int, Mutant]], folder: Path) 
 
 
 def _child(how: Kind, mutants: Iterator[tuple[int, Mutant]], folder: Path, out: Any) -> None:
-    """Never returns."""
+    """Read the mutants, write their outcomes to `out` and exit: the function never returns."""
     status = 0
     try:
-        if "LD_PRELOAD" not in os.environ:  # a sanitizer reserves more addresses than there is memory
+        if "LD_PRELOAD" not in os.environ:  # a sanitizer reserves more address space than MEMORY
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         quiet = os.open(os.devnull, os.O_WRONLY)
@@ -215,7 +221,7 @@ def _child(how: Kind, mutants: Iterator[tuple[int, Mutant]], folder: Path, out: 
                 out.write(json.dumps([stage, _outcome(run)]) + "\n")
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.setitimer(signal.ITIMER_REAL, 0)
-    except BaseException:  # of the script, not of a reader
+    except BaseException:  # raised outside a stage; `_outcome` catches the errors of stages
         out.write(json.dumps(["script", traceback.format_exc()[-900:]]) + "\n")
         status = 1
     finally:

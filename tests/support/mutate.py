@@ -1,4 +1,4 @@
-"""Every way in which a program can be broken by one small mistake, by kind, chosen by a seeded generator."""
+"""Breaks correct programs by one small mistake each. `KINDS` lists the kinds; a seeded generator chooses the place."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megakernel.program import SEGMENTS, Program, Segment
 
 PARTS = (*SEGMENTS, "queues")
 Rng = np.random.Generator
-Mutation = Callable[[Program, Rng], Program | None]  # None: the program has nothing of the kind
+Mutation = Callable[[Program, Rng], Program | None]  # returns None if the mutation does not apply to the program
 
 
-Place = tuple[str, int, int, int]  # part, row, word, and what stands there
+Place = tuple[str, int, int, int]  # (name in PARTS, index of the record, index of the word, value of the word)
 
 
 def _pick(program: Program, rng: Rng, wanted: Callable[[np.ndarray], np.ndarray]) -> Place | None:
-    """A word among those that `wanted` marks in a part's records."""
+    """Return a random one of the words that `wanted` marks in the records of all parts, or None if it marks none."""
     found = [(name, np.argwhere(wanted(getattr(program, name).records))) for name in PARTS]
     found = [(name, at) for name, at in found if len(at)]
     if not found:
@@ -40,7 +40,7 @@ def _edited(program: Program, name: str, change: Callable[[np.ndarray], None]) -
 
 
 def edit(program: Program, name: str, row: int | list[int], word: int | list[int] | slice, value: int = 0) -> Program:
-    """One word of a record changed, or some words of some records."""
+    """Return the program with `value` in one word, or several words, of one record or several records."""
 
     def change(records: np.ndarray) -> None:
         records[row, word] = np.array(value & 0xFFFFFFFF, np.uint32).astype(np.int32)
@@ -49,13 +49,13 @@ def edit(program: Program, name: str, row: int | list[int], word: int | list[int
 
 
 def edit_operand(program: Program, name: str, row: int | list[int], which: str, value: int) -> Program:
-    """One operand of a record changed, or of some records of a phase."""
+    """Return the program with operand `which` set to `value` in one record, or in several records of one phase."""
     phase = program.forward.by_number[int(np.atleast_1d(getattr(program, name).records[row, 0])[0])]
     return edit(program, name, row, record.OPERAND_WORD + phase.operands.index(which), value)
 
 
 def rows_of(program: Program, name: str, phase: str, rank: int | None = None) -> list[int]:
-    """Records of a phase in a segment, of one rank."""
+    """Return the indices of a phase's records in a segment or in the queues, of one rank or (if None) of all ranks."""
     segment: Segment = getattr(program, name)
     per_rank = program.rank_queues if name == "queues" else program.workers
     stream = np.searchsorted(segment.offsets, np.arange(len(segment.records)), side="right") - 1
@@ -63,13 +63,13 @@ def rows_of(program: Program, name: str, phase: str, rank: int | None = None) ->
     return np.nonzero(here & ((stream // per_rank == rank) if rank is not None else True))[0].tolist()
 
 
-Span = tuple[int, int]  # of a record's words: the first, and how many
+Span = tuple[int, int]  # (index of the first word within its record, number of words)
 _WAIT: Span = (record.WAIT_WORD, record.WAITS)
 _SIGNAL: Span = (record.SIGNAL_WORD, record.SIGNALS)
 
 
 def _word(program: Program, rng: Rng, span: Span) -> Place | None:
-    """One of the span that is not zero."""
+    """Return a random one of the nonzero words that lie within `span` in their record, or None if all are zero."""
 
     def wanted(records: np.ndarray) -> np.ndarray:
         words = np.arange(records.shape[1]) - span[0]
@@ -91,7 +91,7 @@ def drop(program: Program, rng: Rng, place: Place) -> Program:
 
 
 def retarget(program: Program, rng: Rng, place: Place) -> Program | None:
-    """Another counter."""
+    """Make a wait or a signal name another counter."""
     name, row, word, old = place
     if program.counters < 2:
         return None
@@ -108,13 +108,13 @@ def duplicate(program: Program, rng: Rng, place: Place) -> Program | None:
 
 
 def weaken_wait(program: Program, rng: Rng, place: Place) -> Program | None:
-    """Wait for what another instruction waits for instead: a counter that is often reached earlier."""
+    """Replace a wait by another instruction's wait, whose counter often reaches its total earlier."""
     other = _word(program, rng, _WAIT)
     return edit(program, *place[:3], other[3]) if other and other[3] != place[3] else None
 
 
 def weaken_signal(program: Program, rng: Rng, place: Place) -> Program | None:
-    """Signal with the instruction before in the stream, when the work is not done yet."""
+    """Move a signal to the preceding instruction of the stream, so that it is sent before the work is done."""
     name, row, word, value = place
     segment: Segment = getattr(program, name)
     if row in segment.offsets or value & record.INDEXED:
@@ -130,7 +130,7 @@ def _flip(flag: int) -> Callable[[Program, Rng, Place], Program]:
 
 
 def change_owner(program: Program, rng: Rng, place: Place) -> Program | None:
-    """A signal goes to another rank, to all, or to a row's owner."""
+    """Send a signal to another rank, to all ranks, or to the owner of a row block."""
     if program.ranks == 1:
         return None
     name, row, word, old = place
@@ -153,7 +153,7 @@ def change_total(program: Program, rng: Rng) -> Program | None:
 
 
 def shift_region(program: Program, rng: Rng) -> Program | None:
-    """One operand a little larger or smaller."""
+    """Increase or decrease one operand by 1, 2 or 4."""
 
     def operands(records: np.ndarray) -> np.ndarray:
         mask = np.zeros(records.shape, dtype=bool)
@@ -170,7 +170,7 @@ def _moved_by(program: Program, place: Place | None, amount: int) -> Program | N
 
 
 def shrink_buffer(program: Program, rng: Rng) -> Program | None:
-    """A size that the program was compiled for is smaller than it thinks."""
+    """Reduce one of the sizes in `program.dims`, so that the instructions were compiled for a larger size."""
     name = str(rng.choice(["tokens", "logit_rows", "hidden", "ffn", "vocab", "heads", "head_dim", "row_block"]))
     old = getattr(program.dims, name)
     new = old - int(rng.integers(1, max(2, old // 2 + 1)))
@@ -180,7 +180,10 @@ def shrink_buffer(program: Program, rng: Rng) -> Program | None:
 
 
 def _streams(program: Program, rng: Rng, least: int) -> tuple[str, int, int] | None:
-    """A part and the bounds of one of its streams that has at least `least` records."""
+    """Choose at random a stream or a queue with at least `least` records.
+
+    Returns its name in PARTS, and the indices of its first record and of the record after its last.
+    """
     found = []
     for name in PARTS:
         offsets = getattr(program, name).offsets.tolist()
@@ -189,7 +192,7 @@ def _streams(program: Program, rng: Rng, least: int) -> tuple[str, int, int] | N
 
 
 def _reordered(order_of: Callable[[int, Rng], np.ndarray]) -> Mutation:
-    """A stream's part of a segment, or a queue, in another order."""
+    """Return a mutation that reorders one queue, or the records of one stream in a segment."""
 
     def mutate(program: Program, rng: Rng) -> Program | None:
         found = _streams(program, rng, 2)
@@ -207,7 +210,7 @@ def _reordered(order_of: Callable[[int, Rng], np.ndarray]) -> Mutation:
 
 
 def _swapped(n: int, rng: Rng) -> np.ndarray:
-    """Two change places."""
+    """Return the numbers from 0 to n - 1 with two of them exchanged."""
     order = np.arange(n)
     a, b = rng.choice(n, 2, replace=False)
     order[[a, b]] = order[[b, a]]
@@ -215,14 +218,17 @@ def _swapped(n: int, rng: Rng) -> np.ndarray:
 
 
 def _mixed(n: int, rng: Rng) -> np.ndarray:
-    """Turned round, rotated or shuffled."""
+    """Return the numbers from 0 to n - 1 in reversed, rotated or random order."""
     how = int(rng.integers(3))
     order = np.arange(n)[::-1] if how == 0 else np.roll(np.arange(n), int(rng.integers(1, n)))
     return rng.permutation(n) if how == 2 else order
 
 
 def _moved(copies: int, elsewhere: bool) -> Mutation:
-    """An instruction is lost (0 copies), doubled (2), or runs on another stream."""
+    """Return a mutation that moves an instruction to another stream if `elsewhere` is set.
+
+    Otherwise it removes the instruction (`copies` is 0) or duplicates it (`copies` is 2).
+    """
 
     def mutate(program: Program, rng: Rng) -> Program | None:
         found = _streams(program, rng, 1)
@@ -249,7 +255,7 @@ def _moved(copies: int, elsewhere: bool) -> Mutation:
 
 
 def change_drain(program: Program, rng: Rng) -> Program | None:
-    """A drain ends too early or too late, or drains another queue."""
+    """Change which queue a drain claims instructions from, or how many must be claimed before it ends."""
 
     def wanted(records: np.ndarray) -> np.ndarray:
         mask = np.zeros(records.shape, dtype=bool)
@@ -260,7 +266,7 @@ def change_drain(program: Program, rng: Rng) -> Program | None:
 
 
 def change_phase(program: Program, rng: Rng) -> Program | None:
-    """An instruction does the work of another phase."""
+    """Change the phase number of an instruction, and leave its operands, waits and signals as they are."""
     found = _pick(program, rng, lambda records: np.ones((len(records), 1), dtype=bool))
     if found is None:
         return None
@@ -269,8 +275,11 @@ def change_phase(program: Program, rng: Rng) -> Program | None:
 
 
 def with_phases(program: Program, segments: list[list[Phase]]) -> Program:
-    """Other phases, which have the numbers of those in `program` that they were; instructions of the rest become
-    joins."""
+    """Return the program with the phases of `segments` instead of its own.
+
+    A phase in `segments` takes over the instructions of the phase in `program` that has the same number. Instructions
+    of a phase that is no longer present become joins, which only wait and signal.
+    """
     forward = Forward.of(*map(tuple, segments))
     number = np.full(256, JOIN.number, dtype=np.int32)
     number[[p.number for p in CONTROL]] = [p.number for p in CONTROL]
@@ -289,7 +298,7 @@ def with_phases(program: Program, segments: list[list[Phase]]) -> Program:
 
 
 def change_buffer(program: Program, rng: Rng) -> Program | None:
-    """A phase names a buffer that another phase names there, or none."""
+    """Replace a buffer that a phase names by None or by the buffer that another phase names in the same field."""
     field = str(rng.choice(["weights", "inputs", "output", "bias", "norm"]))
     phases = program.forward.phases
     changed = phases[int(rng.integers(len(phases)))]
@@ -306,7 +315,6 @@ def lose_phase(program: Program, rng: Rng) -> Program:
 
 
 def swap_phases(program: Program, rng: Rng) -> Program:
-    """Two phases of a segment change places."""
     segments = [list(segment) for segment in program.forward.segments]
     segment = segments[int(rng.integers(len(segments)))]
     a, b = rng.choice(len(segment), 2, replace=False)

@@ -1,4 +1,4 @@
-"""C++ that only tests call, built when they run."""
+"""Compiles and loads C++ code that only tests call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ FLAGS = ("-std=c++20", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared")
 
 
 def build(source: str, target: Path, *flags: str) -> ctypes.CDLL:
-    """`source`: a file beside this one. Skips the test where there is no C++ compiler."""
+    """Compile `source`, a file in this folder, to a library in the folder `target`, and load it.
+
+    Skips the test if there is no C++ compiler.
+    """
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")

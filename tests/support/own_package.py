@@ -1,6 +1,7 @@
-"""A package in a folder of its own, over the sources of a tree, with a native library built for it.
+"""Creates a package in a separate folder, with links to a source tree's files and a native library of its own.
 
-The library has one SIMD width, which every name of a width gives: that takes a fifth of the time to build.
+The library contains only the portable kernels, and the names of the AVX kernels refer to them. This reduces the time to
+build it to a fifth.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _FLAGS += [f"-D{width}_kernels=portable_kernels" for width in ("avx2", "avx512",
 
 
 def link_package(tree: Path, folder: Path) -> Path:
-    """`folder/megakernel`, with links to the sources of `tree` and without a native library."""
+    """Create `folder/megakernel` with links to the sources of `tree` but no native library, and return its path."""
     package = folder / "megakernel"
     package.mkdir(parents=True)
     parts = [p for p in (tree / "megakernel").iterdir() if p.name != "_native.so" and not p.name.startswith("__pyc")]
@@ -26,10 +27,10 @@ def link_package(tree: Path, folder: Path) -> Path:
 
 
 def build_native(tree: Path, package: Path, *flags: str) -> None:
-    """Compile the native library of `tree` into `package`."""
+    """Compile the native library from the sources of `tree`, and put it in `package` in place of any other."""
     objects = package.parent / "objects"
     objects.mkdir()
-    sources = [p for room in ("cpu", "simulate", "verify") for p in (tree / "csrc" / room).glob("*.cpp")]
+    sources = [p for folder in ("cpu", "simulate", "verify") for p in (tree / "csrc" / folder).glob("*.cpp")]
     targets = [str(objects / f"{p.stem}.o") for p in sources]
     commands = [["g++", *_FLAGS, *flags, "-c", str(s), "-o", t] for s, t in zip(sources, targets, strict=True)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -1,4 +1,4 @@
-"""Gives the functions of a module that is loaded the code that another source of it has."""
+"""Replaces the code of a loaded module's functions by the code from another version of its source."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ _Key = tuple[str, int]  # name and line
 
 
 def patch(file: str, good: str, source: str) -> bool:
-    """`source` instead of `good`, which was loaded from `file`. False where another source would have loaded
-    differently, or where a function cannot be told from another; then nothing is sure.
+    """Replace the code of a loaded module's functions by their code in `source`, and return whether this was possible.
+
+    The module was loaded from `file`, whose source was `good`. Returns False if patching cannot have the effect of
+    loading `source`: if code that ran while the module was loaded differs, or if a changed function cannot be
+    identified. Some functions may have been patched before False is returned.
     """
     pairs = list(_pairs(compile(good, file, "exec"), compile(source, file, "exec")))
     if any(old is None or new is None for old, new in pairs):
@@ -23,7 +26,7 @@ def patch(file: str, good: str, source: str) -> bool:
     for old, new in pairs:
         assert old is not None and new is not None
         if not old.co_flags & inspect.CO_OPTIMIZED and _own(old) != _own(new):
-            return False  # of a module or a class: it ran when the module was loaded
+            return False  # this is the body of a module or class, which ran at load time
         if _whole(old) != _whole(new):
             key = old.co_qualname, old.co_firstlineno
             if keys[key] > 1:
@@ -44,7 +47,10 @@ def _nested(code: CodeType) -> list[CodeType]:
 
 
 def _pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType | None, CodeType | None]]:
-    """Each piece of code and what stands in its place; (None, None) where there is none."""
+    """Yield each code object nested in `old`, and `old` itself, with its counterpart in `new`.
+
+    Yields (None, None) if two counterparts contain different numbers of code objects.
+    """
     yield old, new
     if len(_nested(old)) != len(_nested(new)):
         yield None, None

@@ -1,5 +1,7 @@
-"""Launches of programs on the roles of the Hopper interpreter, on the host: an image of all that a launch touches, and
-what runs it, on fibres or on threads.
+"""Runs the code of the Hopper interpreter's warps on the host, so that tests can launch programs without a GPU.
+
+A `LaunchImage` holds all memory that a launch accesses. The warps of a launch run on fibres in this process, or on
+threads in another process under ThreadSanitizer.
 """
 
 from __future__ import annotations
@@ -59,7 +61,10 @@ Array = NDArray[Any]
 
 @functools.cache
 def build_fibres(ablation: Ablation = Ablation.NONE, sms: int = 1) -> ctypes.CDLL:
-    """The library that runs launches on fibres, for workers of `sms` SMs; of a build that leaves something out."""
+    """Build the library that runs launches on fibres, with `sms` SMs per worker.
+
+    Launches with this library leave out the work that `ablation` names.
+    """
     flags = [*FLAGS, f"-DMK_ABLATION={ablation:d}", f"-DMK_SMS={sms}", "-shared", "-fPIC"]
     library = ctypes.CDLL(str(built_once(f"protocol{ablation:d}-{sms}.so", _command("protocol.cpp", flags))))
     numbers = [ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32]
@@ -69,7 +74,7 @@ def build_fibres(ablation: Ablation = Ablation.NONE, sms: int = 1) -> ctypes.CDL
 
 @functools.cache
 def build_threads(sms: int) -> Path:
-    """The command that runs a launch on threads under ThreadSanitizer, for workers of `sms` SMs."""
+    """Build the command that runs a launch on threads under ThreadSanitizer, with `sms` SMs per worker."""
     flags = [*FLAGS, f"-DMK_SMS={sms}", "-g1", "-fsanitize=thread", "-Wno-tsan", "-pthread"]
     return built_once(f"threads{sms}", _command("threads.cpp", flags))
 
@@ -80,7 +85,7 @@ def _command(source: str, flags: list[str]) -> Callable[[Path], None]:
 
 
 class Image:
-    """Memory with arrays at offsets and pointers between them."""
+    """The layout of a block of memory: arrays at fixed offsets, and pointers from one offset to another."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[int, Array]] = []
@@ -88,7 +93,7 @@ class Image:
         self.size = 0
 
     def add(self, array: Array) -> int:
-        """Its offset."""
+        """Append an array and return its offset."""
         offset = self.size
         self._parts.append((offset, np.ascontiguousarray(array)))
         self.size = -(-(offset + max(array.nbytes, 1)) // _ALIGNMENT) * _ALIGNMENT
@@ -98,7 +103,7 @@ class Image:
         self._pointers.append((place, target))
 
     def table(self, targets: Sequence[int]) -> int:
-        """The offset of an array of pointers; a target of -1 is null."""
+        """Append an array of pointers to the offsets `targets`, and return its offset. A target of -1 becomes null."""
         offset = self.add(np.zeros(len(targets), np.int64))
         for i, target in enumerate(targets):
             if target >= 0:
@@ -106,7 +111,7 @@ class Image:
         return offset
 
     def memory(self) -> NDArray[np.uint8]:
-        """All of it, where its pointers lead into it."""
+        """Return a new block of memory with the arrays. Its pointers are addresses in the block itself."""
         room = np.zeros(self.size + _ALIGNMENT, np.uint8)
         start = -room.ctypes.data % _ALIGNMENT
         memory = room[start : start + self.size]
@@ -122,9 +127,9 @@ class Image:
 
 
 class LaunchImage:
-    """A program, a step table and the buffers of `backend`, ready to launch again and again.
+    """The memory of a launch: a program, a step table and the buffers of `backend`. It can be launched repeatedly.
 
-    `poison`: activations are no numbers.
+    `poison` fills all activations and outputs except SPLITS with 0xFF bytes, which are NaN if read as floats.
     """
 
     def __init__(self, backend: ReferenceBackend, program: Program, table: StepTable, *, poison: bool = True) -> None:
@@ -146,7 +151,7 @@ class LaunchImage:
         self.memory = self.image.memory()
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> Array:
-        """A view of a rank's copy of a buffer."""
+        """Return a view of a buffer of one rank, and of one layer if the buffer has layers."""
         shape, dtype = self._shapes[rank, buffer]
         start = self._buffers[rank, buffer]
         size = int(np.prod(shape)) * dtype.itemsize
@@ -154,29 +159,29 @@ class LaunchImage:
         return view
 
     def counters(self, rank: int) -> NDArray[np.int32]:
-        """[layers + 1, counters] values."""
+        """Return a view of a rank's counters, with shape [layers + 1, counters]."""
         start = self._counters[rank]
         count = self.program.total_counters
         return self.memory[start : start + 4 * count].view(np.int32).reshape(self.dims.layers + 1, -1)
 
     @property
     def params(self) -> Any:
-        """The launch's Params, to be changed in place."""
+        """Return the kernel parameters in the image. Changes to them apply to the next launch."""
         return STRUCTURES["Params"].from_buffer(self.memory.data, self._params)
 
     @property
     def waits(self) -> list[stall.Wait]:
-        """What the watchdogs have noted."""
+        """Return the waits that the watchdogs have recorded. These waits took too long."""
         size = self._blocks * WARPS * stall.NOTE.itemsize
         notes: Any = (ctypes.c_uint8 * size).from_address(self.params.diagnoses)
         return stall.waits_of(self.program, np.frombuffer(notes, stall.NOTE), range(self.program.ranks))
 
     def restore(self) -> None:
-        """As before the first launch."""
+        """Restore the contents that the memory had before the first launch."""
         self._take(self.fresh.copy())
 
     def _take(self, left: NDArray[np.uint8]) -> None:
-        """Other contents; pointers stay where they are."""
+        """Replace the contents of the memory by `left`, except for the pointers."""
         for place in self.image.places:
             left[place : place + 8] = self.memory[place : place + 8]
         self.memory[:] = left
@@ -188,13 +193,16 @@ class LaunchImage:
         path.write_bytes(header.tobytes() + places.tobytes() + self.memory.tobytes() + base.tobytes())
 
     def load(self, path: Path) -> None:
-        """What a process left in the file, but for its pointers."""
+        """Copy the memory contents that the process of a launch wrote to the file, except for the pointers."""
         places = self.image.places
         start = 24 + places.nbytes
         self._take(np.frombuffer(path.read_bytes(), np.uint8, self.image.size, start).copy())
 
     def run(self, seed: int, bug: str = "none", block: int = -1, ablation: Ablation = Ablation.NONE) -> str:
-        """One launch on fibres, with a bug in one block or in all; what went wrong, or nothing."""
+        """Run one launch on fibres, and return a description of what went wrong, or an empty string.
+
+        `bug` is the bug to plant in thread block number `block`, or in all thread blocks if `block` is -1.
+        """
         self.params.launch += 1
         message = ctypes.create_string_buffer(_MESSAGE)
         address = self.memory.ctypes.data + self._params
@@ -202,7 +210,7 @@ class LaunchImage:
         return message.value.decode()
 
     def run_threads(self, bug: str = "none") -> subprocess.CompletedProcess[str]:
-        """One launch on threads; a race is on standard error."""
+        """Run one launch on threads in another process, which reports data races on standard error."""
         self.params.launch += 1
         with tempfile.NamedTemporaryFile() as file:
             path = Path(file.name)
@@ -213,7 +221,10 @@ class LaunchImage:
         return done
 
     def run_in_sequence(self) -> None:
-        """One launch, instruction by instruction in the order of their meaning: by layer, then by phase."""
+        """Run all instructions one at a time, without waits and signals: by segment, then by layer, then by phase.
+
+        `join` and `drain`, which only control other instructions, are left out.
+        """
         control = [phase.number for phase in CONTROL]
         for segment in range(3):
             records, ranks = self.program.numbered(segment)
@@ -226,7 +237,11 @@ class LaunchImage:
     def execute(
         self, words: Records, layer: int, rank: int, segment: int = BODY, table: StepTable | None = None
     ) -> None:
-        """One record alone, as if it were in a segment. It signals where it has a table of its own, and waits never."""
+        """Run one record alone, as if it were in `segment`.
+
+        Without `table`, the record neither waits nor signals. With `table`, which replaces the step table, the record
+        does both. Its waits end at once, because the counters already have the totals of all launches so far.
+        """
         params = STRUCTURES["Params"].from_buffer_copy(self.params)
         words, offsets = np.ascontiguousarray(words), (np.arange(self.program.ranks + 1) > rank).astype(np.int32)
         params.records[segment], params.offsets[segment] = words.ctypes.data, offsets.ctypes.data
@@ -298,7 +313,7 @@ class LaunchImage:
 
 
 def host_map(layout: MapLayout, *, address: int = 0, shared: bool = False) -> NDArray[np.uint8]:
-    """As csrc/host/tensor_map.h reads it."""
+    """Return the bytes of a HostMap, the struct that replaces a tensor map in csrc/host/tensor_map.h."""
     rest = (1,) * (5 - len(layout.sizes))
     strides = (layout.item, *layout.strides, *(0 for _ in rest))
     fields = (address, strides, layout.sizes + rest, layout.box + rest, layout.item, layout.swizzled, shared)
@@ -306,7 +321,7 @@ def host_map(layout: MapLayout, *, address: int = 0, shared: bool = False) -> ND
 
 
 def buffers_of(forward: Forward) -> list[Buffer]:
-    """Those that the phases name, and all that are not weights."""
+    """Return the buffers that a launch uses: all except the weights that no phase names."""
     named = {buffer for phase in forward for buffer in (phase.weights, phase.bias, phase.norm, phase.head_norm)}
     return [buffer for buffer, spec in BUFFERS.items() if spec.space is not Space.WEIGHT or buffer in named]
 

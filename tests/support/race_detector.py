@@ -1,4 +1,4 @@
-"""ThreadSanitizer, where it works."""
+"""Checks whether ThreadSanitizer works on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def need_race_detector(folder: Path) -> None:
-    """Skips the test where ThreadSanitizer cannot be built or cannot run."""
+    """Skip the test if an empty program with ThreadSanitizer cannot be built in `folder` or cannot run."""
     source, command = folder / "empty.cpp", folder / "empty"
     source.write_text("int main() { return 0; }\n")
     for step in (["g++", "-fsanitize=thread", str(source), "-o", str(command)], [str(command)]):

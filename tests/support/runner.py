@@ -1,4 +1,4 @@
-"""Runs a checkpoint step by step below the engine, so that a test decides what is in each step."""
+"""Runs a checkpoint step by step without the engine, so that a test decides which tokens each step contains."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megakernel.scheduler import Options, compile_program
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens [start, start + len(tokens)) of the sequence in `slot`; every one of them gets logits."""
+    """Consecutive tokens, from position `start`, of the sequence in `slot`. A step computes logits for each of them."""
 
     slot: int
     start: int
@@ -30,7 +30,7 @@ class Piece:
 
 
 class Runner:
-    """A backend with `max_seqs` slots whose pages are dealt out in a shuffled order."""
+    """A backend with `max_seqs` sequence slots. The KV pages of each slot are chosen in a shuffled order."""
 
     def __init__(
         self,
@@ -71,13 +71,19 @@ class Runner:
     def step(
         self, pieces: Sequence[Piece], *, trace: bool = False, workers: int | None = None, padding: int = 0
     ) -> Output:
-        """One launch in a bucket `padding` rows larger than needed; logit rows are the pieces' tokens in order."""
+        """Run one launch of a program that has `padding` more token rows than `pieces` need.
+
+        The output has a logit row for each token of each piece, in order.
+        """
         rows = sum(len(p.tokens) for p in pieces)
         program = self.program(rows + padding, rows + padding, workers=workers)
         return self.backend.launch(program, self.table(program, pieces), trace=trace)
 
     def logits(self, tokens: Sequence[int], cuts: Sequence[int] = (), slot: int = 0, **options) -> NDArray[np.float32]:
-        """Logits of one sequence, [len(tokens), vocab], computed in steps cut at `cuts`."""
+        """Return the logits of one sequence, with shape [len(tokens), vocab].
+
+        `cuts` are the positions at which a new step begins.
+        """
         edges = [0, *cuts, len(tokens)]
         parts = []
         for start, end in pairwise(edges):

@@ -1,4 +1,4 @@
-"""Runs tests on a native library that sanitizers watch; fails where they report anything.
+"""Runs tests with a native library built with sanitizers. Fails if a test fails or a sanitizer reports an error.
 
 python tests/support/sanitized.py thread tests/runtime/test_cpu_threads.py
 python tests/support/sanitized.py address,undefined tests/runtime
@@ -16,14 +16,17 @@ from own_package import build_native, link_package
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["-O1", "-g1", "-fno-omit-frame-pointer", "-Wno-tsan", "-fno-sanitize-recover=all"]
-# A sanitizer writes what it finds to a file, because tests hide what a process prints. Python leaks by design. The
-# allocator gives null where there is no memory, as the system's does.
+# Sanitizers write their reports to files, because pytest hides the output of processes. Leaks are not reported, because
+# Python does not free all memory at exit. The allocator returns null when memory is exhausted, as malloc does.
 OPTIONS = "log_path={log} exitcode=66 halt_on_error=1 detect_leaks=0 allocator_may_return_null=1 print_stacktrace=1"
 RUNTIMES = {"thread": "libtsan.so", "address": "libasan.so", "undefined": "libubsan.so"}
 
 
 def build(folder: Path, sanitizers: str) -> dict[str, str]:
-    """A package in `folder` with its own native library: the environment in which Python takes it."""
+    """Create a package in `folder` whose native library is built with `sanitizers`.
+
+    Returns the environment variables with which Python imports that package.
+    """
     build_native(ROOT, link_package(ROOT, folder), *FLAGS, f"-fsanitize={sanitizers}")
     preloaded = [_runtime(RUNTIMES[name]) for name in sanitizers.split(",")]
     options = OPTIONS.format(log=folder / "report")
@@ -34,7 +37,7 @@ def build(folder: Path, sanitizers: str) -> dict[str, str]:
 
 
 def reports(folder: Path) -> str:
-    """What sanitizers have found in processes with the environment of `build`."""
+    """Return the sanitizers' reports on all processes that ran with the environment of `build`."""
     return "\n".join(path.read_text() for path in sorted(folder.glob("report.*")))
 
 

@@ -1,4 +1,4 @@
-"""Random JSON schemas whose texts are short, so that whatever a model prefers its answer ends."""
+"""Random JSON schemas that allow only short texts, so that an answer ends even if the model prefers to go on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PATTERNS = ("^[a-c]{1,4}$", r"^\d{2}-\d{2}$", "^(yes|no)$", "^[A-Z][a-z]{0,3}$"
 
 
 def random_schema(rng: random.Random, depth: int = 3) -> Schema:
-    """A schema of JSON-Schema-Test-Suite's kind: one of its keywords, or several, nested up to `depth`."""
+    """Return a schema with a few keywords, as in JSON-Schema-Test-Suite, nested up to `depth` levels deep."""
     leaves: list[Callable[[], Schema]] = [
         lambda: {"type": "string", "maxLength": rng.randint(0, 12)},
         lambda: {"type": "string", "minLength": 2, "maxLength": rng.randint(2, 6)},
@@ -32,7 +32,7 @@ def random_schema(rng: random.Random, depth: int = 3) -> Schema:
 
 
 def random_root(rng: random.Random) -> Schema:
-    """A schema with an object at the top, and at times a definition that it refers to."""
+    """Return a schema for an object, which sometimes refers to a definition in `$defs`."""
     schema = _object(rng, 2)
     if rng.random() < 0.3:
         schema["$defs"] = {"part": random_schema(rng, 1)}

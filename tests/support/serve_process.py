@@ -1,4 +1,4 @@
-"""`megakernel serve` as processes of their own."""
+"""Runs `megakernel serve` in separate processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = ("--max-num-seqs", "8", "--max-num-batched-tokens", "16", "--max-model-l
 
 @contextmanager
 def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any], Live]]:
-    """A server on a free port, what it says when it is ready, and a way to talk to it."""
+    """Start a server on a free port; yield its process, the JSON that it prints when it is ready, and a client."""
     with started("--json", *flags) as running:
         assert running.stdout is not None and running.stderr is not None
         line = running.stdout.readline()
@@ -38,7 +38,7 @@ def started(*flags: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def begin_stream(server: Live, tokens: int) -> socket.socket:
-    """A stream whose first event has come."""
+    """Request a streamed completion, and return the socket once the response has begun."""
     body = {"prompt": "x", "max_tokens": tokens, "stream": True, "ignore_eos": True, "n": 2}
     sock = server.send("/v1/completions", body)
     assert sock.recv(100_000).startswith(b"HTTP/1.1 200 OK")

@@ -1,4 +1,4 @@
-"""What the simulator's tests need: work made by hand, costs that are easy to reckon with, and a check of every wait."""
+"""Helpers for tests of the simulator: handmade work, costs that give simple times, and a check of all waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megakernel.scheduler.simulate.costs import Costs
 from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Result, Work, run
 from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Trace
 
-# Everything free, and as fast as can be.
+# All rates and capacities are practically unlimited and all delays are 0, so that a test sets only what it measures.
 _RATES = "vector_flops memory_bytes_per_s cache_bytes_per_s cache_bytes worker_bytes_per_s egress_bytes_per_s"
 _RATES += " switch_bytes_per_s ring_bytes"
 _SECONDS = "latency_s store_s dispatch_s claim_s signal_s remote_signal_s launch_s"
@@ -36,7 +36,7 @@ FREE = Costs(
 
 @dataclass
 class Task:
-    """One instruction. `stores`: bytes by rank. `signals`: (rank or EVERY_RANK, counter)."""
+    """An instruction. `stores` maps ranks to bytes; `signals` are pairs of a rank (or EVERY_RANK) and a counter."""
 
     weights: float = 0.0
     reads: float = 0.0
@@ -46,19 +46,22 @@ class Task:
     signals: Sequence[tuple[int, int]] = ()
     weight_key: int = -1
     ask: float = 0.0  # seconds
-    output: float = 0.0  # bytes of the ring
-    ahead: float = 0.0  # bytes
-    drain: int = 0  # claims so many of the queue
+    output: float = 0.0  # bytes of the ring that the output occupies until it is stored
+    ahead: float = 0.0  # distance in bytes by which prefetches are ahead of loads
+    drain: int = 0  # number of queue records that must be claimed before the drain ends; 0: not a drain
 
 
 Stream = Sequence[Task]
-Node = tuple[int, int]  # layer as in a trace, record
+Node = tuple[int, int]  # (layer or PROLOGUE or EPILOGUE, number of the record)
 
 
 def hand_work(
     streams: Sequence[Stream], *, ranks: int = 1, counters: int = 4, keys: Sequence[float] = (), queue: Stream = ()
 ) -> Work:
-    """One layer of these streams, rank by rank; `keys` are the sizes of cache pieces, `queue` is rank 0's."""
+    """Return work of one layer for the simulator. `streams` lists all streams of rank 0, then those of rank 1, etc.
+
+    `keys` are the sizes of the cache entries in bytes. `queue` is the queue of rank 0.
+    """
     tasks = [t for stream in [*streams, queue] for t in stream]
     offsets = np.cumsum([0, *map(len, streams)], dtype=np.int32)
     totals = np.zeros((ranks, counters), np.int32)
@@ -112,33 +115,33 @@ def hand_work(
 
 
 def hand_run(work: Work, **changes: float) -> tuple[Result, Intervals]:
-    """Simulate at FREE's costs but for `changes`."""
+    """Simulate `work` with the costs of FREE, except for those in `changes`."""
     return run(work, replace(FREE, **changes), (-1, -1, -1, 0.0), 10_000)  # type: ignore[arg-type]
 
 
 def by_node(intervals: Intervals) -> dict[Node, Intervals]:
-    """The rows of each record in each layer."""
+    """Group intervals by layer and record."""
     nodes, which = np.unique(intervals[["layer", "instruction"]], return_inverse=True)
     return {node: intervals[which == i] for i, node in enumerate(nodes.tolist())}
 
 
 def ended(intervals: Intervals, number: int) -> float:
-    """When a record's last interval ended, in seconds."""
+    """Return the time in seconds at which the last interval of a record ended."""
     return float(intervals["end"][intervals["instruction"] == number].max()) * 1e-9
 
 
 @dataclass
 class Ordered:
-    """A task: the counters that it waits for, and the arrivals that it brings."""
+    """A task with the counters that it waits for. `adds` has pairs (counter, number added to it by the task)."""
 
     key: Node
-    stream: int  # -1: of a queue
+    stream: int  # -1: the task is in a queue
     waits: tuple[int, ...]
     adds: list[tuple[int, int]]
 
 
 def ordered(program: Program, table: StepTable) -> list[Ordered]:
-    """The tasks of a step, record by record. Shares nothing with the simulator."""
+    """Return the tasks of a step, in the order of their records. This code is independent of the simulator."""
     views = [table.rank(rank) for rank in range(program.ranks)]
     model = Model(program, Table([_items(view) for view in views], table.logit_rows.tolist()))
     out: list[Ordered] = []
@@ -153,7 +156,7 @@ def ordered(program: Program, table: StepTable) -> list[Ordered]:
             alike = None
             first = len(out)
             for item, step in zip(_of_slot(program, views[rank], record), items, strict=True):
-                # A split's arrivals count once; here with its first part.
+                # Attention to a context may be split into parts, which signal only once in total: count the first part.
                 adds = [(c, 0 if item.part else n) for c, n in step.adds]
                 single = item.rows == 1 and item.parts == 1 and item.start >= 0
                 same = (item.row // program.dims.row_block, item.head, item.heads, item.start) if single else None
@@ -170,9 +173,11 @@ def ordered(program: Program, table: StepTable) -> list[Ordered]:
 
 
 def held_up(program: Program, table: StepTable, start: Node, certain: bool) -> set[Node]:
-    """What cannot begin before `start` has ended: later work of its worker, who waits for its signals, and so on.
+    """Return all records that depend on the end of `start`, directly or indirectly.
 
-    Attention begins with its first item; `certain` leaves out what only the others wait for.
+    A record depends on the one before it in its stream, and on those that signal the counters for which it waits. If
+    `certain` is set, an attention record's dependencies are only those of its first item, because it can begin once
+    they have ended. Otherwise those of all its items count.
     """
     after: dict[Node, Node] = {}
     signals: dict[Node, set[int]] = defaultdict(set)
@@ -205,7 +210,7 @@ def _of_slot(program: Program, view: StepTable, record: Records) -> list[Item]:
 
 
 def _items(view: StepTable) -> dict[int, list[Item]]:
-    """Attention items by slot."""
+    """Return the attention items of each attention slot."""
     names = ("row", "rows", "kv_head", "kv_heads", "seq", "wait_block", "split", "block", "splits")
     columns = [getattr(view, f"item_{name}").tolist() for name in names]
     items = []
@@ -217,7 +222,7 @@ def _items(view: StepTable) -> dict[int, list[Item]]:
 
 
 def step_of(program: Program) -> StepTable:
-    """A step that fills the program's rows."""
+    """Return the table of a step that uses all token rows for which the program was compiled."""
     d = program.dims
     n = min(d.tokens, d.max_seqs)
     rows = [d.tokens // n + (i < d.tokens % n) for i in range(n)]
@@ -228,8 +233,11 @@ def step_of(program: Program) -> StepTable:
 
 
 def unmet_waits(program: Program, table: StepTable, trace: Trace) -> list[str]:
-    """Consumers that begin to compute before all that the program makes them wait for is stored, and counters whose
-    arrivals are not their totals. Shares nothing with the simulator but the trace."""
+    """Return descriptions of all errors in a simulated trace.
+
+    An error is a record that runs the wrong number of tasks or begins to compute before the results for which it waits
+    are stored, or a counter whose additions do not sum to its total. The check uses no code of the simulator.
+    """
     rows = trace.intervals
     ran = by_node(rows[np.argsort(rows["end"], kind="stable")])
     arrived = np.zeros(program.total_counters * program.ranks, np.int64)
@@ -237,7 +245,7 @@ def unmet_waits(program: Program, table: StepTable, trace: Trace) -> list[str]:
     waits: list[tuple[int, int, str]] = []
     for key, group in groupby(ordered(program, table), key=lambda task: task.key):
         tasks = list(group)
-        # Items are computed and stored in order; what stores nothing ends with its arithmetic.
+        # A record computes and stores its items in order. A record that stores nothing ends when it has computed.
         mine = ran.get(key, rows[:0])
         computed, stored = (mine[mine["kind"] == kind] for kind in (IntervalKind.COMPUTE, IntervalKind.STORE))
         begins, ends = computed["begin"].tolist(), (stored if len(stored) else computed)["end"].tolist()

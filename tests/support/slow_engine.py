@@ -1,4 +1,4 @@
-"""An engine that goes through its sequences one by one: slow, obvious, and what the real one must do step by step."""
+"""A slow, simple engine that handles its sequences one by one. The real engine must do the same in every step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megakernel.serving.tokens import Token
 
 @dataclass(eq=False)
 class SlowSequence:
-    """`length` counts also the tokens that planned steps will have sampled."""
+    """One choice of a request. `length` also counts the tokens that planned steps have not sampled yet."""
 
     request: Request
     choice: int
@@ -81,7 +81,13 @@ class SlowSequence:
 
 
 class Sample(NamedTuple):
-    """A logit row: its sequence, the tokens before it, the token to score, what to report, the proposal it follows."""
+    """What to do with a logit row.
+
+    `position` is the number of tokens up to and including this row's token. `target` is the prompt token to score, or
+    -1 if a token is sampled. `top` is the number of most likely tokens to report, or -1 if no log-probabilities are
+    wanted. `after` is the proposed token that the row follows, or -1 if the row follows a known token. A row after a
+    proposed token counts only if that token is accepted.
+    """
 
     sequence: SlowSequence
     position: int
@@ -285,7 +291,7 @@ class SlowBatch:
 
 
 class SlowSpeculation(Speculation):
-    """The same choices of what to verify, for turns instead of columns."""
+    """Chooses the same proposals to verify as Speculation, but for a list of Turn objects instead of NumPy columns."""
 
     def read_turns(self, work: SlowWork) -> None:
         for turn in work.turns:
@@ -324,7 +330,7 @@ class SlowSpeculation(Speculation):
 
 
 def propose(turn: Turn, tokens: list[int]) -> list[tuple[int, int, list[int]]]:
-    """Let `tokens` follow the last known one: what HISTORY must hold for that."""
+    """Add proposed `tokens` to a turn that decodes one token. Return the entries that HISTORY needs for them."""
     sequence, start = turn.sequence, turn.chunk.start
     ids = [sequence.tokens[-1], *tokens]
     penalised = sequence.sample_row(0, start).penalised
@@ -339,7 +345,7 @@ def propose(turn: Turn, tokens: list[int]) -> list[tuple[int, int, list[int]]]:
 
 
 class SlowEngine:
-    """Takes requests that `check` of a real engine has accepted."""
+    """A simple engine. Unlike the real engine, it does not call `check`, so its requests must be valid."""
 
     def __init__(
         self,
@@ -482,7 +488,10 @@ class SlowEngine:
         return Turn(sequence, Chunk(sequence.slot, start, ids, sequence.pages, rows), samples)
 
     def advance(self, work: SlowWork, tokens: Seq[int]) -> list[tuple[bool, str | None]]:
-        """Of each logit row: whether it counts, and the reason if its token ends the sequence."""
+        """Add a step's tokens to their sequences.
+
+        Returns for each logit row whether it counts, and the finish reason if its token ends the sequence.
+        """
         left: Iterator[int] = iter(tokens)
         fates: list[tuple[bool, str | None]] = []
         for turn in work.turns:
@@ -516,7 +525,7 @@ class SlowEngine:
 
 
 def slow_table(dims: Dims, chunks: Seq[Chunk]) -> StepTable:
-    """The table of a step, word by word but for the attention items."""
+    """Build a step's table one word at a time, except for the attention items, which `write_items` writes."""
     table = StepTable(dims)
     table.row_seq[:] = table.logit_rows[:] = table.sample_slot[:] = table.history_slot[:] = table.target[:] = -1
     table.top_p[:] = table.repetition_penalty[:] = 1.0

@@ -1,4 +1,4 @@
-"""Good programs small enough that every interleaving can be tried, and some that are not."""
+"""Correct programs: some are so small that every interleaving can be tried, others are too large for that."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ QUEUES = ("none", "attention", "body")
 
 
 def make(*, workers: int = 1, rows: int = 2, cols: int = 32, **changes: Any) -> Program:
-    """A compiled program; `rows` and `cols` are the tile's, `changes` the bucket's, the model's or options."""
+    """Compile a program. `rows` and `cols` are the size of a tile.
+
+    `changes` are sizes of the bucket, sizes of the model, or scheduler options.
+    """
     bucket = {"tp": 1, "tokens": 2, "logit_rows": 1, "max_seqs": 2, "max_context": 16}
     bucket |= {name: changes.pop(name) for name in bucket if name in changes}
     shape = {name: changes.pop(name) for name in ("layers", "heads", "kv_heads") if name in changes}
@@ -35,7 +38,7 @@ def make(*, workers: int = 1, rows: int = 2, cols: int = 32, **changes: Any) -> 
 
 
 def small() -> Iterator[tuple[str, Program]]:
-    """(what it is, program): 71 programs whose reachable states can all be visited."""
+    """Yield descriptions and programs: 71 programs that are small enough to visit all their reachable states."""
     for workers, tokens, queue in itertools.product((1, 2), (1, 3, 4), QUEUES):
         yield _named(workers=workers, tokens=tokens, queue=queue)
     for layers, heads, kv_heads in ((2, 2, 2), (3, 2, 1), (1, 4, 2)):
@@ -52,7 +55,7 @@ def small() -> Iterator[tuple[str, Program]]:
 
 
 def large() -> Iterator[tuple[str, Program]]:
-    """Programs with more workers, ranks and layers than can be searched."""
+    """Yield descriptions and programs with so many workers, ranks or layers that not all states can be visited."""
     for (o, residual), (tp, heads, kv_heads) in itertools.product(LOWERINGS, ((2, 3, 1), (4, 4, 2), (8, 6, 3))):
         yield _named(
             tp=tp, workers=2, tokens=9, heads=heads, kv_heads=kv_heads, o=o, residual=residual, layers=2, logit_rows=3

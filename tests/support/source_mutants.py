@@ -1,6 +1,7 @@
-"""Every small change of a source file that a test should notice: of Python from its syntax tree, of C++ by tokens.
+"""Lists the small changes of a source file that tests should notice.
 
-Strings, annotations, decorators and the preprocessor's lines stay as they are.
+Changes of Python are found in its syntax tree, changes of C++ by regular expressions. Strings, annotations, decorators
+and preprocessor lines are not changed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SourceMutant:
-    """`before` at this offset becomes `after`; it runs when one of `lines` does."""
+    """One change of a source file: the text `before`, at a character offset, is replaced by `after`.
+
+    Only tests that execute one of `lines` can notice the change.
+    """
 
     offset: int
     before: str
@@ -83,7 +87,7 @@ _Change = tuple[ast.expr | ast.stmt, ast.stmt, str, str]
 
 
 def _changes(tree: ast.Module) -> Iterator[_Change]:
-    """(what is replaced, the statement that it belongs to, the kind of change, what stands there then)"""
+    """Yield tuples: the node to replace, the statement that contains it, the kind of change, and the new text."""
     for statement in ast.walk(tree):
         if not isinstance(statement, ast.stmt) or isinstance(statement, ast.Import | ast.ImportFrom):
             continue
@@ -96,7 +100,7 @@ def _changes(tree: ast.Module) -> Iterator[_Change]:
 
 
 def _of_expressions(part: object, statement: ast.stmt) -> Iterator[_Change]:
-    """Of an expression, and of what it consists of; statements, texts and annotations are left out."""
+    """Yield the changes of an expression and of its parts, except for statements, f-strings and annotations."""
     if not isinstance(part, ast.AST) or isinstance(part, ast.stmt | ast.JoinedStr | ast.excepthandler | ast.match_case):
         return
     if isinstance(part, ast.expr):
@@ -192,7 +196,10 @@ _STATEMENT = re.compile(
 
 
 def of_cpp(source: str) -> list[SourceMutant]:
-    """Text that only looks like an operator gives a mutant that does not compile, or the same machine code."""
+    """Return the mutants of a C++ source.
+
+    Some matched text only looks like an operator. Its mutants do not compile, or compile to the same machine code.
+    """
     shown = _HIDDEN.sub(lambda m: re.sub(r"[^\n]", "\0", m[0]), source)
 
     def made(begin: int, before: str, after: str, kind: str) -> SourceMutant:

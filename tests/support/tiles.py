@@ -1,4 +1,4 @@
-"""Tiles as bulk copies leave them in shared memory."""
+"""Computes the layout in shared memory of a tile that bulk copies (TMA) have loaded."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ Array = NDArray[Any]
 
 
 def copied_tile(tile: Array) -> Array:
-    """Bytes in shared memory after bulk copies of boxes of 32 rows x 128 bytes of `tile` in the 128-byte swizzle:
-    in each 8 rows of 128 bytes, row r has its 16-byte chunks exchanged by XOR with r."""
+    """Return the bytes in shared memory after bulk copies have loaded `tile` in boxes of 32 rows x 128 bytes.
+
+    The copies apply the 128-byte swizzle: within each group of 8 rows, chunk i of row r is stored at position i XOR r.
+    A chunk has 16 bytes.
+    """
     rows = tile.view(np.uint8).reshape(-1, 128)
     out = np.empty_like(rows)
     for r, row in enumerate(rows):

@@ -1,4 +1,5 @@
-// What tests and benchmarks may ask of a timeline's page. Put at the end of its script, where all of it is in scope.
+// Functions that tests and benchmarks call on a timeline page. browser.py appends this file to the page's script, so
+// that it can use every name in the script.
 
 window.timeline = {
   laneCount: lanes,
@@ -8,10 +9,10 @@ window.timeline = {
   visibleRange: () => [view.t0 * meta.unit_s, view.t1 * meta.unit_s],
   show: (from, to) => setView(from / meta.unit_s, to / meta.unit_s),
   select: choose,
-  /** Scroll the row of an interval to the middle. */
+  /** Scroll vertically until the row of interval i is in the middle of the view. */
   showRow: (i) => scrollRows(rowY(rowOf(i)) + rowOf(i).h / 2 - (rowsTop() + size.h) / 2),
   scroll: (pixels) => { view.scroll = 0; scrollRows(pixels * size.k); },
-  /** When a layer, or a phase in it, was computed. */
+  /** Return [begin, end] in seconds of a layer, such as "layer 3", or of `phase` in that layer if it is given. */
   block(name, phase) {
     const shade = meta.phases.findIndex((p) => p.name === phase);
     const { t0, t1 } = [...blocksOf({ s: sources[0], shade }, -Infinity, Infinity)].find((b) => b.name === name);
@@ -23,15 +24,15 @@ window.timeline = {
   arrows: () => arrowsInSight().length,
   measured: () => (measure ? [Math.min(measure.a, measure.b) * meta.unit_s, Math.max(measure.a, measure.b) * meta.unit_s] : null),
   tracks: () => tracks.map((t) => t.name),
-  /** Mean share of its peak that a resource of a trace did between two moments in seconds. */
+  /** Return the mean rate of a resource between two times in seconds, as a fraction of its peak. `source` is the index of the trace. */
   rate: (source, name, from, to) => meanRate(sources[source], tracks.find((t) => t.name === name).r, from / meta.unit_s, to / meta.unit_s),
-  /** Shares of a row's time between two moments, by part: names of phases and "waiting". */
+  /** Return the fraction of a row's time that it spends on each phase and on "waiting", by name. `from` and `to` are in seconds. */
   shares(key, from, to) {
     const row = rows.find((r) => r.key === key), t0 = from / meta.unit_s, t1 = to / meta.unit_s;
     const { sums } = rowShare(row, new Share(1), t0, 1 / (t1 - t0), false);
     return Object.fromEntries([...sums].map((v, p) => [partName(p), v / (row.lane1 - row.lane0)]).filter(([, v]) => v > 0));
   },
-  /** Middle of an interval in CSS pixels of the page. */
+  /** Return the centre and the width of the bar that shows interval i, in CSS pixels of the page. */
   locate(i) {
     const r = barBox(i), at = canvas.getBoundingClientRect();
     return { x: at.left + (r.x + r.w / 2) / size.k, y: at.top + (r.y + r.h / 2) / size.k, width: r.w / size.k };

@@ -1,7 +1,8 @@
-"""Small random models of any family, as a transformers model and as a Checkpoint of the same weights.
+"""Makes small random models of any family, each as a transformers model and as a Checkpoint with the same weights.
 
-Initialised so strongly that a mistake shows: attention is sharp, norms and biases are far from their neutral values,
-every layer moves the residual by its own size.
+The random weights are large, so that a mistake changes the logits clearly: attention concentrates on a few tokens,
+norms and biases are far from 1 and 0, and each layer changes the residual by about as much as the residual's own
+magnitude.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ROPES = {
 
 
 class _StateDict:
-    """A TensorFile over the weights of a transformers model."""
+    """Reads the weights of a transformers model through the interface TensorFile, as if they were in a file."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._tensors = {k: v.detach().numpy().astype(np.float32) for k, v in model.state_dict().items()}
@@ -53,7 +54,7 @@ class _StateDict:
 
 
 class TinyCheckpoint(FileCheckpoint):
-    """Checkpoint over the state dict of a transformers model, with its own RoPE frequencies."""
+    """A Checkpoint with the weights and the RoPE frequencies of a transformers model."""
 
     def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
         super().__init__("tiny", config, _StateDict(model), safetensors_naming(config))
@@ -64,9 +65,10 @@ class TinyCheckpoint(FileCheckpoint):
 
 
 def make_llama(seed: int, family: str = "llama", **shape: Any) -> tuple[PreTrainedModel, TinyCheckpoint]:
-    """A float32 model with SHAPE overridden by `shape`, and its Checkpoint of the shape that its config.json declares.
+    """Return a random float32 model and a Checkpoint with its weights.
 
-    `shape` may also have the family's own keys of config.json, such as attention_bias.
+    `shape` overrides entries of SHAPE. It may also set config.json keys of the family, such as attention_bias. The
+    Checkpoint's configuration is parsed from the config.json of the model.
     """
     own = {key: shape.pop(key) for key in FAMILIES[family].keys & set(shape)}
     unknown = set(shape) - set(SHAPE)
@@ -86,7 +88,8 @@ def make_llama(seed: int, family: str = "llama", **shape: Any) -> tuple[PreTrain
             elif "embed" in name:
                 p.copy_(noise)
             else:
-                # q and k: scores of standard deviation 2, so that a few tokens get most of the attention.
+                # This gain on Q and K gives attention scores a standard deviation of 2, so that a few tokens get most
+                # of the attention.
                 gain = 2**0.5 if "q_proj" in name or "k_proj" in name else 1.0
                 p.copy_(gain * noise / p.shape[1] ** 0.5)
     return hf, TinyCheckpoint(hf, config)
@@ -101,7 +104,10 @@ def _hf_config(kind: type[PretrainedConfig], shape: dict[str, Any], own: dict[st
 
 
 def _rope_arguments(rope: Rope, kind: type[PretrainedConfig]) -> dict[str, Any]:
-    """transformers 5 reads rope_parameters, 4 reads rope_theta and rope_scaling."""
+    """Return the arguments that describe `rope` to a transformers configuration class.
+
+    transformers 5 reads rope_parameters, and transformers 4 reads rope_theta and rope_scaling.
+    """
     scaling: dict[str, Any] = {"rope_type": rope.kind.value}
     if rope.kind is not RopeKind.DEFAULT:
         scaling["factor"] = rope.factor
@@ -115,14 +121,14 @@ def _rope_arguments(rope: Rope, kind: type[PretrainedConfig]) -> dict[str, Any]:
 
 
 def hf_logits(hf: PreTrainedModel, tokens: list[int], **options: torch.Tensor) -> NDArray[np.float32]:
-    """Logits of all positions of one prompt, [len(tokens), vocab]."""
+    """Return the logits at all positions of a prompt, with the shape [len(tokens), vocab]."""
     with torch.no_grad():
         logits: NDArray[np.float32] = hf(torch.tensor([tokens]), **options).logits[0].float().numpy()
     return logits
 
 
 def rounded(model: PreTrainedModel, checkpoint: TinyCheckpoint) -> TinyCheckpoint:
-    """The checkpoint of the model once it is rounded to bfloat16, in place."""
+    """Round the weights of `model` to bfloat16 in place, and return a Checkpoint of the rounded weights."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -130,5 +136,5 @@ def rounded(model: PreTrainedModel, checkpoint: TinyCheckpoint) -> TinyCheckpoin
 
 
 def error(got: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
-    """Largest difference in standard deviations of the expected logits."""
+    """Return the largest absolute difference, divided by the standard deviation of `expected`."""
     return float(np.abs(got - expected).max() / expected.std())

@@ -1,4 +1,4 @@
-"""Runs single instructions on the reference and on another interpreter, from equal buffers."""
+"""Runs single instructions on the reference backend and on another interpreter, and compares their buffers."""
 
 from __future__ import annotations
 
@@ -26,20 +26,23 @@ Key = tuple[int, Buffer, int]  # rank, buffer, layer
 
 
 def cache_slots(view: Array, dims: Dims) -> tuple[int, int, int]:
-    """Pages, KV heads and tokens of a page of a rank's K_CACHE or V_CACHE."""
+    """Return (pages, KV heads, tokens per page) of `view`, which is a rank's K_CACHE or V_CACHE."""
     return view.shape[0], view.shape[1], dims.kv_page
 
 
 def get_rows(view: Array, dims: Dims, buffer: Buffer) -> NDArray[np.float32]:
-    """What a quantised K_CACHE or V_CACHE holds, [page, KV head, token, element]."""
+    """Return the dequantised contents of a quantised K_CACHE or V_CACHE, indexed by [page, KV head, token, element]."""
     rows = view[cache_bytes(dims, buffer, *np.indices(cache_slots(view, dims)))]
     whole = Dtype.Q8_0.row_bytes(dims.head_dim) - dims.kv_row
-    with np.errstate(invalid="ignore"):  # an infinite scale
+    with np.errstate(invalid="ignore"):  # infinite scale times 0
         return to_f32(np.pad(rows, [(0, 0)] * 3 + [(0, whole)]), Dtype.Q8_0)[..., : dims.head_dim]
 
 
 def set_rows(view: Array, dims: Dims, buffer: Buffer, rows: NDArray[Any]) -> None:
-    """The opposite. A row that is not a number has such a scale."""
+    """Quantise `rows`, which have the shape that `get_rows` returns, and store them in a quantised K_CACHE or V_CACHE.
+
+    A row that begins with NaN gets NaN as its scale.
+    """
     slots = cache_slots(view, dims)
     flat = np.ascontiguousarray(rows, dtype=np.float32).reshape(-1, dims.head_dim)
     blocks = quantise(np.nan_to_num(flat), Dtype.Q8_0)[:, : dims.kv_row]
@@ -48,7 +51,11 @@ def set_rows(view: Array, dims: Dims, buffer: Buffer, rows: NDArray[Any]) -> Non
 
 
 class Twins(ABC):
-    """Both hold the same weights, and the same noise in every other float buffer, KV beyond any sequence included."""
+    """The reference backend and another interpreter, with the same weights.
+
+    All other float buffers of the reference are filled with random numbers, including KV cache slots that no sequence
+    uses. `start_equal` copies them to the other interpreter.
+    """
 
     def __init__(self, checkpoint: RandomCheckpoint, forward: Forward, dims: Dims, seed: int = 0) -> None:
         self.dims, self.forward = dims, forward
@@ -62,7 +69,7 @@ class Twins(ABC):
                 view[:] = from_f32(rng.standard_normal(view.shape, dtype=np.float32), kind)
 
     def copies(self) -> list[Key]:
-        """All that is not a weight."""
+        """Return (rank, buffer, layer) of every buffer to compare. Weights are not compared."""
         return [
             (rank, buffer, layer)
             for rank in range(self.dims.tp)
@@ -72,11 +79,11 @@ class Twins(ABC):
         ]
 
     def buffer(self, rank: int, buffer: Buffer, layer: int = 0) -> Array:
-        """A view of the reference's copy: the rows that are compared."""
+        """Return a view of the rows that are compared, in the reference's copy of a buffer."""
         return self.reference.buffer(buffer, layer, rank)
 
     def fill_unused(self, table: StepTable, layer: int, value: float) -> None:
-        """Cache slots that hold no token of the step's sequences get a value."""
+        """Store `value` in those slots of the reference's KV cache that hold no token of the step's sequences."""
         unused = np.ones((PAGES, self.dims.kv_page), bool)
         for row in np.flatnonzero(table.row_seq >= 0):
             token = np.arange(table.positions[row] + 1)
@@ -95,20 +102,23 @@ class Twins(ABC):
 
     @abstractmethod
     def other(self, rank: int, buffer: Buffer, layer: int = 0) -> Array:
-        """A view of the same rows of the other interpreter's copy."""
+        """Return a view of the rows that are compared, in the other interpreter's copy of a buffer."""
 
     @abstractmethod
     def execute(self, instruction: Records, layer: int, table: StepTable, rank: int) -> None:
-        """Run an instruction on the other interpreter only."""
+        """Run an instruction on the other interpreter, but not on the reference."""
 
     def run(self, instruction: Records, layer: int, table: StepTable, rank: int = 0) -> dict[Key, Array]:
-        """Execute on the other interpreter only, from the reference's buffers. Returns copies of its buffers."""
+        """Run an instruction on the other interpreter, starting from the contents of the reference's buffers.
+
+        Returns copies of the other interpreter's buffers. Does not run the instruction on the reference.
+        """
         self.start_equal()
         self.execute(instruction, layer, table, rank)
         return {key: self.other(*key).copy() for key in self.copies()}
 
     def start_equal(self) -> None:
-        """Copy the reference's buffers to the other interpreter."""
+        """Copy the contents of the reference's buffers to the other interpreter."""
         for key in self.copies():
             self.other(*key)[:] = self.buffer(*key)
 
@@ -122,7 +132,7 @@ class Twins(ABC):
         rtol: float = 2e-5,
         atol: float = 2e-5,
     ) -> None:
-        """The interpreter does to every buffer of every rank what the reference does."""
+        """Run an instruction on both interpreters from equal buffers. Check that all ranks' buffers stay equal."""
         self.start_equal()
         self.execute_both(instruction, layer, table, rank)
         self.assert_equal(rtol, atol)
@@ -132,7 +142,10 @@ class Twins(ABC):
         self.reference.execute(instruction, layer, table, self.forward, rank)
 
     def assert_equal(self, rtol: float, atol: float) -> None:
-        """Every buffer is the same on both, up to one rounding."""
+        """Check that the buffers of the two interpreters are equal. Integers must match exactly.
+
+        Floats may differ by the tolerances, and bfloat16 and Q8_0 values also by one rounding step of the type.
+        """
         for key in self.copies():
             got, expected, name = self.other(*key), self.buffer(*key), f"{key[1].name} of rank {key[0]}, layer {key[2]}"
             if got.dtype == np.int32:
@@ -141,16 +154,21 @@ class Twins(ABC):
             if got.dtype == np.uint8:
                 got, expected = (get_rows(array, self.dims, key[1]) for array in (got, expected))
                 same = (got == expected) | (np.isnan(got) & np.isnan(expected))
-                step = np.abs(expected).max(axis=-1, keepdims=True) / 100  # a value may be rounded the other way
+                # A value may be rounded to the neighbouring step. A step of Q8_0 is at most 1/127 of the row's maximum.
+                step = np.abs(expected).max(axis=-1, keepdims=True) / 100
                 assert (same | (np.abs(got - expected) <= step)).all() and same.mean() > 0.99, name
                 continue
             rounded = max(rtol, 2**-7) if got.dtype == np.uint16 else rtol
-            wide = atol * 10 if key[1] is Buffer.PARTIALS else atol  # not yet divided by l
+            # Partial attention outputs are larger, so they differ more: they are not yet divided by the softmax's sum.
+            wide = atol * 10 if key[1] is Buffer.PARTIALS else atol
             np.testing.assert_allclose(to_f32(got), to_f32(expected), rtol=rounded, atol=wide, err_msg=name)
 
 
 class FibreTwins(Twins):
-    """The code of the Hopper interpreter on fibres, with one counter for each row block, which each run clears."""
+    """Compares the reference with the Hopper interpreter, which runs on the host, on fibres (user-space threads).
+
+    There is one counter per row block. Each call of `execute` sets the counters to zero first.
+    """
 
     def __init__(self, checkpoint: RandomCheckpoint, forward: Forward, dims: Dims, seed: int = 0) -> None:
         super().__init__(checkpoint, forward, dims, seed)
@@ -168,8 +186,10 @@ class FibreTwins(Twins):
 
 
 class CpuTwins(Twins):
-    """The CPU backend. Its ranks share one copy of the outputs, so of these only the rows that a rank reads are
-    compared. It counts the arrivals of a split differently, so SPLITS is left out.
+    """Compares the CPU backend with the reference.
+
+    All ranks of the CPU backend share one copy of the output buffers, so only the rows that belong to a rank are
+    compared. SPLITS, the number of finished items of each attention split, is not compared.
     """
 
     def __init__(self, checkpoint: RandomCheckpoint, forward: Forward, dims: Dims, seed: int = 0) -> None:
@@ -187,7 +207,7 @@ class CpuTwins(Twins):
         return self.backend.buffer(buffer, layer, rank)[:height][self._rows(rank, buffer)]
 
     def _rows(self, rank: int, buffer: Buffer) -> slice:
-        """The rows of a buffer that a rank reads."""
+        """Return the rows of a buffer that a rank uses. Ranks share the output buffers but use separate rows."""
         if BUFFERS[buffer].space is not Space.OUTPUT:
             return slice(None)
         own = self.dims.own_logit_rows if buffer is Buffer.LOGITS else self.dims.logit_rows if rank == 0 else 0
@@ -198,7 +218,10 @@ class CpuTwins(Twins):
 
 
 def sampling_table(twins: Twins, seed: int) -> StepTable:
-    """Rows with all kinds of sampling parameters, and a history for each."""
+    """Return a step table whose rows have random sampling parameters of all kinds.
+
+    Writes a random history of tokens for every row to the reference.
+    """
     rng = np.random.default_rng(seed)
     dims, n = twins.dims, twins.dims.logit_rows
     table = make_table(dims, {})
@@ -222,18 +245,22 @@ def sampling_table(twins: Twins, seed: int) -> StepTable:
     table.bias_begin[1], table.bias_end[1] = 0, half
     table.bias_begin[3], table.bias_end[3] = half, dims.bias_entries
     table.bias_ids[:] = rng.integers(0, dims.vocab, dims.bias_entries)
-    table.bias_ids[1] = table.bias_ids[0]  # adds up
+    table.bias_ids[1] = table.bias_ids[0]  # two biases of one token add up
     table.bias_values[:] = rng.choice([3.0, -2.0, -np.inf], dims.bias_entries)
     table.mask_count[:], table.mask[[0, 2, 3, n - 1]] = dims.mask_rows, np.arange(4) % dims.mask_rows + 1
     few = rng.integers(0, 2**32, (dims.mask_rows, dims.mask_words), np.uint32)
-    few[1:] &= rng.choice(np.array([0, 3, 2**32 - 1], np.uint32), few[1:].shape)  # words without a bit, and full ones
+    # Some 32-bit words of the token masks have no bit set, or at most the lowest two. Every seventh word is all ones.
+    few[1:] &= rng.choice(np.array([0, 3, 2**32 - 1], np.uint32), few[1:].shape)
     few[1:, ::7] |= np.uint32(2**32 - 1)
     table.masks[:] = few.view(np.int32)
     return table
 
 
 def compare_samples(make: Callable[[Dims, int], Twins], dims: Dims, vocab: int, step: float) -> None:
-    """Samples rows with all kinds of parameters from logits that are multiples of `step`; 0 leaves them as they are."""
+    """Check that both interpreters sample the same tokens from random logits, with sampling parameters of all kinds.
+
+    Rounds the logits to multiples of `step`, so that ties occur, unless `step` is 0.
+    """
     n = 24
     dims = replace(dims, vocab=vocab, logit_rows=n, max_seqs=n, max_context=96, bias_entries=8, mask_rows=3)
     for seed in range(3):
@@ -247,7 +274,10 @@ def compare_samples(make: Callable[[Dims, int], Twins], dims: Dims, vocab: int, 
 
 
 def check_hostile_logits(make: Callable[[Dims, int], Twins], dims: Dims) -> None:
-    """What is no number, or forbidden everywhere, gives some token and no hang, greedy or not."""
+    """Check that sampling ends and returns a valid token from rows in which all logits are NaN, -inf, 0 or 3e38.
+
+    The test draws tokens at temperature 1 and greedily.
+    """
     twins = make(replace(dims, logit_rows=4, max_seqs=4, max_context=96, bias_entries=8, mask_rows=3), 0)
     table = sampling_table(twins, 2)
     for temperature in (1.0, 0.0):
@@ -258,7 +288,10 @@ def check_hostile_logits(make: Callable[[Dims, int], Twins], dims: Dims) -> None
 
 
 def check_attention_splits(twins: CpuTwins) -> None:
-    """Items cut between heads, rows and KV blocks give the bits of whole ones, and leave no count of a split behind."""
+    """Check that attention gives the same bits if several items share the heads, rows and KV blocks of one item.
+
+    SPLITS, which counts the finished items of a split, must be zero afterwards.
+    """
     table = make_table(twins.dims, {0: (290, 5), 1: (120, 9)})
     whole = [Item(0, 0, 5, 0, 2), Item(0, 5, 9, 0, 2)]
     cut = [Item(0, 0, 5, 0, 1, (2, 3), 1, 2, 7), Item(1, 0, 5, 0, 1, (0, 2), 1, 2, 7), Item(2, 0, 2, 1, 1)]

@@ -1,8 +1,8 @@
-"""A document whose code blocks change the sources: what it changes, and a copy of the tree to change.
+"""Makes the source changes that a document describes, in a copy of the source tree.
 
-Before a block stands the line **In `FILE`** or **New file `FILE`**. The first is followed by a `diff` block without
-line numbers: the lines that it keeps and removes stand in the file exactly once. The second is followed by the whole
-file.
+The line **In `FILE`** introduces a `diff` block without line numbers. The kept and removed lines of a hunk, taken
+together, must occur in the file exactly once. The line **New file `FILE`** introduces a block with the whole content of
+a new file.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_ROOMS = ("megakernel", "scheduler", "serving", "csrc", "tests", "docs")
+_FOLDERS = ("megakernel", "scheduler", "serving", "csrc", "tests", "docs")
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.so", "*.png", "*.svg")
 CHANGE = re.compile(r"^\*\*(In|New file) `([^`]+)`\*\*\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def copy_of_the_tree(target: Path) -> Path:
-    for room in _ROOMS:
-        shutil.copytree(ROOT / room, target / room, ignore=_LEFT_OUT)
+    for folder in _FOLDERS:
+        shutil.copytree(ROOT / folder, target / folder, ignore=_LEFT_OUT)
     shutil.copy(ROOT / "pyproject.toml", target)
     return target
 
 
 def apply(document: Path, tree: Path) -> None:
-    """Change the tree as the document says."""
+    """Make the changes that `document` describes in `tree`, a copy of the source tree."""
     for kind, name, text in CHANGE.findall(document.read_text()):
         path = tree / name
         assert path.exists() == (kind == "In"), f"{document.name}: {kind} {name}"
@@ -33,7 +33,7 @@ def apply(document: Path, tree: Path) -> None:
 
 
 def patched(text: str, diff: str, where: str) -> str:
-    """`text` after a diff whose hunks are separated by @@."""
+    """Apply `diff`, whose hunks are separated by lines with @@, to `text` and return the result."""
     for hunk in re.split(r"^@@\n", diff, flags=re.MULTILINE):
         lines = hunk.splitlines(keepends=True)
         assert all(line[0] in " +-" for line in lines), f"{where}: each line of a diff begins with a sign or a blank"
@@ -46,6 +46,6 @@ def patched(text: str, diff: str, where: str) -> str:
 
 
 def commands(document: Path) -> list[str]:
-    """Lines of the blocks that name no language."""
+    """Return the shell commands of a document: the lines of its code blocks that name no language."""
     blocks = re.findall(r"^```\n(.*?)^```$", CHANGE.sub("", document.read_text()), re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]

@@ -1,4 +1,6 @@
-"""The timeline's numbers against traces whose answers are known, and its three views against the trace."""
+"""Tests the timeline's numbers with traces whose results are known, and its page, Perfetto file and text against
+traces.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,14 @@ from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind, Role, Trace
 COMPUTE, WAIT, LOAD, STORE = IntervalKind.COMPUTE, IntervalKind.COUNTER_WAIT, IntervalKind.LOAD, IntervalKind.STORE
 Rows = list[tuple[int, ...]]
 TRACKS = {COMPUTE: "compute", WAIT: "wait", LOAD: "load", STORE: "store"}
-SECOND = 1.0  # traces made by hand tick in seconds
+SECOND = 1.0  # a tick of hand-made traces is one second
 
 
 def chain() -> Program:
-    """Two workers, two layers; worker 0: embed, norm, o_proj per layer; worker 1: qkv, join per layer, final norm.
+    """Return a program for two workers and two layers.
 
-    Body records: 0 attn_norm, 1 o_proj (worker 0), 2 qkv_rope, 3 join (worker 1).
+    Worker 0 has embed, then attn_norm (record 0 of the body) and o_proj (1) in each layer. Worker 1 has qkv_rope (2)
+    and join (3) in each layer, then final_norm.
     """
     tile = (0, 32, 0, 32)
     body = [
@@ -64,12 +67,12 @@ def chain() -> Program:
 
 
 def rows(*items: tuple[IntervalKind, int, int, int, int, int], rank: int = 0, role: Role = Role.WORKER) -> Rows:
-    """(kind, worker, record, layer, begin, end) -> trace rows."""
+    """Make trace rows from tuples of (kind, worker, record, layer, begin, end)."""
     return [(b, e, r, 1, w, layer, rank, role, kind, 0) for kind, w, r, layer, b, e in items]
 
 
 def two_ranks(body: list[list[list[int]]]) -> Program:
-    """A worker each."""
+    """Return a program for two ranks with one worker each and with these streams in its body."""
     return synthetic.program(synthetic.dims(1), [[], []], body, [[], []], counters=1, ranks=2)
 
 
@@ -117,7 +120,7 @@ def test_busy_wait_idle_and_imbalance() -> None:
     assert (s.step_s, s.launches, s.intervals, s.dropped) == (100, 1, len(CHAIN), 3)
     first, second = s.per_worker
     assert (first.busy, first.wait, first.idle) == pytest.approx((0.46, 0.53, 0.01))
-    # Worker 1 loads until 25 with nothing else to do from 21 on: that is work, not idling.
+    # From 21 to 25, worker 1 only loads, which counts as busy.
     assert (second.busy, second.wait, second.idle) == pytest.approx((0.49, 0.51, 0.0))
     assert s.busy == pytest.approx(0.475) and s.imbalance == pytest.approx(0.49 / 0.475 - 1)
 
@@ -142,7 +145,7 @@ def test_waits_name_the_producers_of_their_counters() -> None:
     assert found == {
         ("qkv_rope", "attn_norm"): (2, 42),
         ("o_proj", "qkv_rope"): (2, 53),  # through the join
-        ("final_norm", "o_proj"): (1, 9),  # INDEXED, signalled with NEXT by the last layer
+        ("final_norm", "o_proj"): (1, 9),  # an INDEXED wait, signalled by the last layer
     }
 
 
@@ -162,21 +165,28 @@ def test_signals_to_every_rank_have_a_cause_there() -> None:
 
 
 def test_loads_are_hidden_under_waits_and_earlier_work() -> None:
-    own = rows((LOAD, 0, 1, 0, 0, 20), (COMPUTE, 0, 1, 0, 10, 30))  # under its own compute, and exposed
+    own = rows((LOAD, 0, 1, 0, 0, 20), (COMPUTE, 0, 1, 0, 10, 30))  # no other work hides this load
     other = rows((COMPUTE, 0, 0, 0, 0, 8), (LOAD, 0, 1, 0, 0, 10), (COMPUTE, 0, 1, 0, 10, 30))
     for intervals, inside in ((CHAIN, 16 / 20), (own, 0), (other, 0.8), (other[:1], None)):
         assert summary(intervals).overlap.inside_worker == (inside and pytest.approx(inside))
 
 
 def test_a_load_that_goes_on_under_its_own_compute_hides_nothing_of_others() -> None:
-    """Of [0, 10) before its own COMPUTE, 8 lie under the COMPUTE before; of all 30, 8 + 15 lie under some COMPUTE."""
+    """A load takes 30 ticks, of which 10 are before the COMPUTE of its own instruction.
+
+    In 8 of these 10 ticks, the previous instruction computes. The load's own instruction computes in 15 ticks, so some
+    instruction computes in 8 + 15 of the load's 30 ticks.
+    """
     before = rows((COMPUTE, 0, 0, 0, 0, 8), (COMPUTE, 0, 1, 0, 10, 25), role=Role.CONSUMER)
     overlap = summary(before + rows((LOAD, 0, 1, 0, 0, 30), role=Role.LOADER)).overlap
     assert (overlap.inside_worker, overlap.loads_under_compute) == pytest.approx((8 / 10, 23 / 30))
 
 
 def test_a_remote_wait_under_compute_is_not_exposed() -> None:
-    """The input loader waits for rank 0 from 20 to 60; its worker computes until 35, so 25 of 2 x 100 are exposed."""
+    """The input loader of rank 1 waits for rank 0 from tick 20 to tick 60, and its worker computes until tick 35.
+
+    So 25 of the 2 x 100 ticks of the two ranks are exposed communication.
+    """
     tile = (0, 32, 0, 32)
     body = [
         [record("o_proj", tile, [], [word(0, rank=ALL_RANKS)])],
@@ -200,7 +210,7 @@ def test_memory_bound_work_beside_compute_bound_work() -> None:
     both_bound = rows((COMPUTE, 0, 1, 0, 0, 40), (COMPUTE, 1, 2, 0, 0, 40), (COMPUTE, 0, 0, 0, 40, 80))
     assert summary(both_bound, p, balanced).overlap.across_workers == 0
     alone = rows((COMPUTE, 0, 0, 0, 0, 40), (COMPUTE, 0, 1, 0, 30, 80))
-    assert summary(alone, p, balanced).overlap.across_workers == 0  # one worker is not two
+    assert summary(alone, p, balanced).overlap.across_workers == 0  # both instructions run on one worker
     assert summary(rows((COMPUTE, 0, 1, 0, 0, 40)), p, balanced).overlap.across_workers is None
 
 
@@ -238,7 +248,7 @@ def test_critical_path_of_a_known_chain() -> None:
 
 
 def test_a_storer_does_not_hold_up_its_worker_on_the_critical_path() -> None:
-    """o_proj is computed right after attn_norm, whose store goes on beside it: nothing is counted twice."""
+    """o_proj is computed right after attn_norm, while the norm is still being stored. The path counts no time twice."""
     intervals = rows((COMPUTE, 0, 0, 0, 0, 40), (COMPUTE, 0, 1, 0, 42, 90), role=Role.CONSUMER)
     path = summary(
         intervals + rows((STORE, 0, 0, 0, 40, 60), (STORE, 0, 1, 0, 90, 100), role=Role.STORER)
@@ -248,7 +258,11 @@ def test_a_storer_does_not_hold_up_its_worker_on_the_critical_path() -> None:
 
 
 def test_releasers_are_the_true_ones() -> None:
-    """In virtual time a wait ends one signal after its releaser, whatever the step table picked."""
+    """In a simulated trace, every wait (INDEXED or not) has a releaser, the interval whose end released it.
+
+    On one rank, each wait ends exactly one signal latency after its releaser. On several ranks, it ends at least 400 ns
+    after its releaser.
+    """
     p = synthetic.llama(layers=3, workers=5, row_blocks=3, tiles=6)
     for r, least in ((resolve(p, synthetic.run(p)), 40), (resolve(*synthetic.node(4, 16)), 400)):
         found, waits = releasers(r, finishes(r)), np.flatnonzero(r.kind(WAIT))
@@ -262,7 +276,7 @@ def test_critical_path_explains_the_whole_step() -> None:
     p = synthetic.llama(layers=4)
     path = summarise(p, synthetic.run(p)).critical_path
     assert path.gap_s + sum(path.by_instruction.values()) == pytest.approx(path.seconds)
-    assert path.gap_s < 0.02 * path.seconds  # signals and dispatch only: nothing unexplained
+    assert path.gap_s < 0.02 * path.seconds  # the gaps are only signals and dispatch
     assert all(a.end_s <= b.begin_s for a, b in pairwise(path.links))
 
 
@@ -286,7 +300,7 @@ def test_the_share_of_exposed_communication_is_that_of_one_launch() -> None:
     assert shares == [pytest.approx(40 / 200)] * 2
 
 
-OUTSIDE = ((0, 9, 0), (2, 0, 0), (0, 0, 2))  # a record, a worker and a layer that the program lacks
+OUTSIDE = ((0, 9, 0), (2, 0, 0), (0, 0, 2))  # (record, worker, layer); the program lacks one of the three
 
 
 @pytest.mark.parametrize(
@@ -313,9 +327,11 @@ def test_summary_is_json_with_the_promised_keys() -> None:
 
 
 def test_work_is_spread_over_the_intervals_that_did_it() -> None:
-    """One o_partial of rank 1: FLOPs over COMPUTE [0, 60), weights over the LOAD [0, 20), bytes sent over [60, 80)."""
+    """The FLOPs of an o_partial are spread over its COMPUTE interval [0, 60), the bytes of its weights over its LOAD
+    interval [0, 20), and the bytes that it sends over its STORE interval [60, 80).
+    """
     d = synthetic.dims(1, tp=2)
-    tile = (0, 32, 0, 64)  # rows of row block 0, which rank 0 owns
+    tile = (0, 32, 0, 64)  # rows of row block 0, whose owner is rank 0
     p = synthetic.program(d, [[], []], [[], [record("o_partial", tile, tp=2)]], [[], []], counters=1, ranks=2)
     own = {"rank": 1, "role": Role.CONSUMER}
     intervals = rows((COMPUTE, 0, 0, 0, 0, 60), **own) + rows((LOAD, 0, 0, 0, 0, 20), rank=1, role=Role.LOADER)
@@ -340,7 +356,7 @@ def test_work_is_spread_over_the_intervals_that_did_it() -> None:
 
 
 def test_instants_are_a_tick_long_and_give_finite_numbers() -> None:
-    """Every interval of the trace begins and ends in the same tick."""
+    """If every interval begins and ends in the same tick, the numbers are still finite."""
     p = chain()
     t = synthetic.trace(p, rows((COMPUTE, 0, 1, 0, 5, 5), (COMPUTE, 1, 2, 0, 5, 5)), tick_s=SECOND)
     r = resolve(p, t)
@@ -360,7 +376,12 @@ def test_a_gap_at_the_end_of_a_worker_leads_to_its_last_interval() -> None:
 
 
 def test_attentions_work_is_that_of_its_items(tmp_path: Path) -> None:
-    """Slot 1 in two layers, and in another launch; slot 0 is in no interval. An old trace says what it lacks."""
+    """The work of an attention instruction is what the trace gives for its attention slot (its list of work items).
+
+    The instruction has slot 1. It runs in two layers of one launch and in one layer of another launch.
+
+    If a trace has no data about slots, the summary says that its figures are without attention.
+    """
     p = synthetic.program(synthetic.dims(2, slots=2), [[]], [[record("attention", (1, 1, 2))]], [[]], counters=1)
     intervals = []
     for at, (launch, layer) in enumerate(((1, 0), (1, 1), (2, 0))):
@@ -394,7 +415,10 @@ def test_attentions_work_is_that_of_its_items(tmp_path: Path) -> None:
 
 
 def test_a_cpu_loads_its_weights_while_it_computes() -> None:
-    """Without a loader, bytes belong to COMPUTE: a prefetch under a wait brings a part of them only."""
+    """If a worker has no loader, the bytes that an instruction loads count in its COMPUTE interval.
+
+    Its LOAD interval is a prefetch during a wait, which loads only a part of these bytes.
+    """
     r = resolve(*chain_trace(rows((LOAD, 1, 2, 0, 0, 10), (COMPUTE, 1, 2, 0, 10, 20))))
     memory = curves(r, r.period)[0, 2]
     assert memory[:10].sum() == 0 and memory[10:20].sum() == memory.sum() > 0
@@ -415,10 +439,10 @@ def stretched(factor: int, keep: int | None = None) -> tuple[Program, Trace]:
 def test_two_traces_of_a_program_compared() -> None:
     c = compare(chain_trace(), stretched(3))
     assert c.step_s == (100, 300) and c.ratio == pytest.approx(3)
-    assert (c.matched, c.only_first, c.only_second) == (8, 0, 0)  # joins are not work
+    assert (c.matched, c.only_first, c.only_second) == (8, 0, 0)  # joins have no counterpart
     qkv = next(i for i in c.instructions if i.name == "qkv_rope")
     assert (qkv.count, qkv.first_mean_s, qkv.second_mean_s, qkv.ratio) == (2, 22, 66, pytest.approx(3))
-    assert [i.name for i in c.instructions][:2] == ["qkv_rope", "attn_norm"]  # by time in the first
+    assert [i.name for i in c.instructions][:2] == ["qkv_rope", "attn_norm"]  # sorted by time in the first trace
     phase = next(x for x in c.phases if x.instruction == "o_proj" and x.layer == 1)
     assert phase.first_s == (91, 99) and phase.second_s == (273, 297)
     assert [x.first_s[0] for x in c.phases] == sorted(x.first_s[0] for x in c.phases)
@@ -427,7 +451,7 @@ def test_two_traces_of_a_program_compared() -> None:
 
 
 def test_two_programs_are_compared_by_operands() -> None:
-    """The same tiles dealt to one worker instead of four."""
+    """Two programs with the same tiles, on one worker and on four, are compared by operands."""
     many, one, other = (
         (p, synthetic.run(p)) for p in (synthetic.llama(), synthetic.llama(workers=1), synthetic.llama(row_blocks=1))
     )
@@ -492,7 +516,7 @@ def test_unwritable_paths_are_named(tmp_path: Path) -> None:
 
 
 def perfetto(p: Program, t: Trace, folder: Path) -> tuple[list[pb.TracePacket], dict[int, pb.TrackDescriptor]]:
-    """The packets that are written of a trace, and its tracks."""
+    """Write the Perfetto file of a trace, and return the file's packets and its tracks by id."""
     write_perfetto(p, t, folder / "t.pftrace")
     trace = pb.Trace()
     trace.ParseFromString((folder / "t.pftrace").read_bytes())
@@ -513,7 +537,7 @@ def test_perfetto_holds_the_trace(tmp_path: Path) -> None:
         if event.type == pb.TrackEvent.TYPE_COUNTER:
             continue
         if event.type == pb.TrackEvent.TYPE_SLICE_BEGIN:
-            assert event.track_uuid not in open_at  # slices of a track do not overlap
+            assert event.track_uuid not in open_at  # slices of one track must not overlap
             open_at[event.track_uuid] = (packet.timestamp, event)
         else:
             begin, started = open_at.pop(event.track_uuid)
@@ -582,7 +606,7 @@ def test_page_is_one_file_without_references(tmp_path: Path) -> None:
 
 
 def test_ranks_have_as_many_digits_in_perfetto(tmp_path: Path) -> None:
-    """Perfetto sorts them by name."""
+    """Names of ranks have equal numbers of digits, because Perfetto sorts processes by name."""
     body = [[record("attn_norm", (0, 1))] for _ in range(11)]
     p = synthetic.program(synthetic.dims(1), [[]] * 11, body, [[]] * 11, counters=1, ranks=11)
     ran = [row for rank in range(11) for row in rows((COMPUTE, 0, rank, 0, 0, 5), rank=rank)]
@@ -607,8 +631,10 @@ def _longest_slice(packets: list[pb.TracePacket], tracks: dict[int, pb.TrackDesc
 
 
 def test_launches_are_compared_by_the_waterfall() -> None:
-    """In the second, the longest, each of the two workers waits 40 longer, for different things. The first is the
-    median."""
+    """Of three launches, the first is the median and the second is the longest.
+
+    In the second, two workers wait 40 ticks longer each, for different causes.
+    """
     p = chain()
     late = [(b + 40 * (b > 20), e + 40 * (e > 20), *rest) for b, e, *rest in CHAIN]
     steps = [stretched(1), (p, synthetic.trace(p, late, tick_s=SECOND)), stretched(1, keep=14)]

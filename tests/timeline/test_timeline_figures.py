@@ -1,7 +1,7 @@
-"""Every figure of the page against the saved trace, recomputed here interval by interval.
+"""Recomputes every figure on the timeline's page from the saved trace, interval by interval.
 
-This shares no code with megakernel.timeline: it reads the trace's bytes and the page's text itself. From the package it
-takes what a program is, and what its instructions declare to cost.
+The tests share no code with megakernel.timeline: they read the bytes of the trace and the text of the page themselves.
+From the package they use only programs and the costs that instructions declare.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PROLOGUE, EPILOGUE = 0xFFFE, 0xFFFF
 
 
 class Row(NamedTuple):
-    """A record of a trace file, in the order of its bytes."""
+    """A record of a trace file. The fields are in the order of its bytes."""
 
     begin: int
     end: int
@@ -58,7 +58,7 @@ class Row(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What a trace file holds. `attention`: FLOPs and bytes by (launch, rank, slot)."""
+    """The contents of a trace file. `attention` has FLOPs and bytes by (launch, rank, attention slot)."""
 
     tick_s: float
     rows: list[Row]
@@ -87,7 +87,9 @@ def read_page(path: Path) -> dict[str, Any]:
 
 
 def sweep(intervals: Iterable[tuple[int, int, Any]]) -> Iterator[tuple[int, int, Counter[Any]]]:
-    """(begin, end, how many of each tag are under way) between all edges."""
+    """Cut time at every begin and end, and yield each part: its begin, its end, and how many intervals of each tag
+    cover it.
+    """
     some = [interval for interval in intervals if interval[1] > interval[0]]
     edges = sorted([(b, 1, tag) for b, _, tag in some] + [(e, -1, tag) for _, e, tag in some], key=lambda edge: edge[0])
     active: Counter[Any] = Counter()
@@ -98,7 +100,7 @@ def sweep(intervals: Iterable[tuple[int, int, Any]]) -> Iterator[tuple[int, int,
 
 
 def compiled(tp: int, tokens: int, launches: int = 1, **options: Any) -> tuple[Program, Trace]:
-    """A step on this machine's CPU, of a model with odd sizes."""
+    """Run a step of a model with odd sizes on this machine's CPU, and return its program and trace."""
     runner = Runner(RandomCheckpoint(DIMS, biased=False), workers=2, tp=tp, max_context=400, **options)
     try:
         traced = [runner.step([Piece(0, 0, list(range(tokens)))], trace=True).trace for _ in range(launches)]
@@ -109,7 +111,7 @@ def compiled(tp: int, tokens: int, launches: int = 1, **options: Any) -> tuple[P
 
 
 def queued(queue: str, tp: int) -> tuple[Program, Trace]:
-    """A program made by hand whose work is claimed, with the costs and roles of an H100's workers."""
+    """Simulate a hand-made program with a queue under the costs and roles of an H100, and return it and its trace."""
     program = handmade.handmade(handmade.rank_dims(tp), workers=3, queue=queue)
     h100 = machines.load("h100")
     done = simulate(program, replace(h100, workers=3), step_of(program), costs=costs_of(h100), trace=True)
@@ -118,7 +120,10 @@ def queued(queue: str, tp: int) -> tuple[Program, Trace]:
 
 
 def for_a_gpu(tokens: int, tp: int) -> tuple[Program, Trace]:
-    """A compiled step on a few SMs of an H100, through the ring of pages: of dots for few rows, of matrix units."""
+    """Simulate a compiled step on four SMs of an H100, and return its program and trace.
+
+    The matmuls use dot products if `tokens` is small, otherwise matrix units.
+    """
     config = ModelConfig(
         vocab=2048, hidden=1024, ffn=2048, layers=2, heads=8, kv_heads=4, head_dim=128, max_context=256
     )
@@ -130,7 +135,7 @@ def for_a_gpu(tokens: int, tp: int) -> tuple[Program, Trace]:
 
 
 def twice() -> tuple[Program, Trace]:
-    """Two launches in one trace, the second later and half as fast."""
+    """Return a program and a trace of two launches of it, of which the second takes twice as long as the first."""
     program, trace = synthetic.node(2, 3, layers=1)
     later = trace.intervals.copy()
     gap = 1000 + int(later["end"].max())
@@ -144,7 +149,9 @@ def twice() -> tuple[Program, Trace]:
 
 
 def by_hand() -> tuple[Program, Trace]:
-    """A loader begins to wait before the consumers do, and the clock of what released them is late."""
+    """Return a hand-made program and trace. In the trace, a loader begins to wait before the consumers do, and the
+    releaser of a wait (the instruction whose signal ended it) seems to end after the wait.
+    """
     norm, tile = synthetic.record("attn_norm", (0, 32), [], [word(0)]), (0, 32, 0, 32)
     second = [synthetic.record("qkv_rope", tile, [word(0)], []), synthetic.record("o_proj", tile, [word(1)], [])]
     program = synthetic.program(synthetic.dims(1), [[], []], [[norm], second], [[], []], counters=2)
@@ -223,7 +230,9 @@ ORDER = (COMPUTE, STORE, COUNTER_WAIT, PAGE_WAIT, LOAD)
 
 
 def states(rows: list[Row]) -> Counter[int]:
-    """Ticks of a worker by the first kind in ORDER that it is in."""
+    """Return the ticks that a worker spends in each kind of interval. Where kinds overlap, only the first in ORDER
+    counts.
+    """
     ticks: Counter[int] = Counter()
     for begin, end, active in sweep([(row.begin, row.end, row.kind) for row in rows]):
         kind = next((k for k in ORDER if k in active), None)
@@ -273,7 +282,11 @@ def test_work_by_phase(case: Case) -> None:
 
 
 def test_waits_cost_what_workers_were_blocked(case: Case) -> None:
-    """By what waits: ticks in which its worker had nothing else under way. Of several waits the consumers' counts."""
+    """A wait costs the ticks in which its worker neither computes nor stores.
+
+    If several roles of a worker wait at the same time, only one wait counts: counter waits come before page waits, then
+    waits of the consumers before others, then the earliest.
+    """
     expected: Counter[str] = Counter()
     for rows in lanes(case).values():
         for begin, end, active in sweep([(row.begin, row.end, row) for row in rows]):
@@ -295,7 +308,11 @@ def test_waits_cost_what_workers_were_blocked(case: Case) -> None:
 
 
 def busiest_role(case: Case) -> float:
-    """Seconds per launch in which a role of a rank's mean worker issues what the instructions declare."""
+    """Return the seconds per launch that the busiest role of a worker needs to issue its machine instructions,
+    according to the machine file.
+
+    The seconds of a role are the mean over the workers of a rank. The result is the maximum over all ranks and roles.
+    """
     machine = machines.MACHINES.get(case.program.machine)
     if machine is None or machine.issue is None:
         return 0.0
@@ -380,7 +397,10 @@ def test_the_waterfall_adds_up_to_the_step(case: Case) -> None:
 
 
 def test_the_critical_path_is_the_step(case: Case) -> None:
-    """It reaches from the launch's begin to its end without a hole, along workers and releases only."""
+    """The critical path covers the whole launch without holes.
+
+    Each link follows a link on the same worker, or follows the releaser of a wait that ended when the link began.
+    """
     path, rows, tick = case.summary["critical_path"], case.read.rows, case.read.tick_s
     begin, end = launches(case)[max(row.launch for row in rows)]
     links = path["links"]
@@ -436,7 +456,9 @@ def test_overlaps(case: Case) -> None:
 
 
 def test_resources(case: Case) -> None:
-    """Rates from what each executed instruction declares, and from what the trace tells of attention."""
+    """The rates of the resources follow from the costs that the executed instructions declare. The FLOPs and bytes of
+    attention come from the trace instead.
+    """
     program, done = case.program, Counter[tuple[str, int]]()
     number = {launch: n for n, launch in enumerate(sorted(launches(case)))}
     ran = {(r.launch, r.layer, r.rank, r.number): r for r in case.read.rows if r.kind == COMPUTE}

@@ -1,4 +1,4 @@
-"""The page in a real browser, opened from the disk: what it shows, and what one can do there."""
+"""Tests the timeline page in a real browser, opened from a file: what it shows and how it reacts to input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from megakernel.timeline.waits import causes, finishes, releasers
 from megakernel.trace import IntervalKind, Trace
 
 ENTER, ESCAPE = "\ue007", "\ue00c"
-LIMITS = replace(machine.load("h100"), workers=3)  # its peaks are all of an H100's
+# The traces have 3 workers per rank, and this machine gives 3 workers the peak rates of a whole H100.
+LIMITS = replace(machine.load("h100"), workers=3)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,11 @@ def stalled() -> tuple[Program, Trace]:
 
 @pytest.fixture(scope="module")
 def files(stalled: tuple[Program, Trace], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Pages: a stalled step, a node with roles, and the node beside a slower one."""
+    """Return the paths of timeline pages by name.
+
+    They show a step with a stalled instruction ("page"), the GPUs of a node with their roles ("node"), this node with
+    peak rates ("limits"), and this node compared with a slower one ("pair").
+    """
     folder = tmp_path_factory.mktemp("pages")
     made = {name: folder / f"{name}.html" for name in ("page", "node", "pair", "limits")}
     write_html(*stalled, made["page"])
@@ -75,12 +80,12 @@ def _range(page: Browser) -> tuple[float, float]:
 
 
 def _describe(page: Browser, interval: int | None = None) -> Any:
-    """Of an interval, or of the one that is selected."""
+    """Return the page's description of an interval, by default of the selected one."""
     return page.run("return timeline.describe(arguments[0] ?? timeline.selected())", interval)
 
 
 def _soon(holds: Callable[[], bool]) -> None:
-    """Wait for what the page does a moment later; the test fails where it never does."""
+    """Wait until a condition holds. The test fails if it does not hold within 20 seconds."""
     deadline = time.monotonic() + 20
     while not holds():
         assert time.monotonic() < deadline
@@ -88,7 +93,7 @@ def _soon(holds: Callable[[], bool]) -> None:
 
 
 def _complaints(page: Browser) -> list[str]:
-    """What the page wrote to the console; that pixels are read is the tests' doing."""
+    """Return the page's console messages, without warnings about reading pixels, which only the tests do."""
     return [line for line in page.log() if "getImageData" not in line]
 
 
@@ -129,7 +134,7 @@ def test_wheel_zooms_at_the_pointer_and_keys_move(page: Browser) -> None:
 
 
 def _a_wait(page: Browser) -> tuple[int, dict[str, float]]:
-    """A long wait, and where all of it is shown."""
+    """Find a long wait that is completely visible. Returns the wait's interval number and its rectangle on the page."""
     page.keys("f")
     wait = page.run(
         "for (let i = 0; i < timeline.intervalCount; i++) { const d = timeline.describe(i);"
@@ -165,7 +170,7 @@ def test_waits_are_drawn_and_the_legend_hides_families(page: Browser) -> None:
     toggle = "document.querySelector('[data-toggle=wait]').click(); timeline.frameMs();"
     page.run(toggle)
     hidden = page.run(colours, wait["x"], wait["y"])
-    assert max(hidden) >= 0.95 * sum(hidden)  # an empty lane, a grid line at most
+    assert max(hidden) >= 0.95 * sum(hidden)  # the lane is empty, except perhaps for a grid line
     page.run(toggle)
     assert page.run(colours, wait["x"], wait["y"]) == shown
 
@@ -178,7 +183,7 @@ def test_search_finds_by_name_operand_and_layer(page: Browser) -> None:
     page.keys(ENTER)
     first = _describe(page)
     assert first["name"] == "lm_head"
-    page.keys("n")  # a key of the timeline again, not a letter of the text
+    page.keys("n")  # the key now controls the timeline and is not typed into the field
     assert (
         _describe(page)["begin_s"] >= first["begin_s"] and page.run("return timeline.selected()") != first["interval"]
     )
@@ -191,7 +196,10 @@ def test_search_finds_by_name_operand_and_layer(page: Browser) -> None:
 def test_a_click_on_a_bar_goes_to_its_worst_place_and_the_next_to_another(
     driver: Browser, files: dict[str, Path]
 ) -> None:
-    """Of every bar of the waterfall; p and P go on from there."""
+    """Each click on a bar of the waterfall selects another interval to which the bar refers, the worst one first.
+
+    After that, the key p selects the next of these intervals and P the previous one.
+    """
     driver.open_timeline(files["limits"])
     node, bars = driver, summarise(*synthetic.node(2, 3), LIMITS).waterfall.bars
     shown = node.run("return [...document.querySelectorAll('.waterfall [data-walk]')].map((b) => b.innerText)")
@@ -211,7 +219,9 @@ def test_a_click_on_a_bar_goes_to_its_worst_place_and_the_next_to_another(
 
 
 def test_an_instruction_stands_beside_those_of_its_phase(driver: Browser, files: dict[str, Path]) -> None:
-    """A stalled instruction is told as an outlier, and one click from any other of its phase leads to it."""
+    """A stalled instruction is shown as an outlier, and a click in the panel of another instruction of its phase
+    selects it.
+    """
     driver.open_timeline(files["page"])
     p, t = synthetic.stalled()[:2]
     r = resolve(p, t)
@@ -237,7 +247,7 @@ def test_a_link_keeps_the_view(driver: Browser, files: dict[str, Path]) -> None:
 
 
 def test_keys_alone_select_open_and_measure(driver: Browser, files: dict[str, Path]) -> None:
-    """With the pointer away from the canvas: the cursor's row opens, the first interval in sight is selected."""
+    """With the pointer away from the canvas, keys open the row at the cursor and select the first visible interval."""
     driver.open_timeline(files["node"])
     driver.move(1550, 500)
     driver.keys("k")
@@ -261,7 +271,7 @@ BOX = (
 
 @pytest.mark.parametrize("name", ["node", "pair", "limits"])
 def test_a_small_screen_shows_everything(files: dict[str, Path], name: str) -> None:
-    """At 390 pixels all buttons and all numbers lie within the page's width, and nothing needs to be moved sideways."""
+    """At a width of 390 pixels, all buttons and numbers are inside the page, and nothing needs horizontal scrolling."""
     if reason := missing():
         pytest.skip(reason)
     with browser(390, 844) as small:
@@ -292,13 +302,13 @@ def test_the_header_of_a_rank_stays_while_its_workers_scroll(driver: Browser, fi
     driver.run("timeline.scroll(arguments[0])", inside)
     shown = driver.run("timeline.frameMs(); return timeline.rows()")
     assert shown[0]["y"] == top and shown[1]["y"] == pytest.approx(rows[1]["y"] - inside, abs=1)
-    driver.run("timeline.scroll(arguments[0])", second["y"] - top - rows[0]["height"] / 2)  # the next one pushes it out
+    driver.run("timeline.scroll(arguments[0])", second["y"] - top - rows[0]["height"] / 2)  # rank 1 pushes it out
     shown = {r["text"]: r for r in driver.run("timeline.frameMs(); return timeline.rows()") if r["type"] == "rank"}
     assert shown["rank 0"]["y"] == pytest.approx(top - rows[0]["height"] / 2, abs=1)
     assert shown["rank 1"]["y"] == pytest.approx(top + rows[0]["height"] / 2, abs=1)
     driver.run("timeline.scroll(arguments[0])", second["y"] - top + 2 * rows[1]["height"])
     canvas = driver.run("return document.getElementById('canvas').getBoundingClientRect().top")
-    driver.click(40, canvas + top + 5)  # on what stays at the top: the second rank closes
+    driver.click(40, canvas + top + 5)  # a click on the header at the top closes rank 1
     assert [r["type"] for r in driver.run("return timeline.rows()")][-1] == "rank"
 
 
@@ -331,7 +341,9 @@ def test_layers_unfold_and_lead_to_their_time(driver: Browser, files: dict[str, 
 
 
 def test_a_layer_begins_with_its_first_work(driver: Browser, tmp_path: Path) -> None:
-    """Of 132 workers most have no part in attention, and pass it long before."""
+    """A layer begins on the page when its first real work begins. Most of the 132 workers have no attention work and
+    reach the layer earlier.
+    """
     path = tmp_path / "decode.html"
     assert (
         main(["simulate", "--model", "random:smollm2-135m", "--machine", "h100", "--tokens", "1", "-o", str(path)]) == 0
@@ -343,7 +355,7 @@ def test_a_layer_begins_with_its_first_work(driver: Browser, tmp_path: Path) -> 
 
 
 def test_keys_alone_reach_everything(driver: Browser, files: dict[str, Path]) -> None:
-    """Tab comes to every button, link and field of the page in turn, with a ring around it; Enter is a click."""
+    """Tab moves the focus to every button, link and field, and a ring marks it. Enter clicks the focused element."""
     driver.open_timeline(files["limits"])
     driver.run("timeline.select(arguments[0])", 5)
     which = "button, input, canvas[tabindex], a[href]"
@@ -377,7 +389,7 @@ def test_keys_alone_reach_everything(driver: Browser, files: dict[str, Path]) ->
 
 
 def test_what_outliers_took_is_told_apart(page: Browser) -> None:
-    """A stalled instruction does not put its phase first among those that cost most."""
+    """The list of phases is sorted by time, without the time that outliers took beyond the median."""
     found = summarise(*synthetic.stalled()[:2]).instructions
     late = next(i for i in found if i.outliers)
     lines = page.run("return [...document.querySelectorAll('#summary .bars > button')].map((b) => b.innerText)")
@@ -406,7 +418,8 @@ def test_search_finds_what_touches_a_tile(page: Browser) -> None:
         "return ['writes=act', 'reads=act', 'buffer=act', 'act[40]', 'act[40,0:32] layer=1', 'act[0:64] gate',"
         " 'kind=counter', 'worker=2 qkv', 'q[64]'].map(timeline.find)"
     )
-    # 16 gate tiles write ACT in each of 3 layers, 8 a row block; 8 down_projs read it, each all columns of its rows.
+    # In each of 3 layers, 16 gate_up_silu tiles write ACT, 8 for each of 2 row blocks, and 8 down_proj tiles read it.
+    # Each of these reads all columns of its rows.
     waits = page.run(
         "return Array.from({length: timeline.intervalCount}, (_, i) => timeline.describe(i))"
         ".filter((d) => d.kind === 'counter wait').length"
@@ -434,7 +447,7 @@ def test_measuring_snaps_to_edges_and_says_what_happened(page: Browser) -> None:
 
 
 def _pixels(page: Browser, colour: str) -> int:
-    """Pixels of the canvas that have a colour of the style sheet."""
+    """Return the number of pixels of the canvas that have this colour of the style sheet."""
     return int(
         page.run(
             "timeline.frameMs();"
@@ -472,7 +485,7 @@ def test_rows_open_from_ranks_to_workers_to_roles(node: Browser) -> None:
         *("worker 1", "loader", "consumer", "storer", "input loader")
     ]
     node.run("timeline.select(arguments[0])", node.run("return timeline.intervalCount") - 1)
-    assert node.run("return timeline.rows()").pop()["type"] == "worker"  # a selection opens its rank
+    assert node.run("return timeline.rows()").pop()["type"] == "worker"  # selecting an interval opens its rank
     node.keys("E")
     assert all(r["open"] for r in node.run("return timeline.rows()") if r["type"] != "role")
     node.keys("E")
@@ -481,12 +494,13 @@ def test_rows_open_from_ranks_to_workers_to_roles(node: Browser) -> None:
 
 
 def test_columns_hold_the_shares_of_a_ranks_time(node: Browser) -> None:
-    """Of a rank's workers: COMPUTE by instruction, and waits where nothing is computed or stored."""
+    """The columns of a rank show shares of its workers' time: COMPUTE and STORE by phase, and waits without either."""
     p, t = synthetic.node(2, 3)
     r = resolve(p, t)
     names = [r.phase(i).name for i in range(len(r))]
     start = r.period // 3
-    # A long stretch comes from bins, exact but for the two at its ends; a short one from the intervals themselves.
+    # A long range is drawn from bins, so its two ends are inexact. A short range is drawn from the intervals
+    # themselves.
     for length, error in ((r.period // 6, 5e-3), (20_000, 1e-5), (300, 1e-5)):
         ticks = np.full((3, length), "", dtype="U16")
         for kinds in (WAIT, (IntervalKind.STORE,), (IntervalKind.COMPUTE,)):

@@ -1,5 +1,6 @@
-"""Broken programs: a sample of the long run (benchmarks/correctness/verifier.py), and the judge on cases with known
-answers."""
+"""Tests the verifier with a sample of the broken programs of benchmarks/correctness/verifier.py. The judge, which
+explores executions of a program, is tested on cases with known answers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from megakernel.program import Program, Segment
 from megakernel.scheduler.verify import verify
 
 SAMPLE = 12
-ALWAYS_UNSAFE = ("change a total",)  # the next launch starts from a counter that is off
+# Every program with one of these mutations is unsafe: with a wrong total, the next launch starts with a wrong counter.
+ALWAYS_UNSAFE = ("change a total",)
 
 
 @cache
@@ -79,7 +81,7 @@ HANDMADE = {
 
 @pytest.mark.parametrize("name", HANDMADE)
 def test_no_unsafe_mutant_of_a_program_made_by_hand_is_accepted(name: str) -> None:
-    """Of programs that owe nothing to the scheduler."""
+    """The verifier accepts no unsafe mutant of hand-made programs, which do not come from the scheduler."""
     base, rng = HANDMADE[name], np.random.default_rng(len(name))
     mutants = [(kind, mutant) for kind, mutate in KINDS.items() for _ in range(3) if (mutant := mutate(base, rng))]
     accepted = [(kind, mutant) for kind, mutant in mutants if verify(mutant).ok]
@@ -100,13 +102,13 @@ def test_no_word_makes_the_verifier_raise(name: str) -> None:
 
 
 def sees(base: Program, bad: Program, why: str) -> None:
-    """The judge says why, and the verifier refuses it too."""
+    """Check that the judge finds `bad` unsafe for the reason `why`, and that the verifier refuses it too."""
     found = judge(base, bad)
     assert found.safe is False and re.search(why, found.why) and not verify(bad).ok
 
 
 def test_the_judge_sees_a_race() -> None:
-    """One worker's tile does not wait for the norm, which the other has."""
+    """The judge finds a race if a tile does not wait for the norm that the other worker computes."""
     base = make(workers=2, tokens=1, layers=2)
     second = base.body.offsets[1]
     [norm] = rows_of(base, "body", "mlp_norm")
@@ -115,7 +117,10 @@ def test_the_judge_sees_a_race() -> None:
 
 
 def test_the_judge_sees_an_overlap() -> None:
-    """One worker may begin the tiles before the norm has ended that is in front of them."""
+    """The judge finds an overlap if tiles have no waits.
+
+    Their worker may then begin them before the previous instruction of its stream, a norm, has ended.
+    """
     base = make(workers=1)
     bad = edit(base, "body", rows_of(base, "body", "gate_up_silu"), slice(record.WAIT_WORD, record.SIGNAL_WORD))
     sees(base, bad, "overlap")
@@ -123,7 +128,10 @@ def test_the_judge_sees_an_overlap() -> None:
 
 
 def test_the_judge_sees_a_claim_ahead() -> None:
-    """A worker that holds a record may be stuck before its drain: with what only that record brings."""
+    """The judge finds a deadlock if an instruction waits for a record that its own worker has claimed ahead of time.
+
+    A worker may claim a record of a queue before the preceding instructions of its stream have ended.
+    """
     base = make(workers=2, queue="attention")
     body = base.body.records
     drain, o_proj = (rows_of(base, "body", name)[0] for name in ("drain", "o_proj"))
@@ -145,4 +153,5 @@ def test_the_judge_sees_a_total_that_drifts() -> None:
     base = make(workers=1)
     assert not base.epilogue.records[-1, record.SIGNAL_WORD]
     word = record.counter_word(int(np.flatnonzero(base.totals_last[0])[0]))
-    sees(base, edit(base, "epilogue", -1, record.SIGNAL_WORD, word), "totals|final_norm")  # early in the next launch
+    # The next launch would see the counter's total too early.
+    sees(base, edit(base, "epilogue", -1, record.SIGNAL_WORD, word), "totals|final_norm")

@@ -1,4 +1,4 @@
-"""The verifier accepts good programs and no bad one."""
+"""Tests that the verifier accepts correct programs and rejects incorrect ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def join(waits: list[int], signals: list[int]) -> np.ndarray:
 
 
 def with_counters(program: Program, totals: list[int]) -> Program:
-    """More counters, with these totals in every block that the body waits on."""
+    """Add counters with these totals to the counter block of every layer."""
     more, none = np.array([totals], dtype=np.int32), np.zeros((1, len(totals)), dtype=np.int32)
     return replace(
         program,
@@ -51,7 +51,7 @@ def with_counters(program: Program, totals: list[int]) -> Program:
 
 
 def with_totals(program: Program, rank: int | slice, counter: int | slice, factor: float) -> Program:
-    """The totals of these counters in all layers, times this."""
+    """Multiply the totals of these counters by `factor` in all layers."""
     totals = {name: getattr(program, name).copy() for name in ("totals_first", "totals_middle")}
     for array in totals.values():
         array[rank, counter] = array[rank, counter] * factor
@@ -75,7 +75,7 @@ def test_accepts_programs_made_by_hand(workers: int, layers: int) -> None:
 @pytest.mark.parametrize("lowering", LOWERINGS, ids=str)
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_accepts_ranks_and_queues_made_by_hand(tp: int, lowering: dict[str, int], queue: str) -> None:
-    """Three heads and three units of FFN columns: with four and eight ranks some have none."""
+    """The model has only three heads and three groups of FFN columns, so with 4 or 8 ranks, some ranks have none."""
     program = handmade(rank_dims(tp, **lowering if tp > 1 else {}), workers=2, queue=queue)
     assert verify(program).violations == []
     assert tp == 8 or not unsafe(program, program, seed=tp, runs=2)
@@ -91,7 +91,10 @@ def test_accepts_norms_wherever_they_are(norm: Norm, tp: int) -> None:
 
 
 def test_a_norm_on_the_way_in_needs_the_rows_at_hand() -> None:
-    """Where they have owners, a rank has only its own; on a GPU, a few of dot products, and of matrix units none."""
+    """A matmul may normalise its inputs only if its rank has all rows of these inputs.
+
+    On a GPU, a matmul with dot products can normalise only a few rows, and a matmul with matrix units none.
+    """
     dims = rank_dims(2, tokens=4)
     rejects(handmade(dims, forward=llama(dims, Norm.INSIDE)), "qkv_rope.* another rank has these rows of the residual")
     few = {"hidden": 1024, "tokens": 8, "row_block": 8, "ring_pages": 64, "dtype": int(Dtype.BF16)}
@@ -156,7 +159,7 @@ def test_accepts_a_real_shape_on_all_sms() -> None:
     ],
 )
 def test_phases_make_sense(tp: int, name: str, change: dict[str, Any], violation: str) -> None:
-    """Whatever else is wrong, each is the one violation of its phase."""
+    """Exactly one of the violations that a change causes matches `violation`. The change may cause others too."""
     program = handmade(rank_dims(tp) if tp > 1 else small_dims())
     segments = program.forward.segments
     forward = Forward(*(tuple(replace(p, **change) if p.name == name else p for p in s) for s in segments))
@@ -184,7 +187,7 @@ def test_phases_make_sense_together(segments: Any, violation: str) -> None:
 
 
 def rejects(program: Program, *patterns: str) -> None:
-    """Some violation matches each pattern."""
+    """Check that each pattern matches one of the violations."""
     found = verify(program).violations
     for pattern in patterns:
         assert any(re.search(pattern, v) for v in found), found[:5]
@@ -196,7 +199,7 @@ def two_ranks() -> Program:
 
 
 def test_a_reduction_before_the_last_partial(two_ranks: Program) -> None:
-    """The owner waits for its own partials only: a partial of the other rank may be late."""
+    """The owner of a row block waits only for its own partial sums, so the other rank's sums may not be stored yet."""
     two_ranks = edit(two_ranks, "body", rows_of(two_ranks, "body", "o_partial", rank=1), record.SIGNAL_WORD)
     counter = record.word_counter(two_ranks.body.records[rows_of(two_ranks, "body", "o_reduce")[0], record.WAIT_WORD])
     fewer = with_totals(two_ranks, slice(None), slice(counter, counter + two_ranks.dims.row_blocks), 0.5)
@@ -210,7 +213,7 @@ def test_a_reduction_before_the_last_partial(two_ranks: Program) -> None:
         ("body", "mlp_norm", 0, "gate_up_silu.* reads H rows .* of rank 1, which no mlp_norm wrote"),
         ("prologue", "embed", 0, "attn_norm.* reads X rows .*, which no embed wrote; last written by nothing"),
         ("epilogue", "sample", 1, "the host reads TOKENS_OUT rows 2..3.* which no sample wrote"),
-        # Y has a writer on every rank: without one of them, some row may be missing.
+        # Every rank writes some rows of Y, so without the final_norm of one rank, some rows may be missing.
         ("epilogue", "final_norm", 1, "lm_head.* reads Y .*, which no final_norm wrote"),
     ],
 )
@@ -219,7 +222,7 @@ def test_missing_work_is_missed(two_ranks: Program, segment: str, name: str, ran
 
 
 def without_work(program: Program, name: str, row: int) -> Program:
-    """A join in place of this record, with its signals."""
+    """Replace a record by a join, an instruction without work, with the same waits and signals except indexed waits."""
     words = getattr(program, name).records[row]
     indexed = [w for w in range(record.WAIT_WORD, record.SIGNAL_WORD) if words[w] & record.INDEXED]
     cleared = [*range(record.OPERAND_WORD, record.WAIT_WORD), *indexed]
@@ -233,7 +236,7 @@ def test_rows_at_a_rank_that_does_not_own_them(two_ranks: Program) -> None:
 
 
 def test_a_norm_that_other_ranks_do_not_hear_of(two_ranks: Program) -> None:
-    """H arrives at every rank, but only the owner's tiles are told when."""
+    """A norm stores H on all ranks but signals only its own rank, so matmuls of the other rank may read H too early."""
     row = rows_of(two_ranks, "body", "attn_norm", rank=0)[0]
     word = int(two_ranks.body.records[row, record.SIGNAL_WORD])
     own = word & ~(record.RANK_MASK << record.RANK_SHIFT)
@@ -243,7 +246,7 @@ def test_a_norm_that_other_ranks_do_not_hear_of(two_ranks: Program) -> None:
 
 
 def test_a_worker_that_leaves_early_may_overtake(two_ranks: Program) -> None:
-    """Its last join no longer waits for the others."""
+    """A worker's last instruction does not wait for other workers, so the worker's next launch could overtake them."""
     last = len(two_ranks.epilogue.records) - 1
     rejects(
         edit(two_ranks, "epilogue", last, record.WAIT_WORD, 0),
@@ -251,11 +254,11 @@ def test_a_worker_that_leaves_early_may_overtake(two_ranks: Program) -> None:
     )
     one = handmade(TINY)
     assert record.phase_number(one.epilogue.records[-1]) != JOIN.number
-    assert verify(one).ok  # one rank: the host ends the launch
+    assert verify(one).ok  # with one rank, the host separates launches
 
 
 def test_a_worker_that_is_not_waited_for_may_be_overtaken(two_ranks: Program) -> None:
-    row = rows_of(two_ranks, "epilogue", "join", rank=0)[-2]  # of worker 1; the last one waits to leave
+    row = rows_of(two_ranks, "epilogue", "join", rank=0)[-2]  # a join of worker 1; the last join is the exit barrier
     word = two_ranks.epilogue.records[row, record.SIGNAL_WORD]
     totals = two_ranks.totals_last.copy()
     totals[0, record.word_counter(word)] -= 1
@@ -283,7 +286,9 @@ def test_a_queue_is_claimed_whole_and_no_further(queued: Program) -> None:
 
 
 def test_neither_a_stream_nor_a_queue_keeps_data_apart() -> None:
-    """One worker may begin a tile before the norm has stored that is in front of it, in its stream or in its queue."""
+    """Neither the order of a stream nor that of a queue is enough: a worker may begin a matmul before the norm that
+    precedes it has stored its results.
+    """
     d = small_dims(tokens=4, kv_heads=1, heads=1)
     for name, queue, orders in (("body", "none", "only their stream"), ("queues", "body", "nothing")):
         program = handmade(d, workers=1, queue=queue)
@@ -300,7 +305,9 @@ def test_neither_a_stream_nor_a_queue_keeps_data_apart() -> None:
     ],
 )
 def test_one_worker_overwrites_no_earlier_than_others(names: tuple[str, ...], violation: str) -> None:
-    """A wait between the two is enough, also of another instruction: ends follow ends, and begins follow begins."""
+    """An instruction that overwrites data needs no wait of its own if another instruction of its worker, between the
+    earlier access and the overwrite, waits. The reason is that the instructions of a worker begin and end in order.
+    """
     program = handmade(small_dims(tokens=4, layers=1), workers=1)
     for name in names:
         assert all("overwrites" not in v for v in verify(program).violations)
@@ -309,7 +316,7 @@ def test_one_worker_overwrites_no_earlier_than_others(names: tuple[str, ...], vi
 
 
 def test_what_follows_a_drain_does_not_know_its_records() -> None:
-    """After its drains a worker goes on while others still work on what they claimed."""
+    """After a drain, which runs a queue's records, a worker must wait for the results: others may still run records."""
     program = handmade(small_dims(layers=1), workers=2, queue="body")
     row = rows_of(program, "epilogue", "final_norm")[0]
     assert verify(program).ok
@@ -317,7 +324,9 @@ def test_what_follows_a_drain_does_not_know_its_records() -> None:
 
 
 def test_a_queue_out_of_order_may_deadlock(queued: Program) -> None:
-    """A record before what it waits for: if one worker is alone at the drain, it never gets to that."""
+    """A queue's record comes before the record for which it waits. If only one worker claims from the queue, that
+    worker waits in the first record for ever and never claims the second.
+    """
     norm, tile = rows_of(queued, "queues", "attn_norm", 0)[0], rows_of(queued, "queues", "qkv_rope", 0)[0]
     records = queued.queues.records.copy()
     records[[norm, tile]] = records[[tile, norm]]
@@ -326,7 +335,9 @@ def test_a_queue_out_of_order_may_deadlock(queued: Program) -> None:
 
 
 def test_a_queue_that_waits_for_what_follows_its_drains() -> None:
-    """X, claimed by a worker, waits for Y, which is behind the drain on every worker."""
+    """A queue's record waits for an instruction that follows a worker's drain (which claims and runs the queue's
+    records). If that worker claims the record, the worker waits in it for ever.
+    """
     program = handmade(small_dims(layers=1), workers=2, queue="attention")
     first = with_counters(program, [1])
     counter = first.counters - 1
@@ -338,18 +349,20 @@ def test_a_queue_that_waits_for_what_follows_its_drains() -> None:
 
 
 def test_every_worker_may_hold_a_record_before_it_reaches_its_drain() -> None:
-    """A drain behind something that the queue provides: its worker may have claimed just that."""
+    """A drain waits for a result of its own queue. Its worker may have claimed the record that computes this result."""
     program = handmade(small_dims(layers=1), workers=2, queue="attention")
     word = int(program.body.records[rows_of(program, "body", "o_proj")[0], record.WAIT_WORD])
     for drains in (1, 2):
         rows = rows_of(program, "body", "drain")[:drains]
-        bad = edit(program, "body", rows, record.WAIT_WORD, word)  # after all of a row block's attention
+        bad = edit(program, "body", rows, record.WAIT_WORD, word)  # the drain waits for all attention of a row block
         rejects(bad, "deadlock")
     assert unsafe(bad, bad)
 
 
 def test_a_shorter_drain_leaves_the_rest_to_its_stream() -> None:
-    """What lies between two drains of a queue may wait for the records of the first, not for those of the second."""
+    """An instruction between two drains of a queue may wait for records that the first drain covers, but not for
+    records that only the second drain covers.
+    """
     program = handmade(small_dims(layers=1), workers=1, queue="body")
     first, second = rows_of(program, "body", "drain")
     end = int(program.body.records[first, record.OPERAND_WORD + 1])
@@ -378,7 +391,9 @@ def test_a_shorter_drain_leaves_the_rest_to_its_stream() -> None:
 def test_names_what_a_missing_wait_leaves_unordered(
     phase: str, violation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a phase's waits: read after write, write after read and write after write each have their message."""
+    """Without a phase's waits, messages name the pairs of accesses that are unordered: read after write, write after
+    read, and write after write.
+    """
     monkeypatch.setattr(importlib.import_module("megakernel.scheduler.verify.proof"), "_MOST", 10_000)
     program = handmade(workers=5)
     for name in ("body", "epilogue"):
@@ -387,7 +402,9 @@ def test_names_what_a_missing_wait_leaves_unordered(
 
 
 def test_finds_a_cycle_through_program_order() -> None:
-    """[X waits Y; Z] on one worker and [Y waits Z] on another: no two instructions wait for one another directly."""
+    """One worker runs X, which waits for Y, then Z; another runs Y, which waits for Z. No two instructions wait for
+    each other directly.
+    """
     program = handmade(TINY)
     y, z = program.counters, program.counters + 1
     program = with_counters(program, [1, 1])
@@ -401,7 +418,9 @@ def test_finds_a_cycle_through_program_order() -> None:
 
 
 def test_an_attention_instruction_before_its_inputs_may_deadlock() -> None:
-    """Some step table gives slot 0 the last row block, whose q, k, v the same worker computes afterwards."""
+    """A step table may assign the last row block to attention slot 0, but the worker that runs this slot computes q, k
+    and v of the block only afterwards.
+    """
     program = handmade(TINY)
     body = program.body
     attention = rows_of(program, "body", "attention")[0]

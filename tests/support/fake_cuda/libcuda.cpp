@@ -1,11 +1,19 @@
-// A stand-in for the NVIDIA driver, for tests of the launcher: device memory is host memory, a stream is a
-// thread that does one thing after the other, a launch calls a function that the test gives. It refuses what
-// the driver refuses: calls without a context, copies outside an allocation, grids that are not resident,
-// tensor maps of the wrong shape, launches and events on another device's stream, anything but launches while
-// a stream is recorded; and memory of no bytes, of which nobody says what the driver does.
+// A fake NVIDIA driver for tests of the launcher. Device memory is host memory, a stream is a thread that
+// runs its operations in order, and a launch calls a function that the test provides.
 //
-// FAKE_CUDA_DEVICES, FAKE_CUDA_SMS, FAKE_CUDA_CAPABILITY (90) and FAKE_CUDA_VERSION (13000) say what there
-// is.
+// Like the real driver, the fake driver returns an error for
+//   - calls without a context
+//   - copies outside an allocation
+//   - cooperative grids with more blocks than SMs
+//   - invalid tensor maps
+//   - launches and events on another device's stream
+//   - anything but launches during stream capture
+// It also returns an error for every allocation, copy or fill of zero bytes, because the real driver's
+// behaviour is not documented for all of them.
+//
+// Environment variables set the number of devices (FAKE_CUDA_DEVICES, default 1), the SMs of each
+// (FAKE_CUDA_SMS, 132), ten times the compute capability (FAKE_CUDA_CAPABILITY, 90) and the driver's version
+// (FAKE_CUDA_VERSION, 13000).
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -82,7 +90,7 @@ class Stream {
       lock.unlock();
       work();
       lock.lock();
-      work_.pop_front();  // only now: what runs counts as not idle
+      work_.pop_front();  // only now, because a stream that runs work is not idle
       changed_.notify_all();
     }
   }
@@ -104,7 +112,7 @@ struct Function {
 };
 
 std::mutex memory_mutex;
-std::set<Stream*> streams;  // the main thread's
+std::set<Stream*> streams;  // used only by the main thread
 std::map<uint64_t, size_t> memory, pinned;
 std::set<std::pair<int64_t, int64_t>> peers;
 
@@ -151,13 +159,13 @@ int allocate(std::map<uint64_t, size_t>& blocks, void** address, size_t alignmen
   if (!current) return kInvalidContext;
   if (size == 0) return kInvalidValue;
   if (size > kMemory || posix_memalign(address, alignment, size)) return kOutOfMemory;
-  memset(*address, 0xFF, size);  // NaN in every type
+  memset(*address, 0xFF, size);  // NaN in every floating-point type
   const std::lock_guard lock(memory_mutex);
   blocks[reinterpret_cast<uint64_t>(*address)] = size;
   return kOk;
 }
 
-// Freeing memory waits for all work, as the driver's does.
+// Frees the block at `address`. Like the real driver, it first waits for the work of all streams.
 int release(std::map<uint64_t, size_t>& blocks, uint64_t address) {
   for (Stream* stream : streams) stream->wait();
   const std::lock_guard lock(memory_mutex);
@@ -166,7 +174,7 @@ int release(std::map<uint64_t, size_t>& blocks, uint64_t address) {
   return kOk;
 }
 
-// Work of a stream on memory of the device.
+// Queues `work` on a stream if the `size` bytes at `address` lie in one allocation of device memory.
 int on_memory(uint64_t address, size_t size, Stream* stream, Work work) {
   if (!current) return kInvalidContext;
   if (stream->recording) return kCaptureUnsupported;
@@ -309,7 +317,7 @@ int cuLaunchKernel(Function* f, unsigned x, unsigned, unsigned, unsigned threads
                    unsigned shared, Stream* stream, void** arguments, void**) {
   return launch(f, x, threads, shared, stream, arguments, false);
 }
-// As the host's bulk copy engine reads it.
+// Writes a HostMap, the format of a tensor map in csrc/host, instead of the hardware's own format.
 int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, const uint64_t* sizes,
                            const uint64_t* strides, const uint32_t* box, const uint32_t* steps,
                            int interleave, int swizzle, int, int) {
@@ -335,7 +343,7 @@ int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, co
   }
   const uint64_t row = box[0] * static_cast<uint64_t>(made.item);
   if (row % 16 || (made.swizzled && row > 128) || made.bytes() > mk::kPageBytes) return kInvalidValue;
-  uint64_t last = 0;  // byte of the last element
+  uint64_t last = 0;  // offset of the last element, in bytes
   for (int i = 0; i < mk::kMapDimensions; ++i) last += made.strides[i] * (made.sizes[i] - 1);
   if (!on_device(reinterpret_cast<uint64_t>(address), last + made.item)) return kInvalidValue;
   memset(map, 0, mk::kMapBytes);
@@ -343,7 +351,7 @@ int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, co
   return kOk;
 }
 
-// How the bindings find everything else: by the name without its version.
+// cuda-python looks up all other functions through this one, by names without a version suffix such as _v2.
 int cuGetProcAddress_v2(const char* symbol, void** function, int, uint64_t, int* status) {
   static void* self = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
   *function = nullptr;
