@@ -136,7 +136,7 @@ class Server:
                 raise MegakernelError(f"{self._url}/v1/models names no model: is this an OpenAI API?") from None
 
     def count(self, messages: Messages) -> tuple[int, int] | None:
-        """Ask `/tokenize`, which megakernel and vLLM have. A server may refuse conversations that exceed the context."""
+        """Ask `/tokenize`, which megakernel and vLLM have. The server may refuse too long a conversation."""
         try:
             with self._ask("/tokenize", {"model": self.name, "messages": messages}) as reply:
                 found = json.load(reply)

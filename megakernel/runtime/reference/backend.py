@@ -96,7 +96,7 @@ class ReferenceBackend:
     def execute(
         self, instruction: NDArray[np.int32], layer: int, table: StepTable, forward: Forward, rank: int = 0
     ) -> None:
-        """Run one record's work on a rank's buffers, without waits and signals; for attention, all items of its slot."""
+        """Run one record on a rank's buffers, without waits and signals. For attention, run all items of its slot."""
         phase = forward.by_number[int(record.phase_number(instruction))]
         operands = instruction[record.OPERAND_WORD :][: len(phase.operands)]
         EXECUTE[phase.operation](self.context(phase, table.rank(rank), layer), *(int(word) for word in operands))
