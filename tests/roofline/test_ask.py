@@ -149,7 +149,7 @@ EXPERTS = ("--experts", "128", "--active", "4")
         ("43", "have the numbers 1 to 42"),
         ("0", "have the numbers 1 to 42"),
         ("99999999999999999999", "have the numbers 1 to 42"),
-        ("11 --gpus 3", "the only flag is --json"),
+        ("11 --gpus 3", "only --json may follow such a number"),
         ("chip --machine h900", "unknown machine 'h900'"),
         ("all-gather --bytes 1 --gpus 1", "one GPU sends nothing"),
         ("all-gather --bytes 1 --gpus 12", "do not fill whole h100 nodes of 8 GPUs"),
