@@ -1,8 +1,8 @@
 """Compares two traces: predicted and measured, or before and after a change.
 
-An executed instruction and its counterpart in the other trace have a phase of the same name and the same operands,
-layer, rank and launch. The worker and the time may differ. Therefore, programs of one bucket that were compiled
-differently can be compared too.
+Two executed instructions, one of each trace, are matched if their phase's name, operands, layer, rank and launch are
+equal. The worker and the time may differ. So two programs for the same bucket, a maximum batch size, can be compared
+even if they were compiled differently.
 """
 
 from __future__ import annotations
