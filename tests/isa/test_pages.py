@@ -158,7 +158,7 @@ def test_dots_cut_a_larger_bucket_into_blocks_that_they_hold() -> None:
 
 
 def test_dots_that_do_not_hold_a_row_are_refused() -> None:
-    with pytest.raises(MegakernelError, match=r"as dots.*--matmul tensor"):
+    with pytest.raises(MegakernelError, match=r"as dot products.*--matmul tensor"):
         compiled(1, replace(LLAMA_1B, ffn=32768 + 32), matmul="dots")
     assert compiled(1, replace(LLAMA_1B, ffn=32768 + 32)).dims.units == Units.TENSOR
 

@@ -117,7 +117,8 @@ def test_nan_stays_nan(backend: CpuBackend) -> None:
     assert np.isnan(to_f32(backend.buffer(B.H)[3])).all()
 
 
-# Numbers of rows below and above a register block and a tile. The columns cross heads and reach the end of the matrix.
+# The row counts lie below and above the sizes of a register block and of a tile. The column ranges of the test begin in
+# one head and end in another, and one ends at the matrix's last column.
 @pytest.mark.parametrize("rows", [1, 2, 5, 13, 40])
 def test_qkv_rope(twins: CpuTwins, rows: int) -> None:
     """Padding rows store no keys and values."""

@@ -97,7 +97,7 @@ def test_only_the_last_beginnings_are_kept() -> None:
         ([(64, 8), (64, 0)], 2, 4, 64, True, "which has room for 1"),
         ([(2, 0)], 3, 1, None, False, "3 replicas of 1 CPU each do not fit the cluster, which has room for 2"),
         ([(2, 0), (2, 0)], 1, 1, 4, False, "--threads 4 exceeds the 2 CPUs"),
-        ([(64, 4), (64, 4)], 1, 8, None, True, "they cannot be on several nodes"),
+        ([(64, 4), (64, 4)], 1, 8, None, True, "ranks of a replica must be on one node"),
         ([], 1, 1, None, False, "do not fit"),
     ],
 )
@@ -335,7 +335,7 @@ def what_does_not_fit_is_refused_and_changes_nothing(fleet: Fleet) -> None:
     before = fleet.servers().keys()
     done = fleet.join("--replicas", "1", "--backend", "cuda", "--tp", "8")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
-    assert "they cannot be on several nodes" in done.stderr
+    assert "ranks of a replica must be on one node" in done.stderr
     assert fleet.servers().keys() == before
 
 
