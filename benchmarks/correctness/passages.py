@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+EACH = 20  # passages of each kind
 FEWEST_WORDS = {"document": 8, "code": 5, "message": 4}
 MESSAGE_ARGUMENTS = {"help", "description", "what", "remedy"}
 COMMENT = re.compile(
@@ -66,11 +67,11 @@ def comments(path: str, text: str) -> Iterator[Passage]:
     """Comments, each with the line that it ends, or with the five lines that follow it."""
     lines = text.splitlines()
     tokens = list(tokenize.generate_tokens(io.StringIO(text).readline)) if path.endswith(".py") else []
-    true = {token.start[0] - 1 for token in tokens if token.type == tokenize.COMMENT}
+    starts = {token.start[0] - 1 for token in tokens if token.type == tokenize.COMMENT}
     for match in COMMENT.finditer(text):
         begin, end = (text.count("\n", 0, place) for place in match.span())
         code = lines[begin].partition(match[0].splitlines()[0])[0].strip() or "\n".join(lines[end + 1 : end + 6])
-        if begin in true or not tokens:
+        if begin in starts or not tokens:
             yield Passage("code", f"{path}:{begin + 1}", code, match[0].strip())
 
 
@@ -123,12 +124,11 @@ def passages(root: Path) -> list[Passage]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="number that selects the passages (default: 0)")
-    parser.add_argument("--each", type=int, default=20, help="passages of each kind (default: 20)")
     arguments = parser.parse_args()
     found = passages(ROOT)
     random.seed(arguments.seed)
     for kind in FEWEST_WORDS:
-        print(*random.sample([one for one in found if one.kind == kind], arguments.each), sep="\n")
+        print(*random.sample([one for one in found if one.kind == kind], EACH), sep="\n")
 
 
 if __name__ == "__main__":

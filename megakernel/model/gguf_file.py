@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ..errors import MegakernelError
 from ..isa import Dtype
 from .files import check_ranges, map_file
-from .limits import MOST_METADATA_ELEMENTS, MOST_STRING_BYTES
+from .limits import MOST_ALIGNMENT, MOST_METADATA_ELEMENTS, MOST_STRING_BYTES
 
 _SCALARS: dict[int, str] = {
     GGUFValueType.UINT8: "<u1",
@@ -161,9 +161,9 @@ class GgufFile:
             self.metadata[key] = cursor.value()
         table = [self._tensor_entry(cursor) for _ in range(tensors)]
         alignment = self.metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
+        if not isinstance(alignment, int) or not 0 < alignment <= MOST_ALIGNMENT:
             raise MegakernelError(
-                f"{self.path} is damaged: general.alignment is {alignment}, not a whole number from 1 to {1 << 20}"
+                f"{self.path} is damaged: general.alignment is {alignment}, not 1 to {MOST_ALIGNMENT}"
             )
         start = -(-cursor.offset // alignment) * alignment
         for name, type_, offset, size in table:

@@ -30,6 +30,8 @@ MOST_JSON_BYTES = 1 << 28
 MOST_METADATA_ELEMENTS = 1 << 22
 # The maximum number of bytes of a string in a GGUF file. The longest string is the chat template.
 MOST_STRING_BYTES = 1 << 22
+# The largest alignment of tensors in a GGUF file, in bytes.
+MOST_ALIGNMENT = 1 << 20
 # The maximum length of a token in a SentencePiece vocabulary, because each token is split at every
 # place to derive merges. Published tokens have up to 512 characters.
 MOST_TOKEN_CHARACTERS = 1 << 12

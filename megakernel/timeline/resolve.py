@@ -167,7 +167,7 @@ def resolve(program: Program, trace: Trace) -> Resolved:
     launch = np.unique(rows["launch"], return_inverse=True)[1].astype(np.int64)
     expected = (int(launch.max()) + 1, program.ranks, program.dims.attention_slots, 2)
     if trace.attention is not None and trace.attention.shape != expected:
-        raise MegakernelError("the trace's array about attention does not fit its program: the trace is damaged")
+        raise MegakernelError("the recorded attention does not fit its program: the trace is damaged")
     start = np.array([0, counts[0], counts[0] + layers * counts[1]])
     run = np.where(segment == 1, layer, 0)
     origin = rows["begin"].min()

@@ -1,8 +1,8 @@
 """The table of all request fields of the OpenAI API, vLLM and SGLang: each is supported, ignored or refused.
 
-`requests.py` declares the type and range of each supported field. A harmless field is ignored, because it changes no
-answer. A refused field causes an error, unless its value has no effect. A field that is not in the table causes an
-error too. A value of null never causes an error. `python -m megakernel.serving.api.fields` prints docs/fields.md.
+`requests.py` declares the type and range of each supported field. A field is ignored if it changes no answer.
+A refused field causes an error, unless its value has no effect. A field that is not in the table causes an error too.
+A value of null never causes an error. `python -m megakernel.serving.api.fields` prints docs/fields.md.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _BODIES = {
     TEXT: "`text` of `/v1/responses`",
 }
 _APIS = {"O": "OpenAI", "V": "vLLM", "S": "SGLang"}
-SUPPORTED, HARMLESS, REFUSED = "supported", "ignored", "refused"
+SUPPORTED, IGNORED, REFUSED = "supported", "ignored", "refused"
 
 
 @dataclass(frozen=True)
 class Field:
     """One request field: an entry of the table.
 
-    kind     whether the server supports, ignores (HARMLESS) or refuses the field
+    kind     whether the server supports, ignores or refuses the field
     apis     the APIs that define the field, by their initials: O, V and S
-    why      why the field is refused or harmless
+    why      why the field is ignored or refused
     neutral  values of a refused field that are accepted, because they have no effect
     """
 
@@ -93,28 +93,28 @@ _add(SUPPORTED, TEXT, "OVS", "format")
 
 _REASONING_IN_TEXT = "reasoning is part of the answer's text"
 _EARLIER_ANSWER = "they only describe an earlier answer"
-_add(HARMLESS, _ALL, "OVS", "user", "it only identifies the client's user")
-_add(HARMLESS, f"{CHAT} {RESPONSES}", "O", "safety_identifier", "it only identifies the client's user")
-_add(HARMLESS, f"{CHAT} {RESPONSES}", "O", "prompt_cache_key prompt_cache_retention prompt_cache_options",
+_add(IGNORED, _ALL, "OVS", "user", "it only identifies the client's user")
+_add(IGNORED, f"{CHAT} {RESPONSES}", "O", "safety_identifier", "it only identifies the client's user")
+_add(IGNORED, f"{CHAT} {RESPONSES}", "O", "prompt_cache_key prompt_cache_retention prompt_cache_options",
      "every prompt uses the prefix cache")  # fmt: skip
-_add(HARMLESS, f"{CHAT} {RESPONSES}", "O", "service_tier", "this server has only one tier")
-_add(HARMLESS, f"{CHAT} {RESPONSES}", "O", "store", "nothing is stored")
-_add(HARMLESS, CHAT, "O", "metadata", "nothing is stored")
-_add(HARMLESS, CHAT, "O", "prediction", "it is only a speed hint; `--speculate` works without it")
-_add(HARMLESS, RESPONSES, "OV", "max_tool_calls", "it limits built-in tools, and this server has none")
-_add(HARMLESS, RESPONSES, "OV", "stream_options",
+_add(IGNORED, f"{CHAT} {RESPONSES}", "O", "service_tier", "this server has only one tier")
+_add(IGNORED, f"{CHAT} {RESPONSES}", "O", "store", "nothing is stored")
+_add(IGNORED, CHAT, "O", "metadata", "nothing is stored")
+_add(IGNORED, CHAT, "O", "prediction", "it is only a speed hint; `--speculate` works without it")
+_add(IGNORED, RESPONSES, "OV", "max_tool_calls", "it limits built-in tools, and this server has none")
+_add(IGNORED, RESPONSES, "OV", "stream_options",
      "the last event always has the usage, and events have no obfuscation padding")  # fmt: skip
-_add(HARMLESS, _GENERATE, "VS", "request_id rid session_id", "they only name the request: use the header X-Request-Id")
-_add(HARMLESS, _ALL, "VS", "priority", "one client's requests run in order of arrival")
-_add(HARMLESS, _GENERATE, "V", "spaces_between_special_tokens", "the detokenizer never adds such spaces")
-_add(HARMLESS, _GENERATE, "V", "stream_interval", "tokens are sent immediately, several per event to a slow client")
-_add(HARMLESS, _GENERATE, "S", "custom_labels", "metrics have no client-defined labels")
-_add(HARMLESS, CHAT, "S", "separate_reasoning stream_reasoning", _REASONING_IN_TEXT)
-_add(HARMLESS, MESSAGE, "O", "id status type annotations phase", _EARLIER_ANSWER)
-_add(HARMLESS, ITEM, "O", "id status annotations phase", _EARLIER_ANSWER)
-_add(HARMLESS, STREAM_OPTIONS, "O", "include_obfuscation", "events have no obfuscation padding")
-_add(HARMLESS, STREAM_OPTIONS, "VS", "continuous_usage_stats", "the usage is sent once, in the last event")
-_add(HARMLESS, TEXT, "O", "verbosity", "the supported models have no verbosity setting")
+_add(IGNORED, _GENERATE, "VS", "request_id rid session_id", "they only name the request: use the header X-Request-Id")
+_add(IGNORED, _ALL, "VS", "priority", "one client's requests run in order of arrival")
+_add(IGNORED, _GENERATE, "V", "spaces_between_special_tokens", "the detokenizer never adds such spaces")
+_add(IGNORED, _GENERATE, "V", "stream_interval", "tokens are sent immediately, several per event to a slow client")
+_add(IGNORED, _GENERATE, "S", "custom_labels", "metrics have no client-defined labels")
+_add(IGNORED, CHAT, "S", "separate_reasoning stream_reasoning", _REASONING_IN_TEXT)
+_add(IGNORED, MESSAGE, "O", "id status type annotations phase", _EARLIER_ANSWER)
+_add(IGNORED, ITEM, "O", "id status annotations phase", _EARLIER_ANSWER)
+_add(IGNORED, STREAM_OPTIONS, "O", "include_obfuscation", "events have no obfuscation padding")
+_add(IGNORED, STREAM_OPTIONS, "VS", "continuous_usage_stats", "the usage is sent once, in the last event")
+_add(IGNORED, TEXT, "O", "verbosity", "the supported models have no verbosity setting")
 
 _ONLY_TEXT = "this server handles text only"
 _NOTHING_STORED = "this server stores nothing: send the whole conversation as input"
@@ -194,7 +194,7 @@ def without_unread(body: str, given: Any, read: Container[str]) -> Any:
         return given
     for name in others:
         field = _TABLE[body].get(name)
-        # the server supports the field, but in another pydantic model that shares this table of fields
+        # The server supports the field, but in another pydantic model that shares this table of fields.
         misplaced = field is not None and field.kind == SUPPORTED
         if given[name] is None or (field and not misplaced and field.admits(given[name])):
             continue
@@ -221,7 +221,7 @@ def _lines() -> Iterator[str]:
     for body, where in _BODIES.items():
         yield from ("", f"## {where[0].upper()}{where[1:]}", "", "| field (accepted values) | API | status | reason |")
         yield "| --- | --- | --- | --- |"
-        for kind in (SUPPORTED, HARMLESS, REFUSED):
+        for kind in (SUPPORTED, IGNORED, REFUSED):
             rows: dict[tuple[str, str], list[Field]] = {}
             for field in _TABLE[body].values():
                 if field.kind == kind:

@@ -228,7 +228,7 @@ class Conversation(Strict):
 
     messages: Messages
     add_generation_prompt: (
-        Annotated[bool, Field(description="begin a new answer; default: not continue_final_message")] | None
+        Annotated[bool, Field(description="begin a new answer; default: true, unless continue_final_message")] | None
     ) = None
     continue_final_message: Annotated[bool, Field(description="the answer continues the last message")] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(description="more variables for the template")] | None = None

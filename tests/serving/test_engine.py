@@ -313,7 +313,10 @@ def test_kv_capacity() -> None:
         *((4 * 100 * per_token, None, (100, 100)), (4 * 100 * per_token, 200, (200, 200))),
     ):
         assert kv_capacity(CONFIG, Dtype.F32, free, context, 4) == found
-    for free, context, message in ((1e9, 257, "model's limit of 256"), (100 * per_token, 200, "choose a shorter context")):
+    for free, context, message in (
+        (1e9, 257, "model's limit of 256"),
+        (100 * per_token, 200, "choose a shorter context"),
+    ):
         with pytest.raises(MegakernelError, match=message):
             kv_capacity(CONFIG, Dtype.F32, free, context, 4)
 

@@ -125,8 +125,8 @@ def test_a_refused_field_is_named_and_its_neutral_values_are_taken(live: Live, b
 @pytest.mark.parametrize("body", BODIES)
 def test_a_harmless_field_is_taken_with_any_value(live: Live, body: str) -> None:
     path, plain = BODIES[body]
-    harmless = [f.name for f in fields.known(body).values() if f.kind == fields.HARMLESS]
-    live.post(path, {**plain, **{name: {"any": [1]} for name in harmless}})
+    ignored = [f.name for f in fields.known(body).values() if f.kind == fields.IGNORED]
+    live.post(path, {**plain, **{name: {"any": [1]} for name in ignored}})
 
 
 @pytest.mark.parametrize("body", BODIES)
