@@ -44,7 +44,8 @@ class Controller {
     return true;
   }
 
-  // Runs a drain instruction: claims instructions from a queue and publishes them, until the queue is empty.
+  // Runs a drain instruction: claims instructions from a queue and publishes them, until the queue's first
+  // `op.end` instructions are claimed.
   // Each claim is made as late as possible, so that a free worker gets the work and the claimed instruction
   // runs soon. At a claim, at most one earlier instruction has not retired. All loads of that instruction
   // have been requested, so the counters for which it waits have reached their totals.
