@@ -11,8 +11,16 @@ if not (Path(__file__).parent / "scheduler").exists():
     __path__.append(str(Path(__file__).parents[1]))
 
 if TYPE_CHECKING:
+    from megakernel.serving import (
+        LLM,
+        AsyncLLM,
+        CompletionOutput,
+        RequestOutput,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
+
     from .errors import MegakernelError
-    from .serving import LLM, AsyncLLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 
 __all__ = [
     "LLM",

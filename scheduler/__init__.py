@@ -1,10 +1,10 @@
 """Compiles a model's forward pass into programs: which instruction runs on which worker, and in which order."""
 
-from .candidates import MOST_MASKS, with_matmul
-from .compile import compile_program
-from .cost import step_seconds
-from .describe import describe
-from .disasm import disassemble
-from .options import Options
+from megakernel.scheduler.candidates import MOST_MASKS, with_matmul
+from megakernel.scheduler.compile import compile_program
+from megakernel.scheduler.cost import step_seconds
+from megakernel.scheduler.describe import describe
+from megakernel.scheduler.disasm import disassemble
+from megakernel.scheduler.options import Options
 
 __all__ = ["MOST_MASKS", "Options", "compile_program", "describe", "disassemble", "step_seconds", "with_matmul"]

@@ -6,16 +6,16 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ..errors import MegakernelError
-from ..isa import KV_BLOCK, TARGETS, Buffer, Dims, Dtype, Units, ceil_div, pages, target_of
-from ..machine import Machine
-from ..model.checkpoint import weight_dims
-from ..model.config import ModelConfig
-from ..model.families import Norm, forward
-from .cost import balanced_rows, panel_blocks, phase_seconds
-from .lower import lower_segment
-from .options import Options
-from .tasks import Candidate
+from megakernel.errors import MegakernelError
+from megakernel.isa import KV_BLOCK, TARGETS, Buffer, Dims, Dtype, Units, ceil_div, pages, target_of
+from megakernel.machine import Machine
+from megakernel.model.checkpoint import weight_dims
+from megakernel.model.config import ModelConfig
+from megakernel.model.families import Norm, forward
+from megakernel.scheduler.cost import balanced_rows, panel_blocks, phase_seconds
+from megakernel.scheduler.lower import lower_segment
+from megakernel.scheduler.options import Options
+from megakernel.scheduler.tasks import Candidate
 
 # Limits of attention in the step table. An item is a part of the work, and the items of one instruction form a slot.
 # The table can hold one item per row and _ITEMS_PER_SLOT more per slot, so that a step with few rows can divide each

@@ -7,20 +7,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..errors import MegakernelError
-from ..isa import TARGETS, Buffer, Dtype, Units
-from ..isa import record as rec
-from ..machine import Machine
-from ..model.config import ModelConfig
-from ..program import Program
-from .candidates import Candidates, program_dims, with_matmul, with_tiles
-from .derive import derive
-from .encode import encode
-from .lower import lower
-from .options import Options
-from .place import place
-from .sync import synchronise
-from .tasks import Tasks
+from megakernel.errors import MegakernelError
+from megakernel.isa import TARGETS, Buffer, Dtype, Units
+from megakernel.isa import record as rec
+from megakernel.machine import Machine
+from megakernel.model.config import ModelConfig
+from megakernel.program import Program
+from megakernel.scheduler.candidates import Candidates, program_dims, with_matmul, with_tiles
+from megakernel.scheduler.derive import derive
+from megakernel.scheduler.encode import encode
+from megakernel.scheduler.lower import lower
+from megakernel.scheduler.options import Options
+from megakernel.scheduler.place import place
+from megakernel.scheduler.sync import synchronise
+from megakernel.scheduler.tasks import Tasks
 
 # The maximum number of row blocks of all ranks of a program. It keeps the time to compile under a minute, and counter
 # numbers small enough for a record.

@@ -7,11 +7,11 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import Column, Dims, Phase, Units, cost, itemsize, link_bytes, tile_work
-from ..isa.record import phase_number
-from ..machine import Machine
-from ..program import Program
-from .options import Shape
+from megakernel.isa import Column, Dims, Phase, Units, cost, itemsize, link_bytes, tile_work
+from megakernel.isa.record import phase_number
+from megakernel.machine import Machine
+from megakernel.program import Program
+from megakernel.scheduler.options import Shape
 
 
 def seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> NDArray[np.float64]:

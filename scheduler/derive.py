@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import BUFFERS, EVERY, OWN, Buffer, Column, Dims, Index, Kind, accesses
-from .regions import block_rows, boxes, hulls, nonempty
-from .tasks import PhaseTasks, Tasks, ordinals
+from megakernel.isa import BUFFERS, EVERY, OWN, Buffer, Column, Dims, Index, Kind, accesses
+from megakernel.scheduler.regions import block_rows, boxes, hulls, nonempty
+from megakernel.scheduler.tasks import PhaseTasks, Tasks, ordinals
 
 PROLOGUE, BODY, EPILOGUE = range(3)
 

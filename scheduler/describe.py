@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import MAX_PHASES, Dims, Forward, Units, link_bytes
-from ..isa import record as rec
-from ..isa.record import Records
-from ..program import Program
+from megakernel.isa import MAX_PHASES, Dims, Forward, Units, link_bytes
+from megakernel.isa import record as rec
+from megakernel.isa.record import Records
+from megakernel.program import Program
 
 
 def describe(program: Program) -> dict[str, Any]:

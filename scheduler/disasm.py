@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import Dtype, Forward
-from ..isa import record as rec
-from ..program import Program, Segment
+from megakernel.isa import Dtype, Forward
+from megakernel.isa import record as rec
+from megakernel.program import Program, Segment
 
 # the arrivals of each counter in layer 0, and in each later layer: [ranks, counters]
 Totals = tuple[NDArray[np.int32], NDArray[np.int32]]

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import DRAIN, JOIN, Operation
-from ..isa import record as rec
-from ..isa.record import Records
-from ..program import Program, Segment
-from .derive import BODY, EPILOGUE
-from .place import Placed
-from .sync import Join, Sync, Words
-from .tasks import PhaseTasks, Tasks
+from megakernel.isa import DRAIN, JOIN, Operation
+from megakernel.isa import record as rec
+from megakernel.isa.record import Records
+from megakernel.program import Program, Segment
+from megakernel.scheduler.derive import BODY, EPILOGUE
+from megakernel.scheduler.place import Placed
+from megakernel.scheduler.sync import Join, Sync, Words
+from megakernel.scheduler.tasks import PhaseTasks, Tasks
 
 
 def encode(tasks: Tasks, sync: Sync, placed: list[list[Placed]], machine: str, workers: int, claimed: str) -> Program:

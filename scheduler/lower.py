@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..isa import Column, Dims, Operation, Phase, Result, Rows, ceil_div
-from ..isa.pages import output_columns
-from ..isa.record import SIGNALS
-from ..machine import Machine
-from .cost import panel_blocks, seconds
-from .options import Shape
-from .regions import head_groups
-from .tasks import Candidate, PhaseTasks, Tasks
+from megakernel.isa import Column, Dims, Operation, Phase, Result, Rows, ceil_div
+from megakernel.isa.pages import output_columns
+from megakernel.isa.record import SIGNALS
+from megakernel.machine import Machine
+from megakernel.scheduler.cost import panel_blocks, seconds
+from megakernel.scheduler.options import Shape
+from megakernel.scheduler.regions import head_groups
+from megakernel.scheduler.tasks import Candidate, PhaseTasks, Tasks
 
 _SHAPE = Shape()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ..errors import MegakernelError
+from megakernel.errors import MegakernelError
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "o": ("auto", "sharded", "replicated"),

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import Dims, OperationFamily
-from ..machine import Machine
-from .cost import panel_blocks, seconds, unit_seconds
-from .options import Options, Shape
-from .tasks import PhaseTasks, ordinals
+from megakernel.isa import Dims, OperationFamily
+from megakernel.machine import Machine
+from megakernel.scheduler.cost import panel_blocks, seconds, unit_seconds
+from megakernel.scheduler.options import Options, Shape
+from megakernel.scheduler.tasks import PhaseTasks, ordinals
 
 
 @dataclass(frozen=True)

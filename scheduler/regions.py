@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import Access, Columns, Dims, Index, Kind, Phase, accesses, item_columns
+from megakernel.isa import Access, Columns, Dims, Index, Kind, Phase, accesses, item_columns
 
 Boxes = NDArray[np.int32]  # [n, 4]: row, row_end, col, col_end
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import Index
-from ..isa import record as rec
-from .derive import BODY, EPILOGUE, PROLOGUE, Dependencies
-from .regions import block_rows, head_groups
-from .tasks import PhaseTasks, Tasks
+from megakernel.isa import Index
+from megakernel.isa import record as rec
+from megakernel.scheduler.derive import BODY, EPILOGUE, PROLOGUE, Dependencies
+from megakernel.scheduler.regions import block_rows, head_groups
+from megakernel.scheduler.tasks import PhaseTasks, Tasks
 
 Words = NDArray[np.int32]
 Totals = NDArray[np.int32]  # [ranks, counters]

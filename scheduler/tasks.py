@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..isa import Column, Dims, Forward, Phase
+from megakernel.isa import Column, Dims, Forward, Phase
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Serving: requests, continuous batching, sampling parameters, the Python API and the HTTP server."""
 
-from .async_llm import AsyncLLM
-from .llm import LLM
-from .outputs import CompletionOutput, RequestOutput
-from .sampling import SamplingParams
-from .structured import StructuredOutputsParams
+from megakernel.serving.engine.sampling import SamplingParams
+from megakernel.serving.engine.structured import StructuredOutputsParams
+from megakernel.serving.text.async_llm import AsyncLLM
+from megakernel.serving.text.llm import LLM
+from megakernel.serving.text.outputs import CompletionOutput, RequestOutput
 
 __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]

@@ -111,7 +111,7 @@ def test_arrows_point_down() -> None:
     [
         ("megakernel.isa.bad", "from ..scheduler import compile_program", "isa imports scheduler"),
         ("megakernel.model.bad", "def f():\n    from megakernel.runtime import Output", "model imports runtime"),
-        ("megakernel.runtime.bad", "import megakernel.serving.engine", "runtime imports serving"),
+        ("megakernel.runtime.bad", "import megakernel.serving.engine.engine", "runtime imports serving"),
         ("megakernel.scheduler.bad", "from megakernel import timeline", "scheduler imports timeline"),
         ("megakernel.scheduler.bad", "from .. import roofline", "scheduler imports roofline"),
         ("megakernel.timeline.bad", "from ..roofline import Ceilings", "timeline imports roofline"),

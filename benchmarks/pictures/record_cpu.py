@@ -19,7 +19,7 @@ from speculation import TEXTS
 
 from megakernel import LLM, SamplingParams
 from megakernel.cli import main as megakernel
-from megakernel.serving.engine import Step
+from megakernel.serving.engine.engine import Step
 
 MODEL, TOKENS = "smollm2-135m", 64
 

@@ -28,7 +28,7 @@ from megakernel.model import open_checkpoint
 from megakernel.model.gguf_writer import write_gguf
 from megakernel.serving.bench.peers.contest import Task, Work
 from megakernel.serving.bench.peers.llama_bench import LlamaBench, tool
-from megakernel.serving.engine import Step
+from megakernel.serving.engine.engine import Step
 
 
 def our_steps(llm: LLM, work: Work, seed: int) -> list[float]:

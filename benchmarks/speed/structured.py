@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from record import options, text, write
 
 from megakernel import LLM, SamplingParams, StructuredOutputsParams
-from megakernel.serving.engine import Step
+from megakernel.serving.engine.engine import Step
 
 SEQUENCES = 32
 _RECORD = {

@@ -30,7 +30,7 @@ from megakernel import machine as machines
 from megakernel.machine import cpu_count
 from megakernel.model import load_config
 from megakernel.runtime import Chunk, build_step
-from megakernel.serving.calibration import null_step
+from megakernel.serving.bench.calibration import null_step
 
 FEW, MANY = 2, 62
 MODEL, CONTEXT = "random:smollm2-135m", 512

@@ -15,10 +15,11 @@ from . import output, versus
 from .options import AddVerb, add_count, add_model_run, add_speculate, open_llm, prompt_ids, token_ids
 
 if TYPE_CHECKING:
+    from megakernel.serving import LLM
+    from megakernel.serving.bench.peers import Contest, Phase
+
     from ..machine import Machine
     from ..roofline import Ceilings
-    from ..serving import LLM
-    from ..serving.bench.peers import Contest, Phase
 
 _PHASES: tuple[Phase, ...] = ("decode", "prefill")
 
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 def measured_ceilings(llm: LLM) -> Ceilings:
     """Return this machine's ceilings: for GPUs the datasheet's rates, otherwise rates measured with `llm.threads`."""
-    from ..serving.ceilings import device_ceilings
+    from megakernel.serving.bench.ceilings import device_ceilings
 
     if llm.engine.backend.name == "cuda":
         return device_ceilings(llm.machine, llm.engine.dims.tp)
@@ -67,7 +68,7 @@ def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
     """Return the rates that this machine reaches with `threads` threads. They are measured now if `anew` is true or if
     there is no earlier measurement.
     """
-    from ..serving import ceilings
+    from megakernel.serving.bench import ceilings
 
     with output.busy("measuring this machine's ceilings"):
         found = ceilings.host_ceilings(threads, anew=anew)
@@ -78,8 +79,9 @@ def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
 
 def host_machine(workers: int, ranks: int) -> Machine:
     """Describe one of `ranks` equal parts of this host: it has `workers` cores and its share of the host's rates."""
+    from megakernel.serving.bench.ceilings import share_of
+
     from .. import machine as machines
-    from ..serving.ceilings import share_of
 
     ceilings = host_ceilings(min(workers * ranks, machines.cpu_count()))
     return share_of(ceilings, machines.host(workers), ranks)
@@ -91,7 +93,7 @@ def latency(
     """Measure and return the figures of `bench latency`. The result also contains the ceilings and a comparison with
     each peer. After each run of our engine, every peer runs once.
     """
-    from ..serving.latency import measure, report
+    from megakernel.serving.bench.latency import measure, report
 
     with output.progress("measuring decode and prefill") as advance:
 

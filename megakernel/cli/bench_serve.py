@@ -20,9 +20,10 @@ from .options import AddVerb, above_zero, add_count, add_setting, fetch
 from .workload import add_workload, workload
 
 if TYPE_CHECKING:
+    from megakernel.serving.bench import Server, Workload
+
     from ..model import ModelConfig
     from ..roofline import Ceilings
-    from ..serving.bench import Server, Workload
 
 _LIMITS = ("ttft", "tpot", "e2e")
 _rate = above_zero("a rate above 0", math.inf)
@@ -87,12 +88,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    from megakernel.serving.bench import Load, Server, against_roofline, alternate, describe, least_work
+    from megakernel.serving.text.llm import DTYPES
+
     from ..model import local_checkpoint
     from ..model.checkpoint import weight_dims
     from ..model.families import forward
     from ..model.stored import bits_of, storage_of
-    from ..serving.bench import Load, Server, against_roofline, alternate, describe, least_work
-    from ..serving.llm import DTYPES
 
     key = os.environ.get("OPENAI_API_KEY")
     servers = [Server(url, model=args.served_model_name, api_key=key) for url in (args.base_url, args.vs) if url]

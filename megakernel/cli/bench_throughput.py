@@ -14,7 +14,7 @@ from .options import AddVerb, add_count, add_model_run, add_setting, add_specula
 from .workload import add_workload, workload
 
 if TYPE_CHECKING:
-    from ..serving.bench import Workload
+    from megakernel.serving.bench import Workload
 
 # The defaults if `--vs` asks for a comparison: a batch of prompts of equal length, which other programs can run too,
 # and enough runs for a median.
@@ -39,7 +39,7 @@ def register(add: AddVerb) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..serving.throughput import measure
+    from megakernel.serving.bench.throughput import measure
 
     found = versus.find_peers(args, batched=True)
     if found:

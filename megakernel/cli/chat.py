@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
             named = None if args.model == SETTINGS["model"].value() else args.model
             partner: Partner = Server(args.base_url, named, args.api_key, args.temperature)
         else:
-            from ..serving import SamplingParams
+            from megakernel.serving import SamplingParams
 
             # SamplingParams checks the flag before a model is loaded, so that a wrong value fails at once.
             params = SamplingParams() if args.temperature is None else SamplingParams(temperature=args.temperature)

@@ -37,9 +37,10 @@ def register(add: AddVerb) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..serving import SamplingParams
-    from ..serving.ceilings import share_of
-    from ..serving.latency import typical
+    from megakernel.serving import SamplingParams
+    from megakernel.serving.bench.ceilings import share_of
+    from megakernel.serving.bench.latency import typical
+
     from ..timeline import render, summarise, write_html
 
     with open_llm(args, max_seqs=1) as llm:

@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _calibrate(path: Path, ceilings: Ceilings) -> None:
     """Calibrate this machine and write the machine file `path`."""
-    from ..serving.calibration import calibrate, write_machine
+    from megakernel.serving.bench.calibration import calibrate, write_machine
 
     alone = host_ceilings(1, anew=True)
     with output.progress("calibrating") as advance:

@@ -151,9 +151,10 @@ def _differences(case: Case, seeds: int, repeats: int) -> Iterator[str]:
 
 
 def _compile(case: Case) -> Program:
+    from megakernel.scheduler import Options, compile_program
+
     from ..isa import Dtype
     from ..runtime import rank_machine
-    from ..scheduler import Options, compile_program
 
     machine = rank_machine("cuda", None, case.tp)
     return compile_program(

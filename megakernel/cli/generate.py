@@ -10,8 +10,8 @@ from . import output
 from .options import AddVerb, add_model_run, add_speculate, open_llm, token_ids
 
 if TYPE_CHECKING:
-    from ..serving import RequestOutput, SamplingParams
-    from ..serving.engine import Token
+    from megakernel.serving import RequestOutput, SamplingParams
+    from megakernel.serving.engine.engine import Token
 
 MAX_TOKENS = 256  # enough for an answer; the API's default of 16 cuts answers off
 
@@ -73,7 +73,7 @@ def _bias(text: str) -> tuple[int, float]:
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """Return the sampling parameters from the flags. SamplingParams has the defaults and the checks."""
-    from ..serving import SamplingParams
+    from megakernel.serving import SamplingParams
 
     names = [name.replace("-", "_") for name in _HELP] + ["stop", "stop_token_ids"]
     given = {name: value for name in names if (value := getattr(args, name)) is not None}

@@ -12,12 +12,13 @@ from ..settings import SETTINGS
 from . import output
 
 if TYPE_CHECKING:
+    from megakernel.scheduler import Options
+    from megakernel.serving import LLM
+
     from ..isa import Buffer, Dtype
     from ..machine import Machine
     from ..model import ModelConfig
     from ..roofline import Shape
-    from ..scheduler import Options
-    from ..serving import LLM
 
 
 # A function that creates a verb's parser from the verb's name, a one-line description and an example.
@@ -51,7 +52,7 @@ def add_lowering(parser: argparse.ArgumentParser) -> None:
 
 def lowering(args: argparse.Namespace) -> Options:
     """Return the compiler options that the flags of `add_lowering` give."""
-    from ..scheduler import Options
+    from megakernel.scheduler import Options
 
     return Options(
         o=args.o_lowering,
@@ -148,7 +149,7 @@ def open_llm(args: argparse.Namespace, *, max_seqs: int, step_tokens: int | None
 
 def load(model: str, **how: Any) -> LLM:
     """Return `model` as an `LLM`. It is downloaded first if necessary."""
-    from ..serving import LLM
+    from megakernel.serving import LLM
 
     fetch(model)
     with output.busy(f"loading {model}"):
@@ -198,11 +199,12 @@ def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) ->
     No weights are read or downloaded. The weights of a model that is not on this computer count as bf16. Raises
     MegakernelError if the model was not made for `context` tokens.
     """
+    from megakernel.serving.text.llm import parse_dtype
+
     from ..isa import Dtype
     from ..model import load_config, local_checkpoint
     from ..model.stored import bits_of, storage_of
     from ..runtime.registry import backend_for
-    from ..serving.llm import parse_dtype
 
     backend, checkpoint = backend_for(machine.target), local_checkpoint(args.model)
     config = load_config(args.model) if checkpoint is None else checkpoint.config

@@ -16,7 +16,7 @@ from urllib.request import Request, urlopen
 from ..errors import MegakernelError
 
 if TYPE_CHECKING:
-    from ..serving import LLM, SamplingParams
+    from megakernel.serving import LLM, SamplingParams
 
 Messages = list[dict[str, str]]
 _SILENCE_S = 300.0  # a server that sends nothing for this long counts as unreachable

@@ -14,10 +14,11 @@ from . import output
 from .options import AddVerb, above_zero, add_count, add_lowering, add_paper_model, add_setting, lowering, paper_model
 
 if TYPE_CHECKING:
+    from megakernel.scheduler.tune import Found
+
     from ..machine import Machine
     from ..model import ModelConfig
     from ..program import Program
-    from ..scheduler.tune import Found
 
 # An engine's default number of sequences; programs rarely need more logit rows than this.
 _SEQUENCES = 64
@@ -90,8 +91,9 @@ def compile_for(args: argparse.Namespace, **sizes: Any) -> Compiled:
     """Compile the program that the flags of `add_machine` describe. `sizes` are arguments of
     `compile_program`; if there are none, the flags of `_add_bucket` give the sizes.
     """
+    from megakernel.scheduler.tune import Fastest, search
+
     from .. import machine as machines
-    from ..scheduler.tune import Fastest, search
 
     machine = machines.load(args.machine, args.workers)
     config, dtype, bits = paper_model(args, machine, args.context or 0)
@@ -123,8 +125,8 @@ def load(args: argparse.Namespace) -> Program:
 
 
 def run_compile(args: argparse.Namespace) -> int:
-    from ..scheduler import describe
-    from ..serving.memory import weight_bytes
+    from megakernel.scheduler import describe
+    from megakernel.serving.engine.memory import weight_bytes
 
     begin = perf_counter()
     with output.busy("compiling"):
@@ -175,7 +177,7 @@ def _found_text(found: Found) -> str:
 
 
 def run_disasm(args: argparse.Namespace) -> int:
-    from ..scheduler import disassemble
+    from megakernel.scheduler import disassemble
 
     lines = disassemble(load(args))
     if args.json:
@@ -186,7 +188,7 @@ def run_disasm(args: argparse.Namespace) -> int:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    from ..scheduler.verify import verify
+    from megakernel.scheduler.verify import verify
 
     with output.busy("verifying"):
         program = load(args)

@@ -22,15 +22,15 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
     """Start a cluster on this machine and serve until a signal arrives. On an existing cluster, return as soon as the
     replicas serve.
     """
-    from ..serving.api.access import local_names
-    from ..serving.api.server import listen, url
-    from ..serving.replicas.environment import prepare
-    from ..serving.replicas.placement import place
+    from megakernel.serving.replicas.environment import prepare
+    from megakernel.serving.replicas.placement import place
+    from megakernel.serving.server.access import local_names
+    from megakernel.serving.server.server import listen, url
 
     address, host = given["ray address"], given["host"]
     prepare(join=address is not None)
     try:
-        from ..serving.replicas import cluster
+        from megakernel.serving.replicas import cluster
     except ModuleNotFoundError as e:
         raise MegakernelError(f"--replicas needs Ray, and {e.name} is missing: pip install 'megakernel[ray]'") from e
 

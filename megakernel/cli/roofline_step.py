@@ -13,17 +13,19 @@ from . import output
 from .options import PaperModel, paper_model
 
 if TYPE_CHECKING:
+    from megakernel.scheduler.tasks import Tasks
+
     from ..machine import Hardware, Machine
     from ..roofline import Part, Point, StepRoofline
-    from ..scheduler.tasks import Tasks
 
 
 def run(args: argparse.Namespace, hardware: Hardware) -> int:
+    from megakernel.scheduler.describe import lowering
+    from megakernel.serving.engine.memory import weight_bytes
+
     from .. import machine as machines
     from ..roofline import SHAPES, memory_fit, step_roofline
     from ..roofline.program_step import RATE
-    from ..scheduler.describe import lowering
-    from ..serving.memory import weight_bytes
 
     if args.model in SHAPES:
         raise MegakernelError(f"{args.model} is known by its sizes only and cannot be compiled: add --plan or --fleet")
@@ -79,10 +81,11 @@ def run(args: argparse.Namespace, hardware: Hardware) -> int:
 
 def _tasks(args: argparse.Namespace, model: PaperModel, machine: Machine, context: int) -> Tasks:
     """Return the instructions that the compiler would generate."""
+    from megakernel.scheduler import Options, with_matmul
+    from megakernel.scheduler.candidates import Candidates, program_dims, with_tiles
+    from megakernel.scheduler.lower import lower
+
     from ..isa import TARGETS
-    from ..scheduler import Options, with_matmul
-    from ..scheduler.candidates import Candidates, program_dims, with_tiles
-    from ..scheduler.lower import lower
 
     config, dtype, bits = model
     options = Options(o=args.o_lowering, residual=args.residual, norm=args.norm)

@@ -20,7 +20,7 @@ from .options import AddVerb, above_zero, depth, load, positive
 from .replicas import ROUTINGS, serve_replicas
 
 if TYPE_CHECKING:
-    from ..serving import LLM
+    from megakernel.serving import LLM
 
 
 def _port(text: str) -> int:
@@ -36,7 +36,7 @@ def _key(text: str) -> str:
 
 
 def _tool_parser(text: str) -> str:
-    from ..serving.tool_calls import FORMATS
+    from megakernel.serving.text.tool_calls import FORMATS
 
     if text not in FORMATS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a tool call format: choose from {', '.join(FORMATS)}")
@@ -145,12 +145,12 @@ def _flags(path: Path) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..serving.api.access import Access, local_names
-    from ..serving.api.frontend import Start
-    from ..serving.api.frontends import Frontends
-    from ..serving.api.limits import Limits
-    from ..serving.api.server import allow_connections, listen, url
-    from ..serving.engine_host import EngineHost
+    from megakernel.serving.server.access import Access, local_names
+    from megakernel.serving.server.frontend import Start
+    from megakernel.serving.server.frontends import Frontends
+    from megakernel.serving.server.host import EngineHost
+    from megakernel.serving.server.limits import Limits
+    from megakernel.serving.server.server import allow_connections, listen, url
 
     given = {name: _value(args, name) for name in _TYPES}
     if given["replicas"]:

@@ -69,8 +69,9 @@ def decode_step(dims: Dims, tokens: int, context: int) -> StepTable:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..scheduler.simulate import simulate
-    from ..scheduler.simulate.costs import costs_of
+    from megakernel.scheduler.simulate import simulate
+    from megakernel.scheduler.simulate.costs import costs_of
+
     from ..timeline import render_figures, summarise, write_html, write_perfetto
 
     program, machine, tied = _program(args)
@@ -176,8 +177,9 @@ def _check_size(name: str, workers: int, ranks: int) -> None:
 
 def _fit(program: Program, machine: Machine, tied: bool, sequences: int, context: int) -> Fit:
     """Return the memory that the step needs on each rank, and print a warning if a rank has less."""
+    from megakernel.serving.engine.memory import weight_bytes
+
     from ..roofline import memory_fit
-    from ..serving.memory import weight_bytes
 
     ranks = [program.rank_dims(rank) for rank in range(program.ranks)]
     weights = max(weight_bytes(program.forward, dims, tied=tied) for dims in ranks)

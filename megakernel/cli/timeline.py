@@ -109,7 +109,7 @@ def _traced(args: argparse.Namespace) -> tuple[Program, list[Trace], Machine]:
 
     The traces are those of the last step of a prompt, or of decode steps that ran the same program.
     """
-    from ..serving.ceilings import share_of
+    from megakernel.serving.bench.ceilings import share_of
 
     with open_llm(args, max_seqs=1) as llm:
         machine = share_of(measured_ceilings(llm), llm.machine, llm.engine.dims.tp)

@@ -13,8 +13,8 @@ from rich.text import Text
 from . import output
 
 if TYPE_CHECKING:
-    from ..serving import LLM
-    from ..serving.bench.peers import Contest, Found, Phase
+    from megakernel.serving import LLM
+    from megakernel.serving.bench.peers import Contest, Found, Phase
 
 
 def add_versus(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def find_peers(args: argparse.Namespace, *, batched: bool) -> list[Found]:
     """Return the peers that the flags name. Raises MegakernelError if one is missing."""
     if not args.vs and args.llama_bench is None:
         return []  # return before the import below, which takes time
-    from ..serving.bench.peers import find
+    from megakernel.serving.bench.peers import find
 
     return find(list(dict.fromkeys(args.vs)), args.llama_bench, batched=batched)
 
@@ -53,7 +53,7 @@ def opened(
     if not found:
         yield []
         return
-    from ..serving.bench.peers import Work, contests
+    from megakernel.serving.bench.peers import Work, contests
 
     with ExitStack() as stack:
         with output.busy("writing the weights for the other programs"):

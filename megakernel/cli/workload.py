@@ -13,7 +13,7 @@ from . import output
 from .options import add_count
 
 if TYPE_CHECKING:
-    from ..serving.bench import Workload
+    from megakernel.serving.bench import Workload
 
 _SHAREGPT = "sharegpt"
 _UNLESS = {"dataset": _SHAREGPT, "random_input_len": 1024, "random_output_len": 128}
@@ -49,7 +49,7 @@ def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
 
 def workload(args: argparse.Namespace, vocab: int, encode: Callable[[str], Sequence[int]]) -> Workload:
     """Return the requests that the flags of `add_workload` describe."""
-    from ..serving.bench import workload as made
+    from megakernel.serving.bench import workload as made
 
     for name, value in args.unless.items():
         if getattr(args, name) is None:

@@ -1,5 +1,5 @@
 """Simulates a program on a machine that a file describes. The machine itself need not be present."""
 
-from .run import Simulation, Stall, simulate
+from megakernel.scheduler.simulate.run import Simulation, Stall, simulate
 
 __all__ = ["Simulation", "Stall", "simulate"]

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import MegakernelError
-from ...isa.launch import CLAIM_SLOTS, PAGE_BYTES, SLOTS
-from ...isa.pages import QUERY_TILE, STEP_PAGES
-from ...machine import CPU, HOST, Core, Issue, Machine
+from megakernel.errors import MegakernelError
+from megakernel.isa.launch import CLAIM_SLOTS, PAGE_BYTES, SLOTS
+from megakernel.isa.pages import QUERY_TILE, STEP_PAGES
+from megakernel.machine import CPU, HOST, Core, Issue, Machine
 
 Rates = tuple[tuple[float, float], ...]  # (rows, rate), rows ascending
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import MegakernelError
-from ...library import load
-from ...trace import DTYPE, Intervals
-from .costs import Costs
+from megakernel.errors import MegakernelError
+from megakernel.library import load
+from megakernel.scheduler.simulate.costs import Costs
+from megakernel.trace import DTYPE, Intervals
 
 _I32, _I64, _F64, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 Int32s = NDArray[np.int32]

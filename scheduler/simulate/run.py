@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...errors import MegakernelError
-from ...isa import StepTable, cost, slot_work
-from ...machine import Machine
-from ...program import Program
-from ...trace import Trace, TraceHeader
-from .costs import Costs, costs_of
-from .native import Result, Work, run
-from .work import make_work
+from megakernel.errors import MegakernelError
+from megakernel.isa import StepTable, cost, slot_work
+from megakernel.machine import Machine
+from megakernel.program import Program
+from megakernel.scheduler.simulate.costs import Costs, costs_of
+from megakernel.scheduler.simulate.native import Result, Work, run
+from megakernel.scheduler.simulate.work import make_work
+from megakernel.trace import Trace, TraceHeader
 
 _TICK_S = 1e-9
 _INTERVALS_PER_TASK = 8  # a fetch, two page waits, two loads, a counter wait, a compute and a store

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...isa import (
+from megakernel.isa import (
     BUFFERS,
     DRAIN,
     EVERY,
@@ -36,17 +36,17 @@ from ...isa import (
     matmul_pages,
     tile_work,
 )
-from ...isa import record as rec
-from ...isa.access import Columns
-from ...isa.items import item_work
-from ...isa.launch import PAGE_BYTES
-from ...isa.loads import region_reads
-from ...isa.pages import ahead_columns, chunk_output_pages, computed_rows, dot_input_pages
-from ...isa.record import Records
-from ...program import SEGMENTS, Program
-from ...program.issue import matmul_issue, sample_steps
-from .costs import Costs
-from .native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Floats, Int32s, Work
+from megakernel.isa import record as rec
+from megakernel.isa.access import Columns
+from megakernel.isa.items import item_work
+from megakernel.isa.launch import PAGE_BYTES
+from megakernel.isa.loads import region_reads
+from megakernel.isa.pages import ahead_columns, chunk_output_pages, computed_rows, dot_input_pages
+from megakernel.isa.record import Records
+from megakernel.program import SEGMENTS, Program
+from megakernel.program.issue import matmul_issue, sample_steps
+from megakernel.scheduler.simulate.costs import Costs
+from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Floats, Int32s, Work
 
 Ints = NDArray[np.int64]
 _LISTS = (*SEGMENTS, "queues")

@@ -1,6 +1,6 @@
 """Chooses the fastest way to compile a step for a machine."""
 
-from .fastest import Fastest
-from .search import Found, search
+from megakernel.scheduler.tune.fastest import Fastest
+from megakernel.scheduler.tune.search import Found, search
 
 __all__ = ["Fastest", "Found", "search"]

@@ -13,16 +13,16 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from ...errors import MegakernelError
-from ...isa import TARGETS, ceil_div
-from ...machine import Machine
-from ...model.config import ModelConfig
-from ...program import Program
-from .. import compile_program, with_matmul
-from ..candidates import most_dot_rows
-from ..describe import lowering
-from ..options import CHOICES, Options, Shape
-from .predict import predicted_seconds
+from megakernel.errors import MegakernelError
+from megakernel.isa import TARGETS, ceil_div
+from megakernel.machine import Machine
+from megakernel.model.config import ModelConfig
+from megakernel.program import Program
+from megakernel.scheduler import compile_program, with_matmul
+from megakernel.scheduler.candidates import most_dot_rows
+from megakernel.scheduler.describe import lowering
+from megakernel.scheduler.options import CHOICES, Options, Shape
+from megakernel.scheduler.tune.predict import predicted_seconds
 
 # The simulated program has at most this many logit rows, as an engine's programs have. More logit rows would affect all
 # options alike.

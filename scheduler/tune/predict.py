@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...isa import Dims, StepTable
-from ...machine import Machine
-from ...program import Program
-from ...runtime import Chunk, SampleRow, build_step
-from ..simulate import simulate
+from megakernel.isa import Dims, StepTable
+from megakernel.machine import Machine
+from megakernel.program import Program
+from megakernel.runtime import Chunk, SampleRow, build_step
+from megakernel.scheduler.simulate import simulate
 
 _FEW, _MORE = 1, 3  # layers
 _CONTEXT = 128  # number of tokens in the KV cache of each sequence after the step

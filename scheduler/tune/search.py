@@ -15,15 +15,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import whole_file
-from ...isa import target_of
-from ...isa.dims import Units
-from ...library import load
-from ...machine import Machine
-from ...model.cache import cache_folder
-from ...program import Program
-from ..options import Options, Shape
-from .fastest import Fastest
+from megakernel.errors import whole_file
+from megakernel.isa import target_of
+from megakernel.isa.dims import Units
+from megakernel.library import load
+from megakernel.machine import Machine
+from megakernel.model.cache import cache_folder
+from megakernel.program import Program
+from megakernel.scheduler.options import Options, Shape
+from megakernel.scheduler.tune.fastest import Fastest
 
 _LAGS, _CLAIMS = (1, 2, 3, 4, 6), (1, 2, 4, 8, 16)
 

@@ -1,5 +1,5 @@
 """Proves that a program is right for every step that it may run. The verifier shares no code with the scheduler."""
 
-from .proof import Report, verify
+from megakernel.scheduler.verify.proof import Report, verify
 
 __all__ = ["Report", "verify"]

@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ...isa import (
+from megakernel.isa import (
     BUFFERS,
     EVERY,
     MAX_PHASES,
@@ -35,11 +35,11 @@ from ...isa import (
     accesses,
     item_columns,
 )
-from ...program import SEGMENTS, Program
-from ...program.boxes import Use, extent
-from ...program.phases import Ints, phases_of
-from . import native as native
-from .order import Events, Unrolled, row_blocks
+from megakernel.program import SEGMENTS, Program
+from megakernel.program.boxes import Use, extent
+from megakernel.program.phases import Ints, phases_of
+from megakernel.scheduler.verify import native as native
+from megakernel.scheduler.verify.order import Events, Unrolled, row_blocks
 
 _HOST = MAX_PHASES + 1  # the phase in which the host reads the outputs of rank 0
 _KINDS = {Kind.READ: (native.READ,), Kind.WRITE: (native.WRITE,), Kind.UPDATE: (native.READ, native.WRITE)}

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import MegakernelError
-from ...library import load
+from megakernel.errors import MegakernelError
+from megakernel.library import load
 
 _I32, _I64, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 Int32s = NDArray[np.int32]

@@ -27,12 +27,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...isa import DRAIN, JOIN, Dims
-from ...isa import record as bits
-from ...program import Program
-from ...program.form import Mask, Part
-from ...program.phases import Ints, all_dims
-from .native import Graph, topological_order
+from megakernel.isa import DRAIN, JOIN, Dims
+from megakernel.isa import record as bits
+from megakernel.program import Program
+from megakernel.program.form import Mask, Part
+from megakernel.program.phases import Ints, all_dims
+from megakernel.scheduler.verify.native import Graph, topological_order
 
 Edges = tuple[Ints, Ints]  # earlier, later
 

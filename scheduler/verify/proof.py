@@ -65,12 +65,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...program import SEGMENTS, Program
-from ...program.boxes import check_boxes, uses
-from ...program.form import Part, check_layout, check_records
-from ...program.phases import check_phases
-from .data import check_data
-from .order import Events, Unrolled
+from megakernel.program import SEGMENTS, Program
+from megakernel.program.boxes import check_boxes, uses
+from megakernel.program.form import Part, check_layout, check_records
+from megakernel.program.phases import check_phases
+from megakernel.scheduler.verify.data import check_data
+from megakernel.scheduler.verify.order import Events, Unrolled
 
 _LAYERS = 3
 _MOST = 50  # the maximum number of violations that a report lists

@@ -1,9 +1,9 @@
 """Load generation for a server or an engine: workloads, a client, and the figures of a run."""
 
-from .client import Server
-from .compare import Load, alternate, describe
-from .report import against_roofline, least_work
-from .workload import Job, Workload
+from megakernel.serving.bench.client import Server
+from megakernel.serving.bench.compare import Load, alternate, describe
+from megakernel.serving.bench.report import against_roofline, least_work
+from megakernel.serving.bench.workload import Job, Workload
 
 __all__ = [
     "Job",

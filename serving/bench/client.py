@@ -13,9 +13,9 @@ from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
 
-from ...errors import MegakernelError
-from .report import Outcome
-from .workload import Job
+from megakernel.errors import MegakernelError
+from megakernel.serving.bench.report import Outcome
+from megakernel.serving.bench.workload import Job
 
 _LINE_LIMIT = 1 << 24  # maximum bytes of a line
 _CONNECT_S = 30.0

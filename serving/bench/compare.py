@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ..counts import Counts
-from .client import Server
-from .drive import drive
-from .processes import drive_from
-from .report import cpu_time, report
-from .workload import Workload
+from megakernel.serving.bench.client import Server
+from megakernel.serving.bench.drive import drive
+from megakernel.serving.bench.processes import drive_from
+from megakernel.serving.bench.report import cpu_time, report
+from megakernel.serving.bench.workload import Workload
+from megakernel.serving.engine.counts import Counts
 
 _WARM_UP_TOKENS = 4  # output tokens of each warm-up request
 

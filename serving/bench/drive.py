@@ -9,10 +9,10 @@ from time import perf_counter
 
 import numpy as np
 
-from ...errors import MegakernelError
-from .client import Server
-from .report import Outcome
-from .workload import Workload
+from megakernel.errors import MegakernelError
+from megakernel.serving.bench.client import Server
+from megakernel.serving.bench.report import Outcome
+from megakernel.serving.bench.workload import Workload
 
 _STALL_S = 1800.0  # a server counts as dead after so many seconds without an event from any request
 _SPARE_FILES = 64  # descriptors that a process needs besides its connections

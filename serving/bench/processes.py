@@ -11,10 +11,10 @@ from dataclasses import replace
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any
 
-from .client import Server
-from .drive import drive
-from .report import Outcome
-from .workload import Workload
+from megakernel.serving.bench.client import Server
+from megakernel.serving.bench.drive import drive
+from megakernel.serving.bench.report import Outcome
+from megakernel.serving.bench.workload import Workload
 
 _LOOK_S = 0.2  # interval between two progress reports
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ...isa import Dims, Forward
-from ...roofline import Ceilings, Work, bound, fraction_error, step_work
-from .workload import Job
+from megakernel.isa import Dims, Forward
+from megakernel.roofline import Ceilings, Work, bound, fraction_error, step_work
+from megakernel.serving.bench.workload import Job
 
 _MOST_ERRORS = 5  # maximum number of different errors in a report
 _BUSY = 0.9  # a client process that computes for more than this part of the time may be the bottleneck

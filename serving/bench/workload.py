@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import MegakernelError
+from megakernel.errors import MegakernelError
 
 Pair = tuple[int, int]  # tokens of the prompt, tokens of the answer
 

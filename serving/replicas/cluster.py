@@ -26,12 +26,12 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 
-from ...errors import MegakernelError
-from ..api.errors import APIError
-from ..api.http import event
-from .placement import Node, Share
-from .routing import Seen, choose, prefix_of
-from .server_process import Headers, ServerProcess
+from megakernel.errors import MegakernelError
+from megakernel.serving.replicas.placement import Node, Share
+from megakernel.serving.replicas.routing import Seen, choose, prefix_of
+from megakernel.serving.replicas.server_process import Headers, ServerProcess
+from megakernel.serving.server.errors import APIError
+from megakernel.serving.server.http import event
 
 FRONT, REPLICAS = "megakernel", "megakernel-replicas"  # Ray applications; the front stays when replicas change
 _NO_LIMIT = 1 << 20  # number of requests at once, in effect unlimited; each replica's server has limits of its own

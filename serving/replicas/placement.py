@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...errors import MegakernelError
+from megakernel.errors import MegakernelError
 
 
 @dataclass(frozen=True)

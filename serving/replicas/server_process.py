@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from ...errors import MegakernelError
+from megakernel.errors import MegakernelError
 
 Headers = list[tuple[str, str]]
 # Headers that are not passed on, because they hold for one connection only or because Ray's proxy sets them itself.

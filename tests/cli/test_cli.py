@@ -26,7 +26,7 @@ from megakernel.roofline import Ceilings
 from megakernel.runtime import BACKENDS
 from megakernel.scheduler.options import CHOICES
 from megakernel.scheduler.tune import fastest
-from megakernel.serving import ceilings
+from megakernel.serving.bench import ceilings
 from megakernel.settings import SETTINGS
 from megakernel.settings import reference as settings_page
 

@@ -22,7 +22,7 @@ from megakernel.roofline import SHAPES, Ceilings, Mark, Point, best, fleet, plan
 from megakernel.roofline.collectives import exchange_seconds
 from megakernel.roofline.fleet import largest_batch, serve
 from megakernel.roofline.layout import Layout, decode_step
-from megakernel.serving import ceilings
+from megakernel.serving.bench import ceilings
 
 MODEL_70B, MODEL_1B = "random:llama-3.1-70b", "random:llama-3.2-1b"
 LLAMA_70B = shape_of("llama-3.1-70b", load_config(MODEL_70B))

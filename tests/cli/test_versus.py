@@ -23,8 +23,7 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype
 from megakernel.model.families import FAMILIES
 from megakernel.roofline import Ceilings
-from megakernel.serving import ceilings, latency
-from megakernel.serving.bench import peers
+from megakernel.serving.bench import ceilings, latency, peers
 from megakernel.serving.bench.peers import llama_cpp, torch_llama
 from megakernel.serving.bench.peers.contest import Contest, Phase, Settings, Task, Work
 from megakernel.serving.bench.peers.process import Process

@@ -83,7 +83,7 @@ class _Zeroed:
 
 
 def test_zeroing_a_layer_changes_the_text(smollm2, monkeypatch):
-    monkeypatch.setattr("megakernel.serving.llm.open_checkpoint", lambda spec: _Zeroed(open_checkpoint(spec), 12))
+    monkeypatch.setattr("megakernel.serving.text.llm.open_checkpoint", lambda spec: _Zeroed(open_checkpoint(spec), 12))
     params = SamplingParams(temperature=0.0, max_tokens=48)
     with LLM("smollm2-135m", max_context=256, max_seqs=1) as broken:
         text = broken.chat([{"role": "user", "content": PROMPTS[1]}], params)[0].text

@@ -18,7 +18,7 @@ from megakernel.machine import Core, busy
 from megakernel.machine.hardware import Hardware
 from megakernel.roofline import Ceilings, Measured, kept
 from megakernel.scheduler.simulate.costs import costs_of
-from megakernel.serving import calibration, ceilings
+from megakernel.serving.bench import calibration, ceilings
 
 QUIET, BUSY = 0.01, 0.4
 

@@ -30,8 +30,8 @@ from megakernel.runtime.reference import ReferenceBackend
 from megakernel.runtime.reference.instructions import cache_bytes
 from megakernel.scheduler import compile_program
 from megakernel.scheduler.verify import verify
-from megakernel.serving import llm as llm_module
-from megakernel.serving.memory import kv_capacity
+from megakernel.serving.engine.memory import kv_capacity
+from megakernel.serving.text import llm as llm_module
 
 B = Buffer
 P = FORWARD.by_name

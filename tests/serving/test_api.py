@@ -22,13 +22,13 @@ from api_support import Live, serving, until
 from model_helpers import byte_model
 
 from megakernel import LLM, SamplingParams
-from megakernel.serving.api import http as api_http
-from megakernel.serving.api.completions import _texts
-from megakernel.serving.api.metrics import Metrics
 from megakernel.serving.bench import Server
-from megakernel.serving.board import Board
-from megakernel.serving.engine import Engine, Step
-from megakernel.serving.request import Request
+from megakernel.serving.engine.engine import Engine, Step
+from megakernel.serving.engine.request import Request
+from megakernel.serving.server import http as api_http
+from megakernel.serving.server.board import Board
+from megakernel.serving.server.metrics import Metrics
+from megakernel.serving.server.routes.completions import _texts
 
 CONTEXT = 512
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -15,11 +15,11 @@ from engine_support import CONFIG, EOS, TINY, Letters, fake_engine, output_ids
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.model.families import forward
-from megakernel.serving.engine import Engine, Token
-from megakernel.serving.logprobs import top_logprobs
-from megakernel.serving.memory import kv_capacity, weight_bytes
-from megakernel.serving.programs import bucket
-from megakernel.serving.transcript import Transcript
+from megakernel.serving.engine.engine import Engine, Token
+from megakernel.serving.engine.logprobs import top_logprobs
+from megakernel.serving.engine.memory import kv_capacity, weight_bytes
+from megakernel.serving.engine.programs import bucket
+from megakernel.serving.text.transcript import Transcript
 
 
 def finish(engine: Engine) -> dict[tuple[int, int], list[Token]]:

@@ -17,10 +17,10 @@ from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.runtime.cpu import CpuBackend
 from megakernel.runtime.steps import Steps
-from megakernel.serving import llm as llm_module
-from megakernel.serving.engine import Engine, Token
-from megakernel.serving.pages import ROOT, PagePool, page_hash
-from megakernel.serving.request import Request
+from megakernel.serving.engine.engine import Engine, Token
+from megakernel.serving.engine.pages import ROOT, PagePool, page_hash
+from megakernel.serving.engine.request import Request
+from megakernel.serving.text import llm as llm_module
 
 PAGE = 16
 

@@ -16,8 +16,8 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from megakernel import LLM, SamplingParams
-from megakernel.serving.api import fields, requests, responses_body
-from megakernel.serving.api.strict import Strict
+from megakernel.serving.server.routes import fields, requests, responses_body
+from megakernel.serving.server.routes.strict import Strict
 
 ROOT = Path(__file__).parents[2]
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

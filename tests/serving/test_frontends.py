@@ -18,7 +18,7 @@ from commands import command
 from serve_process import SMALL, begin_stream, process, rest
 
 from megakernel import LLM
-from megakernel.serving.engine import Step
+from megakernel.serving.engine.engine import Step
 
 COMPLETIONS = "/v1/completions"
 END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
@@ -150,7 +150,7 @@ def patched(patch: str, *flags: str) -> subprocess.Popen[str]:
 @pytest.mark.slow
 def test_an_engine_that_fails_ends_the_server(model: str) -> None:
     patch = """
-from megakernel.serving.engine import Engine
+from megakernel.serving.engine.engine import Engine
 step, left = Engine.step, list(range(20))
 def fail(self, **options):
     left.pop()
@@ -174,7 +174,7 @@ Engine.step = fail
 @pytest.mark.slow
 def test_a_frontend_that_cannot_start_ends_the_server(model: str, tmp_path: Path) -> None:
     patch = f"""
-import megakernel.serving.engine_host as host
+import megakernel.serving.server.host as host
 made = host.Description
 host.Description = lambda **given: made(**(given | {{"source": {str(tmp_path / "none")!r}}}))
 """
@@ -208,7 +208,7 @@ def test_a_late_frontend_sends_several_tokens_in_an_event(model: str) -> None:
 
 def test_nothing_but_the_server_says_who_is_gone(model: str) -> None:
     """The engine ignores `Gone` and `Close` messages from a frontend. Only the server process may send them."""
-    from megakernel.serving.seam import Close, Gone, encode
+    from megakernel.serving.server.messages import Close, Gone, encode
 
     with (
         LLM(model, backend="null", max_context=256, max_seqs=4, step_tokens=32, threads=1) as llm,

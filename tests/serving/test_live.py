@@ -23,12 +23,12 @@ from model_helpers import byte_model
 from megakernel import LLM, SamplingParams
 from megakernel.model import RandomCheckpoint
 from megakernel.roofline import Ceilings, bound, step_work
-from megakernel.serving import looks
-from megakernel.serving.api.access import Access
-from megakernel.serving.batch import Stats
-from megakernel.serving.counts import Counts
-from megakernel.serving.engine import Engine
-from megakernel.serving.live import Live, Totals
+from megakernel.serving.engine.counts import Counts
+from megakernel.serving.engine.engine import Engine
+from megakernel.serving.engine.live import Live, Totals
+from megakernel.serving.engine.scheduler import Stats
+from megakernel.serving.server import looks
+from megakernel.serving.server.access import Access
 
 CEILINGS = Ceilings(read_bytes_per_s=1e9, flops=4e9, threads=2, how="made up")
 STATS = Stats(
@@ -100,7 +100,7 @@ def test_the_window_is_of_recent_work() -> None:
 
 def test_latencies_are_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, live, clock = fake_engine()[0], record(), 100.0
-    monkeypatch.setattr("megakernel.serving.engine.perf_counter", lambda: clock)
+    monkeypatch.setattr("megakernel.serving.engine.engine.perf_counter", lambda: clock)
     engine.add([1, 2], SamplingParams(max_tokens=3)).added_at = 99.0
     engine.add([1, 2], SamplingParams(max_tokens=1)).added_at = 97.0
     for clock in (100.0, 100.25, 101.0):  # noqa: B007

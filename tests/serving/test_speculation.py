@@ -18,14 +18,14 @@ from model_helpers import byte_model
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.model import ModelConfig, RandomCheckpoint
-from megakernel.serving.draft import Draft
-from megakernel.serving.engine import Engine, Token
-from megakernel.serving.lookup import Lookup
-from megakernel.serving.outputs import Completion, RequestOutput
-from megakernel.serving.programs import Programs
-from megakernel.serving.speculation import Speculation
-from megakernel.serving.step_times import StepTimes
-from megakernel.serving.transcript import Transcript
+from megakernel.serving.engine.draft import Draft
+from megakernel.serving.engine.engine import Engine, Token
+from megakernel.serving.engine.lookup import Lookup
+from megakernel.serving.engine.programs import Programs
+from megakernel.serving.engine.speculation import Speculation
+from megakernel.serving.engine.step_times import StepTimes
+from megakernel.serving.text.outputs import Completion, RequestOutput
+from megakernel.serving.text.transcript import Transcript
 
 TINY = RandomCheckpoint(
     "tiny", ModelConfig(vocab=98, hidden=32, ffn=48, layers=2, heads=4, kv_heads=2, head_dim=8, max_context=256), 0

@@ -15,8 +15,8 @@ from schemas import random_root
 
 from megakernel import LLM, MegakernelError, SamplingParams
 from megakernel.serving import StructuredOutputsParams
-from megakernel.serving.constraint import Grammar
-from megakernel.serving.engine import Step
+from megakernel.serving.engine.constraint import Grammar
+from megakernel.serving.engine.engine import Step
 
 PERSON: dict[str, Any] = {
     "type": "object",

@@ -18,10 +18,10 @@ from openai import OpenAI
 
 from megakernel import LLM, MegakernelError
 from megakernel.model import load_tokenizer
-from megakernel.serving.api.items import Events, Items
-from megakernel.serving.api.responses_body import ResponsesRequest
-from megakernel.serving.codec import Codec
-from megakernel.serving.tool_calls import FORMATS, CallDelta, ToolReader, tool_format, with_tools
+from megakernel.serving.server.routes.items import Events, Items
+from megakernel.serving.server.routes.responses_body import ResponsesRequest
+from megakernel.serving.text.codec import Codec
+from megakernel.serving.text.tool_calls import FORMATS, CallDelta, ToolReader, tool_format, with_tools
 from megakernel.settings import SETTINGS
 
 WEATHER: dict[str, Any] = {

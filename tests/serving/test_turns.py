@@ -16,11 +16,11 @@ from api_support import Live, serving
 from engine_support import fake_engine
 
 from megakernel import LLM, SamplingParams
-from megakernel.serving.api.turns import CLIENT, Turns
-from megakernel.serving.board import ENGINE_FIELDS, Board
-from megakernel.serving.engine_loop import EngineLoop
-from megakernel.serving.grammars import Grammars
-from megakernel.serving.seam import Submit, prompt_bytes
+from megakernel.serving.engine.grammars import Grammars
+from megakernel.serving.server.board import ENGINE_FIELDS, Board
+from megakernel.serving.server.loop import EngineLoop
+from megakernel.serving.server.messages import Submit, prompt_bytes
+from megakernel.serving.server.turns import CLIENT, Turns
 
 
 def ask(turns: Turns, client: str, work: Callable[[], Any]) -> asyncio.Task[Any]:

@@ -14,11 +14,11 @@ from typing import Any
 
 from megakernel import LLM, machine
 from megakernel.roofline import machine_ceilings
-from megakernel.serving.api.access import Access
-from megakernel.serving.api.limits import Limits
-from megakernel.serving.api.server import Server, listen, url
-from megakernel.serving.api.service import Service
-from megakernel.serving.engine_host import EngineHost
+from megakernel.serving.server.access import Access
+from megakernel.serving.server.host import EngineHost
+from megakernel.serving.server.limits import Limits
+from megakernel.serving.server.server import Server, listen, url
+from megakernel.serving.server.service import Service
 
 
 @dataclass

@@ -21,10 +21,10 @@ from megakernel.program import Program
 from megakernel.runtime.backend import Output
 from megakernel.runtime.step_check import check_step
 from megakernel.scheduler import compile_program
-from megakernel.serving.batch import SCORED_ROWS
-from megakernel.serving.engine import Engine
-from megakernel.serving.programs import Programs
-from megakernel.serving.speculation import Speculation
+from megakernel.serving.engine.engine import Engine
+from megakernel.serving.engine.programs import Programs
+from megakernel.serving.engine.scheduler import SCORED_ROWS
+from megakernel.serving.engine.speculation import Speculation
 
 CONFIG = ModelConfig(vocab=64, hidden=16, ffn=24, layers=1, heads=2, kv_heads=1, head_dim=8, max_context=256)
 EOS = 63

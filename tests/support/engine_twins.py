@@ -17,8 +17,8 @@ from slow_engine import SlowEngine, SlowSpeculation, SlowStep
 
 from megakernel import SamplingParams
 from megakernel.isa import STEP_FIELDS, StepTable, ceil_div
-from megakernel.serving.engine import Engine, Step
-from megakernel.serving.request import Request
+from megakernel.serving.engine.engine import Engine, Step
+from megakernel.serving.engine.request import Request
 
 
 @dataclass

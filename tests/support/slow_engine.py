@@ -15,16 +15,16 @@ from megakernel.runtime import Chunk, SampleRow
 from megakernel.runtime.attention_items import deal_items, write_items
 from megakernel.runtime.backend import Backend, Launch
 from megakernel.runtime.sampling import FLOATS
-from megakernel.serving.batch import SCORED_ROWS, Stats
-from megakernel.serving.counts import Counts
-from megakernel.serving.draft import Draft
-from megakernel.serving.logprobs import top_logprobs
-from megakernel.serving.pages import ROOT, PagePool, page_hash
-from megakernel.serving.programs import Programs
-from megakernel.serving.request import Request
-from megakernel.serving.sampling import SamplingParams
-from megakernel.serving.speculation import VERIFIED_ROWS, Speculation, _Offer
-from megakernel.serving.tokens import Token
+from megakernel.serving.engine.counts import Counts
+from megakernel.serving.engine.draft import Draft
+from megakernel.serving.engine.logprobs import top_logprobs
+from megakernel.serving.engine.pages import ROOT, PagePool, page_hash
+from megakernel.serving.engine.programs import Programs
+from megakernel.serving.engine.request import Request
+from megakernel.serving.engine.sampling import SamplingParams
+from megakernel.serving.engine.scheduler import SCORED_ROWS, Stats
+from megakernel.serving.engine.speculation import VERIFIED_ROWS, Speculation, _Offer
+from megakernel.serving.engine.tokens import Token
 
 
 @dataclass(eq=False)

@@ -10,13 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ....errors import MegakernelError
-from ....model import gguf_path, open_checkpoint
-from ...llm import LLM
-from . import llama_cpp, torch_llama
-from .contest import Contest, Peer, Phase, Task, Work
-from .llama_bench import LlamaBench, tool
-from .process import Process
+from megakernel.errors import MegakernelError
+from megakernel.model import gguf_path, open_checkpoint
+from megakernel.serving.bench.peers import llama_cpp, torch_llama
+from megakernel.serving.bench.peers.contest import Contest, Peer, Phase, Task, Work
+from megakernel.serving.bench.peers.llama_bench import LlamaBench, tool
+from megakernel.serving.bench.peers.process import Process
+from megakernel.serving.text.llm import LLM
 
 __all__ = ["Contest", "Found", "Phase", "Work", "contests", "find"]
 
@@ -77,8 +77,8 @@ def contests(
             if file is not None:
                 kind = f"as in {file.name}"
             else:
-                from ....model.gguf_writer import write_gguf
-                from ....model.stored import WEIGHT_TYPES
+                from megakernel.model.gguf_writer import write_gguf
+                from megakernel.model.stored import WEIGHT_TYPES
 
                 file = Path(stack.enter_context(TemporaryDirectory(prefix="megakernel-"))) / "model.gguf"
                 write_gguf(open_checkpoint(model), file, WEIGHT_TYPES[kind])

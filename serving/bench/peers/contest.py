@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal, Protocol
 
-from ....errors import MegakernelError
+from megakernel.errors import MegakernelError
 
 # The timed part of a run: only the prompts (prefill), only the decode steps after them (decode), or both (batch).
 Phase = Literal["prefill", "decode", "batch"]

@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from ....errors import MegakernelError
-from . import llama_cpp
-from .contest import Phase, Settings, Task
+from megakernel.errors import MegakernelError
+from megakernel.serving.bench.peers import llama_cpp
+from megakernel.serving.bench.peers.contest import Phase, Settings, Task
 
 _BATCHED = "llama-batched-bench"
 _SAID = 120  # maximum characters of an output that an error quotes

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any
 
-from .contest import Phase, Settings, Task, Work
+from megakernel.serving.bench.peers.contest import Phase, Settings, Task, Work
 
 NAME = "llama.cpp"
 _UBATCHES = (128, 2048)  # values of n_ubatch (tokens computed at once) that the search tries besides the default

@@ -16,8 +16,8 @@ from importlib import import_module
 from tempfile import TemporaryFile
 from typing import Any
 
-from ....errors import MegakernelError
-from .contest import Phase, Settings, Task, Work
+from megakernel.errors import MegakernelError
+from megakernel.serving.bench.peers.contest import Phase, Settings, Task, Work
 
 
 class Process:

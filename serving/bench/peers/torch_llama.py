@@ -9,12 +9,12 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-from ....isa import Buffer, Dtype
-from ....model import Checkpoint, open_checkpoint
-from ....model.families import FAMILIES
-from ....model.files import tensors_of
-from ....model.safetensors_checkpoint import safetensors_naming
-from .contest import Phase, Settings, Task
+from megakernel.isa import Buffer, Dtype
+from megakernel.model import Checkpoint, open_checkpoint
+from megakernel.model.families import FAMILIES
+from megakernel.model.files import tensors_of
+from megakernel.model.safetensors_checkpoint import safetensors_naming
+from megakernel.serving.bench.peers.contest import Phase, Settings, Task
 
 NAME = "torch"
 

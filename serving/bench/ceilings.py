@@ -1,0 +1,54 @@
+"""Roofline ceilings: measured with the native library for this machine's CPU, and from datasheets for GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megakernel.machine import HOST, Machine
+from megakernel.roofline import Ceilings, kept, machine_ceilings, measure
+from megakernel.runtime.cpu.native import probe_fma, probe_read, simd
+
+
+def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
+    """Return the highest memory bandwidth and FLOP rate that `threads` threads ever reached on this machine.
+
+    A measurement of about three seconds runs now if there is no earlier result, if other processes kept the machine
+    busy in every earlier measurement, or if `anew` is set.
+    """
+    name = kept.this_machine(simd())
+    known = kept.recall(name, threads)
+    if known is None or anew or not known.quiet:
+        known = measure(threads, probe_read, probe_fma).better(known)
+        kept.keep(name, known)
+    return known.ceilings
+
+
+def share_of(ceilings: Ceilings, machine: Machine, ranks: int) -> Machine:
+    """Return `machine` with the rates of one of `ranks` ranks that share a host CPU equally.
+
+    `ceilings` are the measured rates of the whole host. A GPU keeps its datasheet's rates.
+    """
+    if machine.name != HOST:
+        return machine
+    flops, cache = ceilings.flops / ranks, ceilings.cache_bytes_per_s
+    cache = machine.cache_bytes_per_s if cache is None else cache / ranks
+    return replace(
+        machine,
+        memory_bytes_per_s=ceilings.read_bytes_per_s / ranks,
+        matrix_flops=flops,
+        vector_flops=flops,
+        cache_bytes_per_s=cache,
+        worker_bytes_per_s=cache / machine.workers,
+    )
+
+
+def device_ceilings(machine: Machine, ranks: int) -> Ceilings:
+    """Return the sum of the datasheet rates of `ranks` devices of type `machine`."""
+    one = machine_ceilings(machine)
+    return replace(
+        one,
+        read_bytes_per_s=ranks * one.read_bytes_per_s,
+        flops=ranks * one.flops,
+        threads=ranks * one.threads,
+        cache_bytes_per_s=ranks * one.cache_bytes_per_s if one.cache_bytes_per_s else None,
+    )

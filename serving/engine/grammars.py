@@ -1,0 +1,152 @@
+"""Makes the `Constraint` on the output that sampling parameters ask for, such as a JSON schema, for one model's tokens.
+
+A grammar is first compiled in a separate process with limits on time and memory, because the compilation of a hostile
+grammar may never finish. If that succeeds, the grammar is compiled in this process too, and the result is cached.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
+
+from megakernel.errors import MegakernelError
+from megakernel.model.limited import Ended, LimitedProcess
+from megakernel.model.tokenizer import Tokenizer
+from megakernel.serving.engine.constraint import Constraint, Grammar, Words
+from megakernel.serving.engine.sampling import SamplingParams
+from megakernel.serving.engine.structured import StructuredOutputsParams
+
+_WORKER = Path(__file__).with_name("grammar_worker.py")
+# The limits of one compilation. Ordinary schemas take 1 to 30 ms.
+MOST_GRAMMAR_SECONDS = 2.0
+MOST_GRAMMAR_BYTES = 1 << 30
+_KEPT = 256  # compiled grammars in the cache; the least recently used one is dropped first
+_SHOWN = 500  # characters of the library's reason that an error shows
+
+
+class Grammars:
+    """Makes constraints from sampling parameters. It is thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos_ids: frozenset[int]) -> None:
+        """`vocab` is the model's vocabulary size, which may be larger than the tokenizer's."""
+        self._tokenizer, self._vocab, self._eos_ids = tokenizer, vocab, sorted(eos_ids)
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._checker: LimitedProcess | None = None
+        self._library: LLTokenizer | None = None
+        self._executor = LLExecutor(len(os.sched_getaffinity(0)))
+
+    def known(self, params: SamplingParams) -> Constraint | None:
+        """Return a new constraint if the grammar of `params` is compiled already, otherwise None."""
+        wanted = params.structured_outputs
+        return None if wanted is None else self._kept(wanted.source())
+
+    def get(self, params: SamplingParams) -> Constraint | None:
+        """Return a new constraint on the output, or None if `params` ask for no constraint.
+
+        Raises MegakernelError with the reason if the constraint is invalid.
+        """
+        if params.structured_outputs is not None:
+            return self._grammar(params.structured_outputs)
+        if not params.constrained:
+            return None
+        for token in params.allowed_token_ids or ():
+            if token >= self._vocab:
+                raise MegakernelError(f"allowed_token_ids: token {token} is outside the vocabulary of {self._vocab}")
+        return Words(self._vocab, params.allowed_token_ids, self._runs(params.bad_words))
+
+    def _runs(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the token sequences of all `words`. Each word is tokenised twice: with a leading space and without."""
+        if words and self._tokenizer is None:
+            raise MegakernelError("bad_words need a tokenizer, and this model has none: use logit_bias")
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(), f" {word.lstrip()}"):
+                assert self._tokenizer is not None
+                found[tuple(self._tokenizer.encode(text, add_special=False))] = None
+        return [list(run) for run in found if run]
+
+    def _kept(self, key: tuple[str, str]) -> Grammar | None:
+        with self._lock:
+            if (matcher := self._known.get(key)) is None:
+                return None
+            self._known.move_to_end(key)
+            return Grammar(matcher, self._executor)
+
+    def _grammar(self, wanted: StructuredOutputsParams) -> Grammar:
+        if (found := self._kept(key := wanted.source())) is not None:
+            return found
+        if self._tokenizer is None or not self._eos_ids:
+            raise MegakernelError(
+                "structured outputs need a tokenizer and an end-of-sequence token; this model lacks one"
+            )
+        matcher = LLMatcher(self._tokens(), self._checked(*key), log_level=0)
+        if not matcher.is_error():
+            # The library finishes its preparations with the first mask. Compute one now, so that no step has to wait.
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _refused(matcher.get_error())
+        with self._lock:
+            self._known[key] = matcher
+            while len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        return Grammar(matcher, self._executor)
+
+    def _checked(self, *source: str) -> str:
+        """Compile a grammar in the separate process, and return the grammar in the library's own notation.
+
+        Raises MegakernelError if the grammar is invalid or exceeds the limits on time and memory.
+        """
+        with self._lock:
+            if self._checker is None:
+                vocabulary = self._vocabulary()
+                tokens = [base64.b64encode(token).decode() for token in vocabulary.tokens]
+                begin = {"tokens": tokens, "special": vocabulary.special_token_ids, "eos": self._eos_ids}
+                self._checker = LimitedProcess(_WORKER, begin, MOST_GRAMMAR_SECONDS, MOST_GRAMMAR_BYTES)
+        try:
+            kind, text = self._checker.ask(source)
+        except Ended as e:
+            raise _refused(str(e)) from e
+        if kind != "text":
+            raise _refused(text)
+        return text
+
+    def _tokens(self) -> LLTokenizer:
+        with self._lock:
+            if self._library is None:
+                wrapper = TokenizerWrapper(self._vocabulary())
+                self._library = LLTokenizer(wrapper, eos_token=self._eos_ids)
+            return self._library
+
+    def _vocabulary(self) -> _Vocabulary:
+        assert self._tokenizer is not None
+        return _Vocabulary(self._tokenizer, self._vocab, self._eos_ids)
+
+
+class _Vocabulary:
+    """The interface that the grammar library requires from a tokenizer.
+
+    The model may have ids that its tokenizer lacks; such ids have no text. End-of-sequence ids count as special tokens.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, eos_ids: list[int]) -> None:
+        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab)]
+        self.special_token_ids, self.eos_token_id = sorted({*tokenizer.special_ids(), *eos_ids}), eos_ids[0]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        decoded = text.decode() if isinstance(text, bytes) else text
+        return self._tokenizer.encode(decoded, add_special=False)
+
+
+def _refused(why: str) -> MegakernelError:
+    short = " ".join(why.split("<state>")[0].split())
+    return MegakernelError(f"structured outputs: {short[:_SHOWN]}")

@@ -1,0 +1,61 @@
+"""The memory of a model's weights and KV cache, and how much of a machine's memory the KV cache gets."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from megakernel.errors import MegakernelError
+from megakernel.isa import Buffer, Dims, Dtype, Forward, kv_bytes
+from megakernel.model.checkpoint import weight_dims
+from megakernel.model.config import ModelConfig
+from megakernel.roofline.work import model_weights
+
+log = logging.getLogger(__name__)
+
+KV_SHARE = 0.25  # the KV pool's fraction of the memory, unless one sequence needs more
+
+
+def weight_bytes(forward: Forward, dims: Dims, *, tied: bool) -> int:
+    """Return the bytes of one rank's weights. If embedding and LM head are tied, they count once."""
+    weights = model_weights(forward, dims)
+    return sum(weights.values()) - (weights[Buffer.LM_HEAD] if tied else 0)
+
+
+def kv_capacity(
+    config: ModelConfig,
+    dtype: Dtype,
+    memory_bytes: float,
+    max_context: int | None,
+    max_seqs: int,
+    tp: int = 1,
+    quantised_kv: bool = False,
+) -> tuple[int, int]:
+    """Return the maximum tokens of a sequence and the tokens of the KV pool, for `tp` ranks that share `memory_bytes`.
+
+    The pool has room for `max_seqs` sequences of maximum length, but uses at most KV_SHARE of the memory. It always has
+    room for one such sequence, even if that exceeds KV_SHARE. Without `max_context`, a sequence may have as many tokens
+    as the model allows and KV_SHARE of the memory holds. Raises MegakernelError if `max_context` exceeds the model's
+    limit, or if one such sequence exceeds the memory.
+    """
+    dims = replace(weight_dims(config, dtype), tp=tp, quantised_kv=int(quantised_kv))
+    heads = sum(replace(dims, rank=rank).rank_kv_heads for rank in range(tp))  # several ranks may have the same KV head
+    per_token = config.layers * heads * kv_bytes(dims)
+    room = int(KV_SHARE * memory_bytes / per_token)
+    if max_context is None:
+        context = min(config.max_context, room)
+        if context < config.max_context:
+            log.info("context reduced from the model's %d tokens to %d to fit in memory", config.max_context, context)
+    elif max_context > config.max_context:
+        raise MegakernelError(
+            f"context {max_context} exceeds the model's limit of {config.max_context} tokens: choose a shorter context"
+        )
+    elif max_context * per_token > memory_bytes:
+        gigabytes = max_context * per_token / 1e9
+        raise MegakernelError(
+            f"context {max_context} needs {gigabytes:.1f} GB of KV cache, but there are only "
+            f"{memory_bytes / 1e9:.1f} GB of memory: choose a shorter context"
+        )
+    else:
+        context = max_context
+    return context, max(context, min(max_seqs * context, room))

@@ -1,0 +1,74 @@
+"""Compiles one program per bucket (a size of steps), in advance or when a step first needs the program."""
+
+from __future__ import annotations
+
+from threading import Event, Lock
+from typing import Protocol
+
+from megakernel.program import Program
+
+
+class Compile(Protocol):
+    """Compiles a program for a bucket; all other arguments of `compile_program` are fixed."""
+
+    def __call__(self, *, tokens: int, logit_rows: int) -> Program: ...
+
+
+def bucket(count: int, most: int) -> int:
+    """Return the smallest of the sizes 1, 2, 3, 4, 6, 8, 12, 16 ... with room for `count` rows, but at most `most`.
+
+    A step computes its padding rows too. The sizes between the powers of two keep padding below a third of a step.
+    """
+    power = 1 << max(count - 1, 0).bit_length()
+    return min(power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power, most)
+
+
+def buckets(most: int) -> list[int]:
+    """Return all bucket sizes up to `most`, in ascending order."""
+    found = [1]
+    while found[-1] < most:
+        found.append(bucket(found[-1] + 1, most))
+    return found
+
+
+class Programs:
+    """The programs of one engine, one for each bucket. `warm` may run in a thread of its own."""
+
+    def __init__(self, compile: Compile, most_tokens: int, most_logit_rows: int) -> None:
+        self._compile = compile
+        self._most_tokens, self.most_logit_rows = most_tokens, most_logit_rows
+        self._cache: dict[tuple[int, int], Program] = {}
+        self._lock = Lock()
+
+    def bucket(self, tokens: int, logit_rows: int) -> tuple[int, int]:
+        """Return the smallest bucket with room for `tokens` token rows and `logit_rows` logit rows."""
+        return bucket(tokens, self._most_tokens), bucket(logit_rows, self.most_logit_rows)
+
+    def unpadded(self, tokens: int, more: int) -> int:
+        """Return how many token rows, at most `more`, can be added to a step of `tokens` rows without more padding."""
+        full = next(size for size in reversed(buckets(self._most_tokens)) if size <= max(tokens + more, 1))
+        return min(more, max(full, bucket(tokens, self._most_tokens)) - tokens)
+
+    def get(self, tokens: int, logit_rows: int) -> Program:
+        """Return the program of the smallest bucket with room for `tokens` token rows and `logit_rows` logit rows."""
+        key = self.bucket(tokens, logit_rows)
+        with self._lock:
+            if key not in self._cache:
+                self._cache[key] = self._compile(tokens=key[0], logit_rows=key[1])
+            return self._cache[key]
+
+    def warm(self, stop: Event | None = None) -> int:
+        """Compile a program for every bucket that a step can need, until `stop` is set.
+
+        Returns the number of buckets that a step can need, even if `stop` was set.
+        """
+        keys = [
+            (tokens, rows)
+            for tokens in buckets(self._most_tokens)
+            for rows in buckets(min(self.most_logit_rows, tokens))
+        ]
+        for tokens, rows in keys:
+            if stop is not None and stop.is_set():
+                break
+            self.get(tokens, rows)
+        return len(keys)

@@ -1,0 +1,144 @@
+"""The sampling parameters of a request, with vLLM's names. They are checked once, when they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megakernel.errors import MegakernelError
+from megakernel.serving.engine.structured import StructuredOutputsParams
+
+FINISH = (None, "stop", "length")  # reasons why a token ends its choice; arrays contain indices into this tuple
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+# A step table has room for more biases per row than MAX_BIAS + MAX_STOP_IDS.
+MAX_BIAS = 300  # the OpenAI API's limit
+MAX_STOP_IDS = 128
+MAX_BAD_WORDS, MAX_BAD_CHARACTERS = 256, 256  # each bad word is compared with the end of the text after each token
+_LEAST, _MOST = 2.0**-126, (2 - 2**-23) * 2.0**127  # range of positive float32 numbers, the type in step tables
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue a prompt. The defaults are vLLM's: one sample of 16 tokens at temperature 1.
+
+    temperature         0 means greedy sampling
+    top_p, min_p        probability thresholds; top_p=1 and min_p=0 turn them off
+    top_k               sample among this many of the most likely tokens; 0 and -1 turn this limit off
+    seed                None takes a random seed from the operating system
+    n                   choices per prompt, each with its own random numbers
+    best_of             must be None or n, because every generated choice is returned
+    max_tokens          None generates up to the end of the context
+    min_tokens          before this many tokens, stop and end-of-sequence ids are forbidden and stop strings ignored
+    stop                stop strings; the text ends before the first one that appears
+    stop_token_ids      ids that end a choice, besides the model's own end-of-sequence ids
+    include_stop_str_in_output  keep the stop string or stop token at the end of the text
+    skip_special_tokens leave special tokens out of the text
+    ignore_eos          the model's end-of-sequence ids do not end a choice
+    logprobs            also report this many of the most likely tokens at each position
+    prompt_logprobs     score the prompt's tokens, with this many of the most likely tokens at each position
+    logit_bias          token id -> value added to its logit
+    allowed_token_ids   generate these ids only; an end-of-sequence id must be listed too to be generated
+    bad_words           texts that are never generated, neither at the beginning of a word nor within one
+    structured_outputs  a grammar or schema that the whole text must match
+
+    Raises MegakernelError, which names the field and its value, if a value is out of range.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    structured_outputs: StructuredOutputsParams | None = None
+
+    def __post_init__(self) -> None:
+        self._real("temperature", self.temperature, 0.0, _MOST)
+        self._real("top_p", self.top_p, _LEAST, 1.0)
+        self._real("min_p", self.min_p, 0.0, 1.0)
+        self._real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self._real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        self._real("repetition_penalty", self.repetition_penalty, _LEAST, _MOST)
+        self._whole("top_k", self.top_k, -1, 2**31 - 1)
+        self._whole("n", self.n, 1, MAX_CHOICES)
+        if self.best_of is not None and self.best_of != self.n:
+            raise _error("best_of", self.best_of, f"must equal n ({self.n})")
+        self._whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None:
+            self._whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            if self.min_tokens > self.max_tokens:
+                raise _error("min_tokens", self.min_tokens, f"must not exceed max_tokens ({self.max_tokens})")
+        optional = {"seed": 2**64 - 1, "logprobs": MAX_TOP_LOGPROBS, "prompt_logprobs": MAX_TOP_LOGPROBS}
+        for name, most in optional.items():
+            if (value := getattr(self, name)) is not None:
+                self._whole(name, value, 0, most)
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                raise _error("stop", text, "must be one or more non-empty strings")
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise _error(
+                "stop_token_ids", f"{len(self.stop_token_ids)} ids", f"may have at most {MAX_STOP_IDS} token ids"
+            )
+        for token in self.stop_token_ids:
+            self._whole("stop_token_ids", token, 0, 2**31 - 1)
+        if len(self.logit_bias) > MAX_BIAS:
+            raise _error("logit_bias", f"{len(self.logit_bias)} entries", f"may have at most {MAX_BIAS} entries")
+        for token, value in self.logit_bias.items():
+            self._whole("logit_bias", token, 0, 2**31 - 1)
+            self._real("logit_bias", value, -100.0, 100.0)
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise _error("allowed_token_ids", self.allowed_token_ids, "must list at least one token id")
+            for token in self.allowed_token_ids:
+                self._whole("allowed_token_ids", token, 0, 2**31 - 1)
+        if isinstance(self.bad_words, str) or len(self.bad_words) > MAX_BAD_WORDS:
+            raise _error("bad_words", "...", f"must be a list of at most {MAX_BAD_WORDS} texts")
+        for word in self.bad_words:
+            if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_CHARACTERS:
+                raise _error("bad_words", word, f"must be non-empty strings of at most {MAX_BAD_CHARACTERS} characters")
+        if self.structured_outputs is not None:
+            for name in ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words"):
+                if getattr(self, name):
+                    raise _error(name, getattr(self, name), "cannot be used with structured outputs")
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a `Constraint` is needed: a grammar, allowed ids or bad words limit which tokens may come next."""
+        return self.structured_outputs is not None or self.allowed_token_ids is not None or bool(self.bad_words)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @staticmethod
+    def _real(name: str, value: Any, low: float, high: float) -> None:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not low <= value <= high:
+            raise _error(name, value, f"must be a number from {low:g} to {high:g}")
+
+    @staticmethod
+    def _whole(name: str, value: Any, low: int, high: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise _error(name, value, f"must be a whole number from {low} to {high}")
+
+
+def _error(name: str, value: object, must: str) -> MegakernelError:
+    return MegakernelError(f"sampling parameter {name}={value!r} {must}")

@@ -1,0 +1,309 @@
+"""The batch scheduler: which sequences wait and run, their slots and KV pages, and their tokens in the next step.
+
+Work that every step does for every sequence is vectorised over the arrays of `Slots`. Code for single sequences runs
+only when a sequence arrives, leaves, fills a page or computes its prompt.
+
+A running sequence has KV pages for its prompt and the tokens generated so far. If it needs another page and none is
+free, the youngest running sequence is preempted: it frees its pages and waits again, but keeps its generated tokens.
+When it is admitted again, it recomputes them with bit-identical results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megakernel.isa import Dims
+from megakernel.runtime.sampling import Ints
+from megakernel.scheduler import MOST_MASKS
+from megakernel.serving.engine.counts import Counts
+from megakernel.serving.engine.pages import PagePool
+from megakernel.serving.engine.request import Request, Sequence
+from megakernel.serving.engine.slots import Slots
+from megakernel.serving.engine.waiting import Waiting
+
+SCORED_ROWS = 64  # maximum logit rows for prompt scoring; each row has a logit per vocabulary entry
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The engine's current state, and its counters since it was created."""
+
+    running: int
+    waiting: int
+    pages: int
+    pages_used: int
+    preemptions: int
+    prefix_queries: int  # tokens of all admitted sequences that may use the prefix cache
+    prefix_hits: int  # how many of these tokens were in the prefix cache
+    counts: Counts
+
+
+class Batch:
+    """Schedules sequences on `dims.max_seqs` slots and `pages` KV pages, with at most `step_tokens` tokens per step."""
+
+    def __init__(self, dims: Dims, *, pages: int, step_tokens: int, prefix_cache: bool) -> None:
+        self.waiting = Waiting()
+        self.slots = Slots(dims)
+        self.counts = Counts()  # updated by the engine, which knows the results of steps
+        self._max_seqs, self._page = dims.max_seqs, dims.kv_page
+        self._step_tokens, self._prefix_cache = step_tokens, prefix_cache
+        self._pool = PagePool(pages)
+        self._slots = list(range(dims.max_seqs - 1, -1, -1))  # free slots
+        self._histories: list[tuple[int, int, NDArray[np.int32]]] = []
+        self._preemptions = self._prefix_queries = self._prefix_hits = 0
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The running sequences, in the order of admission."""
+        return self.slots.sequence[self.slots.order].tolist()  # type: ignore[no-any-return]
+
+    @property
+    def stats(self) -> Stats:
+        return Stats(
+            running=len(self.slots.order),
+            waiting=len(self.waiting),
+            pages=self._pool.pages,
+            pages_used=self._pool.pages - self._pool.free,
+            preemptions=self._preemptions,
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+            counts=self.counts,
+        )
+
+    def add(self, request: Request) -> None:
+        """Queue a request's choices.
+
+        If the prompt is longer than a page, only the first choice is queued. The other choices wait until the first one
+        has computed the prompt, because they can then share at least one of the prompt's pages.
+        """
+        now = len(request.choices) if len(request.prompt_ids) <= self._page else 1
+        self.waiting.append(request.client, request.choices[:now])
+        request.held = request.choices[now:]
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self._page)
+
+    def plan(self) -> tuple[Ints, list[tuple[Sequence, int]]]:
+        """Plan the next step, in which some sequences compute one token and others several.
+
+        Returns the slots of the sequences that compute one token, and a list of (sequence, number of tokens) for the
+        other sequences. All these sequences have a slot and the pages that they need.
+        """
+        slots, order = self.slots, self.slots.order
+        for sequence in slots.sequence[order[slots.full_pages(order) > slots.known_pages[order]]]:
+            self._publish(sequence)
+        self._grow()
+        self._admit()
+        return self._deal()
+
+    def take_histories(self) -> list[tuple[int, int, NDArray[np.int32]]]:
+        """Return and forget the tokens that the host must write to the buffer HISTORY before the step starts.
+
+        Each entry is (slot, first position, tokens).
+        """
+        histories, self._histories = self._histories, []
+        return histories
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """End a sequence. Does nothing if it has ended already.
+
+        The sequence may be running, queued, or waiting for its request's first choice to compute the prompt.
+        """
+        if sequence.finish_reason is not None:
+            return
+        sequence.finish_reason = reason
+        if sequence.slot >= 0:
+            self._publish(sequence)
+            self._release(sequence)
+        elif sequence in sequence.request.held:
+            sequence.request.held.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        if sequence.choice == 0:
+            self.unhold(sequence.request)
+
+    def lengthen(self, sequence: Sequence, tokens: int) -> int:
+        """Give a running sequence pages for a length of `tokens` tokens, or for fewer if not enough pages are free.
+
+        Returns the length that the sequence can now have, at most `tokens`.
+        """
+        held = int(self.slots.pages.count[sequence.slot])
+        more = self._pool.take(max(0, min(self.pages_for(tokens) - held, self._pool.free)))
+        if more:
+            self.slots.set_pages(sequence.slot, held, more)
+        return min(tokens, (held + len(more)) * self._page)
+
+    def shorten(self, sequence: Sequence) -> None:
+        """Discard a step's results for rejected draft tokens, and free the pages that only these tokens used."""
+        slots, slot = self.slots, sequence.slot
+        tokens = int(slots.known[slot])
+        slots.computed[slot], slots.length[slot] = tokens - 1, tokens
+        kept = self.pages_for(tokens)
+        self._pool.give(slots.pages_of(slot)[kept:])
+        slots.set_pages(slot, min(kept, int(slots.pages.count[slot])), [])
+        if slots.sampling.penalised[slot]:
+            self._write_history(sequence, tokens - 1)
+
+    def unhold(self, request: Request) -> None:
+        """Move a request's held choices to the front of the queue.
+
+        These choices waited until the request's first choice had computed the prompt or had ended.
+        """
+        for sequence in reversed(request.held):
+            self.waiting.push(sequence)
+        request.held = []
+        slot = request.choices[0].slot
+        if slot >= 0:
+            self.slots.holds[slot] = False
+
+    def unhold_computed(self, planned: Ints) -> None:
+        """For each slot in `planned`, call `unhold` if its sequence is a first choice that has computed the prompt."""
+        slots = self.slots
+        ready = slots.holds[planned] & (slots.computed[planned] >= slots.prompt[planned])
+        for sequence in slots.sequence[planned[ready]]:
+            self.unhold(sequence.request)
+
+    def reset(self) -> None:
+        """Preempt all running sequences, which keep their tokens, and empty the prefix cache."""
+        for sequence in sorted(self.running, key=_age, reverse=True):
+            self._preempt(sequence)
+        for sequence in self.waiting:
+            sequence.sampling = False
+            sequence.request.scored = len(sequence.request.prompt_logprobs)
+        self._histories.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Empty the prefix cache."""
+        self._pool.forget()
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Add the pages that launches have filled so far to the prefix cache."""
+        slots, slot = self.slots, sequence.slot
+        full, known = int(slots.full_pages(np.array(slot))), int(slots.known_pages[slot])
+        hashes = sequence.page_hashes(self._page, full)
+        for page, key in zip(slots.pages.ids[slot, known:full].tolist(), hashes[known:], strict=True):
+            self._pool.learn(key, page)
+        slots.known_pages[slot] = max(known, full)
+
+    def _grow(self) -> None:
+        """Give every running sequence a page for its next token if it needs one, oldest first.
+
+        If no page is free, the youngest sequences are preempted.
+        """
+        slots = self.slots
+        order = slots.order
+        short = order[slots.crowded(order)]
+        short = short[slots.pending(short) > 0]
+        if len(short) <= self._pool.free:
+            if len(short):
+                slots.add_page(short, self._pool.take(len(short)))
+            return
+        for sequence in sorted(slots.sequence[short], key=_age):
+            while not self._pool.free and sequence.slot >= 0:
+                self._preempt(max(self.running, key=_age))
+                self._preemptions += 1
+            if sequence.slot >= 0:
+                slots.add_page(np.array([sequence.slot]), self._pool.take(1))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Move a running sequence to the front of the queue. It keeps its tokens."""
+        sequence.sampling = bool(self.slots.length[sequence.slot] > self.slots.known[sequence.slot])
+        self._release(sequence)
+        self.waiting.push(sequence)
+
+    def _admit(self) -> None:
+        """Admit waiting sequences in turn while there is a free slot and enough pages for the next one's tokens.
+
+        One page is reserved for each running sequence that will need one. At most MOST_MASKS
+        constrained sequences run, because a step table has no more masks. A sequence that was just
+        preempted is not admitted before the running launch has sampled its token, because the
+        launch stores that token in the sequence's old slot.
+        """
+        if not self.waiting or not self._slots:
+            return
+        slots, running = self.slots, self.slots.order
+        roomy = slots.pages.count[running] * self._page >= slots.limit[running] - 1
+        spare = self._pool.free - int((~roomy).sum())
+        while self.waiting and self._slots:
+            sequence = self.waiting.first()
+            if sequence.sampling or (sequence.constraint and np.count_nonzero(slots.constrained) >= MOST_MASKS):
+                return
+            shared = self._prefix(sequence)
+            own = self.pages_for(len(sequence.tokens)) - len(shared)
+            taken = own + self._pool.unused(shared)
+            if taken > (spare if len(slots.order) else self._pool.free):
+                return
+            self.waiting.take()
+            self._pool.share(shared)
+            pages = shared + self._pool.take(own)
+            slots.seat(self._slots.pop(), sequence, pages, len(shared))
+            self._count_prefix(sequence)
+            self._write_history(sequence, 0)
+            spare -= taken + (len(pages) * self._page < sequence.length_limit - 1)
+
+    def _write_history(self, sequence: Sequence, start: int) -> None:
+        self._histories.append((sequence.slot, start, np.array(sequence.tokens[start:], dtype=np.int32)))
+
+    def _count_prefix(self, sequence: Sequence) -> None:
+        request = sequence.request
+        if request.cached_tokens is None:
+            request.cached_tokens = sequence.computed
+        if not request.scores_prompt(sequence.choice):
+            self._prefix_queries += len(sequence.tokens)
+            self._prefix_hits += sequence.computed
+
+    def _prefix(self, sequence: Sequence) -> list[int]:
+        """Return the cached pages that hold the beginning of the sequence's tokens.
+
+        A page with the last token is never returned, because a step must compute that token's logits. If the request
+        asks for log-probabilities of the prompt, no page is returned, because the logits of all tokens are needed.
+        """
+        request = sequence.request
+        if request.scores_prompt(sequence.choice) or not self._prefix_cache:
+            return []
+        page = self._page
+        return self._pool.find(sequence.page_hashes(page, (len(sequence.tokens) - 1) // page))
+
+    def _deal(self) -> tuple[Ints, list[tuple[Sequence, int]]]:
+        """Divide the step's token budget among the running sequences, and return the result as `plan` does.
+
+        Each decoding sequence gets one token. The rest goes to prompts, in the order of admission.
+        """
+        slots, order = self.slots, self.slots.order
+        tokens, rows = self._step_tokens, max(self._max_seqs, SCORED_ROWS)
+        pending = slots.pending(order)
+        single = pending == 1
+        if np.count_nonzero(single) == len(order) <= min(tokens, rows):
+            return order, []
+        ones = order[single][: min(tokens, rows)]
+        tokens, rows = tokens - len(ones), rows - len(ones)
+        prompts: list[tuple[Sequence, int]] = []
+        late = pending > 0
+        late[np.flatnonzero(single)[: len(ones)]] = False
+        for sequence, left in zip(slots.sequence[order[late]], pending[late].tolist(), strict=True):
+            count = min(left, tokens)
+            if sequence.scoring:
+                count = wanted = min(count, rows)
+            elif count == left and rows == 0:
+                count, wanted = count - 1, 0
+            else:
+                wanted = int(count == left)
+            if count:
+                prompts.append((sequence, count))
+                tokens, rows = tokens - count, rows - wanted
+            if not tokens:
+                break
+        return ones, prompts
+
+    def _release(self, sequence: Sequence) -> None:
+        self._slots.append(sequence.slot)
+        self._pool.give(self.slots.leave(sequence))
+
+
+def _age(sequence: Sequence) -> tuple[int, int]:
+    """A sort key by arrival."""
+    return sequence.request.id, sequence.choice

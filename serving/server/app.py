@@ -1,0 +1,172 @@
+"""The HTTP routes of the server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Annotated, Any
+
+from fastapi import Body, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from megakernel.errors import MegakernelError
+from megakernel.serving.server.errors import APIError, ErrorResponse, answer_error, shortened
+from megakernel.serving.server.http import Gate, while_connected
+from megakernel.serving.server.limits import max_values
+from megakernel.serving.server.openapi import describe
+from megakernel.serving.server.routes.chat import chat
+from megakernel.serving.server.routes.completions import complete
+from megakernel.serving.server.routes.live import live_router
+from megakernel.serving.server.routes.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    TokenizeText,
+)
+from megakernel.serving.server.routes.respond import ResponseObject, respond
+from megakernel.serving.server.routes.responses import (
+    ChatResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    Model,
+    ModelList,
+    TokenizeResponse,
+    TokenizerInfo,
+    VersionResponse,
+)
+from megakernel.serving.server.routes.responses_body import ResponsesRequest
+from megakernel.serving.server.service import Service
+
+_ERROR = {"model": ErrorResponse}
+_POST: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 404, 408, 413, 503), _ERROR)
+_GENERATE: dict[int | str, dict[str, Any]] = _POST | {
+    200: {"content": {"text/event-stream": {}}, "description": "the answer, whole or as a stream"}
+}
+
+
+def create_app(service: Service) -> FastAPI:
+    """Create the server's ASGI application. Its lifespan opens and closes the connection to the engine."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.openapi()  # Generates the schema once, in 0.1 s, before any request waits for it.
+        service.engine.start()
+        yield
+        service.engine.close()
+
+    # FastAPI's interactive pages are off, because they load scripts from other sites.
+    app = FastAPI(
+        title="megakernel",
+        version=version("megakernel"),
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    for kind in (APIError, MegakernelError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer_error)
+
+    @app.exception_handler(404)
+    async def nothing_there(request: Request, error: Exception) -> Response:
+        """Answer 404 with a list of the routes that exist."""
+        listed = [f"{'/'.join(r.methods or ())} {r.path}" for r in app.routes if isinstance(r, APIRoute)]
+        where = shortened(f"{request.method} {request.url.path}")
+        return APIError(404, f"there is no route {where}: this server has {', '.join(listed)}").response()
+
+    @app.post("/v1/completions", response_model=CompletionResponse, responses=_GENERATE)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue prompts."""
+        return await while_connected(request.receive, complete(service, body))
+
+    @app.post("/v1/chat/completions", response_model=ChatResponse, responses=_GENERATE)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        return await while_connected(request.receive, chat(service, body))
+
+    @app.post("/v1/responses", response_model=ResponseObject, responses=_GENERATE)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation. Nothing is stored."""
+        return await while_connected(request.receive, respond(service, body))
+
+    @app.get("/v1/models", response_model=ModelList)
+    async def models() -> ModelList:
+        """List the model names that requests may use."""
+        return ModelList(data=[_model(service, name) for name in service.names])
+
+    @app.get("/v1/models/{name:path}", response_model=Model, responses={404: _ERROR})
+    async def model(name: str) -> Model:
+        """Describe one model."""
+        return _model(service, service.model(name))
+
+    @app.post("/tokenize", response_model=TokenizeResponse, responses=_POST)
+    async def tokenize(body: Annotated[TokenizeRequest, Body()]) -> TokenizeResponse:
+        """Convert a text or a conversation to token ids."""
+        service.model(body.model)
+        if isinstance(body, TokenizeText):
+            tokens = await service.encode(body.prompt, body.add_special_tokens is not False)
+        else:
+            tokens = await service.encode_chat(body)
+        service.check_count(tokens)
+        return TokenizeResponse(count=len(tokens), max_model_len=service.max_context, tokens=tokens)
+
+    @app.post("/detokenize", response_model=DetokenizeResponse, responses=_POST)
+    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+        """Convert token ids to text."""
+        service.model(body.model)
+        return DetokenizeResponse(prompt=await service.decode(body.tokens))
+
+    @app.get("/tokenizer_info", response_model=TokenizerInfo)
+    async def tokenizer_info() -> TokenizerInfo:
+        """Return the BOS and EOS tokens, for evaluation harnesses that have no tokenizer."""
+        special = service.tokenizer.special if service.tokenizer else {}
+        return TokenizerInfo(bos_token=special.get("bos_token"), eos_token=special.get("eos_token"))
+
+    @app.get("/health", responses={200: {"content": None}, 503: _ERROR})
+    async def health() -> Response:
+        """Return an empty answer with status 200 while the engine works.
+
+        Return 503 if the engine has stopped, or if it has had work but completed no step for longer than the stall
+        timeout.
+        """
+        if service.engine.dead:
+            raise service.engine.dead
+        stalled = service.engine.stalled_for()
+        if stalled > service.limits.stall_timeout:
+            raise APIError(503, f"the engine is stalled: it has work, but no step has ended for {stalled:.0f} s")
+        return Response()
+
+    @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}})
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    @app.get("/version", response_model=VersionResponse)
+    async def own_version() -> VersionResponse:
+        """The server's version."""
+        return VersionResponse(version=version("megakernel"))
+
+    app.include_router(live_router(service.engine))
+    app.add_middleware(
+        Gate,
+        access=service.access,
+        limits=service.limits,
+        max_values=max_values(service.max_context),
+        takes_body={route.path for route in app.routes if isinstance(route, APIRoute) and route.body_field},
+    )
+    if origins := service.access.origins:
+        # The middleware added last runs first. CORS must run before `Gate`, which checks the API key, because a
+        # browser's preflight request carries no key.
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+    describe(app, service)
+    return app
+
+
+def _model(service: Service, name: str) -> Model:
+    return Model(id=name, created=service.started, root=service.description.name, max_model_len=service.max_context)

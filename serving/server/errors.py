@@ -1,0 +1,146 @@
+"""The error answers of the server, in the OpenAI API's format with vLLM's type names and codes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from megakernel.errors import MegakernelError
+from megakernel.serving.server.client import EngineDead, Overloaded
+
+_SHOWN = 120  # maximum characters of a client's input that an error quotes
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+
+
+class ErrorInfo(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: int
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorInfo
+
+
+class APIError(Exception):
+    """Ends a request with the HTTP status `status`. `param` names the invalid field."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.headers = status, message, param, dict(headers or {})
+
+    def body(self) -> bytes:
+        """Return the error as JSON. Characters that UTF-8 cannot represent are escaped."""
+        kind = _TYPES.get(self.status) or HTTPStatus(self.status).phrase
+        info = ErrorInfo(message=printable(self.message), type=kind, param=self.param, code=self.status)
+        return ErrorResponse(error=info).model_dump_json().encode()
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, self.headers, "application/json")
+
+
+def as_api_error(error: Exception) -> APIError:
+    """Translate the exception that ended a request into an error for the client."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return _validation(error.errors())
+    if isinstance(error, HTTPException):
+        return APIError(error.status_code, str(error.detail), headers=error.headers)
+    if isinstance(error, (EngineDead, Overloaded)):
+        return APIError(503, str(error), headers={"Retry-After": "1" if isinstance(error, Overloaded) else "30"})
+    if isinstance(error, MegakernelError):
+        return APIError(400, str(error))
+    return APIError(500, "internal error: the server's log has the details")
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    return as_api_error(error).response()
+
+
+def shortened(text: str) -> str:
+    """Return a text that a client sent, cut to a length that an error message may quote."""
+    shown = printable(text[:_SHOWN])
+    return shown if len(text) <= _SHOWN else f"{shown}... ({len(text)} characters)"
+
+
+def quoted(value: object) -> str:
+    """Return a value that a client sent, in the form in which an error message quotes it.
+
+    A long text is cut first, because formatting all of it would take long.
+    """
+    if isinstance(value, str):
+        return repr(value[:_SHOWN]) + (f"... ({len(value)} characters)" if len(value) > _SHOWN else "")
+    return shortened(repr(value))
+
+
+def printable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+# The error message for each of pydantic's error types.
+_MUST = {
+    "less_than_equal": "must be at most {le}",
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be above {gt}",
+    "less_than": "must be below {lt}",
+    "finite_number": "must be a finite number",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "string_unicode": "must be text without lone surrogates",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "literal_error": "must be {expected}",
+    "too_long": "may have at most {max_length} entries",
+    "too_short": "must have at least {min_length} entries",
+    "string_too_long": "may have at most {max_length} characters",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_pattern_mismatch": "must match {pattern}",
+}
+
+
+def _validation(errors: Sequence[Any]) -> APIError:
+    """Return the first validation error of a request body as an error of one line."""
+    first = errors[0]
+    path = [part for part in first["loc"] if part != "body" and not str(part).startswith("(")]
+    if first["type"] == "json_invalid":
+        return APIError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
+    if not path and isinstance(first["input"], bytes):
+        return APIError(400, "the body must be JSON, with the header Content-Type: application/json")
+    name = ".".join(str(part) for part in path)
+    if first["type"] == "missing":
+        return APIError(400, f"{name or 'the body'} is required", param=name or None)
+    if first["type"] == "contradiction":
+        return APIError(400, first["msg"], param=first["ctx"]["field"])
+    if first["type"] == "refused":
+        field = ".".join(map(str, [*path, first["ctx"]["field"]]))
+        return APIError(400, f"{name}: {first['msg']}" if name else first["msg"], param=field)
+    must = _MUST.get(first["type"])
+    bounds = {name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in first.get("ctx", {}).items()}
+    said = must.format(**bounds) if must else shortened(first["msg"])
+    got = "" if isinstance(first["input"], (dict, list)) else f", not {quoted(first['input'])}"
+    return APIError(400, f"{name or 'the body'} {said}{got}", param=name or None)

@@ -1,0 +1,223 @@
+"""The HTTP layer below the routes: access checks and body limits, disconnected clients, and server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Collection, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+from fastapi.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from megakernel.serving.server.access import Access
+from megakernel.serving.server.errors import APIError, as_api_error
+from megakernel.serving.server.limits import BODY_SECONDS, LARGE_BODY, TURNS, Limits, has_more_values
+from megakernel.serving.server.turns import CLIENT
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_MOST_ID = 256  # maximum characters of a client's X-Request-Id
+_DIRECT = "megakernel.send"  # the key of the ASGI scope under which `Gate` stores the `send` that it received
+
+
+class ClientGone(Exception):
+    """Raised when the client has closed the connection, so that nobody reads the answer."""
+
+
+class Gate:
+    """ASGI middleware that refuses clients without access, and bodies that are too large, too slow or too complex.
+
+    It reads a body only for the paths in `takes_body`, and only after the access check. The application gets the whole
+    body in one message.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, access: Access, limits: Limits, max_values: int, takes_body: Collection[str]
+    ) -> None:
+        self._app, self._access, self._takes_body = app, access, takes_body
+        self._max_body, self._max_values = limits.max_body, max_values
+        self._max_bodies = max(limits.max_bodies, limits.max_body)
+        self._held = 0  # bytes of all bodies in memory
+        self._large = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        scope[_DIRECT] = send
+        CLIENT.set(scope["client"][0] if scope.get("client") else "")
+        if headers.keys() & {b"content-length", b"transfer-encoding"}:
+            receive, send = _answered_to_the_end(receive, send)
+        send = _with_id(send, headers.get(b"x-request-id", b""))
+        try:
+            self._access.check(scope["path"], headers)
+            if scope["method"] == "POST" and scope["path"] in self._takes_body:
+                await self._with_body(headers, scope, receive, send)
+            else:
+                await self._app(scope, receive, send)
+        except ClientGone:
+            log.debug("a client left %s", scope["path"])
+        except APIError as e:
+            await e.response()(scope, receive, send)
+
+    async def _with_body(self, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body and call the application. The body counts against `max_bodies` until its answer has ended."""
+        body = await self._read(headers, receive)
+        size = len(body)
+        try:
+            if size > LARGE_BODY:
+                async with self._large:  # parse large bodies one at a time
+                    for _ in range(TURNS):
+                        await asyncio.sleep(0)
+            if has_more_values(body, self._max_values):
+                raise APIError(413, f"the body has more than {self._max_values} JSON values: send less")
+            messages = [{"type": "http.request", "body": body, "more_body": False}]
+            del body
+
+            async def receive_again() -> Message:
+                return messages.pop() if messages else await receive()
+
+            await self._app(scope, receive_again, send)
+        finally:
+            self._held -= size
+
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        """Read the whole body, and add its size to `_held`, the bytes of all bodies in memory."""
+        declared = headers.get(b"content-length", b"0")
+        body = bytearray()
+        try:
+            self._admit(int(declared) if declared.isdigit() else 0, 0)
+            async with asyncio.timeout(BODY_SECONDS):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    piece = message.get("body", b"")
+                    self._admit(len(body) + len(piece), len(piece))
+                    body += piece
+                    self._held += len(piece)
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except BaseException as e:
+            self._held -= len(body)
+            if isinstance(e, TimeoutError):
+                late = f"the body did not arrive within {BODY_SECONDS:.0f} s"
+                raise APIError(408, late, headers={"Connection": "close"}) from None
+            raise
+
+    def _admit(self, size: int, more: int) -> None:
+        """Raise a 413 if a body of `size` bytes is too large.
+
+        Raise a 503 if `more` further bytes would take the bodies of all requests together beyond their limit.
+        """
+        if size > self._max_body:
+            raise APIError(413, f"the body is larger than {self._max_body} bytes: send less")
+        if self._held + more > self._max_bodies:
+            raise APIError(
+                503,
+                f"the bodies of all requests together would be larger than {self._max_bodies} bytes: try again later",
+                headers={"Retry-After": "5"},
+            )
+
+
+def _answered_to_the_end(receive: Receive, send: Send) -> tuple[Receive, Send]:
+    """Wrap `receive` and `send` so that an answer ends only after the whole body has arrived, or after BODY_SECONDS.
+
+    The wrappers read and discard the part of the body that the application has not read. If the server closed the
+    connection while the client still sends, the connection would be reset and the client would not see the answer.
+    """
+    more = True
+
+    async def receive_and_look() -> Message:
+        nonlocal more
+        message = await receive()
+        more = message.get("more_body", False)
+        return message
+
+    async def send_and_drop(message: Message) -> None:
+        if more and message["type"] == "http.response.body" and not message.get("more_body", False):
+            await send({**message, "more_body": True})
+            with suppress(TimeoutError):
+                async with asyncio.timeout(BODY_SECONDS):
+                    while more:
+                        await receive_and_look()
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await send(message)
+
+    return receive_and_look, send_and_drop
+
+
+def _with_id(send: Send, given: bytes) -> Send:
+    """Wrap `send` so that it adds the header X-Request-Id: the client's own value, or a new one."""
+    known = given if 0 < len(given) <= _MOST_ID and given.isascii() else secrets.token_hex(16).encode()
+
+    async def send_with_id(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], (b"x-request-id", known)]
+        await send(message)
+
+    return send_with_id
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. If the client closes the connection first, cancel `work` and raise ClientGone."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for pending in (task, watch):
+            pending.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def event(data: bytes) -> bytes:
+    """Return a server-sent event with the content `data`."""
+    return b"data: " + data + b"\n\n"
+
+
+class EventStream(Response):
+    """A response of server-sent events. It consists of `first`, the parts of `rest`, and the final event `end`.
+
+    Each part contains one or more events and is sent in one write. The caller generates `first` before it creates the
+    stream, so an error that occurs earlier can still set the HTTP status. A later error is sent as an event.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes], end: bytes) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first, self._rest, self._end = first, rest, end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._rest):
+            # The middleware changes only the start of a response. So the many parts of a stream bypass the middleware,
+            # to save time.
+            await while_connected(receive, self._send(scope.get(_DIRECT, send)))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        last = b""
+        try:
+            async for part in self._rest:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        except Exception as e:
+            error = as_api_error(e)
+            if error.status == 500:
+                log.exception("a stream failed")
+            last = event(error.body())
+        await send({"type": "http.response.body", "body": last + self._end, "more_body": False})

@@ -1,0 +1,203 @@
+"""The messages between frontends and the engine's process, encoded as MessagePack.
+
+A job is the work that one `Submit` message asks for. A frontend numbers the choices (completions) of all its jobs. The
+choices of one job have consecutive numbers from `Submit.first` on, prompt by prompt. After each step, the engine's
+process sends a frontend at most one `Tokens` message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from megakernel.serving.engine.sampling import SamplingParams
+
+
+class _Record(msgspec.Struct, tag=True, array_like=True):
+    pass
+
+
+# -- messages to the engine
+
+
+class Hello(_Record):
+    """A frontend has started. From now on, it will be told if the engine stops."""
+
+
+class Submit(_Record):
+    """Asks the engine to continue each of `prompts` with `params`. A prompt is the bytes of its int32 token ids.
+
+    The job's choices are numbered from `first` on. `client` names the client that sent the job: when many requests
+    wait, the engine admits requests of different clients in turn.
+    """
+
+    first: int
+    prompts: list[bytes]
+    params: SamplingParams
+    client: str
+
+
+class Stop(_Record):
+    """End one choice of the job that begins at `first`, because its reader found a stop string."""
+
+    first: int
+    prompt: int
+    choice: int
+
+
+class Abort(_Record):
+    """Abort the job that begins at `first`."""
+
+    first: int
+
+
+class Gone(_Record):
+    """A frontend has exited: abort its jobs and ignore its later messages. No frontend may send this message."""
+
+    frontend: bytes
+
+
+class Compiled(_Record):
+    """The compilation of a job's grammar has ended. The engine's process sends this message to itself."""
+
+    frontend: bytes
+    first: int
+
+
+class Close(_Record):
+    """End the engine loop. No frontend may send this message."""
+
+
+ToEngine = Hello | Submit | Stop | Abort | Gone | Compiled | Close
+
+# -- messages to a frontend
+
+
+class Score(msgspec.Struct, array_like=True, frozen=True):
+    """Log-probabilities of a prompt's tokens, from the second on. They are sent with the first token of `choice`."""
+
+    choice: int
+    logprobs: list[float]
+    tops: list[dict[int, float]]
+
+
+class Tokens(_Record):
+    """A step's tokens for one frontend, as arrays. `at` is when the step ended, in seconds of `perf_counter`.
+
+    choices   int64, numbers of the choices
+    ids       int32, token ids
+    logprobs  float32, log-probabilities of the tokens
+    reasons   uint8, index into FINISH: why the token ends its choice
+    tops      array index of a token -> the most likely ids at its position, if the request asks for them
+    cached    choice -> number of prompt tokens in the prefix cache, if not 0; sent with a prompt's first token
+    """
+
+    at: float
+    choices: bytes
+    ids: bytes
+    logprobs: bytes
+    reasons: bytes
+    tops: dict[int, dict[int, float]]
+    scores: list[Score]
+    cached: dict[int, int]
+
+
+class Refused(_Record):
+    """The job that begins at `first` is refused: too many requests wait (`later` is True), or it can never run."""
+
+    first: int
+    why: str
+    later: bool
+
+
+class Dead(_Record):
+    """The engine has stopped."""
+
+    why: str
+
+
+ToFrontend = Tokens | Refused | Dead
+
+# -- queries that may have to wait for a step; they use a socket of their own
+
+
+class Look(_Record):
+    """A query for `what`, which is ROOFLINE or TIMELINE. The answer to this query carries the same `number`."""
+
+    number: int
+    what: str
+
+
+class Seen(_Record):
+    """The answer to a `Look`. `content` is None if there is nothing to show."""
+
+    number: int
+    content: bytes | None
+
+
+ROOFLINE, TIMELINE = "roofline", "timeline"  # the values of `Look.what`
+
+
+class Description(msgspec.Struct, frozen=True):
+    """What a frontend must know about the model, and where the frontend finds the engine.
+
+    source   where the tokenizer is, as `load_tokenizer` takes it
+    name     the model's name
+    kv_page  tokens per KV page
+    folder   the folder with the sockets and the board; only this server's processes can enter it
+    rows     the rows of the board: one for the engine, then one for each frontend
+    """
+
+    source: str
+    name: str
+    vocab: int
+    max_context: int
+    kv_page: int
+    folder: str
+    rows: int
+
+    @property
+    def requests(self) -> str:
+        """The address of the socket for requests and for the tokens of their answers."""
+        return f"ipc://{self.folder}/requests"
+
+    @property
+    def looks(self) -> str:
+        """The address of the socket for queries."""
+        return f"ipc://{self.folder}/looks"
+
+    @property
+    def board(self) -> Path:
+        return Path(self.folder) / "board"
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend).decode
+decode_look = msgspec.msgpack.Decoder(Look).decode
+decode_seen = msgspec.msgpack.Decoder(Seen).decode
+
+
+def prompt_bytes(ids: Seq[int]) -> bytes:
+    """Return token ids in the form in which `Submit` carries them."""
+    return np.array(ids, np.int32).tobytes()
+
+
+def prompt_ids(data: bytes) -> list[int]:
+    found: list[int] = np.frombuffer(data, np.int32).tolist()
+    return found
+
+
+def token_rows(tokens: Tokens) -> zip[tuple[Any, ...]]:
+    """Return (choice, token id, log-probability, index into FINISH) for each token."""
+    return zip(
+        np.frombuffer(tokens.choices, np.int64).tolist(),
+        np.frombuffer(tokens.ids, np.int32).tolist(),
+        np.frombuffer(tokens.logprobs, np.float32).tolist(),
+        tokens.reasons,
+        strict=True,
+    )

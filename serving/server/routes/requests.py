@@ -1,0 +1,299 @@
+"""The pydantic models of the request bodies. They declare the range of every field, which the OpenAPI schema shows too.
+
+Names and defaults are those of vLLM and the OpenAI API. A field that is null counts as absent. `fields.py` lists all
+fields that the server ignores or refuses.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, WrapValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+from megakernel.model.chat_template import OWN_NAMES
+from megakernel.serving.engine.sampling import MAX_BIAS, MAX_CHOICES, MAX_STOP_IDS, MAX_TOP_LOGPROBS, SamplingParams
+from megakernel.serving.engine.structured import StructuredOutputsParams
+from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS, MAX_STOP_CHARACTERS, MAX_STOPS
+from megakernel.serving.server.routes import fields
+from megakernel.serving.server.routes.strict import Strict
+from megakernel.serving.server.routes.structured import Constrained
+from megakernel.serving.server.routes.tools import MOST_TOOLS, Called, Tool, ToolChoice
+
+INT32, _SEED = 2**31 - 1, 2**63
+
+# In the JSON schema, this entry marks a token id. `openapi.py` replaces the entry by the largest token id, the
+# vocabulary size minus 1.
+VOCABULARY = {"x-vocabulary": True}
+
+
+def _whole(value: Any) -> Any:
+    """Return a whole number such as 1.0 as an integer, because JSON does not distinguish 1.0 from 1."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _whole_list(value: Any) -> Any:
+    """Return a list with `_whole` applied to its items. Prompts may be long, so a list without floats is returned
+    without copying it.
+    """
+    return [_whole(item) for item in value] if isinstance(value, list) and float in set(map(type, value)) else value
+
+
+_WHOLE_LIST = BeforeValidator(_whole_list)
+
+
+def one_message(text: str) -> WrapValidator:
+    """Return a validator for a union type. It replaces pydantic's errors, one for each member of the union, by the
+    single error message `text`.
+    """
+
+    def validate(value: Any, inner: Any) -> Any:
+        try:
+            return inner(value)
+        except ValidationError:
+            raise PydanticCustomError("shape", text) from None
+
+    return WrapValidator(validate)
+
+
+def contradiction(field: str, text: str) -> PydanticCustomError:
+    return PydanticCustomError("contradiction", text, {"field": field})
+
+
+# In an Annotated type, WHOLE must come after the Field with the bounds: otherwise, the schema lacks the bounds.
+WHOLE = BeforeValidator(_whole)
+TokenId = Annotated[int, Field(ge=0, le=INT32, json_schema_extra=VOCABULARY)]
+Text = Annotated[str, Field(min_length=1)]
+# `fail_fast` stops at the first invalid item, because describing many errors takes tens of milliseconds.
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), _WHOLE_LIST]
+Prompt = Annotated[
+    Text
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    | TokenIds
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)],
+    one_message(
+        f"must be text, token ids, or a list of up to {MAX_PROMPTS} texts or lists of token ids, none of them empty"
+    ),
+]
+Bias = dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]]
+AddSpecial = Annotated[
+    bool, Field(description="add the BOS token if the model has one; default: true for text, false for messages")
+]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Stop = Annotated[
+    StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)],
+    one_message(f"must be text or a list of up to {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARACTERS} characters"),
+]
+
+
+class Body(Strict):
+    model: Annotated[str, Field(description="a name that /v1/models lists; default: the first one")] | None = None
+
+
+class Sampled(Body):
+    """The fields that every generating endpoint accepts."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32), WHOLE] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-_SEED, lt=_SEED), WHOLE] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    logit_bias: (
+        Annotated[Bias, Field(max_length=MAX_BIAS, json_schema_extra={"additionalProperties": False})] | None
+    ) = None
+    stop: Stop | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS), _WHOLE_LIST] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT32), WHOLE] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: Annotated[bool, Field(description="leave out special tokens; default: true")] | None = None
+    truncate_prompt_tokens: (
+        Annotated[
+            int,
+            Field(ge=-1, le=INT32, description="how many of the prompt's last tokens to keep; -1: as many as fit"),
+            WHOLE,
+        ]
+        | None
+    ) = None
+    stream: bool | None = None
+
+    def sampling(
+        self, max_tokens: int, structured: StructuredOutputsParams | None = None, **more: Any
+    ) -> SamplingParams:
+        """Return the engine's sampling parameters. `structured` is the format that the answer must match.
+
+        Raises MegakernelError if fields contradict each other.
+        """
+        names = (
+            "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty stop stop_token_ids"
+            " ignore_eos min_tokens include_stop_str_in_output skip_special_tokens allowed_token_ids bad_words"
+        )
+        given = {name: value for name in names.split() if (value := getattr(self, name, None)) is not None}
+        bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
+        seed = None if self.seed is None else self.seed % 2**64
+        more |= {"structured_outputs": structured, "logit_bias": bias}
+        return SamplingParams(**given, seed=seed, max_tokens=max_tokens, **more)
+
+
+class StreamOptions(Strict):
+    body = fields.STREAM_OPTIONS
+
+    include_usage: bool | None = None
+
+
+class Choices(Sampled, Constrained):
+    """The fields that completions and chat accept."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="not for streams"), WHOLE] | None = (
+        None
+    )
+    stream_options: StreamOptions | None = None
+    add_special_tokens: AddSpecial | None = None
+    return_token_ids: Annotated[bool, Field(description="also return `token_ids`")] | None = None
+    return_tokens_as_token_ids: (
+        Annotated[bool, Field(description="write `token_id:N` instead of text in log-probabilities")] | None
+    ) = None
+
+    @model_validator(mode="after")
+    def _fields_belong_to_streams(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise contradiction("stream_options", "stream_options requires stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise contradiction("prompt_logprobs", "prompt_logprobs cannot be streamed: set stream to false")
+        return self
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class CompletionRequest(Choices):
+    body = fields.COMPLETIONS
+
+    prompt: Prompt
+    max_tokens: (
+        Annotated[int, Field(ge=0, le=INT32, description="default: 16; may be 0 only with echo"), WHOLE] | None
+    ) = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="must equal n"), WHOLE] | None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise contradiction("best_of", "best_of must equal n, because this server does not rank choices")
+        if self.max_tokens == 0 and not self.echo:
+            raise contradiction("max_tokens", "max_tokens may be 0 only with echo, to score a prompt")
+        return self
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    body = fields.MESSAGE
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[
+        str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None,
+        one_message(f'must be text or a list of up to {MAX_PARTS} parts {{"type": "text", "text": ...}}'),
+    ] = None
+
+    tool_calls: Annotated[list[Called], Field(max_length=MOST_TOOLS)] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message in the form that chat templates read."""
+        content = self.content
+        text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
+        more: dict[str, Any] = {"tool_call_id": self.tool_call_id, "name": self.name}
+        if self.tool_calls:
+            more["tool_calls"] = [call.plain() for call in self.tool_calls]
+        return {"role": self.role, "content": text} | {key: value for key, value in more.items() if value is not None}
+
+
+_CHOICES = 'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+class Conversation(Strict):
+    """A conversation, and how the model's chat template turns it into a prompt."""
+
+    messages: Messages
+    add_generation_prompt: (
+        Annotated[bool, Field(description="begin a new answer; default: true, unless continue_final_message")] | None
+    ) = None
+    continue_final_message: Annotated[bool, Field(description="the answer continues the last message")] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(description="more variables for the template")] | None = None
+    add_special_tokens: AddSpecial | None = None
+
+    @model_validator(mode="after")
+    def _prompt_has_one_end(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise contradiction(
+                "continue_final_message", "continue_final_message and add_generation_prompt exclude each other"
+            )
+        for name in sorted(OWN_NAMES & set(self.chat_template_kwargs or ())):
+            raise contradiction(
+                "chat_template_kwargs", f"chat_template_kwargs must not contain {name}: the server sets it"
+            )
+        return self
+
+
+class ChatRequest(Conversation, Choices):
+    body = fields.CHAT
+
+    max_completion_tokens: (
+        Annotated[int, Field(ge=1, le=INT32, description="default: up to the context limit"), WHOLE] | None
+    ) = None
+    max_tokens: (
+        Annotated[int, Field(ge=1, le=INT32, description="the older name of max_completion_tokens"), WHOLE] | None
+    ) = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="requires logprobs"), WHOLE] | None = None
+    echo: (
+        Annotated[bool, Field(description="begin the answer with the last message if the assistant wrote it")] | None
+    ) = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Annotated[ToolChoice | None, one_message(_CHOICES)] = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise contradiction("top_logprobs", "top_logprobs requires logprobs=true")
+        return self
+
+
+class TokenizeText(Body):
+    body = fields.TOKENIZE
+
+    prompt: str
+    add_special_tokens: AddSpecial | None = None
+
+
+class TokenizeMessages(Conversation, Body):
+    body = fields.TOKENIZE
+
+
+def _which(given: Any) -> str:
+    return "(messages)" if isinstance(given, dict) and "messages" in given else "(text)"
+
+
+# The tags are in parentheses, so that errors.py can recognise them and leave them out of the path of an invalid field.
+TokenizeRequest = Annotated[
+    Annotated[TokenizeText, Tag("(text)")] | Annotated[TokenizeMessages, Tag("(messages)")], Discriminator(_which)
+]
+
+
+class DetokenizeRequest(Body):
+    body = fields.TOKENIZE
+
+    tokens: Annotated[list[TokenId], _WHOLE_LIST]

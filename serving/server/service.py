@@ -1,0 +1,297 @@
+"""The code that all endpoints share: model names, tokenization, checks of prompts, and the start of generation."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi.responses import Response
+
+from megakernel.errors import MegakernelError
+from megakernel.model.tokenizer import Tokenizer
+from megakernel.serving.engine.sampling import SamplingParams
+from megakernel.serving.server.access import Access
+from megakernel.serving.server.board import Board
+from megakernel.serving.server.client import EngineClient
+from megakernel.serving.server.errors import APIError, quoted
+from megakernel.serving.server.http import EventStream, event
+from megakernel.serving.server.limits import THREADS, Limits, max_values
+from megakernel.serving.server.messages import Description
+from megakernel.serving.server.metrics import Metrics
+from megakernel.serving.server.routes.answers import Answers
+from megakernel.serving.server.routes.logprobs import prompt_logprobs
+from megakernel.serving.server.routes.requests import Choices, Conversation, Prompt, Sampled
+from megakernel.serving.server.routes.responses import PromptDetails, PromptLogprobs, Usage
+from megakernel.serving.server.turns import Turns
+from megakernel.serving.text.codec import Codec
+
+T = TypeVar("T")
+encode_json = msgspec.json.Encoder().encode
+_MARK = secrets.token_hex(16)  # a placeholder that `_text_event` replaces by the text of a chunk
+
+
+class Service:
+    """The objects that the endpoints of one frontend process share: the engine, the tokenizer, access control and
+    limits.
+
+    Requests may use any of `names` for the model. A request that names no model is answered with the first one.
+    """
+
+    def __init__(
+        self,
+        description: Description,
+        tokenizer: Tokenizer | None,
+        number: int,
+        identity: str,
+        names: list[str] | None = None,
+        access: Access | None = None,
+        limits: Limits | None = None,
+        tool_parser: str | None = None,
+    ) -> None:
+        """Create the objects of one frontend. `number` is the index of the frontend's row on the board (the counters in
+        shared memory).
+
+        `identity` is the frontend's name in its messages to the engine. No later frontend gets the same name.
+
+        `tool_parser` names the model's tool call format. If it is None, the chat template determines the format.
+        """
+        self.description = description
+        self.codec = Codec(description.name, tokenizer, tool_parser)
+        self.access, self.limits = access or Access(), limits or Limits()
+        self.names = names or [description.name]
+        self._turns = Turns(THREADS)
+        self._longest = tokenizer.longest_token() if tokenizer else 0
+        self.started = int(time.time())
+        self.engine = EngineClient(description, identity)
+        board = Board(description.board, description.rows)
+        self.metrics = Metrics(board, number, kv_page=description.kv_page, model=self.names[0])
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.codec.tokenizer
+
+    @property
+    def max_context(self) -> int:
+        """Return the maximum number of tokens of a prompt and its continuation together."""
+        return self.description.max_context
+
+    def model(self, name: str | None) -> str:
+        """Return the model name that the answer contains. Raises a 404 for a name that is not served."""
+        if name is None:
+            return self.names[0]
+        if name not in self.names:
+            raise APIError(
+                404,
+                f"the model {quoted(name)} is not served here: the models are {', '.join(self.names)}",
+                param="model",
+            )
+        return name
+
+    async def encode(self, text: str, add_special: bool = True) -> list[int]:
+        self._check_text(text)
+        return await self._turns.run(partial(self._encode, text, add_special))
+
+    def _encode(self, text: str, add_special: bool) -> list[int]:
+        if add_special or self.tokenizer is None:
+            return self.codec.encode(text)
+        return self.tokenizer.encode(text, add_special=False)
+
+    async def encode_prompts(self, prompt: Prompt, add_special: bool = True) -> list[list[int]]:
+        """Return the token ids of each prompt of a completion request."""
+        if isinstance(prompt, str):
+            return [await self.encode(prompt, add_special)]
+        ids = [part for part in prompt if isinstance(part, int)]
+        if ids:
+            return [ids]
+        parts = [part for part in prompt if not isinstance(part, int)]
+        texts = [part for part in parts if isinstance(part, str)]
+        self._check_text(*texts)
+        if texts:
+            return [await self._turns.run(partial(self._encode, text, add_special)) for text in texts]
+        return [part for part in parts if not isinstance(part, str)]
+
+    async def encode_chat(self, asked: Conversation, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Return the token ids of a conversation, up to where the answer begins. The model may call `tools`."""
+        plain = [message.plain() for message in asked.messages]
+        told = [encode_json(tools).decode()] if tools else []
+        told += [encode_json(calls).decode() for message in plain if (calls := message.get("tool_calls"))]
+        self._check_text("".join([*(message["content"] for message in plain), *told]))
+        values = dict(asked.chat_template_kwargs or {})
+        if asked.add_generation_prompt is not None:
+            values["add_generation_prompt"] = asked.add_generation_prompt
+        conversation = partial(
+            self.codec.chat_ids,
+            plain,
+            values,
+            tools=tools,
+            continue_final=bool(asked.continue_final_message),
+            add_special=bool(asked.add_special_tokens),
+        )
+        return await self._turns.run(conversation)
+
+    async def decode(self, ids: list[int]) -> str:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise MegakernelError(f"{self.names[0]} has no tokenizer, so token ids cannot be converted to text")
+        self.check_count(ids)
+        vocab = self.description.vocab
+        if (wrong := next((token for token in ids if token >= vocab), None)) is not None:
+            raise APIError(400, f"token {wrong} is outside the vocabulary of {vocab} tokens", param="tokens")
+        return await self._turns.run(partial(tokenizer.decode, ids, skip_special=False))
+
+    def check_count(self, ids: list[int]) -> None:
+        """Raise a 400 if there are more tokens than the context has room for."""
+        if len(ids) > self.max_context:
+            raise APIError(
+                400, f"This model's maximum context length is {self.max_context} tokens, but the request has {len(ids)}"
+            )
+
+    def _check_text(self, *texts: str) -> None:
+        """Raise a 400, without tokenizing, for a text that certainly does not fit the context.
+
+        Such a text has more bytes than `max_context` copies of the vocabulary's longest token.
+        """
+        most = self.max_context * self._longest
+        size = max((len(text.encode("utf-8", "surrogatepass")) for text in texts), default=0)
+        if self._longest and size > most:
+            raise APIError(
+                400,
+                f"This model's maximum context length is {self.max_context} tokens, and its longest token has"
+                f" {self._longest} bytes, so a text may have at most {most} bytes, not {size}: shorten the prompt",
+            )
+
+    def room(self, prompts: list[list[int]], wanted: int | None) -> None:
+        """Raise a 400 if a prompt and the `wanted` tokens after it (at least one token) exceed the context.
+
+        The error is also raised if all prompts of the request together have too many tokens.
+        """
+        most, total = max_values(self.max_context), sum(map(len, prompts))
+        if total > most:
+            raise APIError(
+                400, f"a request's prompts may have {most} tokens together, not {total}: send several requests"
+            )
+        longest = max(map(len, prompts))
+        if longest + (wanted or 1) > self.max_context:
+            asked = f"the request asks for {wanted} more" if wanted else "the answer needs at least one more"
+            raise APIError(
+                400,
+                f"This model's maximum context length is {self.max_context} tokens; the prompt has {longest} tokens,"
+                f" and {asked}: shorten the prompt or lower max_tokens",
+            )
+
+    def truncated(self, prompt: list[int], body: Sampled, wanted: int | None) -> list[int]:
+        """Return the last `truncate_prompt_tokens` tokens of the prompt, or the whole prompt if that field is absent.
+
+        If the field is -1, keep as many tokens as leave room in the context for `wanted` new tokens (at least one).
+        """
+        most = body.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        if most == -1:
+            most = max(1, self.max_context - (wanted or 1))
+        if most == 0:
+            name = "truncate_prompt_tokens"
+            raise APIError(400, f"{name} must be -1 or at least 1, not 0", param=name)
+        return prompt[-most:]
+
+    def answers(self, prompts: list[list[int]], params: SamplingParams, *, special: bool = False) -> Answers:
+        """Submit prompts to the engine, and return their choices. `special` keeps the text of special tokens in the
+        answers.
+
+        Raises EngineDead if the engine has stopped, and MegakernelError if there are stop strings but no tokenizer.
+        """
+        self.codec.check(params)
+        transcripts = partial(self.codec.transcripts, params, special=special)
+        return Answers(self.engine, self.metrics, prompts, params, transcripts)
+
+    async def respond(self, answers: Answers, answer: Answer, stream: bool) -> Response:
+        """Return the whole answer, or a stream that begins when its first event exists.
+
+        On any failure, generation is aborted.
+        """
+        try:
+            if not stream:
+                return Response(await self._in_time(answer.whole()), media_type="application/json")
+            chunks = answer.chunks()
+            return EventStream(await self._in_time(anext(chunks)), chunks, answer.last)
+        except BaseException:
+            answers.close()
+            raise
+
+    async def _in_time(self, work: Awaitable[T]) -> T:
+        """Return the result of `work`. Raise a 503 if `work` takes longer than the server's time limit."""
+        try:
+            async with asyncio.timeout(self.limits.request_timeout):
+                return await work
+        except TimeoutError:
+            raise APIError(
+                503,
+                f"no complete answer, or no first token of a stream, within {self.limits.request_timeout:g} s:"
+                " ask for fewer tokens or try again later",
+                headers={"Retry-After": "5"},
+            ) from None
+
+
+class Answer(ABC):
+    """Formats the answer to one request as JSON. Each generating endpoint has its own subclass.
+
+    `_head` holds the id, creation time and model name for every response body. `last` is the final event of a stream.
+    """
+
+    last = event(b"[DONE]")
+
+    def __init__(
+        self, service: Service, kind: str, body: Sampled, model: str, prompts: list[list[int]], answers: Answers
+    ) -> None:
+        self._service, self._prompts, self._answers = service, prompts, answers
+        # `_tokenizer` converts the tokens of log-probabilities to text. If it is None, they are written as
+        # `token_id:N`.
+        choices = body if isinstance(body, Choices) else None
+        self._tokenizer = None if choices and choices.return_tokens_as_token_ids else service.tokenizer
+        self._head: dict[str, Any] = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time())}
+        self._head["model"] = model
+        self._shows_ids = bool(choices and choices.return_token_ids) or service.tokenizer is None
+        self._around: dict[int, list[bytes]] = {}  # for each choice: the bytes of its chunk before and after the text
+
+    @abstractmethod
+    async def whole(self) -> bytes: ...
+
+    @abstractmethod
+    def chunks(self) -> AsyncGenerator[bytes]: ...
+
+    @abstractmethod
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        """Return a chunk of a choice that contains only new text."""
+
+    def _text_event(self, index: int, text: str) -> bytes:
+        """Return the chunk that `_text_chunk` makes, as an event. To be fast, this method only replaces the text in a
+        cached chunk.
+        """
+        if (around := self._around.get(index)) is None:
+            around = self._around[index] = event(self._text_chunk(index, _MARK)).split(f'"{_MARK}"'.encode())
+        before, after = around
+        return before + encode_json(text) + after
+
+    def _prompt_logprobs(self, index: int, count: int | None) -> PromptLogprobs | None:
+        """Return the log-probabilities of prompt number `index`, with `count` top tokens at each position.
+
+        Returns None if `count` is None. The engine must have sent the prompt's log-probabilities already.
+        """
+        if count is None:
+            return None
+        return prompt_logprobs(self._tokenizer, self._prompts[index], self._answers.job.scores[index][1], count)
+
+    def _usage(self, completion: int) -> Usage:
+        prompt = sum(map(len, self._prompts))
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptDetails(cached_tokens=self._answers.job.cached),
+        )
