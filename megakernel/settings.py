@@ -65,12 +65,6 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("tp", "tensor-parallel ranks: 1, 2, 4 or 8", "1", "--tp"),
         Setting(
-            "ranks",
-            "how tensor-parallel ranks run on a CPU: threads (of one process) or processes",
-            "threads",
-            "--ranks",
-        ),
-        Setting(
             "speculate",
             "maximum tokens per sequence (0 to 63; 0 is off) that prompt lookup proposes and one step verifies, "
             "where this is faster; the generated tokens do not change",
@@ -252,12 +246,6 @@ SETTINGS: dict[str, Setting] = {
             "0: a waiting CPU worker does not prefetch the weights of its next instruction",
             "1",
             env="MEGAKERNEL_PREFETCH",
-        ),
-        Setting(
-            "audit",
-            "1: check that instructions store only what they declare into the memory of other rank processes (slow)",
-            "0",
-            env="MEGAKERNEL_AUDIT",
         ),
         Setting(
             "check steps",

@@ -1,4 +1,4 @@
-"""Runs programs on CPU threads; several ranks run in one process, or each in its own."""
+"""Runs programs on CPU threads."""
 
 from .backend import CpuBackend
 
