@@ -80,7 +80,7 @@ def build_threads(sms: int) -> Path:
 
 
 def _command(source: str, flags: list[str]) -> Callable[[Path], None]:
-    command = ["g++", *flags, str(ROOT / "csrc" / "host" / source), "-o"]
+    command = ["g++", *flags, str(ROOT / "tests" / "cuda" / "host" / source), "-o"]
     return lambda target: subprocess.run([*command, str(target)], check=True)
 
 
@@ -313,7 +313,7 @@ class LaunchImage:
 
 
 def host_map(layout: MapLayout, *, address: int = 0, shared: bool = False) -> NDArray[np.uint8]:
-    """Return the bytes of a HostMap, the struct that replaces a tensor map in csrc/host/tensor_map.h."""
+    """Return the bytes of a HostMap, the struct that replaces a tensor map in tests/cuda/host/tensor_map.h."""
     rest = (1,) * (5 - len(layout.sizes))
     strides = (layout.item, *layout.strides, *(0 for _ in rest))
     fields = (address, strides, layout.sizes + rest, layout.box + rest, layout.item, layout.swizzled, shared)
