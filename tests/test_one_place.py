@@ -16,11 +16,11 @@ from native_harness import build
 
 from megakernel import codegen
 from megakernel.isa import DIM_FIELDS, Dims, Dtype
-from megakernel.isa.launch import STRUCTS, STRUCTURES
 from megakernel.model import KNOWN_SHAPES
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import FAMILIES, Norm, forward
 from megakernel.runtime.cpu.native import CDims
+from megakernel.runtime.cuda.params import STRUCTS, STRUCTURES
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("megakernel", "scheduler", "serving", "csrc")

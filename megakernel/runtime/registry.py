@@ -11,12 +11,14 @@ from functools import partial
 
 from ..errors import MegakernelError
 from ..isa import KV_BLOCK, Dims, Dtype
-from ..isa.launch import PAGES
-from ..isa.targets import CPU, HOPPER, Target
 from ..machine import Machine, cpu_count, host
 from ..model.checkpoint import Checkpoint, weight_dims
 from ..model.config import ModelConfig
 from .backend import Backend
+from .cpu.target import CPU
+from .cuda.params import PAGES
+from .cuda.target import HOPPER
+from .target import Target
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def _reference(request: Request) -> Backend:
 
 
 def _cpu(request: Request, null: bool = False) -> Backend:
-    from .cpu import CpuBackend
+    from .cpu.backend import CpuBackend
 
     r = request
     return CpuBackend(r.checkpoint, r.dims, r.pages, dtype=r.dtype, threads=r.threads, null=null)

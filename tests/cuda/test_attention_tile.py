@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tiles import copied_tile
 
 from megakernel.isa import KV_BLOCK, Dtype, from_f32, to_f32
-from megakernel.isa.pages import BOX_ROWS, QUERY_TILE
+from megakernel.runtime.cuda.pages import BOX_ROWS, QUERY_TILE
 
 INFINITY, NAN = 0x7F80, 0x7FC0
 Bits = NDArray[np.uint16]

@@ -14,8 +14,8 @@ import sass
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import Units
-from megakernel.isa.launch import Ablation
 from megakernel.runtime.cuda import compile as cuda
+from megakernel.runtime.cuda.params import Ablation
 
 # For each source file, the instructions that the compiler must generate from the lines of the file or from code that is
 # inlined into these lines. The text after an instruction says what the instruction is for.

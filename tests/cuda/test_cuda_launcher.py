@@ -36,8 +36,6 @@ from protocol import host_map
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, Space, StepTable, record, slot_work
-from megakernel.isa.launch import MAP_BYTES, WARPS
-from megakernel.isa.pages import MAPS
 from megakernel.machine import MACHINES, Machine
 from megakernel.model import families
 from megakernel.model.config import ModelConfig
@@ -45,6 +43,8 @@ from megakernel.model.shard import shard
 from megakernel.program import Program, Segment
 from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.runtime.cuda.maps import MapLayout, map_bits
+from megakernel.runtime.cuda.pages import MAPS
+from megakernel.runtime.cuda.params import MAP_BYTES, WARPS
 from megakernel.runtime.cuda.stall import NOTE
 from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler import Options

@@ -21,7 +21,6 @@ from protocol import LaunchImage
 from race_detector import need_race_detector
 
 from megakernel.isa import Buffer, Operation, Result, StepTable
-from megakernel.isa.launch import Ablation
 from megakernel.isa.record import (
     INDEXED,
     OPERAND_WORD,
@@ -34,6 +33,7 @@ from megakernel.isa.record import (
     word_counter,
 )
 from megakernel.runtime.cuda import stall
+from megakernel.runtime.cuda.params import Ablation
 from megakernel.runtime.cuda.stall import COUNTER, Wait, explain
 from megakernel.scheduler import Options
 from megakernel.trace import EPILOGUE

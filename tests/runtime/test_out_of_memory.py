@@ -23,7 +23,7 @@ from megakernel.isa import Dtype
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.config import ModelConfig
 from megakernel.runtime import Chunk, SampleRow, build_step
-from megakernel.runtime.cpu import CpuBackend
+from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.verify import verify
 

@@ -23,7 +23,7 @@ from megakernel.model.quantise import quantise
 from megakernel.roofline import step_work
 from megakernel.roofline.fit import memory_fit
 from megakernel.runtime import Chunk, SampleRow, build_step, choose_backend
-from megakernel.runtime.cpu import CpuBackend
+from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.runtime.cuda.limits import refusal
 from megakernel.runtime.reference import ReferenceBackend
 from megakernel.runtime.reference.instructions import cache_bytes

@@ -30,7 +30,7 @@ from megakernel.model.stored import bits_of, stored_as
 from megakernel.program import Program
 from megakernel.roofline import step_work
 from megakernel.runtime import Chunk, SampleRow, build_step, choose_backend
-from megakernel.runtime.cpu import CpuBackend
+from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler.options import Options
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from built_once import built_once
 
 from megakernel.isa import Units
-from megakernel.isa.launch import Ablation
 from megakernel.runtime.cuda.compile import Compiler, Cubin
+from megakernel.runtime.cuda.params import Ablation
 
 _COMPILE = Compiler.compile
 

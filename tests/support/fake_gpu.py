@@ -38,10 +38,10 @@ from megakernel.isa import (
     Rows,
     StepTable,
 )
-from megakernel.isa.launch import STRUCTURES
 from megakernel.isa.record import WORDS, phase_number
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program, Segment
+from megakernel.runtime.cuda.params import STRUCTURES
 
 ROOT = Path(__file__).parents[2]
 Params = STRUCTURES["Params"]

@@ -19,13 +19,13 @@ from built_once import built_once
 from numpy.typing import NDArray
 
 from megakernel.isa import BUFFERS, CONTROL, Buffer, Dims, Forward, Space, StepTable
-from megakernel.isa.launch import BODY, MAP_BYTES, STRUCTURES, WARPS, Ablation
-from megakernel.isa.pages import MAPS
 from megakernel.isa.record import Records, phase_number
 from megakernel.program import Program
 from megakernel.runtime.cpu.native import CDims
 from megakernel.runtime.cuda import stall
 from megakernel.runtime.cuda.maps import MapLayout, map_bits, map_layouts
+from megakernel.runtime.cuda.pages import MAPS
+from megakernel.runtime.cuda.params import BODY, MAP_BYTES, STRUCTURES, WARPS, Ablation
 from megakernel.runtime.reference import ReferenceBackend
 
 ROOT = Path(__file__).parents[2]

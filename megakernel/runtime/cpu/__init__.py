@@ -1,5 +1,1 @@
 """Runs programs on CPU threads."""
-
-from .backend import CpuBackend
-
-__all__ = ["CpuBackend"]

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from ...errors import MegakernelError
 from ...isa import Buffer, Dims, Dtype, Forward, StepTable, slot_work
 from ...isa.record import Records
-from ...isa.targets import MOST_HEAD_DIM
 from ...machine import cpu_count
 from ...model.checkpoint import Checkpoint
 from ...program import Program
@@ -23,6 +22,7 @@ from ..backend import Output
 from ..buffers import check_program, check_table, write_history
 from . import native
 from .ranks import CpuRanks
+from .target import MOST_HEAD_DIM
 
 
 @dataclass(frozen=True)

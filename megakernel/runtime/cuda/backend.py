@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from ...errors import MegakernelError
 from ...isa import BUFFERS, Buffer, Dims, Dtype, StepTable, Units, record
-from ...isa.launch import BODY, EPILOGUE, PROLOGUE, Ablation
 from ...model.checkpoint import Checkpoint
 from ...program import SEGMENTS, Program, Segment
 from ..backend import Output
@@ -23,6 +22,7 @@ from .launch import CudaLaunch
 from .limits import refusal
 from .loaded import Loaded
 from .node import Node
+from .params import BODY, EPILOGUE, PROLOGUE, Ablation
 from .phases import Phases
 from .tracing import Tracing
 from .weights import load_weights

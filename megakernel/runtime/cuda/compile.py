@@ -22,8 +22,8 @@ from typing import Any
 
 from ...errors import MegakernelError
 from ...isa import Units
-from ...isa.launch import Ablation
 from ...model.cache import cache_folder
+from .params import Ablation
 
 KERNEL = "megakernel"
 # Line information is for profilers and for the tests that inspect the machine code.

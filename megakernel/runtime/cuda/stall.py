@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from ... import trace as tracing
 from ...isa import StepTable, record
-from ...isa.launch import AWAITED, BODY, COUNTER, EPILOGUE, PROLOGUE, SERVICE_WARPS, STRUCTURES, WARPS
 from ...program import SEGMENTS, Program
 from ..reference.launch import Blocked, Counters, Launch, Place
+from .params import AWAITED, BODY, COUNTER, EPILOGUE, PROLOGUE, SERVICE_WARPS, STRUCTURES, WARPS
 
 NOTE: np.dtype[Any] = np.dtype(STRUCTURES["Diagnosis"])
 _STORER = SERVICE_WARPS.index("storer")
