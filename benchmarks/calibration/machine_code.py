@@ -235,7 +235,7 @@ def compile_code(units: Units, sms: int = 1) -> Code:
         raise MegakernelError("there is no nvdisasm: pip install nvidia-cuda-nvdisasm")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "megakernel.cubin"
-        file.write_bytes(cuda.compiler().compile(trace=False, units=units, sms=sms).code)
+        file.write_bytes(cuda.compiler().compile(cuda.Build(False, units, sms)).code)
         return disassemble(tool, file)
 
 

@@ -105,7 +105,7 @@ def no_compiler() -> None:
     """Replace the CUDA compiler by a stub that returns arbitrary bytes, which the fake driver accepts as a cubin."""
     from megakernel.runtime.cuda import compile
 
-    compile.cubin = lambda **variant: b"code"
+    compile.cubin = lambda build: b"code"
     compile.compiler = lambda: compile.Compiler("none")  # type: ignore[assignment]
 
 
