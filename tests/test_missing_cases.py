@@ -16,7 +16,7 @@ assert _BUILD
 # For each interpreter, a source file that includes all of it, and compiler flags. The CPU's flags are those of
 # setup.py.
 COMPILED = {
-    "cuda": ("tests/cuda/host/protocol.cpp", FLAGS),
+    "cuda": ("tests/cuda/host/protocol.cpp", ["-std=c++20", *FLAGS]),
     "cpu": ("csrc/cpu/kernels.cpp", [*ast.literal_eval(_BUILD[1]), "-DMK_SIMD=portable", "-DMK_LANES=4"]),
 }
 

@@ -10,12 +10,12 @@ import ctypes
 import functools
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from built_once import built_once
+from built_once import WARNINGS, linked
 from numpy.typing import NDArray
 
 from megakernel.isa import BUFFERS, CONTROL, Buffer, Dims, Forward, Space, StepTable
@@ -49,7 +49,8 @@ BUGS = (
     "early end",
 )
 TIMEOUT_NS = 20_000_000_000
-FLAGS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-U_FORTIFY_SOURCE"]
+HOST = ROOT / "tests" / "cuda" / "host"
+FLAGS = ["-O1", *WARNINGS, "-U_FORTIFY_SOURCE"]
 _ALIGNMENT = 1024
 _MESSAGE = 16384
 MAP = np.dtype(
@@ -66,7 +67,7 @@ def build_fibres(ablation: Ablation = Ablation.NONE, sms: int = 1) -> ctypes.CDL
     Launches with this library leave out the work that `ablation` names.
     """
     flags = [*FLAGS, f"-DMK_ABLATION={ablation:d}", f"-DMK_SMS={sms}", "-shared", "-fPIC"]
-    library = ctypes.CDLL(str(built_once(f"protocol{ablation:d}-{sms}.so", _command("protocol.cpp", flags))))
+    library = ctypes.CDLL(str(linked("protocol.so", HOST / "protocol.cpp", *flags)))
     numbers = [ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32]
     library.mk_protocol_run.argtypes = [ctypes.c_void_p, *numbers, ctypes.c_char_p, ctypes.c_int32]
     return library
@@ -76,12 +77,7 @@ def build_fibres(ablation: Ablation = Ablation.NONE, sms: int = 1) -> ctypes.CDL
 def build_threads(sms: int) -> Path:
     """Build the command that runs a launch on threads under ThreadSanitizer, with `sms` SMs per worker."""
     flags = [*FLAGS, f"-DMK_SMS={sms}", "-g1", "-fsanitize=thread", "-Wno-tsan", "-pthread"]
-    return built_once(f"threads{sms}", _command("threads.cpp", flags))
-
-
-def _command(source: str, flags: list[str]) -> Callable[[Path], None]:
-    command = ["g++", *flags, str(ROOT / "tests" / "cuda" / "host" / source), "-o"]
-    return lambda target: subprocess.run([*command, str(target)], check=True)
+    return linked("threads", HOST / "threads.cpp", *flags)
 
 
 class Image:
