@@ -89,7 +89,7 @@ def test_derived_sizes_are_the_same_in_both_languages(tmp_path: Path) -> None:
     values += "\n  for (int r = 0; r < d->tokens; ++r) out[i++] = s.owner(r), out[i++] = d->reduce_row(d->rank, r);"
     source = tmp_path / "derived.cpp"
     source.write_text(HARNESS.format(isa=ROOT / "csrc" / "common" / "isa.h", values=values))
-    sizes = library(source)
+    built = library(source)
     rng = np.random.default_rng(3)
     base = weight_dims(KNOWN_SHAPES["smollm2-135m"], Dtype.BF16)
     for _ in range(50):
@@ -101,7 +101,7 @@ def test_derived_sizes_are_the_same_in_both_languages(tmp_path: Path) -> None:
         sizes |= {name: int(rng.integers(0, 2)) for name in ("replicated_o", "replicated_residual")}
         dims = replace(base, **sizes)
         out = np.zeros(2 * (len(names) + dims.tokens), np.int32)
-        sizes.derived(ctypes.byref(CDims.of(dims)), ctypes.c_void_p(out.ctypes.data))
+        built.derived(ctypes.byref(CDims.of(dims)), ctypes.c_void_p(out.ctypes.data))
         want = [value for name in names for value in [getattr(dims, name)] * 2]
         want += [value for row in range(dims.tokens) for value in (dims.owner(row), dims.reduce_row(dims.rank, row))]
         assert out.tolist() == want

@@ -55,7 +55,7 @@ def library(source: Path, *flags: str) -> ctypes.CDLL:
 
 @functools.cache
 def sources(tree: Path) -> bytes:
-    """A hash of the names and contents of all C++ files of a source tree, without their times or the path of the tree."""
+    """A hash of the names and contents of all C++ files of a source tree, wherever the tree lies."""
     digest = hashlib.sha256()
     for folder in ("csrc", "tests"):
         for path in sorted((tree / folder).rglob("*")):
