@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from . import output, versus
+from .host import measured_ceilings
 from .options import AddVerb, add_count, add_model_run, add_speculate, open_llm, prompt_ids, token_ids
 
 if TYPE_CHECKING:
     from megakernel.serving import LLM
     from megakernel.serving.bench.peers import Contest, Phase
 
-    from ..machine import Machine
     from ..roofline import Ceilings
 
 _PHASES: tuple[Phase, ...] = ("decode", "prefill")
@@ -53,38 +53,6 @@ def run(args: argparse.Namespace) -> int:
         figures["settings"] = llm.about | asked
     (output.emit if args.json else show)(figures)
     return 0
-
-
-def measured_ceilings(llm: LLM) -> Ceilings:
-    """Return this machine's ceilings: for GPUs the datasheet's rates, otherwise rates measured with `llm.threads`."""
-    from megakernel.serving.bench.ceilings import device_ceilings
-
-    if llm.engine.backend.name == "cuda":
-        return device_ceilings(llm.machine, llm.engine.dims.tp)
-    return host_ceilings(llm.threads)
-
-
-def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
-    """Return the rates that this machine reaches with `threads` threads. They are measured now if `anew` is true or if
-    there is no earlier measurement.
-    """
-    from megakernel.serving.bench import ceilings
-
-    with output.busy("measuring this machine's ceilings"):
-        found = ceilings.host_ceilings(threads, anew=anew)
-    if found.warning:
-        output.stderr.print(f"megakernel: warning: {found.warning}")
-    return found
-
-
-def host_machine(workers: int, ranks: int) -> Machine:
-    """Describe one of `ranks` equal parts of this host: it has `workers` cores and its share of the host's rates."""
-    from megakernel.serving.bench.ceilings import share_of
-
-    from .. import machine as machines
-
-    ceilings = host_ceilings(min(workers * ranks, machines.cpu_count()))
-    return share_of(ceilings, machines.host(workers), ranks)
 
 
 def latency(

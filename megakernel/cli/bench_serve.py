@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ..errors import MegakernelError
 from . import output
-from .bench import host_ceilings
+from .host import host_ceilings
 from .options import AddVerb, above_zero, add_count, add_setting, fetch
 from .workload import add_workload, workload
 

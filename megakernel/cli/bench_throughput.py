@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MegakernelError
 from . import output, versus
-from .bench import measured_ceilings, speculated
+from .bench import speculated
+from .host import measured_ceilings
 from .options import AddVerb, add_count, add_model_run, add_setting, add_speculate, open_llm
 from .workload import add_workload, workload
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..errors import MegakernelError
 from ..settings import SETTINGS, Setting
 from . import doctor_gpu, output
-from .bench import host_ceilings
+from .host import host_ceilings
 from .options import AddVerb
 
 if TYPE_CHECKING:

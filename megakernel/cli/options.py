@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ..isa import Buffer, Dtype
     from ..machine import Machine
     from ..model import ModelConfig
-    from ..roofline import Shape
 
 
 # A function that creates a verb's parser from the verb's name, a one-line description and an example.
@@ -220,14 +219,6 @@ def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) ->
         dtype = Dtype.BF16 if checkpoint is None else checkpoint.dtype
     storage = storage_of(checkpoint, config, args.weights) if backend.stores else {}
     return PaperModel(config, dtype, bits_of(config, storage))
-
-
-def paper_shape(model: str) -> Shape:
-    """Return the sizes that the roofline's formulas need. `model` is in `SHAPES` or is a model that can be opened."""
-    from ..model import load_config
-    from ..roofline import SHAPES, shape_of
-
-    return SHAPES[model] if model in SHAPES else shape_of(model, load_config(model))
 
 
 _TEXT = """A river begins where rain, snow or a spring gives it water, usually high in the hills. Small streams join on

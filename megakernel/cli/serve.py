@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import MegakernelError, file_errors
 from ..settings import SETTINGS
 from . import output
-from .bench import measured_ceilings
+from .host import measured_ceilings
 from .options import AddVerb, above_zero, depth, load, positive
 from .replicas import ROUTINGS, serve_replicas
 

@@ -17,26 +17,6 @@ def all_to_all_s(array_bytes: float, members: int, egress_bytes_per_s: float) ->
     return array_bytes * (members - 1) / (members**2 * egress_bytes_per_s)
 
 
-def axis_seconds(array_bytes: float, levels: Sequence[Level], inner: int, members: int) -> dict[str, float]:
-    """Return the seconds, at each network level, of a gather over `members` GPUs. Inner axes already shard the array in
-    `inner` ways, so neighbouring members are `inner` GPUs apart.
-
-    A link of a level connects S GPUs, with W bytes/s. All bytes that these GPUs lack enter over the link. This takes
-    B S / (max(Y, S) W) (1 - max(Y, S) / (X Y)) seconds, with B = array_bytes, X = members and Y = inner. Inside a node,
-    a GPU gets the rest from its peers, which takes B (d - 1) / (d Y W) seconds with d members per node.
-    """
-    out: dict[str, float] = {}
-    for level in levels:
-        if level.child_gpus == 1:
-            inside = min(max(level.degree // inner, 1), members)
-            out[level.name] = array_bytes * (inside - 1) / (inside * inner * level.child_bytes_per_s)
-        else:
-            behind = max(inner, level.child_gpus)
-            lacking = max(0.0, 1 - behind / (members * inner))
-            out[level.name] = array_bytes * level.child_gpus / (behind * level.child_bytes_per_s) * lacking
-    return out
-
-
 def exchange_seconds(array_bytes: float, levels: Sequence[Level], chosen: int, nodes: int = 0) -> dict[str, float]:
     """Return the seconds, at each network level, to send each row of an array to `chosen` experts. The rows and the
     experts are spread over all GPUs.

@@ -1,4 +1,4 @@
-"""Formulas from a book about GPUs, as functions of the inputs of the book's questions. The module `ask` uses them.
+"""Formulas from a book about GPUs, as functions of the inputs of the book's questions. `questions` uses them.
 
 The book is Austin et al., *How to Scale Your Model*, "How to Think About GPUs" (2025). The formulas here are exact:
 they keep the factor (N - 1) / N that the book drops. docs/roofline.md lists the differences. Names and symbols:
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TypeVar
 
-from ..errors import MegakernelError
-from ..machine import OPERAND_BYTES, Chip, Hardware, Level
+from ...errors import MegakernelError
+from ...machine import OPERAND_BYTES, Chip, Hardware, Level
 
 # Figures that only the book's questions need: the parts of an SM, the book's table of GPUs, and the book's measurement
 # of an in-network all-reduce. Link rates are from the datasheets of DGX, GH200 and GB200.
@@ -169,15 +169,12 @@ def alpha_beyond(hardware: Hardware) -> float:
     return hardware.flops_per_s("bf16") / hardware.node.egress_bytes_per_s
 
 
-def data_parallel(
-    tokens: float, model: int, ffn: int, members: int, flops_per_s: float, bytes_per_s: float, *, exact: bool = False
-) -> Times:
+def data_parallel(tokens: float, model: int, ffn: int, members: int, flops_per_s: float, bytes_per_s: float) -> Times:
     """Return the times of the backward pass of one layer over X = `members` data-parallel GPUs: 8 B D F / (X C) seconds
     of arithmetic, and 8 D F / W seconds to gather weights and scatter gradients. B is `tokens`, D is `model`, F is
     `ffn`, C is `flops_per_s`, and W is `bytes_per_s`.
     """
-    share = (members - 1) / members if exact else 1.0
-    return Times(8.0 * tokens * model * ffn / (members * flops_per_s), 8.0 * model * ffn / bytes_per_s * share)
+    return Times(8.0 * tokens * model * ffn / (members * flops_per_s), 8.0 * model * ffn / bytes_per_s)
 
 
 def tensor_parallel(tokens: float, model: int, ffn: int, members: int, flops_per_s: float, bytes_per_s: float) -> Times:
@@ -200,6 +197,23 @@ def expert_parallel(hardware: Hardware, tokens: float, model: int, ffn: int, act
     moved = 4.0 * tokens * model * (members - gpus) / (hardware.node.egress_bytes_per_s * members)
     math_s = 4.0 * tokens * active * model * ffn / (members * hardware.flops_per_s("bf16"))
     return Times(math_s, moved * min(gpus * active / members, 1.0))
+
+
+def pipeline_comms_s(tokens: float, model: int, microbatches: int, stages: int, bytes_per_s: float) -> float:
+    """The seconds that hops between pipeline stages add to a pass. A pass has N_mb + N_stages - 2
+    hops, one after the other, for N_mb microbatches.
+
+    Each hop sends a microbatch's activations to the next stage, which takes 2 B D / (W N_mb)
+    seconds, with B = `tokens`, D = `model` and W = `bytes_per_s`.
+    """
+    return (microbatches + stages - 2) * 2.0 * tokens * model / (bytes_per_s * microbatches)
+
+
+def bubble_fraction(stages: int, microbatches: int) -> float:
+    """The fraction of a pass in which a stage is idle, with s stages, m microbatches and the simple schedule:
+    (s - 1) / (m + s - 1).
+    """
+    return (stages - 1) / (microbatches + stages - 1)
 
 
 @dataclass(frozen=True)
