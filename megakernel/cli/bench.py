@@ -13,7 +13,7 @@ from rich.text import Text
 
 from . import output, versus
 from .host import measured_ceilings
-from .options import AddVerb, add_count, add_model_run, add_speculate, open_llm, prompt_ids, token_ids
+from .options import AddVerb, add_count, add_model_run, add_setting, open_llm, prompt_ids, token_ids
 
 if TYPE_CHECKING:
     from megakernel.serving import LLM
@@ -27,7 +27,7 @@ _PHASES: tuple[Phase, ...] = ("decode", "prefill")
 def register(add: AddVerb) -> None:
     bench = add("bench latency", "measure decode and prefill of one sequence", "megakernel bench latency --tokens 64")
     add_model_run(bench)
-    add_speculate(bench)
+    add_setting(bench, "speculate")
     prompt = bench.add_mutually_exclusive_group()
     prompt.add_argument(
         "--prompt", metavar="TEXT", help="prompt (default: English text, or random ids if the model has no tokenizer)"

@@ -11,7 +11,7 @@ from ..errors import MegakernelError
 from . import output, versus
 from .bench import speculated
 from .host import measured_ceilings
-from .options import AddVerb, add_count, add_model_run, add_setting, add_speculate, open_llm
+from .options import AddVerb, add_count, add_model_run, add_setting, open_llm
 from .workload import add_workload, workload
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def register(add: AddVerb) -> None:
         "megakernel bench throughput --num-prompts 64 --dataset random --random-input-len 128",
     )
     add_model_run(parser)
-    add_speculate(parser)
+    add_setting(parser, "speculate")
     add_workload(parser, prompts=64)
     for name in ("max num seqs", "max num batched tokens"):
         add_setting(parser, name)

@@ -140,7 +140,7 @@ def _shown(setting: Setting) -> str:
     """Return the setting's value without passwords, because users paste reports into public issues."""
     if setting.secret and setting.env and os.environ.get(setting.env):
         return "set"
-    return re.sub(r"//[^/@]*@", "//***@", setting.value())
+    return re.sub(r"//[^/@]*@", "//***@", setting.text)
 
 
 def _version(package: str) -> str | None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import MegakernelError
-from ..settings import SETTINGS
+from ..settings import SETTINGS, positive
 from . import output
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool
     parser.add_argument(
         setting.flag,
         default=None if optional else setting.value(),
-        type=positive if setting.default.isdigit() else str,
+        type=setting.read,
         metavar=setting.flag.lstrip("-").upper(),
         help=f"{setting.what} (default: {setting.default})",
     )
@@ -43,7 +42,7 @@ def add_lowering(parser: argparse.ArgumentParser) -> None:
     """Add the flags that choose how a program is compiled."""
     for name in ("o lowering", "residual", "norm", "queue", "matmul", "pairs"):
         add_setting(parser, name)
-    for name in ("interleave", "rank overlap"):
+    for name in ("no interleave", "no rank overlap"):
         setting = SETTINGS[name]
         assert setting.flag is not None
         parser.add_argument(setting.flag, action="store_true", help=setting.what)
@@ -67,22 +66,9 @@ def lowering(args: argparse.Namespace) -> Options:
 
 def add_model_run(parser: argparse.ArgumentParser) -> None:
     """Add all flags that say how to run a model."""
-    for name in ("model", "backend", "dtype", "weights", "kv cache dtype", "tp", "ranks"):
+    for name in ("model", "backend", "dtype", "weights", "kv cache dtype", "tp", "ranks", "threads"):
         add_setting(parser, name)
-    threads = SETTINGS["threads"]
-    parser.add_argument("--threads", type=_threads, help=f"{threads.what} (default: {threads.default})")
     parser.add_argument("--context", type=positive, help="maximum tokens of a sequence (default: the model's limit)")
-
-
-def add_speculate(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that turns on speculation."""
-    setting = SETTINGS["speculate"]
-    parser.add_argument("--speculate", type=depth, default=0, metavar="N", help=f"{setting.what} (default: 0)")
-
-
-def depth(text: str) -> int:
-    """Parse an integer of at least 0. `check_depth` checks the upper limit."""
-    return 0 if text == "0" else positive(text)
 
 
 def add_count(
@@ -93,37 +79,6 @@ def add_count(
     """
     said = what if default is None else f"{what} (default: {default})"
     parser.add_argument(flag, type=positive, default=default, metavar=metavar, help=said)
-
-
-def _threads(text: str) -> int | None:
-    """Parse a number of threads; None stands for `auto`."""
-    return None if text == "auto" else positive(text)
-
-
-def positive(text: str) -> int:
-    """Parse an integer of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return value
-
-
-def above_zero(what: str, most: float = 1e300) -> Callable[[str], float]:
-    """Return a function that parses a number above 0 and up to `most`. Its error says that the text is not `what`."""
-
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not 0 < value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-        return value
-
-    return read
 
 
 def token_ids(text: str) -> list[int]:
@@ -142,7 +97,7 @@ def open_llm(args: argparse.Namespace, *, max_seqs: int, step_tokens: int | None
     names = ("tp", "backend", "dtype", "weights", "kv_cache_dtype", "threads", "ranks")
     how = {name: getattr(args, name) for name in names}
     how["speculate"] = getattr(args, "speculate", 0)  # only some verbs have this flag
-    step_tokens = step_tokens or int(SETTINGS["max num batched tokens"].default)
+    step_tokens = step_tokens or SETTINGS["max num batched tokens"].value()
     return load(args.model, **how, max_context=args.context, max_seqs=max_seqs, step_tokens=step_tokens)
 
 

@@ -6,9 +6,9 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MegakernelError
+from ..settings import above_zero, positive
 from . import output
 from .host import hardware_of
-from .options import above_zero, positive
 
 if TYPE_CHECKING:
     from ..roofline.ask import Input, Question
