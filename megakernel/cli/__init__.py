@@ -18,7 +18,7 @@ FAILED, INTERRUPTED = 1, 130
 # The modules that register the verbs. A verb with a space in its name, such as `bench serve`, is
 # in a group.
 _VERBS = (
-    "demo", "pull", "generate", "chat", "serve", "programs", "simulate", "bench", "bench_throughput", "bench_serve",
+    "demo", "pull", "generate", "chat", "serve", "programs", "simulate", "bench", "bench_serve",
     "timeline", "roofline", "doctor", "completion",
 )  # fmt: skip
 _GROUP = "measure speed"

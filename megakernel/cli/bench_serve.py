@@ -17,8 +17,7 @@ from ..errors import MegakernelError
 from ..settings import above_zero
 from . import output
 from .host import host_ceilings
-from .options import AddVerb, add_count, add_setting, fetch
-from .workload import add_workload, workload
+from .options import AddVerb, add_count, add_setting, add_workload, fetch, workload
 
 if TYPE_CHECKING:
     from megakernel.serving.bench import Server, Workload

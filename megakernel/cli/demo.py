@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         overlap = asdict(summarise(step.program, trace, machine)) if trace is not None else {}
         output.emit(as_json(result) | figures | overlap | {"timeline": str(page) if trace is not None else None})
         return 0
-    bench.show(figures)
+    bench.show_latency(figures)
     if trace is not None:
         output.stdout.print()
         render(summarise(step.program, trace, machine), step.program, trace, output.stdout)
