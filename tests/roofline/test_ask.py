@@ -12,8 +12,6 @@ from commands import fails, run, run_json
 from megakernel.machine import hardware
 from megakernel.roofline.ask import EXAMPLES, QUESTIONS
 
-FORMULAS = Path(__file__).parents[2] / "megakernel" / "roofline" / "ask" / "formulas.py"
-
 # The book's answers by question number: (figure of our answer, value, tolerance). The default tolerance is 0.5 %.
 SAID: dict[int, list[tuple[Any, ...]]] = {
     1: [("fp32_lanes", 18944)],
@@ -168,11 +166,3 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], words: str, message: str) 
 def test_usage(capsys: pytest.CaptureFixture[str], words: str) -> None:
     status, out, err = run(capsys, "roofline", "ask", *words.split())
     assert (status, out) == (2, "") and "usage: megakernel roofline ask" in err and "Traceback" not in err
-
-
-def test_every_formula_is_used() -> None:
-    """No formula is used only by tests."""
-    inside, questions = FORMULAS.read_text(), FORMULAS.with_name("questions.py").read_text()
-    names = re.findall(r"^def (\w+)|^([A-Z]\w+)\b.*=", inside, re.MULTILINE)
-    for name in filter(None, (name for pair in names for name in pair)):
-        assert f"formulas.{name}" in questions or len(re.findall(rf"\b{name}\b", inside)) > 1, name
