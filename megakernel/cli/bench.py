@@ -30,11 +30,11 @@ from .options import (
 if TYPE_CHECKING:
     from megakernel.serving import LLM
     from megakernel.serving.bench import Workload
-    from megakernel.serving.bench.peers import Contest, Phase
+    from megakernel.serving.bench.peers import Contest, Timed
 
     from ..roofline import Ceilings
 
-_PHASES: tuple[Phase, ...] = ("decode", "prefill")
+_PHASES: tuple[Timed, ...] = ("decode", "prefill")
 # The defaults if `--vs` asks for a comparison: a batch of prompts of equal length, which other programs can run too,
 # and enough runs for a median.
 _BATCH = {"dataset": "random", "num_prompts": 32, "random_input_len": 64, "random_output_len": 96}
