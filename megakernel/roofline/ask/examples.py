@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-_LLAMA_70B = "--model random:llama-3.1-70b --plan --training"
-
 EXAMPLES: dict[int, str] = {
     1: "ask chip --machine b200",
     2: "ask chip --machine h100 --clock-ghz 1.59",
@@ -30,10 +28,9 @@ EXAMPLES: dict[int, str] = {
     23: "ask tensor-parallel --machine h100 --ffn 28672",
     24: "ask tensor-parallel --machine b200 --ffn 28672",
     25: "ask training --machine h100 --parameters 70e9 --tokens 15e12 --gpus 4096 --utilisation 0.45",
-    26: f"{_LLAMA_70B} --machine h100 --tokens 4000000 --layout tp=8,pp=8,dp=64",
+    26: "ask data-parallel --machine h100 --gpus 4096 --ways 64 --tokens 4000000",
     27: "ask data-parallel --machine h100 --gpus 768 --ways 16 --tokens 1572864",
-    28: "--model llama-3.1-405b --plan --training --machine h100 --tokens 16000000 --context 8192"
-    " --layout tp=8,pp=16,dp=128",
+    28: "ask pipeline --machine h100 --stages 16 --microbatches 15 --tokens 125000 --hidden 16384",
     29: "ask warps --registers 256",
     30: "ask vector-add --machine h100 --elements 1024",
     31: "ask chip --machine tpu-v5p",
@@ -41,11 +38,11 @@ EXAMPLES: dict[int, str] = {
     33: "ask switches --machine h100 --gpus 1024",
     34: "ask all-to-all --machine h100 --gpus 16 --bytes 1e9",
     35: "ask data-parallel --machine h100 --gpus 3072 --ways 64 --tokens 6291456",
-    36: "--model deepseek-v3 --plan --training --machine h800 --tokens 62900000 --layout ep=64,pp=16,dp=2",
+    36: "ask expert-parallel --machine h800 --ffn 2048 --active 8 --gpus 64",
     37: "ask data-parallel --machine h100 --gpus 16384 --ways 128 --tokens 16000000",
     38: "ask all-reduce --machine h100 --gpus 8 --bytes 10e9 --in-network",
     39: "ask data-parallel --machine gb200-nvl72 --gpus 576",
     40: "ask pipeline --machine h100 --stages 8 --microbatches 16 --tokens 1000000 --hidden 8192",
     41: "ask experts --experts 256 --active 8",
-    42: f"{_LLAMA_70B} --machine h100 --gpus 4096 --tokens 4000000",
+    42: "ask expert-parallel --machine h100 --ffn 32768 --active 2 --gpus 512",
 }

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from ...errors import MegakernelError
+from ...machine import Hardware
 
 # The names of figures end in their unit: _s, _bytes, _bytes_per_s, _flops_per_s, _flops. Figures without a unit are
 # counts, fractions or words.
@@ -91,3 +94,10 @@ def question(name: str, *numbers: int, what: str, formula: str, source: str = BO
         return answer
 
     return declare
+
+
+def known(table: Mapping[str, float], machine: Hardware, what: str) -> Any:
+    """Return the machine's figure in `table`. Raises MegakernelError if there is none; `what` describes the figure."""
+    if machine.name not in table:
+        raise MegakernelError(f"{what} of {machine.name} is not known: use --machine {' or '.join(table)}")
+    return table[machine.name]
