@@ -13,11 +13,12 @@ from .. import machine as machines
 from ..errors import MegakernelError
 from ..isa import CONTROL, OPERATIONS, Column, Dims, Operation, Phase
 from ..isa import record as rec
+from ..isa.items import ragged
 from ..isa.record import Records
 from ..machine import MACHINES, Machine
 from ..program import Program
 from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Role, Trace
-from .waits import Causes, Ints, Signals, Waits, causes, ragged
+from .waits import Causes, Ints, Signals, Waits, causes
 
 _SLOT = rec.OPERAND_WORD + OPERATIONS[Operation.ATTENTION].operands.index("slot")
 WORK = (IntervalKind.COMPUTE, IntervalKind.STORE)

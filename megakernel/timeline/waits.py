@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..isa import JOIN, OPERATIONS, Operation
 from ..isa import record as rec
+from ..isa.items import ragged
 from ..isa.record import Records
 from ..program import Program
 
@@ -70,12 +71,6 @@ class Signals:
             ahead=(word[at] & rec.NEXT != 0).astype(np.int64),
             maybe=copies[at] > 1,
         )
-
-
-def ragged(counts: Ints) -> tuple[Ints, Ints]:
-    """Number the elements of lists of the given lengths. Return for each element its list and its place in it."""
-    at = np.repeat(np.arange(len(counts)), counts)
-    return at, np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 @dataclass(frozen=True)
