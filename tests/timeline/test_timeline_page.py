@@ -489,18 +489,17 @@ def test_rows_open_from_ranks_to_workers_to_roles(node: Browser) -> None:
 def test_columns_hold_the_shares_of_a_ranks_time(node: Browser, gpus: Resolved) -> None:
     """The columns of a rank show shares of its workers' time: COMPUTE and STORE by phase, and waits without either."""
     r = gpus
-    names = [r.phase(i).name for i in range(len(r))]
-    start = r.period // 3
+    start, waiting = r.period // 3, 0
+    names = {n: phase.name for n, phase in r.program.forward.by_number.items()} | {waiting: "waiting"}
     # A long range is drawn from bins, so its two ends are inexact. A short range is drawn from the intervals
     # themselves.
     for length, error in ((r.period // 6, 5e-3), (20_000, 1e-5), (300, 1e-5)):
-        ticks = np.full((3, length), "", dtype="U16")
+        ticks = np.full((3, length), -1, dtype=np.int16)
         for kinds in (WAIT, (IntervalKind.STORE,), (IntervalKind.COMPUTE,)):
             for i in np.flatnonzero(r.kind(*kinds) & (r.lane < 3) & (r.end > start) & (r.begin < start + length)):
                 here = slice(max(r.begin[i] - start, 0), r.end[i] - start)
-                ticks[r.lane[i], here] = "waiting" if kinds is WAIT else names[i]
-        found, counts = np.unique(ticks, return_counts=True)
-        expected = {n: c / ticks.size for n, c in zip(found.tolist(), counts, strict=True) if n}
+                ticks[r.lane[i], here] = waiting if kinds is WAIT else r.number[i]
+        expected = {name: (ticks == n).mean() for n, name in names.items()}
         shares = node.run("return timeline.shares('rank 0 0', ...arguments)", start * 1e-9, (start + length) * 1e-9)
         for n in set(expected) | set(shares):
             assert shares.get(n, 0) == pytest.approx(expected.get(n, 0), abs=error)
