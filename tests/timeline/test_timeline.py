@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections import Counter
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -35,11 +36,13 @@ from megakernel.timeline import (
     write_html,
     write_perfetto,
 )
+from megakernel.timeline.compare import Comparison
 from megakernel.timeline.overlap import compute_bound
 from megakernel.timeline.resolve import Resolved
 from megakernel.timeline.resources import curves, peaks, resources
 from megakernel.timeline.spans import Spans
 from megakernel.timeline.summary import Summary
+from megakernel.timeline.waits import Causes, Signals
 from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind, Role, Trace
 
 COMPUTE, WAIT, LOAD, STORE = IntervalKind.COMPUTE, IntervalKind.COUNTER_WAIT, IntervalKind.LOAD, IntervalKind.STORE
@@ -479,7 +482,10 @@ def test_terminal_table() -> None:
     assert re.findall(r"worker (\d)  ", text) == ["0", "1", "2", "3"]
 
 
-def test_comparison_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command compares two traces, and computes each record of figures once, whatever it writes."""
     p = synthetic.llama()
     t = synthetic.run(p)
     rest = t.intervals[t.intervals["layer"] != EPILOGUE].copy()
@@ -492,16 +498,29 @@ def test_comparison_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
     t.save(files["a.trace"])
     second.save(files["b.trace"])
     replace(p, machine="h100").save(files["c.program"])
+    made: Counter[type] = Counter()
+
+    def count(made_of: type) -> None:
+        start = made_of.__init__
+
+        def counting(self: object, *args: object, **named: object) -> None:
+            made[made_of] += 1
+            start(self, *args, **named)
+
+        monkeypatch.setattr(made_of, "__init__", counting)
+
+    for made_of in (Resolved, Causes, Signals, Summary, Comparison):
+        count(made_of)
     start = ["timeline", str(files["a.program"]), str(files["a.trace"]), "--compare"]
-    assert main([*start, str(files["b.trace"]), "-o", str(files["both.html"]), "--json"]) == 0
-    assert (
-        json.loads(capsys.readouterr().out)["comparison"]["ratio"] == compared.ratio
-        and files["both.html"].stat().st_size > 0
-    )
-    assert main([*start, str(files["b.trace"])]) == 0
+    written = ["-o", str(files["both.html"]), "--perfetto", str(tmp_path / "a.pftrace")]
+    assert main([*start, str(files["b.trace"]), *written]) == 0
+    # Signals are decoded once for the causes and once for the releasers of each trace.
+    assert made == {Resolved: 2, Causes: 2, Signals: 4, Summary: 2, Comparison: 1}
     out = capsys.readouterr().out
     assert compared.only_first > 0 and f"{compared.only_first} instructions only in the first" in out
-    assert "qkv_rope" in out and re.search(r"  × [\d.]+", out)
+    assert "qkv_rope" in out and re.search(r"  × [\d.]+", out) and files["both.html"].stat().st_size > 0
+    assert main([*start, str(files["b.trace"]), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["comparison"]["ratio"] == compared.ratio
     for wrong, message in (
         ([files["c.program"], files["b.trace"]], "the trace is of program"),
         ([files["b.trace"]] * 3, "PROGRAM TRACE, not 3 files"),

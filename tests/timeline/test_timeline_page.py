@@ -15,7 +15,11 @@ import synthetic
 from browser import Browser, browser, missing
 
 from megakernel import machine
-from megakernel.cli import main
+from megakernel.cli.simulate import decode_step
+from megakernel.isa import Dtype
+from megakernel.model import load_config
+from megakernel.scheduler import compile_program
+from megakernel.scheduler.simulate import simulate
 from megakernel.timeline import compare, resolve, summarise, write_html
 from megakernel.timeline.resolve import WAIT, Resolved
 from megakernel.timeline.resources import RESOURCES, curves
@@ -269,27 +273,32 @@ BOX = (
 )
 
 
-@pytest.mark.parametrize("name", ["node", "pair", "limits"])
-def test_a_small_screen_shows_everything(files: dict[str, Path], name: str) -> None:
-    """At a width of 390 pixels, all buttons and numbers are inside the page, and nothing needs horizontal scrolling."""
+@pytest.fixture(scope="module")
+def small() -> Iterator[Browser]:
     if reason := missing():
         pytest.skip(reason)
-    with browser(390, 844) as small:
-        small.open_timeline(files[name])
-        header = small.run("return [...document.querySelectorAll('header > *, #canvas, aside')].map((e) => e.id)")
-        for n, element in enumerate(header):
-            find = f"const all = document.querySelectorAll('header > *, #canvas, aside'); arguments[0] = all[{n}];"
-            left, right, top, bottom, wide, tall, page = small.run(find + BOX, None)
-            assert (wide, tall, page) == (390, 844, 390)
-            assert 0 <= left < right <= wide and 0 <= top < bottom <= tall and bottom - top > 10, element
-        numbers = small.run(
-            "return [...document.querySelectorAll('.numbers b, .bars .value')].map((e) => { e.scrollIntoView();"
-            " const r = e.getBoundingClientRect(); return [e.innerText, r.left, r.right, r.width]; })"
-        )
-        assert len(numbers) > 20
-        for text, left, right, width in numbers:
-            assert text and 0 <= left < right <= 390 and width > 5, text
-        assert small.run("const a = document.querySelector('aside'); return a.scrollWidth <= a.clientWidth")
+    with browser(390, 844) as b:
+        yield b
+
+
+@pytest.mark.parametrize("name", ["node", "pair", "limits"])
+def test_a_small_screen_shows_everything(small: Browser, files: dict[str, Path], name: str) -> None:
+    """At a width of 390 pixels, all buttons and numbers are inside the page, and nothing needs horizontal scrolling."""
+    small.open_timeline(files[name])
+    header = small.run("return [...document.querySelectorAll('header > *, #canvas, aside')].map((e) => e.id)")
+    for n, element in enumerate(header):
+        find = f"const all = document.querySelectorAll('header > *, #canvas, aside'); arguments[0] = all[{n}];"
+        left, right, top, bottom, wide, tall, page = small.run(find + BOX, None)
+        assert (wide, tall, page) == (390, 844, 390)
+        assert 0 <= left < right <= wide and 0 <= top < bottom <= tall and bottom - top > 10, element
+    numbers = small.run(
+        "return [...document.querySelectorAll('.numbers b, .bars .value')].map((e) => { e.scrollIntoView();"
+        " const r = e.getBoundingClientRect(); return [e.innerText, r.left, r.right, r.width]; })"
+    )
+    assert len(numbers) > 20
+    for text, left, right, width in numbers:
+        assert text and 0 <= left < right <= 390 and width > 5, text
+    assert small.run("const a = document.querySelector('aside'); return a.scrollWidth <= a.clientWidth")
 
 
 def test_the_header_of_a_rank_stays_while_its_workers_scroll(node: Browser) -> None:
@@ -338,12 +347,14 @@ def test_a_layer_begins_with_its_first_work(driver: Browser, tmp_path: Path) -> 
     """A layer begins on the page when its first real work begins. Most of the 132 workers have no attention work and
     reach the layer earlier.
     """
-    path = tmp_path / "decode.html"
-    assert (
-        main(["simulate", "--model", "random:smollm2-135m", "--machine", "h100", "--tokens", "1", "-o", str(path)]) == 0
-    )
+    config, h100 = replace(load_config("random:smollm2-135m"), layers=4), machine.load("h100")
+    program = compile_program(config, h100, tokens=1, logit_rows=1, max_seqs=1, max_context=128, dtype=Dtype.BF16)
+    done = simulate(program, h100, decode_step(program.dims, 1, 128), trace=True)
+    assert done.trace is not None
+    step, path = resolve(program, done.trace), tmp_path / "decode.html"
+    write_html(path, (step, summarise(step)))
     driver.open_timeline(path)
-    layers = [driver.run("return timeline.block(arguments[0], '')", f"layer {layer}") for layer in range(30)]
+    layers = [driver.run("return timeline.block(arguments[0], '')", f"layer {layer}") for layer in range(4)]
     for (begin, end), (after, _) in pairwise(layers):
         assert after > (begin + end) / 2
 
