@@ -12,7 +12,7 @@ import zmq.asyncio
 from megakernel.machine import Machine
 from megakernel.serving.engine.live import Live
 from megakernel.serving.server.messages import ROOFLINE, TIMELINE, Look, Seen, decode_look, encode
-from megakernel.timeline import page
+from megakernel.timeline import page, resolve, summarise
 
 TRACE_WAIT_S = 10.0  # maximum time to wait for a step to trace
 
@@ -74,7 +74,10 @@ class Looks:
 
     def _trace(self) -> bytes | None:
         traced = self._live.trace(TRACE_WAIT_S)
-        return page(*traced, machine=self._machine).encode() if traced else None
+        if traced is None:
+            return None
+        step = resolve(*traced, self._machine)
+        return page((step, summarise(step))).encode()
 
 
 async def _until_cancelled(task: asyncio.Task[None]) -> None:

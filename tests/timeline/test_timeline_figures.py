@@ -35,7 +35,8 @@ from megakernel.runtime.cuda.issue import issued
 from megakernel.runtime.targets import target_of
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.simulate.costs import costs_of
-from megakernel.timeline import write_html
+from megakernel.timeline import page as page_of
+from megakernel.timeline import resolve, summarise
 from megakernel.trace import Trace
 
 FETCH, PAGE_WAIT, COUNTER_WAIT, LOAD, COMPUTE, STORE = range(6)
@@ -81,8 +82,8 @@ def read_trace(path: Path) -> Read:
     return Read(header["tick_s"], rows, told)  # type: ignore[arg-type]
 
 
-def read_page(path: Path) -> dict[str, Any]:
-    found = re.search(r'<script id="meta" type="application/json">(.*?)</script>', path.read_text(), re.S)
+def read_page(text: str) -> dict[str, Any]:
+    found = re.search(r'<script id="meta" type="application/json">(.*?)</script>', text, re.S)
     assert found
     return dict(json.loads(found[1])["sources"][0])
 
@@ -196,8 +197,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     program, trace = KINDS[request.param]()
     folder = tmp_path_factory.mktemp("case")
     trace.save(folder / "t.trace")
-    write_html(program, trace, folder / "t.html")
-    page = read_page(folder / "t.html")
+    step = resolve(program, trace)
+    page = read_page(page_of((step, summarise(step))))
     return Case(program, read_trace(folder / "t.trace"), page, page["summary"])
 
 
