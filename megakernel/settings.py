@@ -237,7 +237,7 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting(
             "cache",
-            "folder for models, compiled GPU code, results of compile --search and this machine's measured peak rates",
+            "folder for models, compiled GPU code and this machine's measured peak rates",
             "$XDG_CACHE_HOME/megakernel or ~/.cache/megakernel",
             env="MEGAKERNEL_CACHE",
         ),

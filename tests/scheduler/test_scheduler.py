@@ -38,12 +38,11 @@ from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.roofline import step_work
 from megakernel.scheduler import Options, compile_program, describe, disassemble
-from megakernel.scheduler.candidates import Candidates, program_dims
+from megakernel.scheduler.candidates import fastest
 from megakernel.scheduler.compile import build_program
 from megakernel.scheduler.derive import derive
-from megakernel.scheduler.lower import lower
 from megakernel.scheduler.place import _first_free
-from megakernel.scheduler.tasks import Candidate, PhaseTasks, Tasks
+from megakernel.scheduler.tasks import PhaseTasks
 from megakernel.scheduler.verify import verify
 
 
@@ -228,16 +227,14 @@ def _run_artificial(readers: list[tuple[int, int]], blocks: int) -> Program:
     is (first column, number of columns) and is a block of its own.
     """
     target = small_machine(4)
-    config = replace(SMALL, layers=2)
-    dims = program_dims(config, target, dtype=Dtype.F32, tokens=1, logit_rows=1, max_seqs=1, max_context=8)
-    llama = lower(Candidates(config, target, Options()).fastest(dims), target)
-    phases = llama.candidate.forward
-    forward = Forward.of(phases.prologue, [WRITE, READ], phases.epilogue[2:])
+    sizes = {"tokens": 1, "logit_rows": 1, "max_seqs": 1, "max_context": 8}
+    llama = fastest(replace(SMALL, layers=2), target, dtype=Dtype.F32, **sizes)
+    forward = Forward.of(llama.forward.prologue, [WRITE, READ], llama.forward.epilogue[2:])
     write, read = forward.body
     writers = _column_tasks(write, list(range(12)), [1] * 12, [c * blocks // 12 for c in range(12)])
     reads = _column_tasks(read, [c for c, _ in readers], [n for _, n in readers], list(range(len(readers))))
     sample = replace(llama.epilogue[2], phase=forward.epilogue[0])
-    program = build_program(Tasks(Candidate(dims, forward), llama.prologue, [writers, reads], [sample]), target)
+    program = build_program(replace(llama, forward=forward, body=[writers, reads], epilogue=[sample]))
     check(program, seed=3)
     return program
 
@@ -262,9 +259,8 @@ def test_joins_stand_in_for_more_waits_than_a_record_holds() -> None:
 
 def test_edges_are_implied_by_kept_ones_or_kept() -> None:
     """With one row block, only the dependency edges from each phase to the next are kept. They imply all others."""
-    target = small_machine(3)
-    dims = program_dims(SMALL, target, dtype=Dtype.F32, tokens=3, logit_rows=1, max_seqs=1, max_context=8)
-    found = derive(lower(Candidates(SMALL, target, Options(norm="own")).fastest(dims), target))
+    sizes = {"tokens": 3, "logit_rows": 1, "max_seqs": 1, "max_context": 8}
+    found = derive(fastest(SMALL, small_machine(3), dtype=Dtype.F32, options=Options(norm="own"), **sizes))
     names = {(found.groups[a].tasks, found.groups[b].tasks) for a, b in found.within if found.groups[a].segment == 1}
     assert names == {(i, i + 1) for i in range(6)}
 
