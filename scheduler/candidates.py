@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import KV_BLOCK, TARGETS, Buffer, Dims, Dtype, Forward, Units, ceil_div, pages, target_of
+from megakernel.isa import KV_BLOCK, TARGETS, Buffer, Dims, Dtype, Forward, Phase, Units, ceil_div, pages, target_of
 from megakernel.machine import Machine
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.config import ModelConfig
@@ -143,26 +143,35 @@ def fastest(
         quantised_kv=int(quantised_kv),
     )
 
-    def candidate(dims: Dims, norm: str) -> Candidate:
-        return Candidate(dims, passes.apply(forward(config), dims, norm, weight_bits), machine, options.panel)
-
-    own = _shared(dims, machine, options, lambda dims: candidate(dims, "own"))
-    return _normed(own, options, lambda norm: candidate(own.dims, norm)).tasks()
+    one = Candidate(forward(config), weight_bits, dims, machine, options)
+    return _normed(_shared(one)).tasks()
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute a step. A rank's layer is lowered when it is first needed, and only once."""
+    """One way to compute a step of `model`, which is the forward pass of one device.
 
+    A rank's layer is lowered when it is first needed, and only once.
+    """
+
+    model: Forward
+    weight_bits: Mapping[Buffer, float] | None
     dims: Dims
-    forward: Forward
     machine: Machine
-    panel: int
-    _layers: dict[int, list[PhaseTasks]] = field(default_factory=dict)
+    options: Options
+    norm: str = "own"
+    _layers: dict[int, list[PhaseTasks]] = field(init=False, default_factory=dict)
+
+    @cached_property
+    def forward(self) -> Forward:
+        return passes.apply(self.model, self.dims, self.norm, self.weight_bits)
+
+    def _lower(self, phases: Iterable[Phase], rank: int) -> list[PhaseTasks]:
+        return lower(phases, replace(self.dims, rank=rank), self.machine, self.options.panel)
 
     def _layer(self, rank: int) -> list[PhaseTasks]:
         if rank not in self._layers:
-            self._layers[rank] = lower(self.forward.body, replace(self.dims, rank=rank), self.machine, self.panel)
+            self._layers[rank] = self._lower(self.forward.body, rank)
         return self._layers[rank]
 
     @cached_property
@@ -189,7 +198,7 @@ class Candidate:
             return sorted(itertools.chain(*layers), key=lambda tasks: tasks.phase.number)
 
         prologue, epilogue = (
-            of_ranks(lower(phases, replace(self.dims, rank=rank), self.machine, self.panel) for rank in ranks)
+            of_ranks(self._lower(phases, rank) for rank in ranks)
             for phases in (self.forward.prologue, self.forward.epilogue)
         )
         return Tasks(self.dims, self.forward, self.machine, prologue, of_ranks(map(self._layer, ranks)), epilogue)
@@ -199,22 +208,21 @@ def _best(candidates: list[Candidate]) -> Candidate:
     return candidates[0] if len(candidates) == 1 else min(candidates, key=lambda each: each.layer_seconds)
 
 
-def _shared(dims: Dims, machine: Machine, options: Options, candidate: Callable[[Dims], Candidate]) -> Candidate:
-    """Return the fastest candidate for one way to share the O projection and the residual among ranks.
+def _shared(one: Candidate) -> Candidate:
+    """Return the candidate with the fastest way to share the O projection and the residual among ranks.
 
     Whether the O projection is sharded or replicated must not depend on the bucket, because it determines the bits of
     the results. This choice is therefore made for the number of rows at which the machine's arithmetic takes as long as
     reading the weights.
     """
-    if dims.tp == 1:
-        return candidate(_divided(dims, machine, 0, 0))
-    replicated_o = {"sharded": [0], "replicated": [1], "auto": [0, 1]}[options.o]
-    residual = {"dealt": [0], "replicated": [1], "auto": [0, 1]}[options.residual]
+    dims, machine, options = one.dims, one.machine, one.options
+    replicated_o = {"sharded": [0], "replicated": [1], "auto": [0, 1]}[options.o] if dims.tp > 1 else [0]
+    residual = {"dealt": [0], "replicated": [1], "auto": [0, 1]}[options.residual] if dims.tp > 1 else [0]
     if len(replicated_o) > 1:
         typical = replace(dims, tokens=max(1, math.ceil(balanced_rows(dims, machine))), logit_rows=1)
-        tried = [candidate(_divided(typical, machine, o, r)) for o in replicated_o for r in residual]
+        tried = [replace(one, dims=_divided(typical, machine, o, r)) for o in replicated_o for r in residual]
         replicated_o = [_best(tried).dims.replicated_o]
-    return _best([candidate(_divided(dims, machine, replicated_o[0], r)) for r in residual])
+    return _best([replace(one, dims=_divided(dims, machine, replicated_o[0], r)) for r in residual])
 
 
 def _divided(dims: Dims, machine: Machine, replicated_o: int, replicated_residual: int) -> Dims:
@@ -230,14 +238,14 @@ def _divided(dims: Dims, machine: Machine, replicated_o: int, replicated_residua
     return replace(dims, row_block=block, replicated_o=replicated_o, replicated_residual=replicated_residual)
 
 
-def _normed(own: Candidate, options: Options, candidate: Callable[[str], Candidate]) -> Candidate:
+def _normed(own: Candidate) -> Candidate:
     """Return `own`, or the candidate that computes the norms of a layer elsewhere if that is faster.
 
     If rows of the residual have owners, a norm sends its rows to all ranks. It then runs during the last stage of the
     previous layer, provided that there are enough row blocks to overlap the norm with that stage. If every rank has all
     rows, a matmul with few rows may normalise its inputs itself.
     """
-    dims = own.dims
+    dims, options = own.dims, own.options
     sends = dims.tp > 1 and not dims.replicated_residual
     inside = not sends and pages.norm_fits(min(dims.row_block, dims.tokens), dims.hidden, dims)
     if options.norm == "inside" and not inside:
@@ -248,7 +256,7 @@ def _normed(own: Candidate, options: Options, candidate: Callable[[str], Candida
     if options.norm == "own":
         return own
     if options.norm != "auto":
-        return candidate(options.norm)
+        return replace(own, norm=options.norm)
     if sends and dims.row_blocks >= LAST_NORM_LAG * panel_blocks(dims, own.machine, options.panel):
-        return candidate("next")
-    return _best([candidate("inside"), own]) if inside else own
+        return replace(own, norm="next")
+    return _best([replace(own, norm="inside"), own]) if inside else own
