@@ -80,6 +80,7 @@ def synchronise(tasks: Tasks, dependencies: Dependencies, *, overlap_ranks: bool
     otherwise for whole phases of other ranks.
     """
     build = _Builder(tasks, dependencies, overlap_ranks)
+    # The step table selects counters of a grid by index, so a grid's counters are made together, before all others.
     build.attention_grids()
     build.final_row_grid()
     onward = build.groups_done()

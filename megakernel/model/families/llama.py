@@ -11,31 +11,31 @@ from .verbs import add_matmul, attention, gather, last_norm, logits, norm, qkv, 
 
 B = Buffer
 
-PROLOGUE = [
-    gather("embed", table=B.EMBED, output=B.X),
-    rope("rope", frequencies=B.INV_FREQ, output=B.ROPE),
-]
-EPILOGUE = [
-    last_norm("final_norm", inputs=B.X, scale=B.FINAL_NORM, output=B.Y),
-    logits("lm_head", inputs=B.Y, weights=B.LM_HEAD, output=B.LOGITS),
-    sample("sample", inputs=B.LOGITS),
-]
-
 
 def forward(c: ModelConfig) -> Forward:
-    """The phases of a step. X is the residual."""
-    layer = [
-        norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
-        qkv("qkv_rope", inputs=B.H, weights=B.W_QKV, bias=B.B_QKV if c.qkv_bias else None, output=B.Q),
-        attention("attention", inputs=B.Q, output=B.ATTN),
-        add_matmul("o_proj", inputs=B.ATTN, weights=B.W_O, bias=B.B_O if c.o_bias else None, output=B.X),
-        norm("mlp_norm", inputs=B.X, scale=B.MLP_NORM, output=B.H),
-        silu_matmul(
-            "gate_up_silu", inputs=B.H, weights=B.W_GATE_UP, bias=B.B_GATE_UP if c.mlp_bias else None, output=B.ACT
-        ),
-        add_matmul("down_proj", inputs=B.ACT, weights=B.W_DOWN, bias=B.B_DOWN if c.mlp_bias else None, output=B.X),
-    ]
-    return Forward.of(PROLOGUE, layer, EPILOGUE)
+    """The phases of a step: those before the layers, those of each layer, those after the layers. X is the residual."""
+    qkv_bias, o_bias = (B.B_QKV if c.qkv_bias else None), (B.B_O if c.o_bias else None)
+    up_bias, down_bias = (B.B_GATE_UP, B.B_DOWN) if c.mlp_bias else (None, None)
+    return Forward.of(
+        [
+            gather("embed", table=B.EMBED, output=B.X),
+            rope("rope", frequencies=B.INV_FREQ, output=B.ROPE),
+        ],
+        [
+            norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
+            qkv("qkv_rope", inputs=B.H, weights=B.W_QKV, bias=qkv_bias, output=B.Q),
+            attention("attention", inputs=B.Q, output=B.ATTN),
+            add_matmul("o_proj", inputs=B.ATTN, weights=B.W_O, bias=o_bias, output=B.X),
+            norm("mlp_norm", inputs=B.X, scale=B.MLP_NORM, output=B.H),
+            silu_matmul("gate_up_silu", inputs=B.H, weights=B.W_GATE_UP, bias=up_bias, output=B.ACT),
+            add_matmul("down_proj", inputs=B.ACT, weights=B.W_DOWN, bias=down_bias, output=B.X),
+        ],
+        [
+            last_norm("final_norm", inputs=B.X, scale=B.FINAL_NORM, output=B.Y),
+            logits("lm_head", inputs=B.Y, weights=B.LM_HEAD, output=B.LOGITS),
+            sample("sample", inputs=B.LOGITS),
+        ],
+    )
 
 
 _HF, _GGUF = "model.layers.{}.", "blk.{}."

@@ -15,17 +15,18 @@ B = Buffer
 
 def forward(c: ModelConfig) -> Forward:
     """The phases of a step. X is the residual."""
-    bias, o_bias = (B.B_QKV if c.qkv_bias else None), (B.B_O if c.o_bias else None)
+    qkv_bias, o_bias = (B.B_QKV if c.qkv_bias else None), (B.B_O if c.o_bias else None)
+    around = llama.forward(c)
     layer = [
         norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
-        qkv("qkv_rope", inputs=B.H, weights=B.W_QKV, bias=bias, head_norm=B.QK_NORM, output=B.Q),
+        qkv("qkv_rope", inputs=B.H, weights=B.W_QKV, bias=qkv_bias, head_norm=B.QK_NORM, output=B.Q),
         attention("attention", inputs=B.Q, output=B.ATTN),
         add_matmul("o_proj", inputs=B.ATTN, weights=B.W_O, bias=o_bias, output=B.X),
         norm("mlp_norm", inputs=B.X, scale=B.MLP_NORM, output=B.H),
         silu_matmul("gate_up_silu", inputs=B.H, weights=B.W_GATE_UP, output=B.ACT),
         add_matmul("down_proj", inputs=B.ACT, weights=B.W_DOWN, output=B.X),
     ]
-    return Forward.of(llama.PROLOGUE, layer, llama.EPILOGUE)
+    return Forward.of(around.prologue, layer, around.epilogue)
 
 
 WEIGHTS = llama.WEIGHTS | {

@@ -33,23 +33,13 @@ def qkv(
     inputs: Buffer,
     weights: Buffer,
     output: Buffer,
-    *,
     bias: Buffer | None = None,
     head_norm: Buffer | None = None,
 ) -> Phase:
     """q, k, v = inputs[r] weights^T + bias. Norms each head of q and k if `head_norm` has their scales, rotates them,
     stores k and v in the KV cache, and output[r] = q.
     """
-    return Phase(
-        name,
-        Operation.MATMUL,
-        weights=weights,
-        inputs=inputs,
-        output=output,
-        result=Result.HEADS,
-        bias=bias,
-        head_norm=head_norm,
-    )
+    return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.HEADS, bias, head_norm=head_norm)
 
 
 def attention(name: str, inputs: Buffer, output: Buffer) -> Phase:
