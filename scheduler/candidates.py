@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import KV_BLOCK, TARGETS, Buffer, Dims, Dtype, Forward, Phase, Units, ceil_div, pages, target_of
+from megakernel.isa import KV_BLOCK, Buffer, Dims, Dtype, Forward, Phase, Units, ceil_div
 from megakernel.machine import Machine
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.config import ModelConfig
 from megakernel.model.families import forward
+from megakernel.runtime.cuda.pages import DOT_INPUT_PAGES
+from megakernel.runtime.targets import TARGETS, target_of
 from megakernel.scheduler import passes
 from megakernel.scheduler.cost import balanced_rows, panel_blocks, phase_seconds
 from megakernel.scheduler.lower import lower
@@ -76,7 +78,7 @@ def resolved(config: ModelConfig, machine: Machine, options: Options, *, tp: int
     rows = min(sms * machine.tile_rows, _tile_rows(config, machine, tp, units))
     if rows < 1:
         raise MegakernelError(
-            f"cannot compile matmuls as dot products: a row of this model takes more than {pages.DOT_INPUT_PAGES} "
+            f"cannot compile matmuls as dot products: a row of this model takes more than {DOT_INPUT_PAGES} "
             "pages of shared memory; use --matmul tensor"
         )
     unit = target.col_unit[units] or machine.col_unit
@@ -247,7 +249,7 @@ def _normed(own: Candidate) -> Candidate:
     """
     dims, options = own.dims, own.options
     sends = dims.tp > 1 and not dims.replicated_residual
-    inside = not sends and pages.norm_fits(min(dims.row_block, dims.tokens), dims.hidden, dims)
+    inside = not sends and target_of(dims).norm_fits(min(dims.row_block, dims.tokens), dims.hidden, dims)
     if options.norm == "inside" and not inside:
         raise MegakernelError(
             "cannot compile norms into matmuls (norm = 'inside'): "

@@ -18,7 +18,8 @@ from twins import CpuTwins, check_attention_splits, check_hostile_logits, compar
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, StepTable, to_f32
 from megakernel.model import families
-from megakernel.runtime.cpu import CpuBackend, native
+from megakernel.runtime.cpu import native
+from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.scheduler import passes
 
 B = Buffer
