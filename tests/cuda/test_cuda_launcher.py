@@ -151,7 +151,7 @@ def test_arguments_point_to_what_they_say() -> None:
     assert same.to_bytes() == program.to_bytes()
     assert [d.rank for d in a.ranks] == [0, 1] and a.params.timeout_ns == 10**10
     checkpoint = _weights(program.dims)
-    weights = families.weights(CONFIG, program.dims)
+    weights = families.weights(CONFIG)
     for buffer, d in itertools.product(weights, a.ranks):
         for layer in range(d.layers if BUFFERS[buffer].layered else 1):
             whole = checkpoint.load(buffer, layer, Dtype.BF16)

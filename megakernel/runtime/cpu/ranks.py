@@ -52,7 +52,7 @@ class CpuRanks:
         self._lib = native.library()
         self._ranks = [replace(dims, rank=rank) for rank in self.ranks]
         self._model, self._storage = checkpoint.name, checkpoint.storage
-        self._weights = families.weights(checkpoint.config, dims)
+        self._weights = families.weights(checkpoint.config)
         # Whether the LM head uses rows of the packed embeddings instead of memory of its own.
         self._tied = checkpoint.config.tied and self._storage.get(Buffer.LM_HEAD) == self._storage.get(Buffer.EMBED)
         self._arrays: dict[tuple[int, Buffer], NDArray[np.generic]] = {}
