@@ -16,18 +16,16 @@ from fastapi.responses import Response
 from megakernel.errors import MegakernelError
 from megakernel.model.tokenizer import Tokenizer
 from megakernel.serving.engine.sampling import SamplingParams
-from megakernel.serving.server.access import Access
 from megakernel.serving.server.board import Board
 from megakernel.serving.server.client import EngineClient
 from megakernel.serving.server.errors import APIError, quoted
 from megakernel.serving.server.http import EventStream, event
-from megakernel.serving.server.limits import THREADS, Limits, max_values
+from megakernel.serving.server.limits import THREADS, Access, Limits, max_values
 from megakernel.serving.server.messages import Description
 from megakernel.serving.server.metrics import Metrics
 from megakernel.serving.server.routes.answers import Answers
-from megakernel.serving.server.routes.logprobs import prompt_logprobs
+from megakernel.serving.server.routes.bodies import PromptDetails, PromptLogprobs, Usage, prompt_logprobs
 from megakernel.serving.server.routes.requests import Choices, Conversation, Prompt, Sampled
-from megakernel.serving.server.routes.responses import PromptDetails, PromptLogprobs, Usage
 from megakernel.serving.server.turns import Turns
 from megakernel.serving.text.codec import Codec
 

@@ -14,10 +14,9 @@ from typing import Any
 
 from megakernel import LLM, machine
 from megakernel.roofline import machine_ceilings
-from megakernel.serving.server.access import Access
+from megakernel.serving.server.frontend import FrontendServer, listen, url
 from megakernel.serving.server.host import EngineHost
-from megakernel.serving.server.limits import Limits
-from megakernel.serving.server.server import Server, listen, url
+from megakernel.serving.server.limits import Access, Limits
 from megakernel.serving.server.service import Service
 
 
@@ -29,7 +28,7 @@ class Live:
 
     host: EngineHost
     service: Service
-    server: Server
+    server: FrontendServer
     url: str
     port: int
 
@@ -93,7 +92,7 @@ def serving(llm: LLM, *, names: list[str] | None = None, access: Access | None =
     service = Service(host.description, llm.tokenizer, 1, "frontend", names, access, allowed)
     ready = Event()
     sock = listen("127.0.0.1", 0)
-    server = Server(service, on_ready=ready.set, drain_seconds=10)
+    server = FrontendServer(service, on_ready=ready.set, drain_seconds=10)
     thread = Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     address, port = url(sock), sock.getsockname()[1]
     host.start()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.server.client import EngineClient, Piece
 from megakernel.serving.server.metrics import Metrics
-from megakernel.serving.server.routes.responses import FinishReason
+from megakernel.serving.server.routes.bodies import FinishReason
 from megakernel.serving.server.turns import CLIENT
 from megakernel.serving.text.transcript import Transcript
 

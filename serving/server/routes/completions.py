@@ -8,9 +8,17 @@ from fastapi.responses import Response
 
 from megakernel.serving.server.http import event
 from megakernel.serving.server.routes.answers import Answers, Delta
-from megakernel.serving.server.routes.logprobs import Score, completion_logprobs, likeliest, scores
+from megakernel.serving.server.routes.bodies import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionResponse,
+    Score,
+    Usage,
+    completion_logprobs,
+    likeliest,
+    scores,
+)
 from megakernel.serving.server.routes.requests import CompletionRequest, Prompt
-from megakernel.serving.server.routes.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
 from megakernel.serving.server.service import Answer, Service
 
 _DEFAULT_TOKENS = 16

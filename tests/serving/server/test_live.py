@@ -28,7 +28,7 @@ from megakernel.serving.engine.engine import Engine
 from megakernel.serving.engine.live import Live, Totals
 from megakernel.serving.engine.scheduler import Stats
 from megakernel.serving.server import looks
-from megakernel.serving.server.access import Access
+from megakernel.serving.server.limits import Access
 
 CEILINGS = Ceilings(read_bytes_per_s=1e9, flops=4e9, threads=2, how="made up")
 STATS = Stats(

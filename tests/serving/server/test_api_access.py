@@ -18,8 +18,15 @@ from starlette.types import Message, Receive, Scope, Send
 
 from megakernel import LLM
 from megakernel.serving.server import http, limits
-from megakernel.serving.server.access import Access, local_names
-from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_VALUES, has_more_values, max_values
+from megakernel.serving.server.limits import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_VALUES,
+    Access,
+    has_more_values,
+    local_names,
+    max_values,
+)
 
 CONTEXT = 256
 CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
