@@ -113,3 +113,20 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come true"
         time.sleep(0.005)
+
+
+def ids_of(text: str) -> list[int]:
+    """Return the token ids of `text` in the byte model, whose vocabulary is the sorted byte alphabet of GPT-2."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = sorted(ByteLevel.alphabet())
+    [(piece, _)] = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    return [alphabet.index(character) for character in piece]
+
+
+def alternating(text: str) -> dict[str, Any]:
+    """Return sampling parameters with which a model, whatever its weights, generates the two bytes of `text` in
+    alternation.
+    """
+    first, second = ids_of(text)
+    return {"temperature": 0, "logit_bias": {str(first): 100, str(second): 99}, "frequency_penalty": 2.0}

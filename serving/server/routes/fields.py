@@ -42,72 +42,55 @@ OF_STREAM_OPTIONS = {
 }
 OF_TEXT = {"verbosity": "the supported models have no verbosity setting"}
 
-_REFUSED = {
-    "the grammar backend is llguidance: use guided_json, guided_regex, guided_choice or guided_grammar":
-        "guided_decoding_backend guided_whitespace_pattern structural_tag",
-    "use response_format or guided_json": "json_schema",
-    "use tools in /v1/chat/completions": "tools functions",
-    "use tool_choice, and tool_calls in messages": "function_call",
-    "use /v1/completions or /v1/chat/completions": "allowed_token_ids bad_words",
-    "this server's models cannot fill in the middle of a text": "suffix",
-    "a prompt must be text or token ids": "prompt_embeds",
-    "send token ids to /v1/completions": "input_ids",
-    "this server has no beam search": "use_beam_search early_stopping length_penalty",
-    "this server adds no watermark": "watermarking",
-    "use truncate_prompt_tokens, which cuts only on the left": "truncation_side truncation",
-    "use logprobs, which reports the most likely tokens": "logprob_token_ids",
-    "use stop, stop_token_ids or max_tokens": "repetition_detection",
-    "this server has no plug-ins": "logits_processors vllm_xargs kv_transfer_params ec_transfer_params custom_params"
-        " custom_logit_processor",
-    "use return_token_ids and /detokenize": "return_token_offsets return_prompt_text return_token_strs",
-    "all clients share one prefix cache": "cache_salt extra_key",
-    "use max_tokens, which bounds all tokens together": "thinking_token_budget",
-    "reasoning is part of the answer's text": "include_reasoning",
-    "reasoning is part of the text, and the supported models have no setting for its effort":
-        "reasoning reasoning_content",
-    "set the chat template's variable in chat_template_kwargs": "reasoning_effort",
-    "the supported models have no verbosity setting": "verbosity",
-    "this server runs only the model's own template": "chat_template",
-    "pass them in chat_template_kwargs if the template reads them": "documents",
-    "this server handles text only": "media_io_kwargs mm_processor_kwargs modalities audio image images_config",
-    "send it as content": "refusal",
-    "this server does not search the web": "web_search_options",
-    "this server has no moderation": "moderation",
-    "stop accepts texts, not regular expressions": "stop_regex",
-    "use include_stop_str_in_output": "no_stop_trim",
-    "this server has no LoRA adapters": "lora_path",
-    "this server stores nothing: send the whole conversation as input or messages":
-        "previous_response_id conversation prompt context_management session_params",
-    "usage reports the cached tokens; hidden states are not available":
-        "return_hidden_states return_routed_experts return_cached_tokens_details",
-    "this server has one engine and no n-gram corpora": "bootstrap_host bootstrap_port bootstrap_room"
-        " data_parallel_rank routed_dp_rank disagg_prefill_dp_rank ngram_corpus_id",
-    "this server answers only while the client waits": "background background_options",
-    "this server has no access programs": "access_programs",
-}  # fmt: skip
-REFUSED = _by_name(_REFUSED)
-# The values that a refused field may have, because they have no effect.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("use_beam_search", "early_stopping", "watermarking", "no_stop_trim", "background"), (False,)),
-    **dict.fromkeys(("return_token_offsets", "return_prompt_text", "return_token_strs"), (False,)),
-    **dict.fromkeys(("return_hidden_states", "return_routed_experts", "return_cached_tokens_details"), (False,)),
-    **dict.fromkeys(("tools", "functions", "allowed_token_ids", "bad_words", "documents"), ([],)),
-    **dict.fromkeys(("logits_processors", "vllm_xargs", "kv_transfer_params", "ec_transfer_params"), ([], {})),
-    **dict.fromkeys(("custom_params", "custom_logit_processor", "images_config"), ({},)),
-    **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), ({},)),
-    "function_call": ("none", "auto"),
-    "include_reasoning": (True,),
-    "length_penalty": (1, 1.0),
-    "modalities": (["text"],),
-    "reasoning": ({}, ""),
-    "reasoning_content": ("",),
-    "stop_regex": ([], ""),
-    "suffix": ("",),
-    "thinking_token_budget": (-1,),
-    "truncation": ("disabled",),
-    "truncation_side": ("left",),
-    "verbosity": ("medium",),
-}
+# Each row: why the fields are refused, their names, and the values that are accepted because they have no effect.
+_REFUSED: tuple[tuple[Any, ...], ...] = (
+    ("the grammar backend is llguidance: use guided_json, guided_regex, guided_choice or guided_grammar",
+     "guided_decoding_backend guided_whitespace_pattern structural_tag"),
+    ("use response_format or guided_json", "json_schema"),
+    ("use tools in /v1/chat/completions", "tools functions", []),
+    ("use tool_choice, and tool_calls in messages", "function_call", "none", "auto"),
+    ("use /v1/completions or /v1/chat/completions", "allowed_token_ids bad_words", []),
+    ("this server's models cannot fill in the middle of a text", "suffix", ""),
+    ("a prompt must be text or token ids", "prompt_embeds"),
+    ("send token ids to /v1/completions", "input_ids"),
+    ("this server has no beam search", "use_beam_search early_stopping", False),
+    ("this server has no beam search", "length_penalty", 1, 1.0),
+    ("this server adds no watermark", "watermarking", False),
+    ("use truncate_prompt_tokens, which cuts only on the left", "truncation_side truncation", "left", "disabled"),
+    ("use logprobs, which reports the most likely tokens", "logprob_token_ids"),
+    ("use stop, stop_token_ids or max_tokens", "repetition_detection"),
+    ("this server has no plug-ins", "logits_processors vllm_xargs kv_transfer_params ec_transfer_params custom_params"
+     " custom_logit_processor", [], {}),
+    ("use return_token_ids and /detokenize", "return_token_offsets return_prompt_text return_token_strs", False),
+    ("all clients share one prefix cache", "cache_salt extra_key"),
+    ("use max_tokens, which bounds all tokens together", "thinking_token_budget", -1),
+    ("reasoning is part of the answer's text", "include_reasoning", True),
+    ("reasoning is part of the text, and the supported models have no setting for its effort",
+     "reasoning reasoning_content", {}, ""),
+    ("set the chat template's variable in chat_template_kwargs", "reasoning_effort"),
+    ("the supported models have no verbosity setting", "verbosity", "medium"),
+    ("this server runs only the model's own template", "chat_template"),
+    ("pass them in chat_template_kwargs if the template reads them", "documents", []),
+    ("this server handles text only", "audio image"),
+    ("this server handles text only", "media_io_kwargs mm_processor_kwargs images_config", {}),
+    ("this server handles text only", "modalities", ["text"]),
+    ("send it as content", "refusal"),
+    ("this server does not search the web", "web_search_options"),
+    ("this server has no moderation", "moderation"),
+    ("stop accepts texts, not regular expressions", "stop_regex", [], ""),
+    ("use include_stop_str_in_output", "no_stop_trim", False),
+    ("this server has no LoRA adapters", "lora_path"),
+    ("this server stores nothing: send the whole conversation as input or messages",
+     "previous_response_id conversation prompt context_management session_params"),
+    ("usage reports the cached tokens; hidden states are not available",
+     "return_hidden_states return_routed_experts return_cached_tokens_details", False),
+    ("this server has one engine and no n-gram corpora", "bootstrap_host bootstrap_port bootstrap_room"
+     " data_parallel_rank routed_dp_rank disagg_prefill_dp_rank ngram_corpus_id"),
+    ("this server answers only while the client waits", "background background_options", False),
+    ("this server has no access programs", "access_programs"),
+)  # fmt: skip
+REFUSED = {name: why for why, names, *_ in _REFUSED for name in names.split()}
+NEUTRAL: dict[str, list[Any]] = {name: neutral for _, names, *neutral in _REFUSED for name in names.split()}
 
 
 def _describe(schema: dict[str, Any], model: type[Any]) -> None:
@@ -145,7 +128,7 @@ def _check(where: str, name: str, value: Any) -> None:
 
     The types must be equal too: if false is neutral, 0 is not accepted.
     """
-    if any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL.get(name, ())):
+    if any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL.get(name, [])):
         return
     said = name if len(name) <= 60 else f"{name[:60]}..."
     why = f"{said} is not supported: {REFUSED[name]}" if name in REFUSED else f"{said} is not a field of {where}"

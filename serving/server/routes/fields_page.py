@@ -44,9 +44,9 @@ def _lines() -> Iterator[str]:
     yield from _table(fields.REFUSED, fields.NEUTRAL)
 
 
-def _table(reasons: Mapping[str, str], neutral: Mapping[str, tuple[Any, ...]] = MappingProxyType({})) -> Iterator[str]:
+def _table(reasons: Mapping[str, str], neutral: Mapping[str, list[Any]] = MappingProxyType({})) -> Iterator[str]:
     def described(name: str) -> str:
-        values = ", ".join(f"`{json.dumps(value)}`" for value in neutral.get(name, ()))
+        values = ", ".join(f"`{json.dumps(value)}`" for value in neutral.get(name, []))
         return f"`{name}`" + (f" ({values})" if values else "")
 
     yield "| fields | reason |\n| --- | --- |"

@@ -39,8 +39,7 @@ from megakernel.serving.server.routes.fields import OF_EARLIER_ANSWERS, OF_STREA
 
 INT32, _SEED = 2**31 - 1, 2**63
 
-# In the JSON schema, this entry marks a token id. `app.py` replaces the entry by the largest token id, the vocabulary
-# size minus 1.
+# In the JSON schema, this entry marks a token id. `app.py` replaces the entry by the largest token id.
 VOCABULARY = {"x-vocabulary": True}
 
 
@@ -81,6 +80,7 @@ def contradiction(field: str, text: str) -> PydanticCustomError:
 WHOLE = BeforeValidator(_whole)
 TopCount = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE]
 NewTokens = Annotated[int, Field(ge=1, le=INT32, description="default: up to the context limit"), WHOLE]
+Kept = Annotated[int, Field(ge=-1, le=INT32, description="how many last tokens to keep; -1: as many as fit"), WHOLE]
 TokenId = Annotated[int, Field(ge=0, le=INT32, json_schema_extra=VOCABULARY)]
 Text = Annotated[str, Field(min_length=1)]
 # `fail_fast` stops at the first invalid item, because describing many errors takes tens of milliseconds.
@@ -94,17 +94,16 @@ Prompt = Annotated[
         f"must be text, token ids, or a list of up to {MAX_PROMPTS} texts or lists of token ids, none of them empty"
     ),
 ]
-Bias = dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]]
-AddSpecial = Annotated[
-    bool, Field(description="add the BOS token if the model has one; default: true for text, false for messages")
+Bias = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_BIAS, json_schema_extra={"additionalProperties": False}),
 ]
+AddSpecial = Annotated[bool, Field(description="add the BOS token; default: true for text, false for messages")]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stop = Annotated[
     StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)],
     one_message(f"must be text or a list of up to {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARACTERS} characters"),
 ]
-
-
 Schema = Annotated[dict[str, Any] | str, Field(description="a JSON schema as an object or as text")]
 _Texts = Annotated[list[Text], Field(min_length=1, max_length=1024)]
 _BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_CHARACTERS)]
@@ -164,23 +163,14 @@ class Sampled(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    logit_bias: (
-        Annotated[Bias, Field(max_length=MAX_BIAS, json_schema_extra={"additionalProperties": False})] | None
-    ) = None
+    logit_bias: Bias | None = None
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS), _WHOLE_LIST] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT32), WHOLE] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: Annotated[bool, Field(description="leave out special tokens; default: true")] | None = None
-    truncate_prompt_tokens: (
-        Annotated[
-            int,
-            Field(ge=-1, le=INT32, description="how many of the prompt's last tokens to keep; -1: as many as fit"),
-            WHOLE,
-        ]
-        | None
-    ) = None
+    truncate_prompt_tokens: Kept | None = None
     stream: bool | None = None
 
     def sampling(
@@ -216,9 +206,7 @@ class Choices(Sampled):
     stream_options: StreamOptions | None = None
     add_special_tokens: AddSpecial | None = None
     return_token_ids: Annotated[bool, Field(description="also return `token_ids`")] | None = None
-    return_tokens_as_token_ids: (
-        Annotated[bool, Field(description="write `token_id:N` instead of text in log-probabilities")] | None
-    ) = None
+    return_tokens_as_token_ids: Annotated[bool, Field(description="write `token_id:N` for text")] | None = None
 
     structured_outputs: StructuredOutputs | None = None
     allowed_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
@@ -275,12 +263,16 @@ class CompletionRequest(Choices):
     where = "/v1/completions"
 
     prompt: Prompt
-    max_tokens: (
-        Annotated[int, Field(ge=0, le=INT32, description="default: 16; may be 0 only with echo"), WHOLE] | None
-    ) = None
+    max_tokens: Annotated[int, Field(ge=0, le=INT32, description="default: 16"), WHOLE] | None = None
     echo: bool | None = None
     logprobs: TopCount | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="must equal n"), WHOLE] | None = None
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts as a list, also if there is only one."""
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else self.prompt  # type: ignore[return-value]
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
@@ -376,9 +368,7 @@ class Conversation(Strict):
     """A conversation, and how the model's chat template turns it into a prompt."""
 
     messages: Messages
-    add_generation_prompt: (
-        Annotated[bool, Field(description="begin a new answer; default: true, unless continue_final_message")] | None
-    ) = None
+    add_generation_prompt: Annotated[bool, Field(description="begin a new answer; usually true")] | None = None
     continue_final_message: Annotated[bool, Field(description="the answer continues the last message")] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(description="more variables for the template")] | None = None
     add_special_tokens: AddSpecial | None = None
@@ -386,13 +376,11 @@ class Conversation(Strict):
     @model_validator(mode="after")
     def _prompt_has_one_end(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
-            raise contradiction(
-                "continue_final_message", "continue_final_message and add_generation_prompt exclude each other"
-            )
+            told = "continue_final_message and add_generation_prompt exclude each other"
+            raise contradiction("continue_final_message", told)
         for name in sorted(OWN_NAMES & set(self.chat_template_kwargs or ())):
-            raise contradiction(
-                "chat_template_kwargs", f"chat_template_kwargs must not contain {name}: the server sets it"
-            )
+            told = f"chat_template_kwargs must not contain {name}: the server sets it"
+            raise contradiction("chat_template_kwargs", told)
         return self
 
 
@@ -403,9 +391,7 @@ class ChatRequest(Conversation, Choices):
     max_tokens: NewTokens | None = None  # the older name of max_completion_tokens
     logprobs: bool | None = None
     top_logprobs: TopCount | None = None
-    echo: (
-        Annotated[bool, Field(description="begin the answer with the last message if the assistant wrote it")] | None
-    ) = None
+    echo: Annotated[bool, Field(description="repeat the last message if the assistant wrote it")] | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Annotated[ToolChoice | None, one_message(_CHOICES)] = None
     parallel_tool_calls: bool | None = None

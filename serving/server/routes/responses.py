@@ -22,6 +22,7 @@ from megakernel.serving.server.routes.requests import (
     Arguments,
     Conversation,
     Function,
+    FunctionName,
     JsonSchema,
     Message,
     NewTokens,
@@ -111,17 +112,12 @@ class TextConfig(Strict):
     format: TextFormat | None = None
 
 
-class _OfType(Strict):
-    """A base class that adds only the field `type`.
-
-    pydantic validates the fields of a class's last base first, so a wrong `type` is reported before a missing `name`.
-    """
-
+class ResponseTool(Strict):
     type: Literal["function"]
-
-
-class ResponseTool(Function, _OfType):
-    pass
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 _LOGPROBS = "message.output_text.logprobs"
