@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 
 from fastapi.responses import Response
 
+from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.http import event
-from megakernel.serving.server.routes.answers import Answers, Delta
 from megakernel.serving.server.routes.logprobs import chat_logprobs, scores
 from megakernel.serving.server.routes.requests import ChatRequest
 from megakernel.serving.server.routes.responses import (

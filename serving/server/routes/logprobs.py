@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megakernel.model.tokenizer import Tokenizer
-from megakernel.serving.server.client import Piece
+from megakernel.serving.engine.tokens import Token
 from megakernel.serving.server.routes.responses import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -21,7 +21,7 @@ _LOWEST = -9999.0  # stands for minus infinity, which JSON cannot represent; the
 Score = tuple[int, float | None, dict[int, float] | None]
 
 
-def scores(tokens: Iterable[Piece]) -> list[Score]:
+def scores(tokens: Iterable[Token]) -> list[Score]:
     return [(token.token_id, token.logprob, token.top_logprobs) for token in tokens]
 
 

@@ -12,8 +12,14 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
 from megakernel.model.chat_template import OWN_NAMES
-from megakernel.serving.engine.sampling import MAX_BIAS, MAX_CHOICES, MAX_STOP_IDS, MAX_TOP_LOGPROBS, SamplingParams
-from megakernel.serving.engine.structured import StructuredOutputsParams
+from megakernel.serving.engine.sampling import (
+    MAX_BIAS,
+    MAX_CHOICES,
+    MAX_STOP_IDS,
+    MAX_TOP_LOGPROBS,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS, MAX_STOP_CHARACTERS, MAX_STOPS
 from megakernel.serving.server.routes import fields
 from megakernel.serving.server.routes.strict import Strict

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from fastapi.responses import Response
 from pydantic import BaseModel
 
+from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.errors import APIError
-from megakernel.serving.server.routes.answers import Answers, Delta
 from megakernel.serving.server.routes.items import Events, Items, OutputCall, OutputMessage, Status
 from megakernel.serving.server.routes.logprobs import chat_logprobs, scores
 from megakernel.serving.server.routes.responses import FinishReason, PromptDetails, TokenLogprob

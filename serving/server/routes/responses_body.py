@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from megakernel.serving.engine.sampling import MAX_TOP_LOGPROBS
-from megakernel.serving.engine.structured import StructuredOutputsParams
+from megakernel.serving.engine.sampling import MAX_TOP_LOGPROBS, StructuredOutputsParams
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS
 from megakernel.serving.server.routes import fields

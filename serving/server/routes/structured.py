@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megakernel.errors import MegakernelError
-from megakernel.serving.engine.sampling import MAX_BAD_CHARACTERS, MAX_BAD_WORDS
-from megakernel.serving.engine.structured import StructuredOutputsParams
+from megakernel.serving.engine.sampling import MAX_BAD_CHARACTERS, MAX_BAD_WORDS, StructuredOutputsParams
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.routes.strict import Strict
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from megakernel.serving.engine.structured import StructuredOutputsParams
+from megakernel.serving.engine.sampling import StructuredOutputsParams
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.routes.strict import Strict
 from megakernel.serving.text.codec import Codec
