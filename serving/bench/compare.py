@@ -13,7 +13,7 @@ from megakernel.serving.bench.drive import drive
 from megakernel.serving.bench.processes import drive_from
 from megakernel.serving.bench.report import cpu_time, report
 from megakernel.serving.bench.workload import Workload
-from megakernel.serving.engine.counts import Counts
+from megakernel.serving.engine.scheduler import Counts
 
 _WARM_UP_TOKENS = 4  # output tokens of each warm-up request
 

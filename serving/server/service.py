@@ -17,16 +17,15 @@ from megakernel.errors import MegakernelError
 from megakernel.model.tokenizer import Tokenizer
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.server.board import Board
-from megakernel.serving.server.client import EngineClient
+from megakernel.serving.server.client import Answers, EngineClient
 from megakernel.serving.server.errors import APIError, quoted
 from megakernel.serving.server.http import EventStream, event
 from megakernel.serving.server.limits import THREADS, Access, Limits, max_values
 from megakernel.serving.server.messages import Description
 from megakernel.serving.server.metrics import Metrics
-from megakernel.serving.server.routes.answers import Answers
 from megakernel.serving.server.routes.bodies import PromptDetails, PromptLogprobs, Usage, prompt_logprobs
 from megakernel.serving.server.routes.requests import Choices, Conversation, Sampled
-from megakernel.serving.server.turns import Turns
+from megakernel.serving.server.turns import CLIENT, Turns
 from megakernel.serving.text.codec import Codec
 
 T = TypeVar("T")
@@ -201,8 +200,8 @@ class Service:
         Raises EngineDead if the engine has stopped, and MegakernelError if there are stop strings but no tokenizer.
         """
         self.codec.check(params)
-        transcripts = partial(self.codec.transcripts, params, special=special)
-        return Answers(self.engine, self.metrics, prompts, params, transcripts)
+        transcripts = [one for _ in prompts for one in self.codec.transcripts(params, special=special)]
+        return self.engine.submit(prompts, params, CLIENT.get(), transcripts, self.metrics)
 
     async def respond(self, answers: Answers, answer: Answer, stream: bool) -> Response:
         """Return the whole answer, or a stream that begins when its first event exists.
@@ -279,7 +278,7 @@ class Answer(ABC):
         """
         if count is None:
             return None
-        return prompt_logprobs(self._tokenizer, self._prompts[index], self._answers.job.scores[index][1], count)
+        return prompt_logprobs(self._tokenizer, self._prompts[index], self._answers.scores[index][1], count)
 
     def _usage(self, completion: int) -> Usage:
         prompt = sum(map(len, self._prompts))
@@ -287,5 +286,5 @@ class Answer(ABC):
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
-            prompt_tokens_details=PromptDetails(cached_tokens=self._answers.job.cached),
+            prompt_tokens_details=PromptDetails(cached_tokens=self._answers.cached),
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 from megakernel.errors import MegakernelError
 from megakernel.model.tokenizer import Tokenizer
-from megakernel.serving.engine.structured import JSON_OPTIONS
+from megakernel.serving.engine.sampling import JSON_OPTIONS
 
 _MOST_CALLS = 16  # maximum number of calls in an answer, if a grammar constrains it
 

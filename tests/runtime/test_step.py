@@ -16,9 +16,7 @@ from megakernel.isa import STEP_FIELDS, Dims, StepTable, Units, slot_work
 from megakernel.model.config import ModelConfig
 from megakernel.runtime import Chunk, SampleRow, build_step, check_step
 from megakernel.runtime import steps as module
-from megakernel.runtime.rows import Lineup, Rows
-from megakernel.runtime.sampling import Sampling
-from megakernel.runtime.steps import Pages, Steps
+from megakernel.runtime.steps import Lineup, Pages, Rows, Sampling, Steps
 
 CONFIG = ModelConfig(vocab=100, hidden=48, ffn=64, layers=2, heads=6, kv_heads=3, head_dim=16, max_context=4096)
 

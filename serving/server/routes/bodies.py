@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
 from megakernel.model.tokenizer import Tokenizer
-from megakernel.serving.server.client import Piece
+from megakernel.serving.engine.tokens import Token
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -209,7 +209,7 @@ _LOWEST = -9999.0  # stands for minus infinity, which JSON cannot represent; the
 Score = tuple[int, float | None, dict[int, float] | None]
 
 
-def scores(tokens: Iterable[Piece]) -> list[Score]:
+def scores(tokens: Iterable[Token]) -> list[Score]:
     return [(token.token_id, token.logprob, token.top_logprobs) for token in tokens]
 
 

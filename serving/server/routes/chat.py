@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator
 
 from fastapi.responses import Response
 
-from megakernel.serving.engine.structured import StructuredOutputsParams
+from megakernel.serving.engine.sampling import StructuredOutputsParams
+from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.http import event
-from megakernel.serving.server.routes.answers import Answers, Delta
 from megakernel.serving.server.routes.bodies import (
     ChatChoice,
     ChatChunk,

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, Sequence
 
 from fastapi.responses import Response
 
+from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.http import event
-from megakernel.serving.server.routes.answers import Answers, Delta
 from megakernel.serving.server.routes.bodies import (
     CompletionChoice,
     CompletionLogprobs,
@@ -142,7 +142,7 @@ class _Completion(Answer):
         """Return the prompt's tokens with their log-probabilities. The first token has no log-probability, because no
         token precedes it.
         """
-        prompt, (logprobs, tops) = self._prompts[index], self._answers.job.scores[index]
+        prompt, (logprobs, tops) = self._prompts[index], self._answers.scores[index]
         count = self._body.logprobs or 0
         later = zip(prompt[1:], logprobs, tops, strict=True)
         return [(prompt[0], None, None), *((token, p, likeliest(top, count, token)) for token, p, top in later)]

@@ -31,8 +31,8 @@ from megakernel.serving.engine.sampling import (
     MAX_STOP_IDS,
     MAX_TOP_LOGPROBS,
     SamplingParams,
+    StructuredOutputsParams,
 )
-from megakernel.serving.engine.structured import StructuredOutputsParams
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS, MAX_STOP_CHARACTERS, MAX_STOPS
 from megakernel.serving.server.routes.fields import OF_EARLIER_ANSWERS, OF_STREAM_OPTIONS, Strict

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 from fastapi.responses import Response
 from pydantic import BaseModel, Discriminator, Field, Tag
 
-from megakernel.serving.engine.structured import StructuredOutputsParams
+from megakernel.serving.engine.sampling import StructuredOutputsParams
+from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.http import event
 from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS
-from megakernel.serving.server.routes.answers import Answers, Delta
 from megakernel.serving.server.routes.bodies import FinishReason, PromptDetails, TokenLogprob, chat_logprobs, scores
 from megakernel.serving.server.routes.chat import Tools, call_id
 from megakernel.serving.server.routes.fields import OF_EARLIER_ANSWERS, OF_TEXT, Strict
