@@ -215,7 +215,7 @@ def test_a_stop_string_ends_one_choice(slow: Live, stream: bool) -> None:
     requests: set[Request] = set()
 
     def observe(step: Step, seconds: float) -> None:
-        requests.update(token.request for token in step.tokens if token.request.params.max_tokens == most)
+        requests.update(one.request for one in step.sequence if one.request.params.max_tokens == most)
 
     slow.host.loop.on_step.append(observe)
     if stream:
@@ -449,7 +449,7 @@ def test_what_is_no_http_has_the_same_shape(live: Live, sent: bytes, caplog: pyt
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_leaving_while_queued(slow: Live, stream: bool) -> None:
-    owners = slow.host.loop.owners
+    owners = slow.host.loop._job_of
     before = [slow.send(COMPLETIONS, LONG) for _ in range(4)]
     until(lambda: slow.host.loop.engine.stats.running == 4)
     running = set(owners)
@@ -479,7 +479,7 @@ def test_leaving_while_running(live: Live, stream: bool, phase: str) -> None:
     body = {"prompt": [7] * 500, "max_tokens": 12} if phase == "prefill" else {}
     sock = live.send(COMPLETIONS, {**LONG, **body, "stream": stream})
     assert held.wait(60)
-    [request] = live.host.loop.owners
+    [request] = live.host.loop._job_of
     [choice] = request.choices
     assert (choice.outputs == 0) == (phase == "prefill")
     sock.close()
