@@ -19,7 +19,6 @@ from api_support import until
 from compiled import compiled as compiled_for
 from cpu_support import DIMS, PAGES, RandomCheckpoint, bits, check_stops
 from mutate import rows_of
-from numpy.typing import NDArray
 from simulated import by_node, held_up
 
 from megakernel import LLM, SamplingParams
@@ -27,6 +26,7 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import Buffer, Columns, Dims, Dtype, Phase, StepTable, accesses, slot_work
 from megakernel.isa.access import OWN, Access, Kind
 from megakernel.machine import host
+from megakernel.model.checkpoint import Rows
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step, join_ranks
 from megakernel.runtime.cpu import CpuBackend
@@ -359,10 +359,10 @@ def script(work: str, *before: str, **options: Any) -> subprocess.Popen[str]:
 class Broken(RandomCheckpoint):
     """A checkpoint of which the down projection of layer 1 cannot be read."""
 
-    def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
+    def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
         if (buffer, layer) == (Buffer.W_DOWN, 1):
             raise MegakernelError("the file ends here")
-        return super().load(buffer, layer, dtype)
+        return super().rows(buffer, layer, split)
 
 
 def test_a_model_that_cannot_be_opened_leaves_nothing() -> None:

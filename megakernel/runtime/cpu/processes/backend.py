@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ....errors import MegakernelError
 from ....isa import Buffer, Dims, Dtype, StepTable
-from ....model.checkpoint import Checkpoint, Rows
+from ....model.checkpoint import Checkpoint, Rows, cut
 from ....program import Program
 from ....trace import DTYPE, Intervals
 from ...buffers import write_history
@@ -308,19 +308,13 @@ class _Broadcast:
         self._staging: Mapping | None = None
         self._sent = False
 
-    def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
-        """Send the tensor to the other ranks, then return it. The other ranks pack their parts while this rank
-        packs its own.
+    def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
+        """Send all rows of a weight to the other ranks, then return this rank's. The other ranks pack their parts
+        while this rank packs its own.
         """
-        tensor = self._checkpoint.load(buffer, layer, dtype)
-        self._send(buffer, layer, [tensor], [])
-        return tensor
-
-    def stored(self, buffer: Buffer, layer: int) -> Sequence[Rows]:
-        """Send the rows of a weight to the other ranks, then return them."""
-        rows = self._checkpoint.stored(buffer, layer)
+        rows = self._checkpoint.rows(buffer, layer, replace(split, tp=1, rank=0))
         self._send(buffer, layer, [part.data for part in rows], [part.dtype for part in rows])
-        return rows
+        return cut(rows, buffer, split)
 
     def _send(self, buffer: Buffer, layer: int, arrays: Sequence[NDArray[np.generic]], kinds: Sequence[Dtype]) -> None:
         for peer in self._peers:

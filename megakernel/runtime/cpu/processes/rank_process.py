@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ....errors import MegakernelError
 from ....isa import Buffer, Dims, Dtype
-from ....model.checkpoint import Part, Rows, Storage
+from ....model.checkpoint import Part, Rows, Storage, cut
 from ....model.config import ModelConfig
 from . import channel
 from .board import Board
@@ -45,14 +45,12 @@ class Incoming:
         self._staging: Mapping | None = None
         self._owes = False  # whether the driver still waits for permission to overwrite the staging memory
 
-    def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
-        """Receive a tensor, and return it as a view that is valid until the next call."""
-        return self._receive(buffer, layer)[0][0]
-
-    def stored(self, buffer: Buffer, layer: int) -> list[Rows]:
-        """Receive the rows of a weight, and return them as views that are valid until the next call."""
+    def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
+        """Receive all rows of a weight, and return this rank's as views that are valid until the next call."""
         arrays, kinds = self._receive(buffer, layer)
-        return [Rows(Dtype(kind), array.view(np.uint8)) for kind, array in zip(kinds, arrays, strict=True)]
+        return cut(
+            [Rows(Dtype(kind), array.view(np.uint8)) for kind, array in zip(kinds, arrays, strict=True)], buffer, split
+        )
 
     def _receive(self, buffer: Buffer, layer: int) -> tuple[list[NDArray[np.generic]], list[int]]:
         """Receive a weight, and return its arrays and the types of their elements."""
