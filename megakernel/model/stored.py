@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import BUFFERS, Buffer, Dtype, from_f32
-from .checkpoint import Checkpoint, Part, Rows, Storage, weight_dims
+from ..isa import BUFFERS, Buffer, Dims, Dtype
+from .checkpoint import Checkpoint, Part, Rows, Storage, column_bytes, column_share, converted, weight_dims
 from .config import ModelConfig
 from .families import weights
 from .quantise import quantise
@@ -99,15 +99,16 @@ class _Stored:
         self.storage = _all_in(whole.config, dtype)
         self._whole, self._kind = whole, dtype
 
-    def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
-        return self._whole.load(buffer, layer, dtype)
-
-    def stored(self, buffer: Buffer, layer: int) -> list[Rows]:
-        if buffer in self._whole.storage:
-            rows = self._whole.stored(buffer, layer)
-            if {part.dtype for part in rows} == {self._kind}:
-                return list(rows)
-        values = self._whole.load(buffer, layer, Dtype.F32).astype(np.float32, copy=False)
-        flat = values.reshape(-1, values.shape[-1])
-        data = quantise(flat, self._kind) if self._kind.quantised else from_f32(flat, self._kind).view(np.uint8)
-        return [Rows(self._kind, data)]
+    def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
+        exact = replace(split, dtype=int(Dtype.F32))
+        rows = self._whole.rows(buffer, layer, exact)
+        if buffer not in self.storage or {part.dtype for part in rows} == {self._kind}:
+            return rows
+        column_bytes(self._kind, buffer, split)  # refuses columns that begin inside a block
+        inner = column_share(buffer, split).size
+        if not self._kind.quantised:
+            return converted(rows, inner, self._kind)
+        return [
+            Rows(self._kind, quantise(part.data.view(np.float32), self._kind))
+            for part in converted(rows, inner, Dtype.F32)
+        ]

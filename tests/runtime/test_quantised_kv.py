@@ -61,9 +61,9 @@ class Columns(RandomCheckpoint):
     If the input rows are those of the identity matrix, the product of row i and W_QKV is column i.
     """
 
-    def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> Array:
+    def values(self, buffer: Buffer, layer: int) -> Array:
         if buffer is not B.W_QKV:
-            return super().load(buffer, layer, dtype)
+            return super().values(buffer, layer)
         d, rng = self.dims, np.random.default_rng(5)
         rows = rng.standard_normal((d.hidden, d.qkv_cols // d.head_dim, d.head_dim)).astype(np.float32)
         # The float16 scales of these rows range from subnormal to infinite.

@@ -11,6 +11,7 @@ import torch
 from handmade import make_dims, make_program, record
 from numpy.typing import NDArray
 from tiny_llama import TinyCheckpoint, error, hf_logits, make_llama
+from weights import loaded
 
 from megakernel import runtime, trace
 from megakernel.errors import MegakernelError
@@ -385,5 +386,5 @@ def test_storage_rounds_to_nearest_even() -> None:
 
 def test_tiny_checkpoint_ties_and_has_zero_biases() -> None:
     checkpoint: TinyCheckpoint = make_llama(1, tied=True)[1]
-    embed, head = (checkpoint.load(b, 0, Dtype.F32) for b in (Buffer.EMBED, Buffer.LM_HEAD))
-    assert (embed == head).all() and not checkpoint.load(Buffer.B_QKV, 0, Dtype.F32).any()
+    embed, head = (loaded(checkpoint, b) for b in (Buffer.EMBED, Buffer.LM_HEAD))
+    assert (embed == head).all() and not loaded(checkpoint, Buffer.B_QKV).any()
