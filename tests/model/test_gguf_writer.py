@@ -16,6 +16,7 @@ from weights import loaded
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, Buffer, Dtype
 from megakernel.model import Checkpoint, RandomCheckpoint, RopeKind, load_config, open_checkpoint
+from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import FAMILIES, weights
 from megakernel.model.gguf_writer import write_gguf
 from megakernel.model.random_checkpoint import KNOWN_SHAPES
