@@ -147,13 +147,8 @@ def _about(source: _Source, unit_s: float) -> dict[str, Any]:
     program = resolved.program
     return {
         "program": resolved.trace.header.program,
-        "source": resolved.trace.header.source,
-        "machine": program.machine,
-        "ranks": program.ranks,
-        "workers": program.workers,
         "layers": program.dims.layers,
         "tokens": program.dims.tokens,
-        "intervals": len(resolved),
         "span": _moments(source, unit_s)[1],
         "lastLaunch": float(resolved.launch_spans[0][-1]) * resolved.tick_s,
         "bins": _bins(resolved),
