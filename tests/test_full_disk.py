@@ -20,7 +20,7 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype
 from megakernel.model.gguf_writer import write_gguf
 from megakernel.model.random_checkpoint import RandomCheckpoint
-from megakernel.program import Program
+from megakernel.program import Program, program_from_bytes
 from megakernel.timeline import write_html, write_perfetto
 from megakernel.trace import Trace
 
@@ -98,4 +98,4 @@ def test_a_device_is_not_replaced(tmp_path: Path) -> None:
     reader.start()
     good.save(pipe)
     reader.join()
-    assert pipe.is_fifo() and Program.from_bytes(read[0], "the pipe").hash == good.hash
+    assert pipe.is_fifo() and program_from_bytes(read[0], "the pipe").hash == good.hash

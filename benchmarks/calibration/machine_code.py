@@ -28,8 +28,8 @@ from steps import compiled
 from megakernel import machine as machines
 from megakernel.errors import MegakernelError
 from megakernel.isa import Units, cost
-from megakernel.isa.costs import weight_bytes
 from megakernel.isa.launch import SERVICE_WARPS, THREADS, WARPS
+from megakernel.isa.operations.matmul import weight_bytes
 from megakernel.isa.pages import DOT_PIECE, PIECES
 from megakernel.machine import Issue, Machine
 from megakernel.model import load_config

@@ -48,7 +48,7 @@ def register(add: AddVerb) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..machine import MACHINES
-    from ..program import Program
+    from ..program import load_program
     from ..timeline import (
         compare,
         compare_launches,
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
             f"a timeline of {args.program} also needs a trace file: give PROGRAM TRACE, or use --model"
         )
     else:
-        program, trace = Program.load(args.program), Trace.load(args.trace)
+        program, trace = load_program(args.program), Trace.load(args.trace)
         if program.machine not in MACHINES:
             machine = host_machine(program.workers, program.ranks)
     summary, other = summarise(program, trace, machine), None
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         *own, second = args.compare
         if len(own) > 1:
             raise MegakernelError(f"--compare takes TRACE, or PROGRAM TRACE, not {len(args.compare)} files")
-        other = Program.load(own[0]) if own else program, Trace.load(second)
+        other = load_program(own[0]) if own else program, Trace.load(second)
     comparison = compare((program, trace), other) if other else None
     if args.save:
         program.save(args.save.with_name(args.save.name + ".program"))

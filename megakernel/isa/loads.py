@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .access import Columns, Index, Kind
-from .buffers import BUFFERS
-from .costs import cost, itemsize, weight_bytes
+from .buffers import BUFFERS, itemsize
 from .dims import Dims, Units
-from .operations import Operation
+from .opcodes import Operation
+from .operations import accesses, cost
+from .operations.matmul import weight_bytes
 from .pages import dot_input_pages, matmul_pages, tile_work
 from .phases import Phase
-from .regions import accesses
 
 Floats = NDArray[np.float64]
 

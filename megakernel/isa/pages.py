@@ -41,7 +41,7 @@ from .buffers import BUFFERS
 from .dims import Dims, Units, ceil_div
 from .dtypes import Dtype
 from .launch import PAGE_BYTES
-from .operations import Result
+from .opcodes import Result
 from .phases import Phase
 from .record import Column
 

@@ -1,4 +1,4 @@
-"""Reads and writes the header of a program file, and finds the arrays behind it.
+"""The format of a program file.
 
     7 bytes  magic                     1 byte   version
     32       SHA-256 of everything that follows
@@ -10,21 +10,29 @@ The file may come from anyone, so the type and range of every field are checked 
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import MegakernelError
 from ..isa import DIM_FIELDS, Dims, Forward
 from ..isa.record import WORDS
-from .limits import MOST_HEADER_BYTES, MOST_NAME
 
+VERSION = 7
+_MAGIC = b"MKPROG\0"
 HASHED = 40  # the SHA-256 covers all bytes from this offset on
 START = 48  # offset of the header in the file
 ALIGNMENT = 64  # the arrays begin at a multiple of this number of bytes in the file
+# The maximum length of the header. With sizes and up to 29 phases, it has about 10 kB. A longer header is not decoded.
+MOST_HEADER_BYTES = 1 << 20
+# The maximum length of a machine's or a phase's name, which tables print. A machine's name may be a
+# file name, which has at most 255 bytes.
+MOST_NAME = 255
 _COUNTS = ("ranks", "workers", "counters")
 
 
@@ -43,15 +51,35 @@ class Header:
     arrays: Sequence[tuple[str, int]]
 
 
-def encode(fields: dict[str, Any]) -> bytes:
-    """Return the header's length, the header with these fields, and the padding behind it, as bytes."""
+def encode(fields: dict[str, Any], arrays: Iterable[NDArray[np.int32]]) -> bytes:
+    """Return a file whose header has these fields."""
     text = json.dumps(fields, sort_keys=True).encode()
     text += b" " * (-(START + len(text)) % ALIGNMENT)
-    return len(text).to_bytes(START - HASHED, "little") + text
+    payload = len(text).to_bytes(START - HASHED, "little") + text
+    payload += b"".join(np.ascontiguousarray(a, dtype="<i4").tobytes() for a in arrays)
+    return _MAGIC + bytes([VERSION]) + hashlib.sha256(payload).digest() + payload
 
 
-def decode(data: bytes, names: Sequence[str]) -> tuple[Header, dict[str, NDArray[np.int32]]]:
-    """The header of a file and its arrays, which are views of `data`. Raises ValueError if the file is malformed."""
+def decode(data: bytes, name: str, names: Sequence[str]) -> tuple[Header, dict[str, NDArray[np.int32]]]:
+    """Return the header of a file and its arrays, which are views of `data` and must be called `names`. Raises
+    MegakernelError, which calls the file `name`, if the file is damaged.
+    """
+    if data[: len(_MAGIC)] != _MAGIC:
+        raise MegakernelError(f"{name} is not a megakernel program")
+    if len(data) < START or data[len(_MAGIC)] != VERSION:
+        found = data[len(_MAGIC)] if len(data) > len(_MAGIC) else "none"
+        raise MegakernelError(
+            f"program {name} has format version {found}, but this release reads {VERSION}: compile it again"
+        )
+    if hashlib.sha256(memoryview(data)[HASHED:]).digest() != data[HASHED - 32 : HASHED]:
+        raise MegakernelError(f"program {name} is damaged: its checksum does not match")
+    try:
+        return _decode(data, names)
+    except ValueError as e:
+        raise MegakernelError(f"program {name} is damaged: {e}: compile it again") from e
+
+
+def _decode(data: bytes, names: Sequence[str]) -> tuple[Header, dict[str, NDArray[np.int32]]]:
     size = int.from_bytes(data[HASHED:START], "little")
     if size > min(MOST_HEADER_BYTES, len(data) - START) or (START + size) % ALIGNMENT:
         raise ValueError(f"the file's header cannot have {size} bytes")
@@ -60,19 +88,16 @@ def decode(data: bytes, names: Sequence[str]) -> tuple[Header, dict[str, NDArray
     except (ValueError, RecursionError) as e:
         raise ValueError("the file's header is not JSON") from e
     header = _header(_table(fields, "the file's header", Header.__annotations__), names)
-    arrays, start = {}, START + size
-    if start + 4 * sum(_words(name, length) for name, length in header.arrays) != len(data):
+    lengths = {name: length * (WORDS if name.endswith(".records") else 1) for name, length in header.arrays}
+    start = START + size
+    if start + 4 * sum(lengths.values()) != len(data):
         raise ValueError("the file's arrays do not have the lengths that its header states")
-    for name, length in header.arrays:
-        words = _words(name, length)
+    arrays = {}
+    for name, words in lengths.items():
         array = np.frombuffer(data, "<i4", count=words, offset=start).astype(np.int32, copy=False)
         arrays[name] = array.reshape(-1, WORDS) if name.endswith(".records") else array
         start += 4 * words
     return header, arrays
-
-
-def _words(name: str, length: int) -> int:
-    return length * (WORDS if name.endswith(".records") else 1)
 
 
 def _header(fields: dict[str, Any], names: Sequence[str]) -> Header:

@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import CONTROL, OPERATIONS, Column, Dims, Operation, Phase
+from ..isa import CONTROL, Column, Dims, Operation, Phase
 from ..isa import record as rec
 from ..isa.record import Records
 from ..program import Program
 from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Role, Trace
 
-_SLOT = rec.OPERAND_WORD + OPERATIONS[Operation.ATTENTION].operands.index("slot")
+_SLOT = rec.OPERAND_WORD + Operation.ATTENTION.layout.operands.index("slot")
 WORK = (IntervalKind.COMPUTE, IntervalKind.STORE)
 MOST_TICKS = 1 << 48  # three days in nanoseconds; the product with the number of lanes fits int64
 WAIT = (IntervalKind.COUNTER_WAIT, IntervalKind.PAGE_WAIT)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import JOIN, OPERATIONS, Operation
+from ..isa import JOIN, Operation
 from ..isa import record as rec
 from ..program import Program
 from ..trace import IntervalKind
 from .resolve import Resolved
 
-_GROUPS = rec.OPERAND_WORD + OPERATIONS[Operation.ATTENTION].operands.index("groups")
+_GROUPS = rec.OPERAND_WORD + Operation.ATTENTION.layout.operands.index("groups")
 
 # Counters of block 0, of the middle blocks and of the last block have different producers (see program/program.py).
 _FIRST, _MIDDLE, _LAST = range(3)

@@ -38,9 +38,9 @@ from megakernel.isa import (
 )
 from megakernel.isa import record as rec
 from megakernel.isa.access import Columns
-from megakernel.isa.items import item_work
 from megakernel.isa.launch import PAGE_BYTES
 from megakernel.isa.loads import region_reads
+from megakernel.isa.operations.attention import item_work
 from megakernel.isa.pages import ahead_columns, chunk_output_pages, computed_rows, dot_input_pages
 from megakernel.isa.record import Records
 from megakernel.program import SEGMENTS, Program

@@ -27,7 +27,7 @@ from megakernel.runtime.cpu import CpuBackend
 from megakernel.runtime.cpu.processes.backend import ProcessBackend
 from megakernel.runtime.cuda.limits import refusal
 from megakernel.runtime.reference import ReferenceBackend
-from megakernel.runtime.reference.instructions import cache_bytes
+from megakernel.runtime.reference.context import cache_bytes
 from megakernel.scheduler import compile_program
 from megakernel.scheduler.verify import verify
 from megakernel.serving.engine.memory import kv_capacity

@@ -14,12 +14,13 @@ from tiny_llama import TinyCheckpoint, error, hf_logits, make_llama
 
 from megakernel import runtime, trace
 from megakernel.errors import MegakernelError
-from megakernel.isa import Buffer, Dims, Dtype, Operation, StepTable, from_f32, slot_work, to_f32
+from megakernel.isa import OPERATIONS, Buffer, Dims, Dtype, Operation, StepTable, from_f32, slot_work, to_f32
+from megakernel.isa.operations import sample as sampling
 from megakernel.isa.record import phase_number, signals, word_counter
 from megakernel.model import families
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step, check_step
-from megakernel.runtime.reference import ReferenceBackend, instructions, sampling
+from megakernel.runtime.reference import ReferenceBackend
 from megakernel.runtime.reference.launch import Counters
 
 torch.set_num_threads(1)
@@ -100,7 +101,7 @@ def test_an_interrupt_leaves_a_working_backend(monkeypatch: pytest.MonkeyPatch) 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as m:
-        m.setitem(instructions.EXECUTE, Operation.NORM, interrupt)
+        m.setitem(OPERATIONS, Operation.NORM, replace(OPERATIONS[Operation.NORM], execute=interrupt))
         with pytest.raises(KeyboardInterrupt):
             backend.launch(program, table)
     for _ in range(2):

@@ -19,7 +19,7 @@ from megakernel.model.quantise import quantise
 from megakernel.program import Program
 from megakernel.runtime.cpu import CpuBackend
 from megakernel.runtime.reference import ReferenceBackend
-from megakernel.runtime.reference.instructions import cache_bytes
+from megakernel.runtime.reference.context import cache_bytes
 
 Array = NDArray[Any]
 Key = tuple[int, Buffer, int]  # rank, buffer, layer

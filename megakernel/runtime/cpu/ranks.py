@@ -23,7 +23,7 @@ from ...machine import cpu_count
 from ...model import families
 from ...model.checkpoint import Checkpoint, Rows, widened
 from ...model.shard import shard, shard_rows
-from ...program import SEGMENTS, Program
+from ...program import SEGMENTS, Program, check_arrays
 from ...settings import SETTINGS
 from ...trace import DTYPE, Intervals
 from . import native
@@ -266,7 +266,7 @@ class CpuRanks:
         If processes share the counters, `counters` is their memory, which must be zero. For each
         rank it has `program.total_counters` counters of COUNTER_BYTES bytes.
         """
-        program.check_arrays()
+        check_arrays(program)
         self._check_weights(program.forward)
         lists = [getattr(program, name) for name in SEGMENTS] + [program.queues]
         # These arrays must exist until mk_load_program returns, because it copies them.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ...errors import MegakernelError
 from ...isa import Buffer, StepTable, record
 from ...isa.launch import BODY, EPILOGUE, PROLOGUE, STRUCTURES, WARPS
-from ...program import SEGMENTS, Program, Segment
+from ...program import SEGMENTS, Program, Segment, check_arrays
 from ..cpu.native import CDims
 from . import stall
 from .driver import Gpu, Kernel, Prepared
@@ -154,7 +154,7 @@ class Loaded:
     """
 
     def __init__(self, heap: Heap, program: Program) -> None:
-        program.check_arrays()
+        check_arrays(program)
         _check_records(program)
         self.program = program
         self.launches = 0

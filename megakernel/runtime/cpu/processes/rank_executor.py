@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ....errors import MegakernelError
 from ....isa import Dims, StepTable
 from ....model.checkpoint import Checkpoint
-from ....program import Program
+from ....program import Program, program_from_bytes
 from ..audit import audit
 from ..ranks import COUNTER_BYTES, CpuRanks
 from .board import Board
@@ -66,7 +66,7 @@ class RankExecutor:
                 self.ranks.watch(file.address, file.size)
 
     def _load(self, message: Load, file: Mapping) -> None:
-        program = Program.from_bytes(file.array(message.start, np.uint8, (message.size,)).tobytes(), "of the driver")
+        program = program_from_bytes(file.array(message.start, np.uint8, (message.size,)).tobytes(), "of the driver")
         self.ranks.fit(program.dims)
         counters = file.array(message.counters, np.uint8, (program.ranks, program.total_counters * COUNTER_BYTES))
         words = file.array(0, np.int32, (len(StepTable(program.dims).words),))
