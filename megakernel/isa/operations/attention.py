@@ -16,7 +16,7 @@ from ..context import F32, Context, product
 from ..dims import Dims
 from ..phases import Phase
 from ..step import StepTable
-from .spec import Contents, Cut, OperationSpec, contents, work
+from .spec import Cut, OperationSpec, contents, work
 
 Floats = NDArray[np.float64]
 
@@ -37,10 +37,6 @@ def _accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
         rows(Buffer.V_CACHE, Kind.READ),
         rows(given(p.output), Kind.WRITE, out),
     ]
-
-
-def _buffers(p: Phase, d: Dims) -> dict[str, Contents]:
-    return {"inputs": contents(Buffer.Q, d), "output": contents(Buffer.ATTN, d)}
 
 
 # -- the work of a step
@@ -101,7 +97,7 @@ def slot_work(table: StepTable) -> Floats:
 # -- what it computes
 
 
-def _execute(c: Context, slot: int, group_heads: int, groups: int) -> None:
+def _attention(c: Context, slot: int, group_heads: int, groups: int) -> None:
     for item in range(*c.table.slot_items[slot : slot + 2]):
         attend(c, item)
 
@@ -202,8 +198,8 @@ ATTENTION = OperationSpec(
     "heads. If every rank has all of W_O, the output is stored at each rank that keeps the row's residual",
     Cut.SLOTS,
     _accesses,
-    lambda p, c, d: work(c),  # see item_work
-    _buffers,
-    _execute,
+    cost=lambda p, c, d: work(c),  # it depends on the step table: see item_work
+    buffers=lambda p, d: {"inputs": contents(Buffer.Q, d), "output": contents(Buffer.ATTN, d)},
+    execute=_attention,
     paged=True,
 )

@@ -30,7 +30,7 @@ from .spec import (
     partial_sums,
     tile,
     vector,
-    weight_shape,
+    weight_rows,
     weights,
     work,
 )
@@ -220,7 +220,7 @@ def _cost(p: Phase, c: Columns, d: Dims) -> Cost:
 
 
 def _buffers(p: Phase, d: Dims) -> dict[str, Contents]:
-    width, inner = weight_shape(p, d)
+    width, inner = weight_rows(p, d), p.inner(d)
     rows = d.logit_rows if p.rows is Rows.LOGIT else d.tokens
     output = RESULTS[p.result].output(width, d)
     width = {Result.HEADS: d.qkv_cols, Result.LOGITS: d.rank_vocab}.get(p.result, width)
@@ -238,7 +238,7 @@ def _buffers(p: Phase, d: Dims) -> dict[str, Contents]:
     return out
 
 
-def _execute(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+def _matmul(c: Context, row: int, rows: int, col: int, cols: int) -> None:
     columns = slice(col, col + cols)
     a = c.read(c.inputs, slice(row, row + rows))
     if c.phase.norm is not None:
@@ -257,7 +257,7 @@ MATMUL = OperationSpec(
     _accesses,
     _cost,
     _buffers,
-    _execute,
+    _matmul,
     rows=lambda p: (Rows.LOGIT,) if p.result is Result.LOGITS else (Rows.EVERY, Rows.OWN),
     paged=True,
 )

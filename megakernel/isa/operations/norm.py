@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..access import OWN, Access, Columns, Index, Kind
+from ..access import EVERY, OWN, Access, Columns, Index, Kind
 from ..buffers import given
 from ..context import F32, Context
 from ..dims import Dims
 from ..dtypes import Dtype
 from ..opcodes import Rows
 from ..phases import Phase
-from .spec import Contents, Cost, Cut, OperationSpec, activations, box, peers, vector, weight_shape, work
+from .spec import Cut, OperationSpec, activations, box, vector, work
 
 
 def _accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
     inputs, output = given(p.inputs), given(p.output)
+    rank = OWN if d.replicated_residual or d.tp == 1 else EVERY  # every rank needs each row
     if p.rows is not Rows.LOGIT:
         whole = (0, p.inner(d))
-        return [box(inputs, Kind.READ, c, whole), box(output, Kind.WRITE, c, whole, peers(d))]
-    row, rank = c["row"], peers(d)
+        return [box(inputs, Kind.READ, c, whole), box(output, Kind.WRITE, c, whole, rank)]
+    row = c["row"]
     zero = np.zeros_like(row)
     inner = zero + p.inner(d)
     index = Index.NONE if rank == OWN else Index.LOGIT_OWNER
@@ -29,35 +30,23 @@ def _accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
     ]
 
 
-def _cost(p: Phase, c: Columns, d: Dims) -> Cost:
-    return work(c, vector=4.0 * c["rows"] * p.inner(d))
-
-
-def _buffers(p: Phase, d: Dims) -> dict[str, Contents]:
-    _, inner = weight_shape(p, d)
-    rows = d.logit_rows if p.rows is Rows.LOGIT else d.tokens
-    inputs, output = activations(d.tokens, inner, Dtype.F32), activations(rows, inner)
-    return {"weights": vector(inner), "inputs": inputs, "output": output}
-
-
 def rms_norm(x: F32, weight: F32, eps: float) -> F32:
     scale: F32 = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))
     return x / scale * weight
 
 
-def _execute(c: Context, row: int, rows: int) -> None:
+def _norm(c: Context, row: int, rows: int) -> None:
     d = c.dims
-    ranks = (d.rank,) if d.replicated_residual else range(d.tp)  # those that need the row and do not compute it
+    ranks = (d.rank,) if d.replicated_residual else range(d.tp)
     if c.phase.rows is not Rows.LOGIT:
         r = slice(row, row + rows)
         c.store(c.output, ranks, r, rms_norm(c.read(c.inputs, r), c.weights(), d.rms_eps))
         return
     for i in range(row, row + rows):
         source = c.table.logit_rows[i]
-        if d.rank not in d.owners(max(source, 0)):
-            continue
-        x = c.read(c.inputs, source) if source >= 0 else np.zeros(c.phase.inner(d), np.float32)
-        c.store(c.output, ranks, i, rms_norm(x, c.weights(), d.rms_eps))
+        if d.rank in d.owners(max(source, 0)):
+            x = c.read(c.inputs, source) if source >= 0 else np.zeros(c.phase.inner(d), np.float32)
+            c.store(c.output, ranks, i, rms_norm(x, c.weights(), d.rms_eps))
 
 
 NORM = OperationSpec(
@@ -66,8 +55,12 @@ NORM = OperationSpec(
     "inputs[logit_rows[i]], or zeros for padding",
     Cut.RUNS,
     _accesses,
-    _cost,
-    _buffers,
-    _execute,
+    cost=lambda p, c, d: work(c, vector=4.0 * c["rows"] * p.inner(d)),
+    buffers=lambda p, d: {
+        "weights": vector(p.inner(d)),
+        "inputs": activations(d.tokens, p.inner(d), Dtype.F32),
+        "output": activations(d.logit_rows if p.rows is Rows.LOGIT else d.tokens, p.inner(d)),
+    },
+    execute=_norm,
     rows=lambda p: (Rows.EVERY, Rows.OWN, Rows.LOGIT),
 )

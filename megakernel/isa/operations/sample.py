@@ -5,35 +5,17 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..access import Access, Columns, Kind
+from ..access import Kind
 from ..buffers import Buffer, given
 from ..context import F32, Context
-from ..dims import Dims
 from ..opcodes import Rows
-from ..phases import Phase
-from .spec import Contents, Cost, Cut, OperationSpec, box, logits, work
+from .spec import Cut, OperationSpec, box, logits, work
 
 I32 = NDArray[np.int32]
 Four = tuple[int, int, int, int]
 
 
-def _accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
-    return [
-        box(given(p.inputs), Kind.READ, c, (0, d.vocab)),
-        box(Buffer.TOKENS_OUT, Kind.WRITE, c, (0, 1), 0),
-        box(Buffer.LOGPROBS_OUT, Kind.WRITE, c, (0, 1), 0),
-    ]
-
-
-def _cost(p: Phase, c: Columns, d: Dims) -> Cost:
-    return work(c, vector=8.0 * c["rows"] * d.vocab)
-
-
-def _buffers(p: Phase, d: Dims) -> dict[str, Contents]:
-    return {"inputs": logits(d)}
-
-
-def _execute(c: Context, row: int, rows: int) -> None:
+def _sample(c: Context, row: int, rows: int) -> None:
     t = c.table
     for i in range(row, row + rows):
         token, logprob = 0, np.float32(0.0)
@@ -147,9 +129,13 @@ SAMPLE = OperationSpec(
     "ranks first. Writes the token to HISTORY on every rank and to TOKENS_OUT on rank 0, and its raw "
     "log-softmax to LOGPROBS_OUT on rank 0",
     Cut.ROWS,
-    _accesses,
-    _cost,
-    _buffers,
-    _execute,
+    accesses=lambda p, c, d: [
+        box(given(p.inputs), Kind.READ, c, (0, d.vocab)),
+        box(Buffer.TOKENS_OUT, Kind.WRITE, c, (0, 1), 0),
+        box(Buffer.LOGPROBS_OUT, Kind.WRITE, c, (0, 1), 0),
+    ],
+    cost=lambda p, c, d: work(c, vector=8.0 * c["rows"] * d.vocab),
+    buffers=lambda p, d: {"inputs": logits(d)},
+    execute=_sample,
     rows=lambda p: (Rows.SAMPLED,),
 )

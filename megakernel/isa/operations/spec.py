@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..access import EVERY, OWN, Access, Columns, Kind
+from ..access import OWN, Access, Columns, Kind
 from ..buffers import BUFFERS, Buffer, Space
 from ..dims import Dims
 from ..dtypes import Dtype
@@ -143,11 +143,10 @@ def partial_sums(d: Dims, width: int) -> Contents:
     return activations(d.tp * d.own_rows, width)
 
 
-def weight_shape(p: Phase, d: Dims) -> tuple[int, int]:
-    """Return (width, inner length) of the phase's weights, with 0 for a dimension that they lack."""
+def weight_rows(p: Phase, d: Dims) -> int:
+    """Return the rows of each weight matrix, which are output columns of the phase; 0 if the weights are a vector."""
     shape = () if p.weights is None else BUFFERS[p.weights].shape(d, 0)
-    inner, width = (*shape[::-1], 0, 0)[:2]
-    return width, inner
+    return (0, 0, *shape)[-2]
 
 
 # -- regions
@@ -165,10 +164,3 @@ def box(
 def tile(c: Columns) -> tuple[Column, Column]:
     """Return the first column of each tile, and the end of its columns."""
     return c["col"], c["col"] + c["cols"]
-
-
-def peers(d: Dims) -> int:
-    """Return where to store a row that every rank needs: at EVERY rank, or only at the OWN rank if all
-    ranks compute the row themselves.
-    """
-    return OWN if d.replicated_residual or d.tp == 1 else EVERY
