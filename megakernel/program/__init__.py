@@ -2,8 +2,7 @@
 
 from .checks import check, check_arrays
 from .file import load_program, program_from_bytes
-from .header import VERSION
-from .program import SEGMENTS, Program, Segment
+from .program import SEGMENTS, VERSION, Program, Segment
 
 __all__ = [
     "SEGMENTS",

@@ -28,6 +28,7 @@ consecutive launches.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -38,7 +39,18 @@ from numpy.typing import NDArray
 from ..errors import whole_file
 from ..isa import Column, Dims, Forward, Phase
 from ..isa.record import WORDS, Records, phase_number
-from . import header
+
+# The format of a program file:
+#
+#     7 bytes  MAGIC                    1 byte   VERSION
+#     32       SHA-256 of everything that follows
+#     8        length of the header     then the header: JSON, and spaces up to a multiple of ALIGNMENT
+#     then the arrays, int32, in the order in which the header lists them with their lengths
+MAGIC = b"MKPROG\0"
+VERSION = 7
+HASHED = 40  # the SHA-256 covers all bytes from this offset on
+START = 48  # offset of the header in the file
+ALIGNMENT = 64  # the arrays begin at a multiple of this number of bytes in the file
 
 SEGMENTS = ("prologue", "body", "epilogue")
 TOTALS = ("totals_first", "totals_middle", "totals_last")
@@ -180,7 +192,11 @@ class Program:
             "counters": self.counters,
             "arrays": [[name, len(array)] for name, array in arrays.items()],
         }
-        return header.encode(fields, arrays.values())
+        text = json.dumps(fields, sort_keys=True).encode()
+        text += b" " * (-(START + len(text)) % ALIGNMENT)
+        payload = len(text).to_bytes(START - HASHED, "little") + text
+        payload += b"".join(np.ascontiguousarray(a, dtype="<i4").tobytes() for a in arrays.values())
+        return MAGIC + bytes([VERSION]) + hashlib.sha256(payload).digest() + payload
 
     def save(self, path: Path) -> None:
         """Write the file atomically, so that no process ever reads an incomplete file."""
