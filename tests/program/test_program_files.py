@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hostile_files import PAGES, good_programs
-from mutate import edit
+from mutate import edit, rows_of
 from small_programs import CONFIG
 
 from megakernel import machine as machines
@@ -167,11 +167,6 @@ def test_the_native_verifier_checks_edges(edge: int) -> None:
         verifier.topological_order(replace(graph, target=np.array([edge], np.int32)), np.zeros(3, np.int32))
 
 
-def rows_of(program: Program, phase: str) -> list[int]:
-    number = program.forward.by_name[phase].number
-    return np.flatnonzero(record.phase_number(program.queues.records) == number).tolist()
-
-
 @pytest.mark.parametrize(
     ("phase", "word", "value", "message"),
     [
@@ -188,7 +183,7 @@ def rows_of(program: Program, phase: str) -> list[int]:
     ],
 )
 def test_the_cpu_backend_refuses_records(program: Program, phase: str, word: int, value: int, message: str) -> None:
-    row = rows_of(program, phase)[0]
+    row = rows_of(program, "queues", phase)[0]
     launch(program)
     with pytest.raises(MegakernelError, match=f"record {row} of the queues {message}"):
         launch(edit(program, "queues", row, word, value))

@@ -17,6 +17,7 @@ from twins import CpuTwins, check_attention_splits, get_rows
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, Buffer, Dtype, StepTable, attention_cost, kv_bytes
+from megakernel.isa.context import cache_bytes
 from megakernel.machine import host
 from megakernel.model import families
 from megakernel.model.quantise import quantise
@@ -27,7 +28,6 @@ from megakernel.runtime.cpu import CpuBackend
 from megakernel.runtime.cpu.processes.backend import ProcessBackend
 from megakernel.runtime.cuda.limits import refusal
 from megakernel.runtime.reference import ReferenceBackend
-from megakernel.runtime.reference.context import cache_bytes
 from megakernel.scheduler import compile_program
 from megakernel.scheduler.verify import verify
 from megakernel.serving.engine.memory import kv_capacity

@@ -170,15 +170,8 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     backend.close()
     with pytest.raises(MegakernelError, match="dtype"):
         ReferenceBackend(checkpoint, program.dims, PAGES, dtype=Dtype.BF16)
-
-
-def test_create() -> None:
-    checkpoint = make_llama(1)[1]
-    dims = make_dims(checkpoint.config)
-    assert runtime.create("reference", checkpoint, dims, PAGES, dtype=Dtype.F32).name == "reference"
-    for name, message in (("cuda", "the cuda backend cannot run"), ("gpu", "unknown backend 'gpu': choose from auto")):
-        with pytest.raises(MegakernelError, match=message):
-            runtime.create(name, checkpoint, dims, PAGES, dtype=Dtype.F32)
+    with pytest.raises(MegakernelError, match="the cuda backend cannot run"):
+        runtime.create("cuda", checkpoint, program.dims, PAGES, dtype=Dtype.F32)
 
 
 # -- sampling
@@ -381,9 +374,3 @@ def test_storage_rounds_to_nearest_even() -> None:
     values = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, -np.inf, np.nan], np.float32)
     expected = torch.tensor(values).bfloat16().float().numpy()
     assert np.array_equal(to_f32(from_f32(values, Dtype.BF16)), expected, equal_nan=True)
-
-
-def test_tiny_checkpoint_ties_and_has_zero_biases() -> None:
-    checkpoint: TinyCheckpoint = make_llama(1, tied=True)[1]
-    embed, head = (checkpoint.load(b, 0, Dtype.F32) for b in (Buffer.EMBED, Buffer.LM_HEAD))
-    assert (embed == head).all() and not checkpoint.load(Buffer.B_QKV, 0, Dtype.F32).any()

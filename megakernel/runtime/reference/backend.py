@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from ...errors import MegakernelError
 from ...isa import BUFFERS, OPERATIONS, Buffer, Dims, Dtype, Forward, Phase, Space, StepTable, record
+from ...isa.context import Context
 from ...model.checkpoint import Checkpoint, Rows, widened
 from ...model.families import weights
 from ...model.shard import shard, shard_rows
 from ...program import Program
 from ..backend import Output
 from ..buffers import allocate, check_program, check_table, write_history
-from .context import ReferenceContext
 from .launch import Counters, Launch
 
 _PER_LAUNCH = tuple(b for b, spec in BUFFERS.items() if spec.space in (Space.ACTIVATION, Space.OUTPUT))
@@ -101,7 +101,7 @@ class ReferenceBackend:
         operands = instruction[record.OPERAND_WORD :][: len(phase.operands)]
         OPERATIONS[phase.operation].execute(self.context(phase, table.rank(rank), layer), *operands.tolist())
 
-    def context(self, phase: Phase, table: StepTable, layer: int) -> ReferenceContext:
+    def context(self, phase: Phase, table: StepTable, layer: int) -> Context:
         """The data that an instruction of `phase` can access on the table's rank."""
         rank = table.dims.rank
 
@@ -113,7 +113,7 @@ class ReferenceBackend:
         def own(buffer: Buffer, ahead: int = 0) -> NDArray[Any]:
             return self.buffer(buffer, min(layer + ahead, self.dims.layers - 1), rank)
 
-        return ReferenceContext(phase, self._ranks[rank], table, own, send)
+        return Context(phase, self._ranks[rank], table, own, send)
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
         for rank in range(self.dims.tp):
