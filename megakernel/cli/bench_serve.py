@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import MegakernelError
+from ..settings import above_zero
 from . import output
-from .bench import host_ceilings
-from .options import AddVerb, above_zero, add_count, add_setting, fetch
-from .workload import add_workload, workload
+from .host import host_ceilings
+from .options import AddVerb, add_count, add_setting, add_workload, fetch, workload
 
 if TYPE_CHECKING:
     from megakernel.serving.bench import Server, Workload

@@ -10,8 +10,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import MegakernelError
+from ..settings import above_zero
 from . import output
-from .options import AddVerb, above_zero, add_count, add_lowering, add_paper_model, add_setting, lowering, paper_model
+from .options import AddVerb, add_count, add_lowering, add_paper_model, add_setting, lowering, paper_model
 
 if TYPE_CHECKING:
     from megakernel.scheduler.tune import Found

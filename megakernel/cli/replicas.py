@@ -14,7 +14,6 @@ from ..errors import MegakernelError
 from . import output
 from .options import fetch
 
-ROUTINGS = ("prefix", "least-loaded")
 _OWN = ("replicas", "ray address", "routing", "host", "port")  # settings that replicas do not get
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..errors import MegakernelError
 from ..settings import SETTINGS
 from . import output
-from .bench import host_machine
+from .host import host_machine
 from .options import AddVerb, add_count
 from .programs import add_machine, add_source, compile_for
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import MegakernelError
 from . import output
-from .bench import host_machine, measured_ceilings
+from .host import host_machine, measured_ceilings
 from .options import AddVerb, add_count, add_model_run, open_llm, prompt_ids
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,6 +92,12 @@ class Part:
         else:
             where = f"queue {self.queue[row] % self.program.rank_queues}"
         return f"{name}{operands} [{self.name}, rank {self.rank[row]}, {where}, position {self.position[row]}]"
+
+
+def each(part: Part, rows: Iterable[np.intp] | Ints, what: str) -> Iterator[str]:
+    """Yield a violation, described by `what`, for each of some rows of a part."""
+    for row in rows:
+        yield f"{part.label(int(row))}: {what}"
 
 
 def extent(buffer: Buffer, dims: Dims) -> tuple[int, int]:

@@ -67,6 +67,7 @@ import numpy as np
 
 from megakernel.program import Program
 from megakernel.program.checks import Checks
+from megakernel.runtime.targets import target_of
 from megakernel.scheduler.verify.data import check_data
 from megakernel.scheduler.verify.order import Events, Unrolled
 
@@ -104,7 +105,7 @@ def verify(program: Program) -> Report:
 def _stages(program: Program) -> Iterator[Iterable[str]]:
     """Yield the violations that each stage finds. Each stage relies on what the earlier stages have proved."""
     checks = Checks(program)
-    yield from checks.stages()
+    yield from checks.stages(lambda parts: target_of(program.dims).violations(parts))
     events = [Events(part) for part in checks.parts]
     found = list(_totals(program, events))
     unrolled = Unrolled(program, events, min(program.dims.layers, _LAYERS))

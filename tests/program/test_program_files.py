@@ -22,7 +22,8 @@ from megakernel.isa import Dtype, record
 from megakernel.model.random_checkpoint import RandomCheckpoint
 from megakernel.program import Program, Segment, checks, file, load_program, program_from_bytes
 from megakernel.program.program import ALIGNMENT, START
-from megakernel.runtime.cpu import CpuBackend, ranks
+from megakernel.runtime.cpu import ranks
+from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.scheduler.simulate import native as simulator
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.simulate.costs import costs_of

@@ -14,9 +14,6 @@ from api_support import Live
 from commands import fails
 from serve_process import SMALL, begin_stream, process, rest, started
 
-from megakernel.cli.serve import _TYPES
-from megakernel.settings import SETTINGS
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
@@ -124,8 +121,14 @@ def test_a_port_in_use_fails_before_the_model_is_read(capsys: pytest.CaptureFixt
         assert f"cannot listen on 127.0.0.1 port {port}: Address already in use: choose" in err
 
 
-def test_every_flag_is_in_the_table_of_settings() -> None:
-    assert all(SETTINGS[name].flag for name in _TYPES)
+def test_a_wrong_variable_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value, message in (
+        ("MEGAKERNEL_API_KEY", " ", "an API key must not be empty"),
+        ("MEGAKERNEL_LOG_LEVEL", "loud", "MEGAKERNEL_LOG_LEVEL=loud: 'loud' is not one of debug, info, warning, error"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert message in fails(capsys, "serve", "--port", "0", "--model", "/nowhere")
 
 
 @pytest.mark.slow

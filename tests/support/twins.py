@@ -18,7 +18,7 @@ from megakernel.isa.context import cache_bytes
 from megakernel.isa.record import Records
 from megakernel.model.quantise import quantise
 from megakernel.program import Program
-from megakernel.runtime.cpu import CpuBackend
+from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.runtime.reference import ReferenceBackend
 
 Array = NDArray[Any]
