@@ -105,9 +105,9 @@ def _bucket(args: argparse.Namespace) -> dict[str, int]:
 
 def load(args: argparse.Namespace) -> Program:
     """Load the program in FILE, or compile one for `--model`."""
-    from ..program import Program
+    from ..program import load_program
 
-    return Program.load(args.file) if args.file else compile_for(args).program
+    return load_program(args.file) if args.file else compile_for(args).program
 
 
 def run_compile(args: argparse.Namespace) -> int:

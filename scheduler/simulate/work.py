@@ -34,8 +34,9 @@ from megakernel.isa import (
 )
 from megakernel.isa import record as rec
 from megakernel.isa.access import Columns
-from megakernel.isa.items import item_work, ragged
 from megakernel.isa.loads import region_reads
+from megakernel.isa.operations.attention import item_work
+from megakernel.isa.ragged import ragged
 from megakernel.isa.record import Records
 from megakernel.program import SEGMENTS, Program
 from megakernel.runtime.cuda.issue import matmul_issue, sample_steps
