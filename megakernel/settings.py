@@ -28,7 +28,6 @@ _TABLE = """
 --kv-cache-dtype | text | auto | type of K and V in memory: auto (the compute type) or q8_0 (8.5 bits per value); a
     GPU supports only auto
 --tp | count | 1 | tensor-parallel ranks: 1, 2, 4 or 8
---ranks | text | threads | how tensor-parallel ranks run on a CPU: threads (of one process) or processes
 --speculate | depth | 0 | maximum tokens per sequence (0 to 63; 0 is off) that prompt lookup proposes and one step
     verifies, where this is faster; the generated tokens do not change
 --o-lowering | text | auto | O projection with several ranks: sharded (by attention head), replicated (on every rank)
@@ -83,8 +82,6 @@ MEGAKERNEL_CACHE | text | ($XDG_CACHE_HOME/megakernel or ~/.cache/megakernel) | 
     results of compile --search and this machine's measured peak rates
 MEGAKERNEL_SIMD | text | (the best this CPU has) | CPU code path: portable, avx2, avx512 or avx512bf16
 MEGAKERNEL_PREFETCH | text | 1 | 0: a waiting CPU worker does not prefetch the weights of its next instruction
-MEGAKERNEL_AUDIT | text | 0 | 1: check that instructions store only what they declare into the memory of other rank
-    processes (slow)
 MEGAKERNEL_CHECK_STEPS | text | 0 | 1: check every step's inputs before its launch (slow)
 HF_HOME | text | (~/.cache/huggingface) | folder of Hugging Face downloads
 HF_TOKEN | text | (none) | Hugging Face token, for gated models

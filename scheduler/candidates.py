@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import KV_BLOCK, TARGETS, Buffer, Dims, Dtype, Units, ceil_div, pages, target_of
+from megakernel.isa import KV_BLOCK, Buffer, Dims, Dtype, Units, ceil_div
 from megakernel.machine import Machine
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.config import ModelConfig
 from megakernel.model.families import Norm, forward
+from megakernel.runtime.cuda.pages import DOT_INPUT_PAGES
+from megakernel.runtime.targets import TARGETS, target_of
 from megakernel.scheduler.cost import balanced_rows, panel_blocks, phase_seconds
 from megakernel.scheduler.lower import lower_segment
 from megakernel.scheduler.options import Options
@@ -54,7 +56,7 @@ def with_tiles(machine: Machine, config: ModelConfig, *, tp: int, units: Units) 
     rows = min(machine.tile_rows, _tile_rows(config, machine, tp, units))
     if rows < 1:
         raise MegakernelError(
-            f"cannot compile matmuls as dot products: a row of this model takes more than {pages.DOT_INPUT_PAGES} "
+            f"cannot compile matmuls as dot products: a row of this model takes more than {DOT_INPUT_PAGES} "
             "pages of shared memory; use --matmul tensor"
         )
     return replace(machine, tile_rows=rows, col_unit=TARGETS[machine.target].col_unit[units] or machine.col_unit)
@@ -183,7 +185,7 @@ class Candidates:
         shape = self._options.shape
         panels = shape.reduce_lag + shape.norm_lag
         ahead = sends and dims.row_blocks >= panels * panel_blocks(dims, self._machine, shape)
-        inside = not sends and pages.norm_fits(min(dims.row_block, dims.tokens), dims.hidden, dims)
+        inside = not sends and target_of(dims).norm_fits(min(dims.row_block, dims.tokens), dims.hidden, dims)
         wanted = self._options.norm
         if wanted == "inside" and not inside:
             raise MegakernelError(

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import TARGETS, Buffer, Dtype, Units
+from megakernel.isa import Buffer, Dtype, Units
 from megakernel.isa import record as rec
 from megakernel.machine import Machine
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
+from megakernel.runtime.targets import TARGETS
 from megakernel.scheduler.candidates import Candidates, program_dims, with_matmul, with_tiles
 from megakernel.scheduler.derive import derive
 from megakernel.scheduler.encode import encode

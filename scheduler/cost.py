@@ -7,10 +7,11 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from megakernel.isa import Column, Dims, Phase, Units, cost, itemsize, link_bytes, tile_work
+from megakernel.isa import Column, Dims, Phase, Units, cost, itemsize, link_bytes
 from megakernel.isa.record import phase_number
 from megakernel.machine import Machine
 from megakernel.program import Program
+from megakernel.runtime.cuda.pages import tile_work
 from megakernel.scheduler.options import Shape
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megakernel.isa import Column, Dims, Operation, Phase, Result, Rows, ceil_div
-from megakernel.isa.pages import output_columns
 from megakernel.isa.record import SIGNALS
 from megakernel.machine import Machine
+from megakernel.runtime.targets import target_of
 from megakernel.scheduler.cost import panel_blocks, seconds
 from megakernel.scheduler.options import Shape
 from megakernel.scheduler.regions import head_groups
@@ -107,7 +107,7 @@ def _runs(phase: Phase, d: Dims, machine: Machine) -> PhaseTasks:
 def _tiles(phase: Phase, d: Dims, machine: Machine, shape: Shape) -> PhaseTasks:
     """Divide each row block into column tiles of nearly equal width that start at multiples of the column unit."""
     rows, cols = _blocks(phase, d, machine), phase.width(d)
-    blocks, unit = len(rows.numbers), max(machine.col_unit, output_columns(phase, d))
+    blocks, unit = len(rows.numbers), max(machine.col_unit, target_of(d).output_columns(phase, d))
     unit = math.lcm(unit, d.head_dim) if phase.whole_heads(d) else unit
     units = ceil_div(cols, unit)
     count = _column_tiles(phase, rows, cols, unit, d, machine, shape) if blocks and cols else 0

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from native_harness import build
+from built_once import library
 
 from megakernel import codegen
 from megakernel.isa import DIM_FIELDS, Dims, Dtype
-from megakernel.isa.launch import STRUCTS, STRUCTURES
 from megakernel.model import KNOWN_SHAPES
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import FAMILIES, Norm, forward
 from megakernel.runtime.cpu.native import CDims
+from megakernel.runtime.cuda.params import STRUCTS, STRUCTURES
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("megakernel", "scheduler", "serving", "csrc")
@@ -88,7 +88,7 @@ def test_derived_sizes_are_the_same_in_both_languages(tmp_path: Path) -> None:
     values += "\n  for (int r = 0; r < d->tokens; ++r) out[i++] = s.owner(r), out[i++] = d->reduce_row(d->rank, r);"
     source = tmp_path / "derived.cpp"
     source.write_text(HARNESS.format(isa=ROOT / "csrc" / "common" / "isa.h", values=values))
-    library = build(str(source), tmp_path)
+    built = library(source)
     rng = np.random.default_rng(3)
     base = weight_dims(KNOWN_SHAPES["smollm2-135m"], Dtype.BF16)
     for _ in range(50):
@@ -100,7 +100,7 @@ def test_derived_sizes_are_the_same_in_both_languages(tmp_path: Path) -> None:
         sizes |= {name: int(rng.integers(0, 2)) for name in ("replicated_o", "replicated_residual")}
         dims = replace(base, **sizes)
         out = np.zeros(2 * (len(names) + dims.tokens), np.int32)
-        library.derived(ctypes.byref(CDims.of(dims)), ctypes.c_void_p(out.ctypes.data))
+        built.derived(ctypes.byref(CDims.of(dims)), ctypes.c_void_p(out.ctypes.data))
         want = [value for name in names for value in [getattr(dims, name)] * 2]
         want += [value for row in range(dims.tokens) for value in (dims.owner(row), dims.reduce_row(dims.rank, row))]
         assert out.tolist() == want
@@ -112,7 +112,7 @@ def test_offsets_of_a_launchs_arguments_are_those_of_the_compiler(tmp_path: Path
     header = ROOT / "csrc" / "cuda" / "params.h"
     source = tmp_path / "offsets.cpp"
     source.write_text(f'#include <stddef.h>\n#include "{header}"\nextern "C" const size_t offsets[] = {{{values}}};\n')
-    found = (ctypes.c_size_t * (2 * len(fields))).in_dll(build(str(source), tmp_path), "offsets")
+    found = (ctypes.c_size_t * (2 * len(fields))).in_dll(library(source), "offsets")
     descriptors = [getattr(STRUCTURES[s], f) for s, f in fields]
     assert list(found) == [value for d in descriptors for value in (d.offset, d.size)]
     assert ctypes.sizeof(STRUCTURES["Params"]) <= 4096  # the maximum size of kernel parameters

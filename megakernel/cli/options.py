@@ -68,7 +68,7 @@ def lowering(args: argparse.Namespace) -> Options:
 
 def add_model_run(parser: argparse.ArgumentParser) -> None:
     """Add all flags that say how to run a model."""
-    for name in ("model", "backend", "dtype", "weights", "kv cache dtype", "tp", "ranks", "threads"):
+    for name in ("model", "backend", "dtype", "weights", "kv cache dtype", "tp", "threads"):
         add_setting(parser, name)
     parser.add_argument("--context", type=positive, help="maximum tokens of a sequence (default: the model's limit)")
 
@@ -93,10 +93,7 @@ def token_ids(text: str) -> list[int]:
 
 def open_llm(args: argparse.Namespace, *, max_seqs: int, step_tokens: int | None = None) -> LLM:
     """Load the model that the flags of `add_model_run` describe. It is downloaded first if necessary."""
-    from ..runtime import join_ranks
-
-    join_ranks(args.tp)
-    names = ("tp", "backend", "dtype", "weights", "kv_cache_dtype", "threads", "ranks")
+    names = ("tp", "backend", "dtype", "weights", "kv_cache_dtype", "threads")
     how = {name: getattr(args, name) for name in names}
     how["speculate"] = getattr(args, "speculate", 0)  # only some verbs have this flag
     step_tokens = step_tokens or SETTINGS["max num batched tokens"].value()

@@ -112,7 +112,7 @@ def _tasks(args: argparse.Namespace, model: PaperModel, machine: Machine, contex
     from megakernel.scheduler.candidates import Candidates, program_dims, with_tiles
     from megakernel.scheduler.lower import lower
 
-    from ..isa import TARGETS
+    from ..runtime.targets import TARGETS
 
     config, dtype, bits = model
     options = Options(o=args.o_lowering, residual=args.residual, norm=args.norm)

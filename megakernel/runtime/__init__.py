@@ -1,7 +1,7 @@
 """Executes programs. The modules of this package build step tables, and each backend has its own subpackage."""
 
 from .backend import Output
-from .registry import BACKENDS, choose_backend, create, join_ranks, rank_machine, registered
+from .registry import BACKENDS, choose_backend, create, rank_machine, registered
 from .sampling import SampleRow
 from .step import Chunk, build_step
 from .step_check import check_step
@@ -15,7 +15,6 @@ __all__ = [
     "check_step",
     "choose_backend",
     "create",
-    "join_ranks",
     "rank_machine",
     "registered",
 ]

@@ -14,10 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import TARGETS, ceil_div
+from megakernel.isa import ceil_div
 from megakernel.machine import Machine
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
+from megakernel.runtime.targets import TARGETS
 from megakernel.scheduler import compile_program, with_matmul
 from megakernel.scheduler.candidates import most_dot_rows
 from megakernel.scheduler.describe import lowering

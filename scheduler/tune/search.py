@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from megakernel.errors import whole_file
-from megakernel.isa import target_of
 from megakernel.isa.dims import Units
 from megakernel.library import load
 from megakernel.machine import Machine
 from megakernel.model.cache import cache_folder
 from megakernel.program import Program
+from megakernel.runtime.targets import target_of
 from megakernel.scheduler.options import Options, Shape
 from megakernel.scheduler.tune.fastest import Fastest
 

@@ -19,7 +19,8 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, StepTable, to_f32
 from megakernel.model import families
 from megakernel.model.families import Norm
-from megakernel.runtime.cpu import CpuBackend, native
+from megakernel.runtime.cpu import native
+from megakernel.runtime.cpu.backend import CpuBackend
 
 B = Buffer
 P = FORWARD.by_name

@@ -15,7 +15,7 @@ from engine_support import CONFIG, EOS, TINY, FakeBackend, Guesses, continuation
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
-from megakernel.runtime.cpu import CpuBackend
+from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.runtime.steps import Steps
 from megakernel.serving.engine.engine import Engine, Token
 from megakernel.serving.engine.pages import ROOT, PagePool, page_hash

@@ -24,7 +24,7 @@ from megakernel.isa import Dtype
 from megakernel.isa.record import WORDS
 from megakernel.model.random_checkpoint import RandomCheckpoint
 from megakernel.program import SEGMENTS, Program, Segment
-from megakernel.runtime.cpu import CpuBackend
+from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.scheduler import Options, compile_program, disassemble
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.verify import verify

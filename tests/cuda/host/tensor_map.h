@@ -2,8 +2,8 @@
 #pragma once
 #include <string.h>
 
-#include "../cuda/plan.h"
-#include "../cuda/tensor_core.h"
+#include "../../../csrc/cuda/plan.h"
+#include "../../../csrc/cuda/tensor_core.h"
 
 namespace mk {
 

@@ -1,7 +1,7 @@
 // Implements the platform interface of csrc/cuda/platform.h on fibres (user-space threads) and checks the
 // rules of the interface. Asynchronous operations complete late, free pages contain NaN, and only fences
 // order the generic and the asynchronous proxy. Stores are visible to all warps at once, so memory ordering
-// between threads is checked with csrc/host/thread_warp.h instead.
+// between threads is checked with tests/cuda/host/thread_warp.h instead.
 #pragma once
 #include <memory>
 #include <set>
@@ -11,7 +11,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "../cuda/watchdog.h"
+#include "../../../csrc/cuda/watchdog.h"
 #include "accumulators.h"
 #include "fibre.h"
 #include "monitor.h"

@@ -1,7 +1,7 @@
 // Code that both host platforms, fibres and threads, share.
 #pragma once
-#include "../cuda/bodies.h"
-#include "../cuda/roles.h"
+#include "../../../csrc/cuda/bodies.h"
+#include "../../../csrc/cuda/roles.h"
 
 namespace mk {
 

@@ -37,13 +37,8 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from .buffers import BUFFERS
-from .dims import Dims, Units, ceil_div
-from .dtypes import Dtype
-from .launch import PAGE_BYTES
-from .operations import Result
-from .phases import Phase
-from .record import Column
+from ...isa import BUFFERS, Column, Dims, Dtype, Phase, Result, Units, ceil_div
+from .params import PAGE_BYTES
 
 ROW_BYTES = 128
 PAGE_ROWS = PAGE_BYTES // ROW_BYTES

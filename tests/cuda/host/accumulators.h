@@ -1,7 +1,7 @@
 // The host's replacement for wgmma. It computes a consumer warp's 16 rows of a tile from pages that have the
 // same layout as on the device.
 #pragma once
-#include "../cuda/tensor_core.h"
+#include "../../../csrc/cuda/tensor_core.h"
 
 namespace mk {
 

@@ -8,7 +8,7 @@
 
 #include <string>
 
-#include "../cuda/block.h"
+#include "../../../csrc/cuda/block.h"
 
 namespace mk {
 

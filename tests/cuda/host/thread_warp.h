@@ -1,14 +1,14 @@
 // Implements the platform interface of csrc/cuda/platform.h on operating system threads, one per warp, with
 // exactly the memory orderings that the interface states. So a race detector finds code that relies on an
-// ordering which it did not request. Bulk copies happen at once, element by element; csrc/host/fibre_warp.h
-// varies their timing.
+// ordering which it did not request. Bulk copies happen at once, element by element;
+// tests/cuda/host/fibre_warp.h varies their timing.
 #pragma once
 #include <sched.h>
 
 #include <atomic>
 #include <chrono>
 
-#include "../cuda/watchdog.h"
+#include "../../../csrc/cuda/watchdog.h"
 #include "accumulators.h"
 #include "tensor_map.h"
 

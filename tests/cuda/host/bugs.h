@@ -2,7 +2,7 @@
 // (../cuda/platform.h) when warps of one role, such as the storer, call it. The code of the roles does not
 // change.
 #pragma once
-#include "../cuda/watchdog.h"
+#include "../../../csrc/cuda/watchdog.h"
 
 namespace mk {
 
