@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _SEQUENCES = 64
 
 
-class Compiled(NamedTuple):
+class Compilation(NamedTuple):
     """A compiled program, the model and machine that it was compiled for, and the result of `--search`, if any."""
 
     program: Program
@@ -88,7 +88,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     add_setting(source, "model", optional=True)
 
 
-def compile_for(args: argparse.Namespace, **sizes: Any) -> Compiled:
+def compile_for(args: argparse.Namespace, **sizes: Any) -> Compilation:
     """Compile the program that the flags of `add_machine` describe. `sizes` are arguments of
     `compile_program`; if there are none, the flags of `_add_bucket` give the sizes.
     """
@@ -106,7 +106,7 @@ def compile_for(args: argparse.Namespace, **sizes: Any) -> Compiled:
     if limit := getattr(args, "search", None):
         found = search(fastest, bucket["tokens"], limit)
     program = fastest.compile(found.options, **bucket) if found else fastest(**bucket)
-    return Compiled(program, config, machine, found)
+    return Compilation(program, config, machine, found)
 
 
 def _bucket(args: argparse.Namespace) -> dict[str, int]:
