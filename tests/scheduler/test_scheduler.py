@@ -20,6 +20,7 @@ from megakernel.cli import main
 from megakernel.errors import MegakernelError
 from megakernel.isa import (
     DRAIN,
+    OPERATIONS,
     Access,
     Buffer,
     Columns,
@@ -29,7 +30,6 @@ from megakernel.isa import (
     Kind,
     Operation,
     Phase,
-    regions,
 )
 from megakernel.isa.record import SIGNAL_WORD, WAIT_WORD, WAITS, phase_number
 from megakernel.model.config import ModelConfig
@@ -190,7 +190,8 @@ def columns_of_act(monkeypatch: pytest.MonkeyPatch) -> None:
         def touched(p: Phase, c: Columns, d: Dims, kind: Kind = kind) -> list[Access]:
             return [Access(Buffer.ACT, kind, c["row"], c["row"] + c["rows"], c["col"], c["col"] + c["cols"])]
 
-        monkeypatch.setitem(regions._REGIONS, phase.operation, touched)
+        changed = replace(OPERATIONS[phase.operation], accesses=touched)
+        monkeypatch.setitem(OPERATIONS, phase.operation, changed)
 
 
 def _column_tasks(phase: Phase, col: list[int], cols: list[int], block: list[int]) -> PhaseTasks:
