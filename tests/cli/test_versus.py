@@ -5,6 +5,7 @@ times.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -232,7 +233,7 @@ def test_a_batched_program_that_prints_nonsense(
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Process]:
-    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
     return lambda: Process("fake", "fake_peer", Task("m", None, "f32", "f32", 2, False, Trial(1, 8, 4)))
 
 
@@ -259,7 +260,7 @@ def test_what_a_process_says_is_checked(process: Callable[[], Process]) -> None:
 def test_latency_against_a_process(
     capsys: pytest.CaptureFixture[str], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
     found = [peers.InstalledPeer("fake", lambda task: Process("fake", "fake_peer", task), gguf=False)]
     monkeypatch.setattr(peers, "find", lambda *_, **__: found)
     figures = run_json(capsys, *LATENCY, "--model", model, "--vs", "torch")
