@@ -15,7 +15,7 @@ import ctypes
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from pathlib import Path
 from types import ModuleType
@@ -38,13 +38,12 @@ from .isa import (
     Space,
     Units,
     dims,
-    launch,
-    pages,
     phases,
     record,
-    targets,
 )
 from .isa.phases import NO_BUFFER
+from .runtime.cpu import target as cpu
+from .runtime.cuda import pages, params
 
 _C_TYPES = {"u8": "uint64_t", "u4": "uint32_t", "u2": "uint16_t", "u1": "uint8_t"}
 
@@ -54,25 +53,29 @@ _C_TYPES = {"u8": "uint64_t", "u4": "uint32_t", "u2": "uint16_t", "u1": "uint8_t
 _WORDS = "words operand_word wait_word waits signal_word signals counter_mask rank_shift rank_mask all_ranks owner"
 _COMMON = (
     *((record, _WORDS), (dims, "shard_unit kv_unit kv_scale"), (phases, "max_phases"), (record, "next indexed")),
-    (targets, "most_head_dim"),
+    (cpu, "most_head_dim"),
     (trace, "trace_prologue=prologue trace_epilogue=epilogue"),
 )
 _CUDA = (
-    (launch, "threads pages page_bytes slots claim_slots"),
+    (params, "threads pages page_bytes slots claim_slots"),
     (
         pages,
         "tile_rows=page_rows tile_inner=k_step box_rows chunk piece=dot_piece pieces piece_inner dot_input_pages",
     ),
     (pages, "ahead_pages norm_bytes maps"),
     (pages, "consumer_warps=units query_tile"),
-    (launch, "shared_bytes map_bytes clock_stamps prologue body epilogue queues"),
+    (params, "shared_bytes map_bytes clock_stamps prologue body epilogue queues"),
 )
 
 
 def _constants(groups: tuple[tuple[ModuleType, str], ...]) -> list[str]:
-    named = [(module, *name.partition("=")) for module, names in groups for name in names.split()]
-    values = {_camel(name): getattr(module, (own or name).upper()) for module, name, _, own in named}
-    return [f"constexpr int32_t k{name} = {value};" for name, value in values.items()]
+    lines = []
+    for module, names in groups:
+        for name in names.split():
+            cpp, _, python = name.partition("=")
+            value = getattr(module, (python or cpp).upper())
+            lines.append(f"constexpr int32_t k{_camel(cpp)} = {value};")
+    return lines
 
 
 # Methods of Dims that are translated from Python to C++. The sizes in _DERIVED are computed once per program.
@@ -86,28 +89,32 @@ _FUNCTIONS = ("query_head", "query_head_end", "owner", "reduce_place", "reduce_r
 _HELPERS = ("ceil_div", "shard_units", "share", "start")
 
 
+_SIGNS: dict[type[ast.operator | ast.cmpop], str] = {
+    **{ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "/", ast.Mod: "%"},
+    **{ast.Lt: "<", ast.Gt: ">"},
+}
+
+
 def _c(node: ast.expr) -> str:
-    """Translate a Python expression over non-negative integers to C++."""
+    """Translate a Python expression over non-negative integers to C++. Each case shows a Python example."""
     match node:
-        case ast.BinOp(left, op, right):
-            signs = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "/", ast.Mod: "%"}
-            return f"({_c(left)} {signs[type(op)]} {_c(right)})"
+        case ast.BinOp(left, op, right) | ast.Compare(left, [op], [right]):  # a + b, a < b
+            return f"({_c(left)} {_SIGNS[type(op)]} {_c(right)})"
         case ast.UnaryOp(ast.USub(), ast.BinOp(ast.UnaryOp(ast.USub(), a), ast.FloorDiv(), b)):
+            # -(-a // b) rounds up, because Python's // rounds down. C++ rounds towards zero.
             return f"(({_c(a)} + {_c(b)} - 1) / {_c(b)})"
-        case ast.Compare(left, [op], [right]):
-            return f"({_c(left)} {({ast.Lt: '<', ast.Gt: '>'})[type(op)]} {_c(right)})"
-        case ast.IfExp(test, yes, no):
+        case ast.IfExp(test, yes, no):  # yes if test else no
             return f"({_c(test)} ? {_c(yes)} : {_c(no)})"
-        case ast.Call(ast.Name(name), arguments):
+        case ast.Call(ast.Name(name), arguments):  # min(a, b), ceil_div(a, b)
             names = {"min": "lower_of", "max": "higher_of"}
             return f"{names.get(name, name)}({', '.join(map(_c, arguments))})"
-        case ast.Attribute(ast.Name("self"), name):
+        case ast.Attribute(ast.Name("self"), name):  # self.tokens, a field; self.q_cols, a property
             return name if name in dict(DIM_FIELDS) else f"{name}()"
-        case ast.Call(ast.Attribute(ast.Name("self"), name), arguments):
+        case ast.Call(ast.Attribute(ast.Name("self"), name), arguments):  # self.owner(row)
             return f"{name}({', '.join(map(_c, arguments))})"
-        case ast.Name(name):
+        case ast.Name(name):  # SHARD_UNIT, a constant; row, a parameter
             return f"k{_camel(name.lower())}" if name.isupper() else name
-        case ast.Constant(int(value)):
+        case ast.Constant(int(value)):  # 2
             return str(value)
     raise AssertionError(f"cannot translate {ast.unparse(node)} to C++")
 
@@ -173,9 +180,9 @@ def _helpers() -> list[str]:
     return out
 
 
-def _enum(name: str, values: type[IntEnum], kind: str = "int32_t") -> str:
+def _enum(name: str, values: Iterable[IntEnum]) -> str:
     members = ", ".join(f"k{_camel(v.name)} = {v.value}" for v in values)
-    return f"enum class {name} : {kind} {{ {members} }};"
+    return f"enum class {name} : int32_t {{ {members} }};"
 
 
 def _camel(name: str) -> str:
@@ -184,7 +191,7 @@ def _camel(name: str) -> str:
 
 def header() -> str:
     """Return the text of csrc/common/isa.h."""
-    layouts = {spec.layout: spec.operands for spec in OPERATIONS.values()}
+    layouts = {operation.layout.name: operation.layout.operands for operation in Operation}
     out = [
         "// Generated by `python -m megakernel.codegen` from megakernel/isa and megakernel/trace. Do not edit.",
         "#pragma once",
@@ -211,6 +218,8 @@ def header() -> str:
         "",
         _enum("Operation", Operation),
         f"constexpr int32_t kOperations = {max(Operation) + 1};",
+        "// The operations whose operands pass through shared-memory pages of the CUDA interpreter.",
+        _enum("PagedOperation", (operation for operation, spec in OPERATIONS.items() if spec.paged)),
         _enum("Rows", Rows),
         _enum("Result", Result),
         _enum("Units", Units),
@@ -264,11 +273,11 @@ def header() -> str:
     return "\n".join(out)
 
 
-def params() -> str:
+def launch_header() -> str:
     """Return the text of csrc/cuda/params.h."""
-    warps = [f"k{role.split()[0].title()}Warp" for role in launch.SERVICE_WARPS]
+    warps = [f"k{role.split()[0].title()}Warp" for role in params.SERVICE_WARPS]
     out = [
-        "// Generated by `python -m megakernel.codegen` from megakernel/isa/{launch,pages}.py. Do not edit.",
+        "// Generated by `python -m megakernel.codegen` from megakernel/runtime/cuda/{params,pages}.py. Do not edit.",
         "#pragma once",
         '#include "../common/isa.h"',
         "",
@@ -280,15 +289,15 @@ def params() -> str:
         f"enum : int32_t {{ {', '.join(warps)}, kConsumerWarp }};",
         "",
         "// The work that a benchmark build of the kernel omits: nothing, the loads of pages, or the computation.",
-        f"enum class Ablation : int32_t {{ {', '.join(f'k{a.name.title()}' for a in launch.Ablation)} }};",
+        f"enum class Ablation : int32_t {{ {', '.join(f'k{a.name.title()}' for a in params.Ablation)} }};",
         "",
         "// The kind of counter or barrier that a warp waits for. block.h explains the barriers.",
-        f"enum class Awaited : int32_t {{ {', '.join(f'k{name.title()}' for name in launch.AWAITED)} }};",
+        f"enum class Awaited : int32_t {{ {', '.join(f'k{name.title()}' for name in params.AWAITED)} }};",
         "",
         "struct TensorMap;",
         "",
     ]
-    for name, (what, fields) in launch.STRUCTS.items():
+    for name, (what, fields) in params.STRUCTS.items():
         out += [f"// {what}", f"struct {name} {{"]
         out += [f"  {field.c}{'  // ' + field.what if field.what else ''}" for field in fields]
         if name == "Params":
@@ -302,7 +311,7 @@ def params() -> str:
             ]
         out += [
             "};",
-            f"static_assert(sizeof({name}) == {ctypes.sizeof(launch.STRUCTURES[name])},"
+            f"static_assert(sizeof({name}) == {ctypes.sizeof(params.STRUCTURES[name])},"
             f' "size differs from the {name} that Python passes");',
             "",
         ]
@@ -318,10 +327,10 @@ def _columns(titles: str) -> list[str]:
 def _pages_reference() -> list[str]:
     p = pages
     out = [
-        f"The CUDA interpreter divides shared memory into a ring of {launch.PAGES} pages of {launch.PAGE_BYTES} bytes"
+        f"The CUDA interpreter divides shared memory into a ring of {params.PAGES} pages of {params.PAGE_BYTES} bytes"
         f" ({p.PAGE_ROWS} rows of {p.ROW_BYTES} bytes).",
-        "An instruction takes consecutive pages. `megakernel/isa/pages.py` computes their order and number; `verify`"
-        " proves that no instruction holds more pages at once than the ring has.",
+        "An instruction takes consecutive pages. `megakernel/runtime/cuda/pages.py` computes their order and number;"
+        " `verify` proves that no instruction holds more pages at once than the ring has.",
         "",
         *_columns("pages of | filled by | released by"),
         *(f"| {s.name.lower()} | {s.value[0]} | {s.value[1]} |" for s in pages.Stream),
@@ -336,7 +345,7 @@ def _pages_reference() -> list[str]:
         f"On tensor cores, the tile takes K / {p.K_STEP} · M · (cols / {p.PAGE_ROWS}) weight pages, K / {p.K_STEP} ·"
         f" (M · cols / {p.CHUNK}) input pages, and output pages that depend on the result: {output}, otherwise none."
     )
-    laps = f"W / ({launch.PAGES} − X, rounded down to an even number)"
+    laps = f"W / ({params.PAGES} − X, rounded down to an even number)"
     out += [
         "",
         f"Computed as dot products on CUDA cores, the tile takes W = 2 · (K / {p.DOT_PIECE}) ·"
@@ -370,13 +379,11 @@ def reference() -> str:
         *_columns("number | operation | family | operands | meaning"),
     ]
     for operation, spec in OPERATIONS.items():
-        operands = ", ".join(spec.operands) or "—"
+        operands, family = ", ".join(operation.layout.operands) or "—", operation.family.name.lower()
         meaning = spec.meaning.replace("|", "\\|")
-        out.append(
-            f"| {operation.value} | {operation.name.lower()} | {spec.family.name.lower()} | {operands} | {meaning} |"
-        )
+        out.append(f"| {operation.value} | {operation.name.lower()} | {family} | {operands} | {meaning} |")
     out += ["", "## Results of a matmul", "", *_columns("result | meaning; t = product + bias")]
-    out += [f"| `{result.name}` | {meaning} |" for result, meaning in RESULTS.items()]
+    out += [f"| `{result.name}` | {RESULTS[result].meaning} |" for result in Result if result is not Result.NONE]
     out += ["", "## Pages", "", *_pages_reference()]
     out += ["", "## Buffers", "", *_columns("name | space | type | per layer | contents")]
     for b, buffer in BUFFERS.items():
@@ -396,7 +403,7 @@ def main(arguments: list[str], root: Path) -> int:
     stale = []
     files = {
         "csrc/common/isa.h": header(),
-        "csrc/cuda/params.h": params(),
+        "csrc/cuda/params.h": launch_header(),
         "docs/instructions.md": reference(),
         "docs/settings.md": settings.reference(),
     }

@@ -55,8 +55,8 @@ from record import made, options, put, text
 from megakernel.cli import doctor_gpu
 from megakernel.errors import MegakernelError
 from megakernel.isa import Units
-from megakernel.isa.launch import Ablation
 from megakernel.runtime import Chunk, SampleRow, build_step
+from megakernel.runtime.cuda.params import Ablation
 
 Json = dict[str, Any]
 MODELS = {"1b": "random:llama-3.2-1b", "8b": "random:llama-3.1-8b"}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from . import bench, output
 from .generate import as_json, show_token
+from .host import measured_ceilings
 from .options import AddVerb, add_model_run, open_llm, prompt_ids
 
 _PROMPT = "What is the capital of France?"
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         result = llm.generate([ids], params, on_token=None if args.json else show_token)[0]
         if not args.json:
             sys.stdout.write("\n\n")
-        ceilings = bench.measured_ceilings(llm)
+        ceilings = measured_ceilings(llm)
         measured = prompt_ids(llm, min(_PROMPT_TOKENS, llm.engine.dims.max_context // 2))
         figures = bench.latency(llm, measured, _TOKENS, _RUNS, ceilings)
         with output.busy("tracing a step"):
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         overlap = asdict(summary) if trace is not None else {}
         output.emit(as_json(result) | figures | overlap | {"timeline": str(page) if trace is not None else None})
         return 0
-    bench.show(figures)
+    bench.show_latency(figures)
     if trace is not None:
         output.stdout.print()
         render(summary, resolved, output.stdout)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import cost, loads
+from ..isa import cost
 from ..isa.link import link_bytes_each
 from ..machine import Machine
-from ..program.issue import issued
+from ..runtime.cuda.issue import issued
+from ..runtime.targets import target_of
 from ..trace import IntervalKind
 from .resolve import Resolved, by_phase
 
@@ -129,7 +130,7 @@ def _declared(resolved: Resolved) -> tuple[Amounts, Amounts]:
     for phase, dims, rows, columns in by_phase(resolved.program):
         if not phase.control:
             done = cost(phase, columns, dims)
-            loaded = loads(phase, columns, dims).all
+            loaded = target_of(dims).loads(phase, columns, dims).all
             work[rows] = np.stack([done.matrix_flops, done.vector_flops, done.memory_bytes, loaded], axis=1)
             # In a hand-made program, each rank may run a model of its own and send nothing to the others.
             if dims.tp == ranks:

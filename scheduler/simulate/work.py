@@ -29,22 +29,28 @@ from megakernel.isa import (
     StepTable,
     Units,
     accesses,
-    attention_pages,
     cost,
     itemsize,
-    loads,
-    matmul_pages,
-    tile_work,
 )
 from megakernel.isa import record as rec
 from megakernel.isa.access import Columns
-from megakernel.isa.items import item_work, ragged
-from megakernel.isa.launch import PAGE_BYTES
 from megakernel.isa.loads import region_reads
-from megakernel.isa.pages import ahead_columns, chunk_output_pages, computed_rows, dot_input_pages
+from megakernel.isa.operations.attention import item_work
+from megakernel.isa.ragged import ragged
 from megakernel.isa.record import Records
 from megakernel.program import SEGMENTS, Program
-from megakernel.program.issue import matmul_issue, sample_steps
+from megakernel.runtime.cuda.issue import matmul_issue, sample_steps
+from megakernel.runtime.cuda.pages import (
+    ahead_columns,
+    attention_pages,
+    chunk_output_pages,
+    computed_rows,
+    dot_input_pages,
+    matmul_pages,
+    tile_work,
+)
+from megakernel.runtime.cuda.params import PAGE_BYTES
+from megakernel.runtime.targets import target_of
 from megakernel.scheduler.simulate.costs import Costs
 from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Floats, Int32s, Work
 
@@ -216,7 +222,7 @@ def _plain(tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Int
     """
     columns = phase.columns(records)
     rows = columns["rows"].astype(np.float64)
-    work, loaded = cost(phase, columns, dims), loads(phase, columns, dims)
+    work, loaded = cost(phase, columns, dims), target_of(dims).loads(phase, columns, dims)
     weights, read = loaded.weights, loaded.read
     if phase.is_matmul:
         weight_key = keys.weight(phase, columns["col"])

@@ -26,12 +26,13 @@ from runner import Piece, Runner
 from simulated import step_of
 
 from megakernel import machine as machines
-from megakernel.isa import MAX_PHASES, Operation, cost, loads
+from megakernel.isa import MAX_PHASES, Operation, cost
 from megakernel.isa.link import link_bytes_each
 from megakernel.isa.record import counter_word as word
 from megakernel.model import ModelConfig
 from megakernel.program import Program
-from megakernel.program.issue import issued
+from megakernel.runtime.cuda.issue import issued
+from megakernel.runtime.targets import target_of
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.simulate.costs import costs_of
 from megakernel.timeline import page as page_of
@@ -477,7 +478,7 @@ def test_resources(case: Case) -> None:
             for n, row in enumerate(rows.tolist()):
                 each = [work.matrix_flops[n], work.vector_flops[n], work.memory_bytes[n]]
                 to = sent[n].tolist() if sent is not None else []
-                declared[segment, row] = [*each, loads(phase, columns, dims).all[n], *to]
+                declared[segment, row] = [*each, target_of(dims).loads(phase, columns, dims).all[n], *to]
     for row in ran.values():
         words = program.numbered(segment_of(row))[0][row.number]
         phase = program.forward.by_number[phase_number(program, row)]
