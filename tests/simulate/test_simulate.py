@@ -15,7 +15,7 @@ import pytest
 import small_programs
 from handmade import handmade, small_dims
 from handmade import llama as hand_llama
-from simulated import FREE, Node, Task, by_node, ended, hand_run, hand_work, held_up, step_of, unmet_waits
+from simulated import FREE, Node, Task, by_node, ended, hand_run, hand_work, held_up, ordered, step_of, unmet_waits
 
 from megakernel import machine as machines
 from megakernel.cli import main
@@ -303,11 +303,12 @@ def wide() -> list[tuple[str, Program]]:
 def test_no_consumer_begins_before_its_producers_have_stored(programs: Callable[[], Any]) -> None:
     for name, program in programs():
         table = step_of(program)
+        tasks = ordered(program, table)
         assert (table.item_split >= 0).sum() > 1 or programs is not split
         for costs in (costs_everywhere(), costs_of(machine_of(program))):
             done = simulate(program, machine_of(program), table, costs=costs, trace=True)
             assert done.trace is not None
-            assert unmet_waits(program, table, done.trace) == [], name
+            assert unmet_waits(program, tasks, done.trace) == [], name
 
 
 def test_a_matmul_that_normalises_its_rows_reads_them_in_float32_and_takes_longer() -> None:
@@ -359,7 +360,7 @@ def test_the_delay_of_one_instruction_moves_only_what_comes_after_it() -> None:
     for number, layer in ((0, 0), (11, 1), (len(program.body.records) - 1, 0)):
         stalled = simulate(program, machine, table, costs=costs, trace=True, stall=Stall(1, number, layer, 5e-3))
         assert stalled.trace is not None
-        assert unmet_waits(program, table, stalled.trace) == []
+        assert unmet_waits(program, ordered(program, table), stalled.trace) == []
         moved = moved_instructions(base.trace.intervals, stalled.trace.intervals)
         assert (layer, number) in moved
         assert moved <= held_up(program, table, (layer, number), certain=False) | {(layer, number)}
@@ -469,9 +470,13 @@ def test_it_says_of_a_step_what_the_timeline_says(tmp_path: Path, capsys: pytest
     """The figures that `simulate --json` prints equal those in the timeline page that it writes, and those that the
     command `timeline` prints for the saved program and trace. A Perfetto file is written too.
     """
-    stem = tmp_path / "step"
+    stem = tmp_path / "saved"
     written = ["--save", str(stem), "-o", str(tmp_path / "t.html"), "--perfetto", str(tmp_path / "t.pftrace")]
-    assert main([*ARGUMENTS, "--tokens", "3", *written, "--json"]) == 0
+    config, sizes = replace(load_config("random:llama-3.2-1b"), layers=2), {"tokens": 3, "logit_rows": 3, "max_seqs": 3}
+    program = compile_program(config, machines.load("h100"), dtype=Dtype.BF16, **sizes, max_context=128)
+    program.save(tmp_path / "short.program")
+    step = ["simulate", str(tmp_path / "short.program"), "--machine", "h100"]
+    assert main([*step, *written, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["timeline"]
     assert main(["timeline", f"{stem}.program", f"{stem}.trace", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == found
@@ -479,7 +484,7 @@ def test_it_says_of_a_step_what_the_timeline_says(tmp_path: Path, capsys: pytest
     meta = json.loads(page.split('<script id="meta" type="application/json">')[1].split("</script>")[0])
     assert meta["sources"][0]["summary"] == found
     assert (tmp_path / "t.pftrace").stat().st_size > 0
-    assert main([*ARGUMENTS, "--tokens", "3"]) == 0
+    assert main(step) == 0
     shown = capsys.readouterr().out
     assert (
         f"{found['busy']:.1%}" in shown

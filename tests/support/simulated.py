@@ -232,8 +232,8 @@ def step_of(program: Program) -> StepTable:
     return build_step(d, [Chunk(i, start, [0] * rows[i], pages, sample[i]) for i in range(n)])
 
 
-def unmet_waits(program: Program, table: StepTable, trace: Trace) -> list[str]:
-    """Return descriptions of all errors in a simulated trace.
+def unmet_waits(program: Program, tasks: list[Ordered], trace: Trace) -> list[str]:
+    """Return descriptions of all errors in a simulated trace. `tasks` is the result of `ordered`.
 
     An error is a record that runs the wrong number of tasks or begins to compute before the results for which it waits
     are stored, or a counter whose additions do not sum to its total. The check uses no code of the simulator.
@@ -243,15 +243,15 @@ def unmet_waits(program: Program, table: StepTable, trace: Trace) -> list[str]:
     arrived = np.zeros(program.total_counters * program.ranks, np.int64)
     latest: dict[int, int] = defaultdict(int)
     waits: list[tuple[int, int, str]] = []
-    for key, group in groupby(ordered(program, table), key=lambda task: task.key):
-        tasks = list(group)
+    for key, group in groupby(tasks, key=lambda task: task.key):
+        own = list(group)
         # A record computes and stores its items in order. A record that stores nothing ends when it has computed.
         mine = ran.get(key, rows[:0])
         computed, stored = (mine[mine["kind"] == kind] for kind in (IntervalKind.COMPUTE, IntervalKind.STORE))
         begins, ends = computed["begin"].tolist(), (stored if len(stored) else computed)["end"].tolist()
-        if len(begins) != len(tasks) or len(ends) != len(tasks):
-            return [f"record {key[1]} of layer {key[0]} ran {len(begins)} of {len(tasks)} tasks"]
-        for task, begins_at, ends_at in zip(tasks, begins, ends, strict=True):
+        if len(begins) != len(own) or len(ends) != len(own):
+            return [f"record {key[1]} of layer {key[0]} ran {len(begins)} of {len(own)} tasks"]
+        for task, begins_at, ends_at in zip(own, begins, ends, strict=True):
             waits += [(counter, begins_at, f"layer {key[0]} record {key[1]}") for counter in task.waits]
             for counter, count in task.adds:
                 arrived[counter] += count
