@@ -179,7 +179,7 @@ def expected_shapes(config: ModelConfig, naming: Naming) -> dict[str, tuple[int,
 def _expected_buffers(config: ModelConfig) -> list[Buffer]:
     """The buffers that a file must have."""
     without = {Buffer.INV_FREQ} | ({Buffer.LM_HEAD} if config.tied else set())
-    return [b for b in weights(config, weight_dims(config, Dtype.F32)) if b not in without]
+    return [b for b in weights(config) if b not in without]
 
 
 def _check(config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
@@ -187,7 +187,7 @@ def _check(config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
     there are no others.
     """
     expected = expected_shapes(config, naming)
-    biases = [p.bias for p in forward(config, weight_dims(config, Dtype.F32)) if p.bias is not None]
+    biases = [p.bias for p in forward(config) if p.bias is not None]
     optional = {
         name
         for buffer in (biases if naming.biases_optional else ())

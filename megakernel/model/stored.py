@@ -49,7 +49,7 @@ def storage_of(checkpoint: Checkpoint | None, config: ModelConfig, name: str) ->
 
 
 def bits_of(config: ModelConfig, storage: Mapping[Buffer, Storage]) -> dict[Buffer, float]:
-    """The mean bits per weight of each buffer in `storage`, in the form that `families.forward` takes."""
+    """The mean bits per weight of each buffer in `storage`, in the form that `compile_program` takes."""
     split = weight_dims(config, Dtype.F32)
     return {buffer: stored.bits(column_share(buffer, split).whole) for buffer, stored in storage.items()}
 
@@ -63,7 +63,7 @@ def _weight_type(name: str) -> Dtype:
 def _all_in(config: ModelConfig, kind: Dtype) -> dict[Buffer, Storage]:
     """The `storage` of a checkpoint that stores all matrices of a model in one type."""
     split = weight_dims(config, Dtype.F32)
-    rows = {b: sum(share.whole for share in row_shares(b, split)) for b in weights(config, split) if BUFFERS[b].matrix}
+    rows = {b: sum(share.whole for share in row_shares(b, split)) for b in weights(config) if BUFFERS[b].matrix}
     return {b: Storage(((Part(kind, n),),) * (config.layers if BUFFERS[b].layered else 1)) for b, n in rows.items()}
 
 

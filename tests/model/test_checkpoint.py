@@ -31,7 +31,7 @@ def test_parts_are_shaped_as_declared_and_make_the_whole(name: str, tp: int, rep
     whole = make(name)
     one = weight_dims(whole.config, Dtype.F32)
     ranks = [replace(one, tp=tp, rank=rank, replicated_o=replicated_o) for rank in range(tp)]
-    for buffer in weights(whole.config, one):
+    for buffer in weights(whole.config):
         want, *parts = (array_of(whole, buffer, 1, d).reshape(BUFFERS[buffer].shape(d, 0)) for d in (one, *ranks))
         if buffer in (Buffer.W_QKV, Buffer.B_QKV):
             heads, whole_heads = _by_head(parts, ranks), _by_head([want], [one])

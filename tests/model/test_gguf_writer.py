@@ -24,7 +24,7 @@ from megakernel.model.stored import stored_as
 
 
 def same(a: Checkpoint, b: Checkpoint, dtype: Dtype) -> None:
-    for buffer in weights(a.config, weight_dims(a.config, dtype)):
+    for buffer in weights(a.config):
         for layer in range(a.config.layers if BUFFERS[buffer].layered else 1):
             close = np.testing.assert_allclose if buffer is Buffer.INV_FREQ else np.testing.assert_array_equal
             more: dict[str, Any] = {"rtol": 1e-6} if buffer is Buffer.INV_FREQ else {}

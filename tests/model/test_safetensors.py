@@ -21,7 +21,6 @@ from weights import loaded
 from megakernel.errors import MegakernelError
 from megakernel.isa import Buffer, Dtype, from_f32
 from megakernel.model import Checkpoint, open_checkpoint
-from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import weights
 from megakernel.model.file_checkpoint import tensors_of
 from megakernel.model.safetensors_checkpoint import SafetensorsFiles, safetensors_naming
@@ -97,7 +96,7 @@ def test_tied_embedding_and_absent_biases(tmp_path: Path) -> None:
     assert checkpoint.config.tied
     head, embed = (loaded(checkpoint, b) for b in (Buffer.LM_HEAD, Buffer.EMBED))
     np.testing.assert_array_equal(head, embed)
-    held = weights(checkpoint.config, weight_dims(checkpoint.config, Dtype.F32))
+    held = weights(checkpoint.config)
     assert Buffer.LM_HEAD in held and not any(buffer.name.startswith("B_") for buffer in held)
     table = torch.from_numpy(embed)
     rewrite(tmp_path, lm_head__weight=table.clone())  # a copy of the embeddings is redundant but allowed

@@ -288,7 +288,7 @@ def _weights(name: str) -> Iterator[Stage]:
 def _read_all(checkpoint: Checkpoint) -> None:
     config = checkpoint.config
     split = weight_dims(config, Dtype.F32)
-    for buffer in weights(config, split):
+    for buffer in weights(config):
         for layer in range(config.layers if BUFFERS[buffer].layered else 1):
             if not (buffer is Buffer.LM_HEAD and config.tied):
                 rows_of(checkpoint, buffer, layer, split)
