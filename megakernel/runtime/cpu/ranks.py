@@ -22,7 +22,7 @@ from ...isa.record import Records
 from ...machine import cpu_count
 from ...model import families
 from ...model.checkpoint import Checkpoint, Rows, array_of, converted, rows_of
-from ...program import SEGMENTS, Program
+from ...program import SEGMENTS, Program, check_arrays
 from ...settings import SETTINGS
 from ...trace import DTYPE, Intervals
 from . import native
@@ -206,7 +206,7 @@ class CpuRanks:
 
     def load(self, program: Program) -> int:
         """Copy a program into the library and return its handle."""
-        program.check_arrays()
+        check_arrays(program)
         self._check_weights(program.forward)
         lists = [getattr(program, name) for name in SEGMENTS] + [program.queues]
         # These arrays must exist until mk_load_program returns, because it copies them.

@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MegakernelError
-from ...isa import BUFFERS, Buffer, Dims, Dtype, Forward, Phase, Space, StepTable, record
+from ...isa import BUFFERS, OPERATIONS, Buffer, Dims, Dtype, Forward, Phase, Space, StepTable, record
+from ...isa.context import Context
 from ...model.checkpoint import Checkpoint, array_of
 from ...model.families import weights
 from ...program import Program
 from ..backend import Output
 from ..buffers import allocate, check_program, check_table, write_history
-from .instructions import EXECUTE, Context
 from .launch import Counters, Launch
 
 _PER_LAUNCH = tuple(b for b, spec in BUFFERS.items() if spec.space in (Space.ACTIVATION, Space.OUTPUT))
@@ -101,7 +101,7 @@ class ReferenceBackend:
         """Run one record on a rank's buffers, without waits and signals. For attention, run all items of its slot."""
         phase = forward.by_number[int(record.phase_number(instruction))]
         operands = instruction[record.OPERAND_WORD :][: len(phase.operands)]
-        EXECUTE[phase.operation](self.context(phase, table.rank(rank), layer), *(int(word) for word in operands))
+        OPERATIONS[phase.operation].execute(self.context(phase, table.rank(rank), layer), *operands.tolist())
 
     def context(self, phase: Phase, table: StepTable, layer: int) -> Context:
         """The data that an instruction of `phase` can access on the table's rank."""
