@@ -207,7 +207,8 @@ class _Pieces:
     @property
     def partly(self) -> NDArray[np.bool_]:
         """Whether the item has only a part of a part. Otherwise it has one or more whole parts of its tile."""
-        return self.length % self.line.grains[self.tile] != 0
+        partly: NDArray[np.bool_] = self.length % self.line.grains[self.tile] != 0
+        return partly
 
 
 def _ends(dims: Dims, line: _Line, cut: _Cut) -> _Ends:

@@ -15,6 +15,7 @@ from engine_support import CONFIG, EOS, TINY, Letters, fake_engine, output_ids
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.model.families import forward
+from megakernel.scheduler import passes
 from megakernel.serving.engine.engine import Engine, top_logprobs
 from megakernel.serving.engine.memory import kv_capacity, weight_bytes
 from megakernel.serving.engine.programs import bucket
@@ -328,7 +329,7 @@ def test_weight_bytes_counts_every_weight_once() -> None:
     biased = replace(CONFIG, qkv_bias=True, o_bias=True, mlp_bias=True)
     biases = 4 * (32 + 16 + 2 * 24 + 16)
     for config, tied, more in ((CONFIG, True, 0), (CONFIG, False, 4 * embed), (biased, True, biases)):
-        assert weight_bytes(forward(config, engine.dims), engine.dims, tied=tied) == expected + more
+        assert weight_bytes(passes.apply(forward(config), engine.dims), engine.dims, tied=tied) == expected + more
 
 
 # -- text generation with random weights
