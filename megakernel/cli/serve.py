@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     from megakernel.serving.server.frontend import Start, allow_connections, listen, url
     from megakernel.serving.server.frontends import Frontends
     from megakernel.serving.server.host import EngineHost
-    from megakernel.serving.server.limits import Access, Limits, local_names
+    from megakernel.serving.server.limits import AccessRules, Limits, local_names
 
     given = {n: SETTINGS[n].value() if (value := getattr(args, n)) is None else value for n in _SETTINGS}
     if given["replicas"]:
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     with sock, load(given["model"], **how, step_tokens=given["max num batched tokens"]) as llm:
         limits = Limits(*(given[name] for name in _LIMITS))
         hosts = given["allowed hosts"]
-        access = Access(
+        access = AccessRules(
             keys=tuple(given["api key"] or ()),
             open_metrics=given["open metrics"],
             hosts=local_names(given["host"], sock.getsockname()[0]) if hosts is None else _names(hosts),

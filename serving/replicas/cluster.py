@@ -26,8 +26,8 @@ from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 
 from megakernel.errors import MegakernelError
-from megakernel.serving.replicas.placement import Node, Plan
-from megakernel.serving.replicas.routing import Seen, choose, prefix_of
+from megakernel.serving.replicas.placement import ClusterNode, Plan
+from megakernel.serving.replicas.routing import SeenPrefixes, choose, prefix_of
 from megakernel.serving.replicas.server_process import Headers, ServerProcess
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.http import event
@@ -68,7 +68,7 @@ class PrefixRouter(RequestRouter):
     def initialize_state(self, slack: int) -> None:
         self._slack = slack
         self._at: dict[str, ReplicaID] = {}  # the replica to which each unfinished request is or was sent
-        self._seen: dict[ReplicaID, Seen] = {}
+        self._seen: dict[ReplicaID, SeenPrefixes] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -92,7 +92,7 @@ class PrefixRouter(RequestRouter):
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         self._at[pending_request.metadata.internal_request_id] = replica_id
-        self._seen.setdefault(replica_id, Seen()).add(pending_request.kwargs["prefix"])
+        self._seen.setdefault(replica_id, SeenPrefixes()).add(pending_request.kwargs["prefix"])
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         self._at.pop(internal_request_id, None)
@@ -162,7 +162,7 @@ async def relay(parts: Any, scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-def join(address: str | None, cpus: int) -> list[Node]:
+def join(address: str | None, cpus: int) -> list[ClusterNode]:
     """Join the cluster at `address`, and return the nodes of the cluster.
 
     If `address` is None, a new cluster with `cpus` CPUs of this machine is started, which ends with `leave`.
@@ -185,7 +185,7 @@ def join(address: str | None, cpus: int) -> list[Node]:
             why = f"{str(e).splitlines()[0]}; if it asks for a token, RAY_AUTH_TOKEN must hold that token"
             raise MegakernelError(f"cannot join the Ray cluster at {address}: {why}") from e
     found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return [Node(int(resources.get("CPU", 0)), int(resources.get("GPU", 0))) for resources in found]
+    return [ClusterNode(int(resources.get("CPU", 0)), int(resources.get("GPU", 0))) for resources in found]
 
 
 def address() -> str:

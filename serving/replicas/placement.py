@@ -35,7 +35,7 @@ def prepare(*, join: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """The resources of one machine of the cluster."""
 
     cpus: int
@@ -43,7 +43,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Share:
+class ReplicaShare:
     """The share of its node that one replica gets."""
 
     threads: int
@@ -58,7 +58,7 @@ class Plan:
     """
 
     replicas: int
-    share: Share
+    share: ReplicaShare
     settings: dict[str, Any]
     at_once: int
     slack: int | None
@@ -66,7 +66,7 @@ class Plan:
     drain_seconds: float
 
 
-def place(nodes: Sequence[Node], replicas: int, tp: int, threads: int | None, *, on_gpus: bool) -> Share:
+def place(nodes: Sequence[ClusterNode], replicas: int, tp: int, threads: int | None, *, on_gpus: bool) -> ReplicaShare:
     """Return the share of the cluster that each replica gets.
 
     If `threads` is None, each replica gets the largest number of CPUs with which all replicas fit. On GPUs, it also
@@ -92,7 +92,7 @@ def place(nodes: Sequence[Node], replicas: int, tp: int, threads: int | None, *,
 
     taken = threads or next((cpus for cpus in range(largest, 0, -1) if fit(cpus) >= replicas), 0)
     if taken and fit(taken) >= replicas:
-        return Share(taken, gpus)
+        return ReplicaShare(taken, gpus)
     each = [
         f"{count} {kind}{'s' if count > 1 else ''}" for count, kind in ((taken or 1, "CPU"), (gpus, "GPU")) if count
     ]

@@ -66,7 +66,7 @@ def choose(prefix: Sequence[bytes], known: Mapping[R, Container[bytes]], loads: 
     return max(fair, key=lambda replica: (matched(replica), -loads[replica]))
 
 
-class Seen:
+class SeenPrefixes:
     """Remembers the beginnings of the prompts that one replica has answered most recently."""
 
     def __init__(self, most: int = _KEPT) -> None:

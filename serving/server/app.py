@@ -25,7 +25,7 @@ from megakernel.serving.server.routes.bodies import (
     ChatResponse,
     CompletionResponse,
     DetokenizeResponse,
-    Model,
+    ModelCard,
     ModelList,
     TokenizeResponse,
     TokenizerInfo,
@@ -99,8 +99,8 @@ def create_app(service: Service) -> FastAPI:
         """List the model names that requests may use."""
         return ModelList(data=[_model(service, name) for name in service.names])
 
-    @app.get("/v1/models/{name:path}", response_model=Model, responses={404: _ERROR})
-    async def model(name: str) -> Model:
+    @app.get("/v1/models/{name:path}", response_model=ModelCard, responses={404: _ERROR})
+    async def model(name: str) -> ModelCard:
         """Describe one model."""
         return _model(service, service.model(name))
 
@@ -187,8 +187,8 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-def _model(service: Service, name: str) -> Model:
-    return Model(id=name, created=service.started, root=service.description.name, max_model_len=service.max_context)
+def _model(service: Service, name: str) -> ModelCard:
+    return ModelCard(id=name, created=service.started, root=service.description.name, max_model_len=service.max_context)
 
 
 def _page(name: str) -> str:

@@ -26,7 +26,7 @@ from megakernel.model import load_tokenizer
 from megakernel.serving.server.app import create_app
 from megakernel.serving.server.client import Overloaded
 from megakernel.serving.server.errors import APIError
-from megakernel.serving.server.limits import Access, Limits
+from megakernel.serving.server.limits import AccessRules, Limits
 from megakernel.serving.server.messages import Description
 from megakernel.serving.server.service import Service
 
@@ -63,7 +63,7 @@ class Start(msgspec.Struct, frozen=True):
     number: int
     identity: str
     names: list[str] | None
-    access: Access
+    access: AccessRules
     limits: Limits
     drain_seconds: float
     log_level: int

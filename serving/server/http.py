@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megakernel.serving.server.errors import APIError, as_api_error
-from megakernel.serving.server.limits import BODY_SECONDS, LARGE_BODY, TURNS, Access, Limits, has_more_values
+from megakernel.serving.server.limits import BODY_SECONDS, LARGE_BODY, TURNS, AccessRules, Limits, has_more_values
 from megakernel.serving.server.turns import CLIENT
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Gate:
     """
 
     def __init__(
-        self, app: ASGIApp, *, access: Access, limits: Limits, max_values: int, takes_body: Collection[str]
+        self, app: ASGIApp, *, access: AccessRules, limits: Limits, max_values: int, takes_body: Collection[str]
     ) -> None:
         self._app, self._access, self._takes_body = app, access, takes_body
         self._max_body, self._max_values = limits.max_body, max_values

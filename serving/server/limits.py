@@ -75,7 +75,7 @@ def _marks(text: bytes) -> int:
 
 
 @dataclass(frozen=True)
-class Access:
+class AccessRules:
     """The conditions that a request must meet before its body is read. `/health` and `/chat` never need a key.
 
     keys          API keys, one of which the request must carry; if empty, no key is needed

@@ -17,15 +17,15 @@ from megakernel.errors import MegakernelError
 from megakernel.model.tokenizer import Tokenizer
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.server.board import Board
-from megakernel.serving.server.client import Answers, EngineClient
+from megakernel.serving.server.client import Answers, Delta, EngineClient
 from megakernel.serving.server.errors import APIError, quoted
 from megakernel.serving.server.http import EventStream, event
-from megakernel.serving.server.limits import THREADS, Access, Limits, max_values
+from megakernel.serving.server.limits import THREADS, AccessRules, Limits, max_values
 from megakernel.serving.server.messages import Description
 from megakernel.serving.server.metrics import Metrics
 from megakernel.serving.server.routes.bodies import PromptDetails, PromptLogprobs, Usage, prompt_logprobs
 from megakernel.serving.server.routes.requests import Choices, Conversation, Sampled
-from megakernel.serving.server.turns import CLIENT, Turns
+from megakernel.serving.server.turns import CLIENT, ThreadTurns
 from megakernel.serving.text.codec import Codec
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class Service:
         number: int,
         identity: str,
         names: list[str] | None = None,
-        access: Access | None = None,
+        access: AccessRules | None = None,
         limits: Limits | None = None,
         tool_parser: str | None = None,
     ) -> None:
@@ -60,9 +60,9 @@ class Service:
         """
         self.description = description
         self.codec = Codec(description.name, tokenizer, tool_parser)
-        self.access, self.limits = access or Access(), limits or Limits()
+        self.access, self.limits = access or AccessRules(), limits or Limits()
         self.names = names or [description.name]
-        self._turns = Turns(THREADS)
+        self._turns = ThreadTurns(THREADS)
         self._longest = tokenizer.longest_token() if tokenizer else 0
         self.started = int(time.time())
         self.engine = EngineClient(description, identity)
@@ -203,7 +203,7 @@ class Service:
         transcripts = [one for _ in prompts for one in self.codec.transcripts(params, special=special)]
         return self.engine.submit(prompts, params, CLIENT.get(), transcripts, self.metrics)
 
-    async def respond(self, answers: Answers, answer: Answer, stream: bool) -> Response:
+    async def respond(self, answers: Answers, answer: AnswerFormat, stream: bool) -> Response:
         """Return the whole answer, or a stream that begins when its first event exists.
 
         On any failure, generation is aborted.
@@ -231,7 +231,7 @@ class Service:
             ) from None
 
 
-class Answer(ABC):
+class AnswerFormat(ABC):
     """Formats the answer to one request as JSON. Each generating endpoint has its own subclass.
 
     `_head` holds the id, creation time and model name for every response body. `last` is the final event of a stream.
@@ -255,12 +255,28 @@ class Answer(ABC):
     @abstractmethod
     async def whole(self) -> bytes: ...
 
-    @abstractmethod
-    def chunks(self) -> AsyncGenerator[bytes]: ...
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        """Yield the events of the stream, without the last one."""
+        try:
+            while not self._answers.finished:
+                if events := b"".join(map(self._event, await self._answers.take())):
+                    yield events
+            if (usage := self._usage_chunk()) is not None:
+                yield event(usage)
+        finally:
+            self._answers.close()
 
     @abstractmethod
+    def _event(self, delta: Delta) -> bytes:
+        """Return the events for the new tokens of a choice."""
+
+    def _usage_chunk(self) -> bytes | None:
+        """Return the chunk with the usage at the end of a stream, or None if the client has not asked for it."""
+        return None
+
     def _text_chunk(self, index: int, text: str) -> bytes:
         """Return a chunk of a choice that contains only new text."""
+        raise NotImplementedError
 
     def _text_event(self, index: int, text: str) -> bytes:
         """Return the chunk that `_text_chunk` makes, as an event. To be fast, this method only replaces the text in a

@@ -14,7 +14,7 @@ T = TypeVar("T")
 CLIENT: ContextVar[str] = ContextVar("client", default="")  # the client address of the current request
 
 
-class Turns:
+class ThreadTurns:
     """Runs work in `threads` threads. Waiting clients get a thread in turn, however much work each has sent.
 
     A client that already has a thread never gets the last free one, so its long work leaves a thread for other clients.

@@ -22,12 +22,12 @@ from commands import command, run
 from megakernel import LLM
 from megakernel.cli import chat as chat_verb
 from megakernel.errors import MegakernelError
-from megakernel.serving.server.limits import Access
+from megakernel.serving.server.limits import AccessRules
 
 
 @pytest.fixture(scope="module")
 def live(model: str) -> Iterator[Live]:
-    access = Access(keys=("k",))
+    access = AccessRules(keys=("k",))
     with LLM(model, backend="cpu", max_context=512, max_seqs=2) as llm, serving(llm, access=access) as server:
         server.host.loop.on_step.append(lambda step, seconds: time.sleep(0.02))
         yield server

@@ -16,7 +16,7 @@ from megakernel import LLM, machine
 from megakernel.roofline import machine_ceilings
 from megakernel.serving.server.frontend import FrontendServer, listen, url
 from megakernel.serving.server.host import EngineHost
-from megakernel.serving.server.limits import Access, Limits
+from megakernel.serving.server.limits import AccessRules, Limits
 from megakernel.serving.server.service import Service
 
 
@@ -83,7 +83,9 @@ class Live:
 
 
 @contextmanager
-def serving(llm: LLM, *, names: list[str] | None = None, access: Access | None = None, **limits: Any) -> Iterator[Live]:
+def serving(
+    llm: LLM, *, names: list[str] | None = None, access: AccessRules | None = None, **limits: Any
+) -> Iterator[Live]:
     """Yield a server on a free port, and stop it afterwards. `limits` are the fields of Limits."""
     allowed = Limits(**limits)
     ceilings = machine_ceilings(machine.host(llm.threads))

@@ -168,7 +168,7 @@ class ChatChunk(BaseModel):
     prompt_token_ids: list[int] | None = None
 
 
-class Model(BaseModel):
+class ModelCard(BaseModel):
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -179,7 +179,7 @@ class Model(BaseModel):
 
 class ModelList(BaseModel):
     object: Literal["list"] = "list"
-    data: list[Model]
+    data: list[ModelCard]
 
 
 class TokenizeResponse(BaseModel):

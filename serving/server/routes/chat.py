@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator
 
 from fastapi.responses import Response
 
@@ -28,7 +27,7 @@ from megakernel.serving.server.routes.bodies import (
     scores,
 )
 from megakernel.serving.server.routes.requests import ChatRequest, Tool, ToolChoice
-from megakernel.serving.server.service import Answer, Service
+from megakernel.serving.server.service import AnswerFormat, Service
 from megakernel.serving.text.codec import Codec
 from megakernel.serving.text.tool_calls import CallDelta, ToolReader, calls_grammar
 
@@ -53,7 +52,7 @@ async def chat(service: Service, body: ChatRequest) -> Response:
     return await service.respond(answers, _Chat(service, body, model, prompt, answers, tools), bool(body.stream))
 
 
-class _Chat(Answer):
+class _Chat(AnswerFormat):
     def __init__(
         self, service: Service, body: ChatRequest, model: str, prompt: list[int], answers: Answers, tools: Tools
     ) -> None:
@@ -84,26 +83,8 @@ class _Chat(Answer):
         )
         return response.model_dump_json().encode()
 
-    async def chunks(self) -> AsyncGenerator[bytes]:
-        """Yield the events of the stream.
-
-        The first chunk of each choice contains the role and, with `echo`, the text of the last assistant message.
-        """
-        try:
-            while not self._answers.finished:
-                events = []
-                for delta in await self._answers.take():
-                    if delta.index not in self._readers:
-                        self._readers[delta.index] = self._tools.reader(self._service.codec)
-                        role = ChatDelta(role="assistant", content=self._before)
-                        events.append(event(self._chunk([ChatChunkChoice(index=delta.index, delta=role)])))
-                    events.append(self._event(delta))
-                if joined := b"".join(events):
-                    yield joined
-            if self._body.wants_usage_chunk:
-                yield event(self._chunk([], self._usage(self._answers.completion_tokens)))
-        finally:
-            self._answers.close()
+    def _usage_chunk(self) -> bytes | None:
+        return self._chunk([], self._usage(self._answers.completion_tokens)) if self._body.wants_usage_chunk else None
 
     def _message(self, choice: Delta) -> ChatMessage:
         """Return a choice as a message. Tool calls are extracted from the text of the choice."""
@@ -137,6 +118,17 @@ class _Chat(Answer):
         return b"".join(events)
 
     def _event(self, delta: Delta) -> bytes:
+        """Return the events for a delta.
+
+        The first event of each choice contains the role and, with `echo`, the text of the last assistant message.
+        """
+        if delta.index in self._readers:
+            return self._later_event(delta)
+        self._readers[delta.index] = self._tools.reader(self._service.codec)
+        role = ChatDelta(role="assistant", content=self._before)
+        return event(self._chunk([ChatChunkChoice(index=delta.index, delta=role)])) + self._later_event(delta)
+
+    def _later_event(self, delta: Delta) -> bytes:
         if (reader := self._readers[delta.index]) is not None:
             return self._tool_events(delta, reader)
         if delta.finish_reason is None and not self._body.logprobs and not self._shows_ids:

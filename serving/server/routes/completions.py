@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 
 from fastapi.responses import Response
 
@@ -19,7 +19,7 @@ from megakernel.serving.server.routes.bodies import (
     scores,
 )
 from megakernel.serving.server.routes.requests import CompletionRequest
-from megakernel.serving.server.service import Answer, Service
+from megakernel.serving.server.service import AnswerFormat, Service
 
 _DEFAULT_TOKENS = 16
 
@@ -59,7 +59,7 @@ async def _texts(service: Service, given: Sequence[str] | Sequence[list[int]], p
     return [one if isinstance(one, str) else await service.decode(ids) for one, ids in zip(given, prompts, strict=True)]
 
 
-class _Completion(Answer):
+class _Completion(AnswerFormat):
     def __init__(
         self,
         service: Service,
@@ -83,14 +83,8 @@ class _Completion(Answer):
             choice.prompt_logprobs = self._prompt_logprobs(prompt, self._body.prompt_logprobs)
         return self._response(choices, self._used()).model_dump_json().encode()
 
-    async def chunks(self) -> AsyncGenerator[bytes]:
-        try:
-            while not self._answers.finished:
-                yield b"".join(map(self._event, await self._answers.take()))
-            if self._body.wants_usage_chunk:
-                yield event(self._response([], self._used()).model_dump_json().encode())
-        finally:
-            self._answers.close()
+    def _usage_chunk(self) -> bytes | None:
+        return self._response([], self._used()).model_dump_json().encode() if self._body.wants_usage_chunk else None
 
     def _event(self, delta: Delta) -> bytes:
         plain = delta.index in self._offsets and delta.finish_reason is None and self._body.logprobs is None

@@ -9,20 +9,10 @@ from typing import Any
 
 from megakernel.serving.server.routes import fields, requests, responses
 
-BODIES: tuple[type[fields.Strict], ...] = (
-    requests.CompletionRequest,
-    requests.ChatRequest,
-    responses.ResponsesRequest,
-    requests.TokenizeText,
-    requests.TokenizeMessages,
-    requests.DetokenizeRequest,
-    requests.Message,
-    requests.StreamOptions,
-    responses.InputMessage,
-    responses.InputCall,
-    responses.InputResult,
-    responses.TextConfig,
-)
+_BODIES: list[type[fields.Strict]] = [requests.CompletionRequest, requests.ChatRequest, responses.ResponsesRequest]
+_BODIES += [requests.TokenizeText, requests.TokenizeMessages, requests.DetokenizeRequest]
+_BODIES += [requests.Message, requests.StreamOptions]
+_BODIES += [responses.InputMessage, responses.InputCall, responses.InputResult, responses.TextConfig]
 
 
 def reference() -> str:
@@ -34,7 +24,7 @@ def _lines() -> Iterator[str]:
     yield "`python -m megakernel.serving.server.routes.fields_page` generates this page from the classes"
     yield "that check requests. A field that is refused or not listed causes an error, unless its value is null."
     yield "\n## Supported\n\n| where | fields |\n| --- | --- |"
-    for body in BODIES:
+    for body in _BODIES:
         yield f"| {body.where} | {', '.join(f'`{name}`' for name in body.model_fields)} |"
     yield "\n## Ignored\n\nThese fields change no answer.\n"
     yield from _table(fields.IGNORED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi.responses import Response
@@ -32,7 +32,7 @@ from megakernel.serving.server.routes.requests import (
     TopCount,
     one_message,
 )
-from megakernel.serving.server.service import Answer, Service, encode_json
+from megakernel.serving.server.service import AnswerFormat, Service, encode_json
 from megakernel.serving.text.tool_calls import CallDelta
 
 # -- the request
@@ -365,8 +365,8 @@ async def respond(service: Service, body: ResponsesRequest) -> Response:
     return await service.respond(answers, _Turn(service, body, model, prompt, answers, tools), bool(body.stream))
 
 
-class _Turn(Answer):
-    last = b""  # empty, because `chunks` already ends with response.completed or response.incomplete
+class _Turn(AnswerFormat):
+    last = b""  # empty, because the last event of an answer is response.completed or response.incomplete
 
     def __init__(
         self, service: Service, body: ResponsesRequest, model: str, prompt: list[int], answers: Answers, tools: Tools
@@ -375,6 +375,7 @@ class _Turn(Answer):
         self._body = body
         self._items = Items(scored=body.wants_logprobs)
         self._reader = tools.reader(service.codec)
+        self._begun = False
 
     async def whole(self) -> bytes:
         [choice] = await self._answers.collect()
@@ -382,24 +383,21 @@ class _Turn(Answer):
         self._close(choice.finish_reason)
         return self._response(choice.finish_reason).model_dump_json(by_alias=True).encode()
 
-    async def chunks(self) -> AsyncGenerator[bytes]:
-        try:
-            [delta] = await self._answers.take()
+    def _event(self, delta: Delta) -> bytes:
+        events = b""
+        if not self._begun:
+            self._begun = True
             response = self._response(None).model_dump(by_alias=True)
-            events = self._items.event("created", response=response)
+            events += self._items.event("created", response=response)
             events += self._items.event("in_progress", response=response)
             if self._reader is None:
                 events += self._items.open_message()
-            yield events + self._add(delta)
-            while not self._answers.finished:
-                [delta] = await self._answers.take()
-                if new := self._add(delta):
-                    yield new
-            events = self._close(delta.finish_reason)
+        events += self._add(delta)
+        if delta.finish_reason is not None:
+            events += self._close(delta.finish_reason)
             response = self._response(delta.finish_reason).model_dump(by_alias=True)
-            yield events + self._items.event(response["status"], response=response)
-        finally:
-            self._answers.close()
+            events += self._items.event(response["status"], response=response)
+        return events
 
     def _add(self, delta: Delta) -> bytes:
         if self._reader is None:
@@ -410,9 +408,6 @@ class _Turn(Answer):
         """Close the last output item. If the answer has no items, add an empty message first."""
         events = b"" if self._items.all else self._items.open_message()
         return events + self._items.close("completed" if reason == "stop" else "incomplete")
-
-    def _text_chunk(self, index: int, text: str) -> bytes:
-        raise AssertionError("events of /v1/responses are numbered, so no cached chunk can be used")
 
     def _response(self, reason: FinishReason | None) -> ResponseObject:
         """Return the response object so far. `reason` is None while the answer is generated."""

@@ -22,7 +22,7 @@ from megakernel.serving.server.limits import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_VALUES,
-    Access,
+    AccessRules,
     has_more_values,
     local_names,
     max_values,
@@ -66,7 +66,7 @@ def begun(live: Live, head: str, body: bytes = b"") -> socket.socket:
 
 
 def test_a_key_opens_everything_and_only_health_needs_none(llm: LLM) -> None:
-    with serving(llm, access=Access(keys=("sésame", "second")), names=["a", "b"]) as guarded:
+    with serving(llm, access=AccessRules(keys=("sésame", "second")), names=["a", "b"]) as guarded:
         paths = [*json.loads(guarded.request("GET", "/openapi.json", headers=bearer("second"))[2])["paths"]]
         assert {TOKENIZE, DETOKENIZE, COMPLETIONS, "/metrics", "/roofline"} <= {*paths}
         for path in [*paths, "/", "/timeline", "/openapi.json", "/nowhere"]:
@@ -84,7 +84,7 @@ def test_a_key_opens_everything_and_only_health_needs_none(llm: LLM) -> None:
 
 
 def test_a_browser_is_asked_for_the_key_of_the_live_page(llm: LLM) -> None:
-    with serving(llm, access=Access(keys=("k",))) as guarded:
+    with serving(llm, access=AccessRules(keys=("k",))) as guarded:
         challenge = guarded.request("GET", "/")[1]["www-authenticate"]
         assert challenge == 'Bearer, Basic realm="megakernel"'
         for path in ("/", "/roofline"):
@@ -93,7 +93,7 @@ def test_a_browser_is_asked_for_the_key_of_the_live_page(llm: LLM) -> None:
 
 
 def test_metrics_can_be_opened(llm: LLM) -> None:
-    with serving(llm, access=Access(keys=("k",), open_metrics=True)) as guarded:
+    with serving(llm, access=AccessRules(keys=("k",), open_metrics=True)) as guarded:
         assert guarded.request("GET", "/metrics")[0] == 200
         assert guarded.request("GET", "/roofline")[0] == 401
         operations = json.loads(guarded.request("GET", "/openapi.json", headers=bearer("k"))[2])["paths"]
@@ -106,7 +106,7 @@ def test_metrics_can_be_opened(llm: LLM) -> None:
 
 def test_other_names_of_the_server_are_refused(llm: LLM) -> None:
     names = local_names("127.0.0.1", "127.0.0.1")
-    with serving(llm, access=Access(hosts=names)) as local:
+    with serving(llm, access=AccessRules(hosts=names)) as local:
         for host in ("localhost", "LOCALHOST:80", f"127.0.0.1:{local.port}", "[::1]:8000"):
             assert local.request("GET", "/version", headers={"Host": host})[0] == 200
         for host in ("evil.example", "localhost.evil.example:8000", "127.0.0.1.evil.example", ""):
@@ -124,7 +124,7 @@ def test_only_a_server_that_others_cannot_reach_checks_its_name() -> None:
 def test_pages_of_named_sites_may_ask(llm: LLM, live: Live) -> None:
     page = {"Origin": "https://chat.example"}
     ask = page | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    with serving(llm, access=Access(keys=("k",), origins=("https://chat.example",))) as server:
+    with serving(llm, access=AccessRules(keys=("k",), origins=("https://chat.example",))) as server:
         status, headers, _ = server.request("OPTIONS", COMPLETIONS, headers=ask)  # a preflight has no key
         assert status == 200 and headers["access-control-allow-origin"] == "https://chat.example"
         for header in ({}, bearer("k")):
@@ -141,7 +141,7 @@ def test_pages_of_named_sites_may_ask(llm: LLM, live: Live) -> None:
 
 def test_no_body_is_read_before_its_sender_was_let_in(llm: LLM) -> None:
     """The server answers although only the first byte of the body ever arrives."""
-    with serving(llm, access=Access(keys=("k",))) as guarded:
+    with serving(llm, access=AccessRules(keys=("k",))) as guarded:
         for request, key, status in (
             (f"POST {COMPLETIONS}", "wrong", 401),
             (f"POST {TOKENIZE}", "wrong", 401),
@@ -227,7 +227,7 @@ def test_others_have_their_turn_between_large_bodies() -> None:
         raise AssertionError(message)
 
     async def post() -> None:
-        gate = http.Gate(application, access=Access(), limits=limits.Limits(), max_values=9, takes_body={TOKENIZE})
+        gate = http.Gate(application, access=AccessRules(), limits=limits.Limits(), max_values=9, takes_body={TOKENIZE})
         scope = {"type": "http", "method": "POST", "path": TOKENIZE, "headers": []}
         clients = asyncio.gather(*(gate(scope, receive, send) for _ in range(3)))
         nonlocal rounds

@@ -27,7 +27,7 @@ from megakernel.serving.engine.engine import Engine
 from megakernel.serving.engine.live import Live, Totals
 from megakernel.serving.engine.scheduler import Counts, Stats
 from megakernel.serving.server import host
-from megakernel.serving.server.limits import Access
+from megakernel.serving.server.limits import AccessRules
 
 CEILINGS = Ceilings(read_bytes_per_s=1e9, flops=4e9, threads=2, how="made up")
 STATS = Stats(
@@ -211,7 +211,7 @@ def test_chat_page(tmp_path: Path) -> None:
     talk = "return document.getElementById('talk').innerText"
     with (
         LLM(str(tmp_path), backend="cpu", max_seqs=4, max_context=2048) as llm,
-        serving(llm, access=Access(keys=("k",))) as server,
+        serving(llm, access=AccessRules(keys=("k",))) as server,
         browser(390, 800) as page,
     ):
         server.host.loop.on_step.append(lambda step, seconds: time.sleep(0.03))

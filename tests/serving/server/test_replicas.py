@@ -33,8 +33,8 @@ from serve_process import SMALL
 from megakernel.cli import parser
 from megakernel.errors import MegakernelError
 from megakernel.serving import replicas
-from megakernel.serving.replicas.placement import Node, Share, place, prepare
-from megakernel.serving.replicas.routing import Seen, choose, prefix_of
+from megakernel.serving.replicas.placement import ClusterNode, ReplicaShare, place, prepare
+from megakernel.serving.replicas.routing import SeenPrefixes, choose, prefix_of
 
 # -- routing
 
@@ -76,7 +76,7 @@ def test_the_replica_is_chosen_by_prefix_then_by_load() -> None:
 
 
 def test_only_the_last_beginnings_are_kept() -> None:
-    seen = Seen(most=2)
+    seen = SeenPrefixes(most=2)
     seen.add([b"a", b"b"])
     seen.add([b"a", b"c"])
     assert [name in seen for name in (b"a", b"b", b"c")] == [True, False, True]
@@ -88,11 +88,11 @@ def test_only_the_last_beginnings_are_kept() -> None:
 @pytest.mark.parametrize(
     ("nodes", "replicas", "tp", "threads", "on_gpus", "share"),
     [
-        ([(2, 0)], 2, 1, None, False, Share(1, 0)),
-        ([(2, 0)], 1, 1, None, False, Share(2, 0)),
-        ([(8, 0), (4, 0)], 3, 1, None, False, Share(4, 0)),
-        ([(8, 0), (4, 0)], 5, 1, 2, False, Share(2, 0)),
-        ([(64, 8), (64, 8)], 4, 4, None, True, Share(32, 4)),
+        ([(2, 0)], 2, 1, None, False, ReplicaShare(1, 0)),
+        ([(2, 0)], 1, 1, None, False, ReplicaShare(2, 0)),
+        ([(8, 0), (4, 0)], 3, 1, None, False, ReplicaShare(4, 0)),
+        ([(8, 0), (4, 0)], 5, 1, 2, False, ReplicaShare(2, 0)),
+        ([(64, 8), (64, 8)], 4, 4, None, True, ReplicaShare(32, 4)),
         ([(64, 8), (64, 0)], 2, 4, 64, True, "which has room for 1"),
         ([(2, 0)], 3, 1, None, False, "3 replicas of 1 CPU each do not fit the cluster, which has room for 2"),
         ([(2, 0), (2, 0)], 1, 1, 4, False, "--threads 4 exceeds the 2 CPUs"),
@@ -101,10 +101,10 @@ def test_only_the_last_beginnings_are_kept() -> None:
     ],
 )
 def test_replicas_are_placed_on_whole_nodes(
-    nodes: list[tuple[int, int]], replicas: int, tp: int, threads: int | None, on_gpus: bool, share: Share | str
+    nodes: list[tuple[int, int]], replicas: int, tp: int, threads: int | None, on_gpus: bool, share: ReplicaShare | str
 ) -> None:
-    cluster = [Node(*node) for node in nodes]
-    if isinstance(share, Share):
+    cluster = [ClusterNode(*node) for node in nodes]
+    if isinstance(share, ReplicaShare):
         assert place(cluster, replicas, tp, threads, on_gpus=on_gpus) == share
     else:
         with pytest.raises(MegakernelError, match=share):

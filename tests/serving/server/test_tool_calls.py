@@ -203,15 +203,6 @@ def test_required_calls_are_valid(client: OpenAI, choice: Any, stream: bool, par
         check_calls(made_, most)
 
 
-def test_the_openai_package_puts_the_parts_of_a_streamed_call_together(client: OpenAI) -> None:
-    given: dict[str, Any] = {"model": "m", "messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "seed": 1}
-    with client.chat.completions.stream(**given, max_tokens=1500) as stream:
-        stream.until_done()
-        [choice] = stream.get_final_completion().choices
-    assert choice.message.tool_calls
-    check_calls([(call.function.name, call.function.arguments) for call in choice.message.tool_calls], 16)
-
-
 @pytest.mark.parametrize("choice", ["auto", "none"])
 def test_free_answers_are_content(client: OpenAI, choice: Any) -> None:
     given: dict[str, Any] = {"model": "m", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": 1}

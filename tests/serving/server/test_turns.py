@@ -20,10 +20,10 @@ from megakernel.serving.engine.grammars import Grammars
 from megakernel.serving.server.board import ENGINE_FIELDS, Board
 from megakernel.serving.server.loop import EngineLoop
 from megakernel.serving.server.messages import Submit, prompt_bytes
-from megakernel.serving.server.turns import CLIENT, Turns
+from megakernel.serving.server.turns import CLIENT, ThreadTurns
 
 
-def ask(turns: Turns, client: str, work: Callable[[], Any]) -> asyncio.Task[Any]:
+def ask(turns: ThreadTurns, client: str, work: Callable[[], Any]) -> asyncio.Task[Any]:
     context = copy_context()
     context.run(CLIENT.set, client)
     return asyncio.get_running_loop().create_task(turns.run(work), context=context)
@@ -40,7 +40,7 @@ def test_clients_take_turns() -> None:
     """
 
     async def run() -> list[str]:
-        turns, order, gate = Turns(1), list[str](), threading.Event()
+        turns, order, gate = ThreadTurns(1), list[str](), threading.Event()
         first = ask(turns, "greedy", gate.wait)
         await settle()
         work = [("greedy", i) for i in range(20)] + [("a", 0), ("b", 0)]
@@ -59,7 +59,7 @@ def test_a_client_leaves_a_thread_for_the_others() -> None:
     """A client with five endless tasks does not occupy all three threads, so another client's task still runs."""
 
     async def run() -> None:
-        turns, gate = Turns(3), threading.Event()
+        turns, gate = ThreadTurns(3), threading.Event()
         greedy = [ask(turns, "greedy", gate.wait) for _ in range(5)]
         await settle()
         try:
@@ -74,13 +74,13 @@ def test_a_client_leaves_a_thread_for_the_others() -> None:
 
 
 def test_one_client_gets_the_only_thread() -> None:
-    assert asyncio.run(Turns(1).run(lambda: 7)) == 7
+    assert asyncio.run(ThreadTurns(1).run(lambda: 7)) == 7
 
 
 @pytest.mark.parametrize("when", ["waiting", "given", "running"])
 def test_who_leaves_frees_the_thread(when: str) -> None:
     async def run() -> None:
-        turns, gate = Turns(1), threading.Event()
+        turns, gate = ThreadTurns(1), threading.Event()
         holder = ask(turns, "a", gate.wait)
         await settle()
         leaver = ask(turns, "b", lambda: None)
