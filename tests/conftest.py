@@ -37,13 +37,6 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> str:
     return "random:tiny"
 
 
-def pytest_configure() -> None:
-    """Choose the folder for compiled files before pytest-xdist starts its processes, so that they share it."""
-    from built_once import folder
-
-    folder()
-
-
 def pytest_sessionstart() -> None:
     """Have every step table checked, accept measurements of peak rates on a busy machine, and let Ctrl-C interrupt.
 

@@ -14,11 +14,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"megakernel": "megakernel", "scheduler": "megakernel.scheduler", "serving": "megakernel.serving"}
 BASE = {"isa", "machine", "program", "trace"}  # every package in a higher row of the table may import these
-BOTTOM = {"errors", "settings"}  # every package may import these, and they import no package
+BOTTOM = {"errors", "settings"}  # every package may import these; they import nothing but the errors
 _GPU_AND_PEERS = ("megakernel.runtime.cuda", "megakernel.serving.bench.peers")
 # Maps each package that not every user has, or that loads slowly, to the only modules that may import it.
 HEAVY = {
     **dict.fromkeys(("torch", "transformers", "cupy", "cuda"), _GPU_AND_PEERS),
+    "matplotlib": ("megakernel.roofline.plot",),
     "ray": ("megakernel.serving.replicas.cluster",),
     "aiohttp": ("megakernel.serving.replicas.server_process",),
 }
@@ -39,8 +40,8 @@ def packages() -> dict[str, set[str]]:
         base = set() if allowed.strip() == "—" else BASE & below
         for package in level:
             table[package] = (listed & below) | base | BOTTOM
-    table["codegen"] = {"isa", "trace"} | BOTTOM
-    return table | {package: set() for package in BOTTOM} | {"": set(table) | BOTTOM}
+    table["codegen"] = {"isa", "targets", "trace"} | BOTTOM
+    return table | {"errors": set(), "settings": {"errors"}} | {"": set(table) | BOTTOM}
 
 
 def sources() -> Iterator[tuple[Path, str]]:
@@ -52,13 +53,20 @@ def sources() -> Iterator[tuple[Path, str]]:
             yield path, ".".join([package, *parts])
 
 
-INSIDE = {("scheduler", name) for name in ("simulate", "tune", "verify")}  # packages inside another package's folder
+# Packages inside another package's folder. Each backend owns its target, so the targets are spread over three folders.
+INSIDE = {f"scheduler.{name}": name for name in ("simulate", "tune", "verify")}
+INSIDE |= dict.fromkeys(("runtime.target", "runtime.targets", "runtime.cpu.target"), "targets")
+INSIDE |= {f"runtime.cuda.{name}": "targets" for name in ("target", "pages", "params", "issue")}
 
 
 def package_of(module: str) -> str:
     """Return the package to which a module belongs, or "" for the top-level package megakernel itself."""
-    _, package, inner = [*module.split("."), "", ""][:3]
-    return inner if (package, inner) in INSIDE else package
+    parts = module.split(".")[1:]
+    inside = (INSIDE.get(".".join(parts[:depth])) for depth in (2, 3))
+    return next(filter(None, inside), parts[0] if parts else "")
+
+
+_FOLDERS = {"megakernel"} | {f"megakernel.{name.rpartition('.')[0]}" for name in INSIDE}  # they hold several packages
 
 
 def imports(path: Path, module: str) -> Iterator[tuple[int, str]]:
@@ -70,7 +78,7 @@ def imports(path: Path, module: str) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             name = ".".join([*base, *([node.module] if node.module else [])])
-            if name in ("megakernel", "megakernel.scheduler"):
+            if name in _FOLDERS:
                 yield from ((node.lineno, f"{name}.{alias.name}") for alias in node.names)
             else:
                 yield node.lineno, name
@@ -94,7 +102,8 @@ def test_the_documented_table_is_understood() -> None:
     assert {"cli", "serving", "runtime", "timeline", "roofline", "scheduler", "model", *BASE} <= set(table)
     assert table["serving"] - BASE - BOTTOM == {"tune", "runtime", "scheduler", "model", "timeline", "roofline"}
     assert table["model"] - BOTTOM == BASE
-    assert table["verify"] - BASE - BOTTOM == {"library"}
+    assert table["targets"] - BOTTOM == BASE
+    assert table["verify"] - BASE - BOTTOM == {"targets", "library"}
     assert table["isa"] == table["machine"] == BOTTOM
     assert "serving" in table["cli"] and "cli" not in table["serving"]
 
@@ -120,6 +129,8 @@ def test_arrows_point_down() -> None:
         ("megakernel.serving.bad", "import torch.nn", "megakernel.serving.bench.peers import torch"),
         ("megakernel.runtime.bad", "from cuda.bindings import driver", "only megakernel.runtime.cuda and "),
         ("megakernel.serving.replicas.bad", "import ray", "only megakernel.serving.replicas.cluster import ray"),
+        ("megakernel.scheduler.bad", "from megakernel.runtime.cuda import driver, pages", "scheduler imports runtime"),
+        ("megakernel.runtime.cuda.pages", "from . import driver", "targets imports runtime"),
         ("megakernel.novel", "import os", "is in no package"),
     ],
 )
@@ -130,7 +141,8 @@ def test_finds_a_wrong_import(tmp_path: Path, module: str, line: str, complaint:
     assert complaint in found
 
 
-def test_nothing_heavy_is_loaded_by_serving_on_a_cpu() -> None:
-    code = f"import sys, megakernel, megakernel.cli, megakernel.serving; print(*({set(HEAVY)!r} & set(sys.modules)))"
+def test_nothing_heavy_is_loaded_by_serving_on_a_cpu_or_by_a_target() -> None:
+    modules = "sys, megakernel, megakernel.cli, megakernel.serving, megakernel.runtime.targets"
+    code = f"import {modules}; print(*({set(HEAVY)!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []

@@ -16,15 +16,15 @@ assert _BUILD
 # For each interpreter, a source file that includes all of it, and compiler flags. The CPU's flags are those of
 # setup.py.
 COMPILED = {
-    "cuda": ("host/protocol.cpp", FLAGS),
-    "cpu": ("cpu/kernels.cpp", [*ast.literal_eval(_BUILD[1]), "-DMK_SIMD=portable", "-DMK_LANES=4"]),
+    "cuda": ("tests/cuda/host/protocol.cpp", ["-std=c++20", *FLAGS]),
+    "cpu": ("csrc/cpu/kernels.cpp", [*ast.literal_eval(_BUILD[1]), "-DMK_SIMD=portable", "-DMK_LANES=4"]),
 }
 
 
-def complaints(csrc: Path, interpreter: str) -> set[str]:
-    """Return the names of the files in which the compiler reports an unhandled case."""
+def complaints(tree: Path, interpreter: str) -> set[str]:
+    """Return the names of the files of a source tree in which the compiler reports an unhandled case."""
     source, flags = COMPILED[interpreter]
-    command = ["g++", *flags, "-fsyntax-only", str(csrc / source)]
+    command = ["g++", *flags, "-fsyntax-only", str(tree / source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (done.returncode == 0) == ("error" not in done.stderr), done.stderr
     return set(re.findall(r"(\w+\.\w+):\d+:\d+: error: enumeration value .kNovel. not handled", done.stderr))
@@ -42,13 +42,14 @@ def complaints(csrc: Path, interpreter: str) -> set[str]:
 def test_a_new_operation_or_result_needs_its_cases(
     tmp_path: Path, interpreter: str, last: str, lacking: set[str]
 ) -> None:
-    csrc = Path(shutil.copytree(ROOT / "csrc", tmp_path / "csrc"))
-    assert complaints(csrc, interpreter) == set()
-    header = csrc / "common" / "isa.h"
+    for part in ("csrc", "tests/cuda/host"):
+        shutil.copytree(ROOT / part, tmp_path / part)
+    assert complaints(tmp_path, interpreter) == set()
+    header = tmp_path / "csrc" / "common" / "isa.h"
     text = header.read_text()
     assert text.count(last) == 1
     header.write_text(text.replace(last, f"{last}, kNovel = 99"))
-    assert complaints(csrc, interpreter) == lacking
+    assert complaints(tmp_path, interpreter) == lacking
 
 
 def test_no_switch_of_the_cuda_interpreter_has_a_default() -> None:

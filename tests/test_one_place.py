@@ -12,22 +12,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from native_harness import build
+from built_once import library
 
 from megakernel import codegen
 from megakernel.isa import DIM_FIELDS, Dims, Dtype
-from megakernel.isa.launch import STRUCTS, STRUCTURES
 from megakernel.model import KNOWN_SHAPES
 from megakernel.model.checkpoint import weight_dims
-from megakernel.model.families import FAMILIES, Norm, forward
+from megakernel.model.families import FAMILIES, forward
 from megakernel.runtime.cpu.native import CDims
+from megakernel.runtime.cuda.params import STRUCTS, STRUCTURES
+from megakernel.scheduler import passes
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("megakernel", "scheduler", "serving", "csrc")
 SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh", ".js", ".html"}
 
 
-def sources(*, besides: str) -> Iterator[tuple[Path, str]]:
+def sources(*, besides: str | tuple[str, ...]) -> Iterator[tuple[Path, str]]:
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in SUFFIXES and not str(path.relative_to(ROOT)).startswith(besides):
@@ -39,20 +40,20 @@ def phase_names() -> set[str]:
     config = KNOWN_SHAPES["llama-3.2-1b"]
     dims = weight_dims(config, Dtype.BF16)
     programs = [
-        forward(replace(config, family=family), replace(dims, tp=tp), norm)
-        for family, norm, tp in product(FAMILIES, Norm, (1, 2))
+        passes.apply(forward(replace(config, family=family)), replace(dims, tp=tp), norm)
+        for family, norm, tp in product(FAMILIES, ("own", "next", "inside"), (1, 2))
     ]
     names = {phase.name for program in programs for phase in program}
     return {name for name in names if "_" in name}
 
 
-def test_only_model_files_name_phases() -> None:
+def test_only_model_files_and_passes_name_phases() -> None:
     names = phase_names()
     assert {"qkv_rope", "o_partial", "next_norm"} <= names
     pattern = re.compile(rf"\b({'|'.join(sorted(names))})\b(?!\.weight)")
     found = [
         f"{path}:{number}: {line.strip()}"
-        for path, text in sources(besides="megakernel/model/families")
+        for path, text in sources(besides=("megakernel/model/families", "scheduler/passes.py"))
         for number, line in enumerate(text.splitlines(), 1)
         if pattern.search(line)
     ]
@@ -67,8 +68,7 @@ def test_only_model_files_name_phases() -> None:
     ],
 )
 def test_facts_of_sharing_are_worked_out_in_dims_alone(what: str, pattern: str) -> None:
-    allowed = {"csrc/common/isa.h"}
-    allowed |= {f"megakernel/{name}.py" for name in ("isa/dims", "roofline/plan", "roofline/fleet")}
+    allowed = {"csrc/common/isa.h", "megakernel/isa/dims.py"}
     found = [str(path) for path, text in sources(besides="-") if str(path) not in allowed and re.search(pattern, text)]
     assert found == [], what
 
@@ -89,7 +89,7 @@ def test_derived_sizes_are_the_same_in_both_languages(tmp_path: Path) -> None:
     values += "\n  for (int r = 0; r < d->tokens; ++r) out[i++] = s.owner(r), out[i++] = d->reduce_row(d->rank, r);"
     source = tmp_path / "derived.cpp"
     source.write_text(HARNESS.format(isa=ROOT / "csrc" / "common" / "isa.h", values=values))
-    library = build(str(source), tmp_path)
+    built = library(source)
     rng = np.random.default_rng(3)
     base = weight_dims(KNOWN_SHAPES["smollm2-135m"], Dtype.BF16)
     for _ in range(50):
@@ -101,7 +101,7 @@ def test_derived_sizes_are_the_same_in_both_languages(tmp_path: Path) -> None:
         sizes |= {name: int(rng.integers(0, 2)) for name in ("replicated_o", "replicated_residual")}
         dims = replace(base, **sizes)
         out = np.zeros(2 * (len(names) + dims.tokens), np.int32)
-        library.derived(ctypes.byref(CDims.of(dims)), ctypes.c_void_p(out.ctypes.data))
+        built.derived(ctypes.byref(CDims.of(dims)), ctypes.c_void_p(out.ctypes.data))
         want = [value for name in names for value in [getattr(dims, name)] * 2]
         want += [value for row in range(dims.tokens) for value in (dims.owner(row), dims.reduce_row(dims.rank, row))]
         assert out.tolist() == want
@@ -113,7 +113,7 @@ def test_offsets_of_a_launchs_arguments_are_those_of_the_compiler(tmp_path: Path
     header = ROOT / "csrc" / "cuda" / "params.h"
     source = tmp_path / "offsets.cpp"
     source.write_text(f'#include <stddef.h>\n#include "{header}"\nextern "C" const size_t offsets[] = {{{values}}};\n')
-    found = (ctypes.c_size_t * (2 * len(fields))).in_dll(build(str(source), tmp_path), "offsets")
+    found = (ctypes.c_size_t * (2 * len(fields))).in_dll(library(source), "offsets")
     descriptors = [getattr(STRUCTURES[s], f) for s, f in fields]
     assert list(found) == [value for d in descriptors for value in (d.offset, d.size)]
     assert ctypes.sizeof(STRUCTURES["Params"]) <= 4096  # the maximum size of kernel parameters

@@ -29,13 +29,13 @@ from megakernel import machine as machines
 from megakernel.errors import MegakernelError
 from megakernel.isa import Units, cost
 from megakernel.isa.costs import weight_bytes
-from megakernel.isa.launch import SERVICE_WARPS, THREADS, WARPS
-from megakernel.isa.pages import DOT_PIECE, PIECES
 from megakernel.machine import Issue, Machine
 from megakernel.model import load_config
 from megakernel.program import Program
-from megakernel.program.issue import matmul_issue
 from megakernel.runtime.cuda import compile as cuda
+from megakernel.runtime.cuda.issue import matmul_issue
+from megakernel.runtime.cuda.pages import DOT_PIECE, PIECES
+from megakernel.runtime.cuda.params import SERVICE_WARPS, THREADS, WARPS
 from megakernel.scheduler import Options
 from megakernel.scheduler.simulate.costs import costs_of
 
@@ -235,7 +235,7 @@ def compile_code(units: Units, sms: int = 1) -> Code:
         raise MegakernelError("there is no nvdisasm: pip install nvidia-cuda-nvdisasm")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "megakernel.cubin"
-        file.write_bytes(cuda.compiler().compile(trace=False, units=units, sms=sms).code)
+        file.write_bytes(cuda.compiler().compile(cuda.Build(False, units, sms)).code)
         return disassemble(tool, file)
 
 

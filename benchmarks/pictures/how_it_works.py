@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from simulated_steps import Interval, Run, batch, decode
 from svg import WIDTH, Picture
 
-from megakernel.isa import matmul_pages
-from megakernel.isa.pages import dot_input_pages
 from megakernel.isa.record import Records, phase_number
 from megakernel.program import Program
+from megakernel.runtime.cuda.pages import dot_input_pages, matmul_pages
 from megakernel.scheduler import Options
 from megakernel.trace import IntervalKind
 

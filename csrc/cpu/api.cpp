@@ -2,7 +2,6 @@
 // failure they return -1 or null, and mk_error() gives the reason.
 #include <string.h>
 
-#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -49,21 +48,16 @@ MK_API const char* mk_simd(const char* simd) {
   return guarded([&] { return mk::choose_kernels(simd, mk::Dtype::F32).name; }, nullptr);
 }
 
-// Creates an engine for ranks [first_rank, first_rank + ranks) of the dims->tp ranks. `cores` is this
-// process's share of the cores that it and the processes of other ranks may use. `abort` is null or points to
-// an integer in memory shared with other processes: a value other than 0 ends launches, and only the caller
-// sets it back to 0.
-MK_API mk_engine* mk_create(const mk::Dims* dims, int32_t first_rank, int32_t ranks, int32_t threads,
-                            int32_t cores, const char* simd, int32_t null, double deadlock_seconds,
-                            void* abort) {
+// Creates an engine for all dims->tp ranks. `cores` is the number of cores that this process may use.
+MK_API mk_engine* mk_create(const mk::Dims* dims, int32_t threads, int32_t cores, const char* simd,
+                            int32_t null, double deadlock_seconds) {
   return guarded(
       [&] {
         const mk::Kernels& kernels =
             null ? *mk::null_kernels() : mk::choose_kernels(simd, static_cast<mk::Dtype>(dims->dtype));
         auto engine = std::make_unique<mk_engine>();
         engine->interpreter =
-            std::make_unique<mk::Interpreter>(*dims, first_rank, ranks, kernels, threads, cores,
-                                              deadlock_seconds, static_cast<std::atomic<int32_t>*>(abort));
+            std::make_unique<mk::Interpreter>(*dims, kernels, threads, cores, deadlock_seconds);
         return engine.release();
       },
       static_cast<mk_engine*>(nullptr));
@@ -136,41 +130,12 @@ MK_API int32_t mk_launch_wait(mk_engine* engine, int32_t timeout_ms) {
 
 MK_API void mk_abort(mk_engine* engine) { engine->interpreter->abort(); }
 
-// Resets a program after a failed launch. No rank may be running the program during this call.
+// Resets a program after a failed launch.
 MK_API void mk_reset(mk_engine* engine, mk::Program* program) { engine->interpreter->reset(*program); }
 
 // Returns the bytes that a rank has stored into other ranks' memory since the engine was created.
 MK_API int64_t mk_link_bytes(mk_engine* engine, int32_t rank) {
   return engine->interpreter->link_bytes(rank);
-}
-
-// Starts an audit of the accesses to other ranks' memory. Only remote stores may touch the memory that is
-// passed to mk_watch, and the audit lists each of these stores. Any other access ends the process. Before the
-// process ends, it writes the reason to `words`, which is shared memory of `size` bytes, or to standard error
-// if `words` is null.
-MK_API void mk_audit(mk_engine* engine, char* words, int64_t size) {
-  engine->interpreter->audit = std::make_unique<mk::Audit>(words, size);
-}
-
-MK_API int32_t mk_watch(mk_engine* engine, const void* window, int64_t bytes) {
-  return guarded(
-      [&] {
-        engine->interpreter->audit->watch(window, bytes);
-        return 0;
-      },
-      -1);
-}
-
-// Returns how many remote stores the audit has listed. If `out` is not null, also copies the list to `out`
-// and clears it.
-MK_API int64_t mk_stores(mk_engine* engine, mk::RemoteStore* out) {
-  std::vector<mk::RemoteStore>& all = engine->interpreter->audit->stores;
-  const auto count = static_cast<int64_t>(all.size());
-  if (out != nullptr) {
-    std::copy(all.begin(), all.end(), out);
-    all.clear();
-  }
-  return count;
 }
 
 // Runs one instruction on the calling thread. `phases` has kMaxPhases + 1 entries, with the sizes of rank

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "../common/record.h"
-#include "remote.h"
+#include "kernels.h"
 
 namespace mk {
 namespace {

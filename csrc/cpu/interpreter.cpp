@@ -74,17 +74,15 @@ uint64_t clock_ns() {
   return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(now.tv_nsec);
 }
 
-Interpreter::Interpreter(const Dims& model, int first_rank, int ranks, const Kernels& kernels, int threads,
-                         int cores, double deadlock_seconds, std::atomic<int32_t>* abort)
+Interpreter::Interpreter(const Dims& model, const Kernels& kernels, int threads, int cores,
+                         double deadlock_seconds)
     : layers_(model.layers),
-      first_rank_(first_rank),
-      ranks_(ranks),
+      ranks_(model.tp),
       cores_(cores),
       kernels_(kernels),
       buffers_(int64_t{model.tp} * kBuffers * model.layers, nullptr),
       memory_(threads),
       deadlock_seconds_(deadlock_seconds),
-      abort_(abort ? abort : &own_abort_),
       progress_(threads),
       pool_(threads) {
   const int64_t widest = std::max({model.hidden, model.ffn, model.heads * model.head_dim});
@@ -128,8 +126,7 @@ void Interpreter::start(Program& program, const int32_t* step_words, bool trace)
   const StepView source = step_view(step_words, dims);
   words_.assign(step_words, source.masks + int64_t{*source.mask_count} * dims.mask_words());
   views_.clear();
-  for (int r = first_rank_; r < first_rank_ + ranks_; ++r)
-    views_.push_back(step_view(words_.data(), program.dims(r)));
+  for (int r = 0; r < ranks_; ++r) views_.push_back(step_view(words_.data(), program.dims(r)));
   traced_ = trace;
   failed_ = false;
   error_.clear();
@@ -137,7 +134,7 @@ void Interpreter::start(Program& program, const int32_t* step_words, bool trace)
   cursors_ = std::vector<Cursor>(int64_t{ranks_} * program.workers);
   for (size_t i = 0; i < cursors_.size(); ++i) {
     Cursor& c = cursors_[i];
-    c.rank = first_rank_ + static_cast<int>(i) / program.workers;
+    c.rank = static_cast<int>(i) / program.workers;
     c.worker = static_cast<int>(i) % program.workers;
     c.next = program.begin(kPrologue, program.stream(c.rank, c.worker));
     if (trace) c.intervals.reserve(interval_bound(c));
@@ -235,12 +232,12 @@ void Interpreter::finish() {
 }
 
 void Interpreter::reset(Program& program) {
-  program.reset(first_rank_, first_rank_ + ranks_);
-  for (int r = first_rank_; r < first_rank_ + ranks_; ++r) {
+  program.reset();
+  for (int r = 0; r < ranks_; ++r) {
     int32_t* splits = static_cast<int32_t*>(bound(r, Buffer::SPLITS, 0));
     std::fill(splits, splits + program.dims(r).items, 0);
   }
-  own_abort_.store(0, std::memory_order_relaxed);
+  abort_.store(0, std::memory_order_relaxed);
 }
 
 std::string Interpreter::describe_block() {
@@ -465,15 +462,9 @@ bool Interpreter::step(Cursor& c, int thread) {
             &view(c),
             buffers_.data(),
             &memory.scratch,
-            reinterpret_cast<const int32_t*>(abort_),
+            reinterpret_cast<const int32_t*>(&abort_),
             &link_bytes,
-            c.layer,
-            0,
-            audit.get(),
-            program_->name(c.record),
-            c.segment,
-            c.number};
-  const Audited audited(call);
+            c.layer};
   if (c.phase->operation == Operation::kAttention) {
     while (c.item < c.item_end && ready(c)) {
       call.item = c.item;

@@ -1,5 +1,5 @@
-// Runs launches of programs on a pool of threads. A program has one stream of instructions per worker. An
-// interpreter executes the streams of the ranks [first_rank, first_rank + ranks).
+// Runs launches of programs on a pool of threads. A program has one stream of instructions per worker of each
+// rank.
 //
 // Each thread is assigned some of the streams. The thread looks through its streams for a next instruction
 // whose waits are satisfied and executes it, so a program for 8 ranks of 132 workers runs even on two cores.
@@ -16,7 +16,6 @@
 
 #include "../common/index.h"
 #include "arena.h"
-#include "audit.h"
 #include "kernels.h"
 #include "pool.h"
 #include "program.h"
@@ -34,17 +33,13 @@ enum class Status { kDone, kRunning, kFailed };
 
 class Interpreter {
  public:
-  // `cores` is this process's share of the cores that it and the processes of other ranks may use. A launch
-  // that makes no progress for `deadlock_seconds` is treated as a deadlock and aborted. `abort` points to an
-  // integer: any value other than 0 ends launches. Other processes may write the integer too, and the caller
-  // sets it back to 0. If `abort` is null, the interpreter uses an integer of its own.
-  Interpreter(const Dims& model, int first_rank, int ranks, const Kernels& kernels, int threads, int cores,
-              double deadlock_seconds, std::atomic<int32_t>* abort);
+  // `cores` is the number of cores that this process may use. A launch that makes no progress for
+  // `deadlock_seconds` is treated as a deadlock and aborted.
+  Interpreter(const Dims& model, const Kernels& kernels, int threads, int cores, double deadlock_seconds);
   // Aborts a running launch.
   ~Interpreter() { abort(); }
 
-  // Makes `data` the memory of a rank's buffer. For a rank that runs in another process, only the buffers to
-  // which instructions of this process store are bound.
+  // Makes `data` the memory of a rank's buffer.
   void bind(int rank, Buffer buffer, int layer, void* data) { buffers_[index(rank, buffer, layer)] = data; }
   void* bound(int rank, Buffer buffer, int layer) const { return buffers_[index(rank, buffer, layer)]; }
 
@@ -53,9 +48,8 @@ class Interpreter {
   void start(Program& program, const int32_t* step_words, bool trace);
   Status wait(std::chrono::milliseconds limit);
   // Makes all threads stop soon. wait() then returns kFailed, and the program needs a reset.
-  void abort() { abort_->store(1, std::memory_order_relaxed); }
-  // Resets the program's counters and the buffer SPLITS after a failed launch. No rank may still be running
-  // the program.
+  void abort() { abort_.store(1, std::memory_order_relaxed); }
+  // Resets the program's counters and the buffer SPLITS after a failed launch.
   void reset(Program& program);
   const std::string& error() const { return error_; }
 
@@ -73,8 +67,7 @@ class Interpreter {
   int64_t dropped() const;
 
   Delay delay{};
-  bool fetch_ahead = true;       // a waiting worker prefetches the weights of its next instruction
-  std::unique_ptr<Audit> audit;  // null: no audit
+  bool fetch_ahead = true;  // a waiting worker prefetches the weights of its next instruction
   int threads() const { return pool_.size(); }
 
  private:
@@ -119,9 +112,9 @@ class Interpreter {
   int64_t index(int rank, Buffer buffer, int layer) const {
     return (int64_t{rank} * kBuffers + static_cast<int32_t>(buffer)) * layers_ + layer;
   }
-  const StepView& view(const Cursor& c) const { return views_[c.rank - first_rank_]; }
+  const StepView& view(const Cursor& c) const { return views_[c.rank]; }
   int32_t block(const Cursor& c) const { return program_->block(c.segment, c.layer); }
-  bool aborted() const { return abort_->load(std::memory_order_relaxed) != 0; }
+  bool aborted() const { return abort_.load(std::memory_order_relaxed) != 0; }
   void deal_streams();
   template <bool kTrace>
   void run(int thread);
@@ -152,22 +145,20 @@ class Interpreter {
   void record_interval(Cursor& cursor, IntervalKind kind, uint64_t begin, uint64_t end, int slot) const;
   int64_t interval_bound(const Cursor& cursor) const;
 
-  const int layers_, first_rank_, ranks_;
-  const int cores_;
+  const int layers_, ranks_, cores_;
   const Kernels& kernels_;
   std::vector<void*> buffers_;
   Arena scratch_;
   std::vector<Memory> memory_;
   const double deadlock_seconds_;
-  std::atomic<int32_t> own_abort_{0};
-  std::atomic<int32_t>* const abort_;
+  std::atomic<int32_t> abort_{0};  // any value other than 0 ends the launch
   std::string error_;
 
   // The state of the launch in progress.
   Program* program_ = nullptr;
   std::vector<int32_t> words_;
-  std::vector<StepView> views_;               // the step table as each rank of this interpreter sees it
-  std::vector<Cursor> cursors_;               // one for each stream of this interpreter's ranks
+  std::vector<StepView> views_;               // the step table as each rank sees it
+  std::vector<Cursor> cursors_;               // one for each stream
   std::vector<std::vector<Cursor*>> dealt_;   // the streams of each thread
   bool crowded_ = false;                      // whether more threads have streams than there are cores
   alignas(64) std::atomic<int32_t> left_{0};  // number of streams that have not ended

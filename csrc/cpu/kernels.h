@@ -1,6 +1,8 @@
 // The interface between the interpreter and the functions that compute. There is one function per operation
 // and one table of functions per SIMD path.
 #pragma once
+#include <string.h>
+
 #include "packed.h"
 
 #define MK_INLINE inline __attribute__((always_inline))
@@ -52,8 +54,6 @@ struct Scratch {
   int32_t* counts;     // how often a sequence contains each token id: [vocab]; all zero between calls
 };
 
-class Audit;
-
 // Returns the layer whose weights a phase reads when it runs in layer `layer`.
 inline int32_t weights_layer(const Phase& phase, const Dims& d, int32_t layer) {
   return lower_of(layer + phase.ahead, d.layers - 1);
@@ -69,10 +69,7 @@ struct Call {
   const int32_t* abort;  // non-zero if the launch was aborted; the function then returns soon
   int64_t* link_bytes;   // counts the bytes that this rank stores on other ranks
   int32_t layer;
-  int32_t item = 0;                 // index of the attention work item in the step table
-  Audit* audit = nullptr;           // checks remote stores; null if there is no audit
-  const char* name = "";            // the phase's name, for the audit's messages
-  int32_t segment = 0, number = 0;  // position of the instruction, for the audit
+  int32_t item = 0;  // index of the attention work item in the step table
 
   template <class T>
   MK_INLINE T* inputs() const {
@@ -109,6 +106,13 @@ struct Call {
         buffers[(int64_t{rank} * kBuffers + b) * dims->layers + (kLayered[b] ? of_layer : 0)]);
   }
 };
+
+// Copies `bytes` bytes to another rank's memory and adds them to the calling rank's link_bytes. No other
+// function writes another rank's memory.
+MK_INLINE void store_remote(const Call& call, void* to, const void* from, int64_t bytes) {
+  *call.link_bytes += bytes;
+  memcpy(to, from, bytes);
+}
 
 using Op = void (*)(const Call& call, const int32_t* record);
 

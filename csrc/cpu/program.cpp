@@ -55,22 +55,14 @@ Program::Program(const ProgramSource& source)
   for (int list = 0; list < kRecordLists; ++list) check(list);
   for (int i = 0; i < 3; ++i)
     totals_[i].assign(source.totals[i], source.totals[i] + int64_t{ranks} * counters_);
-  const int64_t rank_values = int64_t{layers + 1} * counters_;
-  if (source.values == nullptr) own_values_ = std::make_unique<Counter[]>(ranks * rank_values);
-  for (int r = 0; r < ranks; ++r)
-    values_.push_back(source.values ? source.values[r] : own_values_.get() + r * rank_values);
-  claims_ = std::make_unique<Counter[]>(int64_t{layers} * ranks * queues_);
+  values_ = std::vector<Counter>(int64_t{ranks} * (layers + 1) * counters_);
+  claims_ = std::vector<Counter>(int64_t{layers} * ranks * queues_);
 }
 
-void Program::reset(int first, int end) {
+void Program::reset() {
   launches = 0;
-  const int64_t n = int64_t{layers + 1} * counters_;
-  for (int r = first; r < end; ++r) {
-    for (int64_t i = 0; i < n; ++i) values_[r][i].value.store(0, std::memory_order_relaxed);
-    for (int q = queue(r, 0); q < queue(r + 1, 0); ++q) {
-      for (int layer = 0; layer < layers; ++layer) claims(q, layer).store(0, std::memory_order_relaxed);
-    }
-  }
+  for (Counter& c : values_) c.value.store(0, std::memory_order_relaxed);
+  for (Counter& c : claims_) c.value.store(0, std::memory_order_relaxed);
 }
 
 // Throws if the execution of a record would access memory outside a buffer, or outside an array of the

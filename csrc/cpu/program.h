@@ -3,7 +3,6 @@
 // the format.
 #pragma once
 #include <atomic>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -18,7 +17,6 @@ constexpr int kQueues = 3;
 constexpr int kRecordLists = 4;
 
 // Each counter has its own cache line, so that waiting on one counter does not slow arrivals at another.
-// Counters may be in memory that several processes share.
 struct alignas(64) Counter {
   std::atomic<int32_t> value{0};
 };
@@ -38,14 +36,11 @@ struct ProgramSource {
   // Arrivals per launch at each counter, [ranks][counters], in the first block of counters, in each middle
   // block and in the last block.
   const int32_t* totals[3];
-  // The counters of each rank, [layers + 1][counters], all of which must be 0. If `values` is null, the
-  // program allocates the counters.
-  Counter* const* values;
 };
 
 class Program {
  public:
-  // Copies all arrays except the counters. Throws std::runtime_error if a record cannot be executed.
+  // Copies all arrays. Throws std::runtime_error if a record cannot be executed.
   explicit Program(const ProgramSource& source);
 
   const int32_t ranks, workers, layers;
@@ -77,7 +72,7 @@ class Program {
     return segment == kPrologue ? 0 : segment == kBody ? layer : layers;
   }
   std::atomic<int32_t>& counter(int rank, int32_t block, int32_t index) {
-    return values_[rank][int64_t{block} * counters_ + index].value;
+    return values_[(int64_t{rank} * (layers + 1) + block) * counters_ + index].value;
   }
   // Returns the number of arrivals at a counter per launch.
   int32_t total(int rank, int32_t block, int32_t index) const {
@@ -90,8 +85,8 @@ class Program {
   }
 
   uint32_t launches = 0;  // number of launches begun since the counters were last reset
-  // Resets the counters and claims of ranks [first, end) to the state before the first launch.
-  void reset(int first, int end);
+  // Resets the counters and claims to the state before the first launch. No launch may be running.
+  void reset();
 
  private:
   void check(int list) const;
@@ -103,8 +98,8 @@ class Program {
   std::vector<Phase> phases_;
   std::vector<std::string> names_;
   std::vector<int32_t> records_[kRecordLists], offsets_[kRecordLists], totals_[3];
-  std::unique_ptr<Counter[]> own_values_, claims_;
-  std::vector<Counter*> values_;
+  std::vector<Counter> values_;  // [rank][block][counter]
+  std::vector<Counter> claims_;  // [layer][rank][queue]
 };
 
 }  // namespace mk

@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import MegakernelError
+from ..settings import above_zero
 from . import output
-from .bench import host_ceilings
-from .options import AddVerb, above_zero, add_count, add_setting, fetch
-from .workload import add_workload, workload
+from .host import host_ceilings
+from .options import AddVerb, add_count, add_setting, add_workload, fetch, workload
 
 if TYPE_CHECKING:
     from megakernel.serving.bench import Server, Workload
@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    from megakernel.scheduler import passes
     from megakernel.serving.bench import Load, Server, against_roofline, alternate, describe, least_work
     from megakernel.serving.text.llm import DTYPES
 
@@ -114,7 +115,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
     if ceilings is not None:
         dims, in_flight = weight_dims(config, DTYPES[args.dtype]), args.max_concurrency or len(load.jobs)
         bits = bits_of(config, storage_of(local_checkpoint(model), config, "auto"))
-        phases = forward(config, dims, weight_bits=bits)
+        phases = passes.apply(forward(config), dims, weight_bits=bits)
         work = least_work(phases, dims, load.jobs, in_flight, tied=config.tied)
         for one in (one for each in runs for one in each):
             one.update(against_roofline(work, ceilings, one["duration_s"], one["server"]))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import MegakernelError
 from ..settings import SETTINGS
 from . import FAILED, output
-from .options import AddVerb, add_count, add_model_run, add_speculate, open_llm
+from .options import AddVerb, add_count, add_model_run, add_setting, open_llm
 
 if TYPE_CHECKING:
     from .partners import Messages, Partner
@@ -30,7 +30,7 @@ _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "�")
 def register(add: AddVerb) -> None:
     parser = add("chat", "talk to a model, in this process or on a server", "megakernel chat --model smollm2-135m")
     add_model_run(parser)
-    add_speculate(parser)
+    add_setting(parser, "speculate")
     parser.add_argument(
         "--base-url",
         metavar="URL",

@@ -14,7 +14,7 @@ from . import output
 
 if TYPE_CHECKING:
     from megakernel.serving import LLM
-    from megakernel.serving.bench.peers import Contest, Found, Phase
+    from megakernel.serving.bench.peers import Contest, Found, Timed
 
 
 def add_versus(parser: argparse.ArgumentParser) -> None:
@@ -47,17 +47,17 @@ def find_peers(args: argparse.Namespace, *, batched: bool) -> list[Found]:
 
 @contextmanager
 def opened(
-    found: Sequence[Found], llm: LLM, args: argparse.Namespace, sizes: tuple[int, int, int], phases: Sequence[Phase]
+    found: Sequence[Found], llm: LLM, args: argparse.Namespace, sizes: tuple[int, int, int], phases: Sequence[Timed]
 ) -> Iterator[list[Contest]]:
-    """Open the peers, find their best settings and yield them. `sizes` are the values of the fields of `Work`."""
+    """Open the peers, find their best settings and yield them. `sizes` are the values of the fields of `Batch`."""
     if not found:
         yield []
         return
-    from megakernel.serving.bench.peers import Work, contests
+    from megakernel.serving.bench.peers import Batch, contests
 
     with ExitStack() as stack:
         with output.busy("writing the weights for the other programs"):
-            peers = stack.enter_context(contests(found, llm, args.model, args.weights, Work(*sizes), phases))
+            peers = stack.enter_context(contests(found, llm, args.model, args.weights, Batch(*sizes), phases))
         for one in peers:
             with output.progress(f"searching for the best settings of {one.peer.name}") as advance:
                 one.search(advance)

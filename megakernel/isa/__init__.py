@@ -9,14 +9,12 @@ from .dims import DIM_FIELDS, KV_BLOCK, Dims, Units, ceil_div
 from .dtypes import Dtype, all_finite, from_f32, to_f32
 from .items import slot_work
 from .link import link_bytes
-from .loads import loads
+from .loads import Loads, loads
 from .operations import OPERATIONS, RESULTS, Operation, OperationFamily, Result, Rows
-from .pages import attention_pages, matmul_pages, tile_work
 from .phases import CONTROL, DRAIN, JOIN, MAX_PHASES, PHASE_FIELDS, Forward, Phase
 from .record import Column
 from .regions import accesses
 from .step import STEP_FIELDS, StepTable
-from .targets import TARGETS, target_of
 
 __all__ = [
     "BUFFERS",
@@ -32,7 +30,6 @@ __all__ = [
     "PHASE_FIELDS",
     "RESULTS",
     "STEP_FIELDS",
-    "TARGETS",
     "Access",
     "Buffer",
     "Column",
@@ -42,6 +39,7 @@ __all__ = [
     "Forward",
     "Index",
     "Kind",
+    "Loads",
     "Operation",
     "OperationFamily",
     "Phase",
@@ -53,7 +51,6 @@ __all__ = [
     "accesses",
     "all_finite",
     "attention_cost",
-    "attention_pages",
     "ceil_div",
     "cost",
     "from_f32",
@@ -62,9 +59,6 @@ __all__ = [
     "kv_bytes",
     "link_bytes",
     "loads",
-    "matmul_pages",
     "slot_work",
-    "target_of",
-    "tile_work",
     "to_f32",
 ]

@@ -82,7 +82,7 @@ class Dims:
     replicated_residual: int = 0  # 1: every rank has the whole residual and adds all partial sums
 
     units: int = 0  # the Units that compute matmuls; they determine the bits of the results
-    ring_pages: int = 0  # shared-memory pages of an SM (see isa/pages.py); 0 if the target has none
+    ring_pages: int = 0  # shared-memory pages of an SM (see runtime/cuda/pages.py); 0 if the target has none
 
     # 1: K and V are stored in Q8_0, where each token's row of a head is quantised by itself. This field
     # also determines the bits of the results.

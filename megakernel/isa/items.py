@@ -11,6 +11,12 @@ from .step import StepTable
 Floats = NDArray[np.float64]
 
 
+def ragged(counts: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Number the elements of lists of the given lengths. Return for each element its list and its place in it."""
+    at = np.repeat(np.arange(len(counts)), counts)
+    return at, np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 def item_work(view: StepTable) -> tuple[Floats, Floats]:
     """Return two arrays [items] for the attention items of the view's rank: the FLOPs of each item,
     and the bytes of K and V that it reads. Both are zero for padding items.
@@ -23,8 +29,7 @@ def item_work(view: StepTable) -> tuple[Floats, Floats]:
     live = view.item_seq[:n] >= 0
     begin = view.item_block[:n].astype(np.int64) * dims.kv_block
     end = begin + view.item_blocks[:n].astype(np.int64) * dims.kv_block
-    of = np.repeat(np.arange(n), rows)
-    nth = np.arange(len(of)) - np.repeat(np.cumsum(rows) - rows, rows)
+    of, nth = ragged(rows)
     sees = np.clip(view.positions[row[of] + nth] + 1 - begin[of], 0, (end - begin)[of])
     pairs = np.bincount(of, weights=sees, minlength=n)
     tokens = np.maximum(np.minimum(view.positions[row + rows - 1].astype(np.int64) + 1, end) - begin, 0)

@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 
 from .access import Columns, Index, Kind
 from .buffers import BUFFERS
-from .costs import cost, itemsize, weight_bytes
-from .dims import Dims, Units
+from .costs import cost, weight_bytes
+from .dims import Dims
 from .operations import Operation
-from .pages import dot_input_pages, matmul_pages, tile_work
 from .phases import Phase
 from .regions import accesses
 
@@ -42,10 +41,7 @@ def loads(phase: Phase, columns: Columns, dims: Dims) -> Loads:
         return Loads(none, none)
     if not phase.is_matmul:
         return Loads(cost(phase, columns, dims).memory_bytes, region_reads(phase, columns, dims))
-    read = region_reads(phase, columns, dims)
-    if dims.ring_pages and phase.norm is None:
-        read = _through_the_ring(phase, columns, dims)
-    return Loads(weight_bytes(phase, columns["cols"], dims), read)
+    return Loads(weight_bytes(phase, columns["cols"], dims), region_reads(phase, columns, dims))
 
 
 def region_reads(phase: Phase, columns: Columns, dims: Dims) -> Floats:
@@ -58,18 +54,3 @@ def region_reads(phase: Phase, columns: Columns, dims: Dims) -> Floats:
         wide = np.maximum(access.col_end - access.col, 0).astype(np.float64)
         read += wide * BUFFERS[access.buffer].resolve_dtype(dims).itemsize * high
     return read
-
-
-def _through_the_ring(phase: Phase, columns: Columns, dims: Dims) -> Floats:
-    """Return the bytes of inputs that each matmul instruction loads through its ring of
-    shared-memory pages. Matmuls as dot products load all inputs again in each lap, which is one
-    filling of the ring. Matmuls on tensor cores load them again for each chunk of the tile's
-    columns.
-    """
-    rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
-    if dims.units == Units.DOTS:
-        pages = matmul_pages(phase, columns["rows"], columns["cols"], dims).inputs
-        laps = pages // np.maximum(dot_input_pages(phase, rows, dims), 1)
-        return (laps * rows * (phase.inner(dims) * itemsize(dims))).astype(np.float64)
-    weights = phase.inner(dims) * phase.matrices(dims) * cols * itemsize(dims)
-    return (tile_work(phase, rows, cols, dims)[1] - weights).astype(np.float64)

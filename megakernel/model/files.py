@@ -195,7 +195,7 @@ def _part_shapes(config: ModelConfig, naming: Naming, buffer: Buffer) -> list[tu
 def _expected_buffers(config: ModelConfig) -> list[Buffer]:
     """The buffers that a file must have."""
     without = {Buffer.INV_FREQ} | ({Buffer.LM_HEAD} if config.tied else set())
-    return [b for b in weights(config, weight_dims(config, Dtype.F32)) if b not in without]
+    return [b for b in weights(config) if b not in without]
 
 
 def _check(config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
@@ -203,7 +203,7 @@ def _check(config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
     there are no others.
     """
     expected = expected_shapes(config, naming)
-    biases = [p.bias for p in forward(config, weight_dims(config, Dtype.F32)) if p.bias is not None]
+    biases = [p.bias for p in forward(config) if p.bias is not None]
     optional = {
         name
         for buffer in (biases if naming.biases_optional else ())

@@ -50,7 +50,7 @@ def storage_of(checkpoint: Checkpoint | None, config: ModelConfig, name: str) ->
 
 
 def bits_of(config: ModelConfig, storage: Mapping[Buffer, Storage]) -> dict[Buffer, float]:
-    """The mean bits per weight of each buffer in `storage`, in the form that `families.forward` takes."""
+    """The mean bits per weight of each buffer in `storage`, in the form that `compile_program` takes."""
     dims = weight_dims(config, Dtype.F32)
     return {buffer: stored.bits(BUFFERS[buffer].shape(dims, 0)[-1]) for buffer, stored in storage.items()}
 
@@ -64,7 +64,7 @@ def _weight_type(name: str) -> Dtype:
 def _all_in(config: ModelConfig, kind: Dtype) -> dict[Buffer, Storage]:
     """The `storage` of a checkpoint that stores all matrices of a model in one type."""
     dims = weight_dims(config, Dtype.F32)
-    shapes = {b: BUFFERS[b].shape(dims, 0) for b in weights(config, dims) if BUFFERS[b].matrix}
+    shapes = {b: BUFFERS[b].shape(dims, 0) for b in weights(config) if BUFFERS[b].matrix}
     return {
         buffer: Storage(((Part(kind, math.prod(shape[:-1])),),) * (dims.layers if BUFFERS[buffer].layered else 1))
         for buffer, shape in shapes.items()
@@ -79,7 +79,7 @@ def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, St
     """
     dims = weight_dims(config, dtype)
     out: Counter[str] = Counter()
-    for buffer in weights(config, dims):
+    for buffer in weights(config):
         if not BUFFERS[buffer].matrix or (buffer is Buffer.LM_HEAD and config.tied):
             continue
         *rows, inner = BUFFERS[buffer].shape(dims, 0)

@@ -9,19 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import (
-    BUFFERS,
-    DRAIN,
-    OPERATIONS,
-    Dims,
-    Dtype,
-    Operation,
-    Phase,
-    Result,
-    Units,
-    matmul_pages,
-    pages,
-)
+from ..isa import DRAIN, OPERATIONS, Dims, Dtype, Operation, Phase, Result, Units
 from ..isa import record as bits
 from ..isa.step import step_words
 from .limits import MOST, MOST_COUNTERS, MOST_STEP_WORDS, MOST_WORKERS
@@ -205,31 +193,30 @@ def check_records(program: Program, parts: list[Part]) -> Iterator[str]:
         yield from _headers(part, number)
         yield from _operands(part, dims)
         yield from _counters(part)
-        if program.dims.ring_pages:
-            yield from _pages(part, dims)
     yield from _attention(program, parts[1], dims)
     yield from _drains(program, parts[1])
 
 
-def _each(part: Part, rows: Iterable[np.intp] | Ints, what: str) -> Iterator[str]:
+def each(part: Part, rows: Iterable[np.intp] | Ints, what: str) -> Iterator[str]:
+    """Yield a violation, described by `what`, for each of some rows of a part."""
     for row in rows:
         yield f"{part.label(int(row))}: {what}"
 
 
 def _headers(part: Part, segment: int) -> Iterator[str]:
     known, home = part.phases.known[part.number], part.phases.segment[part.number]
-    yield from _each(part, np.nonzero(~known)[0], "the program has no such phase")
-    yield from _each(part, np.nonzero(part.records[:, 0] != part.number)[0], "word 0 holds more than a phase number")
+    yield from each(part, np.nonzero(~known)[0], "the program has no such phase")
+    yield from each(part, np.nonzero(part.records[:, 0] != part.number)[0], "word 0 holds more than a phase number")
     for row in np.nonzero((home >= 0) & (home != segment))[0]:
         yield f"{part.label(int(row))}: belongs in the {SEGMENTS[home[row]]}"
     drains = part.rows(DRAIN)
-    yield from _each(part, drains[part.queue[drains] >= 0], "a queue cannot hold a drain")
+    yield from each(part, drains[part.queue[drains] >= 0], "a queue cannot hold a drain")
 
 
 def _operands(part: Part, dims: list[Dims]) -> Iterator[str]:
     values = part.records[:, bits.OPERAND_WORD : bits.WAIT_WORD]
     bad = ((values < part.phases.least[part.number]) | (values > part.phases.most[part.number])).any(axis=1)
-    yield from _each(part, np.nonzero(bad)[0], "an operand is out of range")
+    yield from each(part, np.nonzero(bad)[0], "an operand is out of range")
     for phase in part.phases.matmuls:
         rows = part.rows(phase)
         if not len(rows):
@@ -237,11 +224,11 @@ def _operands(part: Part, dims: list[Dims]) -> Iterator[str]:
         columns = phase.columns(part.records[rows])
         most = np.array([phase.width(d) for d in dims])[part.rank[rows]]
         bad = columns["col"].astype(np.int64) + columns["cols"] > most
-        yield from _each(part, rows[bad], "its column tile lies outside the rank's part of the output")
+        yield from each(part, rows[bad], "its column tile lies outside the rank's part of the output")
         if phase.result is Result.HEADS:
             unit, what = (dims[0].head_dim, "head") if phase.whole_heads(dims[0]) else (2, "RoPE pair")
             bad = (columns["col"] % unit != 0) | (columns["cols"] % unit != 0)
-            yield from _each(part, rows[bad], f"its column tile cuts a {what}")
+            yield from each(part, rows[bad], f"its column tile cuts a {what}")
 
 
 def _counters(part: Part) -> Iterator[str]:
@@ -249,20 +236,20 @@ def _counters(part: Part) -> Iterator[str]:
     for words, signal in ((part.waits, False), (part.signals, True)):
         what = "signal" if signal else "wait"
         bad = (words.raw & ~np.int32(_KNOWN_BITS) != 0) | (words.counter < 0) | (words.counter >= program.counters)
-        yield from _each(part, words.row[bad], f"a {what} names no counter of the block of {program.counters}")
+        yield from each(part, words.row[bad], f"a {what} names no counter of the block of {program.counters}")
         if signal:
             owner = words.rank == bits.OWNER
             bad = (words.rank >= program.ranks) & (words.rank != bits.ALL_RANKS) & ~owner
-            yield from _each(part, words.row[bad], "a signal names no rank")
+            yield from each(part, words.row[bad], "a signal names no rank")
             bad = owner & ~words.indexed
-            yield from _each(part, words.row[bad], "only an indexed signal can go to a row's owner")
+            yield from each(part, words.row[bad], "only an indexed signal can go to a row's owner")
             if owner.any() and dims.replicated_residual:
-                yield from _each(part, words.row[owner], "a signal goes to a row's owner, but all ranks keep all rows")
+                yield from each(part, words.row[owner], "a signal goes to a row's owner, but all ranks keep all rows")
             if part.name != "body":
-                yield from _each(part, words.row[words.next], "only the body signals the next block")
+                yield from each(part, words.row[words.next], "only the body signals the next block")
         else:
-            yield from _each(part, words.row[words.rank != 0], "a wait names a rank, but is always on the own rank")
-            yield from _each(part, words.row[words.next], "a wait names the next block, but must name its own")
+            yield from each(part, words.row[words.rank != 0], "a wait names a rank, but is always on the own rank")
+            yield from each(part, words.row[words.next], "a wait names the next block, but must name its own")
         if words.indexed.any():
             row = words.row[words.indexed]
             attends = np.isin(row, part.rows(part.phases.attention))
@@ -271,49 +258,9 @@ def _counters(part: Part) -> Iterator[str]:
             members = np.where(attends & (not signal), part.records[row, _GROUPS].astype(np.int64), 1)
             picks = attends | np.isin(part.number[row], [] if signal else part.phases.logit_norms)
             bad = ~picks | (words.slot[words.indexed] != 0)
-            yield from _each(part, row[bad], f"a {what} word here cannot be indexed")
+            yield from each(part, row[bad], f"a {what} word here cannot be indexed")
             past = ~bad & (words.counter[words.indexed] + members * dims.row_blocks > program.counters)
-            yield from _each(part, row[past], f"its {what} grid runs past the block of {program.counters} counters")
-
-
-def _pages(part: Part, dims: list[Dims]) -> Iterator[str]:
-    """Check that the ring has room for the pages that an instruction holds at once, and that the
-    tile of a matmul instruction can be divided into pages.
-    """
-    have = dims[0].ring_pages
-    if pages.kv_pages(dims[0]) > have:
-        what = f"it holds {pages.kv_pages(dims[0])} pages at once, but the ring has {have}"
-        yield from _each(part, part.rows(part.phases.attention), what)
-    for phase in part.phases.matmuls:
-        every = part.rows(phase)
-        for rank, d in enumerate(dims):
-            rows = every[part.rank[every] == rank]
-            if len(rows):
-                yield from _tile_pages(part, phase, rows, d)
-
-
-def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
-    """Check the pages of one rank's instructions of a matmul phase. `rows` are the indices of their records."""
-    c = phase.columns(part.records[rows])
-    taken = matmul_pages(phase, c["rows"], c["cols"], d)
-    for at in np.nonzero(taken.held > d.ring_pages)[0]:
-        yield f"{part.label(int(rows[at]))}: it holds {taken.held[at]} pages at once, but the ring has {d.ring_pages}"
-    dots = d.units == Units.DOTS
-    most = pages.dot_rows(max(phase.inner(d), 1)) if dots else d.sms * pages.PAGE_ROWS
-    yield from _each(part, rows[c["rows"] > most], f"its tile has more than {most} rows")
-    if phase.norm is not None:
-        sizes, which = np.unique(c["rows"], return_inverse=True)
-        fits = np.array([pages.norm_fits(int(size), phase.inner(d), d) for size in sizes])[which]
-        yield from _each(part, rows[~fits], "it has more rows than a matmul can normalise")
-    per_page = pages.output_columns(phase, d)
-    if not per_page or phase.output is None:
-        return
-    # The storer stores whole boxes, which must not extend beyond the tile into neighbouring rows or
-    # columns.
-    width = BUFFERS[phase.output].shape(d, 0)[1]
-    bad = (c["rows"] % pages.BOX_ROWS != 0) & (c["row"] + c["rows"] != d.tokens)
-    bad |= (c["cols"] % per_page != 0) & (c["col"] + c["cols"] != width)
-    yield from _each(part, rows[bad], f"its tile is not made of boxes of {pages.BOX_ROWS} rows x {per_page} columns")
+            yield from each(part, row[past], f"its {what} grid runs past the block of {program.counters} counters")
 
 
 def _attention(program: Program, body: Part, dims: list[Dims]) -> Iterator[str]:
@@ -327,21 +274,21 @@ def _attention(program: Program, body: Part, dims: list[Dims]) -> Iterator[str]:
     for words, what in ((body.waits, "wait"), (body.signals, "signal")):
         grid = np.zeros(len(body.records), dtype=np.bool_)
         grid[words.row[words.indexed & (words.slot == 0)]] = True
-        yield from _each(body, every[~grid[every]], f"its {what} word 0 must name a grid")
+        yield from each(body, every[~grid[every]], f"its {what} word 0 must name a grid")
     for rank, d in enumerate(dims):
         rows = every[body.rank[every] == rank]
         columns = phase.columns(body.records[rows])
         if not d.rank_heads:
-            yield from _each(body, rows, f"rank {rank} has no heads")
+            yield from each(body, rows, f"rank {rank} has no heads")
             continue
         slots = np.sort(columns["slot"])
         if not np.array_equal(slots, np.arange(d.attention_slots)):
             yield f"{phase.name}: rank {rank} has slots {slots.tolist()}, not each of 0..{d.attention_slots - 1} once"
         heads = columns["group_heads"]
         bad = (heads < 1) | (columns["groups"] != -(-d.rank_kv_heads // np.maximum(heads, 1)))
-        yield from _each(body, rows[bad], f"its groups do not cover {d.rank_kv_heads} KV heads")
+        yield from each(body, rows[bad], f"its groups do not cover {d.rank_kv_heads} KV heads")
         same = body.records[rows][:, [bits.OPERAND_WORD + 1, bits.WAIT_WORD, bits.SIGNAL_WORD]]
-        yield from _each(
+        yield from each(
             body, rows[(same != same[:1]).any(axis=1)], "its grids differ from those of the rank's first attention"
         )
 
@@ -354,12 +301,12 @@ def _drains(program: Program, body: Part) -> Iterator[str]:
     lengths = np.diff(program.queues.offsets).astype(np.int64)
     columns = DRAIN.columns(body.records[rows])
     bad = (columns["queue"] < 0) | (columns["queue"] >= program.rank_queues)
-    yield from _each(body, rows[bad], f"its queue does not exist: its rank has {program.rank_queues} queues")
+    yield from each(body, rows[bad], f"its queue does not exist: its rank has {program.rank_queues} queues")
     if bad.any():
         return
     queue = body.rank[rows] * program.rank_queues + columns["queue"]
     bad = (columns["end"] < 0) | (columns["end"] > lengths[queue])
-    yield from _each(body, rows[bad], "its end lies outside its queue")
+    yield from each(body, rows[bad], "its end lies outside its queue")
     claimed = np.zeros(len(lengths), dtype=np.int64)
     np.maximum.at(claimed, queue, columns["end"])
     for q in np.nonzero(claimed < lengths)[0]:

@@ -1,7 +1,7 @@
 """Executes programs. The modules of this package build step tables, and each backend has its own subpackage."""
 
 from .backend import Output
-from .registry import BACKENDS, choose_backend, create, join_ranks, rank_machine, registered
+from .registry import BACKENDS, choose_backend, create, rank_machine, registered
 from .step_check import check_step
 from .steps import Chunk, SampleRow, build_step
 
@@ -14,7 +14,6 @@ __all__ = [
     "check_step",
     "choose_backend",
     "create",
-    "join_ranks",
     "rank_machine",
     "registered",
 ]

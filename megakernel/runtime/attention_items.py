@@ -25,7 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import Dims, StepTable, ceil_div, pages, target_of
+from ..isa import Dims, StepTable, ceil_div
+from .cuda import pages
+from .targets import target_of
 
 Ints = NDArray[np.signedinteger]
 # The items of all ranks. Ranks with the same number of KV heads have the same items, so this number

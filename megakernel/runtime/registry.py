@@ -11,29 +11,25 @@ from functools import partial
 
 from ..errors import MegakernelError
 from ..isa import KV_BLOCK, Dims, Dtype
-from ..isa.launch import PAGES
-from ..isa.targets import CPU, HOPPER, Target
 from ..machine import Machine, cpu_count, host
 from ..model.checkpoint import Checkpoint, weight_dims
 from ..model.config import ModelConfig
-from ..settings import SETTINGS
 from .backend import Backend
-
-RANKS = ("threads", "processes")
+from .cpu.target import CPU
+from .cuda.params import PAGES
+from .cuda.target import HOPPER
+from .target import Target
 
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments with which a backend is created. On a CPU, `threads` is the number of threads, and `ranks`
-    (one of RANKS) says whether ranks are threads or processes.
-    """
+    """The arguments with which a backend is created. On a CPU, `threads` is the number of threads."""
 
     checkpoint: Checkpoint
     dims: Dims
     pages: int
     dtype: Dtype
     threads: int | None = None
-    ranks: str = "threads"
 
 
 @dataclass(frozen=True)
@@ -85,16 +81,10 @@ def _reference(request: Request) -> Backend:
 
 
 def _cpu(request: Request, null: bool = False) -> Backend:
-    from .cpu import CpuBackend
-    from .cpu.processes import ProcessBackend, join_ranks
+    from .cpu.backend import CpuBackend
 
-    checkpoint, dims, pages = request.checkpoint, request.dims, request.pages
-    if dims.tp > 1 and (request.ranks == "processes" or join_ranks(dims.tp)):
-        audit = SETTINGS["audit"].value() == "1"
-        return ProcessBackend(
-            checkpoint, dims, pages, dtype=request.dtype, threads=request.threads, null=null, audit=audit
-        )
-    return CpuBackend(checkpoint, dims, pages, dtype=request.dtype, threads=request.threads, null=null)
+    r = request
+    return CpuBackend(r.checkpoint, r.dims, r.pages, dtype=r.dtype, threads=r.threads, null=null)
 
 
 def _cuda(request: Request) -> Backend:
@@ -161,27 +151,17 @@ def choose_backend(
 
 
 def create(
-    name: str,
-    checkpoint: Checkpoint,
-    dims: Dims,
-    pages: int,
-    *,
-    dtype: Dtype,
-    threads: int | None = None,
-    ranks: str = "threads",
+    name: str, checkpoint: Checkpoint, dims: Dims, pages: int, *, dtype: Dtype, threads: int | None = None
 ) -> Backend:
     """Make the backend `name` with the checkpoint's weights and a KV pool of `pages` pages. `auto`
     chooses one as `choose_backend` does.
 
     `threads` defaults to the number of cores that this process may use; the reference backend uses
-    one. In a torchrun job, ranks on a CPU are always the job's processes, and this function returns
-    on rank 0 only. Raises MegakernelError for a backend that is unknown or not in this build.
+    one. Raises MegakernelError for a backend that is unknown or not in this build.
     """
-    if ranks not in RANKS:
-        raise MegakernelError(f"ranks={ranks!r} is unknown: choose from {', '.join(RANKS)}")
     if name == "auto":
         name, _ = choose_backend(name, checkpoint.config, dtype)
-    return registered(name).create(Request(checkpoint, dims, pages, dtype, threads, ranks))
+    return registered(name).create(Request(checkpoint, dims, pages, dtype, threads))
 
 
 def rank_machine(name: str, threads: int | None, ranks: int) -> Machine:
@@ -189,12 +169,3 @@ def rank_machine(name: str, threads: int | None, ranks: int) -> Machine:
     ranks has.
     """
     return registered(name).machine(threads, ranks)
-
-
-def join_ranks(tp: int) -> bool:
-    """In a torchrun job of `tp` ranks, every process calls this first. It returns True on rank 0,
-    and does not return on the others. Outside a job it returns False.
-    """
-    from .cpu.processes import join_ranks as join
-
-    return join(tp)

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megakernel.errors import MegakernelError
-from megakernel.isa.launch import CLAIM_SLOTS, PAGE_BYTES, SLOTS
-from megakernel.isa.pages import QUERY_TILE, STEP_PAGES
 from megakernel.machine import CPU, HOST, Core, Issue, Machine
+from megakernel.runtime.cuda.pages import QUERY_TILE, STEP_PAGES
+from megakernel.runtime.cuda.params import CLAIM_SLOTS, PAGE_BYTES, SLOTS
 
 Rates = tuple[tuple[float, float], ...]  # (rows, rate), rows ascending
 

@@ -16,6 +16,7 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import StepTable, cost, slot_work
 from megakernel.machine import Machine
 from megakernel.program import Program
+from megakernel.runtime.targets import target_of
 from megakernel.scheduler.simulate.costs import Costs, costs_of
 from megakernel.scheduler.simulate.native import Result, Work, run
 from megakernel.scheduler.simulate.work import make_work
@@ -73,6 +74,7 @@ def simulate(
     program declares.
     """
     program.check()
+    target_of(program.dims).check(program)
     if program.processors != machine.workers:
         raise MegakernelError(
             f"the program needs {program.processors} workers per rank, but {machine.name} has {machine.workers}:"

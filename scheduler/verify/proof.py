@@ -69,6 +69,7 @@ from megakernel.program import SEGMENTS, Program
 from megakernel.program.boxes import check_boxes, uses
 from megakernel.program.form import Part, check_layout, check_records
 from megakernel.program.phases import check_phases
+from megakernel.runtime.targets import target_of
 from megakernel.scheduler.verify.data import check_data
 from megakernel.scheduler.verify.order import Events, Unrolled
 
@@ -109,6 +110,7 @@ def _stages(program: Program) -> Iterator[Iterable[str]]:
     yield check_phases(program.forward, program.dims)
     parts = [Part(program, name) for name in SEGMENTS]
     yield check_records(program, parts)
+    yield target_of(program.dims).violations(parts)
     touched = uses(parts)
     yield check_boxes(touched)
     events = [Events(part) for part in parts]

@@ -16,7 +16,7 @@ from megakernel.serving.text.llm import LLM
 
 
 @dataclass(frozen=True)
-class Phase:
+class Steps:
     """The prefill or decode part of one run. Its steps computed `rows` token rows and generated `tokens` tokens.
 
     `step_s` holds the duration of each step in seconds, including the host's work between steps.
@@ -40,8 +40,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class Run:
-    prefill: Phase
-    decode: Phase
+    prefill: Steps
+    decode: Steps
     counts: Counts  # token counts of prefill and decode together
 
 
@@ -130,12 +130,12 @@ def _one(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> Run:
     return Run(_phase(steps[: first + 1], tied), _phase(steps[first + 1 :], tied), counts)
 
 
-def _phase(steps: list[tuple[Step, float]], tied: bool) -> Phase:
+def _phase(steps: list[tuple[Step, float]], tied: bool) -> Steps:
     def work(s: Step) -> Work:
         return step_work(s.program.forward, s.program.dims, s.rows, s.contexts, s.logit_rows, tied=tied)
 
     works = [work(step) for step, _ in steps]
-    return Phase(
+    return Steps(
         rows=sum(sum(step.rows) for step, _ in steps),
         tokens=sum(len(step.tokens) for step, _ in steps),
         step_s=[seconds for _, seconds in steps],

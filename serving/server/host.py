@@ -17,7 +17,7 @@ from megakernel.serving.server.board import ENGINE_FIELDS, Board
 from megakernel.serving.server.loop import EngineLoop
 from megakernel.serving.server.messages import ROOFLINE, TIMELINE, Description
 from megakernel.serving.text.llm import LLM
-from megakernel.timeline import page
+from megakernel.timeline import page, resolve, summarise
 
 TRACE_WAIT_S = 10.0  # maximum time to wait for a step to trace
 
@@ -78,8 +78,10 @@ class EngineHost:
 
         def timeline() -> bytes | None:
             """Trace one step, and return it as an HTML page."""
-            traced = self.live.trace(TRACE_WAIT_S)
-            return page(*traced, machine=machine).encode() if traced else None
+            if (traced := self.live.trace(TRACE_WAIT_S)) is None:
+                return None
+            step = resolve(*traced, machine)
+            return page((step, summarise(step))).encode()
 
         self.loop.views = {ROOFLINE: lambda: msgspec.json.encode(self.live.snapshot()), TIMELINE: timeline}
 

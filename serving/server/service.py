@@ -16,17 +16,15 @@ from fastapi.responses import Response
 from megakernel.errors import MegakernelError
 from megakernel.model.tokenizer import Tokenizer
 from megakernel.serving.engine.sampling import SamplingParams
-from megakernel.serving.server.access import Access
 from megakernel.serving.server.board import Board
 from megakernel.serving.server.client import Answers, EngineClient
 from megakernel.serving.server.errors import APIError, quoted
 from megakernel.serving.server.http import EventStream, event
-from megakernel.serving.server.limits import THREADS, Limits, max_values
+from megakernel.serving.server.limits import THREADS, Access, Limits, max_values
 from megakernel.serving.server.messages import Description
 from megakernel.serving.server.metrics import Metrics
-from megakernel.serving.server.routes.logprobs import prompt_logprobs
-from megakernel.serving.server.routes.requests import Choices, Conversation, Prompt, Sampled
-from megakernel.serving.server.routes.responses import PromptDetails, PromptLogprobs, Usage
+from megakernel.serving.server.routes.bodies import PromptDetails, PromptLogprobs, Usage, prompt_logprobs
+from megakernel.serving.server.routes.requests import Choices, Conversation, Sampled
 from megakernel.serving.server.turns import CLIENT, Turns
 from megakernel.serving.text.codec import Codec
 
@@ -101,19 +99,15 @@ class Service:
             return self.codec.encode(text)
         return self.tokenizer.encode(text, add_special=False)
 
-    async def encode_prompts(self, prompt: Prompt, add_special: bool = True) -> list[list[int]]:
+    async def encode_prompts(
+        self, prompts: Sequence[str] | Sequence[list[int]], add_special: bool = True
+    ) -> list[list[int]]:
         """Return the token ids of each prompt of a completion request."""
-        if isinstance(prompt, str):
-            return [await self.encode(prompt, add_special)]
-        ids = [part for part in prompt if isinstance(part, int)]
-        if ids:
-            return [ids]
-        parts = [part for part in prompt if not isinstance(part, int)]
-        texts = [part for part in parts if isinstance(part, str)]
-        self._check_text(*texts)
-        if texts:
-            return [await self._turns.run(partial(self._encode, text, add_special)) for text in texts]
-        return [part for part in parts if not isinstance(part, str)]
+        self._check_text(*(prompt for prompt in prompts if isinstance(prompt, str)))
+        return [
+            await self._turns.run(partial(self._encode, prompt, add_special)) if isinstance(prompt, str) else prompt
+            for prompt in prompts
+        ]
 
     async def encode_chat(self, asked: Conversation, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the token ids of a conversation, up to where the answer begins. The model may call `tools`."""

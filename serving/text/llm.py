@@ -17,7 +17,7 @@ from megakernel.isa import Dtype
 from megakernel.model import Checkpoint, load_tokenizer, open_checkpoint
 from megakernel.model.stored import bits_of, bytes_by_type, quantised_kv, stored_as
 from megakernel.model.tokenizer import Tokenizer
-from megakernel.runtime import choose_backend, create, join_ranks, rank_machine, registered
+from megakernel.runtime import choose_backend, create, rank_machine, registered
 from megakernel.scheduler import Options, step_seconds, with_matmul
 from megakernel.scheduler.tune import Fastest
 from megakernel.serving.engine.engine import Engine, Step
@@ -62,8 +62,6 @@ class LLM:
     prefix_cache compute the common prefix of several prompts only once
     speculate    maximum tokens that speculative decoding proposes per sequence and step; 0 turns it off. The
                  generated tokens are the same with any value
-    ranks        threads or processes: whether the ranks run as threads of this process or as separate processes. A
-                 torchrun job always uses its own processes, and only rank 0 returns from this call
 
     `vllm` takes arguments with vLLM's names, such as tensor_parallel_size and max_model_len.
     """
@@ -81,7 +79,6 @@ class LLM:
         step_tokens: int = 512,
         prefix_cache: bool = True,
         speculate: int = 0,
-        ranks: str = "threads",
         weights: str = "auto",
         kv_cache_dtype: str = "auto",
         **vllm: Any,
@@ -96,7 +93,6 @@ class LLM:
         if step_tokens < max_seqs:
             raise MegakernelError(f"step_tokens={step_tokens} must be at least max_seqs={max_seqs}")
         check_depth(speculate)
-        join_ranks(tp)
         wanted = parse_dtype(dtype)
         quantised = quantised_kv(kv_cache_dtype)
         checkpoint = stored_as(open_checkpoint(model) if isinstance(model, str) else model, weights)
@@ -136,7 +132,7 @@ class LLM:
         dims = programs.get(1, 1).dims
         pages = -(-kv_tokens // dims.kv_page)
         self.engine = Engine(
-            create(backend, checkpoint, dims, pages, dtype=self.dtype, threads=self.threads, ranks=ranks),
+            create(backend, checkpoint, dims, pages, dtype=self.dtype, threads=self.threads),
             programs,
             dims,
             pages=pages,
@@ -261,10 +257,6 @@ class LLM:
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt."""
         return self.codec.encode(prompt)
-
-    def transcripts(self, params: SamplingParams) -> list[Transcript]:
-        """Return one transcript per choice, which collects the choice's tokens and text."""
-        return self.codec.transcripts(params)
 
     def trace_steps(self, prompt: str | Sequence[int], decode_steps: int = 1) -> tuple[list[Step], list[Step]]:
         """Run a prompt and return its prefill steps and its decode steps, each with its trace in `output.trace`.

@@ -68,8 +68,3 @@ def test_auto_is_the_type_of_the_file(capsys: pytest.CaptureFixture[str], tmp_pa
     (bare / "config.json").write_bytes((Path(model) / "config.json").read_bytes())
     for name, dtype in ((str(tmp_path / "a.gguf"), "fp32"), (model, "fp32"), (str(bare), "bf16")):
         assert run_json(capsys, "roofline", "--model", name, "--machine", CPU, "--context", "8")["dtype"] == dtype
-
-
-def test_a_plan_knows_no_stored_types(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--model", "random:llama-3.1-8b", "--machine", "h100", "--plan", "--weights", "q8_0"]
-    assert "--weights does not go with --plan or --fleet" in fails(capsys, "roofline", *flags)

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from native_harness import build
+from built_once import ROOT, library
 from numpy.typing import NDArray
 from tiles import copied_tile
 
 from megakernel.isa import KV_BLOCK, Dtype, from_f32, to_f32
-from megakernel.isa.pages import BOX_ROWS, QUERY_TILE
+from megakernel.runtime.cuda.pages import BOX_ROWS, QUERY_TILE
 
 INFINITY, NAN = 0x7F80, 0x7FC0
 Bits = NDArray[np.uint16]
 
 
 @pytest.fixture(scope="module")
-def tile(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build("attention_harness.cpp", Path(tmp_path_factory.mktemp("attention")), "-pthread")
+def tile() -> ctypes.CDLL:
+    return library(ROOT / "tests" / "support" / "attention_harness.cpp", "-O1", "-pthread")
 
 
 class Block:

@@ -5,6 +5,7 @@ source file, and no code may contain certain others.
 from __future__ import annotations
 
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import sass
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import Units
-from megakernel.isa.launch import Ablation
 from megakernel.runtime.cuda import compile as cuda
+from megakernel.runtime.cuda.compile import Build
+from megakernel.runtime.cuda.params import Ablation
 
 # For each source file, the instructions that the compiler must generate from the lines of the file or from code that is
 # inlined into these lines. The text after an instruction says what the instruction is for.
@@ -112,19 +114,17 @@ class Built:
 
 
 @pytest.fixture(scope="module", params=["tensor", "dots", "pairs", "tensor traced", "dots traced", "pairs traced"])
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+def built(request: pytest.FixtureRequest) -> Built:
     """Return the machine code of one build: for tensor cores, dot products or pairs of SMs, with or without tracing.
 
     Compiling fails if ptxas reports slow code, which is a serialised wgmma or an ignored setmaxnreg. If nvcc is
     installed, it compiles the builds for tensor cores. NVRTC, which is used at run time, compiles all others.
     """
     numerics, *traced = request.param.split()
-    return build(tmp_path_factory, numerics, bool(traced))
+    return build(numerics, bool(traced))
 
 
-def build(
-    factory: pytest.TempPathFactory, numerics: str, traced: bool = False, ablation: Ablation = Ablation.NONE
-) -> Built:
+def build(numerics: str, traced: bool = False, ablation: Ablation = Ablation.NONE) -> Built:
     if (tool := sass.disassembler()) is None:
         pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
     nvcc = cuda.nvcc_path()
@@ -133,10 +133,11 @@ def build(
     except MegakernelError as e:
         pytest.skip(str(e))
     units, sms = (Units.TENSOR, 2) if numerics == "pairs" else (Units[numerics.upper()], 1)
-    cubin = cubins.compiled(compiler, trace=traced, units=units, sms=sms, ablation=ablation)
-    file = Path(factory.mktemp("cubin")) / "megakernel.cubin"
-    file.write_bytes(cubin.code)
-    return Built(numerics, traced, cubin.log, sass.disassemble(tool, file))
+    cubin = cubins.compiled(compiler, Build(traced, units, sms, ablation))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin.code)
+        file.flush()
+        return Built(numerics, traced, cubin.log, sass.disassemble(tool, Path(file.name)))
 
 
 @pytest.mark.slow
@@ -199,10 +200,8 @@ ABLATIONS = {Ablation.COPIES: (COPIES, MULTIPLIES), Ablation.COMPUTE: (MULTIPLIE
 @pytest.mark.slow
 @pytest.mark.parametrize("numerics", ["tensor", "dots"])
 @pytest.mark.parametrize("ablation", ABLATIONS)
-def test_builds_for_benchmarks_leave_out_what_they_say(
-    tmp_path_factory: pytest.TempPathFactory, numerics: str, ablation: Ablation
-) -> None:
-    code = build(tmp_path_factory, numerics, ablation=ablation).code
+def test_builds_for_benchmarks_leave_out_what_they_say(numerics: str, ablation: Ablation) -> None:
+    code = build(numerics, ablation=ablation).code
     gone, left = ABLATIONS[ablation]
     assert [opcode for opcode in gone if code.find(opcode)] == []
     assert any(code.find(opcode) for opcode in left) and code.find("SYNCS") and not code.find("STL")

@@ -18,6 +18,7 @@ import pytest
 from megakernel.errors import MegakernelError
 from megakernel.isa import Units
 from megakernel.runtime.cuda import compile
+from megakernel.runtime.cuda.compile import Build
 
 ROOT = Path(__file__).parents[2]
 TENSOR, DOTS = Units.TENSOR, Units.DOTS
@@ -51,20 +52,20 @@ def counting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counting:
 
 
 def test_compiles_once_per_content(counting: Counting, tmp_path: Path) -> None:
-    assert compile.cubin(trace=False, units=TENSOR) == compile.cubin(trace=False, units=TENSOR) == b"code of one 021"
-    assert compile.cubin(trace=True, units=DOTS) == b"code of one 111"
-    assert compile.cubin(trace=True, units=TENSOR) == b"code of one 121"
-    assert compile.cubin(trace=True, units=TENSOR, sms=2) == b"code of one 122"
+    assert compile.cubin(Build(False, TENSOR)) == compile.cubin(Build(False, TENSOR)) == b"code of one 021"
+    assert compile.cubin(Build(True, DOTS)) == b"code of one 111"
+    assert compile.cubin(Build(True, TENSOR)) == b"code of one 121"
+    assert compile.cubin(Build(True, TENSOR, sms=2)) == b"code of one 122"
     assert counting.asked == [(False, TENSOR, 1), (True, DOTS, 1), (True, TENSOR, 1), (True, TENSOR, 2)]
     counting.source.touch()
-    compile.cubin(trace=False, units=TENSOR)
+    compile.cubin(Build(False, TENSOR))
     assert len(counting.asked) == 4  # the cache depends on contents, not on modification times
     counting.source.write_text("two")
-    assert compile.cubin(trace=False, units=TENSOR) == b"code of two 021"
+    assert compile.cubin(Build(False, TENSOR)) == b"code of two 021"
     (counting.source.parent / "new.h").write_text("")
-    compile.cubin(trace=False, units=TENSOR)
+    compile.cubin(Build(False, TENSOR))
     counting.version = "2"
-    compile.cubin(trace=False, units=TENSOR)
+    compile.cubin(Build(False, TENSOR))
     assert len(counting.asked) == 7
     assert {p.suffix for p in (tmp_path / "cache" / "cubin").iterdir()} == {".cubin"}  # no leftovers
 
@@ -74,17 +75,17 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path / "file"))
-    assert compile.cubin(trace=False, units=TENSOR) == b"code of one 021"
+    assert compile.cubin(Build(False, TENSOR)) == b"code of one 021"
 
 
 def test_a_line_on_a_terminal(
     counting: Counting, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    compile.cubin(trace=True, units=DOTS)
+    compile.cubin(Build(True, DOTS))
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    compile.cubin(trace=False, units=TENSOR)
-    compile.cubin(trace=False, units=TENSOR)
+    compile.cubin(Build(False, TENSOR))
+    compile.cubin(Build(False, TENSOR))
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "compiling the CUDA interpreter" in said
 
@@ -95,9 +96,9 @@ def test_slow_code_is_an_error(counting: Counting) -> None:
         "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to calls\n"
     )
     with pytest.raises(MegakernelError, match=r"compiled csrc/cuda into slow code: \(C7510\) Potential"):
-        compile.cubin(trace=False, units=TENSOR)
+        compile.cubin(Build(False, TENSOR))
     counting.log = ""
-    assert compile.cubin(trace=False, units=TENSOR)  # the slow code was not stored in the cache
+    assert compile.cubin(Build(False, TENSOR))  # the slow code was not stored in the cache
 
 
 def test_the_first_complaint_is_the_error() -> None:

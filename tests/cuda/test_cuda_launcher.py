@@ -36,8 +36,6 @@ from protocol import host_map
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, Space, StepTable, record, slot_work
-from megakernel.isa.launch import MAP_BYTES, WARPS
-from megakernel.isa.pages import MAPS
 from megakernel.machine import MACHINES, Machine
 from megakernel.model import families
 from megakernel.model.config import ModelConfig
@@ -45,6 +43,8 @@ from megakernel.model.shard import shard
 from megakernel.program import Program, Segment
 from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.runtime.cuda.maps import MapLayout, map_bits
+from megakernel.runtime.cuda.pages import MAPS
+from megakernel.runtime.cuda.params import MAP_BYTES, WARPS
 from megakernel.runtime.cuda.stall import NOTE
 from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler import Options
@@ -124,10 +124,8 @@ def in_process_steps() -> None:
 
 
 @pytest.mark.parametrize(("tp", "devices", "grids"), [(1, 1, 1), (4, 1, 1), (2, 2, 2)])
-def test_steps_equal_the_references(
-    tmp_path_factory: pytest.TempPathFactory, tp: int, devices: int, grids: int
-) -> None:
-    said = run(tmp_path_factory, in_process_steps, TP=tp, FAKE_CUDA_DEVICES=devices)
+def test_steps_equal_the_references(tp: int, devices: int, grids: int) -> None:
+    said = run(in_process_steps, TP=tp, FAKE_CUDA_DEVICES=devices)
     assert said.split() == ["launches", str(4 * grids)]
 
 
@@ -153,7 +151,7 @@ def test_arguments_point_to_what_they_say() -> None:
     assert same.to_bytes() == program.to_bytes()
     assert [d.rank for d in a.ranks] == [0, 1] and a.params.timeout_ns == 10**10
     checkpoint = _weights(program.dims)
-    weights = families.weights(CONFIG, program.dims)
+    weights = families.weights(CONFIG)
     for buffer, d in itertools.product(weights, a.ranks):
         for layer in range(d.layers if BUFFERS[buffer].layered else 1):
             whole = checkpoint.load(buffer, layer, Dtype.BF16)
@@ -300,7 +298,7 @@ def test_failed_launches_end_and_the_next_one_works() -> None:
 @pretended()
 def test_a_launch_that_never_ends() -> None:
     """If a kernel neither ends nor reads the abort word, every later call raises an error at once."""
-    from megakernel.runtime.cuda import launch as module
+    from megakernel.runtime.cuda import backend as module
 
     module._STOP_S = 0.2
     program = _program()
@@ -345,7 +343,7 @@ def test_a_launch_that_never_ends() -> None:
 @pytest.mark.slow
 @pretended()
 def test_a_launch_that_cannot_be_aborted() -> None:
-    from megakernel.runtime.cuda import launch as module
+    from megakernel.runtime.cuda import backend as module
 
     module._STOP_S = 0.2
     program = _program()
@@ -606,8 +604,6 @@ def test_the_cases_of_the_check_are_right_on_the_host() -> None:
         ({"FAKE_CUDA_VERSION": 12080}, "is for CUDA 12.8: install driver 580 or newer"),
     ],
 )
-def test_says_what_is_missing(
-    tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object], words: str
-) -> None:
-    said = run(tmp_path_factory, print_missing, **settings)
+def test_says_what_is_missing(settings: dict[str, object], words: str) -> None:
+    said = run(print_missing, **settings)
     assert words in said and said.count("\n") == 1

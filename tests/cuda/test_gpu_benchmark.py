@@ -92,10 +92,9 @@ ABSENT = ("gguf", "perfetto", "fastapi")  # packages that a machine with a GPU m
 
 
 @pytest.mark.slow
-def test_parts_end_and_say_what_they_measured(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("parts")
+def test_parts_end_and_say_what_they_measured(tmp_path: Path) -> None:
     fibres = build_fibres()._name
-    found = json.loads(run(tmp_path_factory, in_process_parts, FIBRES=fibres, FOLDER=folder, FAKE_CUDA_SMS=8))
+    found = json.loads(run(in_process_parts, FIBRES=fibres, FOLDER=tmp_path, FAKE_CUDA_SMS=8))
     decode, mixed = found["decode-1b"], found["mixed-8b"]
     assert {"megakernel", "not_pipelined", "by_phases", "traced", "megakernel_again"} <= decode.keys()
     assert decode["phases_ratio"] > 0 and decode["traced_ratio"] > 0 and decode["engine"]["tpot_s"] > 0
@@ -116,7 +115,7 @@ def test_parts_end_and_say_what_they_measured(tmp_path_factory: pytest.TempPathF
     assert mixed["matmul_flops"] > 0 and mixed["megakernel"]["matmul_flops_per_s"] > 0
     assert found["partitions"].keys() == {"tp2_rows1", "tp2_rows20", "tp4_rows1", "tp4_rows20"}
     assert all(0 <= p["exposed_communication"] <= 1 for p in found["partitions"].values())
-    trace, program = Trace.load(folder / "decode-1b.mkt"), Program.load(folder / "decode-1b.mkp")
+    trace, program = Trace.load(tmp_path / "decode-1b.mkt"), Program.load(tmp_path / "decode-1b.mkp")
     assert trace.header.program == program.hash and len(trace.intervals) == decode["timeline"]["intervals"]
 
 

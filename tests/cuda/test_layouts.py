@@ -5,12 +5,11 @@ layouts after the tables of the PTX ISA.
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from native_harness import build
+from built_once import ROOT, library
 from numpy.typing import NDArray
 from tiles import copied_tile
 
@@ -18,10 +17,10 @@ Array = NDArray[Any]
 
 
 @pytest.fixture(scope="module")
-def layouts(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    library = build("layouts_harness.cpp", Path(tmp_path_factory.mktemp("layouts")))
-    library.k_major_descriptor.restype = library.descriptor_step.restype = ctypes.c_uint64
-    return library
+def layouts() -> ctypes.CDLL:
+    built = library(ROOT / "tests" / "support" / "layouts_harness.cpp")
+    built.k_major_descriptor.restype = built.descriptor_step.restype = ctypes.c_uint64
+    return built
 
 
 def operand(memory: Array, descriptor: int, rows: int) -> Array:

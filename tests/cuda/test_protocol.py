@@ -21,7 +21,6 @@ from protocol import LaunchImage
 from race_detector import need_race_detector
 
 from megakernel.isa import Buffer, Operation, Result, StepTable
-from megakernel.isa.launch import Ablation
 from megakernel.isa.record import (
     INDEXED,
     OPERAND_WORD,
@@ -34,6 +33,7 @@ from megakernel.isa.record import (
     word_counter,
 )
 from megakernel.runtime.cuda import stall
+from megakernel.runtime.cuda.params import Ablation
 from megakernel.runtime.cuda.stall import COUNTER, Wait, explain
 from megakernel.scheduler import Options
 from megakernel.trace import EPILOGUE
@@ -328,3 +328,14 @@ def test_names_the_signal_that_is_missing(queue: str) -> None:
         )
         name = program.forward.by_number[int(number)].name
         assert got and (grid or int(got[1]) in counters) and name in got[2].split(" or "), (name, counters, why)
+
+
+@pytest.mark.parametrize(("segment", "number"), [(1, 1 << 20), (1, -7), (9, 0)])
+def test_says_that_a_task_was_overwritten(segment: int, number: int) -> None:
+    program = small_programs.make(workers=2)
+    lost = {"segment": segment, "layer": 0, "number": number, "value": 0, "expected": 1}
+    for kind, what in ((COUNTER, "counter 3: it has value 0, expected 1"), ("full", "page 3 to be filled")):
+        wait = Wait(rank=0, worker=1, sm=0, warp=0, kind=kind, index=3, **lost)
+        said = explain(program, StepTable(program.dims), [wait])
+        assert f"waits in record {number} of segment {segment} for {what}" in said
+        assert said.endswith("the program has no such instruction: a block's memory was overwritten")

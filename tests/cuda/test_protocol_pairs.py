@@ -14,8 +14,8 @@ from protocol import LaunchImage
 from race_detector import need_race_detector
 
 from megakernel.isa import Operation
-from megakernel.isa.launch import Ablation
-from megakernel.isa.pages import attention_pages
+from megakernel.runtime.cuda.pages import attention_pages
+from megakernel.runtime.cuda.params import Ablation
 from megakernel.runtime.cuda.stall import explain
 from megakernel.scheduler import Options
 

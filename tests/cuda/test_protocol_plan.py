@@ -20,12 +20,10 @@ from megakernel.isa import (
     Result,
     StepTable,
     Units,
-    attention_pages,
-    matmul_pages,
 )
-from megakernel.isa.launch import PAGE_BYTES, PAGES
-from megakernel.isa.pages import ahead_columns, output_columns
 from megakernel.isa.record import OPERAND_WORD, phase_number
+from megakernel.runtime.cuda.pages import ahead_columns, attention_pages, matmul_pages, output_columns
+from megakernel.runtime.cuda.params import PAGE_BYTES, PAGES
 from megakernel.scheduler import Options
 
 WEIGHTS, INPUTS, OUTPUT = range(3)

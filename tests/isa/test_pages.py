@@ -16,13 +16,15 @@ from mutate import edit_operand, rows_of
 
 from megakernel import machine as machines
 from megakernel.errors import MegakernelError
-from megakernel.isa import CONTROL, Dtype, Operation, Phase, Units, attention_pages, launch, matmul_pages, pages
+from megakernel.isa import CONTROL, Dtype, Operation, Phase, Units
 from megakernel.isa.record import phase_number
 from megakernel.model import families, load_config
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
-from megakernel.scheduler import Options, describe, with_matmul
+from megakernel.runtime.cuda import pages, params
+from megakernel.runtime.cuda.pages import attention_pages, matmul_pages
+from megakernel.scheduler import Options, describe, passes, with_matmul
 from megakernel.scheduler.verify import verify
 
 LLAMA_1B = load_config("random:llama-3.2-1b")
@@ -35,9 +37,9 @@ def compiled(tokens: int, config: ModelConfig = LLAMA_1B, logit_rows: int = 1, t
     return compiled_for(two, H200, tokens, logit_rows, tp, Options(**options), max_context=1024)
 
 
-def matmuls(tp: int = 1, norm: families.Norm = families.Norm.OWN) -> list[Phase]:
+def matmuls(tp: int = 1, norm: str = "own") -> list[Phase]:
     dims = replace(weight_dims(LLAMA_1B, Dtype.BF16), tp=tp)
-    return [phase for phase in families.forward(LLAMA_1B, dims, norm) if phase.is_matmul]
+    return [phase for phase in passes.apply(families.forward(LLAMA_1B), dims, norm) if phase.is_matmul]
 
 
 def tensor_stages(matrices: int, cols: int, inner: int, per_page: int) -> Iterator[list[str]]:
@@ -73,7 +75,7 @@ def dot_laps(matrices: int, rows: int, cols: int, inner: int) -> Iterator[list[s
 @pytest.mark.parametrize("dots", [False, True])
 @pytest.mark.parametrize(
     "phase",
-    [*matmuls(), *matmuls(2), *matmuls(norm=families.Norm.INSIDE)],
+    [*matmuls(), *matmuls(2), *matmuls(norm="inside")],
     ids=lambda p: f"{p.name}{'+norm' * bool(p.norm)}",
 )
 def test_counts_are_those_of_the_walk(phase: Phase, dots: bool) -> None:
@@ -95,7 +97,7 @@ def test_counts_are_those_of_the_walk(phase: Phase, dots: bool) -> None:
         assert (taken.weights[0], taken.inputs[0], taken.output[0]) == tuple(
             count[kind] for kind in ("weights", "inputs", "output")
         )
-        assert taken.held[0] == held <= launch.PAGES
+        assert taken.held[0] == held <= params.PAGES
 
 
 def test_attention_loads_a_head_once_for_each_pass_that_it_is_in() -> None:
@@ -114,7 +116,7 @@ def test_attention_loads_a_head_once_for_each_pass_that_it_is_in() -> None:
 def test_programs_for_gpus_are_made_of_boxes_and_fit_the_ring(tokens: int, tp: int) -> None:
     program = compiled(tokens, logit_rows=min(tokens, 5), tp=tp)
     d = program.dims
-    assert (d.kv_page, d.kv_block, d.ring_pages) == (128, 128, launch.PAGES)
+    assert (d.kv_page, d.kv_block, d.ring_pages) == (128, 128, params.PAGES)
     assert verify(program).violations == []
     assert d.units == Units.DOTS or d.row_block % 32 == 0 or d.row_block == tokens
     for phase in (phase for phase in program.forward.body if phase.is_matmul):

@@ -18,7 +18,6 @@ from tiny_llama import TinyCheckpoint, error, hf_logits, make_llama, rounded
 
 from megakernel.isa import Buffer, Dtype
 from megakernel.model import ModelConfig, open_checkpoint
-from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import FAMILIES, weights
 
 TOLERANCE = 1e-4
@@ -41,7 +40,7 @@ TOKENS = np.random.default_rng(8).integers(0, 101, 41).tolist()
 
 def held(config: ModelConfig) -> list[tuple[Buffer, int]]:
     """Return every weight buffer that is read from files, once for layer 0 and once for layer 1."""
-    buffers = [b for b in weights(config, weight_dims(config, Dtype.F32)) if b is not Buffer.INV_FREQ]
+    buffers = [b for b in weights(config) if b is not Buffer.INV_FREQ]
     return [(buffer, layer) for buffer in buffers for layer in (0, 1)]
 
 

@@ -129,7 +129,7 @@ def test_refused_by_name(tmp_path: Path, named: str, metadata: dict[str, Any]) -
 def test_other_architecture(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     tiny_gguf(path, "gemma3")
-    with pytest.raises(MegakernelError, match="'gemma3' is not supported, only 'llama', 'mistral3', 'qwen2', 'qwen3'"):
+    with pytest.raises(MegakernelError, match=r"'gemma3' is not supported, only .*'llama', "):
         open_checkpoint(str(path))
 
 

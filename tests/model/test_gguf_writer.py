@@ -15,7 +15,6 @@ from tiny_llama import ROPES, make_llama
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, Buffer, Dtype
 from megakernel.model import Checkpoint, RandomCheckpoint, RopeKind, load_config, open_checkpoint
-from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import FAMILIES, weights
 from megakernel.model.gguf_writer import write_gguf
 from megakernel.model.random_checkpoint import KNOWN_SHAPES
@@ -23,7 +22,7 @@ from megakernel.model.stored import stored_as
 
 
 def same(a: Checkpoint, b: Checkpoint, dtype: Dtype) -> None:
-    for buffer in weights(a.config, weight_dims(a.config, dtype)):
+    for buffer in weights(a.config):
         for layer in range(a.config.layers if BUFFERS[buffer].layered else 1):
             close = np.testing.assert_allclose if buffer is Buffer.INV_FREQ else np.testing.assert_array_equal
             more: dict[str, Any] = {"rtol": 1e-6} if buffer is Buffer.INV_FREQ else {}

@@ -49,7 +49,7 @@ def test_random_weights_are_a_function_of_the_seed() -> None:
 def test_random_checkpoint_of_any_shape() -> None:
     config = ModelConfig(101, 24, 37, 1, 2, 1, 8, 64, qkv_bias=True)
     checkpoint, dims = RandomCheckpoint("odd", config), weight_dims(config, Dtype.F32)
-    held = weights(config, dims)
+    held = weights(config)
     assert [buffer for buffer in held if buffer.name.startswith("B_")] == [Buffer.B_QKV]
     for buffer in held:
         array = checkpoint.load(buffer, 0, Dtype.F32)

@@ -65,7 +65,7 @@ def test_values_are_the_files(tmp_path: Path, dtype: torch.dtype, shard: str) ->
     q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     for compute in (Dtype.F32, Dtype.BF16):
         dims = weight_dims(checkpoint.config, compute)
-        got = {buffer: checkpoint.load(buffer, 1, compute) for buffer in weights(checkpoint.config, dims)}
+        got = {buffer: checkpoint.load(buffer, 1, compute) for buffer in weights(checkpoint.config)}
         for buffer, array in got.items():
             assert array.shape == BUFFERS[buffer].shape(dims, 0)
             assert array.dtype == BUFFERS[buffer].resolve_dtype(dims).numpy
@@ -124,7 +124,7 @@ def test_tied_embedding_and_absent_biases(tmp_path: Path) -> None:
     assert checkpoint.config.tied
     head, embed = (checkpoint.load(b, 0, Dtype.F32) for b in (Buffer.LM_HEAD, Buffer.EMBED))
     np.testing.assert_array_equal(head, embed)
-    held = weights(checkpoint.config, weight_dims(checkpoint.config, Dtype.F32))
+    held = weights(checkpoint.config)
     assert Buffer.LM_HEAD in held and not any(buffer.name.startswith("B_") for buffer in held)
     table = torch.from_numpy(embed)
     rewrite(tmp_path, lm_head__weight=table.clone())  # a copy of the embeddings is redundant but allowed

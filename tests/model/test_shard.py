@@ -32,7 +32,7 @@ def test_parts_are_shaped_as_declared_and_make_the_whole(name: str, tp: int, rep
     whole = make(name)
     one = weight_dims(whole.config, Dtype.F32)
     ranks = [replace(one, tp=tp, rank=rank, replicated_o=replicated_o) for rank in range(tp)]
-    for buffer in weights(whole.config, one):
+    for buffer in weights(whole.config):
         want = whole.load(buffer, 1, Dtype.F32)
         parts = [shard(want, buffer, dims) for dims in ranks]
         for dims, part in zip(ranks, parts, strict=True):

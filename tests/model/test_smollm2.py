@@ -14,7 +14,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from megakernel import LLM, SamplingParams
 from megakernel.isa import Buffer
 from megakernel.model import load_config, open_checkpoint
-from megakernel.timeline import summarise
+from megakernel.timeline import resolve, summarise
 
 PROMPTS = (
     "What is the capital of France?",
@@ -115,6 +115,6 @@ def test_same_bits_alone_in_company_and_cut(smollm2):
 def test_phases_overlap(llm):
     """In a prompt of several row blocks, two workers compute different phases at the same time."""
     prefill, _ = llm.trace_steps(np.random.default_rng(1).integers(3, 49152, 300).tolist())
-    summary = summarise(prefill[0].program, prefill[0].output.trace)
+    summary = summarise(resolve(prefill[0].program, prefill[0].output.trace))
     if llm.threads > 1:
         assert summary.overlap.phases > 0.01

@@ -22,7 +22,7 @@ from megakernel.isa import Dtype, record
 from megakernel.model.random_checkpoint import RandomCheckpoint
 from megakernel.program import Program, Segment, form, header
 from megakernel.program.header import ALIGNMENT, START
-from megakernel.runtime.cpu import CpuBackend
+from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.scheduler.simulate import native as simulator
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.simulate.costs import costs_of

@@ -23,7 +23,7 @@ from megakernel.isa.record import phase_number
 from megakernel.model import load_config
 from megakernel.program import Program
 from megakernel.runtime import rank_machine, registry
-from megakernel.runtime.cpu import CpuBackend
+from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind
 
 CONFIG = RandomCheckpoint(DIMS).config

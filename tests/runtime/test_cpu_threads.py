@@ -14,7 +14,7 @@ from megakernel.model.checkpoint import weight_dims
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step, check_step
-from megakernel.runtime.cpu import CpuBackend
+from megakernel.runtime.cpu.backend import CpuBackend
 
 CONFIG = ModelConfig(vocab=83, hidden=48, ffn=72, layers=2, heads=12, kv_heads=4, head_dim=24, max_context=200)
 PAGES = 40

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from native_harness import build
+from built_once import WARNINGS, linked
 
 SUPPORT = Path(__file__).parents[1] / "support"
 _SCRIPT = """
@@ -23,7 +23,7 @@ from megakernel.isa import Dtype
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.config import ModelConfig
 from megakernel.runtime import Chunk, SampleRow, build_step
-from megakernel.runtime.cpu import CpuBackend
+from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.verify import verify
 
@@ -78,9 +78,9 @@ for name, run in stages.items():
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads an allocator")
-def test_every_allocation_may_fail(tmp_path: Path) -> None:
-    build("failing_allocator.cpp", tmp_path)
-    library = str(tmp_path / "failing_allocator.so")
+def test_every_allocation_may_fail() -> None:
+    source = SUPPORT / "failing_allocator.cpp"
+    library = str(linked("failing_allocator.so", source, *WARNINGS, "-fPIC", "-shared"))
     script = _SCRIPT.format(support=str(SUPPORT), library=library)
     environment = os.environ | {"LD_PRELOAD": library, "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-P", "-c", script], env=environment, capture_output=True, text=True)

@@ -6,7 +6,6 @@ Such weights must give the same bits as their float32 values, and take as many b
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -31,8 +30,7 @@ from megakernel.model.stored import bits_of, stored_as
 from megakernel.program import Program
 from megakernel.roofline import step_work
 from megakernel.runtime import Chunk, SampleRow, build_step, choose_backend
-from megakernel.runtime.cpu import CpuBackend
-from megakernel.runtime.cpu.processes.backend import ProcessBackend
+from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler.options import Options
 
@@ -245,20 +243,12 @@ def test_ranks_share_blocks(tp: int, o: str) -> None:
     assert_close(found, logits(ReferenceBackend, blocks, 13, tp, o=o), Dtype.BF16)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="shared memory without a name")
-@pytest.mark.parametrize("tied", [False, True])
-def test_processes_have_the_bits_of_threads(tied: bool) -> None:
-    blocks, _ = quantised(SHARED, tied=tied)
-    np.testing.assert_array_equal(logits(ProcessBackend, blocks, 13, 2), logits(CpuBackend, blocks, 13, 2))
-
-
-@pytest.mark.parametrize("kind", [CpuBackend, ProcessBackend])
-def test_a_rank_takes_no_part_of_a_block(kind: type[Any]) -> None:
+def test_a_rank_takes_no_part_of_a_block() -> None:
     """W_O cannot be divided inside a block of 32 weights. Here the second rank's part would begin at column 72."""
     blocks, _ = quantised(DIMS)
     with pytest.raises(MegakernelError, match="cannot divide W_O in q8_0 among ranks: a part would begin inside"):
-        logits(kind, blocks, 2, 2, o="sharded")
-    assert np.isfinite(logits(kind, blocks, 2, 2, o="replicated")).all()
+        logits(CpuBackend, blocks, 2, 2, o="sharded")
+    assert np.isfinite(logits(CpuBackend, blocks, 2, 2, o="replicated")).all()
 
 
 # -- memory

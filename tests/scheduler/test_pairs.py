@@ -11,8 +11,9 @@ from compiled import compiled
 from megakernel import machine as machines
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype, Units
-from megakernel.isa.pages import computed_rows, first_rows
 from megakernel.model import load_config
+from megakernel.runtime.cuda.pages import computed_rows, first_rows
+from megakernel.runtime.cuda.target import HOPPER
 from megakernel.scheduler import Options
 from megakernel.scheduler.simulate.costs import costs_of
 from megakernel.scheduler.tune import Fastest
@@ -60,7 +61,8 @@ def test_a_program_with_other_workers_is_wrong() -> None:
             wrong.violation
         )
     alone = replace(program, dims=replace(program.dims, sms=1))
-    assert "its tile has more than 128 rows" in str(alone.violation)
+    with pytest.raises(MegakernelError, match="its tile has more than 128 rows"):
+        HOPPER.check(alone)
     dots = replace(program, dims=replace(program.dims, units=int(Units.DOTS)))
     assert "workers of 2 SMs" in str(dots.violation)
 

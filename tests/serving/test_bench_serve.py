@@ -21,8 +21,9 @@ from megakernel.isa import Dtype
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import forward
 from megakernel.roofline import step_work
-from megakernel.serving.bench import Job, Load, Server, Workload, alternate, client, least_work, processes
-from megakernel.serving.bench.drive import drive
+from megakernel.scheduler import passes
+from megakernel.serving.bench import Job, Load, Server, Workload, alternate, client, least_work, load
+from megakernel.serving.bench.load import drive
 from megakernel.serving.bench.report import Outcome, cpu_time, report
 from megakernel.serving.bench.workload import length_pairs, sharegpt_file, sharegpt_lengths, uniform
 
@@ -35,7 +36,7 @@ def send(fake: FakeServer, pairs: list[tuple[int, int]], **how: Any) -> list[Out
     async def drove() -> list[Outcome]:
         server = Server(fake.url, api_key=how.pop("api_key", None))
         await server.discover()
-        outcomes = await drive(server, Workload("test", jobs(*pairs)), **how)
+        outcomes = await drive(server, Workload("test", jobs(*pairs)), Load(**how))
         await server.close()
         return outcomes
 
@@ -221,7 +222,7 @@ def test_figures() -> None:
 
 def test_least_work_is_the_sum_of_its_steps() -> None:
     dims = weight_dims(CONFIG, Dtype.BF16)
-    model, load = (forward(CONFIG, dims), dims), jobs((5, 4), (9, 2))
+    model, load = (passes.apply(forward(CONFIG), dims), dims), jobs((5, 4), (9, 2))
     steps = [step_work(*model, [n], [c], 1, tied=True) for n, c in ((5, 5), (9, 9), (1, 6), (1, 7), (1, 8), (1, 10))]
     one = least_work(*model, load, 1, tied=True)
     assert (one.flops, one.kv_bytes) == (sum(s.flops for s in steps), sum(s.kv_bytes for s in steps))
@@ -345,42 +346,21 @@ def test_bench_serve_failures(capsys: pytest.CaptureFixture[str], tmp_path: Path
 def test_two_jobs_of_eight_processes_come_at_the_whole_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two jobs use only two of eight permitted client processes, and each process sends at half of the total rate."""
     rates: list[float] = []
-    monkeypatch.setattr(processes, "_part", lambda server, share, how: (rates.append(how["rate"]) or [], 0.0))
+    monkeypatch.setattr(load, "_part", lambda server, share, part: (rates.append(part.rate) or [], 0.0))
     monkeypatch.setattr(
-        processes, "ProcessPoolExecutor", lambda n, context, start, given: ThreadPoolExecutor(n, "", start, given)
+        load, "ProcessPoolExecutor", lambda n, context, start, given: ThreadPoolExecutor(n, "", start, given)
     )
-    server, load = Server("http://127.0.0.1:1"), Workload("test", jobs((8, 4), (8, 4)))
-    how: dict[str, Any] = {"max_concurrency": None, "seed": 0, "stream": True, "on_done": None}
-    asyncio.run(processes.drive_from(8, server, load, rate=6.0, **how))
+    server, two = Server("http://127.0.0.1:1"), Workload("test", jobs((8, 4), (8, 4)))
+    asyncio.run(load._drive_from(server, two, Load(rate=6.0, processes=8), None))
     assert rates == [3.0, 3.0]
 
 
 @pytest.mark.slow
 def test_processes_share_the_jobs(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [
-        "--dataset",
-        "random",
-        "--random-input-len",
-        "8",
-        "--random-output-len",
-        "4",
-        "--random-range-ratio",
-        "0.9",
-    ]
+    flags = "--dataset random --random-input-len 8 --random-output-len 4 --random-range-ratio 0.9 --num-prompts 24"
     with running(FakeServer(delay_s=0.01)) as fake:
-        command = [
-            "bench",
-            "serve",
-            "--base-url",
-            fake.url,
-            "--model",
-            "random:smollm2-135m",
-            *flags,
-            "--num-prompts",
-            "24",
-            "--max-concurrency",
-            "5",
-        ]
+        command = ["bench", "serve", "--base-url", fake.url, "--model", "random:smollm2-135m", *flags.split()]
+        command += ["--max-concurrency", "5"]
         figures = run_json(capsys, *command, "--processes", "2")
         sent = sorted(tuple(request["prompt"]) for request in fake.requests[8:])  # after 8 warm-up requests
         assert fake.most_running <= 8 and (figures["completed"], figures["failed"]) == (24, 0)
@@ -405,17 +385,6 @@ def test_a_run_has_the_processor_time_that_was_spent_in_it(monkeypatch: pytest.M
     with running(FakeServer(model="m")) as server:
         [[figures]] = asyncio.run(measured(server.url))
     assert (figures["cpu_s"]["engine"], figures["cpu_s"]["frontend"]) == (2.5, 1.0)
-
-
-@pytest.mark.parametrize(("url", "port"), [("https://a", 443), ("http://a/v1", 80), ("a:8000", 8000)])
-def test_ports_of_addresses(url: str, port: int) -> None:
-    assert Server(url)._port == port
-
-
-def test_an_answer_in_an_error_has_two_hundred_characters() -> None:
-    assert client._short(b"x " * 100) == "x " * 99 + "x"
-    assert client._short(b"x" * 200) == "x" * 200
-    assert client._short(b"x" * 201) == "x" * 200 + "..."
 
 
 def test_a_client_that_was_the_limit_says_so() -> None:

@@ -21,6 +21,7 @@ from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.runtime import Output
 from megakernel.runtime.cpu import native
+from megakernel.scheduler import passes
 
 Array = NDArray[Any]
 
@@ -95,7 +96,7 @@ class RandomCheckpoint:
         return to_f32(self.load(buffer, layer, self.dtype))
 
 
-FORWARD = families.forward(RandomCheckpoint(DIMS).config, DIMS)
+FORWARD = passes.apply(families.forward(RandomCheckpoint(DIMS).config), DIMS)
 
 
 def make_table(dims: Dims, sequences: Mapping[int, tuple[int, int]], seed: int = 0) -> StepTable:

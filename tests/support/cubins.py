@@ -1,4 +1,4 @@
-"""Compiles the CUDA interpreter (csrc/cuda) for tests. Each variant is compiled only once per test run."""
+"""Compiles the CUDA interpreter (csrc/cuda) for tests, once for each content of its sources."""
 
 from __future__ import annotations
 
@@ -7,24 +7,16 @@ from pathlib import Path
 
 from built_once import built_once
 
-from megakernel.isa import Units
-from megakernel.isa.launch import Ablation
-from megakernel.runtime.cuda.compile import Compiler, Cubin
+from megakernel.runtime.cuda.compile import Build, Compiler, Cubin, key
 
 _COMPILE = Compiler.compile
 
 
-def compiled(
-    compiler: Compiler, *, trace: bool, units: Units, sms: int = 1, ablation: Ablation = Ablation.NONE
-) -> Cubin:
-    """Return the cubin that `compiler.compile` returns. Only the first call in a test run compiles this cubin.
-
-    Later calls, also in other processes of the test run, read it from a file.
-    """
+def compiled(compiler: Compiler, build: Build) -> Cubin:
+    """Return the cubin that `compiler.compile` returns. Only the first call for these sources compiles it."""
 
     def make(target: Path) -> None:
-        target.write_bytes(pickle.dumps(_COMPILE(compiler, trace=trace, units=units, sms=sms, ablation=ablation)))
+        target.write_bytes(pickle.dumps(_COMPILE(compiler, build)))
 
-    name = f"{compiler.version} {trace:d} {units:d} {sms} {ablation:d}.cubin"
-    cubin: Cubin = pickle.loads(built_once(name, make).read_bytes())
+    cubin: Cubin = pickle.loads(built_once("cubin", key(compiler, build).encode(), make).read_bytes())
     return cubin

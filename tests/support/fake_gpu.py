@@ -8,7 +8,6 @@ loaded instead of NVIDIA's: `run` calls a function of a test module in such a pr
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import subprocess
 import sys
@@ -20,8 +19,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from built_once import linked
 from numpy.typing import NDArray
-from protocol import build_fibres
+from protocol import FLAGS, build_fibres
 
 from megakernel.isa import (
     BUFFERS,
@@ -38,30 +38,22 @@ from megakernel.isa import (
     Rows,
     StepTable,
 )
-from megakernel.isa.launch import STRUCTURES
 from megakernel.isa.record import WORDS, phase_number
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program, Segment
+from megakernel.runtime.cuda.params import STRUCTURES
 
 ROOT = Path(__file__).parents[2]
 Params = STRUCTURES["Params"]
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.POINTER(Params), ctypes.c_int, ctypes.c_int)
 
 
-@functools.cache
-def _driver(folder: str) -> str:
-    """Build the fake driver's library in a folder, and return the folder."""
-    source = ROOT / "tests" / "support" / "fake_cuda" / "libcuda.cpp"
-    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror"]
-    target = str(Path(folder) / "libcuda.so.1")
-    subprocess.run([*command, "-U_FORTIFY_SOURCE", str(source), "-o", target], check=True)
-    return folder
-
-
-def run(tmp_path_factory: pytest.TempPathFactory, function: Callable[[], None], **env: object) -> str:
+def run(function: Callable[[], None], **env: object) -> str:
     """Call a function of a test module in a new process that uses the fake driver, and return what it printed."""
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed")
-    folder = _driver(str(tmp_path_factory.getbasetemp()))
+    driver = linked(
+        "libcuda.so.1", ROOT / "tests" / "support" / "fake_cuda" / "libcuda.cpp", *FLAGS, "-shared", "-fPIC", "-pthread"
+    )
     home = Path(function.__code__.co_filename)
     paths = [str(home.parent), str(ROOT / "tests" / "support")]
     name = f"there.{function.__name__}"
@@ -69,7 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, function: Callable[[], None], 
     settings = {key: str(value) for key, value in env.items()}
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
-        env=os.environ | {"LD_LIBRARY_PATH": folder} | settings,
+        env=os.environ | {"LD_LIBRARY_PATH": str(driver.parent)} | settings,
         capture_output=True,
         text=True,
         timeout=120,
@@ -85,8 +77,8 @@ def pretended(*, fibres: bool = False, **env: object) -> Callable[[Callable[[], 
     """
 
     def test_of(body: Callable[[], None]) -> Callable[..., None]:
-        def test(tmp_path_factory: pytest.TempPathFactory) -> None:
-            run(tmp_path_factory, body, **env | ({"FIBRES": build_fibres()._name} if fibres else {}))
+        def test() -> None:
+            run(body, **env | ({"FIBRES": build_fibres()._name} if fibres else {}))
 
         test.body = body  # type: ignore[attr-defined]
         return test
@@ -105,7 +97,7 @@ def no_compiler() -> None:
     """Replace the CUDA compiler by a stub that returns arbitrary bytes, which the fake driver accepts as a cubin."""
     from megakernel.runtime.cuda import compile
 
-    compile.cubin = lambda **variant: b"code"
+    compile.cubin = lambda build: b"code"
     compile.compiler = lambda: compile.Compiler("none")  # type: ignore[assignment]
 
 

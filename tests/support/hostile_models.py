@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from megakernel.isa import BUFFERS, Buffer, Dtype
 from megakernel.model import open_checkpoint
-from megakernel.model.checkpoint import Checkpoint, weight_dims
+from megakernel.model.checkpoint import Checkpoint
 from megakernel.model.families import weights
 from megakernel.model.files import Naming, tensors_of
 from megakernel.model.gguf_checkpoint import gguf_naming
@@ -287,7 +287,7 @@ def _weights(name: str) -> Iterator[Stage]:
 
 def _read_all(checkpoint: Checkpoint) -> None:
     config = checkpoint.config
-    for buffer in weights(config, weight_dims(config, Dtype.F32)):
+    for buffer in weights(config):
         for layer in range(config.layers if BUFFERS[buffer].layered else 1):
             if buffer in checkpoint.storage:
                 checkpoint.stored(buffer, layer)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from built_once import built_once, sources, version
 
 _FLAGS = ["-std=c++20", "-fPIC", "-pthread", "-DMK_SIMD=portable", "-DMK_LANES=4"]
 _FLAGS += ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
@@ -28,13 +31,16 @@ def link_package(tree: Path, folder: Path) -> Path:
 
 def build_native(tree: Path, package: Path, *flags: str) -> None:
     """Compile the native library from the sources of `tree`, and put it in `package` in place of any other."""
-    objects = package.parent / "objects"
-    objects.mkdir()
-    sources = [p for folder in ("cpu", "simulate", "verify") for p in (tree / "csrc" / folder).glob("*.cpp")]
-    targets = [str(objects / f"{p.stem}.o") for p in sources]
-    commands = [["g++", *_FLAGS, *flags, "-c", str(s), "-o", t] for s, t in zip(sources, targets, strict=True)]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda command: subprocess.run(command, check=True), commands))
+    files = [p for folder in ("cpu", "simulate", "verify") for p in (tree / "csrc" / folder).glob("*.cpp")]
+
+    def make(target: Path) -> None:
+        with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = [str(Path(scratch) / f"{p.stem}.o") for p in files]
+            commands = [["g++", *_FLAGS, *flags, "-c", str(p), "-o", o] for p, o in zip(files, objects, strict=True)]
+            list(pool.map(lambda command: subprocess.run(command, check=True), commands))
+            subprocess.run(["g++", *_FLAGS, *flags, "-shared", *objects, "-o", str(target)], check=True)
+
+    content = " ".join((version(), *_FLAGS, *flags)).encode() + sources(tree)
     library = package / "_native.so"
     library.unlink(missing_ok=True)
-    subprocess.run(["g++", *_FLAGS, *flags, "-shared", *targets, "-o", str(library)], check=True)
+    library.symlink_to(built_once("_native.so", content, make))

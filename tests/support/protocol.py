@@ -10,22 +10,22 @@ import ctypes
 import functools
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from built_once import built_once
+from built_once import WARNINGS, linked
 from numpy.typing import NDArray
 
 from megakernel.isa import BUFFERS, CONTROL, Buffer, Dims, Forward, Space, StepTable
-from megakernel.isa.launch import BODY, MAP_BYTES, STRUCTURES, WARPS, Ablation
-from megakernel.isa.pages import MAPS
 from megakernel.isa.record import Records, phase_number
 from megakernel.program import Program
 from megakernel.runtime.cpu.native import CDims
 from megakernel.runtime.cuda import stall
 from megakernel.runtime.cuda.maps import MapLayout, map_bits, map_layouts
+from megakernel.runtime.cuda.pages import MAPS
+from megakernel.runtime.cuda.params import BODY, MAP_BYTES, STRUCTURES, WARPS, Ablation
 from megakernel.runtime.reference import ReferenceBackend
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,8 @@ BUGS = (
     "early end",
 )
 TIMEOUT_NS = 20_000_000_000
-FLAGS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-U_FORTIFY_SOURCE"]
+HOST = ROOT / "tests" / "cuda" / "host"
+FLAGS = ["-O1", *WARNINGS, "-U_FORTIFY_SOURCE"]
 _ALIGNMENT = 1024
 _MESSAGE = 16384
 MAP = np.dtype(
@@ -66,7 +67,7 @@ def build_fibres(ablation: Ablation = Ablation.NONE, sms: int = 1) -> ctypes.CDL
     Launches with this library leave out the work that `ablation` names.
     """
     flags = [*FLAGS, f"-DMK_ABLATION={ablation:d}", f"-DMK_SMS={sms}", "-shared", "-fPIC"]
-    library = ctypes.CDLL(str(built_once(f"protocol{ablation:d}-{sms}.so", _command("protocol.cpp", flags))))
+    library = ctypes.CDLL(str(linked("protocol.so", HOST / "protocol.cpp", *flags)))
     numbers = [ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32]
     library.mk_protocol_run.argtypes = [ctypes.c_void_p, *numbers, ctypes.c_char_p, ctypes.c_int32]
     return library
@@ -76,12 +77,7 @@ def build_fibres(ablation: Ablation = Ablation.NONE, sms: int = 1) -> ctypes.CDL
 def build_threads(sms: int) -> Path:
     """Build the command that runs a launch on threads under ThreadSanitizer, with `sms` SMs per worker."""
     flags = [*FLAGS, f"-DMK_SMS={sms}", "-g1", "-fsanitize=thread", "-Wno-tsan", "-pthread"]
-    return built_once(f"threads{sms}", _command("threads.cpp", flags))
-
-
-def _command(source: str, flags: list[str]) -> Callable[[Path], None]:
-    command = ["g++", *flags, str(ROOT / "csrc" / "host" / source), "-o"]
-    return lambda target: subprocess.run([*command, str(target)], check=True)
+    return linked("threads", HOST / "threads.cpp", *flags)
 
 
 class Image:
@@ -313,7 +309,7 @@ class LaunchImage:
 
 
 def host_map(layout: MapLayout, *, address: int = 0, shared: bool = False) -> NDArray[np.uint8]:
-    """Return the bytes of a HostMap, the struct that replaces a tensor map in csrc/host/tensor_map.h."""
+    """Return the bytes of a HostMap, the struct that replaces a tensor map in tests/cuda/host/tensor_map.h."""
     rest = (1,) * (5 - len(layout.sizes))
     strides = (layout.item, *layout.strides, *(0 for _ in rest))
     fields = (address, strides, layout.sizes + rest, layout.box + rest, layout.item, layout.swizzled, shared)

@@ -17,7 +17,7 @@ from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Forward, Space, StepTab
 from megakernel.isa.record import Records
 from megakernel.model.quantise import quantise
 from megakernel.program import Program
-from megakernel.runtime.cpu import CpuBackend
+from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.runtime.reference import ReferenceBackend
 from megakernel.runtime.reference.instructions import cache_bytes
 

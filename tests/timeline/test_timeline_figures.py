@@ -26,15 +26,17 @@ from runner import Piece, Runner
 from simulated import step_of
 
 from megakernel import machine as machines
-from megakernel.isa import MAX_PHASES, Operation, cost, loads
+from megakernel.isa import MAX_PHASES, Operation, cost
 from megakernel.isa.link import link_bytes_each
 from megakernel.isa.record import counter_word as word
 from megakernel.model import ModelConfig
 from megakernel.program import Program
-from megakernel.program.issue import issued
+from megakernel.runtime.cuda.issue import issued
+from megakernel.runtime.targets import target_of
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.simulate.costs import costs_of
-from megakernel.timeline import write_html
+from megakernel.timeline import page as page_of
+from megakernel.timeline import resolve, summarise
 from megakernel.trace import Trace
 
 FETCH, PAGE_WAIT, COUNTER_WAIT, LOAD, COMPUTE, STORE = range(6)
@@ -80,8 +82,8 @@ def read_trace(path: Path) -> Read:
     return Read(header["tick_s"], rows, told)  # type: ignore[arg-type]
 
 
-def read_page(path: Path) -> dict[str, Any]:
-    found = re.search(r'<script id="meta" type="application/json">(.*?)</script>', path.read_text(), re.S)
+def read_page(text: str) -> dict[str, Any]:
+    found = re.search(r'<script id="meta" type="application/json">(.*?)</script>', text, re.S)
     assert found
     return dict(json.loads(found[1])["sources"][0])
 
@@ -195,8 +197,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     program, trace = KINDS[request.param]()
     folder = tmp_path_factory.mktemp("case")
     trace.save(folder / "t.trace")
-    write_html(program, trace, folder / "t.html")
-    page = read_page(folder / "t.html")
+    step = resolve(program, trace)
+    page = read_page(page_of((step, summarise(step))))
     return Case(program, read_trace(folder / "t.trace"), page, page["summary"])
 
 
@@ -471,7 +473,7 @@ def test_resources(case: Case) -> None:
             for n, row in enumerate(rows.tolist()):
                 each = [work.matrix_flops[n], work.vector_flops[n], work.memory_bytes[n]]
                 to = sent[n].tolist() if sent is not None else []
-                declared[segment, row] = [*each, loads(phase, columns, dims).all[n], *to]
+                declared[segment, row] = [*each, target_of(dims).loads(phase, columns, dims).all[n], *to]
     for row in ran.values():
         segment = 0 if row.layer == PROLOGUE else 2 if row.layer == EPILOGUE else 1
         words = program.numbered(segment)[0][row.number]

@@ -2,7 +2,6 @@
 // to each of these ranks.
 #pragma once
 #include "../../common/index.h"
-#include "../remote.h"
 #include "../simd.h"
 
 namespace mk::MK_SIMD {

@@ -1,5 +1,1 @@
-"""Runs programs on CPU threads; several ranks run in one process, or each in its own."""
-
-from .backend import CpuBackend
-
-__all__ = ["CpuBackend"]
+"""Runs programs on CPU threads."""

@@ -1,32 +1,44 @@
-"""The CPU backend with every rank on threads of this process."""
+"""The CPU backend: it runs the workers of all ranks on threads of this process."""
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MegakernelError
-from ...isa import Buffer, Dims, Dtype, Forward, StepTable
+from ...isa import Buffer, Dims, Dtype, Forward, StepTable, slot_work
 from ...isa.record import Records
+from ...machine import cpu_count
 from ...model.checkpoint import Checkpoint
 from ...program import Program
-from ...trace import Intervals
-from ..buffers import write_history
-from .base import DEADLOCK_S, Loaded, RanksBackend, RanksLaunch
+from ...trace import Trace, TraceHeader
+from ..backend import Output
+from ..buffers import check_program, check_table, write_history
+from . import native
 from .ranks import CpuRanks
+from .target import MOST_HEAD_DIM
 
 
 @dataclass(frozen=True)
-class _Loaded(Loaded):
-    handle: int  # in the library
+class _Loaded:
+    """A program in the native library. It is kept alive, because programs are found by their object's id."""
+
+    program: Program
+    handle: int
+
+    @cached_property
+    def hash(self) -> str:
+        return self.program.hash
 
 
-class CpuBackend(RanksBackend):
-    """One model's weights and KV pool on this machine's cores.
+class CpuBackend:
+    """One model's weights and KV pool on this machine's cores. It runs at most one launch at a time.
 
     `dims` gives the model, ranks, page size and limits. Its numbers of rows are not used, because each program has its
     own. With `null`, everything but the arithmetic is executed (no weights are read, every token is 0). `threads`
@@ -43,13 +55,26 @@ class CpuBackend(RanksBackend):
         dtype: Dtype,
         threads: int | None = None,
         null: bool = False,
-        deadlock_s: float = DEADLOCK_S,
+        deadlock_s: float = 60.0,
     ) -> None:
-        super().__init__(dims, pages, dtype, threads, null)
-        self._programs: dict[int, _Loaded] = {}
-        self._ranks = CpuRanks(
-            checkpoint, dims, pages, range(dims.tp), threads=self.threads, null=null, deadlock_s=deadlock_s
-        )
+        if dims.dtype != dtype or dtype not in (Dtype.F32, Dtype.BF16):
+            raise MegakernelError(
+                f"the cpu backend needs the same dtype as dims, F32 or BF16: dtype is {dtype.name}, and dims have "
+                f"{Dtype(dims.dtype).name}"
+            )
+        if dims.kv_block % dims.kv_page or dims.kv_page % 16 or dims.head_dim % 8 or dims.head_dim > MOST_HEAD_DIM:
+            raise MegakernelError(
+                "the cpu backend needs a page size that is a multiple of 16 and divides the KV block, and a head size "
+                f"that is a multiple of 8 and at most {MOST_HEAD_DIM}"
+            )
+        self.name = "null" if null else "cpu"
+        self.dims = dims
+        self.pages = pages
+        self.threads = threads or cpu_count()
+        self._programs: dict[int, _Loaded] = {}  # by the program's id
+        self._running: _Launch | None = None
+        self._closed = False
+        self._ranks = CpuRanks(checkpoint, dims, pages, threads=self.threads, null=null, deadlock_s=deadlock_s)
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
         """A view of a rank's copy of a buffer, in the buffer's declared shape. Packed matrices have
@@ -68,21 +93,42 @@ class CpuBackend(RanksBackend):
         for rank in range(self.dims.tp):
             write_history(self.buffer(Buffer.HISTORY, rank=rank), slot, start, tokens)
 
-    def _launch(self, program: Program, table: StepTable, trace: bool) -> RanksLaunch:
-        return _Launch(self, program, table, trace)
+    def start(self, program: Program, table: StepTable, *, trace: bool = False) -> _Launch:
+        """Begin to execute one step. The previous launch must have ended, by `wait` or `abort`."""
+        if self._running is not None:
+            raise MegakernelError("the previous launch has not ended: wait for it or abort it")
+        if self._closed:
+            raise MegakernelError("the backend is closed: make another one")
+        check_program(self.dims, program)
+        check_table(program, table, self.pages)
+        self._running = launch = _Launch(self, program, table, trace)
+        try:
+            launch.begin(self._load(program))
+        except BaseException:
+            launch.abort()
+            raise
+        return launch
+
+    def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
+        """Execute one step: `start`, then `wait`."""
+        return self.start(program, table, trace=trace).wait()
+
+    def close(self) -> None:
+        """Abort a running launch; release threads and weights. Further launches are errors."""
+        if self._running is not None:
+            self._running.abort()
+        self._closed = True
+        self._programs.clear()
+        self._ranks.close()
 
     def _load(self, program: Program) -> _Loaded:
-        """Return the loaded form of a program. The first call for a program checks it, copies it into
-        the native library, and enlarges the activation buffers if the program has more rows.
+        """Return the loaded form of a program. The first call for a program checks it, copies it into the native
+        library, and enlarges the activation buffers if the program has more rows.
         """
         if (known := self._programs.get(id(program))) is not None:
             return known
         self._ranks.fit(program.dims)
         return self._programs.setdefault(id(program), _Loaded(program, self._ranks.load(program)))
-
-    def _release(self) -> None:
-        self._programs.clear()
-        self._ranks.close()
 
     # -- for tests
 
@@ -98,37 +144,64 @@ class CpuBackend(RanksBackend):
         self._ranks.delay(segment, record, layer, seconds)
 
 
-class _Launch(RanksLaunch):
-    """A launch in the native library, which runs one launch at a time."""
-
-    loaded: _Loaded | None
+class _Launch:
+    """A launch on all ranks."""
 
     def __init__(self, backend: CpuBackend, program: Program, table: StepTable, trace: bool) -> None:
-        super().__init__(backend, program, table, trace)
-        self._cpu, self._ranks = backend, backend._ranks
+        self._backend, self._ranks = backend, backend._ranks
+        self._program, self._table, self._traced = program, table, trace
+        self._begun = 0.0
+        self._loaded: _Loaded | None = None
 
-    def _load(self) -> None:
-        self.loaded = self._cpu._load(self._program)
+    def begin(self, loaded: _Loaded) -> None:
+        """Start all ranks."""
+        self._loaded = loaded
+        self._begun = time.perf_counter()
+        self._ranks.start(loaded.handle, self._table.words, self._traced)
 
-    def _go(self) -> None:
-        assert self.loaded is not None
-        self._ranks.start(self.loaded.handle, self._table.words, self._traced)
+    def wait(self) -> Output:
+        """Wait until the launch ends, and return its output. Call this once. The output's `seconds` is the time from
+        the start of the launch until this process noticed the end. Ctrl-C aborts the launch within a second.
+        """
+        try:
+            self._finish()
+        except BaseException:
+            self.abort()
+            raise
+        self._backend._running = None
+        seconds = time.perf_counter() - self._begun
+        outputs = (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT, Buffer.LOGITS)
+        tokens, logprobs, logits = (self._ranks.buffer(b)[: self._program.dims.logit_rows] for b in outputs)
+        return Output(tokens, logprobs, logits, seconds, self._trace() if self._traced else None)
+
+    def abort(self) -> None:
+        """Stop the launch soon and return when it has stopped; its output is lost. Does nothing if the launch
+        has ended.
+        """
+        if self._backend._running is not self:
+            return
+        try:
+            if self._loaded is not None:
+                self._ranks.abort()
+                with suppress(MegakernelError):  # the error says only that the launch was stopped
+                    self._finish()
+                self._ranks.reset(self._loaded.handle)
+        finally:
+            self._backend._running = None
 
     def _finish(self) -> None:
         while not self._ranks.wait():
             pass
 
-    def _stop(self) -> None:
-        if self.loaded is None:
-            return
-        self._ranks.abort()
-        with suppress(MegakernelError):  # the error says only that the launch was stopped
-            self._finish()
-        self._ranks.reset(self.loaded.handle)
-
-    def _results(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        read = self._ranks.buffer
-        return read(Buffer.TOKENS_OUT), read(Buffer.LOGPROBS_OUT), read(Buffer.LOGITS)
-
-    def _intervals(self) -> tuple[Intervals, int, float]:
-        return *self._ranks.intervals(), 0.0
+    def _trace(self) -> Trace:
+        assert self._loaded is not None
+        intervals, dropped = self._ranks.intervals()
+        header = TraceHeader(
+            program=self._loaded.hash,
+            source="cpu",
+            tick_s=1e-9,
+            read_s=native.clock_cost(),
+            clock_error_s=0.0,
+            dropped=dropped,
+        )
+        return Trace(header, intervals, slot_work(self._table)[None])

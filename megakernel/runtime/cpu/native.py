@@ -78,14 +78,13 @@ class CProgram(ctypes.Structure):
         ("lengths", _I64 * 4),
         ("offsets", _POINTER * 4),
         ("totals", _POINTER * 3),
-        ("values", ctypes.POINTER(_POINTER)),
     )
 
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "mk_error": (_TEXT, []),
     "mk_simd": (_TEXT, [_TEXT]),
-    "mk_create": (_POINTER, [ctypes.POINTER(CDims), _I32, _I32, _I32, _I32, _TEXT, _I32, _DOUBLE, _POINTER]),
+    "mk_create": (_POINTER, [ctypes.POINTER(CDims), _I32, _I32, _TEXT, _I32, _DOUBLE]),
     "mk_destroy": (None, [_POINTER]),
     "mk_weight_bytes": (_I64, [_POINTER]),
     "mk_pack": (_I32, [_POINTER, _I32, _I32, _I32, ctypes.POINTER(CMatrix)]),
@@ -98,9 +97,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "mk_abort": (None, [_POINTER]),
     "mk_reset": (None, [_POINTER, _POINTER]),
     "mk_link_bytes": (_I64, [_POINTER, _I32]),
-    "mk_audit": (None, [_POINTER, _POINTER, _I64]),
-    "mk_watch": (_I32, [_POINTER, _POINTER, _I64]),
-    "mk_stores": (_I64, [_POINTER, _POINTER]),
     "mk_execute": (None, [_POINTER, ctypes.POINTER(CDims), _POINTER, _POINTER, _POINTER, _I32]),
     "mk_fetch_ahead": (None, [_POINTER, _I32]),
     "mk_delay": (None, [_POINTER, _I32, _I32, _I32, _I64]),

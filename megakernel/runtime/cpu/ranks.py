@@ -27,21 +27,15 @@ from ...program import SEGMENTS, Program
 from ...settings import SETTINGS
 from ...trace import DTYPE, Intervals
 from . import native
-from .audit import STORE
 
-COUNTER_BYTES = 64  # the size of one counter in memory
 _ALIGNMENT = 64
 _SLICE_MS = 50
 
 
 class CpuRanks:
-    """The ranks `ranks` of a model, executed by `threads` threads of this process.
+    """All ranks of a model, with their buffers, executed by `threads` threads of this process.
 
-    All their buffers are allocated here except those in `bound`. Other processes write to the
-    buffers in `bound`, so the caller binds them to shared memory, both for `ranks` and for the
-    other processes' ranks. `abort` is a word in memory that ends a launch when the caller sets it;
-    the caller also clears it. By default only the method `abort` ends a launch. A launch that still
-    runs when this object is collected or when Python ends is aborted.
+    A launch that still runs when this object is collected or when Python ends is aborted.
     """
 
     def __init__(
@@ -49,41 +43,33 @@ class CpuRanks:
         checkpoint: Checkpoint,
         dims: Dims,
         pages: int,
-        ranks: range,
         *,
         threads: int,
         null: bool,
         deadlock_s: float,
-        bound: Collection[Buffer] = (),
-        abort: NDArray[np.int64] | None = None,
     ) -> None:
-        self.dims, self.pages, self.ranks = dims, pages, ranks
+        self.dims, self.pages, self.ranks = dims, pages, range(dims.tp)
         self._lib = native.library()
-        self._ranks = [replace(dims, rank=rank) for rank in range(dims.tp)]
+        self._ranks = [replace(dims, rank=rank) for rank in self.ranks]
         self._model, self._storage = checkpoint.name, checkpoint.storage
-        self._weights = families.weights(checkpoint.config, dims)
+        self._weights = families.weights(checkpoint.config)
         # Whether the LM head uses rows of the packed embeddings instead of memory of its own.
         self._tied = checkpoint.config.tied and self._storage.get(Buffer.LM_HEAD) == self._storage.get(Buffer.EMBED)
-        self._bound = frozenset(bound)
         self._arrays: dict[tuple[int, Buffer], NDArray[np.generic]] = {}
-        self._programs: dict[int, NDArray[np.uint8] | None] = {}  # handle -> counters that processes share
+        self._programs: list[int] = []  # handles
         if not null:
             self._check_memory()
         self._engine: int | None = self._lib.mk_create(
             ctypes.byref(native.CDims.of(dims)),
-            ranks.start,
-            len(ranks),
             threads,
-            cpu_count() * len(ranks) // dims.tp,
+            cpu_count(),
             native.requested_simd(),
             null,
             deadlock_s,
-            None if abort is None else abort.ctypes.data,
         )
         if self._engine is None:
             raise native.error()
-        memory = (self._arrays, abort)
-        self._end = weakref.finalize(self, _end, self._lib, os.getpid(), self._engine, self._programs, memory)
+        self._end = weakref.finalize(self, _end, self._lib, os.getpid(), self._engine, self._programs, self._arrays)
         self._lib.mk_fetch_ahead(self._engine, SETTINGS["prefetch"].value() != "0")
         self._grow((Space.STATE, Space.ACTIVATION, Space.OUTPUT), dims)
         if not null:
@@ -167,18 +153,17 @@ class CpuRanks:
         self._arrays[rank, buffer][layer] = part
 
     def _home(self, rank: int, buffer: Buffer) -> int:
-        """Return the rank whose copy of a buffer `rank` uses. This is `rank` itself for most buffers.
+        """Return the rank whose copy of a buffer `rank` uses: 0 if all ranks share one copy, otherwise `rank`."""
+        return 0 if self._shared(buffer) else rank
 
-        Several ranks that need all of a weight use the copy of the first of them. All ranks use the
-        first rank's copy of an output. This is possible because each row of an output is read and
-        written by one rank only. The array then has all rows.
+    def _shared(self, buffer: Buffer) -> bool:
+        """Whether all ranks use one copy of a buffer. They do for a weight that each of them needs whole, and for an
+        output, because only one rank reads and writes each of its rows.
         """
-        spec = BUFFERS[buffer]
-        if spec.space is Space.OUTPUT:
-            return self.ranks.start
-        if spec.space is Space.WEIGHT and self._shape(rank, buffer) == self._whole(buffer):
-            return next(r for r in self.ranks if self._shape(r, buffer) == self._whole(buffer))
-        return rank
+        space, whole = BUFFERS[buffer].space, self._whole(buffer)
+        return space is Space.OUTPUT or (
+            space is Space.WEIGHT and all(self._shape(rank, buffer) == whole for rank in self.ranks)
+        )
 
     def _shape(self, rank: int, buffer: Buffer) -> tuple[int, ...]:
         return BUFFERS[buffer].shape(self._ranks[rank], self.pages)
@@ -198,16 +183,13 @@ class CpuRanks:
         return len(_layers(buffer, self.dims)) * math.prod(self._shape(rank, buffer)) * bits / 8
 
     def _check_memory(self) -> None:
-        # If each rank has a process, count the need of all ranks, because all processes allocate
-        # from this machine's memory at the same time.
-        ranks = range(self.dims.tp) if self._bound else self.ranks
         need = sum(
             self._bytes(rank, buffer)
             for buffer, spec in BUFFERS.items()
             if (spec.space is not Space.WEIGHT or buffer in self._weights)
             and not (buffer is Buffer.LM_HEAD and self._tied)
-            for rank in ranks
-            if self._bound or self._home(rank, buffer) == rank
+            for rank in self.ranks
+            if self._home(rank, buffer) == rank
         )
         available = _available_memory()
         if need > available:
@@ -227,7 +209,7 @@ class CpuRanks:
 
     def _grow(self, spaces: Collection[Space], dims: Dims) -> None:
         for buffer, spec in BUFFERS.items():
-            if spec.space not in spaces or buffer in self._bound:
+            if spec.space not in spaces:
                 continue
             for rank in self.ranks:
                 shape = (len(_layers(buffer, dims)), *spec.shape(replace(dims, rank=rank), self.pages))
@@ -236,15 +218,11 @@ class CpuRanks:
                     shape = tuple(max(h, s) for h, s in zip(have.shape, shape, strict=True))
                     if have.shape == shape:
                         continue
-                home = self._home(rank, buffer)
-                own = home == rank
-                kind = spec.resolve_dtype(dims).numpy
-                self.bind(rank, buffer, _aligned(shape, kind) if own else self._arrays[home, buffer])
+                own, kind = self._home(rank, buffer) == rank, spec.resolve_dtype(dims).numpy
+                self.bind(rank, buffer, _aligned(shape, kind) if own else self._arrays[0, buffer])
 
     def bind(self, rank: int, buffer: Buffer, array: NDArray[np.generic]) -> None:
-        """Use `array`, whose first axis is the layer, as the copy of a buffer for `rank`, which may
-        be any rank of the model.
-        """
+        """Use `array`, whose first axis is the layer, as the rank's copy of a buffer."""
         self._arrays[rank, buffer] = array
         for layer in _layers(buffer, self.dims):
             self._lib.mk_bind(self._engine, rank, buffer, layer, array[layer].ctypes.data)
@@ -260,12 +238,8 @@ class CpuRanks:
 
     # -- programs and launches
 
-    def load(self, program: Program, counters: NDArray[np.uint8] | None = None) -> int:
-        """Copy a program into the library and return its handle.
-
-        If processes share the counters, `counters` is their memory, which must be zero. For each
-        rank it has `program.total_counters` counters of COUNTER_BYTES bytes.
-        """
+    def load(self, program: Program) -> int:
+        """Copy a program into the library and return its handle."""
         program.check_arrays()
         self._check_weights(program.forward)
         lists = [getattr(program, name) for name in SEGMENTS] + [program.queues]
@@ -293,12 +267,11 @@ class CpuRanks:
             pointers[0],
             (ctypes.c_int64 * len(arrays[0]))(*map(len, arrays[0])),
             *pointers[1:],
-            (ctypes.c_void_p * program.ranks)(*(c.ctypes.data for c in counters)) if counters is not None else None,
         )
         handle: int | None = self._lib.mk_load_program(ctypes.byref(source))
         if handle is None:
             raise MegakernelError(f"the program cannot be executed: {native.error()}")
-        self._programs[handle] = counters
+        self._programs.append(handle)
         return handle
 
     def _check_weights(self, forward: Forward) -> None:
@@ -328,33 +301,12 @@ class CpuRanks:
         self._lib.mk_abort(self._engine)
 
     def reset(self, handle: int) -> None:
-        """Reset counters after a failed launch, when no rank runs the program any more."""
+        """Reset counters after a failed launch."""
         self._lib.mk_reset(self._engine, handle)
 
     def link_bytes(self, rank: int) -> int:
         """Return the bytes that a rank has stored in other ranks' copies of buffers so far."""
         return int(self._lib.mk_link_bytes(self._engine, rank))
-
-    def audit(self, words: tuple[int, int] | None) -> None:
-        """From now on, only remote stores may touch watched memory, and `stores` lists them.
-
-        `words` is the address and size of shared memory into which this process writes the reason
-        when any other access kills it. With None, the process writes the reason to standard error.
-        """
-        self._lib.mk_audit(self._engine, *(words or (None, 0)))
-
-    def watch(self, address: int, size: int) -> None:
-        """Watch memory of another rank, which the caller has mapped without read or write
-        permission.
-        """
-        if self._lib.mk_watch(self._engine, address, size):
-            raise native.error()
-
-    def stores(self) -> NDArray[Any]:
-        """The remote stores since the last call, as an array of STORE (see audit.py)."""
-        stores = np.zeros(self._lib.mk_stores(self._engine, None), STORE)
-        self._lib.mk_stores(self._engine, stores.ctypes.data)
-        return stores
 
     def intervals(self) -> tuple[Intervals, int]:
         """The intervals of the last traced launch in nanoseconds, sorted by rank, worker and begin;
@@ -392,9 +344,7 @@ class CpuRanks:
         self._engine = None
 
 
-def _end(
-    lib: ctypes.CDLL, process: int, engine: int, programs: dict[int, NDArray[np.uint8] | None], memory: object
-) -> None:
+def _end(lib: ctypes.CDLL, process: int, engine: int, programs: list[int], memory: object) -> None:
     """End a native engine. `memory` is not used: while this call has it, the arrays that the engine's
     threads access are not freed. In a fork of `process`, which has no such threads, this function does nothing.
     """

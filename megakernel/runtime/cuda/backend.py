@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,6 @@ from numpy.typing import NDArray
 
 from ...errors import MegakernelError
 from ...isa import BUFFERS, Buffer, Dims, Dtype, StepTable, Units, record
-from ...isa.launch import BODY, EPILOGUE, PROLOGUE, Ablation
 from ...model.checkpoint import Checkpoint
 from ...program import SEGMENTS, Program, Segment
 from ..backend import Output
@@ -19,15 +19,21 @@ from ..buffers import check_history, check_program, check_table
 from . import compile
 from .driver import Gpu, Kernel, Stopwatch
 from .heap import Heap
-from .launch import CudaLaunch
 from .limits import refusal
 from .loaded import Loaded
 from .node import Node
+from .params import BODY, EPILOGUE, PROLOGUE, Ablation
 from .phases import Phases
 from .tracing import Tracing
 from .weights import load_weights
 
 _TIMEOUT_S = 10.0
+_SPIN_S = 2e-3  # poll without pauses for this long, which covers a decode step; then poll with pauses
+_NAP_S = 50e-6
+_STOP_S = 5.0
+# The host gives up after this multiple of the time limit of the device's watchdog. The watchdog
+# notices only waits, not an operation that never completes.
+_PATIENCE = 4
 
 
 def _nothing(streams: int) -> Segment:
@@ -93,8 +99,8 @@ class CudaBackend:
         self._phases: dict[int, Phases] = {}
         self.running: CudaLaunch | None = None
         self._node = Node(dims.tp)
-        self._codes: dict[tuple[bool, Units, int, Ablation], bytes] = {}
-        self._kernels: dict[tuple[bool, Units, int, Ablation, int], Kernel] = {}
+        self._codes: dict[compile.Build, bytes] = {}
+        self._kernels: dict[tuple[compile.Build, int], Kernel] = {}  # the number is a GPU's ordinal
         self._scratch: dict[int, tuple[int, int]] = {}  # for each GPU: address and size of its scratch memory
         self._closed = False
         for gpu in self._node.gpus:
@@ -193,13 +199,12 @@ class CudaBackend:
         """The kernel for programs with the matmul units and the number of SMs per worker that
         `dims` has.
         """
-        variant = trace, units, sms, ablation = trace, Units(dims.units), dims.sms, self.ablation
-        key = *variant, gpu.ordinal
-        if key not in self._kernels:
-            if variant not in self._codes:
-                self._codes[variant] = compile.cubin(trace=trace, units=units, sms=sms, ablation=ablation)
-            self._kernels[key] = Kernel(gpu, self._codes[variant])
-        return self._kernels[key]
+        build = compile.Build(trace, Units(dims.units), dims.sms, self.ablation)
+        if (build, gpu.ordinal) not in self._kernels:
+            if build not in self._codes:
+                self._codes[build] = compile.cubin(build)
+            self._kernels[build, gpu.ordinal] = Kernel(gpu, self._codes[build])
+        return self._kernels[build, gpu.ordinal]
 
     def begin(self, loaded: Loaded, table: StepTable, launch: CudaLaunch) -> None:
         """Start `launch` on the GPUs."""
@@ -296,3 +301,84 @@ class CudaBackend:
         for kernel in self._kernels.values():
             kernel.close()
         self._node.close()
+
+
+class CudaLaunch:
+    """A launch, which the constructor begins. A backend has at most one running launch."""
+
+    def __init__(self, backend: CudaBackend, loaded: Loaded, table: StepTable, *, trace: bool) -> None:
+        self.traced = trace
+        self._backend, self._loaded, self._table = backend, loaded, table
+        self._begin = time.perf_counter()
+        try:
+            backend.begin(loaded, table, self)
+        except BaseException:
+            self.abort()
+            raise
+
+    def wait(self) -> Output:
+        """Wait until the launch ends, and return its output. Call it once. The output's `seconds` is
+        the time from the start of the launch until the host noticed its end. Ctrl-C aborts the launch within a second.
+        """
+        try:
+            ended = self._answered(_PATIENCE * self._backend.timeout_s)
+            seconds = time.perf_counter() - self._begin
+        except MegakernelError:
+            self._backend.lose()  # the driver itself has failed and will not answer any more
+            raise
+        except BaseException:
+            self.abort()
+            raise
+        if not ended:
+            self._stop()
+        failure = self._loaded.failure()
+        self._backend.ended(self._loaded, failed=failure is not None)
+        if failure is not None:
+            raise MegakernelError(f"the launch made no progress and was stopped: {failure}")
+        return self._backend.outcome(self._loaded, seconds, traced=self._table if self.traced else None)
+
+    def abort(self) -> None:
+        """Stop the launch soon and return when it has stopped; its output is lost. Does nothing if the launch has
+        ended.
+
+        Raises MegakernelError if the launch does not stop. In that case its GPUs can neither be used nor released.
+        """
+        if self._backend.running is not self:
+            return
+        self._stop()
+        self._backend.ended(self._loaded, failed=True)
+
+    def _answered(self, limit_s: float) -> bool:
+        """Wait until the launch has ended, and return True. Return False if the launch has not ended
+        `limit_s` seconds after its start.
+        """
+        while not self._loaded.answered():
+            seconds = time.perf_counter() - self._begin
+            if seconds > limit_s:
+                return False
+            if seconds > _SPIN_S:
+                time.sleep(_NAP_S)
+        return True
+
+    def _stop(self) -> None:
+        for grid in self._loaded.grids:
+            grid.gpu.interrupt(grid.params.abort)
+        limit = time.perf_counter() + _STOP_S
+        while not self._loaded.idle():
+            if time.perf_counter() > limit:
+                raise self._lost()
+            time.sleep(_NAP_S)
+
+    def _lost(self) -> MegakernelError:
+        """Give up the GPUs. The launch may still read and write all of its memory, so nothing is freed."""
+        seconds, loaded = time.perf_counter() - self._begin, self._loaded
+        try:
+            waiting = loaded.waiting()
+        except MegakernelError:
+            waiting = None  # reading the watchdog's report failed too
+        self._backend.lose()
+        return MegakernelError(
+            f"the GPU does not answer: launch {loaded.launches} of program {loaded.program.hash} has not ended after "
+            f"{seconds:.0f} s and does not stop{f' ({waiting})' if waiting else ''}: end the process, "
+            "nothing else frees the GPU's memory"
+        )

@@ -22,8 +22,8 @@ from typing import Any
 
 from ...errors import MegakernelError
 from ...isa import Units
-from ...isa.launch import Ablation
 from ...model.cache import cache_folder
+from .params import Ablation
 
 KERNEL = "megakernel"
 # Line information is for profilers and for the tests that inspect the machine code.
@@ -33,6 +33,22 @@ _NVCC_ARCH = ["-gencode=arch=compute_90a,code=sm_90a"]
 # Notes of ptxas that it ignores setmaxnreg or serialises wgmma. Such code is several times slower,
 # but ptxas still exits with status 0.
 _SLOW = re.compile(r"\(C75\d\d\)[^\n]*")
+
+
+@dataclass(frozen=True)
+class Build:
+    """A variant of the interpreter: whether it traces, the units that compute its programs' matmuls, the SMs of a
+    worker, and the work that it leaves out.
+    """
+
+    trace: bool
+    units: Units
+    sms: int = 1
+    ablation: Ablation = Ablation.NONE
+
+    @property
+    def defines(self) -> list[str]:
+        return [f"-DMK_{name.upper()}={int(value)}" for name, value in vars(self).items()]
 
 
 @dataclass(frozen=True)
@@ -50,12 +66,11 @@ class Compiler:
     version: str
     nvcc: str | None = None
 
-    def compile(self, *, trace: bool, units: Units, sms: int = 1, ablation: Ablation = Ablation.NONE) -> Cubin:
+    def compile(self, build: Build) -> Cubin:
         """Compile one cubin. Raises MegakernelError with the compiler's first error. A note that warns
         of slow code counts as an error.
         """
-        defines = _defines(trace, units, sms, ablation)
-        cubin = _with_nvcc(self.nvcc, defines) if self.nvcc else _with_nvrtc(defines)
+        cubin = _with_nvcc(self.nvcc, build.defines) if self.nvcc else _with_nvrtc(build.defines)
         if slow := _SLOW.search(cubin.log):
             raise MegakernelError(f"{self.version} compiled csrc/cuda into slow code: {slow[0]}")
         return cubin
@@ -103,31 +118,30 @@ def nvcc(path: str) -> Compiler:
     return Compiler(f"nvcc {release[1] if release else answer}", path)
 
 
-def cubin(*, trace: bool, units: Units, sms: int = 1, ablation: Ablation = Ablation.NONE) -> bytes:
-    """The interpreter's code for programs whose matmuls run on `units`, with `sms` SMs per worker. It comes from the
-    cache or is compiled now.
+def cubin(build: Build) -> bytes:
+    """The interpreter's code, which comes from the cache or is compiled now.
 
     Compiling takes about half a minute, so on a terminal a line announces it.
     """
     with_ = compiler()
-    path = cache_folder() / "cubin" / f"{_key(with_, _defines(trace, units, sms, ablation))}.cubin"
+    path = cache_folder() / "cubin" / f"{key(with_, build)}.cubin"
     try:
         return path.read_bytes()
     except OSError:
         pass
     terminal = sys.stderr.isatty()
     if terminal:
-        few = " for few rows" if units is Units.DOTS else " for pairs of SMs" if sms > 1 else ""
-        what = f"the CUDA interpreter{few}{' with tracing' if trace else ''}"
+        few = " for few rows" if build.units is Units.DOTS else " for pairs of SMs" if build.sms > 1 else ""
+        what = f"the CUDA interpreter{few}{' with tracing' if build.trace else ''}"
         print(f"compiling {what} with {with_.version}, once ...", file=sys.stderr, flush=True)
-    code = with_.compile(trace=trace, units=units, sms=sms, ablation=ablation).code
+    code = with_.compile(build).code
     _store(path, code)
     return code
 
 
-def _key(with_: Compiler, defines: list[str]) -> str:
+def key(with_: Compiler, build: Build) -> str:
     """A hash of everything that the code depends on, without times or paths."""
-    digest = hashlib.sha256(repr((with_.version, _FLAGS, _NVRTC_ARCH, _NVCC_ARCH, *defines)).encode())
+    digest = hashlib.sha256(repr((with_.version, _FLAGS, _NVRTC_ARCH, _NVCC_ARCH, *build.defines)).encode())
     for name, text in sources().items():
         digest.update(f"{name} {len(text)} ".encode())
         digest.update(text)
@@ -150,11 +164,6 @@ def _store(path: Path, code: bytes) -> None:
     except OSError:
         if part is not None:
             part.unlink(missing_ok=True)
-
-
-def _defines(trace: bool, units: Units, sms: int, ablation: Ablation) -> list[str]:
-    values = {"TRACE": trace, "UNITS": units, "SMS": sms, "ABLATION": ablation}
-    return [f"-DMK_{name}={int(value)}" for name, value in values.items()]
 
 
 def _with_nvcc(path: str, defines: list[str]) -> Cubin:
@@ -207,7 +216,7 @@ if __name__ == "__main__":
     _workers = [(Units.TENSOR, 1), (Units.DOTS, 1), (Units.TENSOR, 2)]
     with ThreadPoolExecutor(os.cpu_count()) as _pool:
         _made = [
-            _pool.submit(cubin, trace=_trace, units=_units, sms=_sms, ablation=_ablation)
+            _pool.submit(cubin, Build(_trace, _units, _sms, _ablation))
             for (_trace, _ablation), (_units, _sms) in itertools.product(_kinds, _workers)
         ]
     for _one in _made:

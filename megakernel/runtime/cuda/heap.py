@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...isa import BUFFERS, Buffer, Dims, Forward, Space
-from ...isa.launch import MAP_BYTES
-from ...isa.pages import MAPS
 from .driver import Gpu, encode_map
 from .maps import layers, map_layouts
 from .node import Node
+from .pages import MAPS
+from .params import MAP_BYTES
 
 _ALIGNMENT = 256
 STATUS_BYTES = 256  # room for a grid's abort word, alone on its cache lines

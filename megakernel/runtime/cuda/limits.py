@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ...isa import KV_BLOCK, Dims, Dtype, Phase, Units
-from ...isa.launch import PAGES
-from ...isa.pages import CHUNK, PIECES, norm_fits
 from ...isa.record import Records
+from .pages import CHUNK, PIECES, norm_fits
+from .params import PAGES
 
 _TURN = 32  # a warp processes this many columns of its accumulators at a time (csrc/cuda/gemm.h)
 

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from ...errors import MegakernelError
 from ...isa import Buffer, StepTable, record
-from ...isa.launch import BODY, EPILOGUE, PROLOGUE, STRUCTURES, WARPS
 from ...program import SEGMENTS, Program, Segment
 from ..cpu.native import CDims
 from . import stall
@@ -18,6 +17,8 @@ from .driver import Gpu, Kernel, Prepared
 from .heap import STATUS_BYTES, Heap
 from .limits import phase_refusal
 from .maps import map_bits
+from .params import BODY, EPILOGUE, PROLOGUE, STRUCTURES, WARPS
+from .target import HOPPER
 
 ALL_SEGMENTS = 1 << PROLOGUE | 1 << BODY | 1 << EPILOGUE
 _ALIGNMENT = 256
@@ -156,6 +157,7 @@ class Loaded:
     def __init__(self, heap: Heap, program: Program) -> None:
         program.check_arrays()
         _check_records(program)
+        HOPPER.check(program)
         self.program = program
         self.launches = 0
         self._synchronises = True

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from ...isa import BUFFERS, Buffer, Dims, Forward, Operation, Phase, Result, Units
-from ...isa.pages import BOX_ROWS, DOT_PIECE, MAPS, PAGE_ROWS, PIECE_INNER, PIECES, ROW_BYTES, output_columns
+from .pages import BOX_ROWS, DOT_PIECE, MAPS, PAGE_ROWS, PIECE_INNER, PIECES, ROW_BYTES, output_columns
 
 PARTS, PAGES = range(MAPS)  # a buffer has two maps: boxes of BOX_ROWS rows, and boxes of PAGE_ROWS rows
 

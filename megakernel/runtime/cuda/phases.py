@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...isa.launch import BODY, PROLOGUE
 from ...program import SEGMENTS, Program
 from .driver import Graph, Kernel, Prepared
 from .loaded import Grid, Tables
+from .params import BODY, PROLOGUE
 
 
 class Phases:

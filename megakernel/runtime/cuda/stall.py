@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from ... import trace as tracing
 from ...isa import StepTable, record
-from ...isa.launch import AWAITED, BODY, COUNTER, EPILOGUE, PROLOGUE, SERVICE_WARPS, STRUCTURES, WARPS
 from ...program import SEGMENTS, Program
 from ..reference.launch import Blocked, Counters, Launch, Place
+from .params import AWAITED, BODY, COUNTER, EPILOGUE, PROLOGUE, SERVICE_WARPS, STRUCTURES, WARPS
 
 NOTE: np.dtype[Any] = np.dtype(STRUCTURES["Diagnosis"])
 _STORER = SERVICE_WARPS.index("storer")
@@ -67,6 +67,8 @@ def explain(program: Program, table: StepTable, waits: Sequence[Wait]) -> str:
     """Return a clause that says which of `waits` holds up the launch. The cause may be in the program or
     in the interpreter. `waits` must not be empty.
     """
+    if (damaged := next((wait for wait in waits if not _exists(program, wait)), None)) is not None:
+        return f"{_describe(program, damaged)}; the program has no such instruction: a block's memory was overwritten"
     order, sms = _Rehearsal(program, table).run(), program.dims.sms
 
     def age(wait: Wait) -> tuple[int, int, int]:
@@ -214,19 +216,27 @@ def _block(program: Program, wait: Wait) -> int:
     return (0, wait.layer, program.dims.layers)[wait.segment]
 
 
+def _exists(program: Program, wait: Wait) -> bool:
+    """Whether a wait lies between instructions or in an instruction of the program."""
+    if wait.segment not in range(len(SEGMENTS)):
+        return wait.segment < 0
+    return wait.number in range(len(program.numbered(wait.segment)[0]))
+
+
 def _describe(program: Program, w: Wait) -> str:
     role = SERVICE_WARPS[w.warp] if w.consumer < 0 else f"consumer {w.consumer}"
     where = "between instructions"
-    if w.segment >= 0:
+    if not _exists(program, w):
+        where = f"in record {w.number} of segment {w.segment}"
+    elif w.segment >= 0:
         records, _ = program.numbered(w.segment)
-        name = "unknown"
-        if w.number < len(records):
-            name = program.forward.by_number[int(record.phase_number(records[w.number]))].name
+        name = program.forward.by_number[int(record.phase_number(records[w.number]))].name
         layer = f", layer {w.layer}" if w.segment == BODY else ""
         where = f"{'before' if w.warp == 0 else 'in'} {SEGMENTS[w.segment]} record {w.number} ({name}{layer})"
     what = AWAITED[w.kind].format(w.index)
     if w.kind == COUNTER:
-        state = f"in block {_block(program, w)} it has value {w.value}, expected {w.expected}"
+        block = f"in block {_block(program, w)} " if _exists(program, w) else ""
+        state = f"{block}it has value {w.value}, expected {w.expected}"
     else:
         state = f"the barrier's phase of parity {w.expected} does not complete"
     sm = f" SM {w.sm}" if program.dims.sms > 1 else ""

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...isa import StepTable, slot_work
-from ...isa.launch import CLOCK_STAMPS
 from ...program import Program
 from ...trace import DTYPE, Intervals, Trace, TraceHeader
 from .heap import Heap
 from .loaded import Grid, Loaded, segments
+from .params import CLOCK_STAMPS
 
 _PER_INSTRUCTION = 32  # enough intervals for all roles of an instruction in most programs
 _MOST = 1 << 16  # the maximum number of intervals of a block; they take 2 MiB

@@ -31,7 +31,7 @@ def load_weights(heap: Heap, checkpoint: Checkpoint, dims: Dims) -> None:
     uses the rows of EMBED.
     """
     ranks = [replace(dims, rank=rank) for rank in range(dims.tp)]
-    weights = families.weights(checkpoint.config, dims)
+    weights = families.weights(checkpoint.config)
     own = [b for b in weights if not (b is Buffer.LM_HEAD and checkpoint.config.tied)]
     homes = {(d.rank, b): _home(heap, ranks, d, b) for d in ranks for b in own}
     _check_memory(heap, checkpoint, ranks, homes)

@@ -54,7 +54,7 @@ class ReferenceBackend:
         self._order = None if seed is None else np.random.default_rng(seed)
         self._arrays: list[dict[Buffer, Any]] = [{} for _ in range(dims.tp)]
         self._set_dims(dims)
-        for buffer in weights(checkpoint.config, dims):
+        for buffer in weights(checkpoint.config):
             self._load(checkpoint, buffer, dtype)
         for buffer, spec in BUFFERS.items():
             if spec.space is Space.STATE:

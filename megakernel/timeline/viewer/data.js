@@ -54,7 +54,6 @@ const partName = (p) => (p === WAITING ? "waiting" : meta.phases[p].name);
 const instanceOf = (i) => (launch[i] * 65536 + layer[i]) * (records.length / WORDS) + record[i];
 
 // -- text
-const escape = (s) => String(s).replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
 function scaled(value, steps, digits = 3) {
   const size = Math.abs(value), [scale, name] = steps.find(([s]) => size >= s) ?? steps[steps.length - 1];
   const shown = value / scale;

@@ -13,12 +13,12 @@ from tempfile import TemporaryDirectory
 from megakernel.errors import MegakernelError
 from megakernel.model import gguf_path, open_checkpoint
 from megakernel.serving.bench.peers import llama_cpp, torch_llama
-from megakernel.serving.bench.peers.contest import Contest, Peer, Phase, Task, Work
+from megakernel.serving.bench.peers.contest import Batch, Contest, Peer, Task, Timed
 from megakernel.serving.bench.peers.llama_bench import LlamaBench, tool
 from megakernel.serving.bench.peers.process import Process
 from megakernel.serving.text.llm import LLM
 
-__all__ = ["Contest", "Found", "Phase", "Work", "contests", "find"]
+__all__ = ["Batch", "Contest", "Found", "Timed", "contests", "find"]
 
 # A peer's name, the packages that it needs, and how to install them.
 _PACKAGES = {
@@ -62,7 +62,7 @@ def _find(name: str, llama_bench: Path | None, batched: bool) -> Found:
 
 @contextmanager
 def contests(
-    found: Sequence[Found], llm: LLM, model: str, weights: str, work: Work, phases: Sequence[Phase]
+    found: Sequence[Found], llm: LLM, model: str, weights: str, work: Batch, phases: Sequence[Timed]
 ) -> Iterator[list[Contest]]:
     """Prepare a comparison with each peer. The peers run the model that `llm` has loaded.
 

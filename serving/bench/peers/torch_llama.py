@@ -14,12 +14,12 @@ from megakernel.model import Checkpoint, open_checkpoint
 from megakernel.model.families import FAMILIES
 from megakernel.model.files import tensors_of
 from megakernel.model.safetensors_checkpoint import safetensors_naming
-from megakernel.serving.bench.peers.contest import Phase, Settings, Task
+from megakernel.serving.bench.peers.contest import Settings, Task, Timed
 
 NAME = "torch"
 
 
-def settings(task: Task, phase: Phase) -> tuple[Settings, list[Settings]]:
+def settings(task: Task, phase: Timed) -> tuple[Settings, list[Settings]]:
     """See `Peer.settings`."""
     first = {"threads": task.threads, "dtype": task.dtype, "compiled": False}
     changes: list[Settings] = []
@@ -33,7 +33,7 @@ def settings(task: Task, phase: Phase) -> tuple[Settings, list[Settings]]:
     return first, changes
 
 
-def load(task: Task) -> tuple[Callable[[Phase, Settings], float], dict[str, Any]]:
+def load(task: Task) -> tuple[Callable[[Timed, Settings], float], dict[str, Any]]:
     """Return the function that times a run, and the peer's description.
 
     `load` is called in the peer's own process (see `process`).
@@ -92,7 +92,7 @@ class _Model:
         # The compiled function and its KV cache. The compiled code contains the cache's addresses.
         self._compiled: Any = None
 
-    def seconds(self, phase: Phase, settings: Settings) -> float:
+    def seconds(self, phase: Timed, settings: Settings) -> float:
         import torch
 
         torch.set_num_threads(settings["threads"])

@@ -33,7 +33,7 @@
 #include <utility>
 #include <vector>
 
-#include "../../../csrc/host/tensor_map.h"
+#include "../../cuda/host/tensor_map.h"
 
 namespace {
 
@@ -317,7 +317,7 @@ int cuLaunchKernel(Function* f, unsigned x, unsigned, unsigned, unsigned threads
                    unsigned shared, Stream* stream, void** arguments, void**) {
   return launch(f, x, threads, shared, stream, arguments, false);
 }
-// Writes a HostMap, the format of a tensor map in csrc/host, instead of the hardware's own format.
+// Writes a HostMap, the format of a tensor map in tests/cuda/host, instead of the hardware's own format.
 int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, const uint64_t* sizes,
                            const uint64_t* strides, const uint32_t* box, const uint32_t* steps,
                            int interleave, int swizzle, int, int) {

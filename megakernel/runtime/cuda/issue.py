@@ -1,0 +1,77 @@
+"""Estimates how long the roles of a worker (its specialised warps) take to issue the machine
+instructions that execute one instruction of a program. An instruction takes at least this time,
+however fast the memory and the arithmetic units are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...isa import Column, Dims, Operation, Phase, Units, ceil_div
+from ...machine import Issue
+from .pages import CHUNK, DOT_PIECE, K_STEP, PIECES, matmul_pages
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The time that each role needs for each instruction, in cycles or seconds, as in the `Issue` from
+    which it is computed. The roles work at the same time.
+    """
+
+    weight_loader: Floats
+    input_loader: Floats
+    consumers: Floats
+
+    @property
+    def loaders(self) -> Floats:
+        """The time of the slower of the two loaders, for each instruction."""
+        return np.maximum(self.weight_loader, self.input_loader)
+
+
+def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, issue: Issue) -> Roles:
+    """Return the issue times of matmul instructions whose tiles have `rows` x `cols` outputs."""
+    pages = matmul_pages(phase, rows, cols, dims)
+    columns = phase.matrices(dims) * cols.astype(np.int64)
+    consumers: NDArray[np.floating]
+    if dims.units == Units.DOTS:
+        weight_page, input_page = issue.weight_page, issue.input_page
+        units = ceil_div(columns, 2 * PIECES)
+        pair = np.where(rows > 1, issue.dot_pairs + (rows - 2) * issue.dot_row, issue.dot_pair)
+        consumers = units * (ceil_div(phase.inner(dims), DOT_PIECE) * pair + issue.dot_unit)
+    else:
+        # If a worker has two SMs, each SM loads half of the weight pages and skips the others.
+        weight_page = (issue.tile_page + (dims.sms - 1) * issue.pass_page) / dims.sms
+        input_page = issue.tile_page
+        consumers = ceil_div(columns, CHUNK) * ceil_div(phase.inner(dims), K_STEP) * issue.k_step
+    return Roles(
+        pages.weights * weight_page + pages.inputs * issue.pass_page,
+        pages.inputs * input_page + pages.weights * issue.pass_page,
+        np.asarray(consumers, np.float64),
+    )
+
+
+def sample_steps(dims: Dims, issue: Issue) -> int:
+    """The number of groups into which a `sample` instruction divides the logits of a row. It loads
+    one group while it processes the previous one.
+    """
+    return ceil_div(dims.vocab, int(issue.sample_entries))
+
+
+def issued(phase: Phase, columns: dict[str, Column], dims: Dims, issue: Issue) -> Roles | None:
+    """Return the issue times of a phase's instructions. Return None if the program does not use a
+    ring of pages, or if the operation is neither matmul nor sample: the issue times of other
+    operations are not modelled.
+    """
+    if not dims.ring_pages:
+        return None
+    if phase.is_matmul:
+        return matmul_issue(phase, columns["rows"], columns["cols"], dims, issue)
+    if phase.operation is Operation.SAMPLE:
+        rows = columns["rows"].astype(np.float64)
+        return Roles(0 * rows, 0 * rows, rows * (sample_steps(dims, issue) * issue.sample_step))
+    return None

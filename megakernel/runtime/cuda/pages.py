@@ -1,0 +1,213 @@
+"""Pages of shared memory: which pages an instruction takes, who fills them, and who releases them.
+
+Each thread block has one ring of pages. All operands that the CUDA interpreter loads for matmuls
+and attention pass through this ring, and so do the outputs that it stores as whole tiles. An
+instruction takes consecutive pages of the ring, and its operands determine what each page contains.
+The next instruction continues with the next page of the ring. The ring must have at least as many
+pages as an instruction holds at once. A page has PAGE_BYTES: PAGE_ROWS rows of ROW_BYTES. TMA loads
+and stores a page in boxes of BOX_ROWS rows.
+
+tensor  Matmuls on tensor cores (`dims.units` is TENSOR). The output columns of all matrices, side
+        by side, are divided into chunks of CHUNK, and the inner length into k steps of K_STEP. For
+        each chunk and k step, there is a page with the instruction's input rows, then a page for each
+        PAGE_ROWS columns of the chunk. The pages of a k step are released when the products of the
+        next k step are under way. If the output is stored through pages, output pages follow. If a
+        worker has two SMs (`dims.sms`), each SM has a ring and takes these pages for its part of
+        the input rows: the first SM for `first_rows` rows, the second SM for the other rows.
+dots    Matmuls as dot products (`dims.units` is DOTS). Weights and input rows are divided into
+        pieces of DOT_PIECE elements, of which a page has PIECES. The pages come in laps. A lap is
+        one filling of the ring: weight pages, then pages with all of the instruction's input rows.
+        A weight page has one piece of each of PIECES columns. Weight pages come in pairs, so that
+        one warp has both columns of a RoPE pair, or a gate column and its up column. Input pages
+        are released at the end of the lap. Rows that the matmul normalises itself take no pages:
+        the consumers keep them in NORM_BYTES of shared memory beside the ring.
+attention  An attention item has query rows of one sequence and a range of its KV blocks. The rows
+        are divided into query tiles of QUERY_TILE (row, head) pairs that use one KV head. A query
+        tile is called a unit. The thread block computes UNITS units at a time, which is a pass over
+        the KV blocks. For each pass, KV block and KV head of the pass, the item takes K pages, then
+        V pages. Each of these pages has up to 64 elements per token. An item without work, which
+        only pads the list of items, takes one empty page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...isa import BUFFERS, Column, Dims, Dtype, Phase, Result, Units, ceil_div
+from .params import PAGE_BYTES
+
+ROW_BYTES = 128
+PAGE_ROWS = PAGE_BYTES // ROW_BYTES
+BOX_ROWS = 32
+CHUNK = 256
+K_STEP = ROW_BYTES // 2  # bfloat16 elements per row
+STEP_PAGES = 1 + CHUNK // PAGE_ROWS  # pages for one k step of a whole chunk
+STAGES = 2  # the number of k steps whose pages an instruction holds at once
+WARPGROUP_ROWS = 64  # rows that one wgmma instruction multiplies
+MAPS = 2  # tensor maps per buffer: one for boxes of BOX_ROWS rows, one for whole pages
+DOT_PIECE = 1024
+# TMA limits a box to 256 elements per dimension. So the tensor map for weight pages divides a piece
+# of DOT_PIECE elements into rows of this many elements.
+PIECE_INNER = 256
+PIECES = PAGE_BYTES // (2 * DOT_PIECE)  # pieces in a page
+
+# The maximum number of weight pages that an SM prefetches into L2 for matmuls as dot products, before its
+# ring has room for them. All SMs together fill half of the 50 MB of L2.
+AHEAD_PAGES = 12
+DOT_UNIT = 8  # column tiles of matmuls as dot products start at multiples of this number of columns
+DOT_INPUT_PAGES = 4  # the maximum number of input pages in a lap (one filling of the ring)
+NORM_BYTES = 16384  # bytes of shared memory for the rows that a matmul as dot products normalises itself
+UNITS = 8  # attention query tiles (units) that a thread block computes side by side
+QUERY_TILE = 16  # (query row, query head) pairs of a query tile
+
+Ints = NDArray[np.int64]
+
+
+class Stream(Enum):
+    """What a page is used for. The value names the warps that fill the page and the warps that
+    release it.
+    """
+
+    WEIGHTS = "weight loader", "consumers"
+    INPUTS = "input loader", "consumers"
+    OUTPUT = "consumers", "storer"
+
+
+# Matmuls on tensor cores store these results through pages, tile by tile. All other results of
+# matmuls are stored by the consumers, directly from registers.
+BY_PAGES = (Result.RESIDUAL, Result.PARTIAL, Result.GATED)
+
+
+def output_columns(phase: Phase, dims: Dims) -> int:
+    """The number of a matmul's output columns that fit into a page; 0 if its outputs are not stored
+    through pages.
+    """
+    if phase.result not in BY_PAGES or dims.units != Units.TENSOR or phase.output is None:
+        return 0
+    return ROW_BYTES // BUFFERS[phase.output].resolve_dtype(dims).itemsize
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The number of pages that each instruction takes for `weights`, `inputs` and `output`, and the
+    maximum number of pages that it holds at once (`held`).
+    """
+
+    weights: Ints
+    inputs: Ints
+    output: Ints
+    held: Ints
+
+
+def matmul_pages(phase: Phase, rows: Column, cols: Column, dims: Dims) -> Pages:
+    """Return the pages of matmul instructions whose tiles have `rows` x `cols` outputs."""
+    return (_dots if dims.units == Units.DOTS else _tensor)(phase, rows.astype(np.int64), cols.astype(np.int64), dims)
+
+
+def _tensor(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> Pages:
+    steps = ceil_div(phase.inner(dims), K_STEP)
+    of_weights = phase.matrices(dims) * ceil_div(cols, PAGE_ROWS)
+    weights = steps * of_weights
+    inputs = steps * ceil_div(phase.matrices(dims) * cols, CHUNK)
+    per_page = output_columns(phase, dims)
+    output = ceil_div(cols, per_page) if per_page else np.zeros_like(cols)
+    step = np.minimum(1 + of_weights, STEP_PAGES)
+    return Pages(weights, inputs, output, np.minimum(weights + inputs, STAGES * step))
+
+
+def first_rows(rows: Ints, dims: Dims) -> Ints:
+    """Return the number of a tile's rows that the first SM of a worker computes on tensor cores. If
+    the worker has two SMs, the first computes half of the tile's boxes of BOX_ROWS rows.
+    """
+    return np.minimum(rows, BOX_ROWS * ceil_div(rows, dims.sms * BOX_ROWS))
+
+
+def computed_rows(rows: Ints, dims: Dims) -> Ints:
+    """Return the number of rows for which a worker's tensor cores need time if the tile has `rows`
+    rows. An SM always multiplies a multiple of WARPGROUP_ROWS rows. If a worker has two SMs and the
+    second SM has fewer rows, it waits for the first SM, so both count with the first SM's rows.
+    """
+    return dims.sms * WARPGROUP_ROWS * ceil_div(first_rows(rows, dims), WARPGROUP_ROWS)
+
+
+def tile_work(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> tuple[Ints, Ints]:
+    """Return the FLOPs of tiles on tensor cores, and the bytes that are loaded for them. The tensor
+    cores always multiply whole weight pages by `computed_rows` rows.
+    """
+    inner, columns = phase.inner(dims), phase.matrices(dims) * cols
+    computed = computed_rows(rows, dims) * phase.matrices(dims) * PAGE_ROWS * ceil_div(cols, PAGE_ROWS)
+    loaded = columns + BOX_ROWS * ceil_div(rows, BOX_ROWS) * ceil_div(columns, CHUNK)
+    return 2 * inner * computed, Dtype(dims.dtype).itemsize * inner * loaded
+
+
+def _dots(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> Pages:
+    weights = 2 * ceil_div(phase.inner(dims), DOT_PIECE) * ceil_div(phase.matrices(dims) * cols, 2 * PIECES)
+    inputs = dot_input_pages(phase, rows, dims)
+    lap = np.maximum(dims.ring_pages - inputs, 2) // 2 * 2  # an even number, because pages are used in pairs
+    return Pages(weights, inputs * -(-weights // lap), np.zeros_like(cols), inputs + np.minimum(weights, lap))
+
+
+def dot_input_pages(phase: Phase, rows: Ints, dims: Dims) -> Ints:
+    """The number of input pages in each lap (filling of the ring) of a matmul as dot products; 0 if
+    the matmul normalises its inputs itself.
+    """
+    return ceil_div(rows * ceil_div(phase.inner(dims), DOT_PIECE), PIECES) * (phase.norm is None)
+
+
+def ahead_columns(phase: Phase, dims: Dims) -> int:
+    """Return the number of columns of a matmul as dot products whose weights are prefetched into the
+    L2 cache before the ring has room for them. All matrices of the matmul are counted together. The
+    columns fill whole pairs of pages. The number is 0 unless a single copy can load a whole page.
+    """
+    if phase.inner(dims) % PIECE_INNER:
+        return 0
+    return AHEAD_PAGES // (2 * -(-phase.inner(dims) // DOT_PIECE)) * 2 * PIECES
+
+
+def norm_fits(rows: int, inner: int, dims: Dims) -> bool:
+    """Whether a matmul can normalise this many rows of its inputs itself."""
+    if dims.units == Units.DOTS:
+        return rows * inner * Dtype(dims.dtype).itemsize <= NORM_BYTES
+    return dims.units == Units.CORE
+
+
+def chunk_output_pages(phase: Phase, dims: Dims) -> int:
+    """The number of output pages for a whole chunk of columns; 0 if outputs are not stored through
+    pages.
+    """
+    per_page = output_columns(phase, dims)
+    return -(-CHUNK // (phase.matrices(dims) * per_page)) if per_page else 0
+
+
+def kv_pages(dims: Dims) -> int:
+    """The number of K and V pages for one KV head and one KV block. Attention holds all of these
+    pages at once.
+    """
+    return 2 * -(-dims.head_dim // K_STEP)
+
+
+def attention_pages(item_rows: Column, item_kv_heads: Column, item_blocks: Column, dims: Dims) -> Ints:
+    """The number of pages that each attention item takes, all of them for inputs. Padding items
+    have no KV blocks.
+    """
+    tiles = ceil_div(item_rows.astype(np.int64) * dims.group_size, QUERY_TILE)
+    units = tiles * item_kv_heads
+    # The passes of an item begin at its units 0, UNITS, 2 * UNITS, ... Each pass loads every KV
+    # head that its units use, so a KV head is loaded again if two passes use it.
+    heads = [
+        np.where(first < units, (np.minimum(first + UNITS, units) - 1) // tiles - first // tiles + 1, 0)
+        for first in range(0, int(units.max(initial=0)), UNITS)
+    ]
+    taken: Ints = np.sum(heads, axis=0, dtype=np.int64) * item_blocks * kv_pages(dims)
+    return np.where(item_blocks == 0, 1, taken)
+
+
+def dot_rows(inner: int) -> int:
+    """The maximum number of rows of an instruction that computes a matmul as dot products, if a row
+    has at most `inner` (> 0) elements.
+    """
+    return DOT_INPUT_PAGES * PIECES // -(-inner // DOT_PIECE)

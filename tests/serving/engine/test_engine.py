@@ -1,0 +1,401 @@
+"""The engine schedules requests, ends their choices, and generates the same tokens whatever else runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from threading import Event
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from engine_support import CONFIG, EOS, TINY, Letters, fake_engine, output_ids
+
+from megakernel import LLM, SamplingParams
+from megakernel.errors import MegakernelError
+from megakernel.model.families import forward
+from megakernel.scheduler import passes
+from megakernel.serving.engine.engine import Engine, top_logprobs
+from megakernel.serving.engine.memory import kv_capacity, weight_bytes
+from megakernel.serving.engine.programs import bucket
+from megakernel.serving.engine.tokens import Token
+from megakernel.serving.text.codec import Transcript
+
+
+def finish(engine: Engine) -> dict[int, list[Token]]:
+    """Run the engine until all requests are done. Return the tokens by the number of their choice."""
+    found: dict[int, list[Token]] = {}
+    for step in engine.run():
+        for token in step.tokens:
+            found.setdefault(token.choice, []).append(token)
+    return found
+
+
+# -- scheduling
+
+
+def test_a_long_prompt_is_cut_to_the_step_budget() -> None:
+    engine, backend = fake_engine(step_tokens=8)
+    request = engine.add(list(range(20)), SamplingParams(max_tokens=3))
+    finish(engine)
+    assert [[count for _, count in step] for step in backend.steps()] == [[8], [8], [4], [1], [1]]
+    assert [table.dims.tokens for table in backend.tables] == [8, 8, 4, 1, 1]
+    assert output_ids(request.choices[0]) == [19, 20, 21]
+
+
+def test_a_choice_knows_when_its_first_and_its_last_token_came() -> None:
+    engine, _ = fake_engine(step_tokens=8)
+    one, several = (engine.add([1, 2], SamplingParams(max_tokens=n)).choices[0] for n in (1, 4))
+    finish(engine)
+    assert several.request.added_at < several.first_token_at < several.last_token_at
+    assert 0 < one.first_token_at == one.last_token_at
+
+
+def test_decoding_sequences_come_before_prompts() -> None:
+    engine, backend = fake_engine(step_tokens=8)
+    first = engine.add([1, 2], SamplingParams(max_tokens=6))
+    engine.step()  # also starts the second step
+    engine.add(list(range(20)), SamplingParams(max_tokens=1))
+    finish(engine)
+    assert backend.steps() == [[(0, 2)], [(0, 1)], *([[(0, 1), (1, n)] for n in (7, 7, 6)]), [(0, 1)]]
+    assert first.choices[0].finish_reason == "length"
+
+
+def test_a_scored_prompt_does_not_take_the_logit_rows_of_others() -> None:
+    engine, backend = fake_engine(step_tokens=100)
+    engine.add([1] * 200, SamplingParams(prompt_logprobs=0, max_tokens=1))
+    young = engine.add([1], SamplingParams(max_tokens=3))
+    for _ in range(3):
+        engine.step()
+    assert young.done
+    assert [sorted(count for _, count in step) for step in backend.steps()] == [*[[1, 63]] * 3, [11]]
+
+
+def test_prompts_share_a_step_in_order_of_arrival() -> None:
+    engine, backend = fake_engine(step_tokens=8)
+    for length in (3, 4, 5):
+        engine.add(list(range(length)), SamplingParams(max_tokens=1))
+    finish(engine)
+    assert [[count for _, count in step] for step in backend.steps()] == [[3, 4, 1], [4]]
+
+
+def test_admission_waits_for_slots_and_pages_and_returns_them() -> None:
+    # There are enough pages for two sequences of 3 pages each, although there are slots for four sequences.
+    engine, backend = fake_engine(pages=7, step_tokens=64)
+    requests = [engine.add([i] * 40, SamplingParams(max_tokens=8)) for i in range(5)]
+    finish(engine)
+    assert max(len(step) for step in backend.steps()) == 2
+    assert all(r.choices[0].finish_reason == "length" and r.choices[0].outputs == 8 for r in requests)
+    whole = engine.add([1] * 40, SamplingParams(max_tokens=7 * 16 - 40))  # needs all 7 pages
+    finish(engine)
+    assert whole.choices[0].outputs == 72
+
+    engine, backend = fake_engine(max_seqs=2)
+    for _ in range(5):
+        engine.add([1], SamplingParams(max_tokens=2))
+    finish(engine)
+    assert max(len(step) for step in backend.steps()) == 2
+
+
+def test_seeds_are_drawn_unless_given() -> None:
+    engine, _ = fake_engine()
+    assert len({engine.add([1], SamplingParams()).seed for _ in range(8)}) == 8
+    assert engine.add([1], SamplingParams(seed=2**64 - 1)).seed == 2**64 - 1
+
+
+def test_sampling_parameters_reach_the_step_table() -> None:
+    engine, backend = fake_engine()
+    given: dict[str, Any] = {"temperature": 0.5, "top_p": 0.25, "min_p": 0.125, "top_k": 7}
+    given |= {"presence_penalty": 1.5, "frequency_penalty": -0.5, "repetition_penalty": 1.25}
+    engine.add([1, 2], SamplingParams(**given, seed=5, logit_bias={9: -2.0}, max_tokens=1))
+    finish(engine)
+    table = backend.tables[0]
+    assert {name: getattr(table, name)[0].item() for name in given} == given
+    assert (table.seed_low[0], table.prompt_length[0], table.sample_position[0]) == (5, 2, 2)
+    assert (table.bias_ids[0], table.bias_values[0]) == (9, -2.0)
+    engine.add([1], SamplingParams(top_k=-1, max_tokens=1))
+    finish(engine)
+    assert backend.tables[-1].top_k[0] == 0
+
+
+@pytest.mark.parametrize(
+    "count, most, expected",
+    [(1, 512, 1), (3, 512, 3), (5, 512, 6), (65, 512, 96), (97, 512, 128), (385, 400, 400), (7, 7, 7)],
+)
+def test_buckets(count: int, most: int, expected: int) -> None:
+    assert bucket(count, most) == expected
+
+
+def test_warming_up_stops_when_it_is_told_to() -> None:
+    for told in (False, True):
+        engine, _ = fake_engine(max_seqs=5, step_tokens=20)
+        stop = Event()
+        if told:
+            stop.set()
+        compiling = engine.programs._compile = Mock(side_effect=engine.programs._compile)
+        number = engine.programs.warm(stop)
+        assert compiling.call_count == (0 if told else number - 1)  # one was compiled before
+
+
+def test_after_warming_up_no_step_compiles() -> None:
+    engine, backend = fake_engine(max_seqs=5, step_tokens=20)
+    compiling = engine.programs._compile = Mock(side_effect=engine.programs._compile)
+    number = engine.programs.warm()
+    compiled = [(call.kwargs["tokens"], call.kwargs["logit_rows"]) for call in compiling.mock_calls]
+    assert len(set(compiled)) == len(compiled) == number - 1  # one was compiled before
+    for length in range(1, 60):
+        engine.add([1] * length, SamplingParams(max_tokens=length % 7 + 1, prompt_logprobs=0 if length % 5 else None))
+    finish(engine)
+    assert compiling.call_count == number - 1
+    assert {table.dims.tokens for table in backend.tables} > {20, 5 + 1}
+
+
+# -- how a choice ends
+
+
+def ends(params: SamplingParams, reply: list[int], prompt: int = 1, **kwargs: Any) -> tuple[list[int], str | None, str]:
+    engine, _ = fake_engine(lambda position: [*reply, 0][position - prompt + 1], **kwargs)
+    request = engine.add([1] * prompt, params)
+    transcript = Transcript(params, Letters())
+    pieces = []
+    for step in engine.run():
+        for token in step.tokens:
+            pieces.append(transcript.add(token))
+            if transcript.finish_reason and not token.finish_reason:
+                engine.stop(request, 0)
+    assert "".join(pieces) == transcript.text
+    assert (request.choices[0].finish_reason, engine.stats.pages_used) == (transcript.finish_reason, 0)
+    return transcript.token_ids, transcript.finish_reason, transcript.text or ""
+
+
+@pytest.mark.parametrize(
+    "params, reply, expected",
+    [
+        (SamplingParams(max_tokens=3), [1, 2, 3, 4], ([1, 2, 3], "length", "ABC")),
+        (SamplingParams(), [1, EOS], ([1, EOS], "stop", "A")),
+        (SamplingParams(max_tokens=3, ignore_eos=True), [1, EOS, 2], ([1, EOS, 2], "length", "A\x7fB")),
+        (SamplingParams(stop_token_ids=[5]), [1, 5], ([1, 5], "stop", "A")),
+        (SamplingParams(stop="BC"), [1, 2, 3], ([1, 2, 3], "stop", "A")),
+        (SamplingParams(stop=["ZZ", "C"], max_tokens=4), [1, 2, 3], ([1, 2, 3], "stop", "AB")),
+        (SamplingParams(stop="BX", max_tokens=3), [1, 2, 3], ([1, 2, 3], "length", "ABC")),
+        (SamplingParams(min_tokens=2), [EOS, 4, EOS], ([0, 4, EOS], "stop", "@D")),
+        (SamplingParams(min_tokens=2, stop_token_ids=[5]), [5, 1, 5], ([6, 1, 5], "stop", "FA")),
+        (SamplingParams(min_tokens=3, stop="A"), [1, 2, 1], ([1, 2, 1], "stop", "AB")),
+        (SamplingParams(max_tokens=2), [62, 1], ([62, 1], "length", "é")),
+        (SamplingParams(max_tokens=2), [1, 62], ([1, 62], "length", "A\ufffd")),
+    ],
+)
+def test_finish(params: SamplingParams, reply: list[int], expected: tuple[list[int], str, str]) -> None:
+    assert ends(params, reply) == expected
+
+
+def test_tokens_after_a_stop_string_are_dropped() -> None:
+    engine, _ = fake_engine(lambda position: position + 1)
+    params = SamplingParams(stop="B", max_tokens=5)
+    engine.add([1], params)
+    late = Transcript(params, Letters())  # does not report the stop string to the engine
+    shown = "".join(late.add(token) for step in engine.run() for token in step.tokens)
+    assert (shown, late.text, late.token_ids, late.finish_reason) == ("A", "A", [1, 2], "stop")
+
+
+def test_the_context_ends_a_choice() -> None:
+    for most, prompt, made in ((None, 10, 22), (30, 31, 1)):
+        ids, reason, _ = ends(SamplingParams(max_tokens=most), [1] * 40, prompt=prompt, max_context=32)
+        assert (len(ids), reason) == (made, "length")
+
+
+def pieces(stop: str, *tokens: int, end: str | None = None) -> list[str]:
+    """Return the text that a Transcript releases after each token. The last token has the finish reason `end`."""
+    transcript = Transcript(SamplingParams(stop=stop), Letters())
+    reasons = [None] * (len(tokens) - 1) + [end]
+    return [transcript.add(Token(0, t, 0.0, {}, r, 0.0)) for t, r in zip(tokens, reasons, strict=True)]
+
+
+def test_text_that_may_become_a_stop_string_is_held_back() -> None:
+    assert pieces("BCD", 1, 2, 3, 5, 2, end="length") == ["A", "", "", "BCE", "B"]
+    assert pieces("BCD", 1, 2, 3, 5, 2) == ["A", "", "", "BCE", ""]
+
+
+# -- scores
+
+
+def test_top_logprobs_are_a_log_softmax_with_ties_by_id() -> None:
+    logits = np.array([1.0, 3.0, 2.0, 3.0, -1.0], np.float32)
+    expected = logits - np.log(np.exp(logits).sum())
+    top = top_logprobs(logits, 3, 4, float(expected[4]))
+    assert list(top.items()) == [(token, pytest.approx(expected[token])) for token in (1, 3, 2)]
+    assert list(top_logprobs(logits, 20, 0, 0.0)) == [1, 3, 2, 0, 4]
+    assert top_logprobs(logits, 0, 0, 0.0) == {}
+
+
+@pytest.mark.parametrize("vocab", [20, 64, 65, 500, 5000])
+@pytest.mark.parametrize("count", [1, 5, 20])
+def test_top_logprobs_are_the_largest(vocab: int, count: int) -> None:
+    rng = np.random.default_rng(vocab)
+    for _ in range(10):
+        logits = rng.integers(-40, 40, vocab).astype(np.float32)  # many values are equal
+        order = sorted(range(vocab), key=lambda i: (-logits[i], i))
+        assert list(top_logprobs(logits, count, 0, 0.0)) == order[:count]
+
+
+@pytest.mark.parametrize("step_tokens", [4, 16, 300])
+def test_prompt_tokens_are_scored_wherever_the_prompt_is_cut(step_tokens: int) -> None:
+    engine, backend = fake_engine(step_tokens=step_tokens)
+    prompt = [position % 50 for position in range(150)]
+    scored = engine.add(prompt, SamplingParams(prompt_logprobs=0, n=2, max_tokens=2))
+    other = engine.add([1], SamplingParams(max_tokens=12))
+    tokens = finish(engine)
+    assert scored.prompt_logprobs == [-float(position) for position in range(1, 150)]
+    assert [list(top) for top in scored.prompt_top_logprobs] == [[token] for token in prompt[1:]]
+    assert [[t.logprob for t in tokens[scored.first + choice]] for choice in (0, 1)] == [[-150.0, -151.0]] * 2
+    assert other.choices[0].outputs == 12
+    assert max(table.dims.logit_rows for table in backend.tables) <= 64
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    "prompt, params, message",
+    [
+        ([], {}, "prompt is empty"),
+        ([1, 64], {}, "token 64 is outside the vocabulary of 64"),
+        ([-1], {}, "token -1 is outside"),
+        ([1] * 32, {}, "32 tokens, but the context of 32"),
+        ([1], {"stop_token_ids": [64]}, "stop_token_ids: token 64"),
+        ([1], {"logit_bias": {99: 1.0}}, "logit_bias: token 99"),
+    ],
+)
+def test_prompts_that_cannot_run(prompt: list[int], params: dict[str, Any], message: str) -> None:
+    engine, _ = fake_engine(max_context=32)
+    with pytest.raises(MegakernelError, match=message):
+        engine.add(prompt, SamplingParams(**params))
+    assert engine.idle
+
+
+WRONG: dict[str, list[Any]] = {
+    "temperature": [math.nan, -0.1, math.inf, "hot", 10**400],
+    "top_p": [0.0, 5e-324, 1.1, math.nan],  # 5e-324 becomes 0 in float32
+    "min_p": [-0.5],
+    "top_k": [-2, 1.5],
+    "presence_penalty": [2.5],
+    "frequency_penalty": [math.nan],
+    "repetition_penalty": [0.0, 1e39],
+    "n": [0, True],
+    "best_of": [2],
+    "max_tokens": [0],
+    "min_tokens": [-1, 17],
+    "seed": [-1, 2**64],
+    "logprobs": [21],
+    "prompt_logprobs": [-1],
+    "stop": ["", [""]],
+    "stop_token_ids": [[-1]],
+    "logit_bias": [{1: math.nan}, {-1: 0.0}, dict.fromkeys(range(301), 1.0)],
+}
+
+
+@pytest.mark.parametrize("field, value", [(field, value) for field, values in WRONG.items() for value in values])
+def test_sampling_parameters_are_checked(field: str, value: Any) -> None:
+    with pytest.raises(MegakernelError, match=f"sampling parameter {field}="):
+        SamplingParams(**{field: value})
+
+
+# -- memory
+
+
+def test_kv_capacity() -> None:
+    from megakernel.isa import Dtype
+
+    per_token = 2 * 8 * 4  # bytes of K and V: 1 layer, 1 KV head of size 8, float32
+    for free, context, found in (
+        *((1e9, None, (256, 1024)), (4 * 300 * per_token, None, (256, 300))),
+        *((4 * 100 * per_token, None, (100, 100)), (4 * 100 * per_token, 200, (200, 200))),
+    ):
+        assert kv_capacity(CONFIG, Dtype.F32, free, context, 4) == found
+    for free, context, message in (
+        (1e9, 257, "model's limit of 256"),
+        (100 * per_token, 200, "choose a shorter context"),
+    ):
+        with pytest.raises(MegakernelError, match=message):
+            kv_capacity(CONFIG, Dtype.F32, free, context, 4)
+
+
+def test_weight_bytes_counts_every_weight_once() -> None:
+    engine, _ = fake_engine()
+    embed, qkv, o, mlp = 64 * 16, 32 * 16, 16 * 16, 3 * 24 * 16
+    vectors = 4 + 3 * 16  # RoPE frequencies and norm weights
+    expected = 4 * (embed + qkv + o + mlp + vectors)
+    biased = replace(CONFIG, qkv_bias=True, o_bias=True, mlp_bias=True)
+    biases = 4 * (32 + 16 + 2 * 24 + 16)
+    for config, tied, more in ((CONFIG, True, 0), (CONFIG, False, 4 * embed), (biased, True, biases)):
+        assert weight_bytes(passes.apply(forward(config), engine.dims), engine.dims, tied=tied) == expected + more
+
+
+# -- text generation with random weights
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu"])
+
+
+@BACKENDS
+def test_choices_differ_and_the_first_is_the_one_alone(backend: str) -> None:
+    with LLM(TINY, backend=backend, max_context=64) as llm:
+        several = llm.generate([1, 2, 3], SamplingParams(n=3, seed=1, max_tokens=8))[0]
+        alone = llm.generate([1, 2, 3], SamplingParams(seed=1, max_tokens=8))[0]
+    assert len({tuple(choice.token_ids) for choice in several.choices}) == 3
+    assert several.token_ids == alone.token_ids and several.text is None
+
+
+@BACKENDS
+def test_a_prompt_is_scored_as_it_would_be_generated(backend: str) -> None:
+    with LLM(TINY, backend=backend, max_context=64) as llm:
+        made = llm.generate([5, 6], SamplingParams(temperature=0.0, max_tokens=6, logprobs=2))[0]
+        scored = llm.generate([*made.prompt_token_ids, *made.token_ids], SamplingParams(prompt_logprobs=2))[0]
+    assert scored.prompt_token_logprobs is not None and scored.prompt_top_logprobs is not None
+    assert scored.prompt_token_logprobs[0] is None
+    assert scored.prompt_token_logprobs[2:] == pytest.approx(made.logprobs, abs=1e-5)
+    assert [list(top) for top in scored.prompt_top_logprobs[2:]] == [list(top) for top in made.top_logprobs or []]
+
+
+def test_prompts_and_parameters_are_checked_before_anything_runs() -> None:
+    with LLM(TINY, backend="reference", max_context=64) as llm:
+        for prompts, params, message in (
+            ([[1], [97]], None, "outside the vocabulary"),
+            ([[1]], [SamplingParams()] * 2, "2 sampling parameters for 1 prompts"),
+            ("text", None, "no tokenizer"),
+            ([1], SamplingParams(stop="x"), "stop strings need a tokenizer"),
+            ([1, [2]], None, "a list mixes token ids with other prompts"),
+            ([[]], None, "prompt is empty"),
+        ):
+            with pytest.raises(MegakernelError, match=message):
+                llm.generate(prompts, params)  # type: ignore[arg-type]
+        with pytest.raises(MegakernelError, match="no tokenizer"):
+            llm.chat([{"role": "user", "content": "x"}])
+        assert llm.engine.idle
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"tp": 3}, "parallel size 3: it must be 1, 2, 4 or 8"),
+        ({"dtype": "int4"}, "unknown dtype 'int4'"),
+        ({"backend": "tpu"}, "unknown backend 'tpu'"),
+        ({"threads": 0}, "threads=0"),
+        ({"max_context": 257}, "exceeds the model's limit of 256"),
+        ({"step_tokens": 8, "max_seqs": 9}, "step_tokens=8 must be at least max_seqs=9"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(MegakernelError, match=message):
+        LLM(TINY, **options)
+
+
+@BACKENDS
+def test_traced_steps(backend: str) -> None:
+    with LLM(TINY, backend=backend, max_context=64, step_tokens=8, max_seqs=1) as llm:
+        prefill, decode = llm.trace_steps(list(range(12)), decode_steps=2)
+    assert [step.rows for step in prefill + decode] == [[8], [4], [1], [1]]
+    assert [step.contexts for step in prefill + decode] == [[8], [12], [13], [14]]
+    for step in prefill + decode:
+        assert step.output.trace is not None and step.output.trace.header.program == step.program.hash

@@ -1,0 +1,441 @@
+"""A request generates the same tokens whatever else the engine does.
+
+The fake model makes each token depend on all tokens before it, so that any lost or wrong token changes the output.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+from engine_support import CONFIG, EOS, TINY, FakeBackend, Guesses, continuation, digest, fake_engine, output_ids
+
+from megakernel import LLM, SamplingParams
+from megakernel.errors import MegakernelError
+from megakernel.runtime.cpu.backend import CpuBackend
+from megakernel.runtime.steps import Steps
+from megakernel.serving.engine.engine import Engine
+from megakernel.serving.engine.pages import ROOT, PagePool, page_hash
+from megakernel.serving.engine.request import Request
+from megakernel.serving.engine.tokens import Token
+from megakernel.serving.text import llm as llm_module
+
+PAGE = 16
+
+
+def alone(request: Request, choice: int) -> tuple[list[int], str]:
+    """Return the tokens that a choice must generate, and its finish reason."""
+    params, seed = request.params, request.seed & 0xFFFFFFFF
+    tokens, stop = list(request.prompt_ids), {EOS, *params.stop_token_ids}
+    made: list[int] = []
+    while True:
+        token = continuation(digest(tokens), seed, choice)
+        while len(made) < params.min_tokens and token in stop:
+            token = (token + 1) % CONFIG.vocab
+        tokens.append(token)
+        made.append(token)
+        if token in stop:
+            return made, "stop"
+        if len(made) == params.max_tokens or len(tokens) == 256:
+            return made, "length"
+
+
+def assert_generated_alone(*requests: Request) -> None:
+    for request in requests:
+        for choice in request.choices:
+            assert (output_ids(choice), choice.finish_reason) == alone(request, choice.choice)
+        if request.params.prompt_logprobs is not None:
+            assert request.prompt_logprobs == [-float(p) for p in range(1, len(request.prompt_ids))]
+
+
+def assert_at_rest(engine: Engine, backend: FakeBackend) -> None:
+    stats = engine.stats
+    assert engine.idle and not backend.under_way
+    assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
+    assert sorted(engine._batch._slots) == list(range(engine.dims.max_seqs))
+
+
+def finish(engine: Engine, backend: FakeBackend) -> None:
+    for _ in engine.run():
+        pass
+    assert_at_rest(engine, backend)
+
+
+def random_request(rng: random.Random, prefixes: list[list[int]]) -> tuple[list[int], SamplingParams]:
+    prompt = rng.choice(prefixes)[: rng.randint(0, 100)] + [rng.randrange(60) for _ in range(rng.randint(1, 30))]
+    most = rng.randint(1, 40)
+    params = SamplingParams(
+        seed=rng.randrange(2**32),
+        max_tokens=most,
+        min_tokens=rng.randint(0, most) if rng.random() < 0.3 else 0,
+        n=rng.choice([1, 1, 1, 2, 4]),
+        stop_token_ids=[rng.randrange(60)] if rng.random() < 0.3 else (),
+        logprobs=rng.choice([None, 0, 2]),
+        prompt_logprobs=rng.choice([None, None, None, 0, 1]),
+        repetition_penalty=rng.choice([1.0, 1.0, 1.5]),  # makes the fake model check HISTORY; changes no token
+    )
+    return prompt, params
+
+
+def guessed(rng: random.Random) -> Guesses:
+    """Return a source of proposals for speculation. A random share of the proposed tokens is wrong."""
+    share = rng.choice([0.0, 0.1, 0.4, 1.0])
+    return Guesses(lambda place: rng.random() < share)
+
+
+def add(engine: Engine, guesses: Guesses, prompt: list[int], params: SamplingParams) -> Request:
+    request = engine.add(prompt, params)
+    for choice in request.choices:
+        guesses.tell(choice, prompt + alone(request, choice.choice)[0])
+    return request
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [0, 5])
+@pytest.mark.parametrize("seed", range(8))
+def test_company_cuts_prefix_hits_preemption_aborts_and_proposals_change_nothing(seed: int, depth: int) -> None:
+    rng = random.Random(seed)
+    guesses = guessed(rng)
+    limits: dict[str, Any] = {"max_seqs": [2, 5, 9], "pages": [12, 16, 40], "step_tokens": [9, 16, 50]}
+    limits["prefix_cache"] = [True] * 4 + [False]
+    chosen = {name: rng.choice(values) for name, values in limits.items()}
+    engine, backend = fake_engine(None, speculate=(depth, guesses) if depth else None, **chosen)
+    prefixes = [[rng.randrange(60) for _ in range(100)] for _ in range(3)]
+    left = [random_request(rng, prefixes) for _ in range(20)]
+    done: list[Request] = []
+    aborted: list[Request] = []
+    found: dict[int, list[Token]] = {}
+    while left or not engine.idle:
+        while left and (engine.idle or rng.random() < 0.3):
+            prompt, params = left.pop()
+            (aborted if rng.random() < 0.2 else done).append(add(engine, guesses, prompt, params))
+        if aborted and rng.random() < 0.1:
+            engine.abort(rng.choice(aborted))
+        if not engine.idle:
+            for token in engine.step().tokens:
+                found.setdefault(token.choice, []).append(token)
+    for request in done:
+        assert_generated_alone(request)
+        for choice in request.choices:
+            tokens = found[request.first + choice.choice]
+            assert [t.token_id for t in tokens] == output_ids(choice)
+            assert [t.finish_reason for t in tokens[:-1]] == [None] * (len(tokens) - 1)
+            assert tokens[-1].finish_reason == choice.finish_reason
+            assert [t.logprob for t in tokens] == [-float(len(request.prompt_ids) + i) for i in range(len(tokens))]
+    assert_at_rest(engine, backend)
+
+
+@pytest.mark.parametrize("depth, preemptions", [(0, 4), (5, 1)])
+def test_the_random_runs_meet_every_phase(depth: int, preemptions: int) -> None:
+    """Random requests as in the test above cause preemptions and prefix cache hits.
+
+    With speculation, some proposed tokens are accepted and others rejected.
+    """
+    rng = random.Random(1)
+    guesses = Guesses(lambda place: rng.random() < 0.2)
+    speculate = (depth, guesses) if depth else None
+    engine, backend = fake_engine(None, max_seqs=9, pages=12, step_tokens=16, speculate=speculate)
+    prefixes = [[rng.randrange(60) for _ in range(100)]]
+    for _ in range(15):
+        add(engine, guesses, *random_request(rng, prefixes))
+    finish(engine, backend)
+    stats, counts = engine.stats, engine.stats.counts
+    assert stats.preemptions >= preemptions and 0 < stats.prefix_hits < stats.prefix_queries
+    if depth:
+        assert 100 < counts.accepted < counts.proposed and counts.tokens_per_step > 1.3
+    else:
+        assert (counts.proposed, counts.accepted, counts.tokens_per_step) == (0, 0, 1.0)
+
+
+def test_who_loses_its_pages_comes_back_with_the_token_that_was_being_sampled() -> None:
+    """A preempted request resumes with all of its tokens, including the one that was being sampled at that moment.
+
+    The other request still holds the pages of their common prompt, so the preempted one needs fewer new pages than it
+    had before.
+    """
+    engine, backend = fake_engine(None, pages=10, step_tokens=200)
+    prompt = [i % 50 for i in range(64)]
+    params = SamplingParams(max_tokens=40, min_tokens=40, seed=1)
+    requests = [engine.add(prompt, params), engine.add(prompt, replace(params, seed=2))]
+    finish(engine, backend)
+    assert engine.stats.preemptions == 1
+    assert_generated_alone(*requests)
+
+
+@pytest.mark.parametrize("depth", [0, 4])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_failed_launch_changes_nothing(seed: int, depth: int) -> None:
+    rng = random.Random(seed)
+    guesses = guessed(rng)
+    speculate = (depth, guesses) if depth else None
+    engine, backend = fake_engine(None, max_seqs=4, pages=16, step_tokens=16, speculate=speculate)
+    prefixes = [[rng.randrange(60) for _ in range(100)]]
+    requests = [add(engine, guesses, *random_request(rng, prefixes)) for _ in range(12)]
+    while not engine.idle:
+        backend.interrupt = rng.random() < 0.1
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            assert not backend.under_way
+            assert engine.stats.pages_used == engine.stats.running == 0
+            backend.kv.clear()
+        backend.interrupt = False
+    assert_generated_alone(*requests)
+    assert_at_rest(engine, backend)
+
+
+# -- prefix cache
+
+
+def one(engine: Engine, prompt: list[int], **params: Any) -> Request:
+    request = engine.add(prompt, SamplingParams(**{"seed": 1, "max_tokens": 3, "ignore_eos": False} | params))
+    for _ in engine.run():
+        pass
+    assert_generated_alone(request)
+    return request
+
+
+@pytest.mark.parametrize("length, cached", [(1, 0), (16, 0), (17, 16), (32, 16), (33, 32), (47, 32)])
+def test_a_prompt_met_again_computes_only_what_follows_its_full_pages(length: int, cached: int) -> None:
+    """The last prompt token is computed even if the cached pages hold the whole prompt."""
+    engine, backend = fake_engine(None, step_tokens=64)
+    prompt = [i % 50 for i in range(length)]
+    assert one(engine, prompt).cached_tokens == 0
+    backend.tables.clear()
+    assert one(engine, prompt).cached_tokens == cached
+    assert backend.steps()[0] == [(0, length - cached)]
+    assert_at_rest(engine, backend)
+
+
+def test_generated_tokens_are_cached_for_the_next_turn() -> None:
+    engine, _ = fake_engine(None)
+    first = one(engine, [1] * 10, max_tokens=40, seed=3, min_tokens=40)
+    second = one(engine, [*first.prompt_ids, *output_ids(first.choices[0]), 5, 6], max_tokens=4)
+    assert second.cached_tokens == 48  # the first request's 49 input tokens fill 3 pages of 16 tokens
+
+
+def test_scored_prompts_and_a_cache_that_is_off_or_reset_compute_everything() -> None:
+    prompt = list(range(40))
+    engine, _ = fake_engine(None)
+    one(engine, prompt)
+    assert one(engine, prompt, prompt_logprobs=0).cached_tokens == 0
+    assert one(engine, prompt).cached_tokens == 32
+    engine.reset_prefix_cache()
+    assert one(engine, prompt).cached_tokens == 0
+    engine, _ = fake_engine(None, prefix_cache=False)
+    one(engine, prompt)
+    assert one(engine, prompt).cached_tokens == 0
+
+
+def test_choices_of_a_long_prompt_share_its_pages() -> None:
+    engine, backend = fake_engine(None, max_seqs=8, step_tokens=64)
+    request = one(engine, [i % 50 for i in range(40)], n=5, max_tokens=6)
+    assert [count for step in backend.steps() for _, count in step if count > 1] == [40, 8, 8, 8, 8]
+    assert len({tuple(output_ids(c)) for c in request.choices}) == 5
+    assert_at_rest(engine, backend)
+
+
+def test_the_other_choices_run_though_the_first_is_stopped_before_it_could_share() -> None:
+    engine, backend = fake_engine(None)
+    request = engine.add([i % 50 for i in range(40)], SamplingParams(n=3, max_tokens=4, seed=1, ignore_eos=True))
+    engine.step()
+    engine.stop(request, 0)
+    finish(engine, backend)
+    assert [c.finish_reason for c in request.choices] == ["stop", "length", "length"]
+
+
+def test_duplicate_prompts_at_once_and_the_longest_unused_page_is_given_up_first() -> None:
+    engine, backend = fake_engine(None, pages=8, step_tokens=32)
+    twins = [engine.add([7] * 33, SamplingParams(seed=s, max_tokens=5)) for s in (1, 1, 2)]
+    finish(engine, backend)
+    assert_generated_alone(*twins)
+    first, second, third = (output_ids(twin.choices[0]) for twin in twins)
+    assert first == second != third
+    one(engine, [8] * 33)
+    one(engine, [7] * 33)
+    one(engine, [9] * 65)  # needs 5 of the 8 pages: evicts the prompt of 8s, the least recently used
+    assert one(engine, [7] * 33).cached_tokens == 32
+    assert one(engine, [8] * 33).cached_tokens < 32
+    assert_at_rest(engine, backend)
+
+
+def test_a_chain_is_known_by_all_that_came_before() -> None:
+    pool = PagePool(4)
+    first, second = page_hash(ROOT, [1, 2]), page_hash(page_hash(ROOT, [1, 2]), [3, 4])
+    pages = pool.take(2)
+    pool.learn(first, pages[0])
+    pool.learn(second, pages[1])
+    assert pool.find([first, second]) == pages
+    assert pool.find([page_hash(ROOT, [3, 4])]) == []
+    assert pool.find([page_hash(ROOT, [9, 9]), second]) == []
+    pool.share(pages)
+    pool.give(pages)
+    assert pool.free == 2
+    pool.give(pages)
+    assert pool.free == 4
+    pool.take(3)  # takes the two unused pages, then the last page of the chain
+    assert pool.find([first, second]) == pages[:1]
+
+
+# -- preemption and admission
+
+
+def test_a_preempted_request_goes_on_where_it_was() -> None:
+    """When two sequences no longer fit, the younger is preempted. It keeps its tokens and computes their KV again."""
+    engine, backend = fake_engine(None, pages=9, step_tokens=64)
+    params = SamplingParams(seed=5, max_tokens=60, min_tokens=60)
+    old, young = engine.add([1] * 20, params), engine.add([2] * 20, params)
+    finish(engine, backend)
+    assert engine.stats.preemptions >= 1
+    assert_generated_alone(old, young)
+    again = [count for step in backend.steps() for _, count in step if count > 1][2:]
+    assert again and max(again) <= PAGE + 1  # its full pages were still cached
+
+
+def test_the_oldest_is_never_preempted() -> None:
+    engine, backend = fake_engine(None, max_seqs=8, pages=8, step_tokens=64)
+    params = SamplingParams(seed=5, max_tokens=100, min_tokens=100)
+    requests = [engine.add([i] * 16, params) for i in range(6)]
+    order = [token.choice for step in engine.run() for token in step.tokens if token.finish_reason]
+    assert order[0] == 0 and engine.stats.preemptions > 2
+    assert_generated_alone(*requests)
+    assert_at_rest(engine, backend)
+
+
+@pytest.mark.parametrize("phase", ["queued", "held", "prefilling", "decoding", "preempted", "done"])
+def test_cancel_in_every_phase(phase: str) -> None:
+    engine, backend = fake_engine(None, max_seqs=4, pages=8, step_tokens=16)
+    params = SamplingParams(seed=5, max_tokens=60, min_tokens=60)
+    other = engine.add([1] * 40, params)
+    mine = engine.add([2] * 40, SamplingParams(seed=5, max_tokens=60, min_tokens=60, n=2 if phase == "held" else 1))
+    sequence = mine.choices[0]
+    reached = {
+        "queued": lambda: sequence.slot < 0,
+        "held": lambda: bool(mine.held),
+        "prefilling": lambda: sequence.slot >= 0 and 0 < engine._batch.slots.computed[sequence.slot] < 40,
+        "decoding": lambda: sequence.outputs > 2,
+        "preempted": lambda: sequence.slot < 0 and sequence.outputs > 2,
+        "done": lambda: mine.done,
+    }[phase]
+    while not reached():
+        engine.step()
+    engine.abort(mine)
+    engine.abort(mine)
+    assert mine.done and all(c.slot < 0 for c in mine.choices)
+    assert {c.finish_reason for c in mine.choices} == {"length" if phase == "done" else "abort"}
+    outputs = [list(output_ids(c)) for c in mine.choices]
+    finish(engine, backend)
+    assert outputs == [output_ids(c) for c in mine.choices]
+    assert_generated_alone(other)
+
+
+def test_a_step_after_everybody_left_is_not_needed() -> None:
+    engine, backend = fake_engine(None)
+    request = engine.add([1, 2], SamplingParams(max_tokens=50))
+    engine.step()
+    assert backend.under_way  # the second step has been started
+    engine.abort(request)
+    assert_at_rest(engine, backend)
+
+
+def test_a_sequence_that_ends_unforeseen_does_not_start_another_step() -> None:
+    engine, backend = fake_engine(lambda position: EOS)
+    engine.add([1, 2], SamplingParams(max_tokens=50))
+    [step] = engine.run()
+    assert [t.finish_reason for t in step.tokens] == ["stop"]
+    assert len(backend.tables) == 1
+    assert_at_rest(engine, backend)
+
+
+def test_who_ended_unforeseen_takes_part_once_more_unheard() -> None:
+    engine, backend = fake_engine(lambda position: EOS if position == 4 else 1)
+    short, long = (engine.add([1] * n, SamplingParams(max_tokens=4)) for n in (3, 8))
+    tokens = [t for step in engine.run() for t in step.tokens]
+    assert [t.token_id for t in tokens if t.choice == short.first] == [1, 1, EOS]
+    assert output_ids(short.choices[0]) == [1, 1, EOS]
+    assert [len(step) for step in backend.steps()] == [2, 2, 2, 2]
+    assert long.choices[0].outputs == 4
+    assert_at_rest(engine, backend)
+
+
+def test_who_was_admitted_for_a_step_that_never_starts_is_known_to_the_next() -> None:
+    """Two decoding requests fill the budget of every step and end unexpectedly, with EOS.
+
+    By then, the engine has prepared one more step, which never starts. A third request, which was admitted for this
+    step, still runs.
+    """
+    engine, backend = fake_engine(lambda position: EOS if position == 2 else 1, max_seqs=3, step_tokens=2)
+    for prompt in ([1], [2]):
+        engine.add(prompt, SamplingParams(max_tokens=9))
+    engine.step()
+    engine.step()
+    third = engine.add([3] * 20, SamplingParams(max_tokens=2))
+    finish(engine, backend)
+    assert [len(step) for step in backend.steps()][:3] == [2, 2, 2]
+    assert output_ids(third.choices[0]) == [1, 1]
+
+
+def test_what_never_fits_is_refused_while_others_run() -> None:
+    engine, backend = fake_engine(None, pages=3)
+    running = engine.add([1] * 20, SamplingParams(max_tokens=20, seed=1))
+    engine.step()
+    with pytest.raises(MegakernelError, match="need 4 KV pages, but the pool has 3: lower max_tokens"):
+        engine.add([1] * 49, SamplingParams(max_tokens=1))
+    exact = engine.add([1] * 48, SamplingParams(max_tokens=1, seed=2))
+    finish(engine, backend)
+    assert_generated_alone(running, exact)
+
+
+# -- on a real model
+
+
+def test_real_bits_do_not_show_prefix_hits_and_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU backend, prefix hits and preemption do not change a bit of the results.
+
+    The requests sample greedily or with a seed, some with a frequency penalty, and all return log probabilities.
+    """
+    rng = random.Random(4)
+    common = [rng.randrange(97) for _ in range(70)]
+    prompts = [common[: rng.randint(20, 70)] + [rng.randrange(97) for _ in range(5)] for _ in range(10)]
+    fixed: dict[str, Any] = {"max_tokens": 40, "logprobs": 2, "top_k": 40}
+    params = []
+    for i in range(10):
+        varied = {"temperature": 0.9 * (i % 2), "frequency_penalty": 0.3 * (i % 3), "seed": i}
+        params.append(SamplingParams(**fixed, **varied, prompt_logprobs=1 if i == 3 else None))
+    with LLM(TINY, backend="cpu", max_context=160, threads=2, prefix_cache=False) as llm:
+        expected = [llm.generate([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
+    monkeypatch.setattr(llm_module, "kv_capacity", lambda *_: (160, 20 * 16))
+    for limits in ({"max_seqs": 10}, {"max_seqs": 6, "step_tokens": 13}):
+        with LLM(TINY, backend="cpu", max_context=160, threads=2, **limits) as llm:
+            for _ in range(2):
+                results = llm.generate(prompts, params)
+                for result, one_alone in zip(results, expected, strict=True):
+                    for what in ("token_ids", "logprobs", "top_logprobs", "prompt_logprobs"):
+                        assert getattr(result, what) == getattr(one_alone, what)
+            stats = llm.engine.stats
+            assert stats.preemptions and stats.prefix_hits and not stats.pages_used
+
+
+def test_an_interrupt_while_a_launch_runs_leaves_a_working_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    greedy = SamplingParams(temperature=0.0, max_tokens=20)
+    prompts = [[i] * 40 for i in range(1, 5)]
+    with LLM(TINY, backend="cpu", max_context=160, max_seqs=3, threads=1) as llm:
+        expected = [result.token_ids for result in llm.generate(prompts, greedy)]
+        llm.engine.reset_prefix_cache()
+        backend, calls, build = llm.engine.backend, count(), Steps.build
+
+        def interrupt(*_: Any) -> Any:
+            if next(calls) == 4:
+                assert isinstance(backend, CpuBackend) and backend._running is not None
+                raise KeyboardInterrupt
+            return build(*_)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Steps, "build", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(prompts, greedy)
+        assert llm.engine.idle and not llm.engine.stats.pages_used
+        assert [result.token_ids for result in llm.generate(prompts, greedy)] == expected
