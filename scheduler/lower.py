@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from megakernel.isa import Column, Dims, Operation, Phase, Result, Rows, ceil_div
+from megakernel.isa import BUFFERS, OPERATIONS, Column, Dims, Phase, Result, Rows, ceil_div
+from megakernel.isa.buffers import given
+from megakernel.isa.operations.spec import Cut
 from megakernel.isa.record import SIGNALS
 from megakernel.machine import Machine
 from megakernel.runtime.targets import target_of
@@ -42,26 +44,21 @@ def lower(phases: Iterable[Phase], d: Dims, machine: Machine, panel: int = 0) ->
 
 
 def _tasks(phase: Phase, d: Dims, machine: Machine, panel: int, before: list[PhaseTasks]) -> PhaseTasks:
-    """Return the tasks of one phase on the rank `d.rank`. `before` has those of the earlier phases on this rank."""
-    match phase.operation:
-        case Operation.GATHER | Operation.ROPE | Operation.NORM:
+    """Return the tasks of one phase on the rank `d.rank`. `before` has the tasks of the earlier phases."""
+    match OPERATIONS[phase.operation].cut:
+        case Cut.RUNS:
             return _runs(phase, d, machine)
-        case Operation.MATMUL:
-            return _tiles(phase, d, machine, panel)
-        case Operation.REDUCE:
-            # A reduction sums whole rows, because the norm that follows needs every column of a row.
-            tasks = _runs(phase, d, machine)
-            zero = np.zeros_like(tasks.block)
-            return replace(tasks, columns=tasks.columns | {"col": zero, "cols": zero + d.hidden})
-        case Operation.ATTENTION:
-            heads = (t for t in before if t.phase.result is Result.HEADS)
-            return _attention(phase, next(heads, None), d)
-        case Operation.SAMPLE:
+        case Cut.ROWS:
             first = min(d.rank * d.own_logit_rows, d.logit_rows)
             row = np.arange(first, min(first + d.own_logit_rows, d.logit_rows), dtype=np.int32)
             return PhaseTasks(phase, {"row": row, "rows": np.ones_like(row)}, row // _logit_block(d, machine), d.rank)
-        case Operation.JOIN | Operation.DRAIN:
-            raise AssertionError("JOIN and DRAIN are control instructions, which have no tile tasks")
+        case Cut.TILES:
+            return _tiles(phase, d, machine, panel)
+        case Cut.SLOTS:
+            heads = (t for t in before if t.phase.result is Result.HEADS and t.rank == d.rank)
+            return _attention(phase, next(heads, None), d)
+        case Cut.NEVER:
+            raise AssertionError(f"{phase.operation.name} is a control operation, which has no tile tasks")
 
 
 def _logit_block(d: Dims, machine: Machine) -> int:
@@ -80,7 +77,9 @@ def _blocks(phase: Phase, d: Dims, machine: Machine) -> _Blocks:
 
 
 def _runs(phase: Phase, d: Dims, machine: Machine) -> PhaseTasks:
-    """Divide the rows into enough runs for all workers. Runs have nearly equal lengths and lie inside one row block."""
+    """Divide the rows into enough runs of whole rows for all workers. Runs have nearly equal lengths and lie inside one
+    row block.
+    """
     rows = _blocks(phase, d, machine)
     at_most = max(1, ceil_div(len(rows), machine.workers))
     pieces = ceil_div(rows.length, min(at_most, rows.length))
@@ -88,7 +87,11 @@ def _runs(phase: Phase, d: Dims, machine: Machine) -> PhaseTasks:
     start = (rows.numbers[:, None] * rows.length + cuts[:-1]).ravel()
     count = np.minimum(np.tile(np.diff(cuts), len(rows.numbers)), rows.total - start)
     start, count = start[count > 0], count[count > 0]
-    return PhaseTasks(phase, {"row": start, "rows": count}, start // rows.length, d.rank)
+    columns = {"row": start, "rows": count}
+    if "cols" in phase.operands:
+        width = BUFFERS[given(phase.output)].shape(d, 0)[-1]
+        columns |= {"col": np.zeros_like(start), "cols": np.full_like(start, width)}
+    return PhaseTasks(phase, columns, start // rows.length, d.rank)
 
 
 def _tiles(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:

@@ -19,7 +19,7 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype
 from megakernel.model.gguf_writer import write_gguf
 from megakernel.model.random_checkpoint import RandomCheckpoint
-from megakernel.program import Program
+from megakernel.program import program_from_bytes
 from megakernel.timeline import resolve, summarise, write_html, write_perfetto
 from megakernel.timeline.resolve import Resolved
 
@@ -97,4 +97,4 @@ def test_a_device_is_not_replaced(tmp_path: Path) -> None:
     reader.start()
     good.save(pipe)
     reader.join()
-    assert pipe.is_fifo() and Program.from_bytes(read[0], "the pipe").hash == good.hash
+    assert pipe.is_fifo() and program_from_bytes(read[0], "the pipe").hash == good.hash

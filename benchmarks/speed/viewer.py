@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from megakernel.program import Program
+from megakernel.program import load_program
 from megakernel.timeline import resolve, summarise, write_html
 from megakernel.trace import Trace
 
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path)
     arguments = parser.parse_args()
     if arguments.program:
-        program, trace = Program.load(arguments.program), Trace.load(arguments.trace)
+        program, trace = load_program(arguments.program), Trace.load(arguments.trace)
     else:
         program, trace = synthetic.node()
     with tempfile.TemporaryDirectory() as folder, browser(*SIZE) as page:

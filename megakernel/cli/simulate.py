@@ -129,7 +129,7 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
 
     """
     from .. import machine as machines
-    from ..program import Program
+    from ..program import load_program
 
     if args.file:
         if args.weights != SETTINGS["weights"].default:
@@ -137,7 +137,7 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
                 f"{args.file} is already compiled for one type of weights: leave --weights out, or give "
                 "--model instead of FILE"
             )
-        program = Program.load(args.file)
+        program = load_program(args.file)
         workers = args.workers or program.processors
         _check_size(args.machine, workers, program.ranks)
         return program, _measured(machines.load(args.machine, workers), program.ranks), True

@@ -74,7 +74,7 @@ def write_files(
 
 def run(args: argparse.Namespace) -> int:
     from ..machine import MACHINES
-    from ..program import Program
+    from ..program import load_program
     from ..timeline import (
         compare,
         compare_launches,
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
             f"a timeline of {args.program} also needs a trace file: give PROGRAM TRACE, or use --model"
         )
     else:
-        program, traces = Program.load(args.program), [Trace.load(args.trace)]
+        program, traces = load_program(args.program), [Trace.load(args.trace)]
         if program.machine not in MACHINES:
             machine = host_machine(program.workers, program.ranks)
     resolved = [resolve(program, trace, machine) for trace in traces]
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         *own, second = args.compare
         if len(own) > 1:
             raise MegakernelError(f"--compare takes TRACE, or PROGRAM TRACE, not {len(args.compare)} files")
-        other = Program.load(own[0]) if own else program
+        other = load_program(own[0]) if own else program
         second = resolve(other, Trace.load(second), machine if other.machine == program.machine else None)
         comparison = compare(step, second)
         if args.output:

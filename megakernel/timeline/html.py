@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import whole_file
-from ..isa import RESULTS, Buffer, OperationFamily, Phase, Result, accesses
+from ..isa import OPERATIONS, RESULTS, Buffer, OperationFamily, Phase, accesses
 from ..isa import access as acc
 from ..isa import record as rec
 from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Role
@@ -138,7 +138,7 @@ def _meta(sources: list[_Source], phases: list[Phase], unit_s: float) -> dict[st
 def _meaning(phase: Phase) -> list[str]:
     """Lines that explain what the phase's operation does, and which buffers it reads and writes."""
     named = {name: getattr(phase, name) for name in ("weights", "norm", "bias", "inputs", "output")}
-    does = [phase.spec.meaning, *([] if phase.result is Result.NONE else [RESULTS[phase.result]])]
+    does = [OPERATIONS[phase.operation].meaning, *([RESULTS[phase.result].meaning] if phase.is_matmul else [])]
     return does + [f"{name}: {buffer.name}" for name, buffer in named.items() if buffer is not None]
 
 
@@ -147,13 +147,8 @@ def _about(source: _Source, unit_s: float) -> dict[str, Any]:
     program = resolved.program
     return {
         "program": resolved.trace.header.program,
-        "source": resolved.trace.header.source,
-        "machine": program.machine,
-        "ranks": program.ranks,
-        "workers": program.workers,
         "layers": program.dims.layers,
         "tokens": program.dims.tokens,
-        "intervals": len(resolved),
         "span": _moments(source, unit_s)[1],
         "lastLaunch": float(resolved.launch_spans[0][-1]) * resolved.tick_s,
         "bins": _bins(resolved),

@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 
 from .. import machine as machines
 from ..errors import MegakernelError
-from ..isa import CONTROL, OPERATIONS, Column, Dims, Operation, Phase
+from ..isa import CONTROL, Column, Dims, Operation, Phase
 from ..isa import record as rec
-from ..isa.items import ragged
+from ..isa.ragged import ragged
 from ..isa.record import Records
 from ..machine import MACHINES, Machine
 from ..program import Program
 from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Role, Trace
 from .waits import Causes, Ints, Signals, Waits, causes
 
-_SLOT = rec.OPERAND_WORD + OPERATIONS[Operation.ATTENTION].operands.index("slot")
+_SLOT = rec.OPERAND_WORD + Operation.ATTENTION.layout.operands.index("slot")
 WORK = (IntervalKind.COMPUTE, IntervalKind.STORE)
 MOST_TICKS = 1 << 48  # three days in nanoseconds; the product with the number of lanes fits int64
 WAIT = (IntervalKind.COUNTER_WAIT, IntervalKind.PAGE_WAIT)

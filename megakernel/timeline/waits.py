@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import JOIN, OPERATIONS, Operation
+from ..isa import JOIN, Operation
 from ..isa import record as rec
-from ..isa.items import ragged
+from ..isa.ragged import ragged
 from ..isa.record import Records
 from ..program import Program
 
 Ints = NDArray[np.int64]
 
-_GROUPS = rec.OPERAND_WORD + OPERATIONS[Operation.ATTENTION].operands.index("groups")
+_GROUPS = rec.OPERAND_WORD + Operation.ATTENTION.layout.operands.index("groups")
 
 
 @dataclass(frozen=True)

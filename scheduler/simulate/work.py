@@ -34,8 +34,9 @@ from megakernel.isa import (
 )
 from megakernel.isa import record as rec
 from megakernel.isa.access import Columns
-from megakernel.isa.items import item_work, ragged
 from megakernel.isa.loads import region_reads
+from megakernel.isa.operations.attention import item_work
+from megakernel.isa.ragged import ragged
 from megakernel.isa.record import Records
 from megakernel.program import SEGMENTS, Program
 from megakernel.runtime.cuda.issue import matmul_issue, sample_steps
@@ -54,6 +55,7 @@ from megakernel.scheduler.simulate.costs import Costs
 from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Floats, Int32s, Work
 
 Ints = NDArray[np.int64]
+Column = NDArray[np.integer[Any]]
 _LISTS = (*SEGMENTS, "queues")
 
 
@@ -72,10 +74,12 @@ class _Tasks:
         for name, values in columns.items():
             self.table[name][tasks] = values
 
-    def wait(self, task: Ints, counter: Ints, slot: Ints | int) -> None:
+    def wait(self, task: Ints, counter: Column, slot: Column | np.integer[Any] | int) -> None:
         self._waits.append(np.stack(np.broadcast_arrays(task, counter, slot), axis=1))
 
-    def signal(self, task: Ints, rank: Ints, counter: Ints, following: NDArray[np.bool_], arrivals: Ints | int) -> None:
+    def signal(
+        self, task: Ints, rank: Column, counter: Column, following: NDArray[np.bool_], arrivals: Column | int
+    ) -> None:
         """Add `arrivals` to counters of a rank or of EVERY_RANK. `following` tells the counters of the next layer."""
         self._signals.append(np.stack(np.broadcast_arrays(task, rank, counter, following, arrivals), axis=1))
 

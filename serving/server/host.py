@@ -78,7 +78,8 @@ class EngineHost:
 
         def timeline() -> bytes | None:
             """Trace one step, and return it as an HTML page."""
-            if (traced := self.live.trace(TRACE_WAIT_S)) is None:
+            traced = self.live.trace(TRACE_WAIT_S)
+            if traced is None:
                 return None
             step = resolve(*traced, machine)
             return page((step, summarise(step))).encode()

@@ -13,7 +13,7 @@ from model_helpers import tiny_gguf
 from megakernel import LLM
 from megakernel.isa import BUFFERS, Buffer
 from megakernel.machine import hardware
-from megakernel.program import Program
+from megakernel.program import Program, load_program
 from megakernel.roofline.work import model_weights
 
 CPU = str(Path(__file__).parents[2] / "benchmarks" / "machines" / "server-16.toml")
@@ -41,7 +41,7 @@ def test_bytes_are_those_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: 
     file = tmp_path / "a.program"
     assert run_json(capsys, "compile", *flags, "-o", str(file))["weight_bytes"] == expected + vectors
     run_json(capsys, "simulate", *flags, "--save", str(tmp_path / "b"))
-    for program in map(Program.load, (file, tmp_path / "b.program")):
+    for program in map(load_program, (file, tmp_path / "b.program")):
         assert sum(matrices(program).values()) == expected
 
 

@@ -17,6 +17,7 @@ from twins import CpuTwins, check_attention_splits, get_rows
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, Buffer, Dtype, StepTable, attention_cost, kv_bytes
+from megakernel.isa.context import cache_bytes
 from megakernel.machine import host
 from megakernel.model import families
 from megakernel.model.quantise import quantise
@@ -26,7 +27,6 @@ from megakernel.runtime import Chunk, SampleRow, build_step, choose_backend
 from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.runtime.cuda.limits import refusal
 from megakernel.runtime.reference import ReferenceBackend
-from megakernel.runtime.reference.instructions import cache_bytes
 from megakernel.scheduler import compile_program, passes
 from megakernel.scheduler.verify import verify
 from megakernel.serving.engine.memory import kv_capacity
@@ -61,9 +61,9 @@ class Columns(RandomCheckpoint):
     If the input rows are those of the identity matrix, the product of row i and W_QKV is column i.
     """
 
-    def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> Array:
+    def values(self, buffer: Buffer, layer: int) -> Array:
         if buffer is not B.W_QKV:
-            return super().load(buffer, layer, dtype)
+            return super().values(buffer, layer)
         d, rng = self.dims, np.random.default_rng(5)
         rows = rng.standard_normal((d.hidden, d.qkv_cols // d.head_dim, d.head_dim)).astype(np.float32)
         # The float16 scales of these rows range from subnormal to infinite.

@@ -539,11 +539,3 @@ def test_a_step_takes_no_less_than_the_ceilings_allow(model: str, workers: int) 
     for file in (str(SERVERS / "epyc-2.toml"), machines.HOST):
         for case in predictions_host.cases(model, workers, file, measured=False):
             assert 0 < case.bound_s <= case.predicted.step_s < 2 * case.bound_s, (case.phase, file)
-
-
-def test_a_signal_of_a_gpu_takes_its_worker_the_hand_off_too() -> None:
-    h100 = machines.load("h100")
-    assert h100.issue is not None and h100.issue.handoff > 0
-    costs = costs_of(h100)
-    assert costs.signal_s == h100.signal_s + h100.issue.handoff
-    assert costs.remote_signal_s == h100.remote_signal_s + h100.issue.handoff

@@ -23,7 +23,7 @@ from megakernel.cli.simulate import decode_step
 from megakernel.isa import Dtype
 from megakernel.isa.record import WORDS
 from megakernel.model.random_checkpoint import RandomCheckpoint
-from megakernel.program import SEGMENTS, Program, Segment
+from megakernel.program import SEGMENTS, Program, Segment, load_program
 from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.scheduler import Options, compile_program, disassemble
 from megakernel.scheduler.simulate import simulate
@@ -254,7 +254,7 @@ def _program(rng: Rng, seed: int) -> Mutant:
 
 def _read_program(path: Path, mutant: Mutant) -> Iterator[Stage]:
     loaded: list[Program] = []
-    yield "load", lambda: loaded.append(Program.load(path))
+    yield "load", lambda: loaded.append(load_program(path))
     if loaded:
         yield from uses(loaded[0], mutant.context)
 

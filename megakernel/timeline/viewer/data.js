@@ -19,7 +19,8 @@ let lanes = 0;
 {
   let first = 0, curve = 0;
   sources.forEach((s, n) => {
-    Object.assign(s, { lane0: lanes, first, curve, shift: 0, letter: sources.length > 1 ? "AB"[n] : "" });
+    const { source, machine, ranks, workers, intervals } = s.summary;
+    Object.assign(s, { source, machine, ranks, workers, intervals, lane0: lanes, first, curve, shift: 0, letter: sources.length > 1 ? "AB"[n] : "" });
     lanes += s.ranks * s.workers;
     first += s.intervals;
     curve += s.ranks * meta.resources.length * s.bins;

@@ -1,13 +1,55 @@
-"""Defines in NumPy how the `sample` instruction turns one row of logits into one token."""
+"""SAMPLE turns each row of logits into one token."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-F32 = NDArray[np.float32]
+from ..access import Kind
+from ..buffers import Buffer, given
+from ..context import F32, Context
+from ..opcodes import Rows
+from .spec import Cut, OperationSpec, box, logits, work
+
 I32 = NDArray[np.int32]
 Four = tuple[int, int, int, int]
+
+
+def _sample(c: Context, row: int, rows: int) -> None:
+    t = c.table
+    for i in range(row, row + rows):
+        token, logprob = 0, np.float32(0.0)
+        if t.logit_rows[i] >= 0:
+            z = c.read(c.inputs, i)
+            token = int(t.target[i]) if t.target[i] >= 0 else _choose(c, i, z)
+            logprob = z[token] - log_sum_exp(z)
+        c.store(Buffer.TOKENS_OUT, (0,), i, token)
+        c.store(Buffer.LOGPROBS_OUT, (0,), i, logprob)
+        if t.sample_slot[i] >= 0:
+            c.store(Buffer.HISTORY, range(c.dims.tp), (t.sample_slot[i], t.sample_position[i]), token)
+
+
+def _choose(c: Context, i: int, z: F32) -> int:
+    """Sample logit row i: penalties, bias, mask, temperature, min-p, top-k, top-p, one draw."""
+    t = c.table
+    if t.history_slot[i] >= 0:
+        seen = c.buffer(Buffer.HISTORY)[t.history_slot[i], : t.sample_position[i]]
+        penalties = {"repetition": t.repetition_penalty, "presence": t.presence_penalty}
+        penalties["frequency"] = t.frequency_penalty
+        values = {name: float(column[i]) for name, column in penalties.items()}
+        z = penalised(z, seen, seen[t.prompt_length[i] :], **values)
+    bias = slice(t.bias_begin[i], t.bias_end[i])
+    z = z.copy()
+    np.add.at(z, t.bias_ids[bias], t.bias_values[bias])
+    if t.mask[i] > 0:
+        bits = np.unpackbits(t.masks[t.mask[i] - 1].view(np.uint8), bitorder="little")[: len(z)]
+        z[bits == 0] = -np.inf
+    if t.temperature[i] == 0 or z.max() == -np.inf:
+        return int(z.argmax())
+    z = z / t.temperature[i]
+    ids = kept(z, min_p=float(t.min_p[i]), top_k=int(t.top_k[i]), top_p=float(t.top_p[i]))
+    return draw(z, ids, uniform(int(t.seed_low[i]), int(t.seed_high[i]), int(t.sample_position[i]), int(t.choice[i])))
+
 
 # Constants of Philox4x32: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3.
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -79,3 +121,21 @@ def draw(z: F32, ids: NDArray[np.intp], u: float) -> int:
     ids = np.sort(ids)
     mass = np.cumsum(np.exp(z[ids] - z[ids].max()), dtype=np.float64)
     return int(ids[np.searchsorted(mass, u * mass[-1], side="right")])
+
+
+SAMPLE = OperationSpec(
+    "takes the row's target token, if any. Otherwise applies penalties, bias, mask, temperature, min-p, top-k and "
+    "top-p, then samples with a random number from (seed, choice, position); of equal logits, the lower token id "
+    "ranks first. Writes the token to HISTORY on every rank and to TOKENS_OUT on rank 0, and its raw "
+    "log-softmax to LOGPROBS_OUT on rank 0",
+    Cut.ROWS,
+    accesses=lambda p, c, d: [
+        box(given(p.inputs), Kind.READ, c, (0, d.vocab)),
+        box(Buffer.TOKENS_OUT, Kind.WRITE, c, (0, 1), 0),
+        box(Buffer.LOGPROBS_OUT, Kind.WRITE, c, (0, 1), 0),
+    ],
+    cost=lambda p, c, d: work(c, vector=8.0 * c["rows"] * d.vocab),
+    buffers=lambda p, d: {"inputs": logits(d)},
+    execute=_sample,
+    rows=lambda p: (Rows.SAMPLED,),
+)

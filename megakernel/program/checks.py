@@ -1,109 +1,94 @@
-"""Checks that interpreters can decode every record, with operands and counters in range."""
+"""Checks a program before anything executes it. The checks look at each record, not at the order of records.
+
+Code that reads a program without violations never reads outside the program's arrays.
+`scheduler.verify` begins with the same checks and also proves that the program computes what its
+phases define, and that it ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..isa import DRAIN, OPERATIONS, Dims, Dtype, Operation, Phase, Result, Units
+from ..errors import MegakernelError
+from ..isa import DRAIN, Dims, Dtype, Index, Operation, Result, Units
 from ..isa import record as bits
 from ..isa.step import step_words
-from .limits import MOST, MOST_COUNTERS, MOST_STEP_WORDS, MOST_WORKERS
-from .phases import Ints, all_dims, phases_of
-from .segments import SEGMENTS, Segment
+from .part import Part, Use, each, extent, uses
+from .phases import MOST, all_dims, check_phases
+from .program import SEGMENTS, Program, Segment
 
-if TYPE_CHECKING:
-    from .program import Program
-
-Mask = NDArray[np.bool_]
+# The maximum number of workers, because a trace stores the number of a worker in 16 bits.
+MOST_WORKERS = 1 << 16
+# The maximum number of counters of one rank in all layers together. On a CPU, each counter has a cache line of its own,
+# so the counters take 1 GiB at most.
+MOST_COUNTERS = 1 << 24
+# The maximum number of words in a step table, which every launch copies. These words are 256 MiB. Block tables of 64
+# sequences of a million tokens take 2^22 words.
+MOST_STEP_WORDS = 1 << 26
 
 _KNOWN_BITS = bits.COUNTER_MASK | bits.RANK_MASK << bits.RANK_SHIFT | bits.NEXT | bits.INDEXED
-_GROUPS = bits.OPERAND_WORD + OPERATIONS[Operation.ATTENTION].operands.index("groups")
+_GROUPS = bits.OPERAND_WORD + Operation.ATTENTION.layout.operands.index("groups")
 
 
-@dataclass(frozen=True)
-class Word:
-    """The wait words, or the signal words, of some records, as arrays with one entry for each word
-    that is not empty: the `row` of the record, the `slot` of the word in the record, and the fields
-    of the word.
+class Checks:
+    """The checks of one program, and what they decode."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The decoded segments. Relies on the first stage."""
+        return [Part(self.program, name) for name in SEGMENTS]
+
+    @cached_property
+    def uses(self) -> list[Use]:
+        """The regions that instructions access. Relies on all stages but the last."""
+        return uses(self.parts)
+
+    def stages(self, of_target: Callable[[list[Part]], Iterable[str]] = lambda parts: ()) -> Iterator[Iterable[str]]:
+        """Yield the violations that each stage finds. Each stage relies on the previous ones. `of_target` is one of
+        them: the checks of what a target requires, besides those of all targets.
+        """
+        yield _layout(self.program)
+        yield check_phases(self.program.forward, self.program.dims)
+        yield _records(self.program, self.parts)
+        yield of_target(self.parts)
+        yield _boxes(self.uses)
+
+
+_FOUND: WeakKeyDictionary[Program, str | None] = WeakKeyDictionary()
+
+
+def violation(program: Program) -> str | None:
+    """Describe the first violation in the program's sizes, phases or records, and its place. Returns None if there is
+    none. Only the first call for a program takes time.
     """
-
-    row: Ints
-    slot: Ints
-    raw: NDArray[np.int32]
-    counter: Ints
-    rank: Ints
-    next: Mask
-    indexed: Mask
+    if program not in _FOUND:
+        _FOUND[program] = next((found for stage in Checks(program).stages() for found in stage), None)
+    return _FOUND[program]
 
 
-def _words(words: NDArray[np.int32]) -> Word:
-    row, slot = np.nonzero(words)
-    word = words[row, slot]
-    return Word(
-        row,
-        slot,
-        word,
-        bits.word_counter(word).astype(np.int64),
-        bits.word_rank(word).astype(np.int64),
-        word & bits.NEXT != 0,
-        word & bits.INDEXED != 0,
-    )
+def check(program: Program, name: str = "the program") -> None:
+    """Raise MegakernelError, which calls the program `name`, if it has a violation."""
+    _raise(name, violation(program))
 
 
-class Part:
-    """A segment's records, with each record's stream and its position in this stream, and the
-    decoded wait and signal words.
-
-    In the body (the segment that every layer runs), the queues' records follow those of the streams, as in a trace. For
-    a queue's record, `queue` is the number of the queue, counted over all ranks, and `position` the position in it. For
-    other records, `queue` is -1.
-    """
-
-    def __init__(self, program: Program, name: str) -> None:
-        segment: Segment = getattr(program, name)
-        self.name, self.program, self.phases = name, program, phases_of(program.forward)
-        self.static = len(segment.records)
-        offsets = segment.offsets.astype(np.int64)
-        self.stream = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-        self.position = np.arange(self.static) - offsets[self.stream]
-        self.rank = self.stream // program.workers
-        self.records = segment.records
-        self.queue: Ints = np.full(self.static, -1)
-        if name == "body" and len(program.queues.records):
-            begin = program.queues.offsets.astype(np.int64)
-            queue = np.repeat(np.arange(len(begin) - 1), np.diff(begin))
-            self.records = np.concatenate([self.records, program.queues.records])
-            self.position = np.concatenate([self.position, np.arange(len(queue)) - begin[queue]])
-            self.rank = np.concatenate([self.rank, queue // program.rank_queues])
-            self.queue = np.concatenate([self.queue, queue])
-        self.number = bits.phase_number(self.records)
-        self.waits = _words(bits.waits(self.records))
-        self.signals = _words(bits.signals(self.records))
-
-    def rows(self, phase: Phase | None) -> Ints:
-        return np.nonzero(self.number == (phase.number if phase else -1))[0]
-
-    def label(self, row: int) -> str:
-        """The text that names an instruction in the description of a violation."""
-        phase = self.phases.by_number.get(int(self.number[row]))
-        name, operands = f"phase {self.number[row]}", ""
-        if phase:
-            name = phase.name
-            columns = phase.columns(self.records[row : row + 1])
-            operands = "(" + ", ".join(f"{k}={v[0]}" for k, v in columns.items()) + ")"
-        if row < self.static:
-            where = f"worker {self.stream[row] % self.program.workers}"
-        else:
-            where = f"queue {self.queue[row] % self.program.rank_queues}"
-        return f"{name}{operands} [{self.name}, rank {self.rank[row]}, {where}, position {self.position[row]}]"
+def check_arrays(program: Program) -> None:
+    """Raise MegakernelError if an array's length does not match the sizes. Native code relies on these lengths."""
+    _raise("the program", next(_arrays(program), None))
 
 
-def check_arrays(program: Program) -> Iterator[str]:
+def _raise(name: str, found: str | None) -> None:
+    if found is not None:
+        raise MegakernelError(f"{name} is wrong: {found}: compile it again")
+
+
+def _arrays(program: Program) -> Iterator[str]:
     """Check the arrays' shapes, and the offsets of the streams in them. All indexing relies on
     these.
     """
@@ -121,10 +106,10 @@ def check_arrays(program: Program) -> Iterator[str]:
             yield f"{name}: shape {getattr(program, name).shape}, not ({program.ranks}, {program.counters})"
 
 
-def check_layout(program: Program) -> Iterator[str]:
+def _layout(program: Program) -> Iterator[str]:
     """Check arrays and sizes, on which all later checks rely."""
     dims = program.dims
-    found = list(check_arrays(program))
+    found = list(_arrays(program))
     yield from found
     if found:
         return
@@ -184,7 +169,7 @@ def _segment(name: str, segment: Segment, streams: int) -> Iterator[str]:
         yield f"{name}: offsets are not monotone from 0 to {shape[0]} over {streams} streams or queues"
 
 
-def check_records(program: Program, parts: list[Part]) -> Iterator[str]:
+def _records(program: Program, parts: list[Part]) -> Iterator[str]:
     """Check each record by itself, except the buffer regions that it accesses. Then check all attention instructions
     together, and all drains together.
     """
@@ -195,12 +180,6 @@ def check_records(program: Program, parts: list[Part]) -> Iterator[str]:
         yield from _counters(part)
     yield from _attention(program, parts[1], dims)
     yield from _drains(program, parts[1])
-
-
-def each(part: Part, rows: Iterable[np.intp] | Ints, what: str) -> Iterator[str]:
-    """Yield a violation, described by `what`, for each of some rows of a part."""
-    for row in rows:
-        yield f"{part.label(int(row))}: {what}"
 
 
 def _headers(part: Part, segment: int) -> Iterator[str]:
@@ -312,3 +291,46 @@ def _drains(program: Program, body: Part) -> Iterator[str]:
     for q in np.nonzero(claimed < lengths)[0]:
         row = int(body.static + program.queues.offsets[q] + claimed[q])
         yield f"{body.label(row)}: no drain of its rank claims it"
+
+
+def _boxes(found: list[Use]) -> Iterator[str]:
+    """Check that all regions that instructions read or write lie inside their buffers, and that each
+    rank uses only its own rows of the residual.
+    """
+    every = [(use, access) for use in found for access in use.accesses]
+    if not every:
+        return
+    length = [len(use.rows) for use, _ in every]
+    row, row_end, col, col_end = (
+        np.concatenate([getattr(a, name) for _, a in every]) for name in ("row", "row_end", "col", "col_end")
+    )
+    height, width = np.repeat(np.array([extent(a.buffer, use.dims) for use, a in every]), length, axis=0).T
+    bad = (row < 0) | (row_end > height) | (col < 0) | (col_end > width)
+    bad &= (row != row_end) & (col != col_end)
+    bad |= (row_end < row) | (col_end < col)
+    for i in np.nonzero(bad)[0]:
+        which = int(np.searchsorted(np.cumsum(length), i, side="right"))
+        use, access = every[which]
+        label = use.part.label(int(use.rows[i - sum(length[:which])]))
+        yield f"{label}: its box lies outside {access.buffer.name} [{height[i]}, {width[i]}]"
+    for use in found:
+        if use.dims.tp > 1 and not use.dims.replicated_residual:
+            yield from _check_owners(use)
+
+
+def _check_owners(use: Use) -> Iterator[str]:
+    """Check that a rank uses only its own row blocks of the residual. Also check that each
+    instruction on the residual or on partial sums has rows of only one row block, because partial
+    sums are stored by row block.
+    """
+    d, phases = use.dims, use.part.phases
+    residual = any(a.buffer in phases.residual and a.index is Index.NONE for a in use.accesses)
+    if not residual and all(a.buffer not in phases.partial for a in use.accesses):
+        return
+    columns = use.phase.columns(use.part.records[use.rows])
+    first, last = columns["row"], columns["row"] + columns["rows"] - 1
+    for row in use.rows[first // d.row_block != last // d.row_block]:
+        yield f"{use.part.label(int(row))}: its rows lie in more than one row block"
+    if residual:
+        for row in use.rows[d.owner(first) != d.rank]:
+            yield f"{use.part.label(int(row))}: another rank has these rows of the residual"
