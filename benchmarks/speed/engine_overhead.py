@@ -43,18 +43,18 @@ def measure(
     """
     engine, rng = llm.engine, random.Random(0)
     vocab = engine.dims.vocab
-    transcripts = {
-        engine.add([rng.randrange(3, vocab) for _ in range(rng.randint(*prompt))], PARAMS): llm.transcripts(PARAMS)
-        for _ in range(sequences)
-    }
+    requests = [
+        engine.add([rng.randrange(3, vocab) for _ in range(rng.randint(*prompt))], PARAMS) for _ in range(sequences)
+    ]
+    transcripts = {request.first: llm.codec.transcripts(PARAMS)[0] for request in requests}
 
     def step() -> float:
         done = engine.step()
         for token in done.tokens if reading else ():
-            transcripts[token.request][token.choice].add(token)
+            transcripts[token.choice].add(token)
         return done.output.seconds
 
-    while any(request.choices[0].outputs < 2 for request in transcripts):
+    while any(request.choices[0].outputs < 2 for request in requests):
         step()
     host, wall, launch = [], [], []
     for _ in range(steps):
@@ -62,7 +62,7 @@ def measure(
         launch.append(step())
         host.append(time.thread_time() - host_at)
         wall.append(time.perf_counter() - wall_at)
-    for request in transcripts:
+    for request in requests:
         engine.abort(request)
     return {
         "host_us_per_token": 1e6 * sum(host) / steps / sequences,

@@ -258,10 +258,6 @@ class LLM:
         """Token ids of a prompt."""
         return self.codec.encode(prompt)
 
-    def transcripts(self, params: SamplingParams) -> list[Transcript]:
-        """Return one transcript per choice, which collects the choice's tokens and text."""
-        return self.codec.transcripts(params)
-
     def trace_steps(self, prompt: str | Sequence[int], decode_steps: int = 1) -> tuple[list[Step], list[Step]]:
         """Run a prompt and return its prefill steps and its decode steps, each with its trace in `output.trace`.
 
