@@ -148,7 +148,7 @@ class Program:
         middle = np.broadcast_to(self.totals_middle, (self.dims.layers - 1, self.ranks, self.counters))
         return np.concatenate([self.totals_first[None], middle, self.totals_last[None]])
 
-    @property
+    @cached_property
     def hash(self) -> str:
         return hashlib.sha256(self.to_bytes()).hexdigest()[:16]
 
