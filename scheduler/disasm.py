@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from megakernel.isa import Dtype, Forward
 from megakernel.isa import record as rec
-from megakernel.program import Program, Segment
+from megakernel.program import Program, Segment, check
 
 # the arrivals of each counter in layer 0, and in each later layer: [ranks, counters]
 Totals = tuple[NDArray[np.int32], NDArray[np.int32]]
@@ -23,7 +23,7 @@ def disassemble(program: Program) -> Iterator[str]:
     `#7@3` signals counter 7 on rank 3, `#7@all` on every rank, and `#7@owner` on the rank that owns the rows.
     `#7[table]` is a grid of counters that starts at counter 7; the step table selects one of them.
     """
-    program.check()
+    check(program)
     d = program.dims
     yield (
         f"program {program.hash}: {program.machine}, ranks {program.ranks}, workers {program.workers}, "

@@ -28,7 +28,7 @@ from steps import compiled
 from megakernel import machine as machines
 from megakernel.errors import MegakernelError
 from megakernel.isa import Units, cost
-from megakernel.isa.costs import weight_bytes
+from megakernel.isa.operations.matmul import weight_bytes
 from megakernel.machine import Issue, Machine
 from megakernel.model import load_config
 from megakernel.program import Program

@@ -35,7 +35,7 @@ counts = {"taken": 0, "refused": 0}
 def try_file(data: bytes) -> None:
     sealed = data[:8] + hashlib.sha256(data[40:]).digest() + data[40:]
     try:
-        program = megakernel.program.Program.from_bytes(sealed, "a file")
+        program = megakernel.program.program_from_bytes(sealed, "a file")
     except MegakernelError:
         counts["refused"] += 1
         return

@@ -2,15 +2,18 @@
 many of them are in flight.
 
     pip download --no-deps --no-binary :all: llama-cpp-python==0.3.36    # its sdist carries llama.cpp's source
-    python benchmarks/speed/llama_cpp.py build llama_cpp_python-0.3.36.tar.gz llama/
-    python benchmarks/speed/llama_cpp.py run llama/ -o benchmarks/results/llama-cpp-smollm2-135m.json
+    tar xf llama_cpp_python-0.3.36.tar.gz
+    cmake -S llama_cpp_python-0.3.36/vendor/llama.cpp -B llama/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \\
+        -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF \\
+        -DLLAMA_OPENSSL=OFF
+    cmake --build llama/build --target llama-server -j
+    python benchmarks/speed/llama_cpp.py llama/ -o benchmarks/results/llama-cpp-smollm2-135m.json
 
-`build` compiles `llama-server` for this machine's instruction set. It needs cmake and a C++ compiler, and takes minutes
-to an hour. `run` writes the model's weights as a bf16 GGUF, which both sides load. Then it tries changes of
-llama-server's settings (slots, flash attention, batch sizes, threads) one after another on a part of the workload, and
-keeps each change that makes llama-server faster. Then it measures llama-server with these settings and our server in
-turn, and suspends the server that is not being measured. Finally it times our engine offline. Nothing else should run
-on the machine meanwhile.
+The build needs cmake and a C++ compiler, and takes minutes to an hour. The script writes the model's weights as a bf16
+GGUF, which both sides load. Then it tries changes of llama-server's settings (slots, flash attention, batch sizes,
+threads) one after another on a part of the workload, and keeps each change that makes llama-server faster. Then it
+measures llama-server with these settings and our server in turn, and suspends the server that is not being measured.
+Finally it times our engine offline. Nothing else should run on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -19,9 +22,7 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -35,30 +36,6 @@ from megakernel.model import open_checkpoint
 from megakernel.model.gguf_writer import write_gguf
 
 CONTEXT = 2048  # tokens of the longest request of the workload
-OPTIONS = [
-    "-DCMAKE_BUILD_TYPE=Release",
-    "-DGGML_NATIVE=ON",
-    "-DLLAMA_BUILD_TESTS=OFF",
-    "-DLLAMA_BUILD_EXAMPLES=OFF",
-    "-DLLAMA_BUILD_UI=OFF",
-    "-DLLAMA_USE_PREBUILT_UI=OFF",
-    "-DLLAMA_OPENSSL=OFF",
-]
-
-
-def build(sdist: Path, folder: Path, jobs: int) -> None:
-    """Build `folder`/build/bin/llama-server from the sdist of llama-cpp-python."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
-    [source] = folder.glob("*/vendor/llama.cpp")
-    made = str(folder / "build")
-    for command in (
-        ["cmake", "-S", str(source), "-B", made, *OPTIONS],
-        ["cmake", "--build", made, "--target", "llama-server", f"-j{jobs}"],
-    ):
-        print("$", *command)
-        subprocess.run(command, check=True)
 
 
 def built(folder: Path) -> list[str]:
@@ -157,29 +134,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    made = verbs.add_parser("build")
-    made.add_argument("sdist", type=Path)
-    made.add_argument("folder", type=Path)
-    made.add_argument("--jobs", type=int, default=os.cpu_count())
-    ran = verbs.add_parser("run")
-    ran.add_argument("folder", type=Path, help="folder into which `build` built llama.cpp")
-    ran.add_argument("--model", default="smollm2-135m", help="name of a GGUF model for `megakernel pull`")
-    ran.add_argument("--num-prompts", type=int, default=256)
-    ran.add_argument("--max-concurrency", type=int, default=64)
-    ran.add_argument(
+    parser.add_argument("folder", type=Path, help="folder with the build of llama.cpp")
+    parser.add_argument("--model", default="smollm2-135m", help="name of a GGUF model for `megakernel pull`")
+    parser.add_argument("--num-prompts", type=int, default=256)
+    parser.add_argument("--max-concurrency", type=int, default=64)
+    parser.add_argument(
         "--search-prompts",
         type=int,
         default=64,
         help="number of prompts with which each combination of settings is tried",
     )
-    ran.add_argument("--runs", type=int, default=2)
-    ran.add_argument("--serve-flags", nargs=argparse.REMAINDER, default=[], help="more flags for `megakernel serve`")
-    ran.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--serve-flags", nargs=argparse.REMAINDER, default=[], help="more flags for `megakernel serve`")
+    parser.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
-    if args.verb == "build":
-        build(args.sdist, args.folder, args.jobs)
-        return
     # Remove the path of the work folder from the results, because this folder exists only on this machine.
     result = json.loads(json.dumps(run(args)).replace(f"{args.folder / 'work'}{os.sep}", ""))
     write(args.output, result)

@@ -20,8 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from megakernel.program import Program
-from megakernel.timeline import write_html
+from megakernel.program import load_program
+from megakernel.timeline import resolve, summarise, write_html
 from megakernel.trace import Trace
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
@@ -110,13 +110,14 @@ def main() -> None:
     parser.add_argument("--trace", type=Path)
     arguments = parser.parse_args()
     if arguments.program:
-        program, trace = Program.load(arguments.program), Trace.load(arguments.trace)
+        program, trace = load_program(arguments.program), Trace.load(arguments.trace)
     else:
         program, trace = synthetic.node()
     with tempfile.TemporaryDirectory() as folder, browser(*SIZE) as page:
         path = Path(folder) / "timeline.html"
         started = time.perf_counter()
-        write_html(program, trace, path)
+        step = resolve(program, trace)
+        write_html(path, (step, summarise(step)))
         written_s = time.perf_counter() - started
         size = path.stat().st_size
         started = time.perf_counter()

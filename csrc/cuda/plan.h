@@ -385,24 +385,16 @@ MK_FN int32_t pages_ahead(const Sizes& d, const StepView& s, int32_t slot) {
 // returns false.
 template <class Each>
 MK_FN bool for_pages(const Sizes& d, const StepView& s, const Task& task, Each&& each) {
-  switch (task.phase.operation) {
-    case Operation::kMatmul:
+  switch (static_cast<PagedOperation>(task.phase.operation)) {  // all other operations use no pages
+    case PagedOperation::kMatmul:
       return uses_dots(d) ? dot_pages(d, task, each) : tensor_pages(d, task, each);
-    case Operation::kAttention: {
+    case PagedOperation::kAttention: {
       const auto end = [&] { return end_item(s, task) + (kSms > 1 && task.empty > 0 ? kSms : 0); };
       MK_LOOP for (int32_t item = first_item(s, task); item < end(); item += kSms) {
         if (!item_pages(d, s, task, item, each)) return false;
       }
       break;
     }
-    case Operation::kJoin:
-    case Operation::kDrain:
-    case Operation::kGather:
-    case Operation::kRope:
-    case Operation::kNorm:
-    case Operation::kReduce:
-    case Operation::kSample:
-      break;
   }
   return true;
 }

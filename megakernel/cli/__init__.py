@@ -15,11 +15,10 @@ from typing import Any
 from ..errors import MegakernelError
 
 FAILED, INTERRUPTED = 1, 130
-LOG_LEVELS = ("debug", "info", "warning", "error")
 # The modules that register the verbs. A verb with a space in its name, such as `bench serve`, is
 # in a group.
 _VERBS = (
-    "demo", "pull", "generate", "chat", "serve", "programs", "simulate", "bench", "bench_throughput", "bench_serve",
+    "demo", "pull", "generate", "chat", "serve", "programs", "simulate", "bench", "bench_serve",
     "timeline", "roofline", "doctor", "completion",
 )  # fmt: skip
 _GROUP = "measure speed"
@@ -64,8 +63,6 @@ def parser() -> argparse.ArgumentParser:
     from ..settings import SETTINGS
 
     level = SETTINGS["log level"]
-    if level.value() not in LOG_LEVELS:
-        raise MegakernelError(f"{level.env}={level.value()} is not a log level: choose from {', '.join(LOG_LEVELS)}")
     top = argparse.ArgumentParser(
         prog="megakernel",
         description="Compile a language model's forward pass into one program, run it, and see where the time goes.",
@@ -76,8 +73,9 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--json", action="store_true", help="print the result as one JSON object")
     common.add_argument(
         "--log-level",
-        choices=LOG_LEVELS,
+        type=level.read,
         default=level.value(),
+        metavar="LEVEL",
         help=f"{level.what} (default: {level.default}; {level.env})",
     )
     verbs = top.add_subparsers(metavar="VERB", required=True)

@@ -1,5 +1,5 @@
-"""`megakernel bench latency`: tokens per second of one sequence, how near they are to the
-roofline, and a comparison with other programs.
+"""`megakernel bench latency` and `throughput`: how fast one sequence and many prompts run here, how near that is to
+the roofline, and a comparison with other programs.
 """
 
 from __future__ import annotations
@@ -7,27 +7,44 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from ..errors import MegakernelError
 from . import output, versus
-from .options import AddVerb, add_count, add_model_run, add_speculate, open_llm, prompt_ids, token_ids
+from .host import measured_ceilings
+from .options import (
+    AddVerb,
+    add_count,
+    add_model_run,
+    add_setting,
+    add_workload,
+    open_llm,
+    prompt_ids,
+    token_ids,
+    workload,
+)
 
 if TYPE_CHECKING:
     from megakernel.serving import LLM
-    from megakernel.serving.bench.peers import Contest, Phase
+    from megakernel.serving.bench import Workload
+    from megakernel.serving.bench.peers import Contest, Timed
 
-    from ..machine import Machine
     from ..roofline import Ceilings
 
-_PHASES: tuple[Phase, ...] = ("decode", "prefill")
+_PHASES: tuple[Timed, ...] = ("decode", "prefill")
+# The defaults if `--vs` asks for a comparison: a batch of prompts of equal length, which other programs can run too,
+# and enough runs for a median.
+_BATCH = {"dataset": "random", "num_prompts": 32, "random_input_len": 64, "random_output_len": 96}
+_RUNS, _COMPARED_RUNS = 1, 5
 
 
 def register(add: AddVerb) -> None:
     bench = add("bench latency", "measure decode and prefill of one sequence", "megakernel bench latency --tokens 64")
     add_model_run(bench)
-    add_speculate(bench)
+    add_setting(bench, "speculate")
     prompt = bench.add_mutually_exclusive_group()
     prompt.add_argument(
         "--prompt", metavar="TEXT", help="prompt (default: English text, or random ids if the model has no tokenizer)"
@@ -37,10 +54,24 @@ def register(add: AddVerb) -> None:
     add_count(bench, "--tokens", 64, "decode steps per run")
     add_count(bench, "--runs", 5, "measured runs, after one warm-up run")
     versus.add_versus(bench)
-    bench.set_defaults(run=run)
+    bench.set_defaults(run=run_latency)
+
+    parser = add(
+        "bench throughput",
+        "measure the time to finish many prompts offline",
+        "megakernel bench throughput --num-prompts 64 --dataset random --random-input-len 128",
+    )
+    add_model_run(parser)
+    add_setting(parser, "speculate")
+    add_workload(parser, prompts=64)
+    for name in ("max num seqs", "max num batched tokens"):
+        add_setting(parser, name)
+    add_count(parser, "--runs", None, f"runs, after a short warm-up (default: {_RUNS}; {_COMPARED_RUNS} with --vs)")
+    versus.add_versus(parser)
+    parser.set_defaults(run=run_throughput)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_latency(args: argparse.Namespace) -> int:
     found = versus.find_peers(args, batched=False)
     with open_llm(args, max_seqs=1) as llm:
         if args.prompt is not None or args.prompt_ids is not None:
@@ -51,40 +82,8 @@ def run(args: argparse.Namespace) -> int:
             figures = latency(llm, ids, args.tokens, args.runs, measured_ceilings(llm), peers)
         asked = {"prompt_tokens": len(ids), "tokens": args.tokens, "speculate": args.speculate}
         figures["settings"] = llm.about | asked
-    (output.emit if args.json else show)(figures)
+    (output.emit if args.json else show_latency)(figures)
     return 0
-
-
-def measured_ceilings(llm: LLM) -> Ceilings:
-    """Return this machine's ceilings: for GPUs the datasheet's rates, otherwise rates measured with `llm.threads`."""
-    from megakernel.serving.bench.ceilings import device_ceilings
-
-    if llm.engine.backend.name == "cuda":
-        return device_ceilings(llm.machine, llm.engine.dims.tp)
-    return host_ceilings(llm.threads)
-
-
-def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
-    """Return the rates that this machine reaches with `threads` threads. They are measured now if `anew` is true or if
-    there is no earlier measurement.
-    """
-    from megakernel.serving.bench import ceilings
-
-    with output.busy("measuring this machine's ceilings"):
-        found = ceilings.host_ceilings(threads, anew=anew)
-    if found.warning:
-        output.stderr.print(f"megakernel: warning: {found.warning}")
-    return found
-
-
-def host_machine(workers: int, ranks: int) -> Machine:
-    """Describe one of `ranks` equal parts of this host: it has `workers` cores and its share of the host's rates."""
-    from megakernel.serving.bench.ceilings import share_of
-
-    from .. import machine as machines
-
-    ceilings = host_ceilings(min(workers * ranks, machines.cpu_count()))
-    return share_of(ceilings, machines.host(workers), ranks)
 
 
 def latency(
@@ -120,7 +119,7 @@ def speculated(figures: dict[str, Any]) -> list[tuple[str, str]]:
     return [("proposals", f"{right}, {figures['tokens_per_step']:.2f} tokens a step and sequence")]
 
 
-def show(figures: dict[str, Any]) -> None:
+def show_latency(figures: dict[str, Any]) -> None:
     prefill, ceilings = figures["prefill"], figures["ceilings"]
     decode = output.bold(f"{figures['tokens_per_s']:.1f} tokens/s", f", {figures['step_s'] * 1e3:.2f} ms a step")
     least, most, runs = figures["step_s_min"] * 1e3, figures["step_s_max"] * 1e3, len(figures["runs"])
@@ -152,3 +151,79 @@ def show(figures: dict[str, Any]) -> None:
     )
     for error in figures["errors"]:
         output.stderr.print(f"megakernel: warning: {error}")
+
+
+def run_throughput(args: argparse.Namespace) -> int:
+    from megakernel.serving.bench.throughput import measure
+
+    found = versus.find_peers(args, batched=True)
+    if found:
+        args.unless = args.unless | _BATCH
+    number = args.runs or (_COMPARED_RUNS if found else _RUNS)
+    with open_llm(args, max_seqs=args.max_num_seqs, step_tokens=args.max_num_batched_tokens) as llm:
+        load = workload(args, llm.config.vocab, llm.encode)
+        sizes = _batch(load, args.max_num_seqs) if found else (0, 0, 0)
+        with versus.opened(found, llm, args, sizes, ("batch",)) as peers:
+            ceilings = measured_ceilings(llm)
+
+            def take_turns() -> None:
+                for peer in peers:
+                    peer.run()
+
+            with output.progress("generating") as advance:
+                runs = measure(llm, load, number, ceilings, advance, take_turns)
+        middle = sorted(runs, key=lambda one: float(one["tokens_per_s"]))[len(runs) // 2]
+        figures: dict[str, Any] = middle | {
+            "tokens_per_s": median(one["tokens_per_s"] for one in runs),
+            "runs": runs,
+            "vs": {peer.peer.name: peer.figures({"batch": [one["duration_s"] for one in runs]}) for peer in peers},
+            "ceilings": asdict(ceilings),
+            "settings": llm.about
+            | {
+                "workload": load.name,
+                "num_prompts": len(load.jobs),
+                "max_num_seqs": args.max_num_seqs,
+                "max_num_batched_tokens": args.max_num_batched_tokens,
+                "speculate": args.speculate,
+                "seed": args.seed,
+            },
+        }
+    (output.emit if args.json else show_throughput)(figures)
+    return 0
+
+
+def _batch(load: Workload, most: int) -> tuple[int, int, int]:
+    """Return the number of sequences, the number of tokens per prompt, and the number of decode steps.
+
+    Raises MegakernelError if the prompts or the answers differ in length.
+
+    """
+    lengths = {(job.prompt_tokens, job.output_tokens) for job in load.jobs}
+    if len(lengths) > 1:
+        raise MegakernelError(
+            "--vs needs prompts and answers of equal lengths, but these differ: use --dataset random with a range "
+            "ratio of 0, or compare servers with `bench serve --vs URL`"
+        )
+    [(prompt, answer)] = lengths
+    if answer < 2:
+        raise MegakernelError("--vs times the tokens after the first one: set --random-output-len to 2 or more")
+    if len(load.jobs) > most:
+        raise MegakernelError(f"--vs runs one batch, but {len(load.jobs)} prompts exceed --max-num-seqs {most}")
+    return len(load.jobs), prompt, answer - 1
+
+
+def show_throughput(figures: dict[str, Any]) -> None:
+    tokens = f"{figures['input_tokens']:,} in, {figures['output_tokens']:,} out"
+    others = f", {figures['total_tokens_per_s']:.1f} in and out, {figures['requests_per_s']:.2f} requests/s"
+    needed = f" of the time is what the steps need: {output.rates(figures)}"
+    output.rows(
+        ("workload", f"{figures['settings']['num_prompts']} prompts: {figures['settings']['workload']}"),
+        ("tokens", f"{tokens}, in {figures['duration_s']:.1f} s"),
+        ("throughput", output.bold(f"{figures['tokens_per_s']:.1f} tokens/s out", others)),
+        ("steps", f"{figures['steps']}, {figures['step_s'] * 1e3:.1f} ms each, {figures['sequences']:.1f} sequences"),
+        ("roofline", output.bold(f"{figures['roofline_fraction']:.0%}", needed)),
+        *speculated(figures),
+        *versus.rows(figures["vs"]),
+    )
+    if figures["error"]:
+        output.stderr.print(f"megakernel: warning: {figures['error']}")

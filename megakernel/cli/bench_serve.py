@@ -14,13 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import MegakernelError
+from ..settings import above_zero
 from . import output
-from .bench import host_ceilings
-from .options import AddVerb, above_zero, add_count, add_setting, fetch
-from .workload import add_workload, workload
+from .host import host_ceilings
+from .options import AddVerb, add_count, add_setting, add_workload, fetch, workload
 
 if TYPE_CHECKING:
-    from megakernel.serving.bench import Server, Workload
+    from megakernel.serving.bench import ServerClient, Workload
 
     from ..model import ModelConfig
     from ..roofline import Ceilings
@@ -88,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    from megakernel.serving.bench import Load, Server, against_roofline, alternate, describe, least_work
+    from megakernel.scheduler import passes
+    from megakernel.serving.bench import Load, ServerClient, against_roofline, alternate, describe, least_work
     from megakernel.serving.text.llm import DTYPES
 
     from ..model import local_checkpoint
@@ -97,7 +98,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
     from ..model.stored import bits_of, storage_of
 
     key = os.environ.get("OPENAI_API_KEY")
-    servers = [Server(url, model=args.served_model_name, api_key=key) for url in (args.base_url, args.vs) if url]
+    servers = [ServerClient(url, model=args.served_model_name, api_key=key) for url in (args.base_url, args.vs) if url]
     for server in servers:
         await server.discover()
     ceilings = await _ceilings(args, servers)
@@ -114,7 +115,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
     if ceilings is not None:
         dims, in_flight = weight_dims(config, DTYPES[args.dtype]), args.max_concurrency or len(load.jobs)
         bits = bits_of(config, storage_of(local_checkpoint(model), config, "auto"))
-        phases = forward(config, dims, weight_bits=bits)
+        phases = passes.apply(forward(config), dims, weight_bits=bits)
         work = least_work(phases, dims, load.jobs, in_flight, tied=config.tied)
         for one in (one for each in runs for one in each):
             one.update(against_roofline(work, ceilings, one["duration_s"], one["server"]))
@@ -146,7 +147,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-async def _ceilings(args: argparse.Namespace, servers: list[Server]) -> Ceilings | None:
+async def _ceilings(args: argparse.Namespace, servers: list[ServerClient]) -> Ceilings | None:
     """Return the ceilings of the machine that the user names, or else those that a server reports, or else None."""
     from .. import machine
     from ..roofline import Ceilings, machine_ceilings
@@ -162,7 +163,7 @@ async def _ceilings(args: argparse.Namespace, servers: list[Server]) -> Ceilings
     return None
 
 
-def _workload(args: argparse.Namespace, server: Server) -> tuple[str, ModelConfig, Workload]:
+def _workload(args: argparse.Namespace, server: ServerClient) -> tuple[str, ModelConfig, Workload]:
     """Return the model's name, its sizes and the requests. Without --model, the server must report
     the name of a model whose sizes are known.
     """

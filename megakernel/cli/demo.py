@@ -9,6 +9,7 @@ from pathlib import Path
 
 from . import bench, output
 from .generate import as_json, show_token
+from .host import measured_ceilings
 from .options import AddVerb, add_model_run, open_llm, prompt_ids
 
 _PROMPT = "What is the capital of France?"
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from megakernel.serving.bench.ceilings import share_of
     from megakernel.serving.bench.latency import typical
 
-    from ..timeline import render, summarise, write_html
+    from ..timeline import render, resolve, summarise, write_html
 
     with open_llm(args, max_seqs=1) as llm:
         ids = llm.chat_ids([{"role": "user", "content": args.prompt}])
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         result = llm.generate([ids], params, on_token=None if args.json else show_token)[0]
         if not args.json:
             sys.stdout.write("\n\n")
-        ceilings = bench.measured_ceilings(llm)
+        ceilings = measured_ceilings(llm)
         measured = prompt_ids(llm, min(_PROMPT_TOKENS, llm.engine.dims.max_context // 2))
         figures = bench.latency(llm, measured, _TOKENS, _RUNS, ceilings)
         with output.busy("tracing a step"):
@@ -60,15 +61,17 @@ def run(args: argparse.Namespace) -> int:
         trace = step.output.trace
         machine = share_of(ceilings, llm.machine, llm.engine.dims.tp)
         if trace is not None:
-            write_html(step.program, trace, args.output, machine=machine)
+            resolved = resolve(step.program, trace, machine)
+            summary = summarise(resolved)
+            write_html(args.output, (resolved, summary))
     page = args.output.resolve()
     if args.json:
-        overlap = asdict(summarise(step.program, trace, machine)) if trace is not None else {}
+        overlap = asdict(summary) if trace is not None else {}
         output.emit(as_json(result) | figures | overlap | {"timeline": str(page) if trace is not None else None})
         return 0
-    bench.show(figures)
+    bench.show_latency(figures)
     if trace is not None:
         output.stdout.print()
-        render(summarise(step.program, trace, machine), step.program, trace, output.stdout)
+        render(summary, resolved, output.stdout)
         output.stdout.print(f"\ntimeline of this step: {page.as_uri()}", style="bold", soft_wrap=True)
     return 0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..errors import MegakernelError
 from ..settings import SETTINGS, Setting
 from . import doctor_gpu, output
-from .bench import host_ceilings
+from .host import host_ceilings
 from .options import AddVerb
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _shown(setting: Setting) -> str:
     """Return the setting's value without passwords, because users paste reports into public issues."""
     if setting.secret and setting.env and os.environ.get(setting.env):
         return "set"
-    return re.sub(r"//[^/@]*@", "//***@", setting.value())
+    return re.sub(r"//[^/@]*@", "//***@", setting.text)
 
 
 def _version(package: str) -> str | None:

@@ -7,11 +7,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from . import output
-from .options import AddVerb, add_model_run, add_speculate, open_llm, token_ids
+from .options import AddVerb, add_model_run, add_setting, open_llm, token_ids
 
 if TYPE_CHECKING:
     from megakernel.serving import RequestOutput, SamplingParams
-    from megakernel.serving.engine.engine import Token
+    from megakernel.serving.engine.tokens import Token
 
 MAX_TOKENS = 256  # enough for an answer; the API's default of 16 cuts answers off
 
@@ -27,7 +27,7 @@ def register(add: AddVerb) -> None:
     prompt.add_argument("--prompt-ids", type=token_ids, metavar="1,2,3", help="token ids to continue")
     prompt.add_argument("--chat", metavar="TEXT", help="a user's message; it is put into the model's chat template")
     add_model_run(parser)
-    add_speculate(parser)
+    add_setting(parser, "speculate")
     sampling = parser.add_argument_group("sampling, as in the OpenAI API and vLLM")
     for name, what in _HELP.items():
         kind = float if name in _REAL else int

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import MegakernelError
-from ..settings import SETTINGS
+from ..settings import SETTINGS, positive
 from . import output
 
 if TYPE_CHECKING:
     from megakernel.scheduler import Options
     from megakernel.serving import LLM
+    from megakernel.serving.bench import Workload
 
     from ..isa import Buffer, Dtype
     from ..machine import Machine
     from ..model import ModelConfig
-    from ..roofline import Shape
 
 
 # A function that creates a verb's parser from the verb's name, a one-line description and an example.
@@ -34,7 +34,7 @@ def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool
     parser.add_argument(
         setting.flag,
         default=None if optional else setting.value(),
-        type=positive if setting.default.isdigit() else str,
+        type=setting.read,
         metavar=setting.flag.lstrip("-").upper(),
         help=f"{setting.what} (default: {setting.default})",
     )
@@ -44,7 +44,7 @@ def add_lowering(parser: argparse.ArgumentParser) -> None:
     """Add the flags that choose how a program is compiled."""
     for name in ("o lowering", "residual", "norm", "queue", "matmul", "pairs"):
         add_setting(parser, name)
-    for name in ("interleave", "rank overlap"):
+    for name in ("no interleave", "no rank overlap"):
         setting = SETTINGS[name]
         assert setting.flag is not None
         parser.add_argument(setting.flag, action="store_true", help=setting.what)
@@ -68,22 +68,9 @@ def lowering(args: argparse.Namespace) -> Options:
 
 def add_model_run(parser: argparse.ArgumentParser) -> None:
     """Add all flags that say how to run a model."""
-    for name in ("model", "backend", "dtype", "weights", "kv cache dtype", "tp"):
+    for name in ("model", "backend", "dtype", "weights", "kv cache dtype", "tp", "threads"):
         add_setting(parser, name)
-    threads = SETTINGS["threads"]
-    parser.add_argument("--threads", type=_threads, help=f"{threads.what} (default: {threads.default})")
     parser.add_argument("--context", type=positive, help="maximum tokens of a sequence (default: the model's limit)")
-
-
-def add_speculate(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that turns on speculation."""
-    setting = SETTINGS["speculate"]
-    parser.add_argument("--speculate", type=depth, default=0, metavar="N", help=f"{setting.what} (default: 0)")
-
-
-def depth(text: str) -> int:
-    """Parse an integer of at least 0. `check_depth` checks the upper limit."""
-    return 0 if text == "0" else positive(text)
 
 
 def add_count(
@@ -94,37 +81,6 @@ def add_count(
     """
     said = what if default is None else f"{what} (default: {default})"
     parser.add_argument(flag, type=positive, default=default, metavar=metavar, help=said)
-
-
-def _threads(text: str) -> int | None:
-    """Parse a number of threads; None stands for `auto`."""
-    return None if text == "auto" else positive(text)
-
-
-def positive(text: str) -> int:
-    """Parse an integer of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return value
-
-
-def above_zero(what: str, most: float = 1e300) -> Callable[[str], float]:
-    """Return a function that parses a number above 0 and up to `most`. Its error says that the text is not `what`."""
-
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not 0 < value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-        return value
-
-    return read
 
 
 def token_ids(text: str) -> list[int]:
@@ -140,7 +96,7 @@ def open_llm(args: argparse.Namespace, *, max_seqs: int, step_tokens: int | None
     names = ("tp", "backend", "dtype", "weights", "kv_cache_dtype", "threads")
     how = {name: getattr(args, name) for name in names}
     how["speculate"] = getattr(args, "speculate", 0)  # only some verbs have this flag
-    step_tokens = step_tokens or int(SETTINGS["max num batched tokens"].default)
+    step_tokens = step_tokens or SETTINGS["max num batched tokens"].value()
     return load(args.model, **how, max_context=args.context, max_seqs=max_seqs, step_tokens=step_tokens)
 
 
@@ -219,12 +175,55 @@ def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) ->
     return PaperModel(config, dtype, bits_of(config, storage))
 
 
-def paper_shape(model: str) -> Shape:
-    """Return the sizes that the roofline's formulas need. `model` is in `SHAPES` or is a model that can be opened."""
-    from ..model import load_config
-    from ..roofline import SHAPES, shape_of
+_SHAREGPT = "sharegpt"
+_UNLESS = {"dataset": _SHAREGPT, "random_input_len": 1024, "random_output_len": 128}
 
-    return SHAPES[model] if model in SHAPES else shape_of(model, load_config(model))
+
+def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
+    """Add the flags that choose the requests. `args.unless` has the defaults of flags that are not given. A verb may
+    change these defaults before it calls `workload`.
+    """
+    parser.set_defaults(unless=_UNLESS | {"num_prompts": prompts})
+    parser.add_argument(
+        "--dataset",
+        metavar="NAME",
+        help="sharegpt (lengths of public ShareGPT conversations, random ids), random, a ShareGPT-format .json file, "
+        f"or a .csv file of prompt and output tokens (default: {_SHAREGPT})",
+    )
+    add_count(parser, "--num-prompts", None, f"requests (default: {prompts})")
+    add_count(parser, "--random-input-len", None, f"random: tokens per prompt (default: {_UNLESS['random_input_len']})")
+    add_count(
+        parser, "--random-output-len", None, f"random: tokens per answer (default: {_UNLESS['random_output_len']})"
+    )
+    parser.add_argument(
+        "--random-range-ratio",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="--dataset random: each length differs from the given length by up to this fraction (default: 0)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed for choosing, ordering and generating prompts (default: 0)"
+    )
+
+
+def workload(args: argparse.Namespace, vocab: int, encode: Callable[[str], Sequence[int]]) -> Workload:
+    """Return the requests that the flags of `add_workload` describe."""
+    from megakernel.serving.bench import workload as made
+
+    for name, value in args.unless.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.dataset == _SHAREGPT:
+        return made.sharegpt_lengths(args.num_prompts, vocab, args.seed)
+    if args.dataset == "random":
+        lengths = args.random_input_len, args.random_output_len, args.random_range_ratio
+        return made.uniform(*lengths, args.num_prompts, vocab, args.seed)
+    path = Path(args.dataset)
+    if path.suffix == ".csv":
+        return made.length_pairs(path, args.num_prompts, vocab, args.seed)
+    with output.busy(f"reading {path.name}"):
+        return made.sharegpt_file(path, encode, args.num_prompts, args.seed)
 
 
 _TEXT = """A river begins where rain, snow or a spring gives it water, usually high in the hills. Small streams join on

@@ -1,38 +1,39 @@
-"""`megakernel roofline`: computes the least time that the hardware allows, without running anything."""
+"""`megakernel roofline`: the least time that the hardware allows for a step, phase by phase, and a roofline plot."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..errors import MegakernelError
-from . import roofline_ask, roofline_paper, roofline_step
-from .bench import host_ceilings
-from .options import AddVerb, above_zero, add_count, add_paper_model, add_setting
+from ..errors import MegakernelError, file_errors
+from . import output, roofline_ask
+from .host import hardware_of
+from .options import AddVerb, PaperModel, add_count, add_paper_model, add_setting, paper_model
 
 if TYPE_CHECKING:
-    from ..machine import Hardware
+    from megakernel.scheduler.tasks import Tasks
 
-_CONTEXT, _TRAINING_CONTEXT = 128, 4096
-_WEIGHT_BITS = 16
-_DIGITS = 9  # maximum digits of a number in a layout
-_price = above_zero("a positive number")
+    from ..machine import Machine
+    from ..roofline import PhasePart, StepRoofline
+    from ..roofline.plot import Point
+
+_CONTEXT = 128
 
 
 def register(add: AddVerb) -> None:
     parser = add(
         "roofline",
-        "show a step's least time on a machine and what limits it, ways to shard a model over GPUs, or a fleet's cost",
+        "show a step's least time on a machine and what limits it",
         "megakernel roofline --model random:llama-3.1-70b --machine h100x8 --tp 8 --tokens 1024 --plot roof.svg",
     )
     for name in ("model", "machine", "tp", "o lowering", "residual", "norm"):
         add_setting(parser, name)
     add_paper_model(parser)
-    rows = "rows of a step, one for each sequence; with --training, tokens of a batch"
-    context = f"KV tokens of each sequence (default: {_CONTEXT}); with --training, its length ({_TRAINING_CONTEXT})"
-    add_count(parser, "--tokens", 1, rows, "B")
-    add_count(parser, "--context", None, context, "C")
+    add_count(parser, "--tokens", 1, "rows of a step, one for each sequence", "B")
+    add_count(parser, "--context", _CONTEXT, "KV tokens of each sequence", "C")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the roofline plot as .svg or .html")
     parser.add_argument(
         "--achieved",
@@ -42,98 +43,177 @@ def register(add: AddVerb) -> None:
         metavar="FILE",
         help="add a measured point to the figure, from a file with the output of `bench latency --json`",
     )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--plan", action="store_true", help="list all ways to divide the model over --gpus, sorted by time"
-    )
-    what.add_argument(
-        "--fleet",
-        action="store_true",
-        help="show how many tokens per second the --gpus GPUs serve, what limits this rate, and what a token costs",
-    )
-    parser.add_argument(
-        "--layout",
-        type=_layout,
-        metavar="tp=8,pp=16,dp=128",
-        help="with --plan: evaluate this layout too (tp, ep, pp, dp, zero), and explain why it is slower than the best",
-    )
-    parser.add_argument(
-        "--weight-bits",
-        type=int,
-        choices=(16, 8, 4),
-        default=_WEIGHT_BITS,
-        help="bits per weight while decoding (default: 16)",
-    )
-    add_count(parser, "--router-nodes", None, "maximum nodes with a token's experts (default: the model's own limit)")
-    add_count(parser, "--gpus", None, "GPUs of a plan or fleet (default: a node)")
-    parser.add_argument("--training", action="store_true", help="plan a training step instead of a decoding step")
-    parser.add_argument(
-        "--usd-per-gpu-hour",
-        type=_price,
-        metavar="USD",
-        help="the price of a GPU-hour, from which the cost of a token is computed",
-    )
-    parser.add_argument("--token-ms", type=_price, metavar="MS", help="with --fleet: the maximum time per token, in ms")
     parser.set_defaults(run=run)
     roofline_ask.register(parser)
 
 
-def _layout(text: str) -> dict[str, int]:
-    """Parse text such as `tp=8,pp=16,dp=128`. A `Layout` is made from the result later."""
-    found: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        least = 0 if name == "zero" else 1
-        if name not in ("tp", "ep", "pp", "dp", "zero") or name in found or not (value.isascii() and value.isdigit()):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a layout like tp=8,ep=1,pp=16,dp=128,zero=1")
-        found[name] = int(value[:_DIGITS])
-        if not least <= found[name] or len(value) > _DIGITS or (name == "zero" and found[name] not in (0, 1, 3)):
-            raise argparse.ArgumentTypeError(
-                f"{part!r} in {text!r} is out of range: tp, ep, pp and dp must be at least 1, and zero must be "
-                "0, 1 or 3"
-            )
-    return found
-
-
 def run(args: argparse.Namespace) -> int:
+    from megakernel.scheduler.describe import lowering
+    from megakernel.serving.engine.memory import weight_bytes
+
     from .. import machine as machines
+    from ..roofline import memory_fit, step_roofline
+    from ..roofline.program_step import RATE
 
-    _check(args)
-    hardware = measured_hardware() if args.machine == machines.HOST else machines.hardware(args.machine)
-    if args.context is None:
-        args.context = _TRAINING_CONTEXT if args.training else _CONTEXT
-    if args.plan:
-        return roofline_paper.run_plan(args, hardware)
-    if args.fleet:
-        return roofline_paper.run_fleet(args, hardware)
-    return roofline_step.run(args, hardware)
-
-
-def measured_hardware() -> Hardware:
-    """Return a description of this machine with its measured ceilings."""
-    from .. import machine as machines
-
-    measured = host_ceilings(machines.cpu_count())
-    return machines.host_hardware(measured.flops, measured.read_bytes_per_s)
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Raise an error for flags that cannot be combined, because ignoring one of them would give a wrong answer."""
-    paper = args.plan or args.fleet
-    decoding = paper and not args.training
-    for flag, given, needed, there in (
-        ("--gpus", args.gpus, "needs --plan or --fleet", paper),
-        ("--training", args.training, "needs --plan", args.plan),
-        ("--usd-per-gpu-hour", args.usd_per_gpu_hour, "needs --fleet", args.fleet),
-        ("--token-ms", args.token_ms, "needs --fleet", args.fleet),
-        ("--layout", args.layout, "needs --plan", args.plan),
-        ("--weight-bits", args.weight_bits != _WEIGHT_BITS, "needs --plan or --fleet, without --training", decoding),
-        ("--router-nodes", args.router_nodes, "needs --plan or --fleet", paper),
-        ("--achieved", args.achieved, "needs --plot", args.plot),
-        ("--weights", args.weights != "auto" and paper, "does not go with --plan or --fleet", False),
-        ("--plot", args.plot and paper, "does not go with --plan or --fleet", False),
-    ):
-        if given and not there:
-            raise MegakernelError(f"{flag} {needed}")
+    if args.achieved and not args.plot:
+        raise MegakernelError("--achieved needs --plot")
     if args.plot and args.plot.suffix not in (".svg", ".html"):
         raise MegakernelError(f"cannot plot to {args.plot}: its name must end in .svg or .html")
+    hardware = hardware_of(args.machine)
+    if args.tp > hardware.node.gpus:
+        raise MegakernelError(f"{hardware.name} has {hardware.node.gpus} devices in a node: lower --tp")
+    context = args.context
+    machine = machines.load(args.machine)
+    model = paper_model(args, machine, context)
+    config, dtype = model.config, model.dtype
+    tasks = _tasks(args, model, machine, context)
+    forward, ranks = tasks.forward, tasks.rank_dims
+    step = step_roofline(_parts(tasks), hardware, context)
+    weights = max(weight_bytes(forward, dims, tied=config.tied) for dims in ranks)
+    fit = memory_fit(ranks, weights, hardware.chip.hbm_bytes, args.tokens, context)
+    facts = {
+        "model": args.model,
+        "machine": args.machine,
+        "tp": args.tp,
+        "tokens": args.tokens,
+        "context": context,
+        "dtype": RATE[dtype],
+        "lowering": lowering(tasks.dims, forward),
+        **{key: value for key, value in asdict(step).items() if key != "instructions"},
+        "bound": step.bound,
+        "step_s": step.step_s,
+        "step_without_overlap_s": step.step_without_overlap_s,
+        "tokens_per_s": args.tokens / step.step_s,
+        "flops_per_byte": step.flops_per_byte,
+        "critical_rows": hardware.critical_rows(RATE[dtype], _bytes_per_weight(step, args.tokens)),
+        "memory": asdict(fit) | {"needed_bytes": fit.needed_bytes, "fits": fit.fits},
+        "instructions": [
+            asdict(c) | {"family": c.family.name.lower(), "message_bytes": c.message_bytes, "bound": c.bound}
+            for c in step.instructions
+        ],
+    }
+    if args.plot:
+        from ..roofline.plot import write_plot
+
+        title = f"{args.model}, {_rows(args.tokens)} with a context of {context}, tp {args.tp}"
+        points = [*_points(step), *(point for path in args.achieved for point in _achieved(path))]
+        write_plot(args.plot, hardware, points, title, RATE[dtype])
+        output.stderr.print(f"wrote {args.plot}")
+    if args.json:
+        output.emit(facts)
+    else:
+        _show_step(facts, step)
+    return 0
+
+
+def _tasks(args: argparse.Namespace, model: PaperModel, machine: Machine, context: int) -> Tasks:
+    """Return the instructions that the compiler would generate."""
+    from megakernel.scheduler import Options
+    from megakernel.scheduler.candidates import fastest
+
+    config, dtype, bits = model
+    options = Options(o=args.o_lowering, residual=args.residual, norm=args.norm)
+    rows = dict.fromkeys(("tokens", "logit_rows", "max_seqs"), args.tokens)
+    return fastest(
+        config, machine, dtype=dtype, **rows, max_context=context, tp=args.tp, options=options, weight_bits=bits
+    )
+
+
+def _parts(tasks: Tasks) -> list[PhasePart]:
+    from ..roofline import PhasePart
+
+    return [
+        PhasePart(each.phase, each.columns, tasks.rank_dims[each.rank], runs)
+        for segment, runs in zip(tasks.segments, (1, tasks.dims.layers, 1), strict=True)
+        for each in segment
+    ]
+
+
+def _bytes_per_weight(step: StepRoofline, rows: int) -> float:
+    """Return the mean bytes per weight of all matmuls. Their number of weights is their FLOPs / (2 x rows)."""
+    from ..isa import OperationFamily
+
+    matmuls = [c for c in step.instructions if c.matrix_flops and c.family is OperationFamily.MATMUL]
+    return 2 * rows * sum(c.memory_bytes for c in matmuls) / sum(c.matrix_flops for c in matmuls)
+
+
+def _points(step: StepRoofline) -> list[Point]:
+    """Return the highest possible FLOP rates of the step and of each phase that both reads memory and multiplies."""
+    from ..roofline.plot import Mark, Point
+
+    out = []
+    for c in step.instructions:
+        if c.matrix_flops and c.memory_bytes:
+            seconds = max(c.math_s, c.vector_s, c.memory_s, c.comms_s)
+            figures = c.matrix_flops / c.memory_bytes, c.matrix_flops / seconds
+            out.append(Point(c.instruction, *figures, family=c.family))
+    return [*out, Point("whole step", step.flops_per_byte, step.flops / step.step_s, Mark.STEP)]
+
+
+def _achieved(path: Path) -> list[Point]:
+    """Return the decode and prefill rates in a benchmark's JSON."""
+    from ..roofline.plot import Mark, Point
+
+    try:
+        with file_errors(f"read {path}"):
+            measured = json.loads(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise MegakernelError(f"{path} is not JSON: {e}") from e
+    out = []
+    decode = measured if isinstance(measured, dict) else {}
+    for name, figures in (("", decode), (" prefill", decode.get("prefill"))):
+        if not isinstance(figures, dict) or not {"gflops", "read_GBps"} <= set(figures):
+            continue
+        try:
+            flops, read = float(figures["gflops"]), float(figures["read_GBps"])
+        except (TypeError, ValueError) as e:
+            raise MegakernelError(f"{path}: gflops and read_GBps must be numbers") from e
+        out.append(Point(path.stem + name, flops / read if read > 0 else 0.0, flops * 1e9, Mark.ACHIEVED))
+    if not out:
+        raise MegakernelError(f"{path} lacks gflops and read_GBps: use the output of `megakernel bench latency --json`")
+    return out
+
+
+def _show_step(facts: dict[str, Any], step: StepRoofline) -> None:
+    memory, gb = facts["memory"], 1e9
+    measured = facts["t_comms_measured_s"]
+    comms = f"{output.ms_text(facts['t_comms_s'])}, {output.bytes_text(facts['sent_bytes'])} sent"
+    if facts["t_latency_s"]:
+        comms += f"; {output.ms_text(facts['t_latency_s'])} of it for hops"
+    if measured:
+        comms += f"; {output.ms_text(measured)} at the bandwidth measured for such messages"
+    fits = "fits" if memory["fits"] else "does not fit"
+    output.rows(
+        ("model", f"{facts['model']}, {facts['dtype']}"),
+        ("machine", f"{facts['machine']}, tp {facts['tp']}"),
+        ("lowering", output.lowering_text(facts["lowering"])),
+        ("step", f"{_rows(facts['tokens'])} with {facts['context']:,} KV tokens each"),
+        (
+            "at least",
+            f"{output.ms_text(facts['step_s'])}, {facts['tokens_per_s']:,.1f} tokens/s, bound by {facts['bound']}",
+        ),
+        ("  arithmetic", f"{output.ms_text(facts['t_math_s'])}, {facts['flops'] / 1e12:,.3f} TFLOP per rank"),
+        ("  memory", f"{output.ms_text(facts['t_memory_s'])}, {output.bytes_text(facts['memory_bytes'])} per rank"),
+        ("  link", comms),
+        ("  no overlap", output.ms_text(facts["step_without_overlap_s"])),
+        ("critical rows", f"{facts['critical_rows']:,.0f} for arithmetic to take as long as reading the weights"),
+        (
+            "memory",
+            f"{memory['needed_bytes'] / gb:,.2f} of {memory['memory_bytes'] / gb:,.1f} GB, {fits}: weights"
+            f" {memory['weight_bytes'] / gb:,.2f}, KV {memory['kv_bytes'] / gb:,.2f}, activations"
+            f" {memory['activation_bytes'] / gb:,.2f}; at most {memory['sequences_at_most']:,} such sequences",
+        ),
+    )
+    columns = ["phase", "family", "GFLOP", "MB read", "MB sent", "math", "memory", "link"]
+    table = output.table(*columns, *(["measured"] if measured else []), "bound by")
+    for c in step.instructions:
+        work = (c.matrix_flops + c.vector_flops) / 1e9, c.memory_bytes / 1e6, c.sent_bytes / 1e6
+        times = [max(c.math_s, c.vector_s), c.memory_s, c.comms_s]
+        times += [c.comms_measured_s or 0.0] if measured else []
+        cells = [f"{w:,.2f}" if w else "" for w in work] + [f"{t * 1e6:,.1f} us" if t else "" for t in times]
+        table.add_row(c.instruction, c.family.name.lower(), *cells, c.bound if any(times) else "")
+    output.stdout.print(table)
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count:,} rows"

@@ -6,8 +6,9 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MegakernelError
+from ..settings import above_zero, positive
 from . import output
-from .options import above_zero, positive
+from .host import hardware_of
 
 if TYPE_CHECKING:
     from ..roofline.ask import Input, Question
@@ -28,11 +29,12 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..roofline import EXAMPLES, QUESTIONS
+    from ..roofline.ask import EXAMPLES, QUESTIONS
 
-    if args.words and args.words[0].isascii() and args.words[0].isdigit():
-        return _example(int(args.words[0][:3]), args)
-    asked = _parser().parse_args([*args.words, *(["--json"] if args.json else [])])
+    words = args.words
+    if words and words[0].isascii() and words[0].isdigit():
+        words = _example(words)
+    asked = _parser().parse_args([*words, *(["--json"] if args.json else [])])
     if asked.question is None:
         if asked.json:
             output.emit({"questions": [_about(q) for q in QUESTIONS.values()], "examples": EXAMPLES})
@@ -41,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     question = QUESTIONS[asked.question]
     inputs = {i.name: getattr(asked, i.name) for i in question.inputs}
-    figures = question.answer(**{**inputs, **_machines(inputs)})
+    machine = {"machine": hardware_of(inputs["machine"])} if "machine" in inputs else {}
+    figures = question.answer(**{**inputs, **machine})
     if asked.json:
         output.emit(_about(question) | {"given": inputs, "figures": figures})
         return 0
@@ -55,25 +58,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _example(number: int, args: argparse.Namespace) -> int:
-    """Answer a numbered question from the book *How to Scale Your Model*, with the book's own figures."""
-    from ..roofline import EXAMPLES
-    from . import parser
+def _example(words: list[str]) -> list[str]:
+    """Replace the number of a question of the book *How to Scale Your Model* by the question that answers it."""
+    from ..roofline.ask import EXAMPLES
 
-    if number not in EXAMPLES or set(args.words[1:]) - {"--json"}:
+    number, *more = int(words[0][:3]), *words[1:]
+    if number not in EXAMPLES or set(more) - {"--json"}:
         raise MegakernelError(
             f"the questions of the book How to Scale Your Model have the numbers 1 to {max(EXAMPLES)}; only --json "
             "may follow such a number"
         )
-    words = ["roofline", *EXAMPLES[number].split()]
-    output.stderr.print(f"question {number}: megakernel {' '.join(words)}")
-    again = parser().parse_args([*words, *(["--json"] if args.json or "--json" in args.words else [])])
-    status: int = again.run(again)
-    return status
+    output.stderr.print(f"question {number}: megakernel roofline {EXAMPLES[number]}")
+    return [*EXAMPLES[number].split()[1:], *more]
 
 
 def _parser() -> argparse.ArgumentParser:
-    from ..roofline import QUESTIONS
+    from ..roofline.ask import QUESTIONS
 
     numbered = "Instead of QUESTION, give a number to ask the question of the book with that number."
     top = argparse.ArgumentParser(prog="megakernel roofline ask", epilog=numbered)
@@ -109,17 +109,6 @@ def _add_input(parser: argparse.ArgumentParser, one: Input) -> None:
     )
 
 
-def _machines(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return {"machine": the machine that `inputs` names}, or {} if it names none. The machine `host` is measured."""
-    from .. import machine as machines
-    from .roofline import measured_hardware
-
-    if "machine" not in inputs:
-        return {}
-    name = inputs["machine"]
-    return {"machine": measured_hardware() if name == machines.HOST else machines.hardware(name)}
-
-
 def _about(question: Question) -> dict[str, Any]:
     inputs = [{"name": i.name, "what": i.what} for i in question.inputs]
     return {
@@ -133,7 +122,7 @@ def _about(question: Question) -> dict[str, Any]:
 
 
 def _list() -> None:
-    from ..roofline import EXAMPLES, QUESTIONS
+    from ..roofline.ask import EXAMPLES, QUESTIONS
 
     table = output.table("phase", "why", "layout")
     for column, name in zip(table.columns, ("question", "what", "numbers of the book"), strict=True):

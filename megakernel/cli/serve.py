@@ -5,99 +5,44 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import re
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MegakernelError, file_errors
-from ..settings import SETTINGS
+from ..settings import SETTINGS, switch
 from . import output
-from .bench import measured_ceilings
-from .options import AddVerb, above_zero, depth, load, positive
-from .replicas import ROUTINGS, serve_replicas
+from .host import measured_ceilings
+from .options import AddVerb, load
+from .replicas import serve_replicas
 
 if TYPE_CHECKING:
     from megakernel.serving import LLM
 
 
-def _port(text: str) -> int:
-    if text.isdigit() and int(text) < 65536:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
-
-
-def _key(text: str) -> str:
-    if not text.strip():
-        raise argparse.ArgumentTypeError("an API key must not be empty")
-    return text.strip()
-
-
-def _tool_parser(text: str) -> str:
-    from megakernel.serving.text.tool_calls import FORMATS
-
-    if text not in FORMATS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a tool call format: choose from {', '.join(FORMATS)}")
-    return text
-
-
-def _routing(text: str) -> str:
-    if text not in ROUTINGS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(ROUTINGS)}")
-    return text
-
-
-def _ray_address(text: str) -> str:
-    if text == "auto" or re.fullmatch(r"\S+:\d{1,5}", text):
-        return text
-    raise argparse.ArgumentTypeError(f"{text!r} is neither HOST:PORT nor auto")
-
-
-def _switch(text: str) -> bool:
-    if text.lower() not in ("on", "true", "off", "false"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off")
-    return text.lower() in ("on", "true")
-
-
-_seconds = above_zero("a number of seconds above 0", 1e9)
-_TYPES: dict[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("model", "backend", "dtype", "weights", "kv cache dtype"), str),
-    **dict.fromkeys(("tp", "threads"), positive),
-    "speculate": depth,
-    "host": str,
-    "port": _port,
-    "served model name": str,
-    "tool call parser": _tool_parser,
-    "api key": _key,
-    "open metrics": _switch,
-    "allowed hosts": str.lower,
-    "cors origin": str,
-    **dict.fromkeys(("max model len", "max num seqs", "max num batched tokens"), positive),
-    **dict.fromkeys(("api server count", "max queued requests", "max body bytes"), positive),
-    **dict.fromkeys(("request timeout", "stall timeout", "shutdown timeout"), _seconds),
-    "replicas": positive,
-    "ray address": _ray_address,
-    "routing": _routing,
-}
-_SEVERAL = {"served model name", "api key", "allowed hosts", "cors origin"}
+_SETTINGS = (
+    *("model", "backend", "dtype", "weights", "kv cache dtype", "tp", "threads", "speculate", "host", "port"),
+    *("served model name", "tool call parser", "api key", "open metrics", "allowed hosts", "cors origin"),
+    *("max model len", "max num seqs", "max num batched tokens", "api server count", "max queued requests"),
+    *("max body bytes", "request timeout", "stall timeout", "shutdown timeout", "replicas", "ray address", "routing"),
+)
 # The settings that give the fields of Limits, in the order of the fields.
 _LIMITS = ("max queued requests", "max body bytes", "request timeout", "stall timeout")
 
 
 def register(add: AddVerb) -> None:
     parser = add("serve", "answer OpenAI API requests over HTTP", "megakernel serve --model smollm2-135m --port 8000")
-    for name, kind in _TYPES.items():
+    for name in _SETTINGS:
         setting = SETTINGS[name]
         assert setting.flag is not None
         env = f"; {setting.env}" if setting.env else ""
         parser.add_argument(
             setting.flag,
             dest=name,
-            type=kind,
-            nargs="+" if name in _SEVERAL else "?" if kind is _switch else None,
-            const=True if kind is _switch else None,
+            type=setting.read,
+            nargs="+" if setting.several else "?" if setting.read is switch else None,
+            const=True if setting.read is switch else None,
             metavar=setting.flag.lstrip("-").upper(),
             help=f"{setting.what} (default: {setting.default}{env})",
         )
@@ -117,7 +62,7 @@ class _Config(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, flag: str | None = None
     ) -> None:
         given = parser.parse_args(_flags(Path(value)))
-        for name in _TYPES:
+        for name in _SETTINGS:
             if getattr(namespace, name) is None:
                 setattr(namespace, name, getattr(given, name))
 
@@ -133,7 +78,7 @@ def _flags(path: Path) -> list[str]:
         raise MegakernelError(f"{path} is not YAML: {e}") from e
     if not isinstance(content, dict):
         raise MegakernelError(f"{path} must contain flags and their values, such as `port: 8000`")
-    known = {flag.lstrip("-") for name in _TYPES if (flag := SETTINGS[name].flag)}
+    known = {flag.lstrip("-") for name in _SETTINGS if (flag := SETTINGS[name].flag)}
     line: list[str] = []
     for key, value in content.items():
         name = str(key).replace("_", "-")
@@ -145,14 +90,12 @@ def _flags(path: Path) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megakernel.serving.server.access import Access, local_names
-    from megakernel.serving.server.frontend import Start
+    from megakernel.serving.server.frontend import Start, allow_connections, listen, url
     from megakernel.serving.server.frontends import Frontends
     from megakernel.serving.server.host import EngineHost
-    from megakernel.serving.server.limits import Limits
-    from megakernel.serving.server.server import allow_connections, listen, url
+    from megakernel.serving.server.limits import Access, Limits, local_names
 
-    given = {name: _value(args, name) for name in _TYPES}
+    given = {n: SETTINGS[n].value() if (value := getattr(args, n)) is None else value for n in _SETTINGS}
     if given["replicas"]:
         return serve_replicas(given, as_json=args.json)
     if given["ray address"]:
@@ -215,20 +158,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _names(hosts: list[str]) -> frozenset[str] | None:
     return None if "*" in hosts else frozenset(hosts)
-
-
-def _value(args: argparse.Namespace, name: str) -> Any:
-    """Return a setting's value: from its flag, else from the environment, else the default, which may be None."""
-    value = getattr(args, name)
-    if value is not None:
-        return value
-    text = SETTINGS[name].value()
-    if name in _SEVERAL:
-        return None if text == SETTINGS[name].default else [text]
-    try:
-        return _TYPES[name](text)
-    except argparse.ArgumentTypeError:
-        return None
 
 
 def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:

@@ -3,17 +3,17 @@ repeats them.
 """
 
 from .access import EVERY, OWN, Access, Columns, Index, Kind, item_columns
-from .buffers import BUFFERS, Buffer, Space
-from .costs import attention_cost, cost, itemsize, kv_bytes
+from .buffers import BUFFERS, Buffer, Space, itemsize, kv_bytes
 from .dims import DIM_FIELDS, KV_BLOCK, Dims, Units, ceil_div
 from .dtypes import Dtype, all_finite, from_f32, to_f32
-from .items import slot_work
 from .link import link_bytes
 from .loads import Loads, loads
-from .operations import OPERATIONS, RESULTS, Operation, OperationFamily, Result, Rows
+from .opcodes import Operation, OperationFamily, Result, Rows
+from .operations import OPERATIONS, accesses, cost
+from .operations.attention import attention_cost, slot_work
+from .operations.matmul import RESULTS
 from .phases import CONTROL, DRAIN, JOIN, MAX_PHASES, PHASE_FIELDS, Forward, Phase
 from .record import Column
-from .regions import accesses
 from .step import STEP_FIELDS, StepTable
 
 __all__ = [

@@ -182,3 +182,19 @@ _SPECS: tuple[BufferSpec, ...] = (
 BUFFERS: dict[Buffer, BufferSpec] = {spec.buffer: spec for spec in _SPECS}
 if list(BUFFERS) != list(Buffer):
     raise AssertionError("every Buffer needs exactly one BufferSpec, in order")
+
+
+def given(buffer: Buffer | None) -> Buffer:
+    """Return the buffer that a phase names in a field where its operation needs one."""
+    assert buffer is not None
+    return buffer
+
+
+def itemsize(dims: Dims) -> int:
+    """Return the bytes of an element in the compute dtype."""
+    return Dtype(dims.dtype).itemsize
+
+
+def kv_bytes(dims: Dims) -> int:
+    """Return the number of bytes that K and V of one token and one KV head take in the cache."""
+    return 2 * dims.kv_row * BUFFERS[Buffer.K_CACHE].resolve_dtype(dims).itemsize

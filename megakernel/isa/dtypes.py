@@ -113,19 +113,26 @@ def to_f32(a: NDArray[np.generic], dtype: Dtype | None = None) -> NDArray[np.flo
         values: NDArray[np.float32] = dequantize(a, GGMLQuantizationType[dtype.name])
         return values
     if a.dtype == np.uint16:
-        return (a.astype(np.uint32) << 16).view(np.float32)
+        wide = a.astype(np.uint32)
+        wide <<= 16  # in place, because huge arrays are slow to allocate
+        return wide.view(np.float32)
     return a.astype(np.float32, copy=False)
 
 
 def from_f32(a: NDArray[np.float32], dtype: Dtype) -> NDArray[np.generic]:
-    """Round float32 values to `dtype`, to nearest, ties to even; NaN stays NaN. `dtype` must not be quantised."""
+    """Round float32 values to `dtype`, to nearest, ties to even; NaN stays NaN. Whole blocks of 32 weights can also be
+    quantised, as in the gguf package.
+    """
     if dtype is Dtype.F32:
         return np.ascontiguousarray(a, dtype=np.float32)
     if dtype is Dtype.F16:
         with np.errstate(over="ignore"):
             return a.astype(np.float16)
     if dtype is not Dtype.BF16:
-        raise ValueError(f"{dtype.name} stores blocks of weights, not single floats")
+        from gguf import GGMLQuantizationType, quantize
+
+        blocks: NDArray[np.uint8] = quantize(a, GGMLQuantizationType[dtype.name])
+        return blocks
     bits = np.ascontiguousarray(a, dtype=np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(a), np.uint32(0x7FC0), rounded).astype(np.uint16)

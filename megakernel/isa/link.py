@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from .access import EVERY, OWN, Access, Columns, Index, Kind
 from .buffers import BUFFERS
 from .dims import Dims
+from .operations import accesses
 from .phases import Phase
-from .regions import accesses
 
 Bytes = NDArray[np.int64]
 

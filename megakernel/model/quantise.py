@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import Dtype
+from ..isa import Dtype, from_f32
 from ..isa.dtypes import BLOCKS
 
 _ROWS = 1 << 22  # number of weights quantised at a time, which limits temporary memory
@@ -22,10 +22,11 @@ def quantise(a: F32, dtype: Dtype) -> NDArray[np.uint8]:
     """
     block = BLOCKS[dtype]
     out = np.empty((len(a), dtype.row_bytes(a.shape[1])), np.uint8)
-    step = max(1, _ROWS // a.shape[1])
-    for start in range(0, len(a), step):
+    step = max(1, _ROWS // max(1, a.shape[1]))
+    for start in range(0, len(a) if a.size else 0, step):
         rows = a[start : start + step]
-        padded = np.pad(rows, [(0, 0), (0, -rows.shape[1] % block.weights)])
+        missing = -rows.shape[1] % block.weights
+        padded = np.pad(rows, [(0, 0), (0, missing)]) if missing else rows
         out[start : start + step] = _quantise(padded, dtype).reshape(len(rows), -1)
     return out
 
@@ -35,10 +36,7 @@ def _quantise(a: F32, dtype: Dtype) -> NDArray[np.uint8]:
         return _q6_k(a.reshape(-1, 16, 16))
     if dtype in (Dtype.Q4_K, Dtype.Q5_K):
         return _with_minimum(a.reshape(-1, 8, 32), 4 if dtype is Dtype.Q4_K else 5)
-    from gguf import GGMLQuantizationType, quantize
-
-    blocks: NDArray[np.uint8] = quantize(a, GGMLQuantizationType[dtype.name])
-    return blocks
+    return from_f32(a, dtype).view(np.uint8)
 
 
 def _half(a: F32) -> tuple[NDArray[np.uint8], F32]:

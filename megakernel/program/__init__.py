@@ -1,6 +1,16 @@
 """Compiled programs: their arrays, their file format, and the checks that every program must pass."""
 
-from .program import VERSION, Program
-from .segments import SEGMENTS, Segment
+from .checks import check, check_arrays
+from .file import load_program, program_from_bytes
+from .program import SEGMENTS, VERSION, Program, Segment
 
-__all__ = ["SEGMENTS", "VERSION", "Program", "Segment"]
+__all__ = [
+    "SEGMENTS",
+    "VERSION",
+    "Program",
+    "Segment",
+    "check",
+    "check_arrays",
+    "load_program",
+    "program_from_bytes",
+]

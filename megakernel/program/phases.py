@@ -20,35 +20,24 @@ from ..isa import (
     CONTROL,
     DRAIN,
     MAX_PHASES,
+    OPERATIONS,
     Buffer,
     Dims,
-    Dtype,
     Forward,
     Operation,
     Phase,
     Result,
     Rows,
-    Space,
 )
 from ..isa import record as bits
-from .limits import MOST
-from .segments import SEGMENTS
+from ..isa.operations.spec import FIELDS, OPTIONAL, Contents, contents
+from .program import SEGMENTS
 
 Ints = NDArray[np.int64]
 _PROLOGUE, _BODY, _EPILOGUE = range(len(SEGMENTS))
-# For each operation, the buffer fields that its phases must have, and those that they may have.
-_BUFFERS: dict[Operation, tuple[set[str], set[str]]] = {
-    Operation.GATHER: ({"weights", "output"}, set()),
-    Operation.ROPE: ({"weights", "output"}, set()),
-    Operation.NORM: ({"weights", "inputs", "output"}, set()),
-    Operation.MATMUL: ({"weights", "inputs", "output"}, {"bias", "norm", "head_norm"}),
-    Operation.ATTENTION: ({"inputs", "output"}, set()),
-    Operation.REDUCE: ({"weights", "inputs", "output"}, {"bias"}),
-    Operation.SAMPLE: ({"inputs"}, set()),
-}
-_FIELDS = ("weights", "inputs", "output", "bias", "norm", "head_norm")
-# A buffer's space, type (None: the compute type) and shape.
-_Kind = tuple[Space, Dtype | None, tuple[int, ...]]
+# The maximum of each operand, of each size, and of each product of sizes that is a number of rows or columns. The sum
+# of several such numbers still fits into int32.
+MOST = (1 << 28) - 1
 
 
 @lru_cache(maxsize=64)
@@ -111,13 +100,10 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
         return
     if p.is_matmul != (p.result is not Result.NONE):
         yield "a matmul must have a result, and other operations must have none"
-    named = {field for field in _FIELDS if getattr(p, field) is not None}
-    must, may = _BUFFERS[p.operation]
-    if p.result is Result.PARTIAL:
-        may = may - {"bias"}  # the reduction adds the bias; the matmuls of all ranks would add it several times
-    if p.result is not Result.HEADS:
-        may = may - {"head_norm"}
-    if not must <= named <= must | may:
+    named = {field for field in FIELDS if getattr(p, field) is not None}
+    known = set(OPERATIONS[p.operation].buffers(p, dims))
+    must, may = known - OPTIONAL, known & OPTIONAL
+    if not must <= named <= known:
         yield f"it must name {_list(must)} and may name {_list(may)}; it names {_list(named)}"
         return
     if p.weight_bits is not None and not (p.reads_weights and 0 < p.weight_bits < inf):
@@ -130,9 +116,9 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
     if p.operation is Operation.ATTENTION and p.output is not Buffer.ATTN:
         yield "its output is not ATTN"
     for d in all_dims(dims):
-        for field, wanted in _wanted(p, d).items():
+        for field, wanted in OPERATIONS[p.operation].buffers(p, d).items():
             buffer = getattr(p, field)
-            if buffer is not None and (found := _kind(buffer, d)) != wanted:
+            if buffer is not None and (found := contents(buffer, d)) != wanted:
                 yield f"its {field} {buffer.name} are {_text(found)}, not {_text(wanted)} (rank {d.rank})"
     if p.result in (Result.RESIDUAL, Result.PARTIAL):
         parts = [p.inner(d) for d in all_dims(dims)]
@@ -143,20 +129,15 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
 
 def _place(p: Phase, segment: int, layers: int) -> Iterator[str]:
     """Check that the phase is in a segment where it may be, and that its rows are allowed in this segment."""
-    logits = p.result is Result.LOGITS or p.operation is Operation.SAMPLE
+    rows = OPERATIONS[p.operation].rows(p)
     if p.result is Result.HEADS or p.operation is Operation.ATTENTION:
         home = {_BODY}
-    elif logits or p.rows is Rows.LOGIT:
+    elif p.rows is Rows.LOGIT or Rows.OWN not in rows:
         home = {_EPILOGUE}
     else:
         home = {_PROLOGUE, _BODY, _EPILOGUE}
     if segment not in home:
         yield f"it cannot be in the {SEGMENTS[segment]}"
-    rows = {Rows.EVERY, Rows.OWN}
-    if logits:
-        rows = {Rows.SAMPLED if p.operation is Operation.SAMPLE else Rows.LOGIT}
-    elif p.operation is Operation.NORM:
-        rows |= {Rows.LOGIT}
     if p.rows not in rows:
         yield f"it cannot have the rows {p.rows.name}"
     layered = [b for b in (p.weights, p.bias, p.norm, p.head_norm) if b is not None and BUFFERS[b].layered]
@@ -166,66 +147,8 @@ def _place(p: Phase, segment: int, layers: int) -> Iterator[str]:
         yield f"its weights cannot be those of {p.ahead} layers ahead"
 
 
-def _kind(buffer: Buffer, d: Dims) -> _Kind:
-    spec = BUFFERS[buffer]
-    return spec.space, spec.dtype, spec.shape(d, 0)
-
-
-def _wanted(p: Phase, d: Dims) -> dict[str, _Kind]:
-    """The required properties of the buffers that a phase names, as rank `d.rank` has them."""
-    shape = () if p.weights is None else BUFFERS[p.weights].shape(d, 0)
-    inner, width = (*shape[::-1], 0, 0)[:2]
-    rows = d.logit_rows if p.rows in (Rows.LOGIT, Rows.SAMPLED) else d.tokens
-    logits = Space.OUTPUT, Dtype.F32, (d.logit_rows, d.vocab)
-    partials = _activations(d.tp * d.own_rows, width)
-    match p.operation:
-        case Operation.GATHER:
-            return {"weights": _weights(d.vocab, inner), "output": _activations(d.tokens, inner, Dtype.F32)}
-        case Operation.ROPE:
-            return {"weights": _vector(d.head_dim // 2), "output": _activations(d.tokens, d.head_dim, Dtype.F32)}
-        case Operation.NORM:
-            inputs = _activations(d.tokens, inner, Dtype.F32)
-            return {"weights": _vector(inner), "inputs": inputs, "output": _activations(rows, inner)}
-        case Operation.ATTENTION:
-            return {"inputs": _kind(Buffer.Q, d), "output": _kind(Buffer.ATTN, d)}
-        case Operation.REDUCE:
-            output = _activations(d.tokens, width, Dtype.F32)
-            return {"weights": _weights(width, inner), "inputs": partials, "output": output, "bias": _vector(width)}
-        case Operation.SAMPLE:
-            return {"inputs": logits}
-    matrices = (2,) if p.result is Result.GATED else ()
-    outputs = {
-        Result.HEADS: (d.qkv_cols, _kind(Buffer.Q, d)),
-        Result.RESIDUAL: (width, _activations(d.tokens, width, Dtype.F32)),
-        Result.PARTIAL: (width, partials),
-        Result.GATED: (width, _activations(d.tokens, width)),
-        Result.LOGITS: (d.rank_vocab, logits),
-    }
-    width, output = outputs[p.result]
-    return {
-        "weights": _weights(*matrices, width, inner),
-        "inputs": _activations(rows, inner, None if p.norm is None else Dtype.F32),
-        "output": output,
-        "bias": _vector(*matrices, width),
-        "norm": _vector(inner),
-        "head_norm": _vector(2, d.head_dim),
-    }
-
-
-def _weights(*shape: int) -> _Kind:
-    return Space.WEIGHT, None, shape
-
-
-def _vector(*shape: int) -> _Kind:
-    return Space.WEIGHT, Dtype.F32, shape
-
-
-def _activations(rows: int, cols: int, dtype: Dtype | None = None) -> _Kind:
-    return Space.ACTIVATION, dtype, (rows, cols)
-
-
-def _text(kind: _Kind) -> str:
-    space, dtype, shape = kind
+def _text(found: Contents) -> str:
+    space, dtype, shape = found
     return f"{space.value}s {list(shape)} of {'the compute type' if dtype is None else dtype.name}"
 
 

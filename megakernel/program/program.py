@@ -28,27 +28,48 @@ consecutive launches.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import MegakernelError, file_errors, whole_file
+from ..errors import whole_file
 from ..isa import Column, Dims, Forward, Phase
 from ..isa.record import WORDS, Records, phase_number
-from . import header
-from .check import first_violation
-from .form import check_arrays
-from .segments import SEGMENTS, Segment
 
-_MAGIC = b"MKPROG\0"
+# The format of a program file:
+#
+#     7 bytes  MAGIC                    1 byte   VERSION
+#     32       SHA-256 of everything that follows
+#     8        length of the header     then the header: JSON, and spaces up to a multiple of ALIGNMENT
+#     then the arrays, int32, in the order in which the header lists them with their lengths
+MAGIC = b"MKPROG\0"
 VERSION = 7
+HASHED = 40  # the SHA-256 covers all bytes from this offset on
+START = 48  # offset of the header in the file
+ALIGNMENT = 64  # the arrays begin at a multiple of this number of bytes in the file
+
+SEGMENTS = ("prologue", "body", "epilogue")
+TOTALS = ("totals_first", "totals_middle", "totals_last")
 
 
 @dataclass(frozen=True)
+class Segment:
+    """The records of all ranks' workers, one stream after another. The stream of a worker is
+    records[offsets[s]:offsets[s+1]], where s = rank * workers per rank + worker.
+    """
+
+    records: Records
+    offsets: NDArray[np.int32]
+
+    def stream(self, index: int) -> Records:
+        return self.records[self.offsets[index] : self.offsets[index + 1]]
+
+
+@dataclass(frozen=True, eq=False)
 class Program:
     """An immutable program. `machine` is a name for people. `counters` is the number of counters in
     a block.
@@ -152,34 +173,16 @@ class Program:
     def hash(self) -> str:
         return hashlib.sha256(self.to_bytes()).hexdigest()[:16]
 
-    @cached_property
-    def violation(self) -> str | None:
-        """The first violation in the program's sizes, phases or records, and its place; None if all
-        are valid.
-        """
-        return first_violation(self)
-
-    def check(self, name: str = "the program") -> None:
-        """Raise MegakernelError if the program has a violation. Only the first call takes time,
-        because the result is cached.
-        """
-        if self.violation is not None:
-            raise MegakernelError(f"{name} is wrong: {self.violation}: compile it again")
-
-    def check_arrays(self) -> None:
-        """Raise MegakernelError if an array's length does not match the sizes. Native code relies on these lengths."""
-        if (found := next(check_arrays(self), None)) is not None:
-            raise MegakernelError(f"the program is wrong: {found}: compile it again")
-
-    def _arrays(self) -> Iterator[tuple[str, NDArray[np.int32]]]:
+    def arrays(self) -> dict[str, NDArray[np.int32]]:
+        """Return the arrays of the program's file by name, in order."""
+        out: dict[str, NDArray[np.int32]] = {}
         for name in (*SEGMENTS, "queues"):
             segment: Segment = getattr(self, name)
-            yield f"{name}.records", segment.records
-            yield f"{name}.offsets", segment.offsets
-        for name in ("totals_first", "totals_middle", "totals_last"):
-            yield name, getattr(self, name).reshape(-1)
+            out |= {f"{name}.records": segment.records, f"{name}.offsets": segment.offsets}
+        return out | {name: getattr(self, name).reshape(-1) for name in TOTALS}
 
     def to_bytes(self) -> bytes:
+        arrays = self.arrays()
         fields = {
             "dims": asdict(self.dims),
             "forward": self.forward.to_json(),
@@ -187,74 +190,15 @@ class Program:
             "ranks": self.ranks,
             "workers": self.workers,
             "counters": self.counters,
-            "arrays": [[name, len(array)] for name, array in self._arrays()],
+            "arrays": [[name, len(array)] for name, array in arrays.items()],
         }
-        payload = header.encode(fields)
-        payload += b"".join(np.ascontiguousarray(a, dtype="<i4").tobytes() for _, a in self._arrays())
-        return _MAGIC + bytes([VERSION]) + hashlib.sha256(payload).digest() + payload
+        text = json.dumps(fields, sort_keys=True).encode()
+        text += b" " * (-(START + len(text)) % ALIGNMENT)
+        payload = len(text).to_bytes(START - HASHED, "little") + text
+        payload += b"".join(np.ascontiguousarray(a, dtype="<i4").tobytes() for a in arrays.values())
+        return MAGIC + bytes([VERSION]) + hashlib.sha256(payload).digest() + payload
 
     def save(self, path: Path) -> None:
         """Write the file atomically, so that no process ever reads an incomplete file."""
         with whole_file(path, f"program {path}") as part:
             part.write_bytes(self.to_bytes())
-
-    @staticmethod
-    def load(path: Path) -> Program:
-        with file_errors(f"read program {path}"):
-            return Program.from_bytes(path.read_bytes(), str(path))
-
-    @staticmethod
-    def from_bytes(data: bytes, name: str) -> Program:
-        """The inverse of `to_bytes`, with all checks. Error messages call the program `name`."""
-        if data[:7] != _MAGIC:
-            raise MegakernelError(f"{name} is not a megakernel program")
-        if len(data) < header.START or data[7] != VERSION:
-            found = data[7] if len(data) > 7 else "none"
-            raise MegakernelError(
-                f"program {name} has format version {found}, but this release reads {VERSION}: compile it again"
-            )
-        if hashlib.sha256(memoryview(data)[header.HASHED :]).digest() != data[8 : header.HASHED]:
-            raise MegakernelError(f"program {name} is damaged: its checksum does not match")
-        try:
-            program = _decode(data)
-        except ValueError as e:
-            raise MegakernelError(f"program {name} is damaged: {e}: compile it again") from e
-        program.check(f"program {name}")
-        return program
-
-
-_ARRAYS = tuple(f"{name}.{what}" for name in (*SEGMENTS, "queues") for what in ("records", "offsets"))
-_TOTALS = ("totals_first", "totals_middle", "totals_last")
-
-
-def _decode(data: bytes) -> Program:
-    """Decode the program in a file's `data`, whose checksum the caller has verified. Raises
-    ValueError.
-    """
-    known, arrays = header.decode(data, (*_ARRAYS, *_TOTALS))
-    shape = (known.ranks, known.counters)
-    for name in _TOTALS:
-        if min(shape) < 1 or len(arrays[name]) != known.ranks * known.counters:
-            raise ValueError(
-                f"{name} has {len(arrays[name])} words, not one for each of {known.counters} counters of"
-                f" {known.ranks} ranks"
-            )
-    prologue, body, epilogue, queues = (
-        Segment(arrays[f"{name}.records"], arrays[f"{name}.offsets"]) for name in (*SEGMENTS, "queues")
-    )
-    first, middle, last = (arrays[name].reshape(shape) for name in _TOTALS)
-    return Program(
-        dims=known.dims,
-        forward=known.forward,
-        machine=known.machine,
-        ranks=known.ranks,
-        workers=known.workers,
-        counters=known.counters,
-        prologue=prologue,
-        body=body,
-        epilogue=epilogue,
-        totals_first=first,
-        totals_middle=middle,
-        totals_last=last,
-        queues=queues,
-    )

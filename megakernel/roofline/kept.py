@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from ..errors import MegakernelError, file_errors, whole_file
 from ..machine import cpu_count, processor
@@ -72,23 +73,19 @@ def _damaged(why: str) -> dict[str, dict[str, object]]:
     return {}
 
 
-def _measured(found: object, threads: int) -> Measured | None:
+def _measured(found: Any, threads: int) -> Measured | None:
     """Return `found` as a Measured, or None if `keep` cannot have written it."""
     try:
-        if not isinstance(found, dict) or set(found) != {f.name for f in fields(Measured)}:
-            raise ValueError("a measurement lacks a key, or has an unknown key")
-        for name in ("read_bytes_per_s", "cache_bytes_per_s", "flops"):
-            if not _is_rate(found[name]):
-                raise ValueError(f"{name} is not a possible rate")
-        if found["threads"] != threads or not isinstance(found["probes"], int) or found["probes"] < 1:
-            raise ValueError(f"threads must be {threads}, and probes must be a whole number of at least 1")
-        if not (found["others"] is None or (isinstance(found["others"], float) and 0 <= found["others"] <= 1)):
-            raise ValueError("the value of others must be null or a fraction from 0 to 1")
-        date.fromisoformat(found["date"])
-    except (ValueError, TypeError) as e:
-        _damaged(str(e))
-        return None
-    return Measured(**found)
+        one = Measured(**found)
+        date.fromisoformat(one.date)
+        rates = (one.read_bytes_per_s, one.cache_bytes_per_s, one.flops)
+        known = one.others is None or 0 <= one.others <= 1
+        if one.threads == threads and one.probes >= 1 and known and all(map(_is_rate, rates)):
+            return one
+    except (ValueError, TypeError):
+        pass
+    _damaged("a measurement in it is impossible")
+    return None
 
 
 def _is_rate(value: object) -> bool:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from ..isa import Dims, Dtype, Operation, OperationFamily, Phase, attention_cost, cost, link_bytes
 from ..isa.access import Columns
 from ..machine import Hardware
-from .collectives import latency_s, measured_s
 
 # For each type of operands that programs compute with, the name by which `Hardware.flops_per_s` knows it.
 RATE = {Dtype.BF16: "bf16", Dtype.F32: "fp32"}
@@ -17,7 +16,7 @@ BOUNDS = ("math", "vector", "memory", "comms")
 
 
 @dataclass(frozen=True)
-class Part:
+class PhasePart:
     """All instructions of one phase of rank `dims.rank`, in a segment that runs `runs` times."""
 
     phase: Phase
@@ -108,7 +107,7 @@ def bound_name(math_s: float, vector_s: float, memory_s: float, comms_s: float) 
     return BOUNDS[max(range(4), key=lambda i: times[i])]
 
 
-def step_roofline(parts: Sequence[Part], hardware: Hardware, context: float) -> StepRoofline:
+def step_roofline(parts: Sequence[PhasePart], hardware: Hardware, context: float) -> StepRoofline:
     """The roofline of a step in which every token row attends to `context` KV tokens of its own."""
     dims = parts[0].dims
     peak = hardware.flops_per_s(RATE[Dtype(dims.dtype)])
@@ -131,7 +130,7 @@ def step_roofline(parts: Sequence[Part], hardware: Hardware, context: float) -> 
             math_s=matrix / peak,
             vector_s=vector / hardware.rates.fp32,
             memory_s=memory / hardware.chip.hbm_bytes_per_s,
-            comms_s=latency_s(hops, hop_s, sent / egress),
+            comms_s=hops * hop_s + sent / egress,
             comms_measured_s=_measured_s(sent, hops, hardware, dims.tp),
         )
 
@@ -143,7 +142,7 @@ def step_roofline(parts: Sequence[Part], hardware: Hardware, context: float) -> 
         t_math_s=matrix / peak,
         t_vector_s=vector / hardware.rates.fp32,
         t_memory_s=memory / hardware.chip.hbm_bytes_per_s,
-        t_comms_s=latency_s(hops, hop_s, sent / egress),
+        t_comms_s=hops * hop_s + sent / egress,
         t_latency_s=hops * hop_s,
         t_comms_measured_s=None if None in measured else sum(filter(None, measured)),
         flops=matrix,
@@ -153,7 +152,7 @@ def step_roofline(parts: Sequence[Part], hardware: Hardware, context: float) -> 
     )
 
 
-def _work(part: Part, context: float) -> _Work:
+def _work(part: PhasePart, context: float) -> _Work:
     """Return (matrix FLOPs, vector FLOPs, memory bytes, bytes sent) of a part, for all of its runs together."""
     d = part.dims
     done = cost(part.phase, part.columns, d)
@@ -167,7 +166,7 @@ def _work(part: Part, context: float) -> _Work:
     return matrix * part.runs, vector * part.runs, memory * part.runs, sent * part.runs
 
 
-def _most(work: Iterable[tuple[Part, _Work]]) -> _Work:
+def _most(work: Iterable[tuple[PhasePart, _Work]]) -> _Work:
     """For each kind of work, the amount on the rank with the largest amount."""
     sums: dict[int, _Work] = {}
     for part, (matrix, vector, memory, sent) in work:
@@ -175,6 +174,19 @@ def _most(work: Iterable[tuple[Part, _Work]]) -> _Work:
         sums[part.dims.rank] = a + matrix, b + vector, c + memory, d + sent
     matrix, vector, memory, sent = (max(column) for column in zip(*sums.values(), strict=True))
     return matrix, vector, memory, sent
+
+
+def measured_s(array_bytes: float, hardware: Hardware, members: int, passes: int = 2) -> float | None:
+    """Return the seconds of a collective within a node according to the machine's measured curve, or None if this
+    number of GPUs was not measured.
+
+    Bus bandwidth counts the bytes that each member sends. So an all-reduce counts as two `passes`, and a gather or a
+    reduce-scatter as one.
+    """
+    curve = hardware.curve("all_reduce", members)
+    if curve is None:
+        return None
+    return passes * array_bytes * (members - 1) / members / curve.at(array_bytes)
 
 
 def _measured_s(sent_bytes: float, messages: int, hardware: Hardware, ranks: int) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..errors import MegakernelError
 from ..isa import Columns, Dims, Loads, Phase, Units, loads
 from ..program import SEGMENTS, Program
-from ..program.form import Part
+from ..program.part import Part
 
 _ANY = 1 << 30  # stands for "any number of rows": more rows than a program can have
 

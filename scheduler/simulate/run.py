@@ -15,7 +15,7 @@ import numpy as np
 from megakernel.errors import MegakernelError
 from megakernel.isa import StepTable, cost, slot_work
 from megakernel.machine import Machine
-from megakernel.program import Program
+from megakernel.program import Program, check
 from megakernel.runtime.targets import target_of
 from megakernel.scheduler.simulate.costs import Costs, costs_of
 from megakernel.scheduler.simulate.native import Result, Work, run
@@ -73,7 +73,7 @@ def simulate(
     instruction. Raises MegakernelError if the program never ends, or if a counter gets more signals than the
     program declares.
     """
-    program.check()
+    check(program)
     target_of(program.dims).check(program)
     if program.processors != machine.workers:
         raise MegakernelError(

@@ -36,7 +36,7 @@ from megakernel.isa import (
     item_columns,
 )
 from megakernel.program import SEGMENTS, Program
-from megakernel.program.boxes import Use, extent
+from megakernel.program.part import Use, extent
 from megakernel.program.phases import Ints, phases_of
 from megakernel.scheduler.verify import native as native
 from megakernel.scheduler.verify.order import Events, Unrolled, row_blocks

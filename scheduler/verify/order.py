@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from megakernel.isa import DRAIN, JOIN, Dims
 from megakernel.isa import record as bits
 from megakernel.program import Program
-from megakernel.program.form import Mask, Part
+from megakernel.program.part import Mask, Part
 from megakernel.program.phases import Ints, all_dims
 from megakernel.scheduler.verify.native import Graph, topological_order
 

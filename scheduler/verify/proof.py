@@ -65,10 +65,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megakernel.program import SEGMENTS, Program
-from megakernel.program.boxes import check_boxes, uses
-from megakernel.program.form import Part, check_layout, check_records
-from megakernel.program.phases import check_phases
+from megakernel.program import Program
+from megakernel.program.checks import Checks
 from megakernel.runtime.targets import target_of
 from megakernel.scheduler.verify.data import check_data
 from megakernel.scheduler.verify.order import Events, Unrolled
@@ -106,21 +104,16 @@ def verify(program: Program) -> Report:
 
 def _stages(program: Program) -> Iterator[Iterable[str]]:
     """Yield the violations that each stage finds. Each stage relies on what the earlier stages have proved."""
-    yield check_layout(program)
-    yield check_phases(program.forward, program.dims)
-    parts = [Part(program, name) for name in SEGMENTS]
-    yield check_records(program, parts)
-    yield target_of(program.dims).violations(parts)
-    touched = uses(parts)
-    yield check_boxes(touched)
-    events = [Events(part) for part in parts]
+    checks = Checks(program)
+    yield from checks.stages(lambda parts: target_of(program.dims).violations(parts))
+    events = [Events(part) for part in checks.parts]
     found = list(_totals(program, events))
     unrolled = Unrolled(program, events, min(program.dims.layers, _LAYERS))
     order, cycle = unrolled.order()
     if cycle:
         found.append("deadlock, each waiting for the next: " + "; ".join(unrolled.label(row) for row in cycle))
     yield found
-    yield check_data(unrolled, touched, order, _MOST + 1)
+    yield check_data(unrolled, checks.uses, order, _MOST + 1)
 
 
 def _totals(program: Program, events: list[Events]) -> Iterator[str]:

@@ -1,10 +1,11 @@
-"""Everything that the engine's process runs for its frontends: engine loop, record of steps, and shared counters."""
+"""What the engine's process runs for its frontends: engine loop, shared counters, and the record of steps."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
 
+import msgspec
 import zmq
 
 from megakernel.errors import MegakernelError
@@ -13,10 +14,12 @@ from megakernel.serving.bench.ceilings import share_of
 from megakernel.serving.engine.engine import Step
 from megakernel.serving.engine.live import Live
 from megakernel.serving.server.board import ENGINE_FIELDS, Board
-from megakernel.serving.server.looks import Looks
 from megakernel.serving.server.loop import EngineLoop
-from megakernel.serving.server.messages import Description
+from megakernel.serving.server.messages import ROOFLINE, TIMELINE, Description
 from megakernel.serving.text.llm import LLM
+from megakernel.timeline import page, resolve, summarise
+
+TRACE_WAIT_S = 10.0  # maximum time to wait for a step to trace
 
 
 class EngineHost:
@@ -56,7 +59,6 @@ class EngineHost:
             )
         except zmq.ZMQError as e:
             raise MegakernelError(f"cannot create a socket in {folder}: {e}: set TMPDIR to another folder") from e
-        self._looks: Looks | None = None
         if ceilings is not None:
             self._record_steps(llm, name, ceilings)
 
@@ -72,17 +74,23 @@ class EngineHost:
         )
         self.loop.on_step.append(self._record)
         self.loop.wants_trace = lambda: self.live.tracing
-        self._looks = Looks(self.live, share_of(ceilings, llm.machine, llm.engine.dims.tp), self.description.looks)
+        machine = share_of(ceilings, llm.machine, llm.engine.dims.tp)
+
+        def timeline() -> bytes | None:
+            """Trace one step, and return it as an HTML page."""
+            traced = self.live.trace(TRACE_WAIT_S)
+            if traced is None:
+                return None
+            step = resolve(*traced, machine)
+            return page((step, summarise(step))).encode()
+
+        self.loop.views = {ROOFLINE: lambda: msgspec.json.encode(self.live.snapshot()), TIMELINE: timeline}
 
     def start(self) -> None:
-        if self._looks:
-            self._looks.start()
         self.loop.start()
 
     def close(self) -> None:
         self.loop.close()
-        if self._looks:
-            self._looks.close()
         self._context.term()
         shutil.rmtree(self.description.folder, ignore_errors=True)
 

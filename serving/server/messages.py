@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from megakernel.serving.engine.sampling import SamplingParams
+from megakernel.serving.engine.tokens import Tokens, pack, unpack
 
 
 class _Record(msgspec.Struct, tag=True, array_like=True):
@@ -61,49 +61,25 @@ class Gone(_Record):
     frontend: bytes
 
 
-class Compiled(_Record):
-    """The compilation of a job's grammar has ended. The engine's process sends this message to itself."""
+class Look(_Record):
+    """A query for `what`, which is ROOFLINE or TIMELINE. The answer to this query carries the same `number`."""
 
-    frontend: bytes
-    first: int
+    number: int
+    what: str
+
+
+class Done(_Record):
+    """Work in a thread beside the engine's has ended. The engine's process sends this message to itself."""
 
 
 class Close(_Record):
     """End the engine loop. No frontend may send this message."""
 
 
-ToEngine = Hello | Submit | Stop | Abort | Gone | Compiled | Close
+ToEngine = Hello | Submit | Stop | Abort | Look | Gone | Done | Close
+ROOFLINE, TIMELINE = "roofline", "timeline"  # the values of `Look.what`
 
 # -- messages to a frontend
-
-
-class Score(msgspec.Struct, array_like=True, frozen=True):
-    """Log-probabilities of a prompt's tokens, from the second on. They are sent with the first token of `choice`."""
-
-    choice: int
-    logprobs: list[float]
-    tops: list[dict[int, float]]
-
-
-class Tokens(_Record):
-    """A step's tokens for one frontend, as arrays. `at` is when the step ended, in seconds of `perf_counter`.
-
-    choices   int64, numbers of the choices
-    ids       int32, token ids
-    logprobs  float32, log-probabilities of the tokens
-    reasons   uint8, index into FINISH: why the token ends its choice
-    tops      array index of a token -> the most likely ids at its position, if the request asks for them
-    cached    choice -> number of prompt tokens in the prefix cache, if not 0; sent with a prompt's first token
-    """
-
-    at: float
-    choices: bytes
-    ids: bytes
-    logprobs: bytes
-    reasons: bytes
-    tops: dict[int, dict[int, float]]
-    scores: list[Score]
-    cached: dict[int, int]
 
 
 class Refused(_Record):
@@ -120,18 +96,6 @@ class Dead(_Record):
     why: str
 
 
-ToFrontend = Tokens | Refused | Dead
-
-# -- queries that may have to wait for a step; they use a socket of their own
-
-
-class Look(_Record):
-    """A query for `what`, which is ROOFLINE or TIMELINE. The answer to this query carries the same `number`."""
-
-    number: int
-    what: str
-
-
 class Seen(_Record):
     """The answer to a `Look`. `content` is None if there is nothing to show."""
 
@@ -139,7 +103,7 @@ class Seen(_Record):
     content: bytes | None
 
 
-ROOFLINE, TIMELINE = "roofline", "timeline"  # the values of `Look.what`
+ToFrontend = Tokens | Refused | Dead | Seen
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -148,7 +112,7 @@ class Description(msgspec.Struct, frozen=True):
     source   where the tokenizer is, as `load_tokenizer` takes it
     name     the model's name
     kv_page  tokens per KV page
-    folder   the folder with the sockets and the board; only this server's processes can enter it
+    folder   the folder with the socket and the board; only this server's processes can enter it
     rows     the rows of the board: one for the engine, then one for each frontend
     """
 
@@ -162,24 +126,17 @@ class Description(msgspec.Struct, frozen=True):
 
     @property
     def requests(self) -> str:
-        """The address of the socket for requests and for the tokens of their answers."""
+        """The address of the engine's socket."""
         return f"ipc://{self.folder}/requests"
-
-    @property
-    def looks(self) -> str:
-        """The address of the socket for queries."""
-        return f"ipc://{self.folder}/looks"
 
     @property
     def board(self) -> Path:
         return Path(self.folder) / "board"
 
 
-encode = msgspec.msgpack.Encoder().encode
+encode = msgspec.msgpack.Encoder(enc_hook=pack).encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
-decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend).decode
-decode_look = msgspec.msgpack.Decoder(Look).decode
-decode_seen = msgspec.msgpack.Decoder(Seen).decode
+decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend, dec_hook=unpack).decode
 
 
 def prompt_bytes(ids: Seq[int]) -> bytes:
@@ -190,14 +147,3 @@ def prompt_bytes(ids: Seq[int]) -> bytes:
 def prompt_ids(data: bytes) -> list[int]:
     found: list[int] = np.frombuffer(data, np.int32).tolist()
     return found
-
-
-def token_rows(tokens: Tokens) -> zip[tuple[Any, ...]]:
-    """Return (choice, token id, log-probability, index into FINISH) for each token."""
-    return zip(
-        np.frombuffer(tokens.choices, np.int64).tolist(),
-        np.frombuffer(tokens.ids, np.int32).tolist(),
-        np.frombuffer(tokens.logprobs, np.float32).tolist(),
-        tokens.reasons,
-        strict=True,
-    )

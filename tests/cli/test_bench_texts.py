@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megakernel.cli import bench, bench_serve, bench_throughput
+from megakernel.cli import bench, bench_serve
 
 CEILINGS = {"read_bytes_per_s": 41.26e9, "flops": 123.4e9, "threads": 2, "how": "made up"}
 PREFILL = {"tokens_per_s": 1234.4, "tokens": 512, "gflops": 98.7, "fma_fraction": 0.796, "roofline_fraction": 0.716}
@@ -75,7 +75,7 @@ def lines(text: str) -> list[str]:
 
 
 def test_latency(capsys: pytest.CaptureFixture[str]) -> None:
-    bench.show(LATENCY)
+    bench.show_latency(LATENCY)
     out, err = capsys.readouterr()
     assert lines(out) == [
         "decode 98.8 tokens/s, 10.13 ms a step, 9.91 to 11.23 over 3 runs",
@@ -89,7 +89,7 @@ def test_latency(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_throughput(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_throughput.show(THROUGHPUT)
+    bench.show_throughput(THROUGHPUT)
     out, err = capsys.readouterr()
     assert lines(out) == [
         "workload 64 prompts: some lengths",
@@ -99,7 +99,7 @@ def test_throughput(capsys: pytest.CaptureFixture[str]) -> None:
         "roofline 88% of the time is what the steps need: 12.3 of 41.3 GB/s, 57 of 123 GFLOP/s",
     ]
     assert err == ""
-    bench_throughput.show(THROUGHPUT | {"error": "it was busy"})
+    bench.show_throughput(THROUGHPUT | {"error": "it was busy"})
     assert lines(capsys.readouterr().err) == ["megakernel: warning: it was busy"]
 
 

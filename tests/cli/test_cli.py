@@ -21,7 +21,7 @@ from megakernel.cli.options import prompt_ids
 from megakernel.errors import MegakernelError
 from megakernel.isa.record import SIGNAL_WORD
 from megakernel.machine import MACHINES
-from megakernel.program import Program
+from megakernel.program import load_program
 from megakernel.roofline import Ceilings
 from megakernel.runtime import BACKENDS
 from megakernel.scheduler.options import CHOICES
@@ -207,7 +207,7 @@ def test_bad_compile_flags(capsys: pytest.CaptureFixture[str], tiny_shape: str, 
 def test_a_violation_exits_with_1(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_shape: str) -> None:
     file = tmp_path / "a.mkp"
     run_json(capsys, "compile", "--model", tiny_shape, "-o", str(file))
-    edit(Program.load(file), "body", 0, SIGNAL_WORD).save(file)  # the first instruction no longer signals its counter
+    edit(load_program(file), "body", 0, SIGNAL_WORD).save(file)  # the first instruction no longer signals its counter
     status, out, _ = run(capsys, "verify", str(file), "--json")
     report = json.loads(out)
     assert status == 1 and not report["ok"] and report["violations"]

@@ -13,7 +13,7 @@ from model_helpers import tiny_gguf
 from megakernel import LLM
 from megakernel.isa import BUFFERS, Buffer
 from megakernel.machine import hardware
-from megakernel.program import Program
+from megakernel.program import Program, load_program
 from megakernel.roofline.work import model_weights
 
 CPU = str(Path(__file__).parents[2] / "benchmarks" / "machines" / "server-16.toml")
@@ -41,7 +41,7 @@ def test_bytes_are_those_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: 
     file = tmp_path / "a.program"
     assert run_json(capsys, "compile", *flags, "-o", str(file))["weight_bytes"] == expected + vectors
     run_json(capsys, "simulate", *flags, "--save", str(tmp_path / "b"))
-    for program in map(Program.load, (file, tmp_path / "b.program")):
+    for program in map(load_program, (file, tmp_path / "b.program")):
         assert sum(matrices(program).values()) == expected
 
 
@@ -68,8 +68,3 @@ def test_auto_is_the_type_of_the_file(capsys: pytest.CaptureFixture[str], tmp_pa
     (bare / "config.json").write_bytes((Path(model) / "config.json").read_bytes())
     for name, dtype in ((str(tmp_path / "a.gguf"), "fp32"), (model, "fp32"), (str(bare), "bf16")):
         assert run_json(capsys, "roofline", "--model", name, "--machine", CPU, "--context", "8")["dtype"] == dtype
-
-
-def test_a_plan_knows_no_stored_types(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--model", "random:llama-3.1-8b", "--machine", "h100", "--plan", "--weights", "q8_0"]
-    assert "--weights does not go with --plan or --fleet" in fails(capsys, "roofline", *flags)

@@ -21,7 +21,7 @@ from protocol import build_fibres
 
 from megakernel.machine import MACHINES
 from megakernel.model import KNOWN_SHAPES, ModelConfig
-from megakernel.program import Program
+from megakernel.program import load_program
 from megakernel.runtime.cuda import compile
 from megakernel.scheduler.simulate import simulate
 from megakernel.trace import DTYPE, Trace
@@ -115,7 +115,7 @@ def test_parts_end_and_say_what_they_measured(tmp_path: Path) -> None:
     assert mixed["matmul_flops"] > 0 and mixed["megakernel"]["matmul_flops_per_s"] > 0
     assert found["partitions"].keys() == {"tp2_rows1", "tp2_rows20", "tp4_rows1", "tp4_rows20"}
     assert all(0 <= p["exposed_communication"] <= 1 for p in found["partitions"].values())
-    trace, program = Trace.load(tmp_path / "decode-1b.mkt"), Program.load(tmp_path / "decode-1b.mkp")
+    trace, program = Trace.load(tmp_path / "decode-1b.mkt"), load_program(tmp_path / "decode-1b.mkp")
     assert trace.header.program == program.hash and len(trace.intervals) == decode["timeline"]["intervals"]
 
 

@@ -12,6 +12,7 @@ from megakernel import machine as machines
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype, Units
 from megakernel.model import load_config
+from megakernel.program.checks import violation
 from megakernel.runtime.cuda.pages import computed_rows, first_rows
 from megakernel.runtime.cuda.target import HOPPER
 from megakernel.scheduler import Options
@@ -58,13 +59,13 @@ def test_a_program_with_other_workers_is_wrong() -> None:
     for sms in (0, 3):
         wrong = replace(program, dims=replace(program.dims, sms=sms))
         assert f"workers of {sms} SMs are not possible: a worker has one, or two where matrix units compute" in str(
-            wrong.violation
+            violation(wrong)
         )
     alone = replace(program, dims=replace(program.dims, sms=1))
     with pytest.raises(MegakernelError, match="its tile has more than 128 rows"):
         HOPPER.check(alone)
     dots = replace(program, dims=replace(program.dims, units=int(Units.DOTS)))
-    assert "workers of 2 SMs" in str(dots.violation)
+    assert "workers of 2 SMs" in str(violation(dots))
 
 
 def test_rows_are_dealt_in_whole_boxes() -> None:

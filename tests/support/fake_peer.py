@@ -10,15 +10,15 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from megakernel.serving.bench.peers.contest import Phase, Settings, Task
+from megakernel.serving.bench.peers.contest import Settings, Task, Timed
 
 
-def settings(task: Task, phase: Phase) -> tuple[Settings, list[Settings]]:
+def settings(task: Task, phase: Timed) -> tuple[Settings, list[Settings]]:
     return {"threads": task.threads, "speed": 1}, [{"speed": 4}, {"speed": 2}, {"broken": True}]
 
 
-def load(task: Task) -> tuple[Callable[[Phase, Settings], float], dict[str, Any]]:
-    def seconds(phase: Phase, settings: Settings) -> float:
+def load(task: Task) -> tuple[Callable[[Timed, Settings], float], dict[str, Any]]:
+    def seconds(phase: Timed, settings: Settings) -> float:
         print("noise on standard output")
         if settings.get("broken"):
             os.write(2, b"first line\nthe last word\n")

@@ -23,12 +23,12 @@ from megakernel.cli.simulate import decode_step
 from megakernel.isa import Dtype
 from megakernel.isa.record import WORDS
 from megakernel.model.random_checkpoint import RandomCheckpoint
-from megakernel.program import SEGMENTS, Program, Segment
+from megakernel.program import SEGMENTS, Program, Segment, load_program
 from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.scheduler import Options, compile_program, disassemble
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.verify import verify
-from megakernel.timeline import summarise, write_html, write_perfetto
+from megakernel.timeline import resolve, summarise, write_html, write_perfetto
 from megakernel.trace import Trace
 
 PAGES = 16
@@ -234,9 +234,9 @@ def uses(program: Program, good: Good) -> Iterator[Stage]:
 
 
 def _look(program: Program, trace: Trace) -> None:
-    summarise(program, trace)
-    write_html(program, trace, Path(os.devnull))
-    write_perfetto(program, trace, Path(os.devnull))
+    step = resolve(program, trace)
+    write_html(Path(os.devnull), (step, summarise(step)))
+    write_perfetto(Path(os.devnull), step)
 
 
 def _seal(data: bytes) -> bytes:
@@ -254,7 +254,7 @@ def _program(rng: Rng, seed: int) -> Mutant:
 
 def _read_program(path: Path, mutant: Mutant) -> Iterator[Stage]:
     loaded: list[Program] = []
-    yield "load", lambda: loaded.append(Program.load(path))
+    yield "load", lambda: loaded.append(load_program(path))
     if loaded:
         yield from uses(loaded[0], mutant.context)
 

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from protocol import LaunchImage
 
 from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Forward, Space, StepTable, from_f32, to_f32
+from megakernel.isa.context import cache_bytes
 from megakernel.isa.record import Records
 from megakernel.model.quantise import quantise
 from megakernel.program import Program
 from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.runtime.reference import ReferenceBackend
-from megakernel.runtime.reference.instructions import cache_bytes
 
 Array = NDArray[Any]
 Key = tuple[int, Buffer, int]  # rank, buffer, layer

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...errors import MegakernelError
 from ...isa import Buffer, StepTable, record
-from ...program import SEGMENTS, Program, Segment
+from ...program import SEGMENTS, Program, Segment, check_arrays
 from ..cpu.native import CDims
 from . import stall
 from .driver import Gpu, Kernel, Prepared
@@ -155,7 +155,7 @@ class Loaded:
     """
 
     def __init__(self, heap: Heap, program: Program) -> None:
-        program.check_arrays()
+        check_arrays(program)
         _check_records(program)
         HOPPER.check(program)
         self.program = program

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...isa import BUFFERS, Columns, Dims, Loads, Phase, Units, itemsize, loads
-from ...program.form import Part, each
+from ...program.part import Part, each
 from ...program.phases import Ints, all_dims
 from ..target import Target
 from . import pages

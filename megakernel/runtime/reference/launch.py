@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from ... import trace as tracing
 from ...errors import MegakernelError
 from ...isa import Operation, Phase, Rows, StepTable, record, slot_work
+from ...isa.context import Context
+from ...isa.operations.attention import attend
 from ...program import Program
 from ...trace import Trace, TraceHeader
-from .instructions import Context, attend
 
 
 class Counters:

@@ -10,21 +10,21 @@ from typing import Any, Literal, Protocol
 from megakernel.errors import MegakernelError
 
 # The timed part of a run: only the prompts (prefill), only the decode steps after them (decode), or both (batch).
-Phase = Literal["prefill", "decode", "batch"]
+Timed = Literal["prefill", "decode", "batch"]
 Settings = dict[str, Any]
 
 _TRIALS = 2  # runs of each combination of settings during the search; the faster one counts
 
 
 @dataclass(frozen=True)
-class Work:
+class Trial:
     """`sequences` prompts of `prompt_tokens` tokens each, computed together, then `decode_steps` steps for all."""
 
     sequences: int
     prompt_tokens: int
     decode_steps: int
 
-    def tokens(self, phase: Phase) -> int:
+    def tokens(self, phase: Timed) -> int:
         """The tokens that count for a phase's rate: prompt tokens for prefill, otherwise generated tokens."""
         if phase == "prefill":
             return self.sequences * self.prompt_tokens
@@ -48,7 +48,7 @@ class Task:
     dtype: str
     threads: int
     gpu: bool
-    work: Work
+    work: Trial
 
 
 class Peer(Protocol):
@@ -60,13 +60,13 @@ class Peer(Protocol):
     def about(self) -> dict[str, Any]:
         """The peer's version and other properties. They are known after its first run."""
 
-    def settings(self, phase: Phase) -> tuple[Settings, list[Settings]]:
+    def settings(self, phase: Timed) -> tuple[Settings, list[Settings]]:
         """Return the settings with which the search for the fastest ones starts, and the changes that it tries in turn.
 
         The search applies each change to the best settings so far.
         """
 
-    def seconds(self, phase: Phase, settings: Settings) -> float:
+    def seconds(self, phase: Timed, settings: Settings) -> float:
         """Time one run of a phase, in seconds. If the peer needs a warm-up, an untimed run comes first."""
 
     def close(self) -> None: ...
@@ -78,11 +78,11 @@ class Contest:
     The result of `figures` has the first phase's numbers at the top level, and one entry for each other phase.
     """
 
-    def __init__(self, peer: Peer, work: Work, phases: Sequence[Phase]) -> None:
+    def __init__(self, peer: Peer, work: Trial, phases: Sequence[Timed]) -> None:
         self.peer = peer
         self.runs: list[dict[str, float]] = []
         self._work, self._phases = work, phases
-        self._best: dict[Phase, Settings] = {}
+        self._best: dict[Timed, Settings] = {}
         self._search: list[dict[str, Any]] = []
 
     def search(self, advance: Callable[[int, int], None]) -> None:
@@ -104,7 +104,7 @@ class Contest:
                 advance(len(self._search), total)
             self._best[phase] = best
 
-    def _try(self, phase: Phase, settings: Settings) -> float:
+    def _try(self, phase: Timed, settings: Settings) -> float:
         seconds = min(self.peer.seconds(phase, settings) for _ in range(_TRIALS))
         rate = self._work.tokens(phase) / seconds
         self._search.append({"phase": phase, "settings": settings, "tokens_per_s": rate})
@@ -125,11 +125,11 @@ class Contest:
         settings = self.peer.about | best | {"search": self._search}
         return by_phase[first] | {p: by_phase[p] for p in others} | {"runs": self.runs, "settings": settings}
 
-    def _compare(self, phase: Phase, ours: Sequence[float]) -> dict[str, Any]:
+    def _compare(self, phase: Timed, ours: Sequence[float]) -> dict[str, Any]:
         theirs = self._rates(phase, [one[f"{phase}_s"] for one in self.runs])
         we = self._rates(phase, ours)
         return theirs | {"ratio": we["tokens_per_s"] / theirs["tokens_per_s"], "ours": we}
 
-    def _rates(self, phase: Phase, seconds: Sequence[float]) -> dict[str, float]:
+    def _rates(self, phase: Timed, seconds: Sequence[float]) -> dict[str, float]:
         rates = [self._work.tokens(phase) / s for s in seconds]
         return {"tokens_per_s": median(rates), "tokens_per_s_min": min(rates), "tokens_per_s_max": max(rates)}

@@ -10,7 +10,7 @@ from typing import Any
 
 from megakernel.errors import MegakernelError
 from megakernel.serving.bench.peers import llama_cpp
-from megakernel.serving.bench.peers.contest import Phase, Settings, Task
+from megakernel.serving.bench.peers.contest import Settings, Task, Timed
 
 _BATCHED = "llama-batched-bench"
 _SAID = 120  # maximum characters of an output that an error quotes
@@ -40,10 +40,10 @@ class LlamaBench:
         self.about: dict[str, Any] = {"program": path.name, "weights": task.weights, "kv_cache": "f16"}
         self._path, self._task = path, task
 
-    def settings(self, phase: Phase) -> tuple[Settings, list[Settings]]:
+    def settings(self, phase: Timed) -> tuple[Settings, list[Settings]]:
         return llama_cpp.settings(self._task, phase)
 
-    def seconds(self, phase: Phase, settings: Settings) -> float:
+    def seconds(self, phase: Timed, settings: Settings) -> float:
         work = self._task.work
         command = [str(self._path), "-m", str(self._task.gguf), "-ngl", "99" if self._task.gpu else "0"]
         command += ["-t", str(settings["threads"]), "-fa", str(int(settings["flash_attention"]))]

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any
 
-from megakernel.serving.bench.peers.contest import Phase, Settings, Task, Work
+from megakernel.serving.bench.peers.contest import Settings, Task, Timed, Trial
 
 NAME = "llama.cpp"
 _UBATCHES = (128, 2048)  # values of n_ubatch (tokens computed at once) that the search tries besides the default
 _PADDING = 256
 
 
-def settings(task: Task, phase: Phase) -> tuple[Settings, list[Settings]]:
+def settings(task: Task, phase: Timed) -> tuple[Settings, list[Settings]]:
     """See `Peer.settings`."""
     first = {"threads": task.threads, "flash_attention": True, "ubatch": 512}
     changes: list[Settings] = [{"flash_attention": False}]
@@ -25,7 +25,7 @@ def settings(task: Task, phase: Phase) -> tuple[Settings, list[Settings]]:
     return first, changes
 
 
-def context(work: Work) -> int:
+def context(work: Trial) -> int:
     """Return the context size for llama.cpp, in tokens.
 
     llama.cpp rounds the length of each sequence up to a multiple of _PADDING.
@@ -33,7 +33,7 @@ def context(work: Work) -> int:
     return work.sequences * -(-(work.prompt_tokens + work.decode_steps) // _PADDING) * _PADDING
 
 
-def load(task: Task) -> tuple[Callable[[Phase, Settings], float], dict[str, Any]]:
+def load(task: Task) -> tuple[Callable[[Timed, Settings], float], dict[str, Any]]:
     """Return the function that times a run, and the peer's description.
 
     `load` is called in the peer's own process (see `process`).
@@ -66,7 +66,7 @@ class _Model:
         self._context: Any = None
         self._batch: Any = None
 
-    def seconds(self, phase: Phase, settings: Settings) -> float:
+    def seconds(self, phase: Timed, settings: Settings) -> float:
         if settings != self._settings:
             self._open(settings)
             self._run()

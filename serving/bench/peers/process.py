@@ -17,7 +17,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from megakernel.errors import MegakernelError
-from megakernel.serving.bench.peers.contest import Phase, Settings, Task, Work
+from megakernel.serving.bench.peers.contest import Settings, Task, Timed, Trial
 
 
 class Process:
@@ -30,11 +30,11 @@ class Process:
         self._process: subprocess.Popen[str] | None = None
         self._errors = TemporaryFile(mode="w+", errors="replace")  # noqa: SIM115 - closed by close()
 
-    def settings(self, phase: Phase) -> tuple[Settings, list[Settings]]:
+    def settings(self, phase: Timed) -> tuple[Settings, list[Settings]]:
         made: tuple[Settings, list[Settings]] = import_module(self._module).settings(self._task, phase)
         return made
 
-    def seconds(self, phase: Phase, settings: Settings) -> float:
+    def seconds(self, phase: Timed, settings: Settings) -> float:
         if self._process is None:
             command = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve({self._module!r})"]
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
@@ -84,7 +84,7 @@ def serve(module: str) -> None:
         answers.flush()
 
     given = json.loads(sys.stdin.readline())
-    seconds, about = import_module(module).load(Task(**given | {"work": Work(**given["work"])}))
+    seconds, about = import_module(module).load(Task(**given | {"work": Trial(**given["work"])}))
     answer(about)
     for line in sys.stdin:
         answer({"seconds": seconds(**json.loads(line))})

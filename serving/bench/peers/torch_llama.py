@@ -9,17 +9,18 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-from megakernel.isa import Buffer, Dtype
+from megakernel.isa import Dtype
 from megakernel.model import Checkpoint, open_checkpoint
 from megakernel.model.families import FAMILIES
-from megakernel.model.files import tensors_of
+from megakernel.model.file_checkpoint import tensors_of
+from megakernel.model.rope import inverse_frequencies
 from megakernel.model.safetensors_checkpoint import safetensors_naming
-from megakernel.serving.bench.peers.contest import Phase, Settings, Task
+from megakernel.serving.bench.peers.contest import Settings, Task, Timed
 
 NAME = "torch"
 
 
-def settings(task: Task, phase: Phase) -> tuple[Settings, list[Settings]]:
+def settings(task: Task, phase: Timed) -> tuple[Settings, list[Settings]]:
     """See `Peer.settings`."""
     first = {"threads": task.threads, "dtype": task.dtype, "compiled": False}
     changes: list[Settings] = []
@@ -33,7 +34,7 @@ def settings(task: Task, phase: Phase) -> tuple[Settings, list[Settings]]:
     return first, changes
 
 
-def load(task: Task) -> tuple[Callable[[Phase, Settings], float], dict[str, Any]]:
+def load(task: Task) -> tuple[Callable[[Timed, Settings], float], dict[str, Any]]:
     """Return the function that times a run, and the peer's description.
 
     `load` is called in the peer's own process (see `process`).
@@ -78,7 +79,7 @@ def build(checkpoint: Checkpoint, dtype: str) -> Any:
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     rotary = model.model.rotary_emb
-    rotary.inv_freq = rotary.original_inv_freq = torch.from_numpy(checkpoint.load(Buffer.INV_FREQ, 0, Dtype.F32))
+    rotary.inv_freq = rotary.original_inv_freq = torch.from_numpy(inverse_frequencies(config.rope, config.head_dim))
     return model.eval()
 
 
@@ -92,7 +93,7 @@ class _Model:
         # The compiled function and its KV cache. The compiled code contains the cache's addresses.
         self._compiled: Any = None
 
-    def seconds(self, phase: Phase, settings: Settings) -> float:
+    def seconds(self, phase: Timed, settings: Settings) -> float:
         import torch
 
         torch.set_num_threads(settings["threads"])

@@ -1,0 +1,140 @@
+"""The data that an instruction can access while the reference interpreter runs it in NumPy.
+
+All values are float32; a result is rounded to its buffer's type once, where it is stored. BLAS libraries add in
+different orders. Dot products are therefore added in float64, where the order hardly ever changes the result in
+float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .buffers import Buffer, given
+from .dims import KV_SCALE, KV_UNIT, Dims
+from .dtypes import BLOCKS, Dtype, from_f32, to_f32
+from .phases import Phase
+from .step import StepTable
+
+F32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Context:
+    """The data that one instruction can access: its phase, its rank's sizes and step table, and its
+    layer's part of buffers.
+
+    `buffer(buffer, ahead=0)` returns the rank's own copy for the layer that is `ahead` layers
+    later, or for the last layer if there are fewer layers. Other ranks' copies can only be written,
+    by `send(buffer, rank, index, values)`, whose values have the buffer's own type.
+    """
+
+    phase: Phase
+    dims: Dims
+    table: StepTable
+    buffer: Callable[..., NDArray[Any]]
+    send: Callable[[Buffer, int, Any, NDArray[Any]], None]
+
+    @property
+    def inputs(self) -> Buffer:
+        return given(self.phase.inputs)
+
+    @property
+    def output(self) -> Buffer:
+        return given(self.phase.output)
+
+    def read(self, buffer: Buffer, index: Any = ...) -> F32:
+        values: NDArray[Any] = self.buffer(buffer)[index]
+        return to_f32(values)
+
+    def weights(self, index: Any = ...) -> F32:
+        """The phase's weights, which belong to the layer that is `phase.ahead` layers later."""
+        values: NDArray[Any] = self.buffer(given(self.phase.weights), ahead=self.phase.ahead)[index]
+        return to_f32(values)
+
+    def biased(self, values: F32, index: Any) -> F32:
+        """`values` plus the phase's bias, if it has one."""
+        return values if self.phase.bias is None else values + self.read(self.phase.bias, index)
+
+    def reduce_rows(self, rank: int, row: int, rows: int) -> slice:
+        """The rows of REDUCE that hold the partial sums of `rank` for the token rows [row, row + rows),
+        which must lie in one row block. These rows of REDUCE are on the rank that adds the sums up.
+        """
+        start = self.dims.reduce_row(rank, row)
+        return slice(start, start + rows)
+
+    def write(self, buffer: Buffer, index: Any, values: Any) -> None:
+        """Round values to the buffer's own type and store them."""
+        self.store(buffer, (self.dims.rank,), index, values)
+
+    def store(self, buffer: Buffer, ranks: Iterable[int], index: Any, values: Any) -> None:
+        """Like `write`, but into the copies that `ranks` have of the buffer."""
+        own = self.buffer(buffer)
+        stored = from_f32(values, Dtype.BF16) if own.dtype == np.uint16 else np.asarray(values, own.dtype)
+        for rank in ranks:
+            if rank == self.dims.rank:
+                own[index] = stored
+            else:
+                self.send(buffer, rank, index, stored)
+
+    def read_cache(self, buffer: Buffer, sequence: int, head: int, positions: NDArray[Any]) -> F32:
+        """Return K or V of one KV head and of some tokens of a sequence: [tokens, head_dim]."""
+        d, (page, offset) = self.dims, self._places(sequence, positions)
+        if not d.quantised_kv:
+            token = (slice(None), offset) if buffer is Buffer.K_CACHE else (offset,)
+            return self.read(buffer, (page, head, *token))
+        rows: NDArray[np.uint8] = self.buffer(buffer)[cache_bytes(d, buffer, page, head, offset)]
+        whole = Dtype.Q8_0.row_bytes(d.head_dim)
+        return to_f32(np.pad(rows, [(0, 0), (0, whole - d.kv_row)]), Dtype.Q8_0)[:, : d.head_dim]
+
+    def write_cache(
+        self, buffer: Buffer, sequences: NDArray[Any], positions: NDArray[Any], columns: NDArray[Any], values: F32
+    ) -> None:
+        """Store K or V, [tokens, columns]. `columns` are elements of a token's row, which has all KV heads of the rank.
+        They must be those of whole heads if the cache is quantised.
+        """
+        d, (page, offset) = self.dims, (each[:, None] for each in self._places(sequences, positions))
+        head, element = np.divmod(columns, d.head_dim)
+        if not d.quantised_kv:
+            place = (element, offset) if buffer is Buffer.K_CACHE else (offset, element)
+            self.write(buffer, (page, head, *place), values)
+            return
+        head = np.unique(head)
+        rows = np.pad(values.reshape(-1, d.head_dim), [(0, 0), (0, -d.head_dim % KV_UNIT)])
+        blocks = from_f32(rows, Dtype.Q8_0)[:, : d.kv_row].reshape(len(values), len(head), d.kv_row)
+        self.buffer(buffer)[cache_bytes(d, buffer, page, head, offset)] = blocks
+
+    def _places(self, sequence: Any, position: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[Any]]:
+        """Return (page, offset in the page) of tokens. `sequence` is a number or has the shape of `position`."""
+        return self.table.block_tables[sequence, position // self.dims.kv_page], position % self.dims.kv_page
+
+
+def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, token: Any) -> tuple[Any, ...]:
+    """An index that selects the bytes of quantised rows of K or V, in the order of their Q8_0 blocks. Its shape is
+    [..., kv_row].
+
+    `page`, `head` and `token`, the token's place in the page, must have the same shape, or broadcast to a common one.
+    """
+    page, head, token = (np.expand_dims(each, -1) for each in (page, head, token))
+    # For each byte of a row: the number of its block, and its place in this block, which is a scale and then elements.
+    block, byte = np.divmod(np.arange(d.kv_row), BLOCKS[Dtype.Q8_0].bytes)
+    element, elements = byte - KV_SCALE, np.minimum(d.head_dim - block * KV_UNIT, KV_UNIT)
+    # In a page, a block has the scales of all tokens, then the values of all tokens.
+    scale = token * KV_SCALE + byte
+    value = element * d.kv_page + token if buffer is Buffer.K_CACHE else token * elements + element
+    at = np.where(byte < KV_SCALE, scale, d.kv_page * KV_SCALE + value)
+    at += block * d.kv_page * BLOCKS[Dtype.Q8_0].bytes
+    return page, head, *np.divmod(at, d.kv_page if buffer is Buffer.K_CACHE else d.kv_row)
+
+
+def product(a: F32, b: F32) -> F32:
+    """a @ b, added in float64 and rounded once.
+
+    The order of additions depends on the BLAS library and on the other rows in the batch.
+    A different order changes fewer than one in ten million of the rounded numbers.
+    """
+    return (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)

@@ -1,0 +1,205 @@
+"""ATTENTION runs the attention items that the step table lists for a slot, so most of its work is known only in a step.
+
+The q, k and v of `group_heads` consecutive KV heads form a group. Each row block has one counter per group, and the
+wait word names the first counter of this grid [row block][group]. The signal word names the first of another array of
+counters, which has one counter per row block.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..access import EVERY, OWN, Access, Columns, Index, Kind, item_columns
+from ..buffers import Buffer, given, kv_bytes
+from ..context import F32, Context, product
+from ..dims import Dims
+from ..phases import Phase
+from ..ragged import ragged
+from ..step import StepTable
+from .spec import Cut, OperationSpec, contents, work
+
+Floats = NDArray[np.float64]
+
+
+def _accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
+    zero = np.zeros_like(c["slot"])
+    out: int | None = OWN
+    if d.replicated_o and d.tp > 1:
+        out = EVERY if d.replicated_residual else None
+
+    def rows(buffer: Buffer, kind: Kind, rank: int | None = OWN) -> Access:
+        first, end = item_columns(buffer, d, 0, d.rank_kv_heads)
+        return Access(buffer, kind, zero, zero + d.tokens, zero + first, zero + end, Index.ITEM, rank)
+
+    return [
+        rows(given(p.inputs), Kind.READ),
+        rows(Buffer.K_CACHE, Kind.READ),
+        rows(Buffer.V_CACHE, Kind.READ),
+        rows(given(p.output), Kind.WRITE, out),
+    ]
+
+
+# -- the work of a step
+
+
+def attention_cost(dims: Dims, row_kv_heads: int, kv_tokens: float) -> tuple[float, float]:
+    """Return (FLOPs, KV bytes) of one attention item. `row_kv_heads` is the product of the item's
+    query rows and KV heads. Each row attends to `kv_tokens` tokens.
+
+    FLOPs = 4 x query heads x head_dim x tokens: two products (QK and PV), two FLOPs each. KV bytes
+    count one read per row.
+    """
+    flops = 4.0 * row_kv_heads * dims.group_size * dims.head_dim * kv_tokens
+    return flops, row_kv_heads * kv_tokens * kv_bytes(dims)
+
+
+def item_work(view: StepTable) -> tuple[Floats, Floats]:
+    """Return two arrays [items] for the attention items of the view's rank: the FLOPs of each item,
+    and the bytes of K and V that it reads. Both are zero for padding items.
+
+    A row attends to earlier tokens and to itself. An item reads K and V once, however many rows the
+    item has.
+    """
+    dims, n = view.dims, int(view.slot_items[-1])
+    row, rows = view.item_row[:n].astype(np.int64), view.item_rows[:n].astype(np.int64)
+    live = view.item_seq[:n] >= 0
+    begin = view.item_block[:n].astype(np.int64) * dims.kv_block
+    end = begin + view.item_blocks[:n].astype(np.int64) * dims.kv_block
+    of, nth = ragged(rows)
+    sees = np.clip(view.positions[row[of] + nth] + 1 - begin[of], 0, (end - begin)[of])
+    pairs = np.bincount(of, weights=sees, minlength=n)
+    tokens = np.maximum(np.minimum(view.positions[row + rows - 1].astype(np.int64) + 1, end) - begin, 0)
+    per_pair, per_token = attention_cost(dims, 1, 1.0)
+    first, heads = view.item_kv_head[:n].astype(np.int64), np.where(live, view.item_kv_heads[:n], 0)
+    # Several ranks may use the same KV head, each for some of the query heads that share it. So only
+    # the query heads of this rank are counted.
+    query_heads = [end - begin for begin, end in map(dims.query_heads, range(dims.rank_kv_heads))]
+    before = np.cumsum([0, *query_heads])
+    asked = (before[first + heads] - before[first]) / dims.group_size
+    return per_pair * asked * pairs, per_token * heads.astype(np.float64) * tokens
+
+
+def slot_work(table: StepTable) -> Floats:
+    """Return the work of each attention slot (list of items) in one layer: [ranks, slots, 2]. The two
+    numbers are the FLOPs of all its items, and the bytes of K and V that they read.
+    """
+    dims = table.dims
+    out = np.zeros((dims.tp, dims.attention_slots, 2))
+    for rank in range(dims.tp):
+        view = table.rank(rank)
+        slot = np.repeat(np.arange(dims.attention_slots), np.diff(view.slot_items))
+        for i, amount in enumerate(item_work(view)):
+            out[rank, :, i] = np.bincount(slot, weights=amount, minlength=dims.attention_slots)
+    return out
+
+
+# -- what it computes
+
+
+def _attention(c: Context, slot: int, group_heads: int, groups: int) -> None:
+    for item in range(*c.table.slot_items[slot : slot + 2]):
+        attend(c, item)
+
+
+def attend(c: Context, item: int) -> bool:
+    """Run one attention item. Returns True when the item's rows of ATTN are final. If several
+    items share the context of the same rows, only the item that runs last returns True.
+    """
+    d, t = c.dims, c.table
+    rows = range(t.item_row[item], t.item_row[item] + t.item_rows[item])
+    heads = range(t.item_kv_head[item], t.item_kv_head[item] + t.item_kv_heads[item])
+    if t.item_seq[item] < 0:
+        for head in heads:
+            _store_heads(c, slice(rows.start, rows.stop), head, np.zeros((), np.float32))
+        return True
+    found = {}
+    for head in heads:
+        for block in range(t.item_block[item], t.item_block[item] + t.item_blocks[item]):
+            keys, values = _keys_values(c, t.item_seq[item], head, block, t.positions[rows[-1]] + 1)
+            for row in rows:
+                n = t.positions[row] + 1 - block * d.kv_block
+                if n > 0:
+                    found[row, head, block] = _partial(c, row, head, keys[:n], values[:n])
+    if t.item_split[item] >= 0:
+        for (row, head, block), partial in found.items():
+            c.write(Buffer.PARTIALS, (_partial_index(t, item, row, head, block), slice(len(partial))), partial)
+        arrivals = c.buffer(Buffer.SPLITS)
+        arrivals[t.item_split[item]] += 1
+        if arrivals[t.item_split[item]] < t.item_splits[item]:
+            return False
+        arrivals[t.item_split[item]] = 0
+    for row in rows:
+        blocks = range(t.positions[row] // d.kv_block + 1)
+        for head in heads:
+            first, end = d.query_heads(head)
+            if t.item_split[item] >= 0:
+                lines = [_partial_index(t, item, row, head, b) for b in blocks]
+                partials = [c.read(Buffer.PARTIALS, (line, slice(end - first))) for line in lines]
+            else:
+                partials = [found[row, head, b] for b in blocks]
+            _store_heads(c, slice(row, row + 1), head, _merge(partials).reshape(-1))
+    return True
+
+
+def _query_columns(d: Dims, head: int) -> slice:
+    """The columns of Q for the rank's query heads that share KV head `head`."""
+    first, end = d.query_heads(head)
+    return slice(first * d.head_dim, end * d.head_dim)
+
+
+def _store_heads(c: Context, rows: slice, head: int, values: F32) -> None:
+    """Store attention's output for one KV head's query heads, for rows of one row block."""
+    columns = _query_columns(c.dims, head)
+    index = (rows, slice(c.dims.o_first + columns.start, c.dims.o_first + columns.stop))
+    ranks = c.dims.owners(rows.start) if c.dims.replicated_o else (c.dims.rank,)
+    c.store(c.output, ranks, index, values)
+
+
+def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> tuple[F32, F32]:
+    """K and V of a KV block's tokens before `end`, each [tokens, head_dim]."""
+    positions = np.arange(block * c.dims.kv_block, min((block + 1) * c.dims.kv_block, end))
+    keys, values = (c.read_cache(b, sequence, head, positions) for b in (Buffer.K_CACHE, Buffer.V_CACHE))
+    return keys, values
+
+
+def _partial(c: Context, row: int, head: int, keys: F32, values: F32) -> F32:
+    """Attention of one row's query heads over some tokens: the maximum m, the sum l, and the output
+    o, which is not yet divided by l. The shape is [heads, 2 + head_dim].
+    """
+    q = c.read(c.inputs, (row, _query_columns(c.dims, head))).reshape(-1, c.dims.head_dim)
+    scores = product(q, keys.T) * np.float32(c.dims.head_dim**-0.5)
+    m = scores.max(axis=1, keepdims=True)
+    p = np.exp(scores - m)
+    return np.concatenate([m, p.sum(axis=1, keepdims=True), product(p, values)], axis=1)
+
+
+def _partial_index(t: StepTable, item: int, row: int, head: int, block: int) -> int:
+    line = (row - t.item_row[item]) * t.item_kv_heads[item] + head - t.item_kv_head[item]
+    return int(t.item_partial[item] + line * t.item_span[item] + block)
+
+
+def _merge(partials: list[F32]) -> F32:
+    """Merge the partial results of all KV blocks into attention's output, [heads, head_dim]:
+    rescale to the common maximum, add, divide.
+    """
+    total = partials[0]
+    for partial in partials[1:]:
+        m = np.maximum(total[:, :1], partial[:, :1])
+        rest = total[:, 1:] * np.exp(total[:, :1] - m) + partial[:, 1:] * np.exp(partial[:, :1] - m)
+        total = np.concatenate([m, rest], axis=1)
+    return total[:, 2:] / total[:, 1:2]
+
+
+ATTENTION = OperationSpec(
+    "for each attention item of the slot: softmax(Q K^T / sqrt(head_dim)) V over the item's KV blocks. Each block "
+    "gives a maximum score m, a sum l of exponentials and an unnormalised output o, which are merged in ascending "
+    "block order. If several items divide the blocks, the last to finish merges. An item's signal adds rows x KV "
+    "heads. If every rank has all of W_O, the output is stored at each rank that keeps the row's residual",
+    Cut.SLOTS,
+    _accesses,
+    cost=lambda p, c, d: work(c),  # it depends on the step table: see item_work
+    buffers=lambda p, d: {"inputs": contents(Buffer.Q, d), "output": contents(Buffer.ATTN, d)},
+    execute=_attention,
+    paged=True,
+)

@@ -1,0 +1,29 @@
+"""GATHER looks up the embeddings of tokens."""
+
+from __future__ import annotations
+
+from ..access import Kind
+from ..buffers import Buffer, given
+from ..context import Context
+from ..dtypes import Dtype
+from .spec import Cut, OperationSpec, activations, box, weights, work
+
+
+def _gather(c: Context, row: int, rows: int) -> None:
+    r = slice(row, row + rows)
+    history = c.buffer(Buffer.HISTORY)
+    pairs = zip(c.table.token_ids[r], c.table.positions[r], strict=True)
+    c.write(c.output, r, c.weights([token if token >= 0 else history[-1 - token, at] for token, at in pairs]))
+
+
+GATHER = OperationSpec(
+    "output[r] = weights[token id of row r]",
+    Cut.RUNS,
+    accesses=lambda p, c, d: [box(given(p.output), Kind.WRITE, c, (0, p.inner(d)))],
+    cost=lambda p, c, d: work(c, memory=c["rows"] * p.inner(d) * p.stored_bits(d) / 8),
+    buffers=lambda p, d: {
+        "weights": weights(d.vocab, p.inner(d)),
+        "output": activations(d.tokens, p.inner(d), Dtype.F32),
+    },
+    execute=_gather,
+)

@@ -1,0 +1,66 @@
+"""NORM normalises rows by their root mean square."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..access import EVERY, OWN, Access, Columns, Index, Kind
+from ..buffers import given
+from ..context import F32, Context
+from ..dims import Dims
+from ..dtypes import Dtype
+from ..opcodes import Rows
+from ..phases import Phase
+from .spec import Cut, OperationSpec, activations, box, vector, work
+
+
+def _accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
+    inputs, output = given(p.inputs), given(p.output)
+    rank = OWN if d.replicated_residual or d.tp == 1 else EVERY  # every rank needs each row
+    if p.rows is not Rows.LOGIT:
+        whole = (0, p.inner(d))
+        return [box(inputs, Kind.READ, c, whole), box(output, Kind.WRITE, c, whole, rank)]
+    row = c["row"]
+    zero = np.zeros_like(row)
+    inner = zero + p.inner(d)
+    index = Index.NONE if rank == OWN else Index.LOGIT_OWNER
+    return [
+        Access(inputs, Kind.READ, zero, zero + d.tokens, zero, inner, Index.LOGIT_ROW),
+        Access(output, Kind.WRITE, row, row + c["rows"], zero, inner, index, rank),
+    ]
+
+
+def rms_norm(x: F32, weight: F32, eps: float) -> F32:
+    scale: F32 = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))
+    return x / scale * weight
+
+
+def _norm(c: Context, row: int, rows: int) -> None:
+    d = c.dims
+    ranks = (d.rank,) if d.replicated_residual else range(d.tp)
+    if c.phase.rows is not Rows.LOGIT:
+        r = slice(row, row + rows)
+        c.store(c.output, ranks, r, rms_norm(c.read(c.inputs, r), c.weights(), d.rms_eps))
+        return
+    for i in range(row, row + rows):
+        source = c.table.logit_rows[i]
+        if d.rank in d.owners(max(source, 0)):
+            x = c.read(c.inputs, source) if source >= 0 else np.zeros(c.phase.inner(d), np.float32)
+            c.store(c.output, ranks, i, rms_norm(x, c.weights(), d.rms_eps))
+
+
+NORM = OperationSpec(
+    "output[r] = inputs[r] / sqrt(mean(inputs[r]^2) + eps) * weights, rounded once. If only one rank keeps a row's "
+    "residual, that rank computes the norm and stores it at every rank. For logit row i: output[i] = norm of "
+    "inputs[logit_rows[i]], or zeros for padding",
+    Cut.RUNS,
+    _accesses,
+    cost=lambda p, c, d: work(c, vector=4.0 * c["rows"] * p.inner(d)),
+    buffers=lambda p, d: {
+        "weights": vector(p.inner(d)),
+        "inputs": activations(d.tokens, p.inner(d), Dtype.F32),
+        "output": activations(d.logit_rows if p.rows is Rows.LOGIT else d.tokens, p.inner(d)),
+    },
+    execute=_norm,
+    rows=lambda p: (Rows.EVERY, Rows.OWN, Rows.LOGIT),
+)

@@ -1,0 +1,42 @@
+"""REDUCE adds the partial sums that the ranks' matmuls have stored."""
+
+from __future__ import annotations
+
+from ..access import Access, Columns, Kind
+from ..buffers import given
+from ..context import Context
+from ..dims import Dims
+from ..dtypes import Dtype
+from ..phases import Phase
+from .spec import Cut, OperationSpec, activations, box, partial_sums, tile, vector, weight_rows, weights, work
+
+
+def _accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
+    rows = [d.reduce_row(rank, c["row"]) for rank in range(p.ranks(d))]
+    sums = [Access(given(p.inputs), Kind.READ, row, row + c["rows"], *tile(c)) for row in rows]
+    return [*sums, box(given(p.output), Kind.UPDATE, c, tile(c))]
+
+
+def _reduce(c: Context, row: int, rows: int, col: int, cols: int) -> None:
+    columns = slice(col, col + cols)
+    total, *others = (c.read(c.inputs, (c.reduce_rows(k, row, rows), columns)) for k in range(c.phase.ranks(c.dims)))
+    for partial in others:
+        total = total + partial
+    at = slice(row, row + rows), columns
+    c.write(c.output, at, c.read(c.output, at) + c.biased(total, columns))
+
+
+REDUCE = OperationSpec(
+    "output[r] += (inputs[0][r] + inputs[1][r] + ..) + bias, in float32 and in rank order; inputs[k] is rank k's "
+    "partial sum, for all ranks that have a part of `weights`",
+    Cut.RUNS,  # of whole rows, because the norm that follows needs every column of a row
+    _accesses,
+    cost=lambda p, c, d: work(c, vector=1.0 * c["rows"] * c["cols"] * p.ranks(d)),
+    buffers=lambda p, d: {
+        "weights": weights(weight_rows(p, d), p.inner(d)),
+        "inputs": partial_sums(d, weight_rows(p, d)),
+        "output": activations(d.tokens, weight_rows(p, d), Dtype.F32),
+        "bias": vector(weight_rows(p, d)),
+    },
+    execute=_reduce,
+)

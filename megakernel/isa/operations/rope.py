@@ -1,0 +1,30 @@
+"""ROPE computes the angles of rotary position embeddings, which matmuls with the result HEADS apply."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..access import Kind
+from ..buffers import given
+from ..context import Context
+from ..dtypes import Dtype
+from .spec import Cut, OperationSpec, activations, box, vector, work
+
+
+def _rope(c: Context, row: int, rows: int) -> None:
+    r = slice(row, row + rows)
+    angle = c.table.positions[r].astype(np.float32)[:, None] * c.weights()
+    c.write(c.output, r, np.stack([np.cos(angle), np.sin(angle)], axis=-1).reshape(rows, -1))
+
+
+ROPE = OperationSpec(
+    "output[r] = cos(a) and sin(a) interleaved, where a = (position of row r) * weights, in float32",
+    Cut.RUNS,
+    accesses=lambda p, c, d: [box(given(p.output), Kind.WRITE, c, (0, d.head_dim))],
+    cost=lambda p, c, d: work(c, vector=2.0 * c["rows"] * d.head_dim),
+    buffers=lambda p, d: {
+        "weights": vector(d.head_dim // 2),
+        "output": activations(d.tokens, d.head_dim, Dtype.F32),
+    },
+    execute=_rope,
+)

@@ -1,0 +1,239 @@
+"""Reads weights from files of any format, and declares which tensors form each buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import MegakernelError, file_errors
+from ..isa import BUFFERS, Buffer, Dims, Dtype, all_finite
+from .checkpoint import (
+    CHUNK,
+    Checkpoint,
+    Part,
+    Rows,
+    Share,
+    Storage,
+    array_of,
+    column_share,
+    cut_columns,
+    floats,
+    row_shares,
+    vector,
+    weight_dims,
+)
+from .config import ModelConfig
+from .families import forward, weights
+from .rope import inverse_frequencies
+
+
+class TensorFile(Protocol):
+    """A file, or several, with named tensors that are read by rows. A row is the part of a tensor
+    at one index of the first axis.
+    """
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def where(self, name: str) -> Path:
+        """The file that contains `name`."""
+
+    def dtype(self, name: str) -> Dtype:
+        """The type of the elements that `rows` returns."""
+
+    def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
+        """Return rows [start, end) of a tensor as a 2-D array, in which a vector is one column.
+        bfloat16 values are returned as uint16, and quantised blocks as bytes.
+        """
+
+
+@dataclass(frozen=True)
+class Naming:
+    """The names of the tensors of each buffer in a file format, in the order of the buffer's rows. `{}` is the layer.
+
+    `halved` says how many of a buffer's tensors, counted from the first, have the rows of a RoPE
+    pair half a head apart. In all other tensors these rows are adjacent. With `biases_optional`, a
+    bias that is absent counts as zero. Tensors whose names end with one of `ignored` are not read,
+    because they only repeat what the config says.
+    """
+
+    parts: Mapping[Buffer, tuple[str, ...]]
+    halved: Mapping[Buffer, int]
+    biases_optional: bool
+    ignored: tuple[str, ...] = ()
+
+    def names(self, buffer: Buffer, layer: int) -> list[str]:
+        return [part.format(layer) for part in self.parts[buffer]]
+
+
+class FileCheckpoint:
+    """A Checkpoint that reads from a TensorFile. The constructor checks every name and shape, but
+    reads no weights.
+    """
+
+    def __init__(self, name: str, config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
+        self.name = name
+        self.config = config
+        self._tensors = tensors
+        self._naming = naming
+        _check(config, tensors, naming)
+        matrices = {buffer: self._layout(buffer) for buffer in _expected_buffers(config) if BUFFERS[buffer].matrix}
+        kinds = {buffer: {part.dtype for parts in s.layers for part in parts} for buffer, s in matrices.items()}
+        self.dtype = Dtype.F32 if set().union(*kinds.values()) == {Dtype.F32} else Dtype.BF16
+        self.storage = {buffer: s for buffer, s in matrices.items() if kinds[buffer] - {Dtype.F32, Dtype.BF16}}
+        if config.tied and Buffer.EMBED in self.storage:
+            self.storage[Buffer.LM_HEAD] = self.storage[Buffer.EMBED]
+
+    def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
+        if buffer is Buffer.INV_FREQ:
+            return [vector(inverse_frequencies(self.config.rope, self.config.head_dim))]
+        source = Buffer.EMBED if buffer is Buffer.LM_HEAD and self.config.tied else buffer
+        wanted = None if buffer in self.storage else BUFFERS[buffer].resolve_dtype(split)
+        out = []
+        for index, name in enumerate(self._naming.names(source, layer)):
+            share = row_shares(buffer, split)[index]
+            if name in self._tensors.shapes:
+                part = self._read(name, share, buffer, split, wanted)
+            else:  # the bias is absent, which _check has accepted
+                part = vector(np.zeros(share.size, np.float32))
+            halved = index < self._naming.halved.get(buffer, 0)
+            out.append(Rows(part.dtype, _interleave(part.data, self.config.head_dim)) if halved else part)
+        return out
+
+    def _layout(self, buffer: Buffer) -> Storage:
+        """The type and the number of rows of each tensor that the buffer consists of."""
+        layers = range(self.config.layers if BUFFERS[buffer].layered else 1)
+        dtype, shapes = self._tensors.dtype, self._tensors.shapes
+        names = (self._naming.names(buffer, layer) for layer in layers)
+        return Storage(tuple(tuple(Part(dtype(name), shapes[name][0]) for name in layer) for layer in names))
+
+    def _read(self, name: str, share: Share, buffer: Buffer, split: Dims, dtype: Dtype | None) -> Rows:
+        """A rank's part of a tensor in the float type `dtype`, or as a view of the file if this is the tensor's type
+        or None. NaN and infinity are refused: one such weight would make every token meaningless, and a later error
+        could not name the weight.
+        """
+        kind, end = self._tensors.dtype(name), share.first + share.size
+
+        def part(start: int, stop: int) -> Rows:
+            rows = self._tensors.rows(name, start, stop)
+            if not all_finite(rows, kind):
+                raise MegakernelError(
+                    f"tensor {name} in {self._tensors.where(name)} contains a NaN or an infinity: fetch the file again"
+                )
+            return cut_columns(Rows(kind, rows.view(np.uint8)), buffer, split)
+
+        if dtype is None or dtype is kind:
+            return part(share.first, end)
+        column = column_share(buffer, split)
+        step = max(1, CHUNK // column.whole)
+        parts = (part(start, min(start + step, end)) for start in range(share.first, end, step))
+        return Rows(dtype, floats(parts, (share.size, column.size), dtype).view(np.uint8))
+
+
+def _interleave(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
+    """Reorder the rows of each head from Hugging Face's order, so that RoPE pairs are adjacent: row
+    i becomes row 2i, and row i + head_dim/2 becomes row 2i + 1.
+    """
+    heads = rows.reshape(-1, 2, head_dim // 2, rows.shape[1])
+    return np.ascontiguousarray(heads.transpose(0, 2, 1, 3)).reshape(rows.shape)
+
+
+def _halve(rows: NDArray[np.generic], head_dim: int) -> NDArray[np.generic]:
+    """The inverse of `_interleave`."""
+    heads = rows.reshape(-1, head_dim // 2, 2, rows.shape[1])
+    return np.ascontiguousarray(heads.transpose(0, 2, 1, 3)).reshape(rows.shape)
+
+
+def tensors_of(checkpoint: Checkpoint, naming: Naming, dtype: Dtype) -> Iterator[tuple[str, NDArray[np.generic]]]:
+    """Yield the tensors of `expected_shapes`, in order, as a file with this naming stores them.
+    bfloat16 values are uint16.
+    """
+    split, head_dim = weight_dims(checkpoint.config, dtype), checkpoint.config.head_dim
+    shapes = expected_shapes(checkpoint.config, naming)
+    for buffer in _expected_buffers(checkpoint.config):
+        for layer in range(checkpoint.config.layers if BUFFERS[buffer].layered else 1):
+            left = array_of(checkpoint, buffer, layer, split)
+            for index, name in enumerate(naming.names(buffer, layer)):
+                part, left = np.split(left, [shapes[name][0]])
+                halved = index < naming.halved.get(buffer, 0)
+                yield name, (_halve(part, head_dim) if halved else part).reshape(shapes[name])
+
+
+def expected_shapes(config: ModelConfig, naming: Naming) -> dict[str, tuple[int, ...]]:
+    """The name and shape of every tensor that a file must have."""
+    expected: dict[str, tuple[int, ...]] = {}
+    split = weight_dims(config, Dtype.F32)
+    for buffer in _expected_buffers(config):
+        columns = (column_share(buffer, split).whole,) if BUFFERS[buffer].matrix else ()
+        for layer in range(config.layers if BUFFERS[buffer].layered else 1):
+            for name, share in zip(naming.names(buffer, layer), row_shares(buffer, split), strict=True):
+                expected[name] = (share.whole, *columns)
+    return expected
+
+
+def _expected_buffers(config: ModelConfig) -> list[Buffer]:
+    """The buffers that a file must have."""
+    without = {Buffer.INV_FREQ} | ({Buffer.LM_HEAD} if config.tied else set())
+    return [b for b in weights(config) if b not in without]
+
+
+def _check(config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
+    """Check that every tensor which the config requires is present with the right shape, and that
+    there are no others.
+    """
+    expected = expected_shapes(config, naming)
+    biases = [p.bias for p in forward(config) if p.bias is not None]
+    optional = {
+        name
+        for buffer in (biases if naming.biases_optional else ())
+        for layer in range(config.layers)
+        for name in naming.names(buffer, layer)
+    }
+    missing = [name for name in expected if name not in tensors.shapes and name not in optional]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise MegakernelError(f"{_any_file(tensors)} has no tensor {missing[0]}{more}, which the config asks for")
+    for name, shape in expected.items():
+        found = tensors.shapes.get(name, shape)
+        if found != shape:
+            raise MegakernelError(
+                f"tensor {name} in {tensors.where(name)} has shape {list(found)}; the config asks for {list(shape)}"
+            )
+    for name in tensors.shapes:
+        if name not in expected and not name.endswith(naming.ignored or ("\0",)):
+            raise MegakernelError(
+                f"tensor {name} in {tensors.where(name)} belongs to no part of the model that the config describes"
+            )
+
+
+def _any_file(tensors: TensorFile) -> Path:
+    name = next(iter(tensors.shapes), None)
+    return Path("the checkpoint") if name is None else tensors.where(name)
+
+
+def map_file(path: Path) -> NDArray[np.uint8]:
+    """Map a non-empty file into memory, and return its bytes as an array. The bytes are read on access."""
+    try:
+        with file_errors(f"read {path}"):
+            return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+    except ValueError as e:
+        raise MegakernelError(f"{path} is empty: fetch the file again") from e
+
+
+def check_ranges(path: Path, ranges: list[tuple[int, int, str]], start: int, end: int) -> None:
+    """Check that byte ranges (begin, end, tensor) lie inside [start, end) of `path` and do not overlap."""
+    last, previous = start, ""
+    for begin, stop, name in sorted(ranges):
+        if stop > end:
+            raise MegakernelError(
+                f"{path} is cut short or damaged: tensor {name} ends at byte {stop} of {end}; fetch the file again"
+            )
+        if begin < last:
+            other = f"tensor {previous}" if previous else "the header"
+            raise MegakernelError(f"{path} is damaged: tensor {name} overlaps {other}; fetch the file again")
+        last, previous = stop, name

@@ -1,0 +1,336 @@
+"""Checks a program before anything executes it. The checks look at each record, not at the order of records.
+
+Code that reads a program without violations never reads outside the program's arrays.
+`scheduler.verify` begins with the same checks and also proves that the program computes what its
+phases define, and that it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from ..errors import MegakernelError
+from ..isa import DRAIN, Dims, Dtype, Index, Operation, Result, Units
+from ..isa import record as bits
+from ..isa.step import step_words
+from .part import Part, Use, each, extent, uses
+from .phases import MOST, all_dims, check_phases
+from .program import SEGMENTS, Program, Segment
+
+# The maximum number of workers, because a trace stores the number of a worker in 16 bits.
+MOST_WORKERS = 1 << 16
+# The maximum number of counters of one rank in all layers together. On a CPU, each counter has a cache line of its own,
+# so the counters take 1 GiB at most.
+MOST_COUNTERS = 1 << 24
+# The maximum number of words in a step table, which every launch copies. These words are 256 MiB. Block tables of 64
+# sequences of a million tokens take 2^22 words.
+MOST_STEP_WORDS = 1 << 26
+
+_KNOWN_BITS = bits.COUNTER_MASK | bits.RANK_MASK << bits.RANK_SHIFT | bits.NEXT | bits.INDEXED
+_GROUPS = bits.OPERAND_WORD + Operation.ATTENTION.layout.operands.index("groups")
+
+
+class Checks:
+    """The checks of one program, and what they decode."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The decoded segments. Relies on the first stage."""
+        return [Part(self.program, name) for name in SEGMENTS]
+
+    @cached_property
+    def uses(self) -> list[Use]:
+        """The regions that instructions access. Relies on all stages but the last."""
+        return uses(self.parts)
+
+    def stages(self, of_target: Callable[[list[Part]], Iterable[str]] = lambda parts: ()) -> Iterator[Iterable[str]]:
+        """Yield the violations that each stage finds. Each stage relies on the previous ones. `of_target` is one of
+        them: the checks of what a target requires, besides those of all targets.
+        """
+        yield _layout(self.program)
+        yield check_phases(self.program.forward, self.program.dims)
+        yield _records(self.program, self.parts)
+        yield of_target(self.parts)
+        yield _boxes(self.uses)
+
+
+_FOUND: WeakKeyDictionary[Program, str | None] = WeakKeyDictionary()
+
+
+def violation(program: Program) -> str | None:
+    """Describe the first violation in the program's sizes, phases or records, and its place. Returns None if there is
+    none. Only the first call for a program takes time.
+    """
+    if program not in _FOUND:
+        _FOUND[program] = next((found for stage in Checks(program).stages() for found in stage), None)
+    return _FOUND[program]
+
+
+def check(program: Program, name: str = "the program") -> None:
+    """Raise MegakernelError, which calls the program `name`, if it has a violation."""
+    _raise(name, violation(program))
+
+
+def check_arrays(program: Program) -> None:
+    """Raise MegakernelError if an array's length does not match the sizes. Native code relies on these lengths."""
+    _raise("the program", next(_arrays(program), None))
+
+
+def _raise(name: str, found: str | None) -> None:
+    if found is not None:
+        raise MegakernelError(f"{name} is wrong: {found}: compile it again")
+
+
+def _arrays(program: Program) -> Iterator[str]:
+    """Check the arrays' shapes, and the offsets of the streams in them. All indexing relies on
+    these.
+    """
+    if program.ranks < 1 or program.workers < 1 or program.dims.layers < 1 or program.counters < 1:
+        yield "ranks, workers, layers and counters must all be at least 1"
+        return
+    for name in SEGMENTS:
+        yield from _segment(name, getattr(program, name), program.ranks * program.workers)
+    if not len(program.queues.offsets) or (len(program.queues.offsets) - 1) % program.ranks:
+        yield f"{len(program.queues.offsets) - 1} queues cannot be divided equally among {program.ranks} ranks"
+        return
+    yield from _segment("queues", program.queues, len(program.queues.offsets) - 1)
+    for name in ("totals_first", "totals_middle", "totals_last"):
+        if getattr(program, name).shape != (program.ranks, program.counters):
+            yield f"{name}: shape {getattr(program, name).shape}, not ({program.ranks}, {program.counters})"
+
+
+def _layout(program: Program) -> Iterator[str]:
+    """Check arrays and sizes, on which all later checks rely."""
+    dims = program.dims
+    found = list(_arrays(program))
+    yield from found
+    if found:
+        return
+    if program.ranks >= bits.OWNER:
+        yield f"{program.ranks} ranks do not fit a signal word"
+    if program.ranks != dims.tp or dims.rank != 0:
+        yield f"a program of {program.ranks} ranks has the sizes of rank {dims.rank} of {dims.tp} instead of rank 0"
+    if program.workers > MOST_WORKERS:
+        yield f"{program.workers} workers of a rank are more than {MOST_WORKERS}"
+    if (dims.layers + 1) * program.counters > MOST_COUNTERS:
+        yield f"{dims.layers + 1} blocks of {program.counters} counters are more than {MOST_COUNTERS}"
+    if program.counters > bits.COUNTER_MASK:
+        yield f"a block of {program.counters} counters does not fit a wait or signal word"
+    if dims.layers > bits.MOST_LAYERS:
+        yield f"{dims.layers} layers are more than {bits.MOST_LAYERS}"
+    yield from _sizes(dims)
+
+
+def _sizes(d: Dims) -> Iterator[str]:
+    """Check that sizes are in range and fit each other. All phases and step tables rely on these checks."""
+    counts = ("vocab", "hidden", "ffn", "heads", "kv_heads", "head_dim", "kv_page", "row_block", "tokens", "logit_rows")
+    low = [name for name in (*counts, "max_seqs", "max_context", "attention_slots") if getattr(d, name) < 1]
+    if low:
+        yield f"{', '.join(low)} must be at least 1"
+        return
+    more = ("max_seqs", "max_context", "attention_slots", "items", "partials", "bias_entries", "mask_rows", "kv_block")
+    high = [name for name in (*counts, *more) if getattr(d, name) > MOST]
+    if high or max(d.heads * d.head_dim, d.tp * (d.tokens + d.row_block), d.tokens + d.row_block) > MOST:
+        yield f"{', '.join(high) or 'a product of sizes'} must be at most {MOST}"
+        return
+    if (words := step_words(d)) > MOST_STEP_WORDS:
+        yield f"a step table of {words} words is longer than {MOST_STEP_WORDS}"
+    known = d.dtype in (Dtype.F32, Dtype.BF16) and d.units in list(Units) and d.replicated_o in (0, 1)
+    known = known and d.replicated_residual in (0, 1) and d.quantised_kv in (0, 1)
+    if not known or d.ring_pages < 0 or (d.ring_pages and d.units == Units.CORE):
+        yield f"dtype {d.dtype}, units {d.units}, a ring of {d.ring_pages} pages or a flag is out of range"
+    if d.sms not in ((1, 2) if d.units == Units.TENSOR else (1,)):
+        yield f"workers of {d.sms} SMs are not possible: a worker has one, or two where matrix units compute"
+    if d.heads % d.kv_heads or d.head_dim % 2:
+        yield f"{d.heads} heads of {d.head_dim} elements do not fit {d.kv_heads} KV heads and RoPE pairs"
+    if d.kv_block < 1 or d.kv_block % d.kv_page:
+        yield f"pages of {d.kv_page} tokens do not divide KV blocks of {d.kv_block}"
+    # A step can need this many attention items, because an item begins wherever a sequence, the padding rows or a row
+    # block begins.
+    items = min(d.tokens, d.row_blocks + d.max_seqs)
+    if d.items < items or d.partials < 0 or d.bias_entries < 0 or d.mask_rows < 0:
+        yield f"{d.items} attention items, {d.partials} partials: at least {items} and 0 are needed"
+
+
+def _segment(name: str, segment: Segment, streams: int) -> Iterator[str]:
+    shape, offsets = segment.records.shape, segment.offsets
+    if len(shape) != 2 or shape[1] != bits.WORDS:
+        yield f"{name}: records have shape {shape}, not [n, {bits.WORDS}]"
+        return
+    ends = offsets.shape == (streams + 1,) and offsets[0] == 0 and offsets[-1] == shape[0]
+    if not ends or (offsets[1:] < offsets[:-1]).any():
+        yield f"{name}: offsets are not monotone from 0 to {shape[0]} over {streams} streams or queues"
+
+
+def _records(program: Program, parts: list[Part]) -> Iterator[str]:
+    """Check each record by itself, except the buffer regions that it accesses. Then check all attention instructions
+    together, and all drains together.
+    """
+    dims = all_dims(program.dims)
+    for number, part in enumerate(parts):
+        yield from _headers(part, number)
+        yield from _operands(part, dims)
+        yield from _counters(part)
+    yield from _attention(program, parts[1], dims)
+    yield from _drains(program, parts[1])
+
+
+def _headers(part: Part, segment: int) -> Iterator[str]:
+    known, home = part.phases.known[part.number], part.phases.segment[part.number]
+    yield from each(part, np.nonzero(~known)[0], "the program has no such phase")
+    yield from each(part, np.nonzero(part.records[:, 0] != part.number)[0], "word 0 holds more than a phase number")
+    for row in np.nonzero((home >= 0) & (home != segment))[0]:
+        yield f"{part.label(int(row))}: belongs in the {SEGMENTS[home[row]]}"
+    drains = part.rows(DRAIN)
+    yield from each(part, drains[part.queue[drains] >= 0], "a queue cannot hold a drain")
+
+
+def _operands(part: Part, dims: list[Dims]) -> Iterator[str]:
+    values = part.records[:, bits.OPERAND_WORD : bits.WAIT_WORD]
+    bad = ((values < part.phases.least[part.number]) | (values > part.phases.most[part.number])).any(axis=1)
+    yield from each(part, np.nonzero(bad)[0], "an operand is out of range")
+    for phase in part.phases.matmuls:
+        rows = part.rows(phase)
+        if not len(rows):
+            continue
+        columns = phase.columns(part.records[rows])
+        most = np.array([phase.width(d) for d in dims])[part.rank[rows]]
+        bad = columns["col"].astype(np.int64) + columns["cols"] > most
+        yield from each(part, rows[bad], "its column tile lies outside the rank's part of the output")
+        if phase.result is Result.HEADS:
+            unit, what = (dims[0].head_dim, "head") if phase.whole_heads(dims[0]) else (2, "RoPE pair")
+            bad = (columns["col"] % unit != 0) | (columns["cols"] % unit != 0)
+            yield from each(part, rows[bad], f"its column tile cuts a {what}")
+
+
+def _counters(part: Part) -> Iterator[str]:
+    program, dims = part.program, part.program.dims
+    for words, signal in ((part.waits, False), (part.signals, True)):
+        what = "signal" if signal else "wait"
+        bad = (words.raw & ~np.int32(_KNOWN_BITS) != 0) | (words.counter < 0) | (words.counter >= program.counters)
+        yield from each(part, words.row[bad], f"a {what} names no counter of the block of {program.counters}")
+        if signal:
+            owner = words.rank == bits.OWNER
+            bad = (words.rank >= program.ranks) & (words.rank != bits.ALL_RANKS) & ~owner
+            yield from each(part, words.row[bad], "a signal names no rank")
+            bad = owner & ~words.indexed
+            yield from each(part, words.row[bad], "only an indexed signal can go to a row's owner")
+            if owner.any() and dims.replicated_residual:
+                yield from each(part, words.row[owner], "a signal goes to a row's owner, but all ranks keep all rows")
+            if part.name != "body":
+                yield from each(part, words.row[words.next], "only the body signals the next block")
+        else:
+            yield from each(part, words.row[words.rank != 0], "a wait names a rank, but is always on the own rank")
+            yield from each(part, words.row[words.next], "a wait names the next block, but must name its own")
+        if words.indexed.any():
+            row = words.row[words.indexed]
+            attends = np.isin(row, part.rows(part.phases.attention))
+            # A grid of counters has one counter for each row block. If attention items wait for the grid, it has one
+            # counter for each row block and group of KV heads.
+            members = np.where(attends & (not signal), part.records[row, _GROUPS].astype(np.int64), 1)
+            picks = attends | np.isin(part.number[row], [] if signal else part.phases.logit_norms)
+            bad = ~picks | (words.slot[words.indexed] != 0)
+            yield from each(part, row[bad], f"a {what} word here cannot be indexed")
+            past = ~bad & (words.counter[words.indexed] + members * dims.row_blocks > program.counters)
+            yield from each(part, row[past], f"its {what} grid runs past the block of {program.counters} counters")
+
+
+def _attention(program: Program, body: Part, dims: list[Dims]) -> Iterator[str]:
+    """Check the attention instructions. The step table may give any item to any of a rank's
+    attention instructions, so all of them must name the same grids of counters.
+    """
+    phase = body.phases.attention
+    if phase is None:
+        return
+    every = body.rows(phase)
+    for words, what in ((body.waits, "wait"), (body.signals, "signal")):
+        grid = np.zeros(len(body.records), dtype=np.bool_)
+        grid[words.row[words.indexed & (words.slot == 0)]] = True
+        yield from each(body, every[~grid[every]], f"its {what} word 0 must name a grid")
+    for rank, d in enumerate(dims):
+        rows = every[body.rank[every] == rank]
+        columns = phase.columns(body.records[rows])
+        if not d.rank_heads:
+            yield from each(body, rows, f"rank {rank} has no heads")
+            continue
+        slots = np.sort(columns["slot"])
+        if not np.array_equal(slots, np.arange(d.attention_slots)):
+            yield f"{phase.name}: rank {rank} has slots {slots.tolist()}, not each of 0..{d.attention_slots - 1} once"
+        heads = columns["group_heads"]
+        bad = (heads < 1) | (columns["groups"] != -(-d.rank_kv_heads // np.maximum(heads, 1)))
+        yield from each(body, rows[bad], f"its groups do not cover {d.rank_kv_heads} KV heads")
+        same = body.records[rows][:, [bits.OPERAND_WORD + 1, bits.WAIT_WORD, bits.SIGNAL_WORD]]
+        yield from each(
+            body, rows[(same != same[:1]).any(axis=1)], "its grids differ from those of the rank's first attention"
+        )
+
+
+def _drains(program: Program, body: Part) -> Iterator[str]:
+    """Check that drains name queues of their own rank, do not claim more records than exist, and together claim all of
+    them.
+    """
+    rows = body.rows(DRAIN)
+    lengths = np.diff(program.queues.offsets).astype(np.int64)
+    columns = DRAIN.columns(body.records[rows])
+    bad = (columns["queue"] < 0) | (columns["queue"] >= program.rank_queues)
+    yield from each(body, rows[bad], f"its queue does not exist: its rank has {program.rank_queues} queues")
+    if bad.any():
+        return
+    queue = body.rank[rows] * program.rank_queues + columns["queue"]
+    bad = (columns["end"] < 0) | (columns["end"] > lengths[queue])
+    yield from each(body, rows[bad], "its end lies outside its queue")
+    claimed = np.zeros(len(lengths), dtype=np.int64)
+    np.maximum.at(claimed, queue, columns["end"])
+    for q in np.nonzero(claimed < lengths)[0]:
+        row = int(body.static + program.queues.offsets[q] + claimed[q])
+        yield f"{body.label(row)}: no drain of its rank claims it"
+
+
+def _boxes(found: list[Use]) -> Iterator[str]:
+    """Check that all regions that instructions read or write lie inside their buffers, and that each
+    rank uses only its own rows of the residual.
+    """
+    every = [(use, access) for use in found for access in use.accesses]
+    if not every:
+        return
+    length = [len(use.rows) for use, _ in every]
+    row, row_end, col, col_end = (
+        np.concatenate([getattr(a, name) for _, a in every]) for name in ("row", "row_end", "col", "col_end")
+    )
+    height, width = np.repeat(np.array([extent(a.buffer, use.dims) for use, a in every]), length, axis=0).T
+    bad = (row < 0) | (row_end > height) | (col < 0) | (col_end > width)
+    bad &= (row != row_end) & (col != col_end)
+    bad |= (row_end < row) | (col_end < col)
+    for i in np.nonzero(bad)[0]:
+        which = int(np.searchsorted(np.cumsum(length), i, side="right"))
+        use, access = every[which]
+        label = use.part.label(int(use.rows[i - sum(length[:which])]))
+        yield f"{label}: its box lies outside {access.buffer.name} [{height[i]}, {width[i]}]"
+    for use in found:
+        if use.dims.tp > 1 and not use.dims.replicated_residual:
+            yield from _check_owners(use)
+
+
+def _check_owners(use: Use) -> Iterator[str]:
+    """Check that a rank uses only its own row blocks of the residual. Also check that each
+    instruction on the residual or on partial sums has rows of only one row block, because partial
+    sums are stored by row block.
+    """
+    d, phases = use.dims, use.part.phases
+    residual = any(a.buffer in phases.residual and a.index is Index.NONE for a in use.accesses)
+    if not residual and all(a.buffer not in phases.partial for a in use.accesses):
+        return
+    columns = use.phase.columns(use.part.records[use.rows])
+    first, last = columns["row"], columns["row"] + columns["rows"] - 1
+    for row in use.rows[first // d.row_block != last // d.row_block]:
+        yield f"{use.part.label(int(row))}: its rows lie in more than one row block"
+    if residual:
+        for row in use.rows[d.owner(first) != d.rank]:
+            yield f"{use.part.label(int(row))}: another rank has these rows of the residual"

@@ -1,0 +1,136 @@
+"""Loads and checks program files. A file may come from anyone, so the type and range of every field are checked before
+use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import MegakernelError, file_errors
+from ..isa import DIM_FIELDS, Dims, Forward
+from ..isa.record import WORDS
+from .checks import check
+from .program import ALIGNMENT, HASHED, MAGIC, SEGMENTS, START, TOTALS, VERSION, Program, Segment
+
+# The maximum length of the header. With sizes and up to 29 phases, it has about 10 kB. A longer header is not decoded.
+MOST_HEADER_BYTES = 1 << 20
+# The maximum length of a machine's or a phase's name, which tables print. A machine's name may be a
+# file name, which has at most 255 bytes.
+MOST_NAME = 255
+_COUNTS = ("ranks", "workers", "counters")
+_SEGMENTS = (*SEGMENTS, "queues")
+_ARRAYS = (*(f"{name}.{what}" for name in _SEGMENTS for what in ("records", "offsets")), *TOTALS)
+
+
+def load_program(path: Path) -> Program:
+    """Load a program file. Raises MegakernelError if it cannot be read, or if the program is not valid."""
+    with file_errors(f"read program {path}"):
+        return program_from_bytes(path.read_bytes(), str(path))
+
+
+def program_from_bytes(data: bytes, name: str) -> Program:
+    """The inverse of `Program.to_bytes`, with all checks. Error messages call the program `name`."""
+    if data[: len(MAGIC)] != MAGIC:
+        raise MegakernelError(f"{name} is not a megakernel program")
+    if len(data) < START or data[len(MAGIC)] != VERSION:
+        found = data[len(MAGIC)] if len(data) > len(MAGIC) else "none"
+        raise MegakernelError(
+            f"program {name} has format version {found}, but this release reads {VERSION}: compile it again"
+        )
+    if hashlib.sha256(memoryview(data)[HASHED:]).digest() != data[HASHED - 32 : HASHED]:
+        raise MegakernelError(f"program {name} is damaged: its checksum does not match")
+    try:
+        program = _decode(data)
+    except ValueError as e:
+        raise MegakernelError(f"program {name} is damaged: {e}: compile it again") from e
+    check(program, f"program {name}")
+    return program
+
+
+def _decode(data: bytes) -> Program:
+    """Decode a file whose checksum is right. The program's arrays are views of `data`. Raises ValueError."""
+    size = int.from_bytes(data[HASHED:START], "little")
+    if size > min(MOST_HEADER_BYTES, len(data) - START) or (START + size) % ALIGNMENT:
+        raise ValueError(f"the file's header cannot have {size} bytes")
+    try:
+        fields = json.loads(data[START : START + size])
+    except (ValueError, RecursionError) as e:
+        raise ValueError("the file's header is not JSON") from e
+    _table(fields, "the file's header", ("dims", "forward", "machine", *_COUNTS, "arrays"))
+    dims = _dims(fields["dims"])
+    ranks, workers, counters = (_int32(fields[name], name) for name in _COUNTS)
+    lengths = _lengths(fields["arrays"])
+    _table(fields["forward"], "forward", SEGMENTS)
+    forward = Forward.from_json(fields["forward"])
+    for what, name in [("machine", fields["machine"]), *(("a phase", phase.name) for phase in forward)]:
+        if not isinstance(name, str) or not name.isprintable() or len(name) > MOST_NAME:
+            raise ValueError(f"the name of {what} is not printable text of up to {MOST_NAME} characters")
+    arrays, start = {}, START + size
+    if start + 4 * sum(lengths.values()) != len(data):
+        raise ValueError("the file's arrays do not have the lengths that its header states")
+    for name, words in lengths.items():
+        array = np.frombuffer(data, "<i4", count=words, offset=start).astype(np.int32, copy=False)
+        arrays[name] = array.reshape(-1, WORDS) if name.endswith(".records") else array
+        start += 4 * words
+    for name in TOTALS:
+        if min(ranks, counters) < 1 or len(arrays[name]) != ranks * counters:
+            raise ValueError(
+                f"{name} has {len(arrays[name])} words, not one for each of {counters} counters of {ranks} ranks"
+            )
+    prologue, body, epilogue, queues = (
+        Segment(arrays[f"{name}.records"], arrays[f"{name}.offsets"]) for name in _SEGMENTS
+    )
+    first, middle, last = (arrays[name].reshape(ranks, counters) for name in TOTALS)
+    return Program(
+        dims,
+        forward,
+        fields["machine"],
+        ranks,
+        workers,
+        counters,
+        prologue,
+        body,
+        epilogue,
+        first,
+        middle,
+        last,
+        queues,
+    )
+
+
+def _dims(sizes: Any) -> Dims:
+    _table(sizes, "dims", [name for name, _ in DIM_FIELDS])
+    for name, kind in DIM_FIELDS:
+        if kind is int:
+            _int32(sizes[name], f"dims.{name}")
+        elif isinstance(sizes[name], bool) or not isinstance(sizes[name], (int, float)) or not 0 <= sizes[name] < 1:
+            raise ValueError(f"dims.{name} is not a number of at least 0 and below 1")
+    return Dims(**sizes)
+
+
+def _lengths(listed: Any) -> dict[str, int]:
+    """Return the number of words of each array in the header's list of arrays, whose lengths count records or words."""
+    if not isinstance(listed, list) or [a[:1] if isinstance(a, list) else a for a in listed] != [[n] for n in _ARRAYS]:
+        raise ValueError(f"the header's list of arrays must be {', '.join(_ARRAYS)}")
+    if any(len(entry) != 2 for entry in listed):
+        raise ValueError("an entry in the header's list of arrays is not [name, length]")
+    if any(_int32(length, f"the length of {name}") < 0 for name, length in listed):
+        raise ValueError("an array's length is negative")
+    return {name: length * (WORDS if name.endswith(".records") else 1) for name, length in listed}
+
+
+def _table(value: Any, what: str, names: Sequence[str]) -> None:
+    if not isinstance(value, dict) or set(value) != set(names):
+        raise ValueError(f"{what} must have the fields {', '.join(names)}")
+
+
+def _int32(value: Any, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not -(1 << 31) <= value < 1 << 31:
+        raise ValueError(f"{what} is not an integer that fits in 32 bits")
+    return value

@@ -1,0 +1,240 @@
+"""Sends workloads to servers: all requests at once or as a Poisson process, from one or several client processes, and
+to several servers in alternation (A B A B), so that other load on the machine affects all alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import multiprocessing
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.sharedctypes import Synchronized
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from megakernel.errors import MegakernelError
+from megakernel.serving.bench.client import ServerClient
+from megakernel.serving.bench.report import Outcome, cpu_time, report
+from megakernel.serving.bench.workload import Workload
+from megakernel.serving.engine.scheduler import Counts
+
+_WARM_UP_TOKENS = 4  # output tokens of each warm-up request
+_STALL_S = 1800.0  # a server counts as dead after so many seconds without an event from any request
+_SPARE_FILES = 64  # descriptors that a process needs besides its connections
+_LOOK_S = 0.2  # interval between two progress reports
+OnDone = Callable[[int, int], None]
+"""Called with (answered requests, all requests)."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """How the jobs are sent.
+
+    rate             average requests per second of a Poisson process; if infinite, requests are sent as soon as
+                     `max_concurrency` allows
+    max_concurrency  maximum number of requests in flight; None means no limit
+    goodput          limits for goodput (see `report`)
+    warm_up          requests with short answers before each server's first run
+    processes        client processes, because one may be too slow for a server
+    """
+
+    rate: float = math.inf
+    max_concurrency: int | None = None
+    stream: bool = True
+    goodput: dict[str, float] | None = None
+    seed: int = 0
+    warm_up: int = 8
+    processes: int = 1
+
+
+async def alternate(
+    servers: list[ServerClient],
+    workload: Workload,
+    load: Load,
+    runs: int,
+    on_done: Callable[[int, int], None] | None = None,
+) -> list[list[dict[str, Any]]]:
+    """Run the workload `runs` times on each server, in alternation. Returns a list of each server's runs.
+
+    If the prompts are random token ids, each run of a server has different ids, so that no prefix cache helps.
+
+    The entry `server` of a run's figures holds what the server itself reports at its path `/roofline` about the steps
+    of the run. The entry is None if the server has no such path or counted no steps.
+    """
+    some = workload.again(runs).jobs[: load.warm_up]
+    short = [replace(job, output_tokens=min(job.output_tokens, _WARM_UP_TOKENS)) for job in some]
+    for server in servers:
+        if short:
+            await drive(server, Workload("warm-up", short), Load(max_concurrency=load.max_concurrency))
+    figures: list[list[dict[str, Any]]] = [[] for _ in servers]
+    total = runs * len(servers) * len(workload.jobs)
+    for number in range(runs * len(servers)):
+        which = number % len(servers)
+        server = servers[which]
+        record, cpu = await server.get_json("/roofline"), await server.cpu_seconds()
+        shifted = partial(_shifted, on_done, number * len(workload.jobs), total) if on_done else None
+        outcomes, client_s = await _drive_from(server, workload.again(number // len(servers)), load, shifted)
+        steps = _steps(record, await server.get_json("/roofline"))
+        spent = {kind: seconds - cpu.get(kind, 0.0) for kind, seconds in (await server.cpu_seconds()).items()}
+        figure = report(outcomes, load.goodput)
+        figure |= cpu_time(spent | {"client": client_s}, figure["output_tokens"], figure["duration_s"], load.processes)
+        figures[which].append(figure | {"server": steps})
+    return figures
+
+
+def _shifted(on_done: OnDone, before: int, total: int, done: int, _: int) -> None:
+    on_done(before + done, total)
+
+
+def _steps(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the figures of the steps that a server ran between two answers, `before` and `after`, of its `/roofline`.
+
+    The result is None if the server ran no steps or if an answer has no figures of steps.
+    """
+    if not before or not after or "total" not in before or "total" not in after:
+        return None
+    steps, wall, bound = (after["total"][name] - before["total"][name] for name in ("steps", "wall_s", "bound_s"))
+    if not steps:
+        return None
+    counts = Counts(**after["counts"]) - Counts(**before["counts"]) if "counts" in after else Counts()
+    return {"steps": steps, "step_s": wall / steps, "roofline_fraction": bound / wall, **counts.figures()}
+
+
+async def describe(server: ServerClient) -> dict[str, Any]:
+    """Return a server's address, model and version."""
+    version = await server.get_json("/version") or {}
+    props = await server.get_json("/props") or {}  # of llama-server
+    return {"url": server.url, "model": server.model, "version": version.get("version") or props.get("build_info")}
+
+
+async def drive(server: ServerClient, workload: Workload, load: Load, on_done: OnDone | None = None) -> list[Outcome]:
+    """Send every job once, from this process. Returns the outcomes in the order of the jobs.
+
+    Raises MegakernelError if no request receives anything for _STALL_S.
+    """
+    jobs, most = workload.jobs, load.max_concurrency or len(workload.jobs)
+    slots = asyncio.Semaphore(most)
+    _allow_connections(min(most, len(jobs)))
+    gaps = np.random.default_rng(load.seed).exponential(1 / load.rate, len(jobs)) if load.rate < math.inf else None
+    moments = None if gaps is None else np.cumsum(gaps)
+    outcomes: list[Outcome | None] = [None] * len(jobs)
+    finished = 0
+
+    async def one(index: int) -> None:
+        nonlocal finished
+        try:
+            outcomes[index] = await server.complete(jobs[index], stream=load.stream)
+        finally:
+            slots.release()
+        finished += 1
+        if on_done:
+            on_done(finished, len(jobs))
+
+    async def watch() -> None:
+        seen, since = -1, perf_counter()
+        while True:
+            await asyncio.sleep(1.0)
+            if server.events != seen:
+                seen, since = server.events, perf_counter()
+            elif perf_counter() - since > _STALL_S:
+                done = f"{finished} of {len(jobs)} requests are done"
+                raise MegakernelError(f"{server.url} has sent nothing for {_STALL_S:.0f} s; {done}")
+
+    async def send() -> None:
+        start = perf_counter()
+        async with asyncio.TaskGroup() as sent:
+            for index in range(len(jobs)):
+                if moments is not None:
+                    await asyncio.sleep(start + moments[index] - perf_counter())
+                await slots.acquire()
+                sent.create_task(one(index))
+
+    watching, sending = asyncio.ensure_future(watch()), asyncio.ensure_future(send())
+    try:
+        await asyncio.wait([watching, sending], return_when=asyncio.FIRST_COMPLETED)
+        if watching.done():
+            watching.result()
+        await sending
+    finally:
+        for task in (watching, sending):
+            task.cancel()
+        await asyncio.gather(watching, sending, return_exceptions=True)
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+def _allow_connections(count: int) -> None:
+    """Raise this process's limit on open files to what `count` connections need."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + _SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise MegakernelError(
+                f"{count} connections exceed the system's limit of {hard} open files: lower --max-concurrency"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+async def _drive_from(
+    server: ServerClient, workload: Workload, load: Load, on_done: OnDone | None
+) -> tuple[list[Outcome], float]:
+    """Call `drive` in up to `load.processes` processes. Returns the outcomes and the CPU seconds of the clients.
+
+    Each of n processes sends every n-th job, at 1/n of the rate and with 1/n of the requests in flight.
+    """
+    n = min(load.processes, len(workload.jobs), load.max_concurrency or len(workload.jobs))
+    if n == 1:
+        before = time.process_time()
+        outcomes = await drive(server, workload, load, on_done)
+        return outcomes, time.process_time() - before
+    context = multiprocessing.get_context("spawn")
+    count: Synchronized[int] = context.Value("q", 0)
+    loop, most = asyncio.get_running_loop(), load.max_concurrency
+    with ProcessPoolExecutor(n, context, _share, (count,)) as pool:
+        await asyncio.gather(*(loop.run_in_executor(pool, time.sleep, _LOOK_S) for _ in range(n)))  # until all run
+        parts = []
+        for i in range(n):
+            part = replace(load, rate=load.rate / n, seed=load.seed + i, max_concurrency=most and (most + i) // n)
+            share = replace(workload, jobs=workload.jobs[i::n])
+            parts.append(loop.run_in_executor(pool, _part, server.spec, share, part))
+        while (await asyncio.wait(parts, timeout=_LOOK_S, return_when=asyncio.FIRST_EXCEPTION))[1]:
+            if on_done:
+                on_done(count.value, len(workload.jobs))
+            if any(part.done() and part.exception() for part in parts):
+                break
+        done = await asyncio.gather(*parts)
+    return [outcome for outcomes, _ in done for outcome in outcomes], sum(seconds for _, seconds in done)
+
+
+_count: Synchronized[int]
+
+
+def _share(count: Synchronized[int]) -> None:
+    """Store the counter of answered requests, which all client processes share, in a new client process."""
+    global _count
+    _count = count
+
+
+def _part(spec: dict[str, Any], share: Workload, load: Load) -> tuple[list[Outcome], float]:
+    """Send one process's part of the load. Returns the outcomes and the process's CPU seconds."""
+
+    def count(done: int, of: int) -> None:
+        with _count.get_lock():
+            _count.value += 1
+
+    async def send() -> list[Outcome]:
+        server = ServerClient(**spec)
+        try:
+            return await drive(server, share, load, count)
+        finally:
+            await server.close()
+
+    before = time.process_time()
+    return asyncio.run(send()), time.process_time() - before

@@ -1,0 +1,576 @@
+"""The HTTP server as clients of the OpenAI API and of vLLM see it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from threading import Event
+from typing import Any
+from unittest.mock import Mock
+
+import openai
+import pytest
+from api_support import Live, alternating, serving, until
+from model_helpers import byte_model
+
+from megakernel import LLM, SamplingParams
+from megakernel.serving.bench import ServerClient
+from megakernel.serving.engine.engine import Engine, Step
+from megakernel.serving.engine.request import Request
+from megakernel.serving.server import http as api_http
+
+CONTEXT = 512
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+LONG = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = tmp_path_factory.mktemp("model")
+    byte_model(folder, gain=0.01)
+    with LLM(str(folder), max_context=CONTEXT, max_seqs=4, step_tokens=32, threads=1) as made:
+        made.model = "bytes"
+        yield made
+
+
+@pytest.fixture
+def slow(live: Live) -> Iterator[Live]:
+    """Yield the server with steps of at least 20 ms, so that a test can act while a request is in progress."""
+    nap = sleeping(0.02)
+    live.host.loop.on_step.append(nap)
+    yield live
+    live.host.loop.on_step.remove(nap)
+    until(live.at_rest)
+
+
+@pytest.fixture
+def client(live: Live) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+
+
+def sleeping(seconds: float) -> Callable[[Step, float], None]:
+    """Return a callback for `on_step` that sleeps, so that each step takes at least `seconds`."""
+    return lambda step, wall_s: time.sleep(seconds)
+
+
+def error_of(data: bytes) -> dict[str, Any]:
+    error: dict[str, Any] = json.loads(data)["error"]
+    return error
+
+
+@contextmanager
+def another(llm: LLM, live: Live, step_s: float = 0, **options: Any) -> Iterator[Live]:
+    """Yield a second server for the same `llm`, with its own options and steps of at least `step_s` seconds. It starts
+    when the first server has no requests left.
+    """
+    until(live.at_rest)
+    with serving(llm, **options) as server:
+        if step_s:
+            server.host.loop.on_step.append(sleeping(step_s))
+        yield server
+
+
+# -- the openai package
+
+
+def test_completion_by_sdk(client: openai.OpenAI, live: Live) -> None:
+    expected = live.post(COMPLETIONS, {"prompt": "hello", "temperature": 0, "max_tokens": 8, "return_token_ids": True})
+    got = client.completions.create(model="bytes", prompt="hello", temperature=0, max_tokens=8)
+    assert (got.choices[0].text, got.choices[0].finish_reason) == (expected["choices"][0]["text"], "length")
+    assert got.usage is not None
+    assert (got.usage.prompt_tokens, got.usage.completion_tokens, got.usage.total_tokens) == (5, 8, 13)
+
+
+def test_chat_stream_by_sdk(client: openai.OpenAI) -> None:
+    create = partial(client.chat.completions.create, **HELLO, model="bytes", temperature=0, max_completion_tokens=12)
+    whole = create()
+    *parts, usage = create(stream=True, stream_options={"include_usage": True})
+    assert usage.choices == [] and usage.usage.total_tokens == whole.usage.total_tokens > 12
+    first = parts[0].choices[0]
+    assert (first.delta.role, first.delta.content, first.finish_reason) == ("assistant", "", None)
+    assert [part.choices[0].finish_reason for part in parts[1:-1]] == [None] * (len(parts) - 2)
+    assert parts[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == whole.choices[0].message.content
+    assert all(part.usage is None for part in parts)
+
+
+def test_errors_by_sdk(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="'gpt-5' is not served here: the models are bytes"):
+        client.completions.create(model="gpt-5", prompt="x")
+    with pytest.raises(openai.BadRequestError) as e:
+        client.completions.create(model="bytes", prompt="x", temperature=3)
+    assert e.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("nobody")
+    assert [model.id for model in client.models.list()] == [client.models.retrieve("bytes").id] == ["bytes"]
+
+
+# -- what is generated
+
+
+def test_answers_are_those_of_the_engine_alone(live: Live, llm: LLM) -> None:
+    """A request over HTTP, streamed or not, gets the same tokens as the same request to the engine without a server."""
+    settings: dict[str, Any] = {"temperature": 0.8, "seed": 7, "max_tokens": 10, "n": 2, "logprobs": 2}
+    ids = [[72, 73], [74, 75, 76]]
+    body = {**settings, "prompt": ids, "return_token_ids": True}
+    answer = live.post(COMPLETIONS, body)
+    streamed: dict[int, list[int]] = {}
+    for event in live.events(COMPLETIONS, body):
+        for choice in event["choices"]:
+            streamed.setdefault(choice["index"], []).extend(choice["token_ids"])
+    until(live.at_rest)
+    expected = [choice for result in llm.generate(ids, SamplingParams(**settings)) for choice in result.choices]
+    for i, (choice, alone) in enumerate(zip(answer["choices"], expected, strict=True)):
+        assert (choice["index"], choice["token_ids"], choice["text"]) == (i, alone.token_ids, alone.text)
+        assert (choice["logprobs"]["token_logprobs"], streamed[i]) == (alone.logprobs, alone.token_ids)
+    cached = answer["usage"].pop("prompt_tokens_details")["cached_tokens"]
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 40, "total_tokens": 45} and cached == 0
+
+
+@pytest.mark.parametrize("prompt, tokens", [("ab", 2), (["ab", "c"], 3), ([97, 98], 2), ([[97], [98, 99]], 3)])
+def test_forms_of_a_prompt(live: Live, prompt: Any, tokens: int) -> None:
+    answer = live.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 1})
+    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    assert len(answer["choices"]) == (len(prompt) if several else 1)
+    assert answer["usage"]["prompt_tokens"] == tokens
+
+
+def test_prompts_are_scored_as_lm_eval_asks(live: Live, llm: LLM) -> None:
+    """lm_eval sends batches of token ids with echo, logprobs=1 and max_tokens=1. Every token but the first gets a
+    log-probability, also the generated token at the end.
+    """
+    prompts = [[72, 101, 108], [72, 101]]
+    body = {"prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
+    answer = live.post(COMPLETIONS, {"model": "bytes", **body})
+    for prompt, choice in zip(prompts, answer["choices"], strict=True):
+        scores = choice["logprobs"]
+        (first, none), *pairs = zip(scores["token_logprobs"], scores["top_logprobs"], strict=True)
+        assert first is none is None and len(scores["tokens"]) == len(pairs) + 1 == len(prompt) + 1
+        assert all(value in top.values() for value, top in pairs)
+        assert llm.tokenizer is not None
+        assert choice["text"].startswith(llm.tokenizer.decode(prompt))
+    scored = live.post(COMPLETIONS, {**body, "max_tokens": 0})
+    assert [c["logprobs"]["token_logprobs"] for c in scored["choices"]] == [
+        c["logprobs"]["token_logprobs"][:-1] for c in answer["choices"]
+    ]
+    assert scored["usage"]["completion_tokens"] == 0
+
+
+def test_echo_and_scores_stream(live: Live) -> None:
+    body = {"prompt": "hello", "echo": True, "logprobs": 0, "n": 2, "max_tokens": 4, "seed": 3}
+    whole = live.post(COMPLETIONS, body)
+    for choice in whole["choices"]:
+        parts = [e["choices"][0] for e in live.events(COMPLETIONS, body) if e["choices"][0]["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            assert [value for part in parts for value in part["logprobs"][name]] == choice["logprobs"][name]
+
+
+def test_chat_scores(live: Live) -> None:
+    answer = live.post(CHAT, {**HELLO, "max_tokens": 3, "temperature": 0, "logprobs": True, "top_logprobs": 2})
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert len(content) == 3
+    for token in content:
+        assert len(token["top_logprobs"]) == 2
+        assert token["top_logprobs"][0]["logprob"] == token["logprob"]
+        assert len(token["bytes"]) <= 1  # an ordinary token of this model is one byte
+    assert live.post(CHAT, {**HELLO, "max_tokens": 1})["choices"][0]["logprobs"] is None
+
+
+def test_conversations_go_through_the_template(live: Live) -> None:
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "me"},
+    ]
+    got = live.post("/tokenize", {"messages": messages})
+    assert live.post("/detokenize", {"tokens": got["tokens"]}) == {"prompt": "<system>be brief<user>ab<assistant>"}
+    for special in ({}, {"add_special_tokens": False}):
+        ab = live.post("/tokenize", {"prompt": "ab", **special})
+        assert (ab["count"], ab["max_model_len"]) == (2, CONTEXT)
+        assert live.post("/detokenize", {"tokens": ab["tokens"]}) == {"prompt": "ab"}
+    assert json.loads(live.request("GET", "/tokenizer_info")[2]) == {"bos_token": None, "eos_token": None}
+
+
+def test_a_character_is_never_cut(live: Live) -> None:
+    body = {"prompt": "x", "max_tokens": 4, **alternating("é")}
+    texts = [event["choices"][0]["text"] for event in live.events(COMPLETIONS, body)]
+    assert "".join(texts) == "éé"
+    assert live.post(COMPLETIONS, {**body, "max_tokens": 3})["choices"][0]["text"] == "é\ufffd"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_one_choice(slow: Live, stream: bool) -> None:
+    most = 101 if stream else 100  # `observe` finds the requests of this test by this number
+    body = {"prompt": ["x", "y"], "max_tokens": most, "stop": ["bab", "never"], **alternating("ab")}
+    requests: set[Request] = set()
+
+    def observe(step: Step, seconds: float) -> None:
+        requests.update(one.request for one in step.sequence if one.request.params.max_tokens == most)
+
+    slow.host.loop.on_step.append(observe)
+    if stream:
+        events = slow.events(COMPLETIONS, body)
+        texts = ["".join(e["choices"][0]["text"] for e in events if e["choices"][0]["index"] == i) for i in (0, 1)]
+        reasons = [e["choices"][0]["finish_reason"] for e in events if e["choices"][0]["finish_reason"]]
+    else:
+        answer = slow.post(COMPLETIONS, body)
+        texts, reasons = ([choice[key] for choice in answer["choices"]] for key in ("text", "finish_reason"))
+        assert answer["usage"]["completion_tokens"] == 8
+    assert (texts, reasons) == (["a", "a"], ["stop", "stop"])
+    slow.host.loop.on_step.pop()
+    until(slow.at_rest)
+    # The engine itself ended both choices at the stop string, and did not generate `most` tokens.
+    assert [choice.finish_reason for request in requests for choice in request.choices] == ["stop", "stop"]
+
+
+def test_max_tokens_meet_the_context(live: Live) -> None:
+    """After a prompt of CONTEXT - 1 tokens, one token fits and a request for two is refused. Without max_tokens,
+    generation ends when the context is full.
+    """
+    prompt = [65] * (CONTEXT - 1)
+    assert live.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 1})["usage"]["completion_tokens"] == 1
+    assert live.post(COMPLETIONS, {"prompt": prompt})["usage"]["completion_tokens"] == 1
+    for body in ({"prompt": prompt, "max_tokens": 2}, {"prompt": [65] * CONTEXT}):
+        error = live.post(COMPLETIONS, body, 400)["error"]
+        assert f"maximum context length is {CONTEXT} tokens" in error["message"]
+    chat = live.post(CHAT, {**HELLO, "ignore_eos": True})
+    assert chat["usage"]["total_tokens"] == CONTEXT
+
+
+# -- errors
+
+
+@pytest.mark.parametrize(
+    "path, body, param, message",
+    [
+        (COMPLETIONS, {}, "prompt", "prompt is required"),
+        (COMPLETIONS, {"prompt": ""}, "prompt", "none of them empty, not ''"),
+        (COMPLETIONS, {"prompt": []}, "prompt", "none of them empty"),
+        (COMPLETIONS, {"prompt": ["a", 1]}, "prompt", "list of up to 2048 texts or lists of token ids"),
+        (COMPLETIONS, {"prompt": ["a"] * 2049}, "prompt", "up to 2048"),
+        (COMPLETIONS, {"prompt": [260]}, None, "prompt token 260 is outside the vocabulary of 260"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens", "only with echo"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": "9"}, "max_tokens", "must be a whole number, not '9'"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": True}, "max_tokens", "must be a whole number, not True"),
+        (COMPLETIONS, {"prompt": "a", "temperature": 2.1}, "temperature", "temperature must be at most 2, not 2.1"),
+        (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p", "top_p must be above 0, not 0"),
+        (COMPLETIONS, {"prompt": "a", "top_p": 1e-40}, None, "top_p=1e-40 must be a number from 1.17549e-38 to 1"),
+        (COMPLETIONS, {"prompt": "a", "presence_penalty": -2.5}, "presence_penalty", "must be at least -2"),
+        (COMPLETIONS, {"prompt": "a", "n": 129}, "n", "must be at most 128"),
+        (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of", "must equal n"),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs", "must be at most 20"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"260": 1}}, None, "token 260 is outside the vocabulary"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias.1", "must be at most 100"),
+        (COMPLETIONS, {"prompt": "a", "min_tokens": 5, "max_tokens": 4}, None, "must not exceed max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "stream_options": {}}, "stream_options", "requires stream=true"),
+        (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop", "each of 1 to 1024 characters"),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "suffix": "b"},
+            "suffix",
+            "suffix is not supported: this server's models cannot fill in the middle of a text",
+        ),
+        (COMPLETIONS, {"prompt": "a", "top_k": "y" * 500}, "top_k", "(500 characters)"),
+        (COMPLETIONS, b'{"prompt": "a", "temperature": NaN}', "temperature", "finite number"),
+        (COMPLETIONS, b'{"prompt": "\\ud800"}', "prompt", "must be text"),
+        (COMPLETIONS, b'{"prompt": ', None, "the body is not JSON: Expecting value at character 11"),
+        (COMPLETIONS, b"\xff\xfe", None, "body"),
+        (COMPLETIONS, b"", None, "the body is required"),
+        (COMPLETIONS, b"[" * 100_000, None, "body"),
+        (COMPLETIONS, [1, 2], None, "the body must be an object"),
+        (CHAT, {"messages": []}, "messages", "must have at least 1 entries"),
+        (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role", "not 'king'"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "text"),
+        (CHAT, {**HELLO, "top_logprobs": 2}, "top_logprobs", "requires logprobs=true"),
+        (CHAT, {**HELLO, "max_tokens": 0}, "max_tokens", "must be at least 1"),
+        (CHAT, {**HELLO, "tools": [{}]}, "tools.0.type", "is required"),
+        (CHAT, {**HELLO, "response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        ("/tokenize", {}, "prompt", "prompt is required"),
+        ("/detokenize", {"tokens": [260]}, "tokens", "outside the vocabulary"),
+    ],
+)
+def test_what_is_wrong_is_a_400(live: Live, path: str, body: Any, param: str | None, message: str) -> None:
+    status, headers, data = live.request("POST", path, body)
+    error = error_of(data)
+    assert status == 400 and headers["content-type"] == "application/json"
+    assert (error["type"], error["code"], error["param"]) == ("BadRequestError", 400, param), error
+    assert message in error["message"] and len(error["message"]) < 400
+    until(live.at_rest)
+
+
+@pytest.mark.parametrize(
+    "method, path, status, kind",
+    [
+        ("GET", "/nowhere", 404, "NotFoundError"),
+        ("GET", "/v1/models/gpt-5", 404, "NotFoundError"),
+        ("POST", f"{COMPLETIONS}/", 404, "NotFoundError"),
+        ("GET", COMPLETIONS, 405, "MethodNotAllowedError"),
+        ("DELETE", "/health", 405, "MethodNotAllowedError"),
+    ],
+)
+def test_other_errors_have_the_same_shape(live: Live, method: str, path: str, status: int, kind: str) -> None:
+    got, headers, data = live.request(method, path)
+    error = error_of(data)
+    assert (got, error["code"], error["type"]) == (status, status, kind)
+    assert error["param"] == ("model" if "gpt" in path else None)
+    assert ("allow" in headers) == (status == 405)
+
+
+def test_a_body_without_its_content_type_is_told(live: Live) -> None:
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    status, _, data = live.request("POST", COMPLETIONS, b'{"prompt": "x"}', form)
+    assert status == 400 and "with the header Content-Type: application/json" in error_of(data)["message"]
+
+
+def test_a_failure_inside_is_a_500_without_its_cause(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live.service.codec, "encode", Mock(side_effect=ValueError("secret")))
+    status, _, data = live.request("POST", COMPLETIONS, {"prompt": "x"})
+    assert status == 500 and error_of(data)["type"] == "InternalServerError" and b"secret" not in data
+
+
+def test_the_openapi_schema_bounds_token_ids_by_the_vocabulary(live: Live) -> None:
+    text = live.request("GET", "/openapi.json")[2].decode()
+    ids = json.loads(text)["components"]["schemas"]["DetokenizeRequest"]["properties"]["tokens"]["items"]
+    assert ids["minimum"] == 0 and ids["maximum"] == 259 and "x-vocabulary" not in text
+
+
+@pytest.mark.slow
+def test_the_openapi_schema_is_true(tmp_path: Path, model: str) -> None:
+    """Schemathesis sends requests that the schema allows and others that it forbids. All answers conform to the schema.
+
+    This is a sample of the full run:
+    `st --config-file tests/support/schemathesis.toml run URL/openapi.json --max-examples 1000`.
+    """
+    pytest.importorskip("schemathesis")
+    config = Path(__file__).parents[2] / "support" / "schemathesis.toml"
+    with (
+        LLM(model, max_context=96, max_seqs=8, step_tokens=16, threads=1, backend="null") as llm,
+        serving(llm) as live,
+    ):
+        command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run"]
+        flags = ["--max-examples", "4", "--phases", "coverage,fuzzing", "--no-color", "--generation-deterministic"]
+        done = subprocess.run(
+            [*command, *flags, f"{live.url}/openapi.json"], capture_output=True, text=True, timeout=600, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stdout
+        found = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
+        assert found and found[1] == found[2] and int(found[1]) > 500, done.stdout
+        until(live.at_rest)
+
+
+# -- limits on requests, and malformed HTTP
+
+
+def test_limits(llm: LLM, live: Live) -> None:
+    with another(llm, live, 0.01, max_body=1000, max_waiting=3) as small:
+        for body in (b"x" * 1001, iter([b"x" * 600, b"x" * 600])):  # with a declared length, and chunked
+            status, _, data = small.request("POST", COMPLETIONS, body)
+            assert status == 413
+            assert error_of(data)["message"] == "the body is larger than 1000 bytes: send less"
+        assert small.request("POST", COMPLETIONS, b"{" + b" " * 999)[0] == 400
+        error = small.post(COMPLETIONS, {"prompt": "x", "n": 4}, 400)["error"]
+        assert "1 prompts with n=4 exceed the limit of 3 waiting sequences" in error["message"]
+        loop = small.host.loop
+        with small.send(COMPLETIONS, {**LONG, "n": 3}):
+            until(lambda: loop.engine.stats.running == 3)
+            with small.send(COMPLETIONS, {**LONG, "n": 3}):  # one sequence runs, two wait
+                until(lambda: loop.engine.stats.running == 4)
+                with small.send(COMPLETIONS, LONG):
+                    until(lambda: loop._waiting() == 3)
+                    status, headers, data = small.request("POST", COMPLETIONS, {"prompt": "x"})
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert "3 sequences are waiting already and at most 3 may" in error_of(data)["message"]
+        until(small.at_rest)
+
+
+def test_a_time_limit(llm: LLM, live: Live) -> None:
+    with another(llm, live, 0.02, request_timeout=1.5) as small:
+        assert "within 1.5 s: ask for fewer tokens" in small.post(COMPLETIONS, LONG, 503)["error"]["message"]
+        until(small.at_rest)
+        # The time limit does not apply to a stream whose first event was sent.
+        events = small.events(COMPLETIONS, {**LONG, "max_tokens": 100, "return_token_ids": True})
+        assert sum(len(event["choices"][0]["token_ids"]) for event in events) == 100
+
+
+def said(live: Live, sent: bytes) -> bytes:
+    """Send bytes, and return everything that the server sends until it closes the connection."""
+    with socket.create_connection(("127.0.0.1", live.port), timeout=30) as sock:
+        sock.sendall(sent)
+        return sock.makefile("rb").read()
+
+
+def test_many_short_headers_are_a_large_head(live: Live) -> None:
+    head = b"GET /health HTTP/1.1\r\nConnection: close\r\n" + b"X: y\r\n" * 3000 + b"\r\n"
+    assert said(live, head).startswith(b"HTTP/1.1 400 ")
+    assert said(live, head.replace(b"X: y\r\n" * 2000, b"")).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_body_must_arrive(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_http, "BODY_SECONDS", 0.05)
+    sent = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{"
+    assert said(live, sent).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_head_must_arrive(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live.server.config, "timeout_keep_alive", 0.5)
+    for sent in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"):
+        answer = said(live, sent)
+        assert answer.startswith(b"HTTP/1.1 200 OK") if sent.endswith(b"\n") else answer == b""
+
+
+def test_an_answer_may_take_longer_than_the_next_head(llm: LLM, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    with another(llm, live, 0.01) as slow:
+        monkeypatch.setattr(slow.server.config, "timeout_keep_alive", 0.5)
+        assert "".join(e["choices"][0]["text"] for e in slow.events(COMPLETIONS, {**LONG, "max_tokens": 100}))
+        assert slow.post(COMPLETIONS, {**LONG, "max_tokens": 100})["usage"]["completion_tokens"] == 100
+
+
+@pytest.mark.parametrize(
+    "sent", [b"hello", b"GET http://[ HTTP/1.1\r\nHost: x", b"GET / HTTP/1.1\r\nX: " + b"y" * 100_000]
+)
+def test_what_is_no_http_has_the_same_shape(live: Live, sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    head, _, body = said(live, sent + b"\r\n\r\n").partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and error_of(body)["code"] == 400
+    assert caplog.records == []  # a client must not be able to fill the log
+
+
+# -- clients that disconnect or stop reading
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_while_queued(slow: Live, stream: bool) -> None:
+    owners = slow.host.loop._job_of
+    before = [slow.send(COMPLETIONS, LONG) for _ in range(4)]
+    until(lambda: slow.host.loop.engine.stats.running == 4)
+    running = set(owners)
+    sock = slow.send(COMPLETIONS, {**LONG, "stream": stream})
+    until(lambda: len(owners) == 5)
+    [queued] = set(owners) - running
+    sock.close()
+    until(lambda: queued.done)
+    assert queued.choices[0].finish_reason == "abort" and queued.choices[0].outputs == 0
+    assert set(owners) == running
+    for other in before:
+        other.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_leaving_while_running(live: Live, stream: bool, phase: str) -> None:
+    """The engine stands still after its first step, or after its first token, until the client has left."""
+    held, left = Event(), Event()
+
+    def hold(step: Step, seconds: float) -> None:
+        if phase == "prefill" or step.tokens:
+            held.set()
+            left.wait(60)
+
+    live.host.loop.on_step.append(hold)
+    body = {"prompt": [7] * 500, "max_tokens": 12} if phase == "prefill" else {}
+    sock = live.send(COMPLETIONS, {**LONG, **body, "stream": stream})
+    assert held.wait(60)
+    [request] = live.host.loop._job_of
+    [choice] = request.choices
+    assert (choice.outputs == 0) == (phase == "prefill")
+    sock.close()
+    until(lambda: not live.service.engine._choices)
+    live.host.loop.on_step.remove(hold)
+    left.set()
+    until(lambda: request.done)
+    assert choice.finish_reason == "abort"
+    until(live.at_rest)
+
+
+def test_a_reader_that_stops_reading_delays_nobody(live: Live) -> None:
+    """Other requests are answered while a client does not read its stream. The stream is generated to the end, and its
+    KV pages are freed although nothing was read.
+    """
+    with live.send(CHAT, {**HELLO, "max_tokens": 450, "ignore_eos": True, "n": 4, "stream": True, "logprobs": True}):
+        live.post(COMPLETIONS, {"prompt": "x", "max_tokens": 2})
+        until(lambda: live.host.loop.engine.stats.pages_used == 0)
+    until(live.at_rest)
+
+
+# -- the operator's side
+
+
+def test_an_observer_that_fails_ends_nothing(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+    observe = Mock(side_effect=ValueError("in the observer"))
+    live.host.loop.on_step.append(observe)
+    assert live.post(COMPLETIONS, {**LONG, "max_tokens": 5})["usage"]["completion_tokens"] == 5
+    assert observe.call_count == 1 and "in the observer" in caplog.text
+
+
+def test_metrics_have_the_names_that_routers_read(live: Live) -> None:
+    def values(name: str) -> list[float]:
+        lines = live.request("GET", "/metrics")[2].decode().splitlines()
+        return [float(line.split()[-1]) for line in lines if line.startswith((f"vllm:{name}{{", f"vllm:{name} "))]
+
+    def value(name: str) -> float:
+        return sum(values(name))
+
+    names = ["prompt_tokens_total", "generation_tokens_total", "request_success_total", "num_preemptions_total"]
+    names += [f"{what}_seconds_count" for what in ("time_to_first_token", "inter_token_latency", "e2e_request_latency")]
+    names.append("request_generation_tokens_sum")
+    before = [value(name) for name in names]
+    live.post(COMPLETIONS, {"prompt": ["abc", "d"], "max_tokens": 5, "ignore_eos": True})
+    assert [value(name) - b for name, b in zip(names, before, strict=True)] == [4, 10, 2, 0, 2, 8, 2, 10]
+    until(lambda: value("num_requests_running") == value("num_requests_waiting") == value("kv_cache_usage_perc") == 0)
+    assert value("cache_config_info") == 1
+    lengths = values("request_generation_tokens_bucket")
+    assert lengths == sorted(lengths) and lengths[-1] == value("request_generation_tokens_count")
+
+
+def test_the_server_tells_its_cpu_time(live: Live) -> None:
+    def spent() -> dict[str, float]:
+        return asyncio.run(ServerClient(live.url).cpu_seconds())
+
+    before = spent()
+    live.post(COMPLETIONS, {**LONG, "max_tokens": 50})
+    after = spent()
+    assert set(before) == set(after) == {"engine", "frontends"}
+    assert all(after[kind] > before[kind] > 0 for kind in after)
+
+
+def test_health_tells_of_a_stall(llm: LLM, live: Live) -> None:
+    assert live.request("GET", "/health")[0::2] == (200, b"")
+    with another(llm, live, 0.6, stall_timeout=0.2) as server:
+        with server.send(COMPLETIONS, {"prompt": "x", "max_tokens": 3}):
+            until(lambda: b"no step has ended for" in server.request("GET", "/health")[2])
+        server.host.loop.on_step.clear()
+        until(lambda: server.request("GET", "/health")[0] == 200)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_dies_says_so(
+    llm: LLM, live: Live, stream: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with another(llm, live) as server:
+        steps = iter(range(5))
+
+        def step(**options: Any) -> Step:
+            if next(steps, None) is None:
+                raise RuntimeError("secret")
+            return Engine.step(llm.engine, **options)
+
+        monkeypatch.setattr(llm.engine, "step", step)
+        status, _, data = server.request("POST", COMPLETIONS, {**LONG, "stream": stream})
+        assert status == (200 if stream else 503)
+        error = error_of(data.removesuffix(b"\n\ndata: [DONE]\n\n").rpartition(b"data: ")[2])
+        assert error["code"] == 503 and "the engine has stopped, restart the server" in error["message"]
+        assert "secret" not in error["message"] and "secret" in caplog.text
+        assert server.request("GET", "/health")[0] == 503
+        assert server.request("POST", COMPLETIONS, {"prompt": "x"})[0] == 503
+    for request in [*llm.engine._batch.running, *llm.engine._batch.waiting]:
+        llm.engine.abort(request.request)
+    assert llm.engine.idle

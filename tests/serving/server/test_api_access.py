@@ -1,0 +1,346 @@
+"""Access control of the HTTP server, and limits on the work that one request can cause."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from api_support import Live, serving, until
+from starlette.types import Message, Receive, Scope, Send
+
+from megakernel import LLM
+from megakernel.serving.server import http, limits
+from megakernel.serving.server.limits import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_VALUES,
+    Access,
+    has_more_values,
+    local_names,
+    max_values,
+)
+
+CONTEXT = 256
+CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
+
+
+@pytest.fixture(scope="module")
+def llm(model: str) -> Iterator[LLM]:
+    with LLM(model, backend="null", max_context=CONTEXT, max_seqs=4, step_tokens=32, threads=1) as made:
+        made.model = "bytes"
+        yield made
+
+
+def message(answer: tuple[int, dict[str, str], bytes]) -> str:
+    """Return the message of an error answer, after a check that the error has exactly the API's fields."""
+    status, _, data = answer
+    error = json.loads(data)["error"]
+    assert error["code"] == status and set(error) == {"message", "type", "param", "code"}
+    return str(error["message"])
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def basic(key: str) -> dict[str, str]:
+    return {"Authorization": "Basic " + base64.b64encode(f"anybody:{key}".encode()).decode()}
+
+
+def begun(live: Live, head: str, body: bytes = b"") -> socket.socket:
+    """Open a connection, send a request head and the given bytes of its body, and return the socket."""
+    sock = socket.create_connection(("127.0.0.1", live.port), timeout=30)
+    sock.sendall(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
+    return sock
+
+
+# -- keys
+
+
+def test_a_key_opens_everything_and_only_health_needs_none(llm: LLM) -> None:
+    with serving(llm, access=Access(keys=("sésame", "second")), names=["a", "b"]) as guarded:
+        paths = [*json.loads(guarded.request("GET", "/openapi.json", headers=bearer("second"))[2])["paths"]]
+        assert {TOKENIZE, DETOKENIZE, COMPLETIONS, "/metrics", "/roofline"} <= {*paths}
+        for path in [*paths, "/", "/timeline", "/openapi.json", "/nowhere"]:
+            for header in ({}, bearer("wrong"), basic("wrong"), {"Authorization": "second"}):
+                answer = guarded.request("POST" if path == TOKENIZE else "GET", path, headers=header)
+                if path == "/health":
+                    assert answer[0] == 200
+                else:
+                    assert answer[0] == 401 and "the API key is missing or wrong" in message(answer), path
+        for header in (bearer("second"), basic("second"), {"Authorization": b"Bearer s\xc3\xa9same".decode("latin-1")}):
+            status, _, data = guarded.request("GET", "/v1/models", headers=header)
+            assert status == 200 and [model["id"] for model in json.loads(data)["data"]] == ["a", "b"]
+        sdk = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="second", max_retries=0)
+        assert sdk.completions.create(model="b", prompt="x", max_tokens=1).model == "b"
+
+
+def test_a_browser_is_asked_for_the_key_of_the_live_page(llm: LLM) -> None:
+    with serving(llm, access=Access(keys=("k",))) as guarded:
+        challenge = guarded.request("GET", "/")[1]["www-authenticate"]
+        assert challenge == 'Bearer, Basic realm="megakernel"'
+        for path in ("/", "/roofline"):
+            assert guarded.request("GET", path, headers=basic("k"))[0] == 200
+        assert guarded.request("GET", "/", headers={"Authorization": "Basic *"})[0] == 401
+
+
+def test_metrics_can_be_opened(llm: LLM) -> None:
+    with serving(llm, access=Access(keys=("k",), open_metrics=True)) as guarded:
+        assert guarded.request("GET", "/metrics")[0] == 200
+        assert guarded.request("GET", "/roofline")[0] == 401
+        operations = json.loads(guarded.request("GET", "/openapi.json", headers=bearer("k"))[2])["paths"]
+        guards = {path: "security" in next(iter(operation.values())) for path, operation in operations.items()}
+        assert not guards.pop("/health") and not guards.pop("/metrics") and all(guards.values())
+
+
+# -- host names of the server, and requests from pages of other sites (CORS)
+
+
+def test_other_names_of_the_server_are_refused(llm: LLM) -> None:
+    names = local_names("127.0.0.1", "127.0.0.1")
+    with serving(llm, access=Access(hosts=names)) as local:
+        for host in ("localhost", "LOCALHOST:80", f"127.0.0.1:{local.port}", "[::1]:8000"):
+            assert local.request("GET", "/version", headers={"Host": host})[0] == 200
+        for host in ("evil.example", "localhost.evil.example:8000", "127.0.0.1.evil.example", ""):
+            answer = local.request("GET", "/version", headers={"Host": host})
+            assert answer[0] == 403 and "--allowed-hosts" in message(answer)
+        assert local.request("GET", "/health", headers={"Host": "evil.example"})[0] == 200
+
+
+def test_only_a_server_that_others_cannot_reach_checks_its_name() -> None:
+    assert local_names("box", "127.0.1.1") == {"localhost", "127.0.0.1", "::1", "127.0.1.1", "box"}
+    assert local_names("::1", "::1") == {"localhost", "127.0.0.1", "::1"}
+    assert local_names("0.0.0.0", "0.0.0.0") is local_names("::", "::") is local_names("", "10.0.0.3") is None
+
+
+def test_pages_of_named_sites_may_ask(llm: LLM, live: Live) -> None:
+    page = {"Origin": "https://chat.example"}
+    ask = page | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    with serving(llm, access=Access(keys=("k",), origins=("https://chat.example",))) as server:
+        status, headers, _ = server.request("OPTIONS", COMPLETIONS, headers=ask)  # a preflight has no key
+        assert status == 200 and headers["access-control-allow-origin"] == "https://chat.example"
+        for header in ({}, bearer("k")):
+            _, headers, _ = server.request("GET", "/v1/models", headers=page | header)
+            assert headers["access-control-allow-origin"] == "https://chat.example"
+        other = ask | {"Origin": "https://evil.example"}
+        assert "access-control-allow-origin" not in server.request("OPTIONS", COMPLETIONS, headers=other)[1]
+    status, headers, _ = live.request("OPTIONS", COMPLETIONS, headers=ask)
+    assert status == 405 and "access-control-allow-origin" not in headers
+
+
+# -- bodies
+
+
+def test_no_body_is_read_before_its_sender_was_let_in(llm: LLM) -> None:
+    """The server answers although only the first byte of the body ever arrives."""
+    with serving(llm, access=Access(keys=("k",))) as guarded:
+        for request, key, status in (
+            (f"POST {COMPLETIONS}", "wrong", 401),
+            (f"POST {TOKENIZE}", "wrong", 401),
+            ("POST /nowhere", "k", 404),
+            ("GET /metrics", "k", 200),
+            (f"PUT {COMPLETIONS}", "k", 405),
+        ):
+            head = f"{request} HTTP/1.1\nHost: localhost\nAuthorization: Bearer {key}\nContent-Length: 9000000"
+            with begun(guarded, head, b"{") as sock:
+                assert sock.recv(100).startswith(f"HTTP/1.1 {status} ".encode()), request
+
+
+def test_what_was_refused_may_arrive_and_the_connection_goes_on(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live.server.config, "timeout_keep_alive", 1.0)
+    monkeypatch.setattr(http, "BODY_SECONDS", 1.0)
+    with begun(live, "POST /nowhere HTTP/1.1\nHost: x\nContent-Length: 3", b"1") as sock:
+        assert sock.recv(100).startswith(b"HTTP/1.1 404 ")
+        sock.sendall(b"23GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert b"HTTP/1.1 200 OK" in sock.makefile("rb").read()
+    with begun(live, "POST /nowhere HTTP/1.1\nHost: x\nContent-Length: 3", b"1") as sock:
+        assert sock.recv(100).startswith(b"HTTP/1.1 404 ")
+        sock.sendall(b"2")
+        sock.makefile("rb").read()  # the server closes the connection, because byte 3 never arrives
+
+
+def test_a_client_that_ends_its_side_has_left(live: Live) -> None:
+    """The server cannot tell a client that only shuts down its sending side from one that has left. It sends no answer
+    and stops generating.
+    """
+    with live.send(COMPLETIONS, {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "n": 4}) as sock:
+        sock.shutdown(socket.SHUT_WR)
+        assert sock.recv(100) == b""
+        until(live.at_rest)
+
+
+@pytest.mark.parametrize(("path", "status"), [(TOKENIZE, 413), ("/nowhere", 404), ("/metrics", 405)])
+def test_a_client_that_still_sends_is_not_reset(live: Live, path: str, status: int) -> None:
+    """The client sends 40 MB after the server has answered, more than the socket buffers hold. It can still read the
+    answer, although the server closes the connection afterwards.
+    """
+    head = f"POST {path} HTTP/1.1\nHost: x\nContent-Length: 40000000\nConnection: close"
+    with begun(live, head) as sock:
+        assert sock.recv(100, socket.MSG_PEEK).startswith(f"HTTP/1.1 {status} ".encode())
+        for _ in range(40):
+            sock.sendall(b"x" * 1_000_000)
+        answer = sock.makefile("rb").read()
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == status
+
+
+def test_all_bodies_share_one_budget(llm: LLM) -> None:
+    with serving(llm, max_body=1000, max_bodies=1500) as small:
+        head = f"POST {TOKENIZE} HTTP/1.1\nHost: localhost\nContent-Type: application/json\nContent-Length: 1000"
+        body = json.dumps({"prompt": "x"}).encode().ljust(1000)
+        first = begun(small, head, body[:900])
+        until(lambda: small.request("POST", TOKENIZE, body)[0] == 503)
+        answer = small.request("POST", TOKENIZE, body)
+        assert "all requests together would be larger than 1500 bytes" in message(answer)
+        assert answer[1]["retry-after"] == "5"
+        assert small.request("POST", TOKENIZE, body.rstrip())[0] == 200  # one that fits
+        first.sendall(body[900:])
+        assert first.recv(100).startswith(b"HTTP/1.1 200 OK")
+        for _ in range(3):  # a body stops counting towards max_bodies when its request ends
+            until(lambda: small.request("POST", TOKENIZE, body)[0] == 200)
+            begun(small, head, body[:900]).close()
+            until(lambda: small.request("POST", TOKENIZE, body)[0] == 200)
+            until(lambda: small.request("POST", TOKENIZE, b"{".ljust(1000))[0] == 400)
+        first.close()
+
+
+def test_others_have_their_turn_between_large_bodies() -> None:
+    """Three large bodies arrive at once. The application gets them one at a time, with at least TURNS iterations of the
+    event loop in between.
+    """
+    rounds, begun = 0, list[int]()
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.append(rounds)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b" " * (http.LARGE_BODY + 1), "more_body": False}
+
+    async def send(message: Message) -> None:
+        raise AssertionError(message)
+
+    async def post() -> None:
+        gate = http.Gate(application, access=Access(), limits=limits.Limits(), max_values=9, takes_body={TOKENIZE})
+        scope = {"type": "http", "method": "POST", "path": TOKENIZE, "headers": []}
+        clients = asyncio.gather(*(gate(scope, receive, send) for _ in range(3)))
+        nonlocal rounds
+        while not clients.done():
+            await asyncio.sleep(0)
+            rounds += 1
+
+    asyncio.run(post())
+    assert len(begun) == 3 and min(np.diff(begun)) >= http.TURNS
+
+
+def test_values_are_counted_without_parsing() -> None:
+    flat = json.dumps({"a": [1, 2, 3], "b": {}}).encode()  # { 1, [ 1, commas 3, { 1
+    assert has_more_values(flat, 6) and not has_more_values(flat, 7)
+    text = json.dumps({"x": "\\", "prompt": ',,[[{{\\",,\\\\,,' * 99}).encode()
+    assert has_more_values(text, 2) and not has_more_values(text, 3)
+    assert has_more_values(b'"' * 100 + b"," * 9, 9)
+    assert max_values(100) == MAX_VALUES and max_values(1 << 20) > 1 << 20
+
+
+# -- requests that are refused before tokenisation
+
+
+TOO_LONG = f"maximum context length is {CONTEXT} tokens"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "limit"),
+    [
+        (TOKENIZE, {"prompt": "a" * (CONTEXT + 1)}, 400, TOO_LONG),
+        (TOKENIZE, {"prompt": "é" * (CONTEXT // 2 + 1)}, 400, TOO_LONG),
+        (COMPLETIONS, {"prompt": ["b", "a" * (CONTEXT + 1)]}, 400, TOO_LONG),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 200}] * 2}, 400, TOO_LONG),
+        (DETOKENIZE, {"tokens": [7] * (CONTEXT + 1)}, 400, TOO_LONG),
+        (CHAT, {"messages": [{"role": "user", "content": ""}] * (MAX_MESSAGES + 1)}, 400, f"at most {MAX_MESSAGES}"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * (MAX_PARTS + 1)}]},
+            400,
+            f"up to {MAX_PARTS} parts",
+        ),
+        (DETOKENIZE, {"tokens": [7] * MAX_VALUES}, 413, f"more than {MAX_VALUES} JSON values"),
+        (TOKENIZE, {"messages": [{"role": "user", "content": ""}] * MAX_VALUES}, 413, f"more than {MAX_VALUES}"),
+        (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 65}, 400, "up to 64 texts"),
+    ],
+)
+def test_too_much_is_refused_before_it_is_tokenised(
+    live: Live, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, status: int, limit: str
+) -> None:
+    def unexpected(*_: Any, **__: Any) -> None:
+        raise AssertionError("the tokenizer was called")
+
+    for name in ("encode", "decode", "apply_chat_template"):
+        monkeypatch.setattr(live.service.tokenizer, name, unexpected)
+    answer = live.request("POST", path, body)
+    assert answer[0] == status and limit in message(answer)
+
+
+def test_prompts_together_are_limited(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_VALUES", 600)
+    most = max_values(CONTEXT)
+    answer = live.request("POST", COMPLETIONS, {"prompt": ["a" * 250] * (most // 250 + 1), "max_tokens": 1})
+    assert answer[0] == 400 and f"may have {most} tokens together" in message(answer)
+
+
+def test_the_longest_that_fits_is_tokenised(live: Live) -> None:
+    assert live.post(TOKENIZE, {"prompt": "a" * CONTEXT})["count"] == CONTEXT
+    assert live.post(DETOKENIZE, {"tokens": [7] * CONTEXT})["prompt"]
+    chat = live.post(TOKENIZE, {"messages": [{"role": "user", "content": "a" * CONTEXT}]}, 400)
+    assert f"{TOO_LONG}, but the request has {CONTEXT + len('<user><assistant>')}" in chat["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        (TOKENIZE, {"prompt": "a"}, "encode"),
+        (TOKENIZE, {"prompt": "a", "add_special_tokens": False}, "encode"),
+        (COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 1}, "encode"),
+        (COMPLETIONS, {"prompt": [[7]], "max_tokens": 1, "echo": True}, "decode"),
+        (DETOKENIZE, {"tokens": [7]}, "decode"),
+        (CHAT, {"messages": [{"role": "user", "content": ""}], "max_tokens": 1}, "apply_chat_template"),
+    ],
+)
+def test_the_event_loop_never_tokenises(
+    live: Live, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, name: str
+) -> None:
+    on_loop: list[bool] = []
+    work = getattr(live.service.tokenizer, name)
+
+    def watched(*given: Any, **options: Any) -> Any:
+        on_loop.append(asyncio._get_running_loop() is not None)
+        return work(*given, **options)
+
+    monkeypatch.setattr(live.service.tokenizer, name, watched)
+    live.post(path, body)
+    assert on_loop and not any(on_loop)
+
+
+def test_encoding_lets_other_threads_run(live: Live) -> None:
+    """Another thread runs while one encodes a long text. Some functions of `tokenizers` would hold the interpreter lock
+    until they return.
+    """
+    assert live.service.tokenizer is not None
+    ticks, done = 0, threading.Event()
+
+    def encode() -> None:
+        assert live.service.tokenizer is not None
+        live.service.tokenizer.encode("a b" * 200_000)
+        done.set()
+
+    worker = threading.Thread(target=encode)
+    worker.start()
+    while not done.wait(0.001):
+        ticks += 1
+    worker.join()
+    assert ticks > 3

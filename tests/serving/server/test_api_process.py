@@ -1,0 +1,160 @@
+"""`megakernel serve` as a process: its first output, flags and configuration file, signals, and hostile clients."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from api_support import Live
+from commands import fails
+from serve_process import SMALL, begin_stream, process, rest, started
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_lets_finish_what_has_begun(model: str, signum: int, status: int) -> None:
+    flags = ("--served-model-name", "one", "two", "--api-server-count", "2")
+    with process("--model", model, *flags) as (server, facts, live):
+        assert (facts["model"], facts["max_model_len"], facts["max_num_seqs"]) == ("one", 2048, 8)
+        assert facts["kv_tokens"] >= 2048
+        with begin_stream(live, 1000) as sock:
+            server.send_signal(signum)
+            assert rest(sock).rstrip().endswith(b"data: [DONE]\n\n\r\n0")
+        _, err = server.communicate(timeout=30)
+        assert server.returncode == status
+        assert err.count("\n") == 1 and "finishing the requests in progress; repeat the signal to end at once" in err
+
+
+def test_a_second_signal_ends_at_once(model: str) -> None:
+    with process("--model", model) as (server, _, live), begin_stream(live, 2000) as sock:
+        server.send_signal(signal.SIGTERM)
+        assert server.stderr is not None
+        assert "SIGTERM" in server.stderr.readline()
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=30) == 128 + signal.SIGTERM
+        assert b"[DONE]" not in rest(sock)
+
+
+def test_what_does_not_finish_in_time_is_told(model: str) -> None:
+    flags = ("--model", model, "--shutdown-timeout", "0.1")
+    with process(*flags) as (server, _, live), begin_stream(live, 2000) as sock:
+        server.send_signal(signal.SIGTERM)
+        events = rest(sock).decode()
+        assert '"code":503' in events and "the server is shutting down" in events
+        assert server.wait(timeout=30) == 0
+
+
+def test_what_a_person_sees(model: str) -> None:
+    with started("--model", model, "--max-model-len", "128") as running:
+        assert running.stdout is not None
+        lines = [running.stdout.readline() for _ in range(6)]
+        assert f"{model} is served at http://127.0.0.1:" in lines[0] and lines[0].rstrip().endswith("/v1")
+        assert "MB in f32" in lines[2] and "tokens in f32: " in lines[3] and "live" in lines[4]
+        done = subprocess.run(lines[5], shell=True, capture_output=True, text=True, timeout=60)
+        if done.returncode != 127:  # 127: there is no curl
+            assert json.loads(done.stdout)["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+@pytest.mark.slow
+def test_flags_win_over_a_file_over_the_environment(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "serve.yaml"
+    config.write_text(f"model: {model}\nmax-model-len: 256\nserved-model-name: [a, b]\napi_key: file\n")
+    monkeypatch.setenv("MEGAKERNEL_API_KEY", "environment")
+    # Flags override the file, whether they come before --config (--max-model-len) or after it (--served-model-name).
+    # No flag sets the API key, so the file's key overrides the environment's.
+    with process("--config", str(config), "--served-model-name", "c") as (_, facts, live):
+        assert (facts["model"], facts["max_model_len"]) == ("c", 2048)
+        for key, status in (("file", 200), ("environment", 401)):
+            assert live.request("GET", "/v1/models", headers={"Authorization": f"Bearer {key}"})[0] == status
+    with process("--model", model) as (_, _, live):
+        assert live.request("GET", "/v1/models", headers={"Authorization": "Bearer environment"})[0] == 200
+
+
+@pytest.mark.slow
+def test_who_may_ask_is_set_by_flags(model: str, tmp_path: Path) -> None:
+    def status(live: Live, path: str, host: str) -> int:
+        return live.request("GET", path, headers={"Host": host})[0]
+
+    with process("--model", model, "--api-key", "k", "--open-metrics") as (_, _, live):
+        assert status(live, "/metrics", "localhost") == 200
+        assert status(live, "/version", "localhost") == 401 and status(live, "/version", "evil.example") == 403
+    config = tmp_path / "serve.yaml"
+    config.write_text("open-metrics: false\nallowed-hosts: [Proxy.example]\ncors-origin: https://chat.example\n")
+    with process("--model", model, "--config", str(config)) as (_, _, live):
+        assert status(live, "/version", "proxy.example") == 200 and status(live, "/version", "localhost") == 403
+        page = {"Origin": "https://chat.example", "Host": "proxy.example"}
+        assert live.request("GET", "/version", headers=page)[1]["access-control-allow-origin"] == page["Origin"]
+    with process("--model", model, "--allowed-hosts", "*") as (_, _, live):
+        assert status(live, "/version", "evil.example") == 200
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("prot: 1\n", "prot is not a flag of serve"),
+        ("- port\n", "must contain flags and their values"),
+        ("port: [\n", "is not YAML"),
+        (None, "cannot read"),
+    ],
+)
+def test_a_wrong_file_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str | None, message: str
+) -> None:
+    config = tmp_path / "serve.yaml"
+    if text is not None:
+        config.write_text(text)
+    err = fails(capsys, "serve", "--config", str(config))
+    assert message in err and str(config) in err
+
+
+def test_a_port_in_use_fails_before_the_model_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        err = fails(capsys, "serve", "--port", str(port), "--model", "/nowhere")
+        assert f"cannot listen on 127.0.0.1 port {port}: Address already in use: choose" in err
+
+
+def test_a_wrong_variable_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value, message in (
+        ("MEGAKERNEL_API_KEY", " ", "an API key must not be empty"),
+        ("MEGAKERNEL_LOG_LEVEL", "loud", "MEGAKERNEL_LOG_LEVEL=loud: 'loud' is not one of debug, info, warning, error"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert message in fails(capsys, "serve", "--port", "0", "--model", "/nowhere")
+
+
+@pytest.mark.slow
+def test_a_sample_of_hostile_requests() -> None:
+    """300 hostile requests cause no 5xx, no traceback and no memory leak. benchmarks/results/hostile-http.json has the
+    result for 10,000.
+    """
+    script = Path(__file__).parents[3] / "benchmarks" / "correctness" / "hostile_http.py"
+    arguments = [sys.executable, str(script), "--count", "300", "--seed", "1", "--", "--threads", "1"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout)
+    answers = {status for statuses in result["answers"].values() for status in statuses}
+    assert {"200", "400", "401", "403", "404", "405", "413"} <= answers and result["health"]["asked"] > 0
+
+
+@pytest.mark.slow
+def test_mixed_traffic(model: str) -> None:
+    """The server survives 5 seconds of benchmarks/correctness/soak.py. benchmarks/results/soak.json has the result of
+    an hour.
+    """
+    script = Path(__file__).parents[3] / "benchmarks" / "correctness" / "soak.py"
+    flags = ["--minutes", "0.08", "--rounds", "1", "--clients", "12", "--connections", "200"]
+    serve = ["--model", model, "--backend", "null", "--max-model-len", "256", "--api-server-count", "2", *SMALL[:4]]
+    arguments = [sys.executable, str(script), *flags, "--", *serve]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout)
+    assert result["answers"]["200"] > 200 and result["wrong"] == []

@@ -1,0 +1,433 @@
+"""Several servers (replicas) behind one address: routing, placement on a cluster, and two replicas on Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import pytest
+import yaml
+from api_support import Live, until
+from commands import command, fails
+from serve_process import SMALL
+
+from megakernel.cli import parser
+from megakernel.errors import MegakernelError
+from megakernel.serving import replicas
+from megakernel.serving.replicas.placement import Node, Share, place, prepare
+from megakernel.serving.replicas.routing import Seen, choose, prefix_of
+
+# -- routing
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"model": "m", **fields}).encode()
+
+
+def common(one: bytes, other: bytes) -> int:
+    return sum(a == b for a, b in zip(prefix_of(one), prefix_of(other), strict=False))
+
+
+def test_prompts_share_the_names_of_what_they_begin_with() -> None:
+    text = "".join(f"{number} " for number in range(1000))
+    one, other = body(prompt=text[:1024] + "a" * 512), body(temperature=1, prompt=text[:1024] + "b" * 512)
+    assert len(prefix_of(one)) == 6 and common(one, other) == 4  # blocks of 256 bytes
+    assert common(body(prompt="x" + text[1:]), body(prompt=text)) == 0
+    turns = [{"role": "user", "content": text[:900]}, {"role": "assistant", "content": "b" * 900}]
+    assert common(body(messages=turns[:1]), body(messages=turns)) == 3
+    tools = [{"type": "function", "function": {"name": "f" * 600}}]
+    assert common(body(messages=turns, tools=tools), body(messages=turns)) == 0
+    assert len(prefix_of(body(prompt="a" * 100_000))) == 128
+
+
+@pytest.mark.parametrize("bad", [b"", b"[1]", b"{", b'"\xff"', b'{"prompt": "short"}', b"{}"])
+def test_what_has_no_prefix_has_no_names(bad: bytes) -> None:
+    assert prefix_of(bad) == []
+
+
+def test_the_replica_is_chosen_by_prefix_then_by_load() -> None:
+    a, b, c = b"a", b"ab", b"abc"
+    known = {1: {a}, 2: {a, b}, 3: {c}}
+    assert choose([a, b, c], known, {1: 0, 2: 2, 3: 0}, slack=2) == 2
+    assert choose([a, b, c], known, {1: 0, 2: 3, 3: 0}, slack=2) == 1  # replica 2 is overloaded, 3 lacks block `a`
+    assert choose([a], known, {1: 1, 2: 0, 3: 0}, slack=2) == 2
+    assert choose([], known, {1: 2, 2: 1, 3: 0, 4: 3}, slack=9) == 3
+    assert choose([c], {}, {4: 1, 5: 0}, slack=0) == 5
+    assert choose([c], {9: {c}}, {4: 0}, slack=0) == 4  # replica 9 is gone and not chosen
+
+
+def test_only_the_last_beginnings_are_kept() -> None:
+    seen = Seen(most=2)
+    seen.add([b"a", b"b"])
+    seen.add([b"a", b"c"])
+    assert [name in seen for name in (b"a", b"b", b"c")] == [True, False, True]
+
+
+# -- placement
+
+
+@pytest.mark.parametrize(
+    ("nodes", "replicas", "tp", "threads", "on_gpus", "share"),
+    [
+        ([(2, 0)], 2, 1, None, False, Share(1, 0)),
+        ([(2, 0)], 1, 1, None, False, Share(2, 0)),
+        ([(8, 0), (4, 0)], 3, 1, None, False, Share(4, 0)),
+        ([(8, 0), (4, 0)], 5, 1, 2, False, Share(2, 0)),
+        ([(64, 8), (64, 8)], 4, 4, None, True, Share(32, 4)),
+        ([(64, 8), (64, 0)], 2, 4, 64, True, "which has room for 1"),
+        ([(2, 0)], 3, 1, None, False, "3 replicas of 1 CPU each do not fit the cluster, which has room for 2"),
+        ([(2, 0), (2, 0)], 1, 1, 4, False, "--threads 4 exceeds the 2 CPUs"),
+        ([(64, 4), (64, 4)], 1, 8, None, True, "ranks of a replica must be on one node"),
+        ([], 1, 1, None, False, "do not fit"),
+    ],
+)
+def test_replicas_are_placed_on_whole_nodes(
+    nodes: list[tuple[int, int]], replicas: int, tp: int, threads: int | None, on_gpus: bool, share: Share | str
+) -> None:
+    cluster = [Node(*node) for node in nodes]
+    if isinstance(share, Share):
+        assert place(cluster, replicas, tp, threads, on_gpus=on_gpus) == share
+    else:
+        with pytest.raises(MegakernelError, match=share):
+            place(cluster, replicas, tp, threads, on_gpus=on_gpus)
+
+
+# -- the command line
+
+
+def test_ray_may_be_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "megakernel.serving.replicas.cluster", raising=False)
+    monkeypatch.delattr(replicas, "cluster", raising=False)
+    assert "--replicas needs Ray, and ray is missing: pip install" in fails(capsys, "serve", "--replicas", "2")
+
+
+def test_an_address_needs_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--ray-address needs --replicas" in fails(capsys, "serve", "--ray-address", "auto")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--ray-address", "nonsense"), "'nonsense' is neither HOST:PORT nor auto"),
+        (("--ray-address", "/tmp/1:port"), "'/tmp/1:port' is neither HOST:PORT nor auto"),
+        (("--routing", "round"), "'round' is not one of prefix, least-loaded"),
+        (("--replicas", "0"), "'0' is not a whole number of 1 or more"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(flags: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["serve", "--replicas", "2", *flags])
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("token", "join", "mode"), [(True, True, "token"), (False, True, None), (True, False, None)])
+def test_the_token_is_shown_to_a_cluster(
+    token: bool, join: bool, mode: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"HOME": str(tmp_path)}
+    if token:
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text("t")
+    monkeypatch.setattr(os, "environ", given)
+    prepare(join=join)
+    assert given.get("RAY_AUTH_MODE") == mode and given["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
+with_ray = pytest.mark.skipif(
+    not importlib.util.find_spec("ray"), reason="Ray is not installed: pip install 'megakernel[ray]'"
+)
+
+
+@with_ray
+def test_an_address_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("serve", "--replicas", "2", "--ray-address", "127.0.0.1:1")
+    assert "no Ray cluster answers at 127.0.0.1:1: Connection refused" in fails(capsys, *asked, "--port", "8399")
+    assert "listen on the same port: give another --port" in fails(capsys, *asked, "--port", "0")
+
+
+SSE = (200, [("content-type", "text/event-stream; charset=utf-8")])
+LOST = b'data: {"error":{"message":"the replica that computed this answer was lost: ask again"'
+
+
+@with_ray
+@pytest.mark.parametrize(
+    ("parts", "status", "end"),
+    [
+        ([], 503, LOST.removeprefix(b"data: ")),
+        ([SSE, b"data: 1\n\n"], 200, b"data: 1\n\n" + LOST),
+        ([SSE, b"data: 1\n\nda"], 200, b"data: 1\n\nda\n\n" + LOST),
+        ([(200, [("content-type", "application/json")]), b"{"], 200, None),
+    ],
+)
+def test_a_lost_answer_ends_with_an_error(parts: list[Any], status: int, end: bytes | None) -> None:
+    """If a replica is lost, its answer ends with an error: status 503, or an error event at the end of the stream.
+
+    No error can be added to a JSON body that has begun, so the connection is closed before the body is complete.
+    """
+    from megakernel.serving.replicas.cluster import relay
+
+    async def answer() -> AsyncIterator[Any]:
+        for part in parts:
+            yield part
+        raise RuntimeError("the actor died")
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    with contextlib.nullcontext() if end else pytest.raises(RuntimeError):
+        asyncio.run(relay(answer(), {"type": "http"}, None, send))  # type: ignore[arg-type]
+    assert sent[0]["status"] == status
+    assert sent[-1].get("more_body", False) == (end is None)
+    assert b"".join(message["body"] for message in sent[1:]).startswith(end or b"{")
+
+
+# -- two replicas
+
+MODEL = ("--model", "random:smollm2-135m", "--threads", "1", *SMALL)
+
+
+@dataclass
+class Fleet:
+    """A running server with two replicas on its own Ray cluster.
+
+    All of its processes have `folder`, the cluster's temporary folder, in their environment.
+    """
+
+    process: subprocess.Popen[str]
+    folder: str
+    ray_address: str
+    live: Live
+    token: str
+
+    def servers(self) -> dict[int, Live]:
+        """Return the process id of each replica's own server, with a client for the port on which it listens."""
+        listening = {}
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                listening[f"socket:[{fields[9]}]"] = int(fields[1].partition(":")[2], 16)
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # the process has ended
+                ours = self.folder.encode() in (process / "environ").read_bytes()
+                if ours and b"--port\0000\0--config\0/dev/stdin" in (process / "cmdline").read_bytes():
+                    for descriptor in list((process / "fd").iterdir()):
+                        with contextlib.suppress(OSError):  # the file has been closed
+                            if port := listening.get(str(descriptor.readlink())):
+                                found[int(process.name)] = at(port)
+        return found
+
+    def join(self, *flags: str) -> subprocess.CompletedProcess[str]:
+        """Run another `megakernel serve` that deploys on the same cluster.
+
+        Its environment has the cluster's token but not RAY_AUTH_MODE, which the command must then set itself.
+        """
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        environment |= {"RAY_AUTH_TOKEN": self.token}
+        arguments = command("serve", *flags, "--ray-address", self.ray_address, *MODEL)
+        return subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def at(port: int) -> Live:
+    return Live(None, None, None, f"http://127.0.0.1:{port}", port)  # type: ignore[arg-type]
+
+
+@contextmanager
+def two_replicas() -> Iterator[Fleet]:
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # paths of Unix sockets must be short
+    token = secrets.token_hex(16)
+    environment = os.environ | {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    arguments = command("serve", "--replicas", "2", "--port", "0", "--json", *MODEL)
+    process = subprocess.Popen(arguments, env=environment, stdout=PIPE, stderr=PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        facts = json.loads(line)
+        assert (facts["replicas"], facts["threads"], facts["routing"]) == (2, 1, "prefix")
+        port = int(facts["url"].rpartition(":")[2])
+        yield Fleet(process, folder, facts["ray_address"], at(port), token)
+    finally:
+        process.kill()
+        process.communicate()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def running(server: Live) -> int:
+    _, _, text = server.request("GET", "/metrics")
+    [value] = re.findall(r"^vllm:num_requests_running\S* (\S+)", text.decode(), re.MULTILINE)
+    return int(float(value))
+
+
+def some(**fields: Any) -> dict[str, Any]:
+    return {"prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True, **fields}
+
+
+def begun(fleet: Fleet, tokens: int) -> socket.socket:
+    """Start a streamed request and return its connection once the answer has begun."""
+    stream = fleet.live.send("/v1/completions", some(max_tokens=tokens, stream=True))
+    assert stream.recv(100_000).startswith(b"HTTP/1.1 200 OK")
+    return stream
+
+
+def to_end(stream: socket.socket) -> str:
+    """Return the rest of a stream up to [DONE]. The connection must not be closed before that."""
+    data = b""
+    while b"data: [DONE]" not in data:
+        piece = stream.recv(100_000)
+        assert piece, data[-500:]
+        data += piece
+    return data.decode()
+
+
+def it_is_the_same_server(fleet: Fleet) -> None:
+    answers = [fleet.live.post("/v1/completions", some(seed=1)) for _ in range(2)]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert len(fleet.live.events("/v1/completions", some())) == 4
+    assert "prompt must be" in fleet.live.post("/v1/completions", some(prompt=3), 400)["error"]["message"]
+    assert "this server has" in fleet.live.post("/v1/nothing", {}, 404)["error"]["message"]
+    status, headers, _ = fleet.live.request("GET", "/v1/models?x=1", headers={"X-Request-Id": "mine"})
+    assert (status, headers["x-request-id"]) == (200, "mine")
+    assert fleet.live.request("GET", "/v1/models", headers={"Host": "elsewhere.example"})[0] == 403
+    assert "larger than" in fleet.live.post("/v1/completions", some(user="x" * (17 << 20)), 413)["error"]["message"]
+
+
+def requests_are_shared_batched_and_cancelled(fleet: Fleet) -> None:
+    streams = [begun(fleet, 1900) for _ in range(4)]
+    assert [running(server) for server in fleet.servers().values()] == [2, 2]
+    for stream in streams:
+        stream.close()
+    until(lambda: all(running(server) == 0 for server in fleet.servers().values()))
+
+
+def a_prompt_goes_where_its_beginning_went(fleet: Fleet) -> None:
+    for number in range(3):
+        prompt = [100 + number] * 200
+        for turn in range(3):
+            details = fleet.live.post("/v1/completions", some(prompt=[*prompt, 7 + turn]))["usage"]
+            assert (details["prompt_tokens_details"]["cached_tokens"] > 0) == (turn > 0)
+
+
+def what_does_not_fit_is_refused_and_changes_nothing(fleet: Fleet) -> None:
+    before = fleet.servers().keys()
+    done = fleet.join("--replicas", "1", "--backend", "cuda", "--tp", "8")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
+    assert "ranks of a replica must be on one node" in done.stderr
+    assert fleet.servers().keys() == before
+
+
+def a_lost_replica_is_told(fleet: Fleet, lost: str) -> None:
+    """When one of two replicas is killed, exactly the two requests that it was answering fail, each with an error 503.
+
+    Two of the four requests are streams.
+    """
+    streams = [begun(fleet, 300) for _ in range(2)]
+    with ThreadPoolExecutor() as pool:
+        wholes = [pool.submit(fleet.live.request, "POST", "/v1/completions", some(max_tokens=300)) for _ in range(2)]
+        until(lambda: [running(server) for server in fleet.servers().values()] == [2, 2])
+        server = min(fleet.servers())
+        parent = int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(parent if lost == "actor" else server, signal.SIGKILL)
+        ends = [to_end(stream) for stream in streams]
+        answers = [whole.result() for whole in wholes]
+    errors = [end for end in ends if '"finish_reason":"length"' not in end]
+    refused = [json.loads(text) for status, _, text in answers if status == 503]
+    assert len(errors) + len(refused) == 2
+    for end in errors:
+        refused.append(json.loads(re.findall(r"^data: (.*error.*)$", end, re.MULTILINE)[0]))
+    assert {(error["error"]["code"], error["error"]["type"]) for error in refused} == {(503, "ServiceUnavailableError")}
+    for _ in range(6):
+        fleet.live.post("/v1/completions", some())
+
+
+def replicas_are_replaced_without_a_failed_request(fleet: Fleet) -> None:
+    before, over, statuses = fleet.servers().keys(), threading.Event(), []
+
+    def ask() -> None:
+        while not over.is_set():
+            statuses.append(fleet.live.request("POST", "/v1/completions", some(max_tokens=8))[0])
+
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(ask) for _ in range(2)]
+        done = fleet.join("--replicas", "2", "--port", str(fleet.live.port))
+        over.set()
+        for asker in asked:
+            asker.result()
+    assert done.returncode == 0, done.stderr
+    assert len(fleet.servers()) == 2 and not fleet.servers().keys() & before
+    assert set(statuses) == {200} and len(statuses) > 4
+
+
+def the_end_leaves_nothing_behind(fleet: Fleet) -> None:
+    stream = begun(fleet, 60)
+    fleet.process.terminate()
+    assert '"finish_reason":"length"' in to_end(stream)
+    assert fleet.process.wait(60) == 0
+    until(lambda: not fleet.servers())
+
+
+@with_ray
+@pytest.mark.slow
+def test_the_life_of_two_replicas() -> None:
+    """This is one test, because starting Ray takes longer than all of these checks."""
+    with two_replicas() as fleet:
+        it_is_the_same_server(fleet)
+        requests_are_shared_batched_and_cancelled(fleet)
+        a_prompt_goes_where_its_beginning_went(fleet)
+        what_does_not_fit_is_refused_and_changes_nothing(fleet)
+        a_lost_replica_is_told(fleet, "actor")
+        until(lambda: len(fleet.servers()) == 2, 100)  # Ray replaces the killed replica
+        replicas_are_replaced_without_a_failed_request(fleet)
+        a_lost_replica_is_told(fleet, "server")
+        the_end_leaves_nothing_behind(fleet)
+
+
+# -- the example configurations in docs/replicas
+
+CONFIGURATIONS = Path(__file__).parents[3] / "docs" / "replicas"
+
+
+def test_what_kubernetes_starts_can_be_typed() -> None:
+    parts = {part["kind"]: part for part in yaml.safe_load_all((CONFIGURATIONS / "kubernetes.yaml").read_text())}
+    pod = parts["Deployment"]["spec"]["template"]
+    [container] = pod["spec"]["containers"]
+    given = vars(parser().parse_args(container["args"]))
+    [port] = container["ports"]
+    assert given["host"] == "0.0.0.0" and given["port"] == port["containerPort"]
+    pause = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
+    assert pause + given["shutdown timeout"] < pod["spec"]["terminationGracePeriodSeconds"]
+    probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
+    assert probes == [{"path": "/health", "port": port["name"]}] * 3
+    for kind in ("Service", "PodDisruptionBudget"):
+        selector = parts[kind]["spec"]["selector"]
+        assert selector.get("matchLabels", selector) == pod["metadata"]["labels"]
+
+
+@pytest.mark.skipif(not shutil.which("nginx"), reason="nginx is not installed")
+def test_nginx_understands_its_configuration(tmp_path: Path) -> None:
+    for_all = f"pid {tmp_path}/pid; error_log stderr;"
+    nginx = ["nginx", "-t", "-p", str(tmp_path), "-c", str(CONFIGURATIONS / "nginx.conf"), "-g", for_all]
+    done = subprocess.run(nginx, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

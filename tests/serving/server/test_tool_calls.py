@@ -1,0 +1,403 @@
+"""Tool calls in three text formats: parsing of streamed answers, the HTTP routes, and the chat templates."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from api_support import Live, serving, until
+from model_helpers import byte_model
+from openai import OpenAI
+
+from megakernel import LLM, MegakernelError
+from megakernel.model import load_tokenizer
+from megakernel.serving.server.routes.responses import Items, ResponsesRequest
+from megakernel.serving.text.codec import Codec
+from megakernel.serving.text.tool_calls import FORMATS, CallDelta, ToolReader, tool_format, with_tools
+from megakernel.settings import SETTINGS
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 5}, "unit": {"$ref": "#/$defs/unit"}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+    "$defs": {"unit": {"enum": ["C", "F"]}},
+}
+TIME: dict[str, Any] = {
+    "type": "object",
+    "properties": {"zone": {"enum": ["UTC", "CET"]}},
+    "required": ["zone"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "the weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "time", "parameters": TIME}},
+]
+NAMES = ("weather", "time")
+ONE = '{"name": "weather", "%s": {"city": "a\\"}{", "unit": "C"}}'
+TWO = '{"%s": {"zone": ["UTC"]}, "name": "time"}'
+CALLS = [("weather", {"city": 'a"}{', "unit": "C"}), ("time", {"zone": ["UTC"]})]
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+def texts(kind: str) -> list[tuple[str, str, int]]:
+    """Return answers in the format `kind`: each answer's text, its content outside calls, and its number of calls."""
+    one, two = (text % FORMATS[kind].arguments for text in (ONE, TWO))
+    mark = FORMATS[kind].begin.strip()
+    both = {
+        "hermes": f"<tool_call>\n{one}\n</tool_call>\n<tool_call>\n{two}\n</tool_call>",
+        "llama3_json": f"{one}; {two}",
+        "mistral": f"[TOOL_CALLS][{one}, {two}]",
+    }[kind]
+    single = {"hermes": f"<tool_call>{one}</tool_call>", "llama3_json": f"{mark}{one}", "mistral": f"{mark} [{one}]"}
+    unknown = single[kind].replace("weather", "nothing")
+    found = [
+        (both, "", 2),
+        (single[kind], "", 1),
+        ("plain { text [ of < braces", "plain { text [ of < braces", 0),
+        (unknown, one.replace("weather", "nothing"), 0),
+        (mark + one[:9], one[:9].strip(), 0),
+        ("", "", 0),
+    ]
+    return found + ([(f"Hi <b>\n{both}\nbye", "Hi <b>\nbye", 2)] if kind == "hermes" else [])
+
+
+def read(reader: ToolReader, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    content = ""
+    calls: list[tuple[str, str]] = []
+    for at, piece in enumerate(pieces, 1):
+        text, deltas = reader.add(piece, at == len(pieces))
+        content += text
+        for delta in deltas:
+            if delta.name is not None:
+                assert delta.index == len(calls)
+                calls.append((delta.name, ""))
+            calls[delta.index] = calls[delta.index][0], calls[delta.index][1] + delta.arguments
+    return content, calls
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_calls_are_found_however_a_text_is_cut(kind: str) -> None:
+    for text, content, calls in texts(kind):
+        cuts = [[text], list(text) or [""], *([text[:at], text[at:]] for at in range(1, len(text)))]
+        for pieces in cuts:
+            found, made = read(ToolReader(FORMATS[kind], NAMES), pieces)
+            assert found.replace("\n\n", "\n").strip() == content, (text, pieces)
+            assert [(name, json.loads(arguments)) for name, arguments in made] == CALLS[:calls]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_only_one_call_is_told_where_only_one_is_wanted(kind: str) -> None:
+    text = texts(kind)[0][0]
+    assert [name for name, _ in read(ToolReader(FORMATS[kind], NAMES, most=1), list(text))[1]] == ["weather"]
+
+
+def test_formats_come_from_the_template() -> None:
+    assert tool_format(None, "{{ '<tool_call>' }}") is FORMATS["hermes"]
+    assert tool_format(None, "[TOOL_CALLS]") is FORMATS["mistral"]
+    assert tool_format(None, "<|start_header_id|>") is FORMATS["llama3_json"]
+    assert tool_format(None, None) is FORMATS["hermes"]
+    assert tool_format("mistral", "<tool_call>") is FORMATS["mistral"]
+    with pytest.raises(MegakernelError, match="unknown tool call parser 'x': choose from hermes"):
+        tool_format("x", None)
+
+
+def test_a_systems_words_stand_before_those_on_tools() -> None:
+    system, user = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "x"}
+    told = with_tools([user], [{"name": "f"}], FORMATS["hermes"])
+    assert told[0]["content"].startswith("You can call") and told[1:] == [user]
+    joined = with_tools([system, user], [{"name": "f"}], FORMATS["hermes"])
+    assert joined == [{"role": "system", "content": f"Be kind.\n\n{told[0]['content']}"}, user]
+
+
+def test_the_setting_names_all_formats() -> None:
+    named = SETTINGS["tool call parser"].what.partition(": ")[2]
+    assert re.split(", | or ", named) == list(FORMATS)
+
+
+TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}
+{%- for c in m.tool_calls or [] %}{{ c.function.name }}={{ c.function.arguments.city }}{% endfor %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("template", ["its own", "knows none"])
+def test_a_conversation_with_calls_goes_through_the_template(tmp_path: Path, template: str) -> None:
+    byte_model(tmp_path)
+    if template == "its own":
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    codec = Codec("m", load_tokenizer(str(tmp_path)))
+    called = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    told = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "1"},
+    ]
+    assert codec.tokenizer is not None
+    text = codec.tokenizer.decode(codec.chat_ids(told, tools=TOOLS))
+    if template == "its own":
+        assert text.startswith(json.dumps(TOOLS)) and "<assistant>weather=Rome<tool>sunny" in text
+    else:
+        assert text.startswith("<system>Be kind.\n\n") and json.dumps(TOOLS[1]) in text
+        call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+        assert f"<assistant>{call}<user><tool_response>\nsunny\n</tool_response>" in text
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tmp_path_factory.mktemp("bytes")
+    byte_model(folder)
+    llm = LLM(str(folder), backend="cpu", max_context=3072, max_seqs=8, threads=2)
+    with llm, serving(llm, names=["m"]) as found:
+        yield found
+        until(found.at_rest)
+
+
+@pytest.fixture
+def client(live: Live) -> OpenAI:
+    return OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+
+
+def check_calls(calls: list[tuple[str, str]], most: int) -> None:
+    assert 1 <= len(calls) <= most
+    for name, arguments in calls:
+        jsonschema.validate(json.loads(arguments), {"weather": WEATHER, "time": TIME}[name])
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "time"}}])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_required_calls_are_valid(client: OpenAI, choice: Any, stream: bool, parallel: bool) -> None:
+    given: dict[str, Any] = {"model": "m", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": 1}
+    given |= {"parallel_tool_calls": parallel, "max_tokens": 1500, "n": 2}
+    most = 16 if parallel and choice == "required" else 1
+    if not stream:
+        for found in client.chat.completions.create(**given).choices:
+            assert found.finish_reason == "tool_calls" and found.message.content is None
+            made = [call.function for call in found.message.tool_calls or () if call.type == "function"]
+            check_calls([(call.name, call.arguments) for call in made], most)
+        return
+    calls: dict[int, list[tuple[str, str]]] = {0: [], 1: []}
+    ends = {}
+    for event in client.chat.completions.create(**given, stream=True):
+        [part] = event.choices
+        assert len(part.delta.tool_calls or ()) <= 1  # many clients read only one call per event
+        for call in part.delta.tool_calls or ():
+            assert call.function is not None
+            if call.id is not None:
+                assert call.index == len(calls[part.index]) and call.type == "function"
+                calls[part.index].append((str(call.function.name), ""))
+            name, before = calls[part.index][call.index]
+            calls[part.index][call.index] = name, before + (call.function.arguments or "")
+        assert not part.delta.content
+        assert ends.get(part.index) is None, "an event after the last of a choice"
+        ends[part.index] = part.finish_reason
+    assert ends == {0: "tool_calls", 1: "tool_calls"}
+    for made_ in calls.values():
+        check_calls(made_, most)
+
+
+def test_the_openai_package_puts_the_parts_of_a_streamed_call_together(client: OpenAI) -> None:
+    given: dict[str, Any] = {"model": "m", "messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "seed": 1}
+    with client.chat.completions.stream(**given, max_tokens=1500) as stream:
+        stream.until_done()
+        [choice] = stream.get_final_completion().choices
+    assert choice.message.tool_calls
+    check_calls([(call.function.name, call.function.arguments) for call in choice.message.tool_calls], 16)
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_free_answers_are_content(client: OpenAI, choice: Any) -> None:
+    given: dict[str, Any] = {"model": "m", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": 1}
+    whole = client.chat.completions.create(**given, max_tokens=20).choices[0]
+    assert whole.message.tool_calls is None and whole.message.content and whole.finish_reason in ("stop", "length")
+    events = client.chat.completions.create(**given, max_tokens=20, stream=True)
+    assert "".join(e.choices[0].delta.content or "" for e in events).strip() == whole.message.content.strip()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no tools": ({"tool_choice": "required"}, "tool_choice needs tools"),
+    "unknown": (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+        "names 'x', which is none of the tools",
+    ),
+    "twice": ({"tools": [TOOLS[0], TOOLS[0]]}, "the same name"),
+    "choice": ({"tools": TOOLS, "tool_choice": "any"}, 'must be "none", "auto", "required" or'),
+    "schema": (
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
+            "tool_choice": "required",
+        },
+        "structured outputs.*x",
+    ),
+    "both": (
+        {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "cannot be combined",
+    ),
+    "arguments": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        "not JSON",
+    ),
+    "a name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, r"must match \^\[a-zA-Z0-9_.-\]"),
+    "two forms": ({"regex": "a", "guided_choice": ["b"]}, "guided_choice and regex .*give one"),
+    "no schema": ({"response_format": {"type": "json_schema"}}, "json_schema is required"),
+    "malformed": ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "not regex and grammar"),
+    "broken": ({"guided_regex": "(a"}, "unclosed group"),
+    "hostile": ({"guided_json": {"type": "integer", "multipleOf": 99999999}}, "takes more than|needs more than"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_name_what_is_wrong(client: OpenAI, what: str, stream: bool) -> None:
+    more, why = REFUSED[what]
+    body = {"messages": MESSAGES} | more
+    with pytest.raises(openai.BadRequestError, match=why):
+        client.chat.completions.create(
+            model="m", messages=body.pop("messages"), max_tokens=5, stream=stream, extra_body=body
+        )
+
+
+FORMS: list[tuple[dict[str, Any], str]] = [
+    ({"structured_outputs": {"choice": ["red", "blue"]}}, "red|blue"),
+    ({"structured_outputs": {"json": {"const": 5}}}, "5"),
+    ({"guided_json": {"enum": ["a", "b"]}}, '"[ab]"'),
+    ({"guided_json": '{"const": 1}'}, "1"),
+    ({"guided_regex": "[ab]{3}"}, "[ab]{3}"),
+    ({"guided_choice": ["up"]}, "up"),
+    ({"guided_grammar": 'root ::= "o" [kl]'}, "o[kl]"),
+    ({"regex": "z+y"}, "z+y"),
+    ({"ebnf": 'root ::= "e"'}, "e"),
+    ({"guided_grammar": '\n  ?start: part\n  ?part: "::=" | "="\n'}, "::=|="),
+    ({"guided_json": {"type": "array", "items": {"const": "k"}, "minItems": 2, "maxItems": 2}}, '\\["k", "k"\\]'),
+    ({"response_format": {"type": "json_object", "schema": {"const": [1]}}}, r"\[1\]"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": True}}}}, "true"),
+]
+
+
+@pytest.mark.parametrize(("more", "form"), FORMS)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_every_name_of_a_form_is_followed(live: Live, more: dict[str, Any], form: str, path: str) -> None:
+    body = {"max_tokens": 300, "seed": 1, **more, **({"messages": MESSAGES} if "chat" in path else {"prompt": "x"})}
+    for choice in live.post(path, {**body, "n": 2})["choices"]:
+        text = choice["message"]["content"] if "chat" in path else choice["text"]
+        assert re.fullmatch(form, text) and choice["finish_reason"] == "stop", text
+    pieces = [e["choices"][0] for e in live.events(path, body)]
+    text = "".join(p["delta"].get("content") or "" if "chat" in path else p["text"] for p in pieces)
+    assert re.fullmatch(form, text)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_ids_and_words_can_be_allowed_and_forbidden(live: Live, path: str) -> None:
+    body = {"max_tokens": 30, "ignore_eos": True, **({"messages": MESSAGES} if "chat" in path else {"prompt": "x"})}
+    body |= {"allowed_token_ids": [64, 65], "bad_words": ["aa"], "return_token_ids": True}
+    ids = live.post(path, body)["choices"][0]["token_ids"]
+    assert set(ids) <= {64, 65} and len(ids) == 30 and (64, 64) not in set(itertools.pairwise(ids))
+    assert "vocabulary of 260" in live.post(path, {**body, "allowed_token_ids": [260]}, 400)["error"]["message"]
+
+
+def test_who_leaves_while_a_grammar_is_compiled_leaves_nothing(live: Live) -> None:
+    body = {"prompt": "x", "max_tokens": 5, "guided_json": {"type": "integer", "multipleOf": 99999989}}
+    live.send("/v1/completions", body).close()
+    other = live.post("/v1/completions", {"prompt": "x", "max_tokens": 5})  # does not wait for the compilation
+    assert other["usage"]["completion_tokens"] > 0
+    until(lambda: not live.host.loop._compiling and live.at_rest())
+
+
+# -- /v1/responses
+
+TOLD: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+def test_a_response_follows_a_schema(client: OpenAI) -> None:
+    form: Any = {"type": "json_schema", "name": "w", "schema": WEATHER}
+    given: dict[str, Any] = {"model": "m", "input": "x", "max_output_tokens": 1500, "text": {"format": form}}
+    for seed in range(2):
+        whole = client.responses.create(**given, extra_body={"seed": seed})
+        jsonschema.validate(json.loads(whole.output_text), WEATHER)
+        assert whole.status == "completed" and whole.text.format is not None
+    anything = client.responses.create(**{**given, "text": {"format": {"type": "json_object"}}, "temperature": 2})
+    assert anything.output_text.startswith("{")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "time"}])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_response_calls_functions(client: OpenAI, choice: Any, parallel: bool) -> None:
+    given: dict[str, Any] = {
+        "model": "m",
+        "input": "x",
+        "tools": TOLD,
+        "tool_choice": choice,
+        "max_output_tokens": 1500,
+    }
+    given |= {"parallel_tool_calls": parallel, "max_output_tokens": 1500, "extra_body": {"seed": 1}}
+    whole = client.responses.create(**given)
+    calls = [item for item in whole.output if item.type == "function_call"]
+    assert len(calls) == len(whole.output) and whole.status == "completed"
+    check_calls([(call.name, call.arguments) for call in calls], 16 if parallel and choice == "required" else 1)
+    with client.responses.stream(**given) as stream:
+        events = list(stream)
+        streamed = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:3] == ["created", "in_progress", "output_item.added"] and kinds[-1] == "completed"
+    assert kinds.count("function_call_arguments.done") == kinds.count("output_item.done") == len(calls)
+    told = [(item.name, item.arguments) for item in streamed.output if item.type == "function_call"]
+    assert told == [(call.name, call.arguments) for call in calls]
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_a_response_with_tools_may_be_text(client: OpenAI, choice: Any) -> None:
+    given: dict[str, Any] = {"model": "m", "input": "x", "tools": TOLD, "tool_choice": choice, "max_output_tokens": 20}
+    whole = client.responses.create(**given, extra_body={"seed": 1})
+    assert [item.type for item in whole.output] == ["message"] and whole.output_text
+    events = list(client.responses.create(**given, stream=True, extra_body={"seed": 1}))
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == whole.output_text
+    assert [e.type for e in events].count("response.output_item.added") == 1
+
+
+def test_calls_and_results_come_back_as_a_conversation() -> None:
+    body = ResponsesRequest.model_validate(
+        {
+            "instructions": "Be kind.",
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+                {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Let me see."}]},
+                {"type": "function_call", "call_id": "1", "name": "weather", "arguments": '{"city": "Rome"}'},
+                {"type": "function_call", "call_id": "2", "name": "time", "arguments": ""},
+                {"type": "function_call_output", "call_id": "1", "output": "sunny"},
+                {"type": "function_call", "call_id": "3", "name": "time", "arguments": "{}"},
+            ],
+        }
+    )
+    told = [message.plain() for message in body.conversation().messages]
+    assert [message["role"] for message in told] == ["system", "user", "assistant", "tool", "assistant"]
+    assert [call["id"] for call in told[2]["tool_calls"]] == ["1", "2"] and told[2]["content"] == "Let me see."
+    assert told[2]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Rome"}}
+    assert told[3]["content"] == "sunny" and told[3]["tool_call_id"] == "1"
+    assert [call["id"] for call in told[4]["tool_calls"]] == ["3"]
+    call = {"type": "function_call", "call_id": "1", "name": "time", "arguments": "{}"}
+    many = ResponsesRequest.model_validate({"input": [call] * 300})
+    assert [len(message.plain()["tool_calls"]) for message in many.conversation().messages] == [128, 128, 44]
+
+
+def test_text_and_calls_of_one_answer_are_items_in_order() -> None:
+    items = Items(scored=False)
+    told = items.open_message() + items.add("a", [CallDelta(0, "f"), CallDelta(0, None, "{"), CallDelta(0, None, "}")])
+    told += items.add("b", [CallDelta(1, "g", "[]")]) + items.close("incomplete")
+    assert [(item.type, item.status) for item in items.all] == [
+        ("message", "completed"),
+        ("function_call", "completed"),
+        ("message", "completed"),
+        ("function_call", "incomplete"),
+    ]
+    events = [json.loads(line.removeprefix("data: ")) for line in told.decode().splitlines() if line.startswith("data")]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [item.get("arguments") or item["content"][0]["text"] for item in done] == ["a", "{}", "b", "[]"]

@@ -1,0 +1,186 @@
+"""One client cannot block the others, neither in the tokeniser threads nor in the queue for the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import threading
+from collections.abc import Callable
+from contextvars import copy_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from api_support import Live, serving
+from engine_support import fake_engine
+
+from megakernel import LLM, SamplingParams
+from megakernel.serving.engine.grammars import Grammars
+from megakernel.serving.server.board import ENGINE_FIELDS, Board
+from megakernel.serving.server.loop import EngineLoop
+from megakernel.serving.server.messages import Submit, prompt_bytes
+from megakernel.serving.server.turns import CLIENT, Turns
+
+
+def ask(turns: Turns, client: str, work: Callable[[], Any]) -> asyncio.Task[Any]:
+    context = copy_context()
+    context.run(CLIENT.set, client)
+    return asyncio.get_running_loop().create_task(turns.run(work), context=context)
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_clients_take_turns() -> None:
+    """If one client has queued 20 tasks and two other clients then queue a task each, these tasks wait for only one of
+    the 20.
+    """
+
+    async def run() -> list[str]:
+        turns, order, gate = Turns(1), list[str](), threading.Event()
+        first = ask(turns, "greedy", gate.wait)
+        await settle()
+        work = [("greedy", i) for i in range(20)] + [("a", 0), ("b", 0)]
+        tasks = [ask(turns, client, lambda name=f"{client} {i}": order.append(name)) for client, i in work]
+        await settle()
+        gate.set()
+        await asyncio.gather(first, *tasks)
+        return order
+
+    order = asyncio.run(run())
+    assert order[:3] == ["greedy 0", "a 0", "b 0"]
+    assert order[3:] == [f"greedy {i}" for i in range(1, 20)]
+
+
+def test_a_client_leaves_a_thread_for_the_others() -> None:
+    """A client with five endless tasks does not occupy all three threads, so another client's task still runs."""
+
+    async def run() -> None:
+        turns, gate = Turns(3), threading.Event()
+        greedy = [ask(turns, "greedy", gate.wait) for _ in range(5)]
+        await settle()
+        try:
+            assert await asyncio.wait_for(ask(turns, "other", lambda: 7), 10) == 7
+            assert not any(task.done() for task in greedy)
+        finally:
+            gate.set()
+        await asyncio.gather(*greedy)
+        assert turns._free == 3 and not turns._running and not turns._waiting
+
+    asyncio.run(run())
+
+
+def test_one_client_gets_the_only_thread() -> None:
+    assert asyncio.run(Turns(1).run(lambda: 7)) == 7
+
+
+@pytest.mark.parametrize("when", ["waiting", "given", "running"])
+def test_who_leaves_frees_the_thread(when: str) -> None:
+    async def run() -> None:
+        turns, gate = Turns(1), threading.Event()
+        holder = ask(turns, "a", gate.wait)
+        await settle()
+        leaver = ask(turns, "b", lambda: None)
+        await settle()
+        if when == "waiting":
+            leaver.cancel()
+        elif when == "given":
+            # Give `leaver` a second thread for a moment, and cancel it before it can use this thread.
+            turns._free += 1
+            turns._deal()
+            leaver.cancel()
+            await settle()
+            turns._free -= 1
+        else:
+            holder.cancel()
+        await settle()
+        gate.set()
+        await asyncio.gather(holder, leaver, return_exceptions=True)
+        assert await asyncio.wait_for(ask(turns, "c", lambda: 7), 30) == 7
+        await settle()
+        assert turns._free == 1 and not turns._running
+
+    asyncio.run(run())
+
+
+def test_a_server_encodes_in_turn_by_address(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client whose texts take long to tokenise does not block /tokenize for a client at another address."""
+    with (
+        LLM(model, backend="null", max_context=256, max_seqs=4, step_tokens=32, threads=1) as llm,
+        serving(llm) as live,
+    ):
+        gate, begun = threading.Event(), threading.Semaphore(0)
+        assert live.service.tokenizer is not None
+        encode = live.service.tokenizer.encode
+
+        def slow(text: str, **options: Any) -> list[int]:
+            if text == "slow":
+                begun.release()
+                gate.wait()
+            return encode(text, **options)
+
+        monkeypatch.setattr(live.service.tokenizer, "encode", slow)
+        greedy = [live.send("/tokenize", {"prompt": "slow"}) for _ in range(9)]
+        for _ in range(3):
+            assert begun.acquire(timeout=30)
+        try:
+            assert _tokenize_from("127.0.0.9", live) == 200
+        finally:
+            gate.set()
+        for sock in greedy:
+            assert sock.recv(100).startswith(b"HTTP/1.1 200 ")
+            sock.close()
+
+
+def _tokenize_from(address: str, live: Live) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=30, source_address=(address, 0))
+    connection.request("POST", "/tokenize", b'{"prompt": "quick"}', {"Content-Type": "application/json"})
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+def test_the_engine_admits_clients_in_turn() -> None:
+    engine, _ = fake_engine(max_seqs=1)
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    requests = [engine.add([1], params, client="greedy") for _ in range(10)]
+    other = engine.add([1], params, client="other")
+    order = [token.choice for step in engine.run() for token in step.tokens]
+    assert order.index(other.first) <= 1
+    assert [i for i in order if i != other.first] == [request.first for request in requests]
+
+
+def test_one_client_does_not_fill_the_queue(tmp_path: Path) -> None:
+    """One client may have up to `max_waiting` sequences in the queue, and all clients together twice as many."""
+    engine, _ = fake_engine(max_seqs=1)
+    row = Board(tmp_path / "board", 1, create=True).row(0, ENGINE_FIELDS)
+    with zmq.Context() as context:
+        grammars = Grammars(None, engine.dims.vocab, frozenset())
+        loop = EngineLoop(engine, context, "inproc://requests", row, max_waiting=3, grammars=grammars)
+        sent: list[bytes] = []
+
+        class Frontend:
+            def send_multipart(self, parts: list[bytes]) -> None:
+                sent.append(parts[1])
+
+        loop._control.close()
+        loop._socket.close()
+        loop._socket = Frontend()  # type: ignore[assignment]
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+
+        def submit(first: int, client: str) -> bool:
+            before = len(sent)
+            loop._submit(b"frontend", Submit(first, [prompt_bytes([1])], params, client))
+            return len(sent) == before
+
+        assert [submit(i, "greedy") for i in range(4)] == [True, True, True, False]
+        assert [submit(10 + i, "other") for i in range(4)] == [True, True, True, False]
+        assert not submit(20, "third") and b"6 sequences are waiting already and at most 6 may" in sent[-1]
+        loop._abort(b"frontend", 0)
+        assert submit(30, "greedy") and not submit(31, "greedy")
+        for first in (1, 2, 10, 11, 12, 30):
+            loop._abort(b"frontend", first)
+        assert engine.idle and not loop._open_of and submit(40, "greedy")
