@@ -132,7 +132,7 @@ def _differences(case: Case, seeds: int, repeats: int) -> Iterator[str]:
     from ..isa import Dtype
     from ..model import RandomCheckpoint
     from ..runtime.cuda.backend import CudaBackend
-    from ..runtime.cuda.check import check_instructions, prepare
+    from ..runtime.gpu_check import check_instructions, prepare
     from ..runtime.reference import ReferenceBackend
 
     program = _compile(case)

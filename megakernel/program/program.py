@@ -31,6 +31,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -169,7 +170,7 @@ class Program:
         middle = np.broadcast_to(self.totals_middle, (self.dims.layers - 1, self.ranks, self.counters))
         return np.concatenate([self.totals_first[None], middle, self.totals_last[None]])
 
-    @property
+    @cached_property
     def hash(self) -> str:
         return hashlib.sha256(self.to_bytes()).hexdigest()[:16]
 

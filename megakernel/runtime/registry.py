@@ -20,16 +20,8 @@ from .cuda.params import PAGES
 from .cuda.target import HOPPER
 from .target import Target
 
-
-@dataclass(frozen=True)
-class Request:
-    """The arguments with which a backend is created. On a CPU, `threads` is the number of threads."""
-
-    checkpoint: Checkpoint
-    dims: Dims
-    pages: int
-    dtype: Dtype
-    threads: int | None = None
+# Makes a backend from the arguments of `create`.
+_Make = Callable[[Checkpoint, Dims, int, Dtype, int | None], Backend]
 
 
 @dataclass(frozen=True)
@@ -45,7 +37,7 @@ class Registered:
     """
 
     what: str
-    create: Callable[[Request], Backend]
+    create: _Make
     machine: Callable[[int | None, int], Machine]
     lack: Callable[[ModelConfig, Dtype], str | None] = lambda config, dtype: None
     dtype: Dtype | None = None
@@ -74,23 +66,24 @@ def _host_share(threads: int | None, ranks: int) -> Machine:
     return host(max(1, min(threads or cores, cores) // ranks))
 
 
-def _reference(request: Request) -> Backend:
+def _reference(checkpoint: Checkpoint, dims: Dims, pages: int, dtype: Dtype, threads: int | None) -> Backend:
     from .reference import ReferenceBackend
 
-    return ReferenceBackend(request.checkpoint, request.dims, request.pages, dtype=request.dtype)
+    return ReferenceBackend(checkpoint, dims, pages, dtype=dtype)
 
 
-def _cpu(request: Request, null: bool = False) -> Backend:
+def _cpu(
+    checkpoint: Checkpoint, dims: Dims, pages: int, dtype: Dtype, threads: int | None, null: bool = False
+) -> Backend:
     from .cpu.backend import CpuBackend
 
-    r = request
-    return CpuBackend(r.checkpoint, r.dims, r.pages, dtype=r.dtype, threads=r.threads, null=null)
+    return CpuBackend(checkpoint, dims, pages, dtype=dtype, threads=threads, null=null)
 
 
-def _cuda(request: Request) -> Backend:
+def _cuda(checkpoint: Checkpoint, dims: Dims, pages: int, dtype: Dtype, threads: int | None) -> Backend:
     from .cuda.backend import CudaBackend
 
-    return CudaBackend(request.checkpoint, request.dims, request.pages, dtype=request.dtype)
+    return CudaBackend(checkpoint, dims, pages, dtype=dtype)
 
 
 def _cuda_share(threads: int | None, ranks: int) -> Machine:
@@ -161,7 +154,7 @@ def create(
     """
     if name == "auto":
         name, _ = choose_backend(name, checkpoint.config, dtype)
-    return registered(name).create(Request(checkpoint, dims, pages, dtype, threads))
+    return registered(name).create(checkpoint, dims, pages, dtype, threads)
 
 
 def rank_machine(name: str, threads: int | None, ranks: int) -> Machine:

@@ -133,36 +133,41 @@ struct TokenValues {
   }
 };
 
-// Computes C = A B for R rows and V SIMD vectors of columns, over the rows [t, end) of B and its columns from
-// `column` on. With `resume`, adds the products to C instead. Only the first `last` lanes of the last vector
-// are columns of B.
+// Computes C = A B, or C += A B with `resume`, for R rows and V SIMD vectors of columns of C. The columns are
+// those of B from `column` on; only the first `last` lanes of the last vector are columns of B. The products
+// use the columns [k, end) of A, and so the same rows of B.
+//
+// B gives one strip for each vector of columns. A strip reaches only to the end of a run, a range of rows of
+// B that lie evenly in memory, for example the tokens of a KV page. The next run needs other strips.
 template <int R, int V, class B>
-void dense_block(const float* a, int64_t lda, const B& b, int column, int last, int t, int end, float* c,
+void dense_block(const float* a, int64_t lda, const B& b, int column, int last, int k, int end, float* c,
                  int64_t ldc, bool resume) {
+  using BStrip = decltype(b.at(0, 0));
   F32 acc[R][V];
   MK_UNROLL for (int i = 0; i < R; ++i) {
     MK_UNROLL for (int v = 0; v < V; ++v) acc[i][v] = resume ? load(c + i * ldc + v * kLanes) : F32{};
   }
   const int64_t ldb = b.stride();
-  while (t < end) {
-    decltype(b.at(0, 0)) strips[V];
-    MK_UNROLL for (int v = 0; v < V; ++v) strips[v] = b.at(t, column + v * kLanes);
+  while (k < end) {
+    BStrip strips[V];
+    MK_UNROLL for (int v = 0; v < V; ++v) strips[v] = b.at(k, column + v * kLanes);
     F32 scale[V] = {};
-    const int run_end = b.run_end(t, end);
-    for (int s = 0; t < run_end; ++s, ++t) {
-      if constexpr (std::is_same_v<decltype(b.at(0, 0)), KeyStrip>) {
-        if (s % kKvUnit == 0) {
-          MK_UNROLL for (int v = 0; v < V; ++v) scale[v] = strips[v].scale(s, ldb, v + 1 < V ? kLanes : last);
+    const int run_end = b.run_end(k, end);
+    for (int row = 0; k < run_end; ++row, ++k) {  // `row` counts from the beginning of the strips
+      if constexpr (std::is_same_v<BStrip, KeyStrip>) {
+        if (row % kKvUnit == 0) {  // a group of quantised keys begins
+          MK_UNROLL for (int v = 0; v < V; ++v) scale[v] =
+              strips[v].scale(row, ldb, v + 1 < V ? kLanes : last);
         }
       }
-      F32 row[V];
+      F32 values[V];
       MK_UNROLL for (int v = 0; v < V; ++v) {
-        strips[v].fetch(s, ldb);
-        row[v] = strips[v].row(s, ldb, v + 1 < V ? kLanes : last, scale[v]);
+        strips[v].fetch(row, ldb);
+        values[v] = strips[v].row(row, ldb, v + 1 < V ? kLanes : last, scale[v]);
       }
       MK_UNROLL for (int i = 0; i < R; ++i) {
-        const F32 x = splat(a[i * lda + t]);
-        MK_UNROLL for (int v = 0; v < V; ++v) acc[i][v] += x * row[v];
+        const F32 x = splat(a[i * lda + k]);
+        MK_UNROLL for (int v = 0; v < V; ++v) acc[i][v] += x * values[v];
       }
     }
   }

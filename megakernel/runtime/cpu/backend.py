@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,18 +22,6 @@ from ..buffers import check_program, check_table, write_history
 from . import native
 from .ranks import CpuRanks
 from .target import MOST_HEAD_DIM
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    """A program in the native library. It is kept alive, because programs are found by their object's id."""
-
-    program: Program
-    handle: int
-
-    @cached_property
-    def hash(self) -> str:
-        return self.program.hash
 
 
 class CpuBackend:
@@ -71,7 +58,8 @@ class CpuBackend:
         self.dims = dims
         self.pages = pages
         self.threads = threads or cpu_count()
-        self._programs: dict[int, _Loaded] = {}  # by the program's id
+        # The handle of each loaded program, by the program's id. A program is kept alive, so that no other gets its id.
+        self._programs: dict[int, tuple[Program, int]] = {}
         self._running: _Launch | None = None
         self._closed = False
         self._ranks = CpuRanks(checkpoint, dims, pages, threads=self.threads, null=null, deadlock_s=deadlock_s)
@@ -121,14 +109,14 @@ class CpuBackend:
         self._programs.clear()
         self._ranks.close()
 
-    def _load(self, program: Program) -> _Loaded:
-        """Return the loaded form of a program. The first call for a program checks it, copies it into the native
+    def _load(self, program: Program) -> int:
+        """Return the handle of a program. The first call for a program checks it, copies it into the native
         library, and enlarges the activation buffers if the program has more rows.
         """
-        if (known := self._programs.get(id(program))) is not None:
-            return known
-        self._ranks.fit(program.dims)
-        return self._programs.setdefault(id(program), _Loaded(program, self._ranks.load(program)))
+        if id(program) not in self._programs:
+            self._ranks.fit(program.dims)
+            self._programs[id(program)] = program, self._ranks.load(program)
+        return self._programs[id(program)][1]
 
     # -- for tests
 
@@ -151,13 +139,13 @@ class _Launch:
         self._backend, self._ranks = backend, backend._ranks
         self._program, self._table, self._traced = program, table, trace
         self._begun = 0.0
-        self._loaded: _Loaded | None = None
+        self._handle: int | None = None  # the program's, once the launch has begun
 
-    def begin(self, loaded: _Loaded) -> None:
+    def begin(self, handle: int) -> None:
         """Start all ranks."""
-        self._loaded = loaded
+        self._handle = handle
         self._begun = time.perf_counter()
-        self._ranks.start(loaded.handle, self._table.words, self._traced)
+        self._ranks.start(handle, self._table.words, self._traced)
 
     def wait(self) -> Output:
         """Wait until the launch ends, and return its output. Call this once. The output's `seconds` is the time from
@@ -181,11 +169,11 @@ class _Launch:
         if self._backend._running is not self:
             return
         try:
-            if self._loaded is not None:
+            if self._handle is not None:
                 self._ranks.abort()
                 with suppress(MegakernelError):  # the error says only that the launch was stopped
                     self._finish()
-                self._ranks.reset(self._loaded.handle)
+                self._ranks.reset(self._handle)
         finally:
             self._backend._running = None
 
@@ -194,10 +182,9 @@ class _Launch:
             pass
 
     def _trace(self) -> Trace:
-        assert self._loaded is not None
         intervals, dropped = self._ranks.intervals()
         header = TraceHeader(
-            program=self._loaded.hash,
+            program=self._program.hash,
             source="cpu",
             tick_s=1e-9,
             read_s=native.clock_cost(),

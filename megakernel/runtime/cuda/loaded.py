@@ -161,7 +161,6 @@ class Loaded:
         self.program = program
         self.launches = 0
         self._synchronises = True
-        self.hash: str | None = None
         self._heap = heap
         self._generation = heap.generation
         sizes = {

@@ -75,10 +75,8 @@ class Tracing:
             intervals["end"] -= origin
         intervals["launch"] = 1
         intervals = intervals[np.lexsort((intervals["begin"], intervals["worker"], intervals["rank"]))]
-        if loaded.hash is None:
-            loaded.hash = loaded.program.hash
         header = TraceHeader(
-            program=loaded.hash,
+            program=loaded.program.hash,
             source="cuda",
             tick_s=1e-9,
             read_s=_READ_CYCLES / max(rates) * 1e-9,

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import MegakernelError
-from ...isa import BUFFERS, Buffer, Dims, Dtype, Space, StepTable, from_f32, record, to_f32
-from ...program import SEGMENTS, Program, Segment
-from ..reference.backend import ReferenceBackend
-from .backend import CudaBackend
-from .params import BODY
+from ..errors import MegakernelError
+from ..isa import BUFFERS, Buffer, Dims, Dtype, Space, StepTable, from_f32, record, to_f32
+from ..program import SEGMENTS, Program, Segment
+from .cuda.backend import CudaBackend
+from .cuda.params import BODY
+from .reference.backend import ReferenceBackend
 
 _SUMMED, _ROUNDED = 2e-4, 4e-3
 _NAN_BF16 = 0x7FC0
