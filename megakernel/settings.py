@@ -78,8 +78,8 @@ _TABLE = """
     beginning of the prompt, unless too busy) or least-loaded
 --log-level MEGAKERNEL_LOG_LEVEL | debug/info/warning/error | warning | minimum severity of log messages: debug, info,
     warning or error
-MEGAKERNEL_CACHE | text | ($XDG_CACHE_HOME/megakernel or ~/.cache/megakernel) | folder for models, compiled GPU code,
-    results of compile --search and this machine's measured peak rates
+MEGAKERNEL_CACHE | text | ($XDG_CACHE_HOME/megakernel or ~/.cache/megakernel) | folder for models, compiled GPU code and
+    this machine's measured peak rates
 MEGAKERNEL_SIMD | text | (the best this CPU has) | CPU code path: portable, avx2, avx512 or avx512bf16
 MEGAKERNEL_PREFETCH | text | 1 | 0: a waiting CPU worker does not prefetch the weights of its next instruction
 MEGAKERNEL_CHECK_STEPS | text | 0 | 1: check every step's inputs before its launch (slow)

@@ -1,23 +1,27 @@
-"""Lists the ways to compute a step on a machine: its sizes, the sharing among ranks, and where norms are computed."""
+"""Chooses how to compute a step on a machine: its tiles, how ranks share the work, and where norms are computed."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import KV_BLOCK, Buffer, Dims, Dtype, Units, ceil_div
+from megakernel.isa import KV_BLOCK, Buffer, Dims, Dtype, Forward, Phase, Units, ceil_div
 from megakernel.machine import Machine
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.config import ModelConfig
-from megakernel.model.families import Norm, forward
+from megakernel.model.families import forward
 from megakernel.runtime.cuda.pages import DOT_INPUT_PAGES
 from megakernel.runtime.targets import TARGETS, target_of
+from megakernel.scheduler import passes
 from megakernel.scheduler.cost import balanced_rows, panel_blocks, phase_seconds
-from megakernel.scheduler.lower import lower_segment
+from megakernel.scheduler.lower import lower
 from megakernel.scheduler.options import Options
-from megakernel.scheduler.tasks import Candidate
+from megakernel.scheduler.place import LAST_NORM_LAG
+from megakernel.scheduler.tasks import PhaseTasks, Tasks
 
 # Limits of attention in the step table. An item is a part of the work, and the items of one instruction form a slot.
 # The table can hold one item per row and _ITEMS_PER_SLOT more per slot, so that a step with few rows can divide each
@@ -33,6 +37,13 @@ _BIAS_PER_ROW, _MAX_BIAS = 512, 65536
 # The largest number of logit rows that may have a token mask. A mask has one bit per token of the vocabulary, so 256
 # masks take 4 MB for a vocabulary of 128,000 tokens.
 MOST_MASKS = 256
+# If workers claim attention from a queue, the number of attention instructions per worker, among which the attention of
+# a step is divided equally where possible.
+_CLAIMS = 4
+# The maximum number of row blocks of all ranks of a program. It keeps the time to compile under a minute, and counter
+# numbers small enough for a record.
+_MAX_BLOCKS = 4096
+_DEFAULT = Options()
 
 
 def with_matmul(options: Options, config: ModelConfig, machine: Machine, *, tp: int, tokens: int) -> Options:
@@ -49,17 +60,29 @@ def with_matmul(options: Options, config: ModelConfig, machine: Machine, *, tp: 
     return replace(options, matmul=chosen.name.lower())
 
 
-def with_tiles(machine: Machine, config: ModelConfig, *, tp: int, units: Units) -> Machine:
-    """Return `machine` with the tile sizes of the chosen matmul units. Tiles of dot products have few rows, and their
-    widths are multiples of a different column unit.
+def resolved(config: ModelConfig, machine: Machine, options: Options, *, tp: int, tokens: int) -> tuple[Machine, Units]:
+    """Return the machine as the scheduler sees it, and its matmul units.
+
+    With `options.pairs`, a worker is two SMs, so there are half as many, and tiles may have twice the rows. Tiles of
+    dot products have few rows, and their widths are multiples of a different column unit.
     """
-    rows = min(machine.tile_rows, _tile_rows(config, machine, tp, units))
+    target = TARGETS[machine.target]
+    units = target.chosen(with_matmul(options, config, machine, tp=tp, tokens=tokens).matmul)
+    sms = 2 if options.pairs == "on" else 1
+    if sms > 1 and units is not Units.TENSOR:
+        raise MegakernelError(
+            "cannot compile for pairs of SMs: only programs for the matrix units of a GPU can use them"
+        )
+    if machine.workers % sms:
+        raise MegakernelError(f"cannot compile for pairs of SMs: {machine.workers} is an odd number of workers")
+    rows = min(sms * machine.tile_rows, _tile_rows(config, machine, tp, units))
     if rows < 1:
         raise MegakernelError(
             f"cannot compile matmuls as dot products: a row of this model takes more than {DOT_INPUT_PAGES} "
             "pages of shared memory; use --matmul tensor"
         )
-    return replace(machine, tile_rows=rows, col_unit=TARGETS[machine.target].col_unit[units] or machine.col_unit)
+    unit = target.col_unit[units] or machine.col_unit
+    return replace(machine, workers=machine.workers // sms, tile_rows=rows, col_unit=unit), units
 
 
 def _tile_rows(config: ModelConfig, machine: Machine, tp: int, units: Units) -> int:
@@ -75,7 +98,7 @@ def most_dot_rows(config: ModelConfig, machine: Machine, tp: int) -> int:
     return max(1, min(machine.tile_rows, _tile_rows(config, machine, tp, TARGETS[machine.target].units[0])))
 
 
-def program_dims(
+def fastest(
     config: ModelConfig,
     machine: Machine,
     *,
@@ -85,24 +108,27 @@ def program_dims(
     max_seqs: int,
     max_context: int,
     tp: int = 1,
-    claims: int = 1,
-    sms: int = 1,
-    units: Units = Units.CORE,
+    options: Options = _DEFAULT,
+    weight_bits: Mapping[Buffer, float] | None = None,
     quantised_kv: bool = False,
-) -> Dims:
-    """Return the sizes of a bucket. Its step table's capacity depends only on the bucket and the number of workers.
+) -> Tasks:
+    """Return the tasks of the candidate that is predicted to be fastest, among those that `options` leaves open. The
+    arguments are those of `compile_program`.
 
-    `claims` is the number of attention slots per worker. The row blocks, and how ranks share the work, are set as for a
-    single rank; the caller changes them later.
+    The capacity of the step table depends only on the bucket and the number of workers.
     """
+    machine, units = resolved(config, machine, options, tp=tp, tokens=tokens)
+    most = _MAX_BLOCKS // tp * machine.tile_rows
+    for name, value in (("tokens", tokens), ("logit_rows", logit_rows)):
+        if value > most:
+            raise MegakernelError(f"cannot compile {value} {name} for machine {machine.name}: the limit is {most}")
     kv_blocks = ceil_div(max_context, KV_BLOCK)
-    slots = machine.workers * claims
+    slots = machine.workers * (_CLAIMS if options.claimed else 1)
     any_split = TARGETS[machine.target].any_split
     split_rows, partials = (slots, _MAX_SLOT_PARTIALS) if any_split else (_SPLIT_ROWS, _MAX_PARTIALS)
-    return replace(
+    dims = replace(
         weight_dims(config, dtype),
         kv_page=machine.kv_page,
-        row_block=min(machine.tile_rows, tokens),
         tokens=tokens,
         logit_rows=logit_rows,
         max_seqs=max_seqs,
@@ -115,100 +141,124 @@ def program_dims(
         tp=tp,
         units=int(units),
         ring_pages=machine.ring_pages,
-        sms=sms,
+        sms=2 if options.pairs == "on" else 1,
         quantised_kv=int(quantised_kv),
     )
 
+    one = Candidate(forward(config), weight_bits, dims, machine, options)
+    return _normed(_shared(one)).tasks()
 
-class Candidates:
-    """Compares the candidates that `options` leaves open for one bucket, and finds the one that the cost model predicts
-    to be fastest.
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute a step of `model`, which is the forward pass of one device.
+
+    A rank's layer is lowered when it is first needed, and only once.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        machine: Machine,
-        options: Options,
-        weight_bits: Mapping[Buffer, float] | None = None,
-    ) -> None:
-        self._config, self._machine, self._options, self._weight_bits = config, machine, options, weight_bits
+    model: Forward
+    weight_bits: Mapping[Buffer, float] | None
+    dims: Dims
+    machine: Machine
+    options: Options
+    norm: str = "own"
+    _layers: dict[int, list[PhaseTasks]] = field(init=False, default_factory=dict)
 
-    def fastest(self, dims: Dims) -> Candidate:
-        """Return the candidate that is predicted to be fastest.
+    @cached_property
+    def forward(self) -> Forward:
+        return passes.apply(self.model, self.dims, self.norm, self.weight_bits)
 
-        Whether the O projection is sharded or replicated must not depend on the bucket, because it determines the bits
-        of the results. This choice is therefore made for the number of rows at which the machine's arithmetic takes as
-        long as reading the weights.
-        """
-        if dims.tp == 1:
-            return self._normed(self._shared(dims, 0, 0))
-        options, machine = self._options, self._machine
-        replicated_o = {"sharded": [0], "replicated": [1], "auto": [0, 1]}[options.o]
-        residual = {"dealt": [0], "replicated": [1], "auto": [0, 1]}[options.residual]
-        if len(replicated_o) > 1:
-            typical = replace(dims, tokens=max(1, math.ceil(balanced_rows(dims, machine))), logit_rows=1)
-            replicated_o = [
-                self._best(self._shared(typical, o, r) for o in replicated_o for r in residual).replicated_o
-            ]
-        return self._normed(self._best(self._shared(dims, replicated_o[0], r) for r in residual))
+    def _lower(self, phases: Iterable[Phase], rank: int) -> list[PhaseTasks]:
+        return lower(phases, replace(self.dims, rank=rank), self.machine, self.options.panel)
 
-    def _best(self, shared: Iterable[Dims]) -> Dims:
-        return self._fastest([self._candidate(dims, Norm.OWN) for dims in shared]).dims
+    def _layer(self, rank: int) -> list[PhaseTasks]:
+        if rank not in self._layers:
+            self._layers[rank] = self._lower(self.forward.body, rank)
+        return self._layers[rank]
 
-    def _fastest(self, candidates: list[Candidate]) -> Candidate:
-        return candidates[0] if len(candidates) == 1 else min(candidates, key=self._layer_seconds)
-
-    def _candidate(self, dims: Dims, norm: Norm) -> Candidate:
-        return Candidate(dims, forward(self._config, dims, norm, self._weight_bits))
-
-    def _shared(self, dims: Dims, replicated_o: int, replicated_residual: int) -> Dims:
-        """Return `dims` with the O projection and the residual either replicated (1) or divided among ranks (0).
-
-        If the rows of the residual are divided, row blocks are so short that each rank owns one, provided that there
-        are enough rows. Their length is rounded up to a multiple of the number of rows that the target stores at once,
-        so that no store extends into the next block.
-        """
-        rows = dims.tokens if replicated_residual else ceil_div(dims.tokens, dims.tp)
-        unit = target_of(dims).row_unit[Units(dims.units)]
-        block = min(self._machine.tile_rows, ceil_div(rows, unit) * unit, dims.tokens)
-        return replace(dims, row_block=block, replicated_o=replicated_o, replicated_residual=replicated_residual)
-
-    def _normed(self, dims: Dims) -> Candidate:
-        """Return the candidate for `dims`, and decide where the norms of a layer are computed.
-
-        If rows of the residual have owners, a norm sends its rows to all ranks. It then runs during the last stage of
-        the previous layer, provided that there are enough row blocks to overlap the norm with that stage. If every rank
-        has all rows, a matmul with few rows may normalise its inputs itself.
-        """
-        sends = dims.tp > 1 and not dims.replicated_residual
-        shape = self._options.shape
-        panels = shape.reduce_lag + shape.norm_lag
-        ahead = sends and dims.row_blocks >= panels * panel_blocks(dims, self._machine, shape)
-        inside = not sends and target_of(dims).norm_fits(min(dims.row_block, dims.tokens), dims.hidden, dims)
-        wanted = self._options.norm
-        if wanted == "inside" and not inside:
-            raise MegakernelError(
-                "cannot compile norms into matmuls (norm = 'inside'): "
-                + ("rows of the residual have owners" if sends else "the matmul units cannot normalise so many rows")
-            )
-        if wanted != "auto":
-            return self._candidate(dims, Norm(wanted))
-        if ahead:
-            return self._candidate(dims, Norm.NEXT)
-        return self._fastest([self._candidate(dims, norm) for norm in ([Norm.INSIDE] if inside else []) + [Norm.OWN]])
-
-    def _layer_seconds(self, candidate: Candidate) -> float:
-        """Return the predicted seconds of a layer whose phases run one after another. For attention, only its stores to
-        other ranks are counted.
+    @cached_property
+    def layer_seconds(self) -> float:
+        """The predicted seconds of a layer whose phases run one after another. For attention, only its stores to other
+        ranks are counted.
 
         A phase lasts as long as it does on the slower of ranks 0 and 1. These two ranks suffice: no shard is larger
         than rank 0's, and if only rank 0 owns rows, all other ranks send to rank 0 as rank 1 does.
         """
         slowest: dict[int, float] = {}
-        dims, shape = candidate.dims, self._options.shape
-        for tasks in lower_segment(candidate.forward.body, range(min(dims.tp, 2)), dims, self._machine, shape):
-            number, d = tasks.phase.number, replace(dims, rank=tasks.rank)
-            predicted = phase_seconds(tasks.phase, tasks.columns, d, self._machine)
-            slowest[number] = max(slowest.get(number, 0.0), predicted)
+        for rank in range(min(self.dims.tp, 2)):
+            for tasks in self._layer(rank):
+                d, number = replace(self.dims, rank=rank), tasks.phase.number
+                predicted = phase_seconds(tasks.phase, tasks.columns, d, self.machine)
+                slowest[number] = max(slowest.get(number, 0.0), predicted)
         return sum(slowest.values())
+
+    def tasks(self) -> Tasks:
+        """Return the tasks of all ranks."""
+        ranks = range(self.dims.tp)
+
+        def of_ranks(layers: Iterable[list[PhaseTasks]]) -> list[PhaseTasks]:
+            return sorted(itertools.chain(*layers), key=lambda tasks: tasks.phase.number)
+
+        prologue, epilogue = (
+            of_ranks(self._lower(phases, rank) for rank in ranks)
+            for phases in (self.forward.prologue, self.forward.epilogue)
+        )
+        return Tasks(self.dims, self.forward, self.machine, prologue, of_ranks(map(self._layer, ranks)), epilogue)
+
+
+def _best(candidates: list[Candidate]) -> Candidate:
+    return candidates[0] if len(candidates) == 1 else min(candidates, key=lambda each: each.layer_seconds)
+
+
+def _shared(one: Candidate) -> Candidate:
+    """Return the candidate with the fastest way to share the O projection and the residual among ranks.
+
+    Whether the O projection is sharded or replicated must not depend on the bucket, because it determines the bits of
+    the results. This choice is therefore made for the number of rows at which the machine's arithmetic takes as long as
+    reading the weights.
+    """
+    dims, machine, options = one.dims, one.machine, one.options
+    replicated_o = {"sharded": [0], "replicated": [1], "auto": [0, 1]}[options.o] if dims.tp > 1 else [0]
+    residual = {"dealt": [0], "replicated": [1], "auto": [0, 1]}[options.residual] if dims.tp > 1 else [0]
+    if len(replicated_o) > 1:
+        typical = replace(dims, tokens=max(1, math.ceil(balanced_rows(dims, machine))), logit_rows=1)
+        tried = [replace(one, dims=_divided(typical, machine, o, r)) for o in replicated_o for r in residual]
+        replicated_o = [_best(tried).dims.replicated_o]
+    return _best([replace(one, dims=_divided(dims, machine, replicated_o[0], r)) for r in residual])
+
+
+def _divided(dims: Dims, machine: Machine, replicated_o: int, replicated_residual: int) -> Dims:
+    """Return `dims` with the O projection and the residual either replicated (1) or divided among ranks (0).
+
+    If the rows of the residual are divided, row blocks are so short that each rank owns one, provided that there are
+    enough rows. Their length is rounded up to a multiple of the number of rows that the target stores at once, so that
+    no store extends into the next block.
+    """
+    rows = dims.tokens if replicated_residual else ceil_div(dims.tokens, dims.tp)
+    unit = target_of(dims).row_unit[Units(dims.units)]
+    block = min(machine.tile_rows, ceil_div(rows, unit) * unit, dims.tokens)
+    return replace(dims, row_block=block, replicated_o=replicated_o, replicated_residual=replicated_residual)
+
+
+def _normed(own: Candidate) -> Candidate:
+    """Return `own`, or the candidate that computes the norms of a layer elsewhere if that is faster.
+
+    If rows of the residual have owners, a norm sends its rows to all ranks. It then runs during the last stage of the
+    previous layer, provided that there are enough row blocks to overlap the norm with that stage. If every rank has all
+    rows, a matmul with few rows may normalise its inputs itself.
+    """
+    dims, options = own.dims, own.options
+    sends = dims.tp > 1 and not dims.replicated_residual
+    inside = not sends and target_of(dims).norm_fits(min(dims.row_block, dims.tokens), dims.hidden, dims)
+    if options.norm == "inside" and not inside:
+        raise MegakernelError(
+            "cannot compile norms into matmuls (norm = 'inside'): "
+            + ("rows of the residual have owners" if sends else "the matmul units cannot normalise so many rows")
+        )
+    if options.norm == "own":
+        return own
+    if options.norm != "auto":
+        return replace(own, norm=options.norm)
+    if sends and dims.row_blocks >= LAST_NORM_LAG * panel_blocks(dims, own.machine, options.panel):
+        return replace(own, norm="next")
+    return _best([replace(own, norm="inside"), own]) if inside else own

@@ -12,7 +12,6 @@ from megakernel.isa.record import phase_number
 from megakernel.machine import Machine
 from megakernel.program import Program
 from megakernel.runtime.cuda.pages import tile_work
-from megakernel.scheduler.options import Shape
 
 
 def seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> NDArray[np.float64]:
@@ -93,10 +92,10 @@ def balanced_rows(dims: Dims, machine: Machine) -> float:
     return itemsize(dims) * _matmul_flops(dims, machine) / (2 * machine.memory_bytes_per_s)
 
 
-def panel_blocks(dims: Dims, machine: Machine, shape: Shape) -> int:
+def panel_blocks(dims: Dims, machine: Machine, panel: int) -> int:
     """Return the number of row blocks in a panel. The row blocks of a panel share one pass over the weights, and the
-    panel is so large that arithmetic, not memory, is the limit.
+    panel is so large that arithmetic, not memory, is the limit. A `panel` other than 0 is used as it is.
 
     If all row blocks are already in one panel, a larger number changes nothing.
     """
-    return shape.panel or min(math.ceil(balanced_rows(dims, machine) / dims.row_block), dims.row_blocks)
+    return panel or min(math.ceil(balanced_rows(dims, machine) / dims.row_block), dims.row_blocks)

@@ -17,6 +17,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +64,13 @@ class Group:
         return self.index is not Index.NONE
 
 
+class Node(NamedTuple):
+    """One run of a group. `group` is its index in Dependencies.groups; `copy` says in which run of its segment."""
+
+    group: int
+    copy: int
+
+
 Edge = tuple[int, int]  # producer, consumer: indices into Dependencies.groups
 
 
@@ -87,29 +95,27 @@ def derive(tasks: Tasks) -> Dependencies:
         for group in _groups(segment, number, ordinal, part, tasks.rank_dims[part.rank])
     ]
     copies = [PROLOGUE, *[BODY] * min(tasks.dims.layers, 2), EPILOGUE]
-    node_group = [g for copy in copies for g, group in enumerate(groups) if group.segment == copy]
-    node_copy = [c for c, copy in enumerate(copies) for group in groups if group.segment == copy]
-    before = [0] * len(node_group)  # for each node (one run of a group), a bit set of the nodes that must precede it
+    nodes = [Node(g, c) for c, copy in enumerate(copies) for g, group in enumerate(groups) if group.segment == copy]
+    before = [0] * len(nodes)  # for each node, a bit set of the nodes that must precede it
     found = Dependencies(groups)
-    # for each node of attention items, the producers that the items wait for
-    kept: dict[int, list[int]] = defaultdict(list)
-    for b, producers in enumerate(_candidates(groups, node_group, node_copy)):
-        by_item = groups[node_group[b]].index is Index.ITEM
+    for b, producers in enumerate(_candidates(groups, nodes)):
+        items = groups[nodes[b].group].index is Index.ITEM
+        waited: list[int] = []  # the producers that `b` waits for, as far as they are in its own copy
+        # Visit the latest producer first. If other edges already imply the edge from `a` to `b`, they do so through a
+        # producer of `b` that comes after `a`.
         for a in reversed(producers):
-            # Visit the latest producer first. If other edges already imply the edge from `a` to `b`, they do so through
-            # a producer of `b` that comes after `a`.
             if before[b] >> a & 1:
                 continue
-            # Attention items wait only for counters of their own layer. A producer in an earlier layer must therefore
-            # precede the producers that the item waits for.
-            targets = [b]
-            if by_item and node_copy[a] == node_copy[b]:
-                kept[b].append(a)
-            elif by_item:
-                targets = [p for p in kept[b] if not before[p] >> a & 1]
-            for target in targets:
-                _keep(found, (node_group[a], node_group[target]), copies, node_copy[a], node_copy[target])
-            for node in {b, *targets}:
+            if items and nodes[a].copy != nodes[b].copy:
+                # Attention items wait only for counters of their own layer. So the producers that they wait for must
+                # wait for the earlier layer.
+                consumers = [p for p in waited if not before[p] >> a & 1]
+            else:
+                waited.append(a)
+                consumers = [b]
+            for consumer in consumers:
+                _keep(found, copies, nodes[a], nodes[consumer])
+            for node in {b, *consumers}:
                 # A LOGIT_ROW consumer waits for different rows in each step, so an edge to it must not imply an
                 # edge between other groups. It never does, because nothing depends on a LOGIT_ROW consumer.
                 before[node] |= before[a] | 1 << a
@@ -162,24 +168,25 @@ def _ranks(rank: int | Column | None, d: Dims) -> tuple[int, ...]:
     return tuple(range(d.tp)) if rank == EVERY else (d.rank if rank == OWN else int(rank),)
 
 
-def _candidates(groups: list[Group], node_group: Sequence[int], node_copy: Sequence[int]) -> Iterator[list[int]]:
+def _candidates(groups: list[Group], nodes: list[Node]) -> Iterator[list[int]]:
     """Yield, for each node in order, the list of earlier nodes that may conflict with it. Two nodes may conflict if
     their bounding boxes in some buffer overlap and at least one of the two nodes writes the buffer.
     """
     touched: dict[tuple[Buffer, int, int], list[tuple[int, int, int, int, int, int]]] = defaultdict(list)
-    for node, g in enumerate(node_group):
-        for t in groups[g].touches:
-            layer = node_copy[node] if BUFFERS[t.buffer].layered else 0
+    for n, node in enumerate(nodes):
+        for t in groups[node.group].touches:
+            layer = node.copy if BUFFERS[t.buffer].layered else 0
             row, row_end, col, col_end = t.box
             for rank in t.ranks:
-                touched[t.buffer, layer, rank].append((row, row_end, col, col_end, node, int(t.writes)))
+                touched[t.buffer, layer, rank].append((row, row_end, col, col_end, n, int(t.writes)))
     pairs = [_overlapping(np.array(sorted(rows), dtype=np.int64)) for rows in touched.values()]
     a, b = np.concatenate(pairs, axis=1)
-    run = np.array(node_copy) * (1 + max(g.ordinal for g in groups)) + [groups[g].ordinal for g in node_group]
+    phases = 1 + max(group.ordinal for group in groups)
+    run = np.array([node.copy * phases + groups[node.group].ordinal for node in nodes])
     keep = run[a] < run[b]
     pair = np.unique(b[keep] * len(run) + a[keep])
     producer = (pair % len(run)).tolist()
-    ends = np.searchsorted(pair // len(run), np.arange(len(node_group) + 1)).tolist()
+    ends = np.searchsorted(pair // len(run), np.arange(len(nodes) + 1)).tolist()
     for first, last in itertools.pairwise(ends):
         yield producer[first:last]
 
@@ -199,14 +206,15 @@ def _overlapping(hulls: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.stack([node[i[meet]], node[j[meet]]])
 
 
-def _keep(found: Dependencies, edge: Edge, copies: list[int], first: int, second: int) -> None:
-    if first == second:
+def _keep(found: Dependencies, copies: list[int], producer: Node, consumer: Node) -> None:
+    edge = producer.group, consumer.group
+    if producer.copy == consumer.copy:
         found.within.add(edge)
-    elif second != first + 1:
+    elif consumer.copy != producer.copy + 1:
         raise AssertionError(
-            f"a task waits for a task of segment {copies[first]} that runs more than one segment earlier"
+            f"a task waits for a task of segment {copies[producer.copy]} that runs more than one segment earlier"
         )
-    elif copies[first] == PROLOGUE:
+    elif copies[producer.copy] == PROLOGUE:
         found.entering.add(edge)
     else:
         found.onward.add(edge)

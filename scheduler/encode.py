@@ -17,23 +17,23 @@ from megakernel.scheduler.sync import Join, Sync, Words
 from megakernel.scheduler.tasks import PhaseTasks, Tasks
 
 
-def encode(tasks: Tasks, sync: Sync, placed: list[list[Placed]], machine: str, workers: int, claimed: str) -> Program:
+def encode(tasks: Tasks, sync: Sync, placed: list[list[Placed]], claimed: str) -> Program:
     """Build the program of `tasks`. `claimed` says what workers claim at run time (see Options)."""
-    ranks = tasks.dims.tp
+    ranks, workers = tasks.dims.tp, tasks.machine.workers
     segments, queues = [], Segment(np.zeros((0, rec.WORDS), np.int32), np.zeros(1, np.int32))
     for number, (parts, where) in enumerate(zip(tasks.segments, placed, strict=True)):
         joins = [join for join in sync.joins if join.segment == number]
         records = _encode(parts, where, sync.waits[number], sync.signals[number], joins, workers)
         if number == BODY and claimed:
-            attention = tasks.candidate.forward.numbers(Operation.ATTENTION) if claimed == "attention" else None
+            attention = tasks.forward.numbers(Operation.ATTENTION) if claimed == "attention" else None
             records, queues = _with_queue(records, ranks, workers, attention)
         segments.append(_streams(records, ranks * workers))
     if sync.barrier:
         segments[EPILOGUE] = _with_barrier(segments[EPILOGUE], sync.barrier, workers)
     return Program(
         dims=tasks.dims,
-        forward=tasks.candidate.forward,
-        machine=machine,
+        forward=tasks.forward,
+        machine=tasks.machine.name,
         ranks=ranks,
         workers=workers,
         counters=sync.totals_first.shape[-1],

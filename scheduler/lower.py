@@ -1,10 +1,10 @@
-"""Turns a candidate into tile tasks: the instructions of a step, before anything decides where and when they run."""
+"""Cuts phases into tile tasks: the instructions of a step, before anything decides where and when they run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,11 +15,8 @@ from megakernel.isa.record import SIGNALS
 from megakernel.machine import Machine
 from megakernel.runtime.targets import target_of
 from megakernel.scheduler.cost import panel_blocks, seconds
-from megakernel.scheduler.options import Shape
 from megakernel.scheduler.regions import head_groups
-from megakernel.scheduler.tasks import Candidate, PhaseTasks, Tasks
-
-_SHAPE = Shape()
+from megakernel.scheduler.tasks import PhaseTasks
 
 
 @dataclass(frozen=True)
@@ -36,28 +33,18 @@ class _Blocks:
         return int(np.minimum(self.length, self.total - self.numbers * self.length).sum())
 
 
-def lower(candidate: Candidate, machine: Machine, shape: Shape = _SHAPE) -> Tasks:
-    """Return the tasks of all ranks."""
-    ranks = range(candidate.dims.tp)
-    segments = (lower_segment(segment, ranks, candidate.dims, machine, shape) for segment in candidate.forward.segments)
-    return Tasks(candidate, *segments)
-
-
-def lower_segment(
-    phases: Iterable[Phase], ranks: Sequence[int], dims: Dims, machine: Machine, shape: Shape
-) -> list[PhaseTasks]:
-    """Return the tasks of `ranks`, ordered by phase and then by rank. A phase without work has no entry."""
+def lower(phases: Iterable[Phase], d: Dims, machine: Machine, panel: int = 0) -> list[PhaseTasks]:
+    """Return the tasks of a segment on the rank `d.rank`, in the order of its phases. A phase without work has none."""
     out: list[PhaseTasks] = []
     for phase in phases:
-        for rank in ranks:
-            tasks = _tasks(phase, replace(dims, rank=rank), machine, shape, out)
-            if len(tasks):
-                out.append(tasks)
+        tasks = _tasks(phase, d, machine, panel, out)
+        if len(tasks):
+            out.append(tasks)
     return out
 
 
-def _tasks(phase: Phase, d: Dims, machine: Machine, shape: Shape, before: list[PhaseTasks]) -> PhaseTasks:
-    """Return the tasks of one phase on the rank `d.rank`. `before` has the tasks of the earlier phases."""
+def _tasks(phase: Phase, d: Dims, machine: Machine, panel: int, before: list[PhaseTasks]) -> PhaseTasks:
+    """Return the tasks of one phase on the rank `d.rank`. `before` has those of the earlier phases on this rank."""
     match OPERATIONS[phase.operation].cut:
         case Cut.RUNS:
             return _runs(phase, d, machine)
@@ -66,9 +53,9 @@ def _tasks(phase: Phase, d: Dims, machine: Machine, shape: Shape, before: list[P
             row = np.arange(first, min(first + d.own_logit_rows, d.logit_rows), dtype=np.int32)
             return PhaseTasks(phase, {"row": row, "rows": np.ones_like(row)}, row // _logit_block(d, machine), d.rank)
         case Cut.TILES:
-            return _tiles(phase, d, machine, shape)
+            return _tiles(phase, d, machine, panel)
         case Cut.SLOTS:
-            heads = (t for t in before if t.phase.result is Result.HEADS and t.rank == d.rank)
+            heads = (t for t in before if t.phase.result is Result.HEADS)
             return _attention(phase, next(heads, None), d)
         case Cut.NEVER:
             raise AssertionError(f"{phase.operation.name} is a control operation, which has no tile tasks")
@@ -107,13 +94,13 @@ def _runs(phase: Phase, d: Dims, machine: Machine) -> PhaseTasks:
     return PhaseTasks(phase, columns, start // rows.length, d.rank)
 
 
-def _tiles(phase: Phase, d: Dims, machine: Machine, shape: Shape) -> PhaseTasks:
+def _tiles(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
     """Divide each row block into column tiles of nearly equal width that start at multiples of the column unit."""
     rows, cols = _blocks(phase, d, machine), phase.width(d)
     blocks, unit = len(rows.numbers), max(machine.col_unit, target_of(d).output_columns(phase, d))
     unit = math.lcm(unit, d.head_dim) if phase.whole_heads(d) else unit
     units = ceil_div(cols, unit)
-    count = _column_tiles(phase, rows, cols, unit, d, machine, shape) if blocks and cols else 0
+    count = _column_tiles(phase, rows, cols, unit, d, machine, panel) if blocks and cols else 0
     cuts = np.minimum(np.arange(count + 1) * units // max(count, 1) * unit, cols).astype(np.int32)
     at = np.repeat(rows.numbers, count)
     columns = {
@@ -125,7 +112,7 @@ def _tiles(phase: Phase, d: Dims, machine: Machine, shape: Shape) -> PhaseTasks:
     return PhaseTasks(phase, columns, at, d.rank)
 
 
-def _column_tiles(phase: Phase, rows: _Blocks, cols: int, unit: int, d: Dims, machine: Machine, shape: Shape) -> int:
+def _column_tiles(phase: Phase, rows: _Blocks, cols: int, unit: int, d: Dims, machine: Machine, panel: int) -> int:
     """Return the number of column tiles that minimises the time of the phase. This time is the number of waves × the
     seconds of the widest tile. In a wave, each worker computes one tile.
 
@@ -144,7 +131,7 @@ def _column_tiles(phase: Phase, rows: _Blocks, cols: int, unit: int, d: Dims, ma
     first = {"row": zero + rows.numbers[0] * rows.length, "rows": zero + rows.length, "col": zero, "cols": width}
     tile = seconds(phase, first, d, machine)
     waves = np.maximum(1.0, counts * blocks / machine.workers)
-    if blocks <= panel_blocks(d, machine, shape):
+    if blocks <= panel_blocks(d, machine, panel):
         waves = np.ceil(waves)
     return int(counts[np.argmin(waves * tile)])
 

@@ -17,28 +17,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Sizes that affect a program's speed, but no bit of its results. A size of 0 means that the machine's value or the
-    cost model's choice is used.
-
-    tile_rows, tile_cols    the maximum rows and output columns of a matmul tile; the machine's maximum applies too
-    panel                   the number of row blocks that share one pass over the weights; they form a panel
-    reduce_lag              if a layer ends with the next layer's norm: the panels by which the reduction runs after
-                            the layer's last matmul, so that the partial sums of all ranks have arrived
-    norm_lag                the panels by which that norm runs after the reduction
-    claims                  if workers claim attention from a queue: the number of attention instructions per worker,
-                            among which the attention of a step is divided equally where possible
-    """
-
-    tile_rows: int = 0
-    tile_cols: int = 0
-    panel: int = 0
-    reduce_lag: int = 3
-    norm_lag: int = 2
-    claims: int = 4
-
-
-@dataclass(frozen=True)
 class Options:
     """Options of a compilation. For `auto`, the compiler chooses the value that it predicts to be fastest. Only `o` and
     `matmul` affect the bits of the results.
@@ -56,6 +34,8 @@ class Options:
                    off, phases run one after another
     matmul         dot products (for few rows) or matrix units; `with_matmul` resolves auto. It has no effect on a CPU
     overlap_ranks  if off, instructions wait for whole phases of other ranks instead of row blocks
+    panel          the number of row blocks that share one pass over the weights, which form a panel; 0: the cost model
+                   chooses
     """
 
     o: str = "auto"
@@ -66,7 +46,7 @@ class Options:
     pairs: str = "off"
     interleave: bool = True
     overlap_ranks: bool = True
-    shape: Shape = Shape()
+    panel: int = 0
 
     @property
     def claimed(self) -> str:

@@ -4,6 +4,7 @@ follow one topological order of the segment's tasks.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from megakernel.isa import Dims, OperationFamily
 from megakernel.machine import Machine
 from megakernel.scheduler.cost import panel_blocks, seconds, unit_seconds
-from megakernel.scheduler.options import Options, Shape
+from megakernel.scheduler.options import Options
 from megakernel.scheduler.tasks import PhaseTasks, ordinals
 
 
@@ -38,11 +39,11 @@ def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, options: Opti
     tasks then wait for whole phases of other ranks, and must come after those phases in every stream.
     """
     kind = ordinals(segment)
-    blocks = panel_blocks(dims, machine, options.shape)
+    blocks = panel_blocks(dims, machine, options.panel)
     panels = [tasks.block // blocks for tasks in segment]
     count = max(int(panel.max()) + 1 for panel in panels)
     if options.interleave and options.overlap_ranks:
-        starts = _turns(segment, kind, count, dims, machine, options.shape)
+        starts = _turns(segment, kind, count, dims, machine)
     else:
         starts = [(k, 1 / count) for k in kind]
     keys = [start + panel * step for (start, step), panel in zip(starts, panels, strict=True)]
@@ -61,50 +62,49 @@ def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, options: Opti
     return [Placed(workers[i], order[sizes[i] : sizes[i + 1]]) for i in range(len(segment))]
 
 
-def _turns(
-    segment: list[PhaseTasks], kind: list[int], panels: int, dims: Dims, machine: Machine, shape: Shape
-) -> list[tuple[float, float]]:
-    """Return (key of the first panel, difference between the keys of successive panels) for each phase. Tasks run in
-    the order of these keys.
-
-    The keys of a stage span an interval of length 1. In a phase between two stages, a panel's key lies about midway
-    between the panel's end in the first stage and its start in the second. Two alternating stages share an interval of
-    length 2: the second stage lags behind the first by one panel, and by one more panel for each phase between them.
-    If a layer ends with a reduction and the next layer's norm, no stage follows in this segment. So both phases follow
-    the last stage panel by panel, with the lags given by `shape`.
-    """
-    of_kind = {k: [p for p, number in zip(segment, kind, strict=True) if number == k] for k in kind}
-    stages = [k for k, members in of_kind.items() if members[0].phase.family in _STAGES]
-    turns: dict[int, tuple[float, float]] = {}
-    for number, stage in enumerate(stages, 1):
-        turns.setdefault(stage, (number, 1 / panels))
-        following = stages[number] if number < len(stages) else stage
-        lag = following - stage
-        if number > 1 and turns[stage][1] > 1 / panels:
-            continue
-        if lag and panels > 2 * lag and _complementary(of_kind[stage], of_kind[following], dims, machine):
-            step = 2 / (panels + lag)
-            turns[stage] = number, step
-            # The first phase between the two stages begins 4/3 panels after `stage`, and each further phase begins
-            # one panel later.
-            for k in range(stage + 1, following):
-                turns[k] = number + (k - stage + 1 / 3) * step, step
-            turns[following] = number + lag * step, step
-    if stages and kind[-1] == stages[-1] + 2:
-        start, step = turns[stages[-1]]
-        turns[kind[-1] - 1] = start + shape.reduce_lag * step, step
-        turns[kind[-1]] = start + (shape.reduce_lag + shape.norm_lag) * step, step
-    for k in kind:
-        number = 1 + sum(stage < k for stage in stages)
-        turns.setdefault(k, (number - _LEFT * (1 - 1 / panels), 1 / panels))
-    return [turns[k] for k in kind]
-
-
 _STAGES = (OperationFamily.MATMUL, OperationFamily.ATTENTION)
+# If a layer ends with a reduction and the next layer's norm, each runs this many panels after the layer's last matmul.
+# By then, the partial sums of all ranks have arrived.
+_LAST_REDUCE_LAG, LAST_NORM_LAG = 3, 5
 # A phase between two stages runs a panel in the gap between the panel's end in the first stage and its start in the
 # second. _LEFT is the fraction of the gap that is left when the phase runs. The fraction is less than one half, because
 # at the middle of the gap another panel may begin in the second stage, and that is more urgent.
 _LEFT = 7 / 16
+
+
+def _turns(
+    segment: list[PhaseTasks], kind: list[int], panels: int, dims: Dims, machine: Machine
+) -> list[tuple[float, float]]:
+    """Return (key of the first panel, difference between the keys of successive panels) for each phase. Tasks run in
+    the order of these keys.
+
+    The n-th stage, counted from 1, has the keys from n to n + 1. Two alternating stages share an interval of length 2
+    instead: the second stage lags behind the first by one panel, and by one more panel for each phase between them. In
+    any other phase between two stages, a panel's key lies about midway between the panel's end in the first stage and
+    its start in the second. If a layer ends with a reduction and the next layer's norm, no stage follows in this
+    segment. So both phases follow the last stage panel by panel.
+    """
+    of_kind = {k: [p for p, number in zip(segment, kind, strict=True) if number == k] for k in kind}
+    stages = [k for k, members in of_kind.items() if members[0].phase.family in _STAGES]
+    alone = 1 / panels
+    turns: dict[int, tuple[float, float]] = {stage: (number, alone) for number, stage in enumerate(stages, 1)}
+    for number, (stage, following) in enumerate(itertools.pairwise(stages), 1):
+        lag = following - stage
+        taken = turns[stage][1] != alone  # the stage already alternates with the one before it
+        if not taken and panels > 2 * lag and _complementary(of_kind[stage], of_kind[following], dims, machine):
+            step = 2 / (panels + lag)
+            turns |= {stage: (number, step), following: (number + lag * step, step)}
+            # The first phase between the two stages begins 4/3 panels after `stage`, and each further phase begins
+            # one panel later.
+            turns |= {k: (number + (k - stage + 1 / 3) * step, step) for k in range(stage + 1, following)}
+    if stages and kind[-1] == stages[-1] + 2:
+        start, step = turns[stages[-1]]
+        turns[kind[-1] - 1] = start + _LAST_REDUCE_LAG * step, step
+        turns[kind[-1]] = start + LAST_NORM_LAG * step, step
+    for k in kind:
+        next_stage = 1 + sum(stage < k for stage in stages)
+        turns.setdefault(k, (next_stage - _LEFT * (1 - alone), alone))
+    return [turns[k] for k in kind]
 
 
 def _complementary(first: list[PhaseTasks], second: list[PhaseTasks], dims: Dims, machine: Machine) -> bool:

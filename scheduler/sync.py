@@ -14,6 +14,7 @@ from collections import Counter as Counting
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,17 +75,18 @@ class Sync:
     totals_last: Totals
 
 
-def synchronise(tasks: Tasks, dependencies: Dependencies, workers: int, *, overlap_ranks: bool = True) -> Sync:
+def synchronise(tasks: Tasks, dependencies: Dependencies, *, overlap_ranks: bool = True) -> Sync:
     """Return the counters of all tasks. If `overlap_ranks` is true, tasks wait for row blocks of other ranks' data,
     otherwise for whole phases of other ranks.
     """
     build = _Builder(tasks, dependencies, overlap_ranks)
+    # The step table selects counters of a grid by index, so a grid's counters are made together, before all others.
     build.attention_grids()
     build.final_row_grid()
-    build.groups_done()
-    build.prologue_done()
+    onward = build.groups_done()
+    build.prologue_done(onward)
     build.wait_for_groups()
-    return build.sync(workers)
+    return build.sync()
 
 
 class _Builder:
@@ -97,9 +99,6 @@ class _Builder:
         self.joins: list[Join] = []
         self.arrivals_by_table: dict[Counter, int] = {}
         self.waited: dict[int, set[int]] = defaultdict(set)  # consumer group -> the counters that it waits for
-
-        # consumer group -> the counters by which the previous layer may signal the group
-        self.from_last_run: dict[int, set[Counter]] = defaultdict(set)
         self.entering = _successors(dependencies.entering)
         self.producers: dict[int, list[int]] = defaultdict(list)
         for producer, consumer in sorted(dependencies.within):
@@ -108,38 +107,37 @@ class _Builder:
         if by_item & ({c for _, c in dependencies.onward} | {c for _, c in dependencies.entering}):
             raise AssertionError("attention items may only wait for counters of their own layer")
         self.to_items = {e for e in dependencies.within if e[1] in by_item}
-        self.families: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        self.siblings: dict[tuple[int, ...], list[int]] = defaultdict(list)
         self.by_blocks = overlap_ranks
         for g in range(len(self.groups)):
-            self.families[self._family(g)].append(g)
+            self.siblings[self._kind(g)].append(g)
         self.within = {p: self._targets(p, s) for p, s in _successors(dependencies.within - self.to_items).items()}
         self.onward = {p: self._targets(p, s) for p, s in _successors(dependencies.onward).items()}
         # (run, rank, successors) -> the counter that all groups with these successors share
         self.shared: dict[tuple[str, int, frozenset[int]], Counter] = {}
 
-    def _family(self, g: int) -> tuple[int, ...]:
-        """Return the key of a group's family. A family has the groups of all ranks with the same phase and, with
-        `by_blocks`, also with the same row block. If a family receives data from several ranks or sends data to several
-        ranks, its groups share one counter.
+    def _kind(self, g: int) -> tuple[int, ...]:
+        """Return what a group has in common with its siblings on other ranks: the phase and, with `by_blocks`, the row
+        block. If siblings receive data from several ranks or send data to several ranks, they share one counter.
         """
         group = self.groups[g]
-        family = (group.segment, group.ordinal, int(group.virtual))
-        return (*family, group.block) if self.by_blocks else family
+        phase = (group.segment, group.ordinal, int(group.virtual))
+        return (*phase, group.block) if self.by_blocks else phase
 
     def _targets(self, producer: int, successors: Iterable[int]) -> list[tuple[int, frozenset[int]]]:
         """Return pairs of a rank to signal and the successors on that rank.
 
-        If the successors of one family are on several ranks, all ranks are signalled: the pair of ALL_RANKS then has
-        all groups of the family. Without `by_blocks`, one successor on another rank than the producer's suffices.
+        If siblings among the successors are on several ranks, all ranks are signalled: the pair of ALL_RANKS then has
+        all siblings. Without `by_blocks`, one successor on another rank than the producer's suffices.
         """
-        by_family: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        by_kind: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for g in successors:
-            by_family[self._family(g)].append(g)
+            by_kind[self._kind(g)].append(g)
         out: dict[int, set[int]] = defaultdict(set)
-        for family, members in by_family.items():
+        for kind, members in by_kind.items():
             ranks = {self.groups[g].rank for g in members}
             if len(ranks) > 1 or not (self.by_blocks or self.groups[producer].rank in ranks):
-                out[rec.ALL_RANKS].update(self.families[family])
+                out[rec.ALL_RANKS].update(self.siblings[kind])
             else:
                 out[ranks.pop()].update(members)
         return [(rank, frozenset(groups)) for rank, groups in sorted(out.items())]
@@ -220,7 +218,7 @@ class _Builder:
 
     def final_row_grid(self) -> None:
         """Create a grid with one counter for each row block of the final rows (the residual rows after the last layer).
-        This method must run before `groups_done`, which would create these counters in another order.
+        `groups_done` then finds these counters in `shared`.
         """
         rows = [g for g, group in enumerate(self.groups) if group.index is Index.LOGIT_ROW]
         if not rows:
@@ -237,8 +235,10 @@ class _Builder:
             group = self.groups[g]
             self.waits[group.segment][group.tasks][:, 0] = rec.counter_word(base, indexed=True)
 
-    def groups_done(self) -> None:
-        """Assign the signals of each group, and find the counters that each of its successors must wait for."""
+    def groups_done(self) -> dict[int, set[Counter]]:
+        """Assign the signals of each group, and find the counters that each of its successors must wait for. Return,
+        for each group that the previous layer signals, the counters by which it does.
+        """
         for producer, group in enumerate(self.groups):
             words = self.signals[group.segment][group.tasks]
             for rank, successors in self.within.get(producer, ()):
@@ -247,11 +247,13 @@ class _Builder:
             for rank, successors in self.onward.get(producer, ()):
                 counter = self._counter("onward", rank, successors)
                 _append(words, group.members, counter.signal(next_layer=True))
+        onward: dict[int, set[Counter]] = defaultdict(set)
         for (run, _, successors), counter in self.shared.items():
             for consumer in successors:
                 self.waited[consumer].add(counter.number)
                 if run == "onward":
-                    self.from_last_run[consumer].add(counter)
+                    onward[consumer].add(counter)
+        return dict(onward)
 
     def _counter(self, run: str, rank: int, successors: frozenset[int]) -> Counter:
         key = run, rank, successors
@@ -259,51 +261,55 @@ class _Builder:
             self.shared[key] = Counter(self._new(SHARED if rank == rec.ALL_RANKS else rank), rank)
         return self.shared[key]
 
-    def prologue_done(self) -> None:
-        """Add signals of the prologue to those counters of layer 0 that, in later layers, the previous layer signals.
-        The totals of layer 0 therefore differ from those of later layers.
+    def prologue_done(self, onward: dict[int, set[Counter]]) -> None:
+        """Let the prologue signal the counters of layer 0 that a previous layer signals in all later layers. `onward`
+        is the result of `groups_done`. The totals of layer 0 therefore differ from those of later layers.
         """
-        fed: dict[int, int | None] = {}
 
-        def nearest(consumer: int) -> int | None:
-            """Return `consumer` if the previous layer signals it. Otherwise return a group that the previous layer
-            signals and that `consumer` waits for, directly or through other groups, or None if there is no such group.
+        @cache
+        def gate(consumer: int) -> int | None:
+            """Return the group that makes `consumer` wait for the previous layer: `consumer` itself, or a group that it
+            waits for, directly or through other groups. Return None if there is none.
             """
-            if consumer not in fed:
-                near = (nearest(p) for p in self.producers.get(consumer, ()))
-                fed[consumer] = (
-                    consumer if self.from_last_run.get(consumer) else next((n for n in near if n is not None), None)
-                )
-            return fed[consumer]
+            if consumer in onward:
+                return consumer
+            gates = map(gate, self.producers.get(consumer, ()))
+            return next((g for g in gates if g is not None), None)
 
-        fed_counters: dict[Counter, set[int]] = defaultdict(set)  # counter -> the prologue groups that signal it
-        for producer, successors in self.entering.items():
-            found = {consumer: nearest(consumer) for consumer in successors}
-            for n in found.values():
-                if n is not None:
-                    fed_counters[min(self.from_last_run[n])].add(producer)
-            for rank, alone in self._targets(producer, (c for c, n in found.items() if n is None)):
+        signallers: dict[Counter, set[int]] = defaultdict(set)  # counter -> the prologue groups that signal it
+        for producer, consumers in self.entering.items():
+            gates = {consumer: gate(consumer) for consumer in consumers}
+            for g in gates.values():
+                if g is not None:
+                    signallers[min(onward[g])].add(producer)
+            # Nothing in later layers makes the other consumers wait, so they get a counter for layer 0.
+            for rank, alone in self._targets(producer, (c for c, g in gates.items() if g is None)):
                 counter = self._counter("entering", rank, alone)
-                fed_counters[counter].add(producer)
+                signallers[counter].add(producer)
                 for consumer in alone:
                     self.waited[consumer].add(counter.number)
-        # Some counters get signals from a previous layer but none from the prologue. For each of them, a prologue task
-        # of the same rows sends a signal, so that the counter gets arrivals in layer 0 too.
-        prologue = [g for g, group in enumerate(self.groups) if group.segment == PROLOGUE]
-        by_block: dict[int, list[int]] = defaultdict(list)
-        for g in prologue:
-            by_block[self.groups[g].block].append(g)
-        signals = Counting(g for producers in fed_counters.values() for g in producers)
-        for counter, consumer in sorted((c, g) for g, counters in self.from_last_run.items() for c in counters):
-            block = self.groups[consumer].block
-            if self.groups[consumer].segment == BODY and counter not in fed_counters:
-                chosen = min(by_block.get(block, prologue), key=lambda g: (signals[g], g))
-                fed_counters[counter].add(chosen)
-                signals[chosen] += 1
-        for counter, producers in sorted(fed_counters.items()):
+        self._signal_the_rest(onward, signallers)
+        for counter, producers in sorted(signallers.items()):
             for producer in sorted(producers):
                 group = self.groups[producer]
                 _append(self.signals[group.segment][group.tasks], group.members, counter.signal())
+
+    def _signal_the_rest(self, onward: dict[int, set[Counter]], signallers: dict[Counter, set[int]]) -> None:
+        """Choose a prologue group for each counter that gets signals from a previous layer but none from the prologue,
+        so that it gets arrivals in layer 0 too. The group has the same rows and, of those, the fewest signals.
+        """
+        by_block: dict[int, list[int]] = defaultdict(list)
+        for g, group in enumerate(self.groups):
+            if group.segment == PROLOGUE:
+                by_block[group.block].append(g)
+        anywhere = sorted(g for groups in by_block.values() for g in groups)
+        load = Counting(g for producers in signallers.values() for g in producers)
+        for counter, consumer in sorted((c, g) for g, counters in onward.items() for c in counters):
+            group = self.groups[consumer]
+            if group.segment == BODY and counter not in signallers:
+                chosen = min(by_block.get(group.block, anywhere), key=lambda g: (load[g], g))
+                signallers[counter].add(chosen)
+                load[chosen] += 1
 
     def wait_for_groups(self) -> None:
         """Assign the waits of each group. If a group waits for more counters than a record has wait words, `join`
@@ -325,7 +331,7 @@ class _Builder:
             for word in wanted:
                 _append(words, group.members, word)
 
-    def sync(self, workers: int) -> Sync:
+    def sync(self) -> Sync:
         tp = self.tasks.dims.tp
         barrier = self._new(SHARED, 2) if tp > 1 else None
         numbers = self._numbers()
@@ -342,7 +348,7 @@ class _Builder:
             body[slice(None) if counter.rank == rec.ALL_RANKS else counter.rank, numbers[counter.number]] += arrivals
         ends = None if barrier is None else (int(numbers[barrier]), int(numbers[barrier + 1]))
         if ends:
-            epilogue[:, ends[0]] += workers
+            epilogue[:, ends[0]] += self.tasks.machine.workers
             epilogue[:, ends[1]] += tp
         return Sync(self.waits, self.signals, self.joins, ends, prologue + body, body + onward, onward + epilogue)
 

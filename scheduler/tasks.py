@@ -7,14 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megakernel.isa import Column, Dims, Forward, Phase
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to compute a step: the sizes, how ranks share the work, and the phases."""
-
-    dims: Dims
-    forward: Forward
+from megakernel.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -38,16 +31,16 @@ class PhaseTasks:
 class Tasks:
     """All instructions of a step, in three segments. Each segment lists its phases in program order, and for each phase
     the tasks of all ranks.
+
+    `machine` is the machine as the scheduler sees it: with the workers and the tiles of this program.
     """
 
-    candidate: Candidate
+    dims: Dims
+    forward: Forward
+    machine: Machine
     prologue: list[PhaseTasks]
     body: list[PhaseTasks]
     epilogue: list[PhaseTasks]
-
-    @property
-    def dims(self) -> Dims:
-        return self.candidate.dims
 
     @property
     def segments(self) -> tuple[list[PhaseTasks], list[PhaseTasks], list[PhaseTasks]]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tiny_llama import error, hf_logits, make_llama
 from transformers import LlamaForCausalLM
+from weights import loaded
 
 from megakernel.isa import Dtype
 from megakernel.model import load_tokenizer
@@ -89,8 +90,7 @@ def test_the_torch_model_computes_what_a_program_does(monkeypatch: pytest.Monkey
 
     hf, checkpoint = make_llama(3, attention_bias=True, mlp_bias=True)
     backend = SimpleNamespace(dims=weight_dims(checkpoint.config, Dtype.F32))
-    read = checkpoint.load
-    monkeypatch.setattr(torch_llama, "device_array", lambda _, buffer, layer, dims: read(buffer, layer, Dtype.F32))
+    monkeypatch.setattr(torch_llama, "device_array", lambda _, buffer, layer, dims: loaded(checkpoint, buffer, layer))
     tokens = np.random.default_rng(0).integers(0, 101, 20).tolist()
     model = torch_llama.TorchLlama(backend, checkpoint.config, 20, torch.float32)
     parts = [model(torch.tensor(tokens[a:b]), torch.arange(a, b)) for a, b in ((0, 13), (13, 20))]

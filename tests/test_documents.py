@@ -76,7 +76,6 @@ SMALLER = {
     r"pairs\.py": "--rows 128",
     r"speed/structured\.py": "--tokens 4 --rounds 1",
     r"correctness/structured\.py": "--schemas 1 --tokens 64",
-    r"compile .*--search": "--model random:smollm2-135m --tokens 1 --tp 1 --search 1",
     r"predictions_host\.py": f"--predict-only --machine {ROOT}/benchmarks/machines/epyc-2.toml -o FILE",
 }
 

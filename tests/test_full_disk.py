@@ -7,7 +7,6 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,22 +19,22 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype
 from megakernel.model.gguf_writer import write_gguf
 from megakernel.model.random_checkpoint import RandomCheckpoint
-from megakernel.program import Program, program_from_bytes
-from megakernel.timeline import write_html, write_perfetto
-from megakernel.trace import Trace
+from megakernel.program import program_from_bytes
+from megakernel.timeline import resolve, summarise, write_html, write_perfetto
+from megakernel.timeline.resolve import Resolved
 
 
-def traced(write: Callable[[Program, Trace, Path], None], path: Path) -> None:
-    """Call `write`, which writes a timeline or a Perfetto trace, with a valid program and its trace."""
+def step() -> Resolved:
+    """Return a step of a valid program."""
     good = good_programs()[0]
-    write(good.program, good.trace, path)
+    return resolve(good.program, good.trace)
 
 
 WRITERS: dict[str, Callable[[Path], None]] = {
     "program": lambda path: good_programs()[0].program.save(path),
     "trace": lambda path: good_programs()[0].trace.save(path),
-    "timeline": partial(traced, write_html),
-    "Perfetto trace": partial(traced, write_perfetto),
+    "timeline": lambda path: write_html(path, (step(), summarise(step()))),
+    "Perfetto trace": lambda path: write_perfetto(path, step()),
     "figures": lambda path: put(path, {"runs": list(range(10000))}),
     "GGUF file": lambda path: write_gguf(RandomCheckpoint("random", CONFIG), path, Dtype.F32),
 }

@@ -28,7 +28,7 @@ from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.scheduler import Options
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.simulate.costs import Costs, costs_of
-from megakernel.timeline import summarise
+from megakernel.timeline import resolve, summarise
 
 CONTEXT = 128
 # Tokens/s on eight H100s: HazyResearch's megakernel (September 2025); two other sources quote the losses.
@@ -102,7 +102,7 @@ def predict(
     done = simulate(program, machine, table, costs=costs, trace=True)
     if done.trace is None:
         raise AssertionError("simulate returned no trace")
-    summary = summarise(program, done.trace, machine)
+    summary = summarise(resolve(program, done.trace, machine))
     facts = {name: value for name, value in vars(done).items() if name != "trace"}
     moved = {
         "memory": (done.memory_bytes, costs.memory_bytes_per_s),

@@ -35,7 +35,7 @@ from model_helpers import byte_model
 from record import options, text, write
 from servers import megakernel
 
-from megakernel.serving.server.server import allow_connections
+from megakernel.serving.server.frontend import allow_connections
 
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
 HANG = 600.0  # seconds without an answer after which a request counts as hanging

@@ -19,7 +19,6 @@ from megakernel.scheduler import Options, compile_program
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.simulate.costs import costs_of
 from megakernel.timeline.resolve import resolve
-from megakernel.timeline.waits import finishes, releasers
 from megakernel.trace import PROLOGUE, IntervalKind, Intervals
 
 MACHINE = machines.load("h100")
@@ -68,9 +67,8 @@ class Run:
         table = decode_step(program.dims, program.dims.tokens, 128)
         trace = simulate(program, MACHINE, table, costs=costs, trace=True).trace
         assert trace is not None
-        resolved = resolve(program, trace)
         self.rows: Intervals = trace.intervals
-        self.releasers: NDArray[np.int64] = releasers(resolved, finishes(resolved))
+        self.releasers: NDArray[np.int64] = resolve(program, trace).releaser
         numbers = phase_number(program.numbered(SEGMENTS.index("body"))[0]).tolist()
         self.names = np.array([program.forward.by_number[n].name for n in numbers])
 

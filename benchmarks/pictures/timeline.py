@@ -22,7 +22,7 @@ from megakernel.cli.simulate import decode_step
 from megakernel.model import load_config
 from megakernel.program import Program
 from megakernel.scheduler.simulate import simulate
-from megakernel.timeline import write_html
+from megakernel.timeline import compare, resolve, summarise, write_html
 from megakernel.trace import Trace
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
@@ -103,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
-    step = simulated(pipelined=True)
+    first, second = (resolve(*simulated(pipelined=pipelined)) for pipelined in (True, False))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "timeline.html"
 
@@ -112,9 +112,10 @@ def main() -> None:
                 page.open_timeline(path)
                 shots(page, float(page.run("return timeline.visibleRange()[1]")))
 
-        write_html(*step, path)
+        write_html(path, (first, summarise(first)))
         shoot(node)
-        write_html(*step, path, simulated(pipelined=False))
+        both = ((step, summarise(step)) for step in (first, second))
+        write_html(path, *both, comparison=compare(first, second))
         shoot(lambda page, _: take(page, "compare"))
         if arguments.cpu:
             shoot(prefill, arguments.cpu / "prefill.html", dark=True)

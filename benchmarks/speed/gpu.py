@@ -281,13 +281,12 @@ def timeline(program: Any, trace: Any) -> Json:
     """Return the summary of a traced step, with the figures of `loads_ahead` and `handoffs`."""
     import dataclasses
 
-    from megakernel.timeline import summarise
+    from megakernel.timeline import resolve, summarise
 
-    summary = dataclasses.asdict(summarise(program, trace))
+    step = resolve(program, trace)
+    summary = dataclasses.asdict(summarise(step))
     keep = ("step_s", "intervals", "dropped", "busy", "overlap", "exposed_communication", "imbalance")
-    return (
-        {k: summary[k] for k in keep if k in summary} | {"loads_ahead": loads_ahead(trace)} | handoffs(program, trace)
-    )
+    return {k: summary[k] for k in keep} | {"loads_ahead": loads_ahead(trace)} | handoffs(step)
 
 
 def loads_ahead(trace: Any) -> float | None:
@@ -315,22 +314,16 @@ def loads_ahead(trace: Any) -> float | None:
     return ahead / pairs if pairs else None
 
 
-def handoffs(program: Any, trace: Any) -> Json:
+def handoffs(step: Any) -> Json:
     """Return the median and the 90th percentile of the hand-off times between instructions in a step, in seconds.
 
     A hand-off lasts from the end of the interval that signals a counter to the end of the wait that the signal
     releases.
     """
-    from megakernel.timeline.resolve import WAIT, resolve
-    from megakernel.timeline.waits import finishes, releasers
-
-    resolved = resolve(program, trace)
-    finish = finishes(resolved)
-    releaser = releasers(resolved, finish)
-    waits = np.flatnonzero(np.isin(resolved.rows["kind"], WAIT) & (releaser >= 0))
+    waits = np.flatnonzero(step.releaser >= 0)
     if not len(waits):
         return {}
-    seconds = (resolved.end[waits] - resolved.end[releaser[waits]]) * trace.header.tick_s
+    seconds = (step.end[waits] - step.end[step.releaser[waits]]) * step.tick_s
     seconds = seconds[seconds > 0]
     return {"hand_off_s": {"median": float(np.median(seconds)), "p90": float(np.quantile(seconds, 0.9))}}
 

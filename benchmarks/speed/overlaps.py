@@ -29,7 +29,7 @@ from megakernel import machine as machines
 from megakernel.model import load_config
 from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.scheduler import Options
-from megakernel.timeline import summarise
+from megakernel.timeline import resolve, summarise
 
 PAGES = 128
 VARIANTS: dict[str, tuple[Options, bool]] = {
@@ -64,7 +64,7 @@ def main() -> None:
             for name, (program, cpu, table) in launches.items():
                 trace = cpu.launch(program, table, trace=True).trace
                 assert trace is not None
-                summary = summarise(program, trace)
+                summary = summarise(resolve(program, trace))
                 values = vars(summary.overlap) | {
                     "step_s": summary.step_s,
                     "exposed_communication": summary.exposed_communication,

@@ -56,7 +56,7 @@ class TorchLlama(torch.nn.Module):
         self.dims: Dims = replace(backend.dims, tp=1, rank=0)
         self.dtype = dtype
         d = self.dims
-        for buffer in weights(config, d):
+        for buffer in weights(config):
             for layer in range(d.layers if BUFFERS[buffer].layered else 1):
                 weight = torch.from_dlpack(device_array(backend, buffer, layer, d))
                 bits = weight.dtype in (torch.uint16, torch.int16)

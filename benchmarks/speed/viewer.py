@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from megakernel.program import load_program
-from megakernel.timeline import write_html
+from megakernel.timeline import resolve, summarise, write_html
 from megakernel.trace import Trace
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
@@ -116,7 +116,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, browser(*SIZE) as page:
         path = Path(folder) / "timeline.html"
         started = time.perf_counter()
-        write_html(program, trace, path)
+        step = resolve(program, trace)
+        write_html(path, (step, summarise(step)))
         written_s = time.perf_counter() - started
         size = path.stat().st_size
         started = time.perf_counter()

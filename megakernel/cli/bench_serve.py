@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    from megakernel.scheduler import passes
     from megakernel.serving.bench import Load, Server, against_roofline, alternate, describe, least_work
     from megakernel.serving.text.llm import DTYPES
 
@@ -114,7 +115,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
     if ceilings is not None:
         dims, in_flight = weight_dims(config, DTYPES[args.dtype]), args.max_concurrency or len(load.jobs)
         bits = bits_of(config, storage_of(local_checkpoint(model), config, "auto"))
-        phases = forward(config, dims, weight_bits=bits)
+        phases = passes.apply(forward(config), dims, weight_bits=bits)
         work = least_work(phases, dims, load.jobs, in_flight, tied=config.tied)
         for one in (one for each in runs for one in each):
             one.update(against_roofline(work, ceilings, one["duration_s"], one["server"]))

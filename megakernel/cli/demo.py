@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from megakernel.serving.bench.ceilings import share_of
     from megakernel.serving.bench.latency import typical
 
-    from ..timeline import render, summarise, write_html
+    from ..timeline import render, resolve, summarise, write_html
 
     with open_llm(args, max_seqs=1) as llm:
         ids = llm.chat_ids([{"role": "user", "content": args.prompt}])
@@ -61,15 +61,17 @@ def run(args: argparse.Namespace) -> int:
         trace = step.output.trace
         machine = share_of(ceilings, llm.machine, llm.engine.dims.tp)
         if trace is not None:
-            write_html(step.program, trace, args.output, machine=machine)
+            resolved = resolve(step.program, trace, machine)
+            summary = summarise(resolved)
+            write_html(args.output, (resolved, summary))
     page = args.output.resolve()
     if args.json:
-        overlap = asdict(summarise(step.program, trace, machine)) if trace is not None else {}
+        overlap = asdict(summary) if trace is not None else {}
         output.emit(as_json(result) | figures | overlap | {"timeline": str(page) if trace is not None else None})
         return 0
     bench.show_latency(figures)
     if trace is not None:
         output.stdout.print()
-        render(summarise(step.program, trace, machine), step.program, trace, output.stdout)
+        render(summary, resolved, output.stdout)
         output.stdout.print(f"\ntimeline of this step: {page.as_uri()}", style="bold", soft_wrap=True)
     return 0

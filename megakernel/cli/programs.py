@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import MegakernelError
-from ..settings import above_zero
 from . import output
 from .options import AddVerb, add_count, add_lowering, add_paper_model, add_setting, lowering, paper_model
 
 if TYPE_CHECKING:
-    from megakernel.scheduler.tune import Found
-
     from ..machine import Machine
     from ..model import ModelConfig
     from ..program import Program
@@ -26,12 +22,11 @@ _SEQUENCES = 64
 
 
 class Compiled(NamedTuple):
-    """A compiled program, the model and machine that it was compiled for, and the result of `--search`, if any."""
+    """A compiled program, and the model and machine that it was compiled for."""
 
     program: Program
     config: ModelConfig
     machine: Machine
-    found: Found | None
 
 
 def register(add: AddVerb) -> None:
@@ -42,12 +37,6 @@ def register(add: AddVerb) -> None:
     )
     add_setting(compile, "model")
     _add_bucket(compile)
-    compile.add_argument(
-        "--search",
-        type=above_zero("a number of seconds above 0"),
-        metavar="SECONDS",
-        help="spend this long on a search for faster tile sizes and orders of instructions, with the simulator",
-    )
     compile.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to write the program")
     compile.set_defaults(run=run_compile)
 
@@ -92,7 +81,7 @@ def compile_for(args: argparse.Namespace, **sizes: Any) -> Compiled:
     """Compile the program that the flags of `add_machine` describe. `sizes` are arguments of
     `compile_program`; if there are none, the flags of `_add_bucket` give the sizes.
     """
-    from megakernel.scheduler.tune import Fastest, search
+    from megakernel.scheduler.tune import Fastest
 
     from .. import machine as machines
 
@@ -102,11 +91,7 @@ def compile_for(args: argparse.Namespace, **sizes: Any) -> Compiled:
     bucket = {name: sizes.pop(name) for name in ("tokens", "logit_rows")}
     how = {"dtype": dtype, "tp": args.tp, "options": lowering(args), "weight_bits": bits}
     fastest = Fastest(config, machine, **how, **sizes)
-    found = None
-    if limit := getattr(args, "search", None):
-        found = search(fastest, bucket["tokens"], limit)
-    program = fastest.compile(found.options, **bucket) if found else fastest(**bucket)
-    return Compiled(program, config, machine, found)
+    return Compiled(fastest(**bucket), config, machine)
 
 
 def _bucket(args: argparse.Namespace) -> dict[str, int]:
@@ -131,7 +116,7 @@ def run_compile(args: argparse.Namespace) -> int:
 
     begin = perf_counter()
     with output.busy("compiling"):
-        program, config, machine, found = compile_for(args)
+        program, config, machine = compile_for(args)
     seconds = perf_counter() - begin
     needed = max(weight_bytes(program.forward, program.rank_dims(r), tied=config.tied) for r in range(program.ranks))
     if needed > machine.memory_bytes:
@@ -147,8 +132,6 @@ def run_compile(args: argparse.Namespace) -> int:
         "hash": program.hash,
         "path": str(args.output) if args.output else None,
     }
-    if found:
-        facts["search"] = asdict(found)
     if args.output:
         program.save(args.output)
     if args.json:
@@ -166,15 +149,8 @@ def run_compile(args: argparse.Namespace) -> int:
             ("between ranks", output.bytes_text(facts["link_bytes"]) + " per launch"),
             ("weights", output.bytes_text(needed) + (" per rank" if program.ranks > 1 else "")),
             ("compiled in", f"{seconds:.2f} s"),
-            *([("search", _found_text(found))] if found else []),
         )
     return 0
-
-
-def _found_text(found: Found) -> str:
-    gains = "".join(f"; with {gain.change} {gain.step_s * 1e3:.3f} ms" for gain in found.gains)
-    kept = " (an earlier search)" if found.cached else ""
-    return f"{found.begin_s * 1e3:.3f} ms predicted{gains or '; nothing faster'}; {found.tried} programs tried{kept}"
 
 
 def run_disasm(args: argparse.Namespace) -> int:

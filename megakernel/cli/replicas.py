@@ -21,10 +21,9 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
     """Start a cluster on this machine and serve until a signal arrives. On an existing cluster, return as soon as the
     replicas serve.
     """
-    from megakernel.serving.replicas.environment import prepare
-    from megakernel.serving.replicas.placement import place
-    from megakernel.serving.server.access import local_names
-    from megakernel.serving.server.server import listen, url
+    from megakernel.serving.replicas.placement import Plan, place, prepare
+    from megakernel.serving.server.frontend import listen, url
+    from megakernel.serving.server.limits import local_names
 
     address, host = given["ray address"], given["host"]
     prepare(join=address is not None)
@@ -51,7 +50,7 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
             nodes = cluster.join(address, machine.cpu_count())
             on_gpus = given["backend"] == "cuda" or (given["backend"] == "auto" and any(node.gpus for node in nodes))
             share = place(nodes, given["replicas"], given["tp"], given["threads"], on_gpus=on_gpus)
-            plan = cluster.Plan(
+            plan = Plan(
                 replicas=given["replicas"],
                 share=share,
                 settings={_flag(name): value for name, value in (settings | {"threads": share.threads}).items()},

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     model = paper_model(args, machine, context)
     config, dtype = model.config, model.dtype
     tasks = _tasks(args, model, machine, context)
-    forward, ranks = tasks.candidate.forward, tasks.rank_dims
+    forward, ranks = tasks.forward, tasks.rank_dims
     step = step_roofline(_parts(tasks), hardware, context)
     weights = max(weight_bytes(forward, dims, tied=config.tied) for dims in ranks)
     fit = memory_fit(ranks, weights, hardware.chip.hbm_bytes, args.tokens, context)
@@ -108,20 +108,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _tasks(args: argparse.Namespace, model: PaperModel, machine: Machine, context: int) -> Tasks:
     """Return the instructions that the compiler would generate."""
-    from megakernel.scheduler import Options, with_matmul
-    from megakernel.scheduler.candidates import Candidates, program_dims, with_tiles
-    from megakernel.scheduler.lower import lower
-
-    from ..runtime.targets import TARGETS
+    from megakernel.scheduler import Options
+    from megakernel.scheduler.candidates import fastest
 
     config, dtype, bits = model
     options = Options(o=args.o_lowering, residual=args.residual, norm=args.norm)
-    options = with_matmul(options, config, machine, tp=args.tp, tokens=args.tokens)
-    units = TARGETS[machine.target].chosen(options.matmul)
-    machine = with_tiles(machine, config, tp=args.tp, units=units)
     rows = dict.fromkeys(("tokens", "logit_rows", "max_seqs"), args.tokens)
-    dims = program_dims(config, machine, dtype=dtype, **rows, max_context=context, tp=args.tp, units=units)
-    return lower(Candidates(config, machine, options, bits).fastest(dims), machine)
+    return fastest(
+        config, machine, dtype=dtype, **rows, max_context=context, tp=args.tp, options=options, weight_bits=bits
+    )
 
 
 def _parts(tasks: Tasks) -> list[Part]:

@@ -90,12 +90,10 @@ def _flags(path: Path) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megakernel.serving.server.access import Access, local_names
-    from megakernel.serving.server.frontend import Start
+    from megakernel.serving.server.frontend import Start, allow_connections, listen, url
     from megakernel.serving.server.frontends import Frontends
     from megakernel.serving.server.host import EngineHost
-    from megakernel.serving.server.limits import Limits
-    from megakernel.serving.server.server import allow_connections, listen, url
+    from megakernel.serving.server.limits import Access, Limits, local_names
 
     given = {n: SETTINGS[n].value() if (value := getattr(args, n)) is None else value for n in _SETTINGS}
     if given["replicas"]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, replace
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from . import output
 from .host import host_machine
 from .options import AddVerb, add_count
 from .programs import add_machine, add_source, compile_for
+from .timeline import add_files, write_files
 
 if TYPE_CHECKING:
     from ..isa import Dims, StepTable
@@ -44,9 +44,7 @@ def register(add: AddVerb) -> None:
         action="store_true",
         help="without overlap: a worker begins an instruction only when its previous one has ended",
     )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="write the step's timeline")
-    parser.add_argument("--perfetto", type=Path, metavar="FILE.pftrace", help="write a trace for ui.perfetto.dev")
-    parser.add_argument("--save", type=Path, metavar="STEM", help="save the step as STEM.program and STEM.trace")
+    add_files(parser)
     parser.set_defaults(run=run)
 
 
@@ -72,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     from megakernel.scheduler.simulate import simulate
     from megakernel.scheduler.simulate.costs import costs_of
 
-    from ..timeline import render_figures, summarise, write_html, write_perfetto
+    from ..timeline import render_figures, resolve, summarise
 
     program, machine, tied = _program(args)
     tokens = args.tokens or program.dims.tokens
@@ -90,14 +88,9 @@ def run(args: argparse.Namespace) -> int:
     if trace is None:
         raise AssertionError("simulate returned no trace")
     with output.busy("adding up"):
-        summary = summarise(program, trace, machine)
-    if args.save:
-        program.save(args.save.with_name(args.save.name + ".program"))
-        trace.save(args.save.with_name(args.save.name + ".trace"))
-    if args.output:
-        write_html(program, trace, args.output, machine=machine)
-    if args.perfetto:
-        write_perfetto(program, trace, args.perfetto)
+        step = resolve(program, trace, machine)
+        summary = summarise(step)
+    write_files(args, (step, summary))
     if args.json:
         facts = {name: value for name, value in vars(done).items() if name != "trace"}
         facts |= {"instructions": program.instructions, "machine": machine.name, "simulate_s": seconds}

@@ -16,6 +16,9 @@ from .options import AddVerb, add_count, add_model_run, open_llm, prompt_ids
 if TYPE_CHECKING:
     from ..machine import Machine
     from ..program import Program
+    from ..timeline.compare import Comparison
+    from ..timeline.resolve import Resolved
+    from ..timeline.summary import Summary
     from ..trace import Trace
 
 
@@ -33,8 +36,7 @@ def register(add: AddVerb) -> None:
     )
     add_count(parser, "--prompt-tokens", 128, "tokens before the step")
     add_count(parser, "--launches", 5, "decode steps to record, of which the median is shown")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="write an HTML page that works offline")
-    parser.add_argument("--perfetto", type=Path, metavar="FILE.pftrace", help="write a trace for ui.perfetto.dev")
+    add_files(parser)
     parser.add_argument(
         "--compare",
         type=Path,
@@ -42,8 +44,32 @@ def register(add: AddVerb) -> None:
         metavar="FILE",
         help="compare with another trace: TRACE of the same program, or PROGRAM TRACE",
     )
-    parser.add_argument("--save", type=Path, metavar="STEM", help="save the step as STEM.program and STEM.trace")
     parser.set_defaults(run=run)
+
+
+def add_files(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name files for `write_files`."""
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="write an HTML page that works offline")
+    parser.add_argument("--perfetto", type=Path, metavar="FILE.pftrace", help="write a trace for ui.perfetto.dev")
+    parser.add_argument("--save", type=Path, metavar="STEM", help="save the step as STEM.program and STEM.trace")
+
+
+def write_files(
+    args: argparse.Namespace, *shown: tuple[Resolved, Summary], comparison: Comparison | None = None
+) -> None:
+    """Write the files that the options name: the first of `shown`, and on the HTML page all of them."""
+    from ..timeline import write_html, write_perfetto
+
+    step = shown[0][0]
+    if args.save:
+        step.program.save(args.save.with_name(args.save.name + ".program"))
+        step.trace.save(args.save.with_name(args.save.name + ".trace"))
+    if args.output:
+        write_html(args.output, *shown, comparison=comparison)
+    if args.perfetto:
+        write_perfetto(args.perfetto, step)
+    for path in filter(None, (args.output, args.perfetto)):
+        output.stderr.print(f"wrote {path}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,52 +81,48 @@ def run(args: argparse.Namespace) -> int:
         render,
         render_comparison,
         render_launches,
+        resolve,
         summarise,
-        write_html,
-        write_perfetto,
     )
     from ..trace import Trace
 
-    launches = machine = None
+    machine = None
     if args.program is None:
         program, traces, machine = _traced(args)
-        launches = compare_launches([summarise(program, one, machine) for one in traces])
-        trace = traces[launches.median]
     elif args.trace is None:
         raise MegakernelError(
             f"a timeline of {args.program} also needs a trace file: give PROGRAM TRACE, or use --model"
         )
     else:
-        program, trace = load_program(args.program), Trace.load(args.trace)
+        program, traces = load_program(args.program), [Trace.load(args.trace)]
         if program.machine not in MACHINES:
             machine = host_machine(program.workers, program.ranks)
-    summary, other = summarise(program, trace, machine), None
+    resolved = [resolve(program, trace, machine) for trace in traces]
+    summaries = [summarise(each) for each in resolved]
+    launches = compare_launches(summaries)
+    step, summary = resolved[launches.median], summaries[launches.median]
+    shown, comparison = [(step, summary)], None
     if args.compare:
         *own, second = args.compare
         if len(own) > 1:
             raise MegakernelError(f"--compare takes TRACE, or PROGRAM TRACE, not {len(args.compare)} files")
-        other = load_program(own[0]) if own else program, Trace.load(second)
-    comparison = compare((program, trace), other) if other else None
-    if args.save:
-        program.save(args.save.with_name(args.save.name + ".program"))
-        trace.save(args.save.with_name(args.save.name + ".trace"))
-    if args.output:
-        write_html(program, trace, args.output, other, machine=machine)
-    if args.perfetto:
-        write_perfetto(program, trace, args.perfetto)
+        other = load_program(own[0]) if own else program
+        second = resolve(other, Trace.load(second), machine if other.machine == program.machine else None)
+        comparison = compare(step, second)
+        if args.output:
+            shown.append((second, summarise(second)))
+    write_files(args, *shown, comparison=comparison)
     if args.json:
-        more = {"comparison": comparison, "recorded": launches}
+        more = {"comparison": comparison, "recorded": launches if args.program is None else None}
         output.emit(asdict(summary) | {name: asdict(what) for name, what in more.items() if what})
     else:
-        render(summary, program, trace, output.stdout)
-        if launches and len(launches.step_s) > 1:
+        render(summary, step, output.stdout)
+        if len(traces) > 1:
             output.stdout.print()
             render_launches(launches, output.stdout)
         if comparison:
             output.stdout.print()
             render_comparison(comparison, output.stdout)
-    for path in filter(None, (args.output, args.perfetto)):
-        output.stderr.print(f"wrote {path}")
     return 0
 
 

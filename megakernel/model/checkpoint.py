@@ -1,16 +1,24 @@
-"""The interface between weight files and backends: one tensor at a time, in the layout of the instruction set."""
+"""The one way of weights from files to backends: rows of a buffer, divided among ranks, in the types in which they are
+kept in memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import KV_BLOCK, Buffer, Dims, Dtype, to_f32
+from ..errors import MegakernelError
+from ..isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, from_f32, to_f32
+from ..isa.dtypes import BLOCKS
 from .config import ModelConfig
+
+# The number of elements that are converted at a time. The number is small, so that these elements stay in a cache and
+# even a huge matrix needs little extra memory.
+CHUNK = 1 << 18
 
 
 class Part(NamedTuple):
@@ -21,18 +29,17 @@ class Part(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of a matrix as the file stores them: an array [rows, bytes of a row], in the type's own
-    layout.
+    """Rows of one type: an array of bytes [rows, bytes of a row], in the type's own layout. A row of a
+    vector is one element.
     """
 
     dtype: Dtype
     data: NDArray[np.uint8]
 
 
-def widened(parts: Sequence[Rows], inner: int) -> NDArray[np.float32]:
-    """The float32 values of stored rows with `inner` weights each."""
-    values = [to_f32(data.view(dtype.numpy), dtype)[:, :inner] for dtype, data in parts]
-    return np.concatenate(values) if values else np.zeros((0, inner), np.float32)
+def vector(values: NDArray[np.float32]) -> Rows:
+    """The rows of a vector."""
+    return Rows(Dtype.F32, values.reshape(-1, 1).view(np.uint8))
 
 
 @dataclass(frozen=True)
@@ -57,8 +64,7 @@ class Checkpoint(Protocol):
 
     `dtype` is the type in which its matrices are stored, or the nearest type in which backends
     compute. `storage` lists the matrices that a backend may keep in memory in the types of the
-    file. For these matrices, `stored` returns rows in those types, and `load` converts them like
-    all other weights.
+    file.
     """
 
     name: str
@@ -66,18 +72,146 @@ class Checkpoint(Protocol):
     dtype: Dtype
     storage: dict[Buffer, Storage]
 
-    def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
-        """One weight buffer (of one layer if layered) in the shape that `megakernel.isa.buffers` gives.
+    def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
+        """The rows of a weight buffer (of one layer if layered) that rank `split.rank` has, in the
+        order that `megakernel.isa.buffers` gives, one matrix after another.
 
-        If BUFFERS declares a type for the buffer, the result has this type, otherwise `dtype`;
-        bfloat16 is returned as uint16. The rows of q and k are in the interleaved RoPE order.
-        `buffer` must be one that `families.weights` lists.
+        A matrix in `storage` has the types listed there, any other matrix has the type
+        `split.dtype`, and vectors are float32. The rows of q and k are in the interleaved RoPE order.
+        The arrays may be read-only views of a file. `families.weights` must list the buffer. Raises
+        MegakernelError if the file is damaged, or a rank's columns begin inside a quantised block.
         """
 
-    def stored(self, buffer: Buffer, layer: int) -> Sequence[Rows]:
-        """The rows of a weight buffer (of one layer if layered), in order, one matrix after
-        another. `storage` must list the buffer.
-        """
+
+class Share(NamedTuple):
+    """The rows or columns [first, first + size) of `whole`."""
+
+    whole: int
+    first: int
+    size: int
+
+
+def row_shares(buffer: Buffer, split: Dims) -> list[Share]:
+    """The rows that rank `split.rank` has of each tensor of a weight buffer, in order."""
+    match buffer:
+        case Buffer.W_QKV | Buffer.B_QKV:
+            size = split.head_dim
+            kv = Share(split.kv_heads * size, split.first_kv_head * size, split.kv_cols)
+            return [Share(split.heads * size, split.first_head * size, split.q_cols), kv, kv]
+        case Buffer.W_GATE_UP | Buffer.B_GATE_UP:
+            return [Share(split.ffn, split.first_ffn, split.rank_ffn)] * 2
+        case Buffer.LM_HEAD:
+            return [Share(split.vocab, split.first_vocab, split.rank_vocab)]
+        case Buffer.EMBED:
+            return [_all(split.vocab)]
+        case Buffer.INV_FREQ:
+            return [_all(split.head_dim // 2)]
+        case Buffer.QK_NORM:
+            return [_all(split.head_dim)] * 2
+    return [_all(split.hidden)]
+
+
+def column_share(buffer: Buffer, split: Dims) -> Share:
+    """The columns that rank `split.rank` has of each row of a weight buffer."""
+    match buffer:
+        case Buffer.W_O:
+            first = 0 if split.replicated_o else split.first_head * split.head_dim
+            return Share(split.heads * split.head_dim, first, split.o_cols)
+        case Buffer.W_DOWN:
+            return Share(split.ffn, split.first_ffn, split.rank_ffn)
+    return _all(split.hidden if BUFFERS[buffer].matrix else 1)
+
+
+def _all(count: int) -> Share:
+    return Share(count, 0, count)
+
+
+def float_type(buffer: Buffer, split: Dims) -> Dtype:
+    """The type of the rows of a weight buffer that a checkpoint does not list in `storage`."""
+    return Dtype(split.dtype) if BUFFERS[buffer].matrix else Dtype.F32
+
+
+def cut(whole: Sequence[Rows], buffer: Buffer, split: Dims) -> list[Rows]:
+    """The part of all rows of a weight buffer that rank `split.rank` has. The result consists of views."""
+    out, base = [], 0
+    for share in row_shares(buffer, split):
+        begin = base + share.first
+        for dtype, data in whole:
+            part = data[max(begin, 0) : max(begin + share.size, 0)]
+            out += [cut_columns(Rows(dtype, part), buffer, split)] if len(part) else []
+            begin -= len(data)
+        base += share.whole
+    return out
+
+
+def cut_columns(part: Rows, buffer: Buffer, split: Dims) -> Rows:
+    """The columns of some rows that rank `split.rank` has, as a view."""
+    return Rows(part.dtype, part.data[:, column_bytes(part.dtype, buffer, split)])
+
+
+def column_bytes(dtype: Dtype, buffer: Buffer, split: Dims) -> slice:
+    """The bytes of a row in the type `dtype` that rank `split.rank` has. Raises MegakernelError if they begin inside
+    a quantised block.
+    """
+    _, first, count = column_share(buffer, split)
+    if count and dtype.quantised and first % BLOCKS[dtype].weights:
+        raise MegakernelError(
+            f"cannot divide {buffer.name} in {dtype.name.lower()} among ranks: a part would begin inside a block of "
+            f"{BLOCKS[dtype].weights} weights"
+        )
+    begin = dtype.row_bytes(first)
+    return slice(begin, begin + dtype.row_bytes(count))
+
+
+def rows_of(checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
+    """`checkpoint.rows`, and a check that these are the rows of a model with the sizes `split`.
+    Raises MegakernelError.
+    """
+    rows = checkpoint.rows(buffer, layer, split)
+    count, inner = sum(share.size for share in row_shares(buffer, split)), column_share(buffer, split).size
+    if sum(len(data) for _, data in rows) != count or any(d.shape[1] != t.row_bytes(inner) for t, d in rows):
+        raise MegakernelError(
+            f"{checkpoint.name}: {buffer.name} of layer {layer} is not what the program needs: {count} rows of "
+            f"{inner} weights"
+        )
+    return rows
+
+
+def array_of(
+    checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Dims, dtype: Dtype | None = None
+) -> NDArray[np.generic]:
+    """The rows of rank `split.rank` as a new array [rows, columns] of the float type `dtype`. The default is
+    `float_type`.
+    """
+    rows = rows_of(checkpoint, buffer, layer, split)
+    shape = sum(len(part.data) for part in rows), column_share(buffer, split).size
+    return floats(rows, shape, float_type(buffer, split) if dtype is None else dtype)
+
+
+def floats(parts: Iterable[Rows], shape: tuple[int, int], dtype: Dtype) -> NDArray[np.generic]:
+    """The values of rows of any type as a new array [rows, columns] of the float type `dtype`. Few rows
+    are converted at a time.
+    """
+    out = np.empty(shape, dtype.numpy)
+    if not out.size:
+        return out
+    begin, step = 0, max(1, CHUNK // shape[1])
+    for kind, data in parts:
+        for start in range(0, len(data), step):
+            rows = data[start : start + step].view(kind.numpy)
+            out[begin : begin + len(rows)] = (
+                rows if kind is dtype else from_f32(to_f32(rows, kind)[:, : shape[1]], dtype)
+            )
+            begin += len(rows)
+    return out
+
+
+def converted(rows: Sequence[Rows], inner: int, dtype: Dtype) -> list[Rows]:
+    """Rows of `inner` weights each, in the float type `dtype`. Parts that have this type are not copied."""
+    return [
+        part if part.dtype is dtype else Rows(dtype, floats([part], (len(part.data), inner), dtype).view(np.uint8))
+        for part in rows
+    ]
 
 
 def weight_dims(config: ModelConfig, dtype: Dtype) -> Dims:

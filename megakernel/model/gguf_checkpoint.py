@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import MegakernelError
 from .config import ModelConfig, Rope, RopeKind
 from .families import FAMILIES
-from .files import FileCheckpoint, Naming
+from .file_checkpoint import FileCheckpoint, Naming
 from .gguf_file import GgufFile
 from .limits import check_config
 

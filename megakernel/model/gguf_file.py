@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from ..errors import MegakernelError
 from ..isa import Dtype
-from .files import check_ranges, map_file
+from .checkpoint import CHUNK
+from .file_checkpoint import check_ranges, map_file
 from .limits import MOST_ALIGNMENT, MOST_METADATA_ELEMENTS, MOST_STRING_BYTES
 
 _SCALARS: dict[int, str] = {
@@ -142,7 +143,9 @@ class GgufFile:
         rows = self._bytes[tensor.begin + start * row_bytes : stop].reshape(-1, row_bytes)
         if tensor.type in _KEPT:
             return rows.view(_KEPT[tensor.type].numpy.newbyteorder("<"))
-        values: NDArray[np.float32] = dequantize(rows, tensor.type)
+        values, step = np.empty((len(rows), columns), np.float32), max(1, CHUNK // columns)
+        for first in range(0, len(rows), step):
+            values[first : first + step] = dequantize(rows[first : first + step], tensor.type)
         return values
 
     def _parse(self, cursor: _Cursor) -> None:

@@ -16,7 +16,7 @@ from ..isa import Dtype, from_f32, to_f32
 from .checkpoint import Checkpoint
 from .config import ModelConfig, Rope, RopeKind
 from .families import FAMILIES
-from .files import expected_shapes, tensors_of
+from .file_checkpoint import expected_shapes, tensors_of
 from .gguf_checkpoint import ROPE_FREQS, gguf_naming
 from .quantise import quantise
 from .rope import inverse_frequencies

@@ -22,8 +22,8 @@ def quantise(a: F32, dtype: Dtype) -> NDArray[np.uint8]:
     """
     block = BLOCKS[dtype]
     out = np.empty((len(a), dtype.row_bytes(a.shape[1])), np.uint8)
-    step = max(1, _ROWS // a.shape[1])
-    for start in range(0, len(a), step):
+    step = max(1, _ROWS // max(1, a.shape[1]))
+    for start in range(0, len(a) if a.size else 0, step):
         rows = a[start : start + step]
         padded = np.pad(rows, [(0, 0), (0, -rows.shape[1] % block.weights)])
         out[start : start + step] = _quantise(padded, dtype).reshape(len(rows), -1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import BUFFERS, Buffer, Dtype, from_f32, to_f32
-from .checkpoint import Rows, Storage, weight_dims
+from ..isa import BUFFERS, Buffer, Dims, Dtype
+from .checkpoint import Rows, Storage, column_share, converted, cut, float_type, row_shares, vector
 from .config import ModelConfig, Rope, RopeKind
 from .rope import inverse_frequencies
 
@@ -57,25 +59,29 @@ class RandomCheckpoint:
         self.config = config
         self.storage: dict[Buffer, Storage] = {}
         self._seed = seed
+        self._last = threading.local()
 
-    def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
+    def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
         if buffer is Buffer.INV_FREQ:
-            return inverse_frequencies(self.config.rope, self.config.head_dim)
-        if buffer is Buffer.LM_HEAD and self.config.tied:
-            buffer = Buffer.EMBED
-        spec = BUFFERS[buffer]
-        dims = weight_dims(self.config, dtype)
-        shape = spec.shape(dims, 0)
-        stream = np.random.SFC64([self._seed, int(buffer), layer if spec.layered else 0])
-        generator = np.random.Generator(stream)
-        if buffer in _NORMS:
-            return generator.random(shape, dtype=np.float32) + np.float32(0.5)
-        bits = _draw(generator, int(np.prod(shape))).reshape(shape)
-        wanted = dtype if spec.dtype is None else spec.dtype
-        return bits if wanted is Dtype.BF16 else from_f32(to_f32(bits), wanted)
+            return [vector(inverse_frequencies(self.config.rope, self.config.head_dim))]
+        whole = self._whole(Buffer.EMBED if buffer is Buffer.LM_HEAD and self.config.tied else buffer, layer, split)
+        rows = cut([whole], buffer, split)
+        return converted(rows, column_share(buffer, split).size, float_type(buffer, split))
 
-    def stored(self, buffer: Buffer, layer: int) -> list[Rows]:
-        raise KeyError(buffer)  # `storage` lists nothing
+    def _whole(self, buffer: Buffer, layer: int, split: Dims) -> Rows:
+        """All rows of a buffer. Each thread keeps those that it made last, because the next rank has others of them."""
+        key = buffer, layer if BUFFERS[buffer].layered else 0
+        if getattr(self._last, "key", None) != key:
+            generator = np.random.Generator(np.random.SFC64([self._seed, *map(int, key)]))
+            shape = sum(share.whole for share in row_shares(buffer, split)), column_share(buffer, split).whole
+            self._last.key = self._last.rows = None  # frees memory before more is allocated
+            if buffer in _NORMS:
+                rows = vector(generator.random(shape[0], dtype=np.float32) + np.float32(0.5))
+            else:
+                rows = Rows(Dtype.BF16, _draw(generator, shape[0] * shape[1]).reshape(shape).view(np.uint8))
+            self._last.key, self._last.rows = key, rows
+        found: Rows = self._last.rows
+        return found
 
 
 def _draw(generator: np.random.Generator, count: int) -> NDArray[np.uint16]:

@@ -20,7 +20,7 @@ from ..errors import MegakernelError
 from ..isa import Dtype
 from .config import ModelConfig
 from .families import FAMILIES
-from .files import FileCheckpoint, Naming, check_ranges, map_file
+from .file_checkpoint import FileCheckpoint, Naming, check_ranges, map_file
 from .hf_config import read_hf_config, read_json
 
 _DTYPES = {kind.name: kind.numpy.newbyteorder("<") for kind in (Dtype.F32, Dtype.F16, Dtype.BF16)}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import BUFFERS, Buffer, Dtype, from_f32
-from .checkpoint import Checkpoint, Part, Rows, Storage, weight_dims
+from ..isa import BUFFERS, Buffer, Dims, Dtype
+from .checkpoint import Checkpoint, Part, Rows, Storage, column_bytes, column_share, converted, weight_dims
 from .config import ModelConfig
 from .families import weights
 from .quantise import quantise
@@ -50,7 +50,7 @@ def storage_of(checkpoint: Checkpoint | None, config: ModelConfig, name: str) ->
 
 
 def bits_of(config: ModelConfig, storage: Mapping[Buffer, Storage]) -> dict[Buffer, float]:
-    """The mean bits per weight of each buffer in `storage`, in the form that `families.forward` takes."""
+    """The mean bits per weight of each buffer in `storage`, in the form that `compile_program` takes."""
     dims = weight_dims(config, Dtype.F32)
     return {buffer: stored.bits(BUFFERS[buffer].shape(dims, 0)[-1]) for buffer, stored in storage.items()}
 
@@ -64,7 +64,7 @@ def _weight_type(name: str) -> Dtype:
 def _all_in(config: ModelConfig, kind: Dtype) -> dict[Buffer, Storage]:
     """The `storage` of a checkpoint that stores all matrices of a model in one type."""
     dims = weight_dims(config, Dtype.F32)
-    shapes = {b: BUFFERS[b].shape(dims, 0) for b in weights(config, dims) if BUFFERS[b].matrix}
+    shapes = {b: BUFFERS[b].shape(dims, 0) for b in weights(config) if BUFFERS[b].matrix}
     return {
         buffer: Storage(((Part(kind, math.prod(shape[:-1])),),) * (dims.layers if BUFFERS[buffer].layered else 1))
         for buffer, shape in shapes.items()
@@ -79,7 +79,7 @@ def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, St
     """
     dims = weight_dims(config, dtype)
     out: Counter[str] = Counter()
-    for buffer in weights(config, dims):
+    for buffer in weights(config):
         if not BUFFERS[buffer].matrix or (buffer is Buffer.LM_HEAD and config.tied):
             continue
         *rows, inner = BUFFERS[buffer].shape(dims, 0)
@@ -99,15 +99,16 @@ class _Stored:
         self.storage = _all_in(whole.config, dtype)
         self._whole, self._kind = whole, dtype
 
-    def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
-        return self._whole.load(buffer, layer, dtype)
-
-    def stored(self, buffer: Buffer, layer: int) -> list[Rows]:
-        if buffer in self._whole.storage:
-            rows = self._whole.stored(buffer, layer)
-            if {part.dtype for part in rows} == {self._kind}:
-                return list(rows)
-        values = self._whole.load(buffer, layer, Dtype.F32).astype(np.float32, copy=False)
-        flat = values.reshape(-1, values.shape[-1])
-        data = quantise(flat, self._kind) if self._kind.quantised else from_f32(flat, self._kind).view(np.uint8)
-        return [Rows(self._kind, data)]
+    def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
+        exact = replace(split, dtype=int(Dtype.F32))
+        rows = self._whole.rows(buffer, layer, exact)
+        if buffer not in self.storage or {part.dtype for part in rows} == {self._kind}:
+            return rows
+        column_bytes(self._kind, buffer, split)  # refuses columns that begin inside a block
+        inner = column_share(buffer, split).size
+        if not self._kind.quantised:
+            return converted(rows, inner, self._kind)
+        return [
+            Rows(self._kind, quantise(part.data.view(np.float32), self._kind))
+            for part in converted(rows, inner, Dtype.F32)
+        ]

@@ -2,9 +2,8 @@
 
 from .backend import Output
 from .registry import BACKENDS, choose_backend, create, rank_machine, registered
-from .sampling import SampleRow
-from .step import Chunk, build_step
 from .step_check import check_step
+from .steps import Chunk, SampleRow, build_step
 
 __all__ = [
     "BACKENDS",

@@ -102,9 +102,9 @@ def _deal(dims: Dims, seq: Ints, start: Ints, count: Ints) -> tuple[dict[str, In
     for tile_rows in (query_rows, dims.row_block):
         tiles = _tile(dims, seq, start, count, tile_rows)
         for cut in _Cut:
-            items, slots = _cut(dims, tiles, cut)
-            if len(slots) <= dims.items:
-                return items, np.searchsorted(slots, np.arange(dims.attention_slots + 1))
+            pieces = _pieces(dims, tiles, cut)
+            if len(pieces.slot) <= dims.items:
+                return _items(dims, tiles, pieces), np.searchsorted(pieces.slot, np.arange(dims.attention_slots + 1))
     raise MegakernelError(
         f"the step needs {len(tiles.row)} attention items, but the program was compiled for at most {dims.items}"
     )
@@ -165,71 +165,112 @@ def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
     return _Parts(wide, blocks * np.maximum(wide, PASS_HEADS * passes), np.ones_like(wide, dtype=bool), 1)
 
 
-def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
-    """Cut the tiles into items. Return the items as a dict with a column for each step-table field, and the slot of
-    each item, in ascending order.
+class _Line:
+    """All work on one line (see the module's docstring). Its unit of length is a grain, which is never cut.
 
-    The unit of length on the line of all work (see the module's docstring) is a grain, which is never cut. A grain is
-    a row, or a run of KV blocks if the part is cut between KV blocks (`by_blocks`).
+    A grain is a row, or a run of KV blocks if the part is cut between KV blocks. Arrays have one element per tile.
     """
-    divided = (_gpu_parts if target_of(dims).any_split else _core_parts)(dims, tiles)
-    wide, cost, by_blocks, grain_blocks = divided.wide, divided.cost, divided.by_blocks, divided.grain_blocks
-    parts = dims.rank_kv_heads // wide
-    first_part = np.cumsum(parts) - parts
-    share = int((parts * cost).sum()) / dims.attention_slots
-    grains = np.where(by_blocks, np.maximum(-(-tiles.blocks // grain_blocks), 1), tiles.rows)
-    if cut is not _Cut.INSIDE_PARTS:
-        grains = np.ones_like(grains)
-    line = np.append(0, np.cumsum(parts * grains))
 
-    # For the end of each slot's share, find the tile, the part of this tile, and the grain of this
-    # part.
+    def __init__(self, dims: Dims, tiles: _Tiles, cut: _Cut) -> None:
+        self.divided = divided = (_gpu_parts if target_of(dims).any_split else _core_parts)(dims, tiles)
+        self.parts = dims.rank_kv_heads // divided.wide
+        self.first_part = np.cumsum(self.parts) - self.parts
+        by_blocks = np.maximum(-(-tiles.blocks // divided.grain_blocks), 1)
+        self.grains = np.where(divided.by_blocks, by_blocks, tiles.rows)  # of a part
+        if cut is not _Cut.INSIDE_PARTS:
+            self.grains = np.ones_like(self.grains)
+        self.borders = np.append(0, np.cumsum(self.parts * self.grains))  # of tiles
+        self.share = int((self.parts * divided.cost).sum()) / dims.attention_slots  # cost of a slot
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """Where the shares of all slots but the last end. Each array has one element per slot."""
+
+    tile: Ints
+    part: Ints  # index of the part in its tile
+    grain: Ints  # index of the first grain in the part that is not in the share any more
+    border: Ints  # the part's border nearest to the end: 0, or the number of its grains
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """The tiles, cut into items. Each array has one element per item."""
+
+    slot: Ints  # in ascending order
+    tile: Ints
+    part: Ints  # index of the first part in its tile
+    grain: Ints  # index of the first grain in the part
+    length: Ints  # in grains
+    line: _Line
+
+    @property
+    def partly(self) -> NDArray[np.bool_]:
+        """Whether the item has only a part of a part. Otherwise it has one or more whole parts of its tile."""
+        partly: NDArray[np.bool_] = self.length % self.line.grains[self.tile] != 0
+        return partly
+
+
+def _ends(dims: Dims, line: _Line, cut: _Cut) -> _Ends:
+    """Divide the line into equal shares. An end close to a border of its part moves to the border."""
+    parts, cost = line.parts, line.divided.cost
     cost_end = np.cumsum(parts * cost)
-    at = share * np.arange(1, dims.attention_slots)
+    at = line.share * np.arange(1, dims.attention_slots)
     tile = np.minimum(np.searchsorted(cost_end, at, side="right"), len(cost) - 1)
-    progress = (at - (cost_end[tile] - parts[tile] * cost[tile])) / cost[tile]
+    progress = (at - (cost_end[tile] - parts[tile] * cost[tile])) / cost[tile]  # in parts of the tile
     if cut is _Cut.BETWEEN_TILES:
         progress = parts[tile] * np.rint(progress / parts[tile])
     part = np.clip(progress, 0, parts[tile] - 1).astype(np.int64)
     rest = progress - part
     nearest = np.rint(rest)
-    near = np.abs(rest - nearest) * cost[tile] <= SLACK * share
-    border = nearest.astype(np.int64) * grains[tile]
-    grain = np.where(near, border, np.rint(rest * grains[tile]).astype(np.int64))
+    border = nearest.astype(np.int64) * line.grains[tile]
+    near = np.abs(rest - nearest) * cost[tile] <= SLACK * line.share
+    return _Ends(tile, part, np.where(near, border, np.rint(rest * line.grains[tile]).astype(np.int64)), border)
 
-    # A split part stores partial results in the PARTIALS buffer. If the buffer has no room for all
-    # parts, the last ones are not split: their cuts move to the part's border.
-    number = first_part[tile] + part
-    inside = (grain > 0) & (grain < grains[tile])
-    split = np.unique(number[inside & by_blocks[tile]])
-    of_part = np.repeat(tiles.rows * tiles.blocks * wide, parts)
-    too_many = split[np.cumsum(of_part[split]) > dims.partials]
-    if len(too_many):
-        unsplit = np.isin(number, too_many)
-        grain = np.where(unsplit, border, grain)
-        inside &= ~unsplit
 
-    # An item begins and ends at a cut, at a border of a tile, or at a border of a part that contains a cut.
-    part_start = line[tile] + part * grains[tile]
-    ends = part_start + grain
-    begin = np.unique(np.concatenate([line[:-1], ends, part_start[inside], (part_start + grains[tile])[inside]]))
-    begin = begin[begin < line[-1]]
-    slots = np.searchsorted(ends, begin, side="right")
-    of = np.searchsorted(line, begin, side="right") - 1
-    length = np.append(begin[1:], line[-1]) - begin
-    part, grain = np.divmod(begin - line[of], grains[of])
-    partly = length % grains[of] != 0
+def _unsplit(dims: Dims, tiles: _Tiles, line: _Line, ends: _Ends) -> _Ends:
+    """Move ends to the borders of their parts where the PARTIALS buffer has no room for the results of a split.
 
-    by_rows = partly & ~by_blocks[of]
-    row = tiles.row[of] + np.where(by_rows, grain, 0)
-    rows = np.where(by_rows, length, tiles.rows[of])
+    The first splits keep their partial results in the buffer, as many as have room.
+    """
+    number = line.first_part[ends.tile] + ends.part
+    split = (ends.grain > 0) & (ends.grain < line.grains[ends.tile]) & line.divided.by_blocks[ends.tile]
+    numbers = np.unique(number[split])
+    partials = np.repeat(tiles.rows * tiles.blocks * line.divided.wide, line.parts)  # of each part
+    too_many = numbers[np.cumsum(partials[numbers]) > dims.partials]
+    return replace(ends, grain=np.where(np.isin(number, too_many), ends.border, ends.grain))
+
+
+def _pieces(dims: Dims, tiles: _Tiles, cut: _Cut) -> _Pieces:
+    """Cut the tiles into items, at the ends of shares and at the borders of tiles and of parts that contain an end."""
+    line = _Line(dims, tiles, cut)
+    ends = _unsplit(dims, tiles, line, _ends(dims, line, cut))
+    grains = line.grains[ends.tile]
+    part_begin = line.borders[ends.tile] + ends.part * grains
+    inside = (ends.grain > 0) & (ends.grain < grains)
+    cuts = part_begin + ends.grain
+    begin = np.unique(np.concatenate([line.borders, cuts, part_begin[inside], (part_begin + grains)[inside]]))
+    begin, length = begin[:-1], np.diff(begin)  # the last border is the end of the line
+    tile = np.searchsorted(line.borders, begin, side="right") - 1
+    part, grain = np.divmod(begin - line.borders[tile], line.grains[tile])
+    return _Pieces(np.searchsorted(cuts, begin, side="right"), tile, part, grain, length, line)
+
+
+def _items(dims: Dims, tiles: _Tiles, pieces: _Pieces) -> dict[str, Ints]:
+    """Return the items as a dict with a column for each step-table field."""
+    line, of, partly = pieces.line, pieces.tile, pieces.partly
+    divided, wide = line.divided, line.divided.wide[of]
+    by_rows, split = partly & ~divided.by_blocks[of], partly & divided.by_blocks[of]
+    row = tiles.row[of] + np.where(by_rows, pieces.grain, 0)
+    rows = np.where(by_rows, pieces.length, tiles.rows[of])
     live = tiles.seq[of] >= 0
     position = tiles.position[of] + row - tiles.row[of]
+    block = np.where(split, pieces.grain * divided.grain_blocks, 0)
     block_end = np.where(live, ceil_div(position + rows, dims.kv_block), 0)
-    is_split = partly & by_blocks[of]
-    block = np.where(is_split, grain * grain_blocks, 0)
-    block_end = np.where(is_split, np.minimum((grain + length) * grain_blocks, block_end), block_end)
+    split_end = (pieces.grain + pieces.length) * divided.grain_blocks
+    block_end = np.where(split, np.minimum(split_end, block_end), block_end)
 
+    # An item waits for its own row block, and for those whose KV it reads.
     own = row // dims.row_block
     step_start = position - (row - tiles.chunk_row[of])  # position of the chunk's first row
     needed = tiles.chunk_row[of] + np.maximum(block * dims.kv_block - step_start, 0)
@@ -239,27 +280,23 @@ def _cut(dims: Dims, tiles: _Tiles, cut: _Cut) -> tuple[dict[str, Ints], Ints]:
     items = {
         "item_row": row,
         "item_rows": rows,
-        "item_kv_head": part * wide[of],
-        "item_kv_heads": np.where(partly, 1, length // grains[of]) * wide[of],
+        "item_kv_head": pieces.part * wide,
+        "item_kv_heads": np.where(partly, 1, pieces.length // line.grains[of]) * wide,
         "item_seq": tiles.seq[of],
         "item_block": block,
         "item_blocks": block_end - block,
         "item_wait_block": wait,
         "item_wait_blocks": own - wait + 1,
         "item_split": np.full_like(row, -1),
-        "item_splits": np.zeros_like(row),
-        "item_partial": np.zeros_like(row),
-        "item_span": np.zeros_like(row),
+        **{name: np.zeros_like(row) for name in ("item_splits", "item_partial", "item_span")},
     }
-    if not is_split.any():
-        return items, slots
-    _, first, index, pieces = np.unique(
-        (first_part[of] + part)[is_split], return_index=True, return_inverse=True, return_counts=True
-    )
-    span = tiles.blocks[of][is_split][first]
-    partials = (rows * wide[of])[is_split][first] * span
-    items["item_split"][is_split] = index
-    items["item_splits"][is_split] = pieces[index]
-    items["item_partial"][is_split] = (np.cumsum(partials) - partials)[index]
-    items["item_span"][is_split] = span[index]
-    return items, slots
+    if split.any():
+        number = (line.first_part[of] + pieces.part)[split]
+        _, first, index, count = np.unique(number, return_index=True, return_inverse=True, return_counts=True)
+        span = tiles.blocks[of][split][first]
+        partials = (rows * wide)[split][first] * span
+        items["item_split"][split] = index
+        items["item_splits"][split] = count[index]
+        items["item_partial"][split] = (np.cumsum(partials) - partials)[index]
+        items["item_span"][split] = span[index]
+    return items

@@ -1,15 +1,184 @@
-"""Writes the tables of successive steps, and rewrites only the fields that have changed."""
+"""Writes step tables: from the rows of a step and their sampling parameters, or from a list of chunks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..isa import Dims, StepTable
+from ..errors import MegakernelError
+from ..isa import Dims, StepTable, ceil_div
 from .attention_items import Dealt, deal_items, write_items
-from .rows import Rows, fill_rows, move_rows
-from .sampling import Sampling
+
+Ints = NDArray[np.signedinteger[Any]]
+
+FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_INTS = ("prompt_length", "top_k", "choice")
+_WORD = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """Requests logits at token `index` of a chunk and says how to use them. The defaults sample greedily.
+
+    If `target` >= 0, the row returns the log-probability of that token instead of sampling. If `store` is true, the
+    sampled token is written to HISTORY as the sequence's next token. If the row has penalties, it reads the earlier
+    tokens of its sequence from HISTORY. The same step must not store any of those tokens.
+    """
+
+    index: int
+    prompt_length: int = 0
+    target: int = -1
+    store: bool = True
+    temperature: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    choice: int = 0
+    bias: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def penalised(self) -> bool:
+        """Whether penalties make the choice of a token depend on the tokens in HISTORY."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+class Sampling:
+    """The sampling parameters of many rows, as arrays. A row has the same index (`place`) in all arrays. The last place
+    has the defaults, which padding rows use.
+
+    The keys of `columns` are names of step-table fields.
+    """
+
+    def __init__(self, places: int) -> None:
+        self.columns: dict[str, NDArray[Any]] = {
+            **{name: np.zeros(places, np.int32) for name in (*_INTS, "seed_low", "seed_high")},
+            **{name: np.full(places, getattr(SampleRow, name), np.float32) for name in FLOATS},
+        }
+        self.penalised = np.zeros(places, np.bool_)
+        self.bias_count = np.zeros(places, np.int32)
+        self.bias_ids: NDArray[np.int32] = np.zeros((places, 0), np.int32)
+        self.bias_values: NDArray[np.float32] = np.zeros((places, 0), np.float32)
+
+    def set(self, place: int, row: SampleRow) -> None:
+        """Set `place` to sample like `row`."""
+        for name in (*_INTS, *FLOATS):
+            self.columns[name][place] = getattr(row, name)
+        low, high = np.array([row.seed & _WORD, row.seed >> 32 & _WORD], np.uint32).view(np.int32)
+        self.columns["seed_low"][place], self.columns["seed_high"][place] = low, high
+        self.penalised[place] = row.penalised
+        pairs = len(row.bias)
+        if (more := pairs - self.bias_ids.shape[1]) > 0:
+            wider = ((0, 0), (0, more))
+            self.bias_ids, self.bias_values = np.pad(self.bias_ids, wider), np.pad(self.bias_values, wider)
+        self.bias_count[place] = pairs
+        if pairs:
+            self.bias_ids[place, :pairs], self.bias_values[place, :pairs] = list(row.bias), list(row.bias.values())
+
+
+@dataclass(eq=False)
+class Lineup:
+    """The work of a step, without token ids and positions: one chunk of tokens for each sequence, and the logit rows of
+    the chunks. Each sequence has its own slot, the row of HISTORY that holds its tokens.
+    """
+
+    # -- one element for each chunk
+    slot: Ints
+    count: Ints  # the number of tokens in the chunk
+
+    # -- one element for each logit row, in the order of token rows
+    chunk: Ints  # the index of the chunk that the row belongs to
+    index: Ints  # the index of the row's token in its chunk
+    place: Ints  # the index into `Sampling` of the row's parameters
+    target: Ints  # the token whose log-probability is returned; -1: sample a token
+    store: NDArray[np.bool_]  # whether the sampled token is stored in HISTORY
+
+
+@dataclass(eq=False, slots=True)
+class Rows:
+    """The rows of a step. Consecutive steps share one Lineup if the same sequences continue."""
+
+    lineup: Lineup
+    start: Ints  # for each chunk, the position of its first token
+    tokens: Ints  # token ids, chunk by chunk; -1: the token is HISTORY[slot][position]
+
+    @property
+    def position(self) -> Ints:
+        """For each logit row, the position of the token that it predicts."""
+        return self.start[self.lineup.chunk] + self.lineup.index + 1
+
+
+def fits(capacity: str, wanted: int, limit: int) -> None:
+    """Raise MegakernelError if a step needs more than its program was compiled for.
+
+    `capacity` names what is needed, `wanted` is the number needed, and `limit` the number that the program has.
+    """
+    if wanted > limit:
+        raise MegakernelError(f"the step needs {capacity} = {wanted}, but the program was compiled for at most {limit}")
+
+
+def fill_rows(table: StepTable, rows: Rows, sampling: Sampling) -> None:
+    """Write all fields of `table` except pages and attention items; remaining rows become padding.
+
+    Raises MegakernelError if a capacity, a field of Dims, is too small. The error names the field.
+    """
+    dims, live, lineup = table.dims, len(rows.tokens), rows.lineup
+    fits("tokens", live, dims.tokens)
+    fits("logit_rows", len(lineup.chunk), dims.logit_rows)
+    table.row_seq[:live], table.row_seq[live:] = np.repeat(lineup.slot, lineup.count), -1
+    table.positions[live:] = table.token_ids[live:] = 0
+    slot = lineup.slot[lineup.chunk]
+    first = np.cumsum(lineup.count) - lineup.count
+    place = _padded(lineup.place, dims.logit_rows)  # -1, the last entry of `sampling`, for padding rows
+    for name, column in sampling.columns.items():
+        getattr(table, name)[:] = column[place]
+    table.logit_rows[:] = _padded(first[lineup.chunk] + lineup.index, dims.logit_rows)
+    table.target[:] = _padded(lineup.target, dims.logit_rows)
+    table.sample_slot[:] = _padded(np.where(lineup.store, slot, -1), dims.logit_rows)
+    table.history_slot[:] = _padded(np.where(sampling.penalised[lineup.place], slot, -1), dims.logit_rows)
+    table.sample_position[len(lineup.chunk) :] = 0
+    table.mask[:] = table.mask_count[:] = 0
+    _fill_bias(table, lineup.place, sampling)
+    move_rows(table, rows)
+
+
+def move_rows(table: StepTable, rows: Rows) -> None:
+    """Write only tokens and positions, into a table that `fill_rows` has filled for the same
+    lineup.
+    """
+    live, lineup, position = len(rows.tokens), rows.lineup, rows.start
+    if live > len(lineup.slot):
+        first = np.cumsum(lineup.count) - lineup.count
+        position = np.arange(live) + np.repeat(rows.start - first, lineup.count)
+    table.positions[:live] = position
+    table.token_ids[:live] = np.where(rows.tokens < 0, -1 - table.row_seq[:live], rows.tokens)
+    table.sample_position[: len(lineup.chunk)] = rows.position
+
+
+def _padded(values: NDArray[Any], length: int) -> NDArray[np.int64]:
+    """`values` followed by -1, up to `length`."""
+    out = np.full(length, -1)
+    out[: len(values)] = values
+    return out
+
+
+def _fill_bias(table: StepTable, place: Ints, sampling: Sampling) -> None:
+    n, counts = len(place), sampling.bias_count[place]
+    ends = np.cumsum(counts)
+    begins, pairs = ends - counts, int(counts.sum())
+    fits("bias_entries", pairs, table.dims.bias_entries)
+    table.bias_begin[:n], table.bias_end[:n] = begins, ends
+    table.bias_begin[n:] = table.bias_end[n:] = 0
+    at = np.repeat(place, counts), np.arange(pairs) - np.repeat(begins, counts)
+    table.bias_ids[:pairs], table.bias_values[:pairs] = sampling.bias_ids[at], sampling.bias_values[at]
 
 
 class Pages:
@@ -89,3 +258,67 @@ def _goes_on(last: Rows, rows: Rows) -> bool:
         and len(rows.tokens) == len(rows.start)
         and bool((rows.start == last.start + 1).all())
     )
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive tokens of one sequence: a part of its prompt, or its newest token, perhaps
+    followed by tokens proposed for speculative decoding.
+
+    `slot` is the sequence's row in the block table and in HISTORY. A token of -1 stands for the
+    token in HISTORY[slot][position]. `pages` are the sequence's page ids from its start, enough for
+    `start + len(tokens)`.
+    """
+
+    slot: int
+    start: int
+    tokens: Sequence[int]
+    pages: Sequence[int]
+    samples: Sequence[SampleRow] = ()
+
+
+def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
+    """The step table that runs `chunks`, each in its own slot; `check_step` lists its invariants.
+
+    Chunks get token rows in order, and their samples get logit rows in order. All other rows are
+    padding. Raises MegakernelError if one chunk or all chunks together exceed a capacity, which the
+    error names (a field of Dims). A token outside the vocabulary is an error too, because it would read beyond
+    the embedding table.
+    """
+    lengths = [len(chunk.tokens) for chunk in chunks]
+    if not all(lengths):
+        raise MegakernelError("a chunk has no tokens")
+    samples = [(number, sample) for number, chunk in enumerate(chunks) for sample in chunk.samples]
+    sampling = Sampling(len(samples) + 1)
+    for place, (_, sample) in enumerate(samples):
+        sampling.set(place, sample)
+    lineup = Lineup(
+        slot=np.array([chunk.slot for chunk in chunks], np.int32),
+        count=np.array(lengths, np.int32),
+        chunk=np.array([number for number, _ in samples], np.int32),
+        index=np.array([sample.index for _, sample in samples], np.int32),
+        place=np.arange(len(samples)),
+        target=np.array([sample.target for _, sample in samples], np.int32),
+        store=np.array([sample.store for _, sample in samples], np.bool_),
+    )
+    start = np.array([chunk.start for chunk in chunks], np.int32)
+    tokens = np.fromiter(chain.from_iterable(chunk.tokens for chunk in chunks), np.int32, sum(lengths))
+    fits("tokens", len(tokens), dims.tokens)
+    if len(chunks):
+        fits("max_seqs", int(lineup.slot.max()) + 1, dims.max_seqs)
+        fits("max_context", int((start + lineup.count).max()), dims.max_context)
+        if tokens.max() >= dims.vocab:
+            raise MegakernelError(f"token {tokens.max()} is outside the vocabulary of {dims.vocab}")
+    if len(np.unique(lineup.slot)) != len(chunks):
+        raise MegakernelError("two chunks of a step have the same slot: join them into one")
+    table = StepTable(dims)
+    for chunk in chunks:
+        needed = ceil_div(chunk.start + len(chunk.tokens), dims.kv_page)
+        if len(chunk.pages) < needed:
+            raise MegakernelError(
+                f"the sequence in slot {chunk.slot} has {len(chunk.pages)} KV pages, but needs {needed}"
+            )
+        table.block_tables[chunk.slot, :needed] = chunk.pages[:needed]
+    write_items(table, deal_items(dims, lineup.slot, start, lineup.count))
+    fill_rows(table, Rows(lineup, start, tokens), sampling)
+    return table

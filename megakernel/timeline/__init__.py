@@ -2,10 +2,10 @@
 table.
 """
 
-from .compare import compare
+from .compare import compare, compare_launches
 from .html import page, write_html
-from .launches import compare_launches
 from .perfetto import write_perfetto
+from .resolve import resolve
 from .summary import summarise
 from .text import render, render_comparison, render_figures, render_launches
 
@@ -17,6 +17,7 @@ __all__ = [
     "render_comparison",
     "render_figures",
     "render_launches",
+    "resolve",
     "summarise",
     "write_html",
     "write_perfetto",

@@ -1,4 +1,4 @@
-"""Compares two traces: predicted and measured, or before and after a change.
+"""Compares two traces, predicted and measured or before and after a change, and several launches of one program.
 
 Two executed instructions, one of each trace, are matched if their phase's name, operands, layer, rank and launch are
 equal. The worker and the time may differ. So two programs for the same bucket, a maximum batch size, can be compared
@@ -17,8 +17,9 @@ from ..errors import MegakernelError
 from ..isa import Phase
 from ..isa import record as rec
 from ..program import Program
-from ..trace import IntervalKind, Trace
-from .resolve import Resolved, resolve
+from ..trace import IntervalKind
+from .resolve import Resolved
+from .summary import Summary
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,10 @@ class _Executed:
     launch: NDArray[np.int64]
 
 
-def compare(first: tuple[Program, Trace], second: tuple[Program, Trace]) -> Comparison:
-    """Compare two traces. Raises MegakernelError if a trace does not fit its program or the two share no
-    instruction.
-    """
-    a, b = resolve(*first), resolve(*second)
-    phases, places = in_common((a.program, b.program))
-    one, two = (_executed(*each) for each in zip((a, b), places, strict=True))
+def compare(first: Resolved, second: Resolved) -> Comparison:
+    """Compare two traces. Raises MegakernelError if they share no instruction."""
+    phases, places = in_common((first.program, second.program))
+    one, two = (_executed(*each) for each in zip((first, second), places, strict=True))
     mine, theirs = match(one.key, two.key)
     if not len(mine):
         raise MegakernelError("the two traces have no instruction in common: compare steps of one model and bucket")
@@ -95,10 +93,10 @@ def compare(first: tuple[Program, Trace], second: tuple[Program, Trace]) -> Comp
         before, after = (float(e.seconds[i[here]].mean()) for e, i in ((one, mine), (two, theirs)))
         name, count = phases[place].name, int(here.sum())
         changes.append(PhaseChange(name, count, before, after, _ratio(before, after)))
-    steps = (_step_s(a), _step_s(b))
+    steps = (first.step_s, second.step_s)
     return Comparison(
-        first=first[1].header.source,
-        second=second[1].header.source,
+        first=first.trace.header.source,
+        second=second.trace.header.source,
         step_s=steps,
         ratio=_ratio(*steps),
         matched=len(mine),
@@ -149,13 +147,13 @@ def _executed(resolved: Resolved, places: NDArray[np.int64]) -> _Executed:
     chosen = np.flatnonzero(resolved.kind(IntervalKind.COMPUTE) & ~resolved.control)
     instances, first, at = np.unique(resolved.instance[chosen], return_index=True, return_inverse=True)
     rows = chosen[first]
-    tick = resolved.trace.header.tick_s
+    tick = resolved.tick_s
     begin = np.full(len(instances), np.inf)
     end = np.zeros(len(instances))
-    ticks = np.bincount(at, (resolved.end - resolved.begin)[chosen])
+    ticks = np.bincount(at, resolved.length[chosen])
     np.minimum.at(begin, at, resolved.begin[chosen])
     np.maximum.at(end, at, resolved.end[chosen])
-    origin = resolved.launch_spans()[0][resolved.launch[rows]]
+    origin = resolved.launch_spans[0][resolved.launch[rows]]
     return _Executed(
         key=identity(resolved, rows, places),
         place=places[resolved.number[rows]],
@@ -185,10 +183,43 @@ def _layers(phases: list[Phase], one: _Executed, two: _Executed) -> list[LayerCh
     ]
 
 
-def _step_s(resolved: Resolved) -> float:
-    first, last = resolved.launch_spans()
-    return float((last - first).mean()) * resolved.trace.header.tick_s
-
-
 def _ratio(first: float, second: float) -> float | None:
     return second / first if first else None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The duration of one waterfall bar, in seconds, over several launches: its value in the median launch, its minimum
+    and its maximum. `most_in` is the index of the launch with the maximum.
+    """
+
+    name: str
+    median_s: float
+    least_s: float
+    most_s: float
+    most_in: int
+
+
+@dataclass(frozen=True)
+class Launches:
+    """The differences between several launches of one program. `step_s` has the duration of each launch's step, and
+    `median` is the index of the launch with the median duration. `differences` are sorted by maximum minus minimum, the
+    largest first.
+    """
+
+    step_s: list[float]
+    median: int
+    differences: list[Difference]
+
+
+def compare_launches(summaries: Sequence[Summary]) -> Launches:
+    """Compare several launches of one program. Each summary describes a trace of a single launch."""
+    steps = [s.step_s for s in summaries]
+    median = sorted(range(len(steps)), key=lambda n: steps[n])[len(steps) // 2]
+    parts = [{bar.name: bar.seconds for bar in s.waterfall.bars} for s in summaries]
+    found = []
+    for name in dict.fromkeys(name for part in parts for name in part):
+        each = [part.get(name, 0.0) for part in parts]
+        most = max(range(len(each)), key=lambda n: each[n])
+        found.append(Difference(name, each[median], min(each), each[most], most))
+    return Launches(steps, median, sorted(found, key=lambda d: d.least_s - d.most_s))

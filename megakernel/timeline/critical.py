@@ -48,26 +48,24 @@ class CriticalPath:
     links: list[Link]
 
 
-def critical_path(resolved: Resolved, finish: NDArray[np.int64], releaser: NDArray[np.int64]) -> CriticalPath:
+def critical_path(resolved: Resolved) -> CriticalPath:
     """Return the critical path of the last launch. To find it, walk back from the launch's last interval.
 
     Each step goes from an instruction to its releaser or to its predecessor on the same worker, whichever let it
-    continue later. `finish` has the last interval of each executed instruction (-1: not in the trace), and
-    `releaser` has, for each interval, the interval that released it (-1: none).
+    continue later.
     """
-    launch = resolved.launches - 1
+    launch, finish, releaser = resolved.launches - 1, resolved.finish, resolved.releaser
     nodes = finish[finish >= 0]
     nodes = nodes[resolved.launch[nodes] == launch]
-    begin = _starts(resolved, finish)
-    done = _done(resolved, finish)
+    begin = _starts(resolved)
+    done = _done(resolved)
     previous = _previous_on_lane(resolved, nodes, begin, done)
     released_by = np.full(len(finish), -1, dtype=np.int64)
     waits = np.flatnonzero(releaser >= 0)
     waits = waits[np.argsort(resolved.end[waits], kind="stable")]
     released_by[resolved.instance[waits]] = resolved.instance[releaser[waits]]
 
-    origin = int(resolved.begin[resolved.launch == launch].min())
-    tick = resolved.trace.header.tick_s
+    origin, tick = int(resolved.launch_spans[0][launch]), resolved.tick_s
     node = int(resolved.instance[nodes[np.argmax(resolved.end[nodes])]])
     cut = int(resolved.end[finish[node]])
     total = cut - origin
@@ -111,23 +109,23 @@ def critical_path(resolved: Resolved, finish: NDArray[np.int64], releaser: NDArr
     return CriticalPath(total * tick, by_instruction, gaps * tick, links)
 
 
-def _done(resolved: Resolved, finish: NDArray[np.int64]) -> NDArray[np.int64]:
+def _done(resolved: Resolved) -> NDArray[np.int64]:
     """Return the time at which each executed instruction lets its worker continue with the next instruction. This is
     the end of the executed instruction's last interval, not counting stores by a storer warp.
     """
-    done = np.full(len(finish), -1)
-    inline = ~resolved.stored
+    done = np.full(resolved.executions, -1)
+    inline = ~resolved.stored()
     np.maximum.at(done, resolved.instance[inline], resolved.end[inline])
-    return np.where(done < 0, resolved.end[finish], done)
+    return np.where(done < 0, resolved.end[resolved.finish], done)
 
 
-def _starts(resolved: Resolved, finish: NDArray[np.int64]) -> NDArray[np.int64]:
+def _starts(resolved: Resolved) -> NDArray[np.int64]:
     """Return when the COMPUTE of each executed instruction begins, or its last interval if it has no COMPUTE."""
-    begin = np.full(len(finish), np.iinfo(np.int64).max)
+    begin = np.full(resolved.executions, np.iinfo(np.int64).max)
     compute = resolved.kind(IntervalKind.COMPUTE)
     np.minimum.at(begin, resolved.instance[compute], resolved.begin[compute])
-    lacking = (begin == np.iinfo(np.int64).max) & (finish >= 0)
-    begin[lacking] = resolved.begin[finish[lacking]]
+    lacking = (begin == np.iinfo(np.int64).max) & (resolved.finish >= 0)
+    begin[lacking] = resolved.begin[resolved.finish[lacking]]
     return begin
 
 

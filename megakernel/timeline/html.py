@@ -17,15 +17,12 @@ from ..errors import whole_file
 from ..isa import OPERATIONS, RESULTS, Buffer, OperationFamily, Phase, accesses
 from ..isa import access as acc
 from ..isa import record as rec
-from ..machine import Machine
-from ..program import Program
-from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Role, Trace
-from .compare import compare, identity, in_common, match
-from .outliers import FAR
-from .resolve import Resolved, by_phase, resolve
+from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Role
+from .compare import Comparison, identity, in_common, match
+from .resolve import Resolved, by_phase
 from .resources import RESOURCES, curves, peaks
-from .summary import Summary, machine_of, summarise_resolved
-from .waits import Causes, causes, finishes, releasers
+from .summary import Summary
+from .waterfall import FAR
 
 _SCRIPTS = ("data", "rows", "detail", "paint", "layers", "curves", "overlay", "find", "panels", "input", "main")
 _ACCESS_KINDS, _INDEXES = list(acc.Kind), list(acc.Index)
@@ -54,60 +51,37 @@ class _Source:
     """
 
     resolved: Resolved
-    places: NDArray[np.int64]
-    cause: Causes
-    releaser: NDArray[np.int64]
     summary: Summary
+    places: NDArray[np.int64]
     peaks: list[float]
     curves: NDArray[np.float64]
 
     @staticmethod
-    def of(program: Program, trace: Trace, places: NDArray[np.int64], machine: Machine | None) -> _Source:
-        resolved, cause = resolve(program, trace), causes(program)
-        finish = finishes(resolved)
-        releaser = releasers(resolved, finish)
-        bin_s = resolved.period * trace.header.tick_s / _bins(resolved)
-        peak = peaks(machine or machine_of(program), program.processors)
+    def of(resolved: Resolved, summary: Summary, places: NDArray[np.int64]) -> _Source:
+        bin_s = resolved.period * resolved.tick_s / _bins(resolved)
+        peak = peaks(resolved.machine, resolved.program.processors)
         # If the peak rate of a resource is unknown (0), divide by infinity, so that the fraction is 0.
         most = np.array([one or np.inf for one in peak])
         shares = curves(resolved, _bins(resolved)) / (most * bin_s)[:, None]
-        summary = summarise_resolved(resolved, cause, finish, releaser, machine)
-        return _Source(resolved, places, cause, releaser, summary, peak, shares)
+        return _Source(resolved, summary, places, peak, shares)
 
 
-def write_html(
-    program: Program,
-    trace: Trace,
-    path: Path,
-    other: tuple[Program, Trace] | None = None,
-    *,
-    machine: Machine | None = None,
-) -> None:
-    """Write `page` to a file. Raises MegakernelError as `page` does, or if the file cannot be written."""
-    text = page(program, trace, other, machine=machine)
+def write_html(path: Path, *shown: tuple[Resolved, Summary], comparison: Comparison | None = None) -> None:
+    """Write `page` to a file. Raises MegakernelError if the file cannot be written."""
+    text = page(*shown, comparison=comparison)
     with whole_file(path, f"timeline {path}") as part:
         part.write_text(text, encoding="utf-8")
 
 
-def page(
-    program: Program, trace: Trace, other: tuple[Program, Trace] | None = None, *, machine: Machine | None = None
-) -> str:
-    """Return the page, with `other` below the first trace if given. `machine` provides the peak rates, as in
-    `summarise`. `machine` also applies to `other` if both programs name the same machine.
-
-    Raises MegakernelError if a trace does not fit its program, or if the two traces have nothing in common.
-    """
-    pairs = [(program, trace), *([other] if other else [])]
-    phases, places = in_common([program for program, _ in pairs])
-    same = [one.machine == program.machine for one, _ in pairs]
-    sources = [
-        _Source.of(*pair, own, machine if alike else None) for pair, own, alike in zip(pairs, places, same, strict=True)
-    ]
+def page(*shown: tuple[Resolved, Summary], comparison: Comparison | None = None) -> str:
+    """Return the page of one trace, or of two traces, one below the other, and their comparison."""
+    phases, places = in_common([resolved.program for resolved, _ in shown])
+    sources = [_Source.of(*each, own) for each, own in zip(shown, places, strict=True)]
     unit_s = _unit_s(sources)
     columns = _join(sources, unit_s)
     meta = _meta(sources, phases, unit_s) | {
         "columns": [[name, a.dtype.str[1:], a.size] for name, a in columns.items()],
-        "comparison": asdict(compare(*pairs)) if other else None,
+        "comparison": asdict(comparison) if comparison else None,
     }
     # `_columns` has the widest elements first, so every column is aligned to its element size.
     packed = zlib.compress(b"".join(np.ascontiguousarray(a).tobytes() for a in columns.values()), 6)
@@ -131,8 +105,8 @@ def _unit_s(sources: list[_Source]) -> float:
     """Return the page's unit of time in seconds: the first trace's tick, or the least multiple of that tick with which
     every time fits 32 bits.
     """
-    tick = sources[0].resolved.trace.header.tick_s
-    longest = max(s.resolved.period * s.resolved.trace.header.tick_s for s in sources)
+    tick = sources[0].resolved.tick_s
+    longest = max(s.resolved.period * s.resolved.tick_s for s in sources)
     return tick * float(np.ceil(longest / tick / 2**32))
 
 
@@ -157,7 +131,7 @@ def _meta(sources: list[_Source], phases: list[Phase], unit_s: float) -> dict[st
         "accesses": [k.value for k in _ACCESS_KINDS],
         "indexes": [i.value for i in _INDEXES],
         "copies": {acc.EVERY: "every rank", _OWNERS: "the rows' owners"},
-        "causes": [name for s in sources for name in s.cause.names],
+        "causes": [name for s in sources for name in s.resolved.causes.names],
     }
 
 
@@ -173,15 +147,10 @@ def _about(source: _Source, unit_s: float) -> dict[str, Any]:
     program = resolved.program
     return {
         "program": resolved.trace.header.program,
-        "source": resolved.trace.header.source,
-        "machine": program.machine,
-        "ranks": program.ranks,
-        "workers": program.workers,
         "layers": program.dims.layers,
         "tokens": program.dims.tokens,
-        "intervals": len(resolved),
         "span": _moments(source, unit_s)[1],
-        "lastLaunch": float(resolved.launch_spans()[0][-1]) * resolved.trace.header.tick_s,
+        "lastLaunch": float(resolved.launch_spans[0][-1]) * resolved.tick_s,
         "bins": _bins(resolved),
         "peaks": source.peaks,
         "tops": source.curves.max(axis=(0, 2)).tolist(),
@@ -191,7 +160,7 @@ def _about(source: _Source, unit_s: float) -> dict[str, Any]:
 
 def _moments(source: _Source, unit_s: float) -> tuple[float, int]:
     """Return the number of the page's time units per tick of the trace, and the length of the trace in these units."""
-    factor = source.resolved.trace.header.tick_s / unit_s
+    factor = source.resolved.tick_s / unit_s
     return factor, int(source.resolved.period * factor) + 1
 
 
@@ -213,7 +182,7 @@ def _join(sources: list[_Source], unit_s: float) -> Columns:
         shifted["record"] += len(source.resolved.records)
         shifted["releaser"] += len(source.resolved)
         shifted["lane"] += source.resolved.lanes
-        shifted["causesFirst"] += len(source.cause.names)
+        shifted["causesFirst"] += len(source.resolved.causes.names)
         shifted["causesLater"] = shifted["causesFirst"]
         shifted["regionStart"] = int(part["regionStart"][-1])
         if source is not sources[-1]:
@@ -228,7 +197,7 @@ def _columns(source: _Source, unit_s: float) -> Columns:
 
     In the page, word 0 of a record is not the phase's number, but the phase's position in the page's list.
     """
-    resolved, cause, rows = source.resolved, source.cause, source.resolved.rows
+    resolved, cause, rows = source.resolved, source.resolved.causes, source.resolved.rows
     factor = _moments(source, unit_s)[0]
     region_start, regions = _regions(resolved)
     records = resolved.records.copy()
@@ -239,15 +208,15 @@ def _columns(source: _Source, unit_s: float) -> Columns:
         "begin": begin.astype(np.uint32),
         "length": (np.floor(resolved.end * factor) - begin).astype(np.uint32),
         "record": resolved.record.astype(np.uint32),
-        "releaser": source.releaser.astype(np.int32),
+        "releaser": resolved.releaser.astype(np.int32),
         "records": records.ravel(),
         "regionStart": region_start.astype(np.uint32),
         "regions": regions.astype(np.int32).ravel(),
         "lane": resolved.lane.astype(np.uint16),
         "layer": rows["layer"].astype(np.uint16),
         "launch": resolved.launch.astype(np.uint16),
-        "causesFirst": np.concatenate([cause.prologue, cause.first, cause.epilogue]).ravel(),
-        "causesLater": np.concatenate([cause.prologue, cause.body, cause.epilogue]).ravel(),
+        "causesFirst": cause.first.ravel(),
+        "causesLater": cause.later.ravel(),
         "curves": np.round(source.curves / tops[:, None] * _CURVE_MOST).astype(np.uint16).ravel(),
         "kind": rows["kind"].astype(np.uint8),
         "slot": rows["slot"].astype(np.uint8),

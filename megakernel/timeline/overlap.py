@@ -10,8 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..isa import MAX_PHASES, cost
-from ..machine import Machine
-from ..program import Program
 from ..trace import IntervalKind
 from .resolve import WAIT, Resolved, by_phase
 from .spans import Spans, active
@@ -46,7 +44,7 @@ def inside_worker(resolved: Resolved) -> float | None:
     """
     load = resolved.kind(IntervalKind.LOAD)
     compute = resolved.kind(IntervalKind.COMPUTE)
-    own = np.full(resolved.launches * resolved.program.instructions, resolved.period, dtype=np.int64)
+    own = np.full(resolved.executions, resolved.period, dtype=np.int64)
     np.minimum.at(own, resolved.instance[compute], resolved.begin[compute])
     begin = resolved.begin[load]
     ahead = np.maximum(np.minimum(resolved.end[load], own[resolved.instance[load]]), begin)
@@ -77,23 +75,20 @@ def _covered(
     return float(lane_spans(resolved, cover).covered(base + begin, base + end).sum()) / total if total else None
 
 
-def exposed_communication(resolved: Resolved, releaser: NDArray[np.int64]) -> float:
+def exposed_communication(resolved: Resolved) -> float:
     """Return the fraction of the workers' time that is lost to waiting for other ranks. It is the sum over workers of
     |counter waits that another rank ended, without COMPUTE of the worker| / (workers x time of all steps).
 
-    `releaser` has, for each interval, the index of the interval that released it, or -1 if there is none. A loader's
-    wait during its worker's COMPUTE costs nothing.
+    A loader's wait during its worker's COMPUTE costs nothing.
     """
-    rank = resolved.rows["rank"]
+    rank, releaser = resolved.rows["rank"], resolved.releaser
     remote = (releaser >= 0) & (rank[releaser] != rank)
     compute = resolved.kind(IntervalKind.COMPUTE)
     blocked = lane_spans(resolved, remote | compute).total() - lane_spans(resolved, compute).total()
-    first, last = resolved.launch_spans()
-    steps = int((last - first).sum())
-    return blocked / (steps * resolved.lanes) if steps else 0.0
+    return blocked / (resolved.steps * resolved.lanes) if resolved.steps else 0.0
 
 
-def compute_bound(program: Program, machine: Machine) -> set[int]:
+def compute_bound(resolved: Resolved) -> set[int]:
     """Return the numbers of the compute-bound phases: those whose matrix FLOPs / memory bytes, summed over the program,
     exceed the machine's balance.
 
@@ -101,21 +96,22 @@ def compute_bound(program: Program, machine: Machine) -> set[int]:
     no matrix work, and attention declares none, because its work is in the step table.
     """
     work = np.zeros((MAX_PHASES + 1, 2))
-    for phase, dims, _, columns in by_phase(program):
+    for phase, dims, _, columns in by_phase(resolved.program):
         done = cost(phase, columns, dims)
         work[phase.number] += done.matrix_flops.sum(), done.memory_bytes.sum()
     flops, bytes_ = work.T
+    machine = resolved.machine
     return set(np.flatnonzero(flops > bytes_ * machine.matrix_flops / machine.memory_bytes_per_s).tolist())
 
 
-def across_workers(resolved: Resolved, machine: Machine) -> float | None:
+def across_workers(resolved: Resolved) -> float | None:
     """Return the fraction of the time of memory-bound instructions that overlaps compute-bound ones on other workers.
 
     It is |some worker computes a memory-bound instruction while another worker computes a compute-bound one| / |some
     worker computes a memory-bound instruction|.
     """
     compute = resolved.kind(IntervalKind.COMPUTE)
-    matrix = np.isin(resolved.number, list(compute_bound(resolved.program, machine)))
+    matrix = np.isin(resolved.number, list(compute_bound(resolved)))
     memory = ~matrix & ~resolved.control
     chosen = (compute & memory, compute & matrix, compute)
     length, (m, c, workers) = active([lane_spans(resolved, k).moments(resolved.period) for k in chosen])
@@ -162,11 +158,11 @@ def _phases_together(resolved: Resolved, busy: Spans) -> float | None:
     return float(length[(kinds > 1) & (who > 1)].sum()) / total if total else None
 
 
-def overlap(resolved: Resolved, machine: Machine) -> Overlap:
+def overlap(resolved: Resolved) -> Overlap:
     return Overlap(
         inside_worker=inside_worker(resolved),
         loads_under_compute=loads_under_compute(resolved),
-        across_workers=across_workers(resolved, machine),
+        across_workers=across_workers(resolved),
         across_ranks=across_ranks(resolved),
         phases=phases(resolved),
     )

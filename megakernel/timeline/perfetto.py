@@ -10,12 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import whole_file
-from ..program import Program
-from ..trace import IntervalKind, Role, Trace
-from .resolve import WAIT, WORK, Resolved, resolve
+from ..trace import IntervalKind, Role
+from .resolve import WAIT, WORK, Resolved
 from .resources import RESOURCES, curves
-from .summary import wait_causes
-from .waits import Causes, causes, finishes, releasers
 
 if TYPE_CHECKING:
     from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TracePacket
@@ -32,7 +29,7 @@ _TRACKS: tuple[tuple[str, tuple[IntervalKind, ...]], ...] = (
 _BINS = 2048  # number of samples of each resource's rate over the trace
 
 
-def write_perfetto(program: Program, trace: Trace, path: Path) -> None:
+def write_perfetto(path: Path, resolved: Resolved) -> None:
     """Write the trace: a process per rank, a track per worker, and below it one track per role and kind of interval.
 
     Timestamps are nanoseconds since the first interval. Flows lead from the releaser of a wait to the work after
@@ -41,19 +38,15 @@ def write_perfetto(program: Program, trace: Trace, path: Path) -> None:
     """
     from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
 
-    resolved = resolve(program, trace)
-    cause = causes(program)
-    releaser = releasers(resolved, finishes(resolved))
     with whole_file(path, f"Perfetto trace {path}") as part, part.open("wb") as f:
         builder = StreamingTraceProtoBuilder(f)
-        for packet in _packets(resolved, cause, releaser):
+        for packet in _packets(resolved):
             builder.write_packet(packet)
 
 
-def _packets(resolved: Resolved, cause: Causes, releaser: NDArray[np.int64]) -> Iterator[TracePacket]:
+def _packets(resolved: Resolved) -> Iterator[TracePacket]:
     workers = resolved.program.workers
-    starts, ends = _flows(resolved, releaser)
-    labels = _Labels(resolved, cause, releaser)
+    starts, ends = _flows(resolved)
     amounts = curves(resolved, _BINS)
     used = amounts.any(axis=(0, 2))
     uuid = 0
@@ -73,7 +66,7 @@ def _packets(resolved: Resolved, cause: Causes, releaser: NDArray[np.int64]) -> 
                     uuid += 1
                     yield _track(uuid, parent, f"{name} {nth + 1}" if nth else name, 16 * order + nth)
                     for i in rows:
-                        yield from _slice(resolved, i, uuid, labels, starts.get(i, []), ends.get(i, []))
+                        yield from _slice(resolved, i, uuid, starts.get(i, []), ends.get(i, []))
 
 
 def _tracks(resolved: Resolved, lane: int) -> Iterator[tuple[str, NDArray[np.int64]]]:
@@ -103,7 +96,7 @@ def _rows(resolved: Resolved, chosen: NDArray[np.int64]) -> list[list[int]]:
     return rows
 
 
-def _flows(resolved: Resolved, releaser: NDArray[np.int64]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+def _flows(resolved: Resolved) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     """Return two maps from an interval to flow ids: the flows that start at the interval, and those that end at it. A
     flow leads from the interval that released a wait to the first work after that wait.
     """
@@ -112,30 +105,25 @@ def _flows(resolved: Resolved, releaser: NDArray[np.int64]) -> tuple[dict[int, l
     first = dict(zip(resolved.instance[work].tolist(), work.tolist(), strict=True))
     starts: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
-    for wait in np.flatnonzero(releaser >= 0).tolist():
+    for wait in np.flatnonzero(resolved.releaser >= 0).tolist():
         target = first.get(int(resolved.instance[wait]))
         if target is not None:
-            starts.setdefault(int(releaser[wait]), []).append(wait + 1)
+            starts.setdefault(int(resolved.releaser[wait]), []).append(wait + 1)
             ends.setdefault(target, []).append(wait + 1)
     return starts, ends
 
 
-class _Labels:
-    """Maps an interval to the name of its slice: the name of the phase, or the cause of a wait."""
-
-    def __init__(self, resolved: Resolved, cause: Causes, releaser: NDArray[np.int64]) -> None:
-        self._resolved, self._names, self._releaser = resolved, cause.names, releaser
-        self._which = wait_causes(resolved, cause)
-
-    def __getitem__(self, i: int) -> str:
-        kind = int(self._resolved.rows["kind"][i])
-        if kind == IntervalKind.PAGE_WAIT:
-            return "waits for a page"
-        if kind == IntervalKind.COUNTER_WAIT:
-            which, by = int(self._which[i]), int(self._releaser[i])
-            other = self._resolved.phase(by).name if by >= 0 else "a signal of no phase"
-            return f"waits for {self._names[which] if which >= 0 else other}"
-        return self._resolved.phase(i).name
+def _label(resolved: Resolved, i: int) -> str:
+    """Return the name of a slice: the name of the phase, or the cause of a wait."""
+    kind = int(resolved.rows["kind"][i])
+    if kind == IntervalKind.PAGE_WAIT:
+        return "waits for a page"
+    if kind != IntervalKind.COUNTER_WAIT:
+        return resolved.phase(i).name
+    cause, by = int(resolved.cause[i]), int(resolved.releaser[i])
+    if cause >= 0:
+        return f"waits for {resolved.causes.names[cause]}"
+    return f"waits for {resolved.phase(by).name if by >= 0 else 'a signal of no phase'}"
 
 
 def _packet() -> TracePacket:
@@ -168,7 +156,7 @@ def _counter(
     track = _track(uuid, parent, name, resource)
     track.track_descriptor.counter.unit_name = unit
     yield track
-    width_s = resolved.period * resolved.trace.header.tick_s / len(amount)
+    width_s = resolved.period * resolved.tick_s / len(amount)
     rates = np.append(amount / width_s, 0.0)
     for at in np.flatnonzero(np.diff(rates, prepend=np.nan) != 0).tolist():
         packet = _event("COUNTER", uuid, at * width_s * 1e9)
@@ -192,13 +180,11 @@ def _track(uuid: int, parent: int, name: str, order: int) -> TracePacket:
     return packet
 
 
-def _slice(
-    resolved: Resolved, i: int, track: int, labels: _Labels, starts: list[int], ends: list[int]
-) -> Iterator[TracePacket]:
-    ns = resolved.trace.header.tick_s * 1e9
+def _slice(resolved: Resolved, i: int, track: int, starts: list[int], ends: list[int]) -> Iterator[TracePacket]:
+    ns = resolved.tick_s * 1e9
     packet = _event("SLICE_BEGIN", track, int(resolved.begin[i]) * ns)
     event = packet.track_event
-    event.name = labels[i]
+    event.name = _label(resolved, i)
     event.categories.append(resolved.phase(i).family.name.lower())
     event.flow_ids.extend(starts)
     event.terminating_flow_ids.extend(ends)

@@ -1,4 +1,4 @@
-"""Joins a trace's intervals with the program that made them: which instruction, on which lane, when."""
+"""Joins a trace's intervals with the program that made them: which instruction, on which lane, when, and why."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import machine as machines
 from ..errors import MegakernelError
 from ..isa import CONTROL, Column, Dims, Operation, Phase
 from ..isa import record as rec
 from ..isa.record import Records
+from ..isa.step import ragged
+from ..machine import MACHINES, Machine
 from ..program import Program
 from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Role, Trace
+from .waits import Causes, Ints, Signals, Waits, causes
 
 _SLOT = rec.OPERAND_WORD + Operation.ATTENTION.layout.operands.index("slot")
 WORK = (IntervalKind.COMPUTE, IntervalKind.STORE)
@@ -22,29 +26,35 @@ MOST_TICKS = 1 << 48  # three days in nanoseconds; the product with the number o
 WAIT = (IntervalKind.COUNTER_WAIT, IntervalKind.PAGE_WAIT)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Resolved:
-    """The intervals of a trace, joined with their program: columns with one entry per interval of `rows`.
+    """The intervals of a trace, joined with their program: columns with one entry per interval of `rows`. All figures
+    of a trace are computed from this record. What several figures need is computed at first use and kept.
 
-    `begin` and `end` are ticks since the first interval. `lane` is rank x workers + worker. `segment` is an index into
-    SEGMENTS. `block` is the block of counters that the instruction uses: the layer number, 0 in the prologue, and the
-    number of layers in the epilogue. `instance` numbers the executed instructions: launch x program.instructions +
-    position in the unrolled program.
+    `machine` has the peak rates. `begin` and `end` are ticks since the first interval. `lane` is rank x workers +
+    worker. `segment` is an index into SEGMENTS. `block` is the block of counters that the instruction uses: the layer
+    number, 0 in the prologue, and the number of layers in the epilogue. `instance` numbers the executed instructions:
+    launch x program.instructions + position in the unrolled program.
     """
 
     program: Program
     trace: Trace
+    machine: Machine
     rows: Intervals
-    begin: NDArray[np.int64]
-    end: NDArray[np.int64]
-    launch: NDArray[np.int64]
-    lane: NDArray[np.int64]
-    segment: NDArray[np.int64]
-    block: NDArray[np.int64]
-    instance: NDArray[np.int64]
+    begin: Ints
+    end: Ints
+    launch: Ints
+    lane: Ints
+    segment: Ints
+    block: Ints
+    instance: Ints
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def tick_s(self) -> float:
+        return self.trace.header.tick_s
 
     @property
     def lanes(self) -> int:
@@ -52,14 +62,44 @@ class Resolved:
 
     @property
     def launches(self) -> int:
-        return int(self.launch.max()) + 1
+        return len(self.launch_spans[0])
+
+    @cached_property
+    def launch_spans(self) -> tuple[Ints, Ints]:
+        """Return the begin of the first interval and the end of the last interval of each launch, in ticks."""
+        launches = int(self.launch.max()) + 1
+        first = np.full(launches, np.iinfo(np.int64).max)
+        last = np.zeros(launches, dtype=np.int64)
+        np.minimum.at(first, self.launch, self.begin)
+        np.maximum.at(last, self.launch, self.end)
+        return first, last
 
     @property
+    def steps(self) -> int:
+        """Return the ticks of all launches together."""
+        first, last = self.launch_spans
+        return int((last - first).sum())
+
+    @property
+    def step_s(self) -> float:
+        """Return the mean time of a launch in seconds."""
+        return self.steps / self.launches * self.tick_s
+
+    @cached_property
     def period(self) -> int:
         """Return a number of ticks that is larger than every time in the trace. Lane n starts at n x period on the time
         line that all lanes share.
         """
         return int(self.end.max()) + 1
+
+    @cached_property
+    def executions(self) -> int:
+        """Return the number of instructions of all launches: the length of an array that `instance` indexes."""
+        return self.launches * self.program.instructions
+
+    @cached_property
+    def length(self) -> Ints:
+        return self.end - self.begin
 
     @cached_property
     def records(self) -> Records:
@@ -69,10 +109,10 @@ class Resolved:
         return np.concatenate([self.program.numbered(segment)[0] for segment in range(3)])
 
     @cached_property
-    def record(self) -> NDArray[np.int64]:
+    def record(self) -> Ints:
         """Return, for each interval, the index of its instruction in `records`."""
         starts = np.cumsum([0, *(len(self.program.numbered(s)[0]) for s in range(2))])
-        index: NDArray[np.int64] = starts[self.segment] + self.rows["instruction"]
+        index: Ints = starts[self.segment] + self.rows["instruction"]
         return index
 
     @cached_property
@@ -81,22 +121,16 @@ class Resolved:
         return rec.phase_number(self.records)[self.record]
 
     @cached_property
+    def of_attention(self) -> Ints:
+        return np.flatnonzero(np.isin(self.number, self.program.forward.numbers(Operation.ATTENTION)))
+
+    @property
     def control(self) -> NDArray[np.bool_]:
         """Return a mask of the intervals that belong to control instructions, which compute nothing."""
         return np.isin(self.number, [phase.number for phase in CONTROL])
 
-    @cached_property
-    def stored(self) -> NDArray[np.bool_]:
-        """Return a mask of the STORE intervals of storers. Such a store delays no other role of its worker."""
-        chosen: NDArray[np.bool_] = self.kind(IntervalKind.STORE) & (self.rows["role"] == Role.STORER)
-        return chosen
-
-    @cached_property
-    def of_attention(self) -> NDArray[np.int64]:
-        return np.flatnonzero(np.isin(self.number, self.program.forward.numbers(Operation.ATTENTION)))
-
-    @cached_property
-    def attention(self) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
+    @property
+    def attention(self) -> tuple[Ints, NDArray[np.float64]] | None:
         """Return the indices of the n intervals of attention instructions, and an array [n, 2]. For each of these
         intervals, the array has two figures of the executed instruction: the FLOPs, and the bytes of K and V. The
         result is None if the trace lacks these figures.
@@ -107,16 +141,90 @@ class Resolved:
         slot = self.records[self.record[i], _SLOT]
         return i, self.trace.attention[self.launch[i], self.rows["rank"][i], slot]
 
+    @cached_property
+    def causes(self) -> Causes:
+        return causes(self.program)
+
+    @cached_property
+    def cause(self) -> Ints:
+        """Return, for each counter wait, an index into `causes.names`. The index is -1 for all other intervals, and for
+        waits that no phase signals.
+        """
+        word = self.record, self.rows["slot"] % rec.WAITS
+        found = np.where((self.segment == 1) & (self.block > 0), self.causes.later[word], self.causes.first[word])
+        return np.where(self.kind(IntervalKind.COUNTER_WAIT), found, -1)
+
+    @cached_property
+    def finish(self) -> Ints:
+        """Return, for each executed instruction, the index of its interval that ends last, or -1 if the trace has no
+        interval of it.
+        """
+        order = np.lexsort((self.rows["kind"], self.end))
+        last = np.full(self.executions, -1, dtype=np.int64)
+        last[self.instance[order]] = order
+        return last
+
+    @cached_property
+    def releaser(self) -> Ints:
+        """Return, for each interval that is a wait for counters, the interval whose signal ended the wait. If the wait
+        has several counters, this is the last signal of the counter that was satisfied last.
+
+        The result is -1 for other kinds of intervals, and if the trace lacks the instruction that signalled. An INDEXED
+        wait word names several counters, of which the step table selects one, and the trace does not contain the step
+        table. The result is then the interval of the last instruction that may have signalled before the wait ended.
+        """
+        key, interval, maybe = self._arrivals()
+        end = self.end[interval]
+        doubts = np.concatenate([[0], np.cumsum(maybe)])
+        header = self.trace.header
+        slack = int(np.ceil((header.clock_error_s + 2 * header.read_s) / header.tick_s))
+        waits = Waits.of(self.program, self.records)
+        word = self.record, self.rows["slot"] % rec.WAITS
+        wait = np.flatnonzero(self.kind(IntervalKind.COUNTER_WAIT) & (waits.first[word] >= 0))
+        word = word[0][wait], word[1][wait]
+        size = waits.members[word]
+        base = self._counter(wait, self.rows["rank"][wait], waits.ahead[word], waits.first[word])
+        low = np.searchsorted(key, base, side="left")
+        high = np.searchsorted(key, base + size - 1, side="right")
+        certain = (size == 1) & (doubts[high] == doubts[low])
+        last = certain & (high > low)
+        result = np.full(len(self), -1, dtype=np.int64)
+        result[wait[last]] = interval[high[last] - 1]
+        for w, a, b in zip(wait[~certain], low[~certain], high[~certain], strict=True):
+            before = a + np.flatnonzero(end[a:b] <= self.end[w] + slack)
+            if len(before):
+                result[w] = interval[before[np.argmax(end[before])]]
+        return result
+
+    def _arrivals(self) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+        """Return three arrays with one entry per signal, sorted by counter and then by time: the number of the counter,
+        the interval at whose end the signal was sent, and whether the signal may belong to another counter.
+        """
+        signals = Signals.of(self.program, self.records)
+        done = self.finish[self.finish >= 0]
+        begin = np.searchsorted(signals.record, self.record[done], side="left")
+        which, nth = ragged(np.searchsorted(signals.record, self.record[done], side="right") - begin)
+        at, interval = begin[which] + nth, done[which]
+        key = self._counter(interval, signals.rank[at], signals.ahead[at], signals.counter[at])
+        order = np.lexsort((self.end[interval], key))
+        return key[order], interval[order], signals.maybe[at][order]
+
+    def _counter(self, i: Ints, rank: NDArray[np.integer], ahead: Ints, counter: Ints) -> Ints:
+        """Return a number for each counter that the intervals `i` wait for or signal, another one in each launch."""
+        block = (
+            (self.launch[i] * self.program.ranks + rank.astype(np.int64)) * (self.program.dims.layers + 1)
+            + self.block[i]
+            + ahead
+        )
+        return block * self.program.counters + counter
+
     def kind(self, *kinds: IntervalKind) -> NDArray[np.bool_]:
         return np.isin(self.rows["kind"], kinds)
 
-    def launch_spans(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the begin of the first interval and the end of the last interval of each launch, in ticks."""
-        first = np.full(self.launches, np.iinfo(np.int64).max)
-        last = np.zeros(self.launches, dtype=np.int64)
-        np.minimum.at(first, self.launch, self.begin)
-        np.maximum.at(last, self.launch, self.end)
-        return first, last
+    def stored(self) -> NDArray[np.bool_]:
+        """Return a mask of the STORE intervals of storers. Such a store delays no other role of its worker."""
+        chosen: NDArray[np.bool_] = self.kind(IntervalKind.STORE) & (self.rows["role"] == Role.STORER)
+        return chosen
 
     def phase(self, i: int) -> Phase:
         return self.program.forward.by_number[int(self.number[i])]
@@ -130,7 +238,7 @@ class Resolved:
         return int(self.rows["layer"][i]) if self.segment[i] == 1 else None
 
 
-def by_phase(program: Program) -> Iterator[tuple[Phase, Dims, NDArray[np.int64], dict[str, Column]]]:
+def by_phase(program: Program) -> Iterator[tuple[Phase, Dims, Ints, dict[str, Column]]]:
     """Yield what `Program.by_phase` yields for each of the three segments. Row numbers refer to `Resolved.records`."""
     start = 0
     for segment in range(3):
@@ -139,9 +247,11 @@ def by_phase(program: Program) -> Iterator[tuple[Phase, Dims, NDArray[np.int64],
         start += len(program.numbered(segment)[0])
 
 
-def resolve(program: Program, trace: Trace) -> Resolved:
-    """Join a program and its trace. Raises MegakernelError if the trace is empty or damaged, or
-    belongs to another program.
+def resolve(program: Program, trace: Trace, machine: Machine | None = None) -> Resolved:
+    """Join a program and its trace. `machine` has the peak rates. By default, it is the program's machine, or this host
+    if the program's machine is not a known one.
+
+    Raises MegakernelError if the trace is empty or damaged, or belongs to another program.
     """
     rows = trace.intervals
     if trace.header.program != program.hash:
@@ -174,6 +284,7 @@ def resolve(program: Program, trace: Trace) -> Resolved:
     return Resolved(
         program=program,
         trace=trace,
+        machine=machine or MACHINES.get(program.machine) or machines.host(),
         rows=rows,
         begin=(rows["begin"] - origin).astype(np.int64),
         end=(rows["end"] - origin).astype(np.int64),

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from ..isa import cost
 from ..isa.link import link_bytes_each
 from ..machine import Machine
-from ..program import Program
 from ..runtime.cuda.issue import issued
 from ..runtime.targets import target_of
 from ..trace import IntervalKind
@@ -64,21 +63,19 @@ def peaks(machine: Machine, workers: int) -> list[float]:
     return [*(rate * share for rate in device), machine.link_bytes_per_s, machine.link_bytes_per_s]
 
 
-def resources(resolved: Resolved, machine: Machine) -> list[Resource]:
+def resources(resolved: Resolved) -> list[Resource]:
     """Return every resource that the program uses and whose peak rate is known. Attention's use comes from the work
     items that the trace records.
     """
     amounts = curves(resolved, BINS)
-    first, last = resolved.launch_spans()
-    tick = resolved.trace.header.tick_s
-    steps_s = max(int((last - first).sum()), 1) * tick
+    steps_s = max(resolved.steps, 1) * resolved.tick_s
     found = []
-    limits = peaks(machine, resolved.program.processors)
+    limits = peaks(resolved.machine, resolved.program.processors)
     for (name, unit), peak, amount in zip(RESOURCES, limits, amounts.transpose(1, 0, 2), strict=True):
         if not amount.any() or not peak:
             continue
         rates = amount.sum(axis=1) / steps_s
-        curve = amount.mean(axis=0) / (resolved.period * tick / BINS * peak)
+        curve = amount.mean(axis=0) / (resolved.period * resolved.tick_s / BINS * peak)
         found.append(
             Resource(
                 name=name,
@@ -141,13 +138,13 @@ def _declared(resolved: Resolved) -> tuple[Amounts, Amounts]:
     return work, link
 
 
-def issue_seconds(program: Program, machine: Machine) -> Amounts:
+def issue_seconds(resolved: Resolved) -> Amounts:
     """Return the time in seconds that each role of a worker takes to issue each of `Resolved.records`: [records,
     roles]. The time is 0 if it is unknown.
     """
-    found = np.zeros((sum(len(program.numbered(segment)[0]) for segment in range(3)), 3))
-    for phase, dims, rows, columns in by_phase(program):
-        roles = issued(phase, columns, dims, machine.issue) if machine.issue else None
+    found, issue = np.zeros((len(resolved.records), 3)), resolved.machine.issue
+    for phase, dims, rows, columns in by_phase(resolved.program):
+        roles = issued(phase, columns, dims, issue) if issue else None
         if roles is not None:
             found[rows] = np.stack([roles.weight_loader, roles.input_loader, roles.consumers], axis=1)
     return found
@@ -157,7 +154,7 @@ def _or_else(resolved: Resolved, wanted: NDArray[np.bool_], other: NDArray[np.bo
     """Return a mask of the `wanted` intervals and, for executed instructions that have no wanted interval, of their
     `other` intervals.
     """
-    has = np.zeros(resolved.launches * resolved.program.instructions, dtype=bool)
+    has = np.zeros(resolved.executions, dtype=bool)
     has[resolved.instance[wanted]] = True
     chosen: NDArray[np.bool_] = wanted | (other & ~has[resolved.instance])
     return chosen
@@ -171,8 +168,8 @@ def _spread(
     """
     i = np.flatnonzero(chosen & (amount > 0))
     begin = resolved.begin[i].astype(np.float64)
-    length = np.maximum(resolved.end[i] - resolved.begin[i], 1)  # an interval of no length counts as one tick
-    whole = np.bincount(resolved.instance[i], length, resolved.launches * resolved.program.instructions)
+    length = np.maximum(resolved.length[i], 1)  # an interval of no length counts as one tick
+    whole = np.bincount(resolved.instance[i], length, resolved.executions)
     rate = amount[i] / whole[resolved.instance[i]]
     width = resolved.period / bins
     end = np.minimum(begin + length, resolved.period)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..isa.step import ragged
+
 Ticks = NDArray[np.int64]
 
 
@@ -92,6 +94,6 @@ def overlaps(begin: Ticks, end: Ticks, others: Spans) -> tuple[Ticks, Ticks, Tic
     """
     first = np.searchsorted(others.end, begin, side="right")
     count = np.maximum(np.searchsorted(others.begin, end, side="left") - first, 0)
-    at = np.repeat(np.arange(len(begin)), count)
-    other = first[at] + np.arange(len(at)) - np.repeat(np.cumsum(count) - count, count)
+    at, nth = ragged(count)
+    other = first[at] + nth
     return np.maximum(begin[at], others.begin[other]), np.minimum(end[at], others.end[other]), at, other

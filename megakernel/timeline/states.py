@@ -1,5 +1,5 @@
-"""Determines what each worker does at each moment of a step. All figures of busy, waiting and idle time follow from
-these states.
+"""Determines what each worker does at each moment of a step, and finds the places in a trace where a user should look
+first. All figures of busy, waiting and idle time follow from these states.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from ..trace import IntervalKind, Role
 from .resolve import Resolved
 from .spans import Spans, Ticks, disjoint, overlaps
+
+_MOST_PLACES = 12
 
 
 class State(IntEnum):
@@ -68,7 +70,7 @@ def pieces(resolved: Resolved) -> Pieces:
     """
     period = resolved.period
     base = resolved.lane * period
-    first, last = resolved.launch_spans()
+    first, last = resolved.launch_spans
     starts = (np.arange(resolved.lanes) * period)[:, None]
     free = Spans.union((starts + first).ravel(), (starts + last).ravel())
     parts = []
@@ -106,8 +108,56 @@ def _idle(resolved: Resolved, free: Spans) -> NDArray[np.int8]:
     """Return IDLE or END for each span of `free`, the times in which no interval was recorded."""
     lane = free.begin // resolved.period
     begin = free.begin - lane * resolved.period
-    launch = np.searchsorted(resolved.launch_spans()[0], begin, side="right") - 1
+    launch = np.searchsorted(resolved.launch_spans[0], begin, side="right") - 1
     latest = np.full(resolved.lanes * resolved.launches, -1)
     np.maximum.at(latest, resolved.lane * resolved.launches + resolved.launch, resolved.end)
     over = begin >= latest[lane * resolved.launches + launch]
     return np.where(over, State.END, State.IDLE).astype(np.int8)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A stretch of one worker's time, in seconds since the trace's first interval.
+
+    `interval` is the index of the trace interval that contains the stretch. If nothing was recorded in the stretch,
+    `interval` is the index of a neighbouring interval.
+    """
+
+    rank: int
+    worker: int
+    begin_s: float
+    end_s: float
+    interval: int
+
+
+def longest(resolved: Resolved, pieces: Pieces, chosen: NDArray[np.bool_]) -> list[Place]:
+    """Return the longest of the chosen pieces of time, at most _MOST_PLACES, the longest first. Pieces of equal length
+    are in the order of ranks and workers.
+    """
+    rows = np.flatnonzero(chosen)
+    rows = rows[np.argsort(-pieces.length[rows], kind="stable")[:_MOST_PLACES]]
+    return [
+        _place(resolved, pieces.lane[row], pieces.begin[row], pieces.end[row], _interval_at(pieces, row))
+        for row in rows.tolist()
+    ]
+
+
+def ranked(resolved: Resolved, rows: NDArray[np.int64], by: NDArray[np.float64]) -> list[Place]:
+    """Return the places of those intervals of `rows` that have the largest values in `by`, the largest first."""
+    chosen = rows[np.argsort(-by, kind="stable")[:_MOST_PLACES]]
+    return [_place(resolved, resolved.lane[i], resolved.begin[i], resolved.end[i], i) for i in chosen.tolist()]
+
+
+def _interval_at(pieces: Pieces, row: int) -> int:
+    """Return the interval of a piece. A piece without a recorded interval gets the next interval of the same worker,
+    or, at the end of a step, the previous one.
+    """
+    for at in (row, row + 1, row - 1):
+        if 0 <= at < len(pieces.lane) and pieces.lane[at] == pieces.lane[row] and pieces.interval[at] >= 0:
+            return int(pieces.interval[at])
+    return -1
+
+
+def _place(resolved: Resolved, lane: np.int64, begin: np.int64, end: np.int64, interval: int) -> Place:
+    rank, worker = divmod(int(lane), resolved.program.workers)
+    return Place(rank, worker, int(begin) * resolved.tick_s, int(end) * resolved.tick_s, interval)

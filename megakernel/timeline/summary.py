@@ -7,20 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import machine as machines
 from ..isa import MAX_PHASES
-from ..machine import MACHINES, Machine
-from ..program import Program
-from ..trace import IntervalKind, Trace
+from ..trace import IntervalKind
 from .critical import CriticalPath, critical_path
-from .outliers import Outliers, outliers
 from .overlap import Overlap, exposed_communication, overlap
-from .places import Place, longest
-from .resolve import WORK, Resolved, resolve
+from .resolve import WORK, Resolved
 from .resources import Resource, resources
-from .states import BLOCKED, BUSY, Pieces, State, pieces
-from .waits import Causes, causes, finishes, releasers
-from .waterfall import Waterfall, waterfall
+from .states import BLOCKED, BUSY, Pieces, Place, State, longest, pieces
+from .waterfall import Outliers, Waterfall, outliers, waterfall
 
 
 @dataclass(frozen=True)
@@ -113,41 +107,20 @@ class Summary:
     waterfall: Waterfall
 
 
-def summarise(program: Program, trace: Trace, machine: Machine | None = None) -> Summary:
-    """Return all figures of a trace. `machine` has the peak rates, which also separate memory-bound from compute-bound
-    instructions. By default, it is the program's machine.
-
-    Raises MegakernelError if the trace is empty or damaged, or belongs to another program.
-    """
-    resolved = resolve(program, trace)
-    finish = finishes(resolved)
-    return summarise_resolved(resolved, causes(program), finish, releasers(resolved, finish), machine)
-
-
-def summarise_resolved(
-    resolved: Resolved,
-    cause: Causes,
-    finish: NDArray[np.int64],
-    releaser: NDArray[np.int64],
-    machine: Machine | None = None,
-) -> Summary:
-    """Return what `summarise` returns, for callers that have already joined the trace and the program."""
+def summarise(resolved: Resolved) -> Summary:
+    """Return all figures of a trace."""
     program, header = resolved.program, resolved.trace.header
-    first, last = resolved.launch_spans()
-    steps = int((last - first).sum())
-    found = pieces(resolved)
-    workers = _workers(resolved, found, steps)
-    which, names = _blocked(resolved, cause, found)
+    found, far = pieces(resolved), outliers(resolved)
+    workers = _workers(resolved, found)
+    which, names = _blocked(resolved, found)
     busy = [w.busy for w in workers]
     mean = sum(busy) / len(busy)
-    described = machine or machine_of(program)
-    far = outliers(resolved)
-    instructions, used = _instructions(resolved, far), resources(resolved, described)
+    instructions, used = _instructions(resolved, far), resources(resolved)
     families: dict[str, float] = {}
     for item in instructions:
         families[item.family] = families.get(item.family, 0.0) + item.share
     return Summary(
-        step_s=steps / resolved.launches * header.tick_s,
+        step_s=resolved.step_s,
         launches=resolved.launches,
         ranks=program.ranks,
         workers=program.workers,
@@ -157,31 +130,25 @@ def summarise_resolved(
         source=header.source,
         machine=program.machine,
         busy=mean,
-        computing=float(found.per_lane(resolved.lanes, State.COMPUTE).sum()) / (max(steps, 1) * resolved.lanes),
+        computing=float(found.per_lane(resolved.lanes, State.COMPUTE).sum())
+        / (max(resolved.steps, 1) * resolved.lanes),
         wait=sum(w.wait for w in workers) / len(workers),
         imbalance=max(busy) / mean - 1 if mean else 0.0,
-        exposed_communication=exposed_communication(resolved, releaser),
-        overlap=overlap(resolved, described),
+        exposed_communication=exposed_communication(resolved),
+        overlap=overlap(resolved),
         resources=used,
         without_attention=resolved.attention is None and len(resolved.of_attention) > 0,
         instructions=instructions,
         families=families,
         waits=_waits(resolved, found, which, names),
         per_worker=workers,
-        critical_path=critical_path(resolved, finish, releaser),
-        waterfall=waterfall(resolved, found, used, which, names, far, described),
+        critical_path=critical_path(resolved),
+        waterfall=waterfall(resolved, found, used, which, names, far),
     )
 
 
-def machine_of(program: Program) -> Machine:
-    """Return the machine that the program names. A name that came from the user's own machine file is unknown here; the
-    result is then the description of this host.
-    """
-    return MACHINES.get(program.machine) or machines.host()
-
-
-def _workers(resolved: Resolved, found: Pieces, steps: int) -> list[Worker]:
-    busy, wait = (found.per_lane(resolved.lanes, *states) / max(steps, 1) for states in (BUSY, BLOCKED))
+def _workers(resolved: Resolved, found: Pieces) -> list[Worker]:
+    busy, wait = (found.per_lane(resolved.lanes, *states) / max(resolved.steps, 1) for states in (BUSY, BLOCKED))
     return [
         Worker(*divmod(lane, resolved.program.workers), busy=float(b), wait=float(w), idle=float(1.0 - b - w))
         for lane, (b, w) in enumerate(zip(busy, wait, strict=True))
@@ -191,12 +158,12 @@ def _workers(resolved: Resolved, found: Pieces, steps: int) -> list[Worker]:
 def _instructions(resolved: Resolved, far: Outliers) -> list[PhaseTime]:
     """Return the phases, sorted by their time without the excess time of outliers, the longest first."""
     work = resolved.kind(*WORK)
-    ticks = np.bincount(resolved.number[work], (resolved.end - resolved.begin)[work], minlength=MAX_PHASES + 1)
+    ticks = np.bincount(resolved.number[work], resolved.length[work], minlength=MAX_PHASES + 1)
     executed = np.unique(resolved.instance[work], return_index=True)[1]
     counts = np.bincount(resolved.number[work][executed], minlength=MAX_PHASES + 1)
-    slow, late = resolved.number[far.chosen], far.beyond(resolved)[far.chosen]
+    slow, late = resolved.number[far.chosen], far.beyond[far.chosen]
     many, beyond = np.bincount(slow, minlength=MAX_PHASES + 1), np.bincount(slow, late, minlength=MAX_PHASES + 1)
-    tick, total = resolved.trace.header.tick_s, max(float(ticks.sum()), 1.0)
+    tick, total = resolved.tick_s, max(float(ticks.sum()), 1.0)
     found = [
         PhaseTime(
             name=phase.name,
@@ -215,27 +182,12 @@ def _instructions(resolved: Resolved, far: Outliers) -> list[PhaseTime]:
     return sorted(found, key=lambda item: item.outliers_s - item.total_s)
 
 
-def wait_causes(resolved: Resolved, cause: Causes) -> NDArray[np.int64]:
-    """Return, for each counter wait, an index into `cause.names`. The index is -1 for all other intervals, and for
-    waits that no phase signals.
-    """
-    result = np.full(len(resolved), -1, dtype=np.int64)
-    chosen = resolved.kind(IntervalKind.COUNTER_WAIT)
-    for segment in range(3):
-        for later in (False, True):
-            here = chosen & (resolved.segment == segment) & ((resolved.block > 0) == later)
-            rows = resolved.rows[here]
-            table = cause.table(segment, int(later))
-            result[here] = table[rows["instruction"], rows["slot"] % table.shape[1]]
-    return result
-
-
-def _blocked(resolved: Resolved, cause: Causes, found: Pieces) -> tuple[NDArray[np.int64], list[str]]:
+def _blocked(resolved: Resolved, found: Pieces) -> tuple[NDArray[np.int64], list[str]]:
     """Return, for each piece of time, the cause of its worker's wait as an index into a list of names, and that list.
     The index is -1 if the worker does not wait.
     """
-    names = [*cause.names, "a page", "a signal of no phase"]
-    of_interval = wait_causes(resolved, cause)
+    names = [*resolved.causes.names, "a page", "a signal of no phase"]
+    of_interval = resolved.cause.copy()
     of_interval[of_interval < 0] = len(names) - 1
     of_interval[resolved.kind(IntervalKind.PAGE_WAIT)] = len(names) - 2
     which = np.full(len(found.state), -1, dtype=np.int64)
@@ -262,7 +214,7 @@ def _waits(resolved: Resolved, found: Pieces, which: NDArray[np.int64], names: l
                 instruction=resolved.program.forward.by_number[number].name,
                 cause=names[name],
                 count=int(counts[n]),
-                total_s=float(ticks[n]) * resolved.trace.header.tick_s,
+                total_s=float(ticks[n]) * resolved.tick_s,
                 share=float(ticks[n]) / total,
                 places=longest(resolved, found, mine),
             )

@@ -8,11 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..isa import OperationFamily
-from ..program import Program
-from ..trace import Trace
-from .compare import Comparison
-from .launches import Launches
-from .resolve import WAIT, WORK, Resolved, resolve
+from .compare import Comparison, Launches
+from .resolve import WAIT, WORK, Resolved
 from .spans import Spans
 from .summary import Summary
 from .waterfall import Bar, Cause
@@ -25,10 +22,10 @@ _WIDE = 110  # columns that a terminal needs for both tables side by side
 _STYLES = {f: "default" if f is OperationFamily.CONTROL else f.value for f in OperationFamily}
 
 
-def render(summary: Summary, program: Program, trace: Trace, console: Console) -> None:
+def render(summary: Summary, resolved: Resolved, console: Console) -> None:
     """Print the summary and a map of the lanes to `console`."""
     console.print(Group(_headline(summary), Text(), _waterfall(summary, console.width), Text()))
-    console.print(Group(_map(resolve(program, trace), console.width), Text()))
+    console.print(Group(_map(resolved, console.width), Text()))
     console.print(_tables(_instructions(summary), _waits(summary), console.width))
     _figures(summary, console)
 

@@ -10,13 +10,38 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from ..machine import Machine
+from ..isa import MAX_PHASES
 from ..trace import IntervalKind
-from .outliers import Outliers
-from .places import Place, longest, ranked
 from .resolve import Resolved
 from .resources import ROOFLINE, Amounts, Resource, issue_seconds
-from .states import Pieces, State
+from .states import Pieces, Place, State, longest, ranked
+
+FAR = 8  # an outlier takes more than this many times the median of its phase
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """The COMPUTE intervals of a trace that took far longer than others of their phase, for example because the system
+    interrupted them.
+
+    `median` has, for each phase number, the median length of the phase's COMPUTE intervals in ticks (0 if there are
+    none). `beyond` has, for each interval, its length minus the median of its phase, in ticks. `chosen` is a mask of
+    the COMPUTE intervals that are longer than FAR * median.
+    """
+
+    median: NDArray[np.float64]
+    beyond: NDArray[np.float64]
+    chosen: NDArray[np.bool_]
+
+
+def outliers(resolved: Resolved) -> Outliers:
+    compute = resolved.kind(IntervalKind.COMPUTE)
+    length, number = resolved.length[compute], resolved.number[compute]
+    median = np.zeros(MAX_PHASES + 1)
+    for one in np.unique(number):
+        median[one] = np.median(length[number == one])
+    usual = median[resolved.number]
+    return Outliers(median, resolved.length - usual, compute & (resolved.length > FAR * usual) & (usual > 0))
 
 
 class Cause(StrEnum):
@@ -66,7 +91,6 @@ def waterfall(
     causes: NDArray[np.int64],
     names: list[str],
     outliers: Outliers,
-    machine: Machine,
 ) -> Waterfall:
     """Divide the step time of an average worker among causes. `pieces` divides the time of each worker by its state.
     `causes` has an index into `names` for each piece that is a wait, and -1 for all others. `used` is the result of
@@ -82,19 +106,16 @@ def waterfall(
     The other time has a bar for each cause. If loads or sends continue while workers wait, the least time can exceed
     the computing. All bars of the other time are then scaled down by one factor.
     """
-    first, last = resolved.launch_spans()
-    tick, lanes = resolved.trace.header.tick_s, resolved.lanes * resolved.launches
-    step = float((last - first).sum()) / resolved.launches * tick
+    tick, step, lanes = resolved.tick_s, resolved.step_s, resolved.lanes * resolved.launches
     times = {r.name: max(r.ranks) * step for r in used}
     limits = [(t, name) for name, t in times.items() if name in ROOFLINE]
     least, bound = max(limits, default=(0.0, "nothing"))
     at_least = min(least, step)
     compute = pieces.of(State.COMPUTE)
     rows = np.flatnonzero(resolved.kind(IntervalKind.COMPUTE))
-    length = (resolved.end - resolved.begin)[rows].astype(np.float64)
-    bars = [Bar(bound, Cause.LEAST, at_least, ranked(resolved, rows, length))]
+    bars = [Bar(bound, Cause.LEAST, at_least, ranked(resolved, rows, resolved.length[rows].astype(np.float64)))]
     reached = at_least
-    issue, busiest = _issue(resolved, rows, machine)
+    issue, busiest = _issue(resolved, rows)
     if busiest > 0:
         times["issue"] = busiest
     for name, needed in times.items():
@@ -108,7 +129,7 @@ def waterfall(
 
     computed = mean_s(compute)
     if computed > reached:
-        slower, far = outliers.beyond(resolved)[rows], outliers.chosen[rows]
+        slower, far = outliers.beyond[rows], outliers.chosen[rows]
         beyond = min(float(slower[far].sum()) / lanes * tick, computed - reached)
         if beyond > 0:
             bars.append(Bar("outliers", Cause.WORK, beyond, ranked(resolved, rows[far], slower[far])))
@@ -128,11 +149,11 @@ def waterfall(
     return Waterfall(least, bound, least > step, times, bars)
 
 
-def _issue(resolved: Resolved, rows: NDArray[np.int64], machine: Machine) -> tuple[Amounts, float]:
+def _issue(resolved: Resolved, rows: NDArray[np.int64]) -> tuple[Amounts, float]:
     """Return the seconds to issue the instruction of each of the intervals `rows`. Also return the seconds per launch
     in which a worker's busiest role issues instructions, as the mean over the workers of the busiest rank.
     """
-    seconds = issue_seconds(resolved.program, machine)[resolved.record[rows]]
+    seconds = issue_seconds(resolved)[resolved.record[rows]]
     once = np.unique(resolved.instance[rows], return_index=True)[1]  # an instruction may compute in several intervals
     rank = resolved.rows["rank"][rows[once]]
     of_ranks = [np.bincount(rank, role[once], minlength=1) for role in seconds.T]

@@ -37,6 +37,7 @@ from megakernel.isa.access import Columns
 from megakernel.isa.loads import region_reads
 from megakernel.isa.operations.attention import item_work
 from megakernel.isa.record import Records
+from megakernel.isa.step import ragged
 from megakernel.program import SEGMENTS, Program
 from megakernel.runtime.cuda.issue import matmul_issue, sample_steps
 from megakernel.runtime.cuda.pages import (
@@ -54,17 +55,16 @@ from megakernel.scheduler.simulate.costs import Costs
 from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Floats, Int32s, Work
 
 Ints = NDArray[np.int64]
+Column = NDArray[np.integer[Any]]
 _LISTS = (*SEGMENTS, "queues")
 
 
 class _Tasks:
-    """The simulator's tasks. The functions below add the data of one phase after another. The first column of `waits`
-    and of `signals` is the number of the task.
-    """
+    """The simulator's tasks. The functions below add the data of one phase after another."""
 
     def __init__(self, count: int, ranks: int) -> None:
-        self.waits: list[Ints] = []  # [n, 3]: task, counter, slot
-        self.signals: list[Ints] = []  # [n, 5]: task, rank, counter, 1 for a counter of the next layer, arrivals
+        self._waits: list[Ints] = []
+        self._signals: list[Ints] = []
         self.table = np.zeros(count, dtype=TASK)
         for name in ("weight_key", "read_key", "write_key", "split"):
             self.table[name] = -1
@@ -74,10 +74,20 @@ class _Tasks:
         for name, values in columns.items():
             self.table[name][tasks] = values
 
-    def words(self, rows: list[Ints], what: str, dtype: np.dtype[np.void]) -> NDArray[np.void]:
-        """Return the waits or signals `rows` sorted by task, and store in each task's table entry which of the sorted
-        rows belong to the task.
-        """
+    def wait(self, task: Ints, counter: Column, slot: Column | np.integer[Any] | int) -> None:
+        self._waits.append(np.stack(np.broadcast_arrays(task, counter, slot), axis=1))
+
+    def signal(
+        self, task: Ints, rank: Column, counter: Column, following: NDArray[np.bool_], arrivals: Column | int
+    ) -> None:
+        """Add `arrivals` to counters of a rank or of EVERY_RANK. `following` tells the counters of the next layer."""
+        self._signals.append(np.stack(np.broadcast_arrays(task, rank, counter, following, arrivals), axis=1))
+
+    def words(self) -> tuple[NDArray[np.void], NDArray[np.void]]:
+        """Return all waits and all signals, sorted by task. Store in each task which of them belong to it."""
+        return self._sorted("wait", self._waits, WAIT), self._sorted("signal", self._signals, SIGNAL)
+
+    def _sorted(self, what: str, rows: list[Ints], dtype: np.dtype[np.void]) -> NDArray[np.void]:
         names = dtype.names or ()
         table = np.concatenate([*rows, np.zeros((0, len(names) + 1), np.int64)])
         table = table[np.argsort(table[:, 0], kind="stable")]
@@ -128,8 +138,7 @@ def make_work(program: Program, table: StepTable, costs: Costs) -> Work:
     table_of_records["first_task"], table_of_records["end_task"] = first_task[:-1], first_task[1:]
     for name, operand in (("queue", "queue"), ("claims_end", "end")):
         table_of_records[name] = np.where(drain, DRAIN.columns(records)[operand], -1)
-    waits = tasks.words(tasks.waits, "wait", WAIT)
-    signals = tasks.words(tasks.signals, "signal", SIGNAL)
+    waits, signals = tasks.words()
     return Work(
         ranks=program.ranks,
         workers=program.workers,
@@ -212,33 +221,15 @@ def _plain(tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Int
     instructions.
     """
     columns = phase.columns(records)
-    rows, first_row = columns["rows"].astype(np.float64), columns["row"]
+    rows = columns["rows"].astype(np.float64)
     work, loaded = cost(phase, columns, dims), target_of(dims).loads(phase, columns, dims)
-    weights, read, weight_key = loaded.weights, loaded.read, np.full(len(task), -1)
+    weights, read = loaded.weights, loaded.read
     if phase.is_matmul:
         weight_key = keys.weight(phase, columns["col"])
         keys.at_least(dims.rank, weight_key, weights)
-    read_key, write_key = None, None
-    for access in accesses(phase, columns, dims):
-        wide = np.maximum(access.col_end - access.col, 0).astype(np.float64)
-        wide *= BUFFERS[access.buffer].resolve_dtype(dims).itemsize
-        high = np.maximum(access.row_end - access.row, 0) if access.index is not Index.LOGIT_ROW else rows
-        size = wide * high
-        if access.kind is not Kind.WRITE and read_key is None:
-            read_key = keys.rows(access.buffer, first_row)
-        if access.kind is not Kind.READ:
-            write_key = keys.rows(access.buffer, first_row) if write_key is None else write_key
-            for to, part in _targets(access.rank, size, dims):
-                tasks.stores[task, to] += part
-    block = np.minimum(dims.row_block / np.maximum(rows, 1), 1e9)
-    if read_key is not None:
-        keys.at_least(dims.rank, read_key, region_reads(phase, columns, dims) * np.maximum(block, 1))
-        tasks.set(task, read_key=read_key)
-    if write_key is not None:
-        for to in range(dims.tp):
-            keys.at_least(to, write_key, tasks.stores[task, to])
-        tasks.set(task, write_key=write_key)
-    matrix_s, vector_s = costs.matmul_s(work.matrix_flops, rows), work.vector_flops / costs.vector_flops
+        tasks.set(task, weight_key=weight_key)
+    _activations(tasks, keys, phase, columns, task, dims)
+    matrix_s = costs.matmul_s(work.matrix_flops, rows)
     if phase.is_matmul and dims.ring_pages:
         matrix_s = _paged(tasks, task, phase, columns, dims, costs)
         if costs.issue:
@@ -253,12 +244,41 @@ def _plain(tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Int
             matrix_s = rows * (costs.latency_s + steps * max(costs.issue.sample_step, costs.latency_s))
     else:
         tasks.set(task, ring_bytes=weights)
-    compute_s = matrix_s + vector_s  # a matmul that normalises its inputs does so before its matrix work
-
+    # A matmul that normalises its inputs does so before its matrix work.
+    compute_s = matrix_s + work.vector_flops / costs.vector_flops
     # Dot products start when both pages of a pair have arrived.
     stage = 2 * PAGE_BYTES if dims.units == Units.DOTS else costs.stage_bytes
     tail_s = compute_s * np.minimum(1.0, stage / np.maximum(weights + read, 1))
-    tasks.set(task, weight_bytes=weights, weight_key=weight_key, read_bytes=read, compute_s=compute_s, tail_s=tail_s)
+    tasks.set(task, weight_bytes=weights, read_bytes=read, compute_s=compute_s, tail_s=tail_s)
+
+
+def _activations(tasks: _Tasks, keys: _Keys, phase: Phase, columns: Columns, task: Ints, dims: Dims) -> None:
+    """Add the bytes that tasks store on each rank, and the cache entries of what they read and write. The entries are
+    the row blocks of the first buffer that the phase reads, and of the first one that it writes.
+    """
+    reads: list[Buffer] = []
+    writes: list[Buffer] = []
+    for access in accesses(phase, columns, dims):
+        if access.kind is not Kind.WRITE:
+            reads.append(access.buffer)
+        if access.kind is not Kind.READ:
+            writes.append(access.buffer)
+            wide = np.maximum(access.col_end - access.col, 0).astype(np.float64)
+            wide *= BUFFERS[access.buffer].resolve_dtype(dims).itemsize
+            of_table = access.index is Index.LOGIT_ROW  # the step table selects the rows
+            high = columns["rows"] if of_table else np.maximum(access.row_end - access.row, 0)
+            for to, part in _targets(access.rank, wide * high, dims):
+                tasks.stores[task, to] += part
+    if reads:
+        tasks_per_block = np.maximum(dims.row_block / np.maximum(columns["rows"], 1), 1)
+        key = keys.rows(reads[0], columns["row"])
+        keys.at_least(dims.rank, key, region_reads(phase, columns, dims) * tasks_per_block)
+        tasks.set(task, read_key=key)
+    if writes:
+        key = keys.rows(writes[0], columns["row"])
+        for to in range(dims.tp):
+            keys.at_least(to, key, tasks.stores[task, to])
+        tasks.set(task, write_key=key)
 
 
 def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims, costs: Costs) -> Floats:
@@ -343,8 +363,8 @@ def _items(phase: Phase, records: Records, first: Ints, view: StepTable) -> tupl
     """
     slot = phase.columns(records)["slot"]
     begin, count = view.slot_items[slot].astype(np.int64), np.diff(view.slot_items)[slot].astype(np.int64)
-    record = np.repeat(np.arange(len(records)), count)
-    item = begin[record] + np.arange(len(record)) - np.repeat(np.cumsum(count) - count, count)
+    record, nth = ragged(count)
+    item = begin[record] + nth
     started = np.cumsum(_starts_task(view))
     return first[record] + started[item] - started[begin[record]], item, record
 
@@ -368,31 +388,16 @@ def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
     """Add the waits and signals that do not depend on the step table. Every task of an attention instruction waits, and
     the instruction's last task signals.
     """
-    waits = rec.waits(records)
-    record, slot = np.nonzero(waits)
-    word = waits[record, slot]
-    plain = word & rec.INDEXED == 0
-    count = np.diff(first_task)[record[plain]]
-    of = np.repeat(np.arange(len(count)), count)
-    nth = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
-    task = first_task[record[plain]][of] + nth
-    tasks.waits.append(np.stack([task, rec.word_counter(word[plain])[of], slot[plain][of]], axis=1))
+    waits, signals = rec.waits(records), rec.signals(records)
+    record, slot = np.nonzero((waits != 0) & (waits & rec.INDEXED == 0))
+    of, nth = ragged(np.diff(first_task)[record])
+    tasks.wait(first_task[record][of] + nth, rec.word_counter(waits[record, slot])[of], slot[of])
 
-    signals = rec.signals(records)
-    record, slot = np.nonzero(signals)
+    record, slot = np.nonzero((signals != 0) & (signals & rec.INDEXED == 0))
     word = signals[record, slot]
-    plain = word & rec.INDEXED == 0
-    record, word = record[plain], word[plain]
     to = rec.word_rank(word)
-    one = np.ones(len(word), dtype=np.int64)
-    columns = [
-        first_task[record + 1] - 1,
-        np.where(to == rec.ALL_RANKS, EVERY_RANK, to),
-        rec.word_counter(word),
-        (word & rec.NEXT != 0).astype(np.int64),
-        one,
-    ]
-    tasks.signals.append(np.stack(columns, axis=1))
+    to = np.where(to == rec.ALL_RANKS, EVERY_RANK, to)
+    tasks.signal(first_task[record + 1] - 1, to, rec.word_counter(word), word & rec.NEXT != 0, 1)
 
 
 def _item_words(tasks: _Tasks, phase: Phase, records: Records, first: Ints, view: StepTable) -> None:
@@ -410,26 +415,21 @@ def _item_words(tasks: _Tasks, phase: Phase, records: Records, first: Ints, view
     group = head // group_heads
     wide = (head + heads - 1) // group_heads - group + 1
     members = view.item_wait_blocks[item] * wide
-    of = np.repeat(np.arange(len(item)), members)
-    nth = np.arange(len(of)) - np.repeat(np.cumsum(members) - members, members)
+    of, nth = ragged(members)
     block = view.item_wait_block[item][of] + nth // wide[of]
     counter = rec.word_counter(wait)[of] + block * groups[of] + group[of] + nth % wide[of]
-    indexed = (wait & rec.INDEXED != 0)[of]
     leads = np.append(True, task[1:] != task[:-1])
-    tasks.waits.append(np.stack([task[of], counter, np.zeros_like(of)], axis=1)[indexed & leads[of]])
+    some = (wait & rec.INDEXED != 0)[of] & leads[of]
+    tasks.wait(task[of][some], counter[some], 0)
 
     row = view.item_row[item]
     to = rec.word_rank(signal)
     owner = np.full_like(row, EVERY_RANK) if dims.replicated_residual else dims.owner(row)
     to = np.where(to == rec.OWNER, owner, np.where(to == rec.ALL_RANKS, EVERY_RANK, to))
-    rows = [
-        task,
-        to,
-        rec.word_counter(signal) + row // dims.row_block,
-        (signal & rec.NEXT != 0).astype(np.int64),
-        np.bincount(task - task[0], weights=view.item_rows[item] * heads).astype(np.int64)[task - task[0]],
-    ]
-    tasks.signals.append(np.stack(rows, axis=1)[(signal & rec.INDEXED != 0) & leads])
+    counter = rec.word_counter(signal) + row // dims.row_block
+    arrivals = np.bincount(task - task[0], weights=view.item_rows[item] * heads).astype(np.int64)[task - task[0]]
+    some = (signal & rec.INDEXED != 0) & leads
+    tasks.signal(task[some], to[some], counter[some], (signal & rec.NEXT != 0)[some], arrivals[some])
 
 
 def _logit_waits(tasks: _Tasks, phase: Phase, records: Records, first: Ints, view: StepTable) -> None:
@@ -444,7 +444,4 @@ def _logit_waits(tasks: _Tasks, phase: Phase, records: Records, first: Ints, vie
             row = row[dims.owner(row) == dims.rank]
         block = np.unique(row // dims.row_block)
         for slot in np.flatnonzero(words & rec.INDEXED):
-            counter = rec.word_counter(words[slot]) + block
-            tasks.waits.append(
-                np.stack([np.full_like(counter, first[i]), counter, np.full_like(counter, slot)], axis=1)
-            )
+            tasks.wait(first[i], rec.word_counter(words[slot]) + block, slot)

@@ -22,7 +22,7 @@ from megakernel.runtime.targets import TARGETS
 from megakernel.scheduler import compile_program, with_matmul
 from megakernel.scheduler.candidates import most_dot_rows
 from megakernel.scheduler.describe import lowering
-from megakernel.scheduler.options import CHOICES, Options, Shape
+from megakernel.scheduler.options import CHOICES, Options
 from megakernel.scheduler.tune.predict import predicted_seconds
 
 # The simulated program has at most this many logit rows, as an engine's programs have. More logit rows would affect all
@@ -152,8 +152,8 @@ class Fastest:
         together = (["queue"], ["matmul"], ["residual"], ["norm", "interleave"], ["pairs"], ["o"])
         choices = [_products([name for name in names if name in open_]) for names in together]
         blocks = ceil_div(tokens, self.machine.tile_rows)
-        if self._options.shape == Shape() and 1 < blocks <= _ONE_PANEL:
-            choices.append([{"shape": Shape()}, {"shape": Shape(panel=blocks)}])
+        if not self._options.panel and 1 < blocks <= _ONE_PANEL:
+            choices.append([{"panel": 0}, {"panel": blocks}])
         return [changes for changes in choices if len(changes) > 1]
 
 

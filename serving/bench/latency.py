@@ -9,9 +9,9 @@ from time import perf_counter
 from typing import Any
 
 from megakernel.roofline import Ceilings, Work, achieved, step_work
-from megakernel.serving.engine.counts import Counts
 from megakernel.serving.engine.engine import Step
 from megakernel.serving.engine.sampling import SamplingParams
+from megakernel.serving.engine.scheduler import Counts
 from megakernel.serving.text.llm import LLM
 
 

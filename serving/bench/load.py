@@ -22,7 +22,7 @@ from megakernel.errors import MegakernelError
 from megakernel.serving.bench.client import Server
 from megakernel.serving.bench.report import Outcome, cpu_time, report
 from megakernel.serving.bench.workload import Workload
-from megakernel.serving.engine.counts import Counts
+from megakernel.serving.engine.scheduler import Counts
 
 _WARM_UP_TOKENS = 4  # output tokens of each warm-up request
 _STALL_S = 1800.0  # a server counts as dead after so many seconds without an event from any request

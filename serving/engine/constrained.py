@@ -1,7 +1,7 @@
 """Applies constraints, such as grammars, to the sequences of a step.
 
-A token is forced if the constraint allows no other token. `force` adds forced tokens to a step. `write` puts masks of
-the permitted tokens into the step table.
+A token is forced if the constraint allows no other token. `force` says which forced tokens a step can compute at once.
+`write` puts masks of the permitted tokens, and forced tokens, into the step table.
 """
 
 from __future__ import annotations
@@ -9,44 +9,49 @@ from __future__ import annotations
 import numpy as np
 
 from megakernel.isa import StepTable
-from megakernel.serving.engine.constraint import write_masks
-from megakernel.serving.engine.plan import Part, Work, extended
+from megakernel.serving.engine.grammars import write_masks
+from megakernel.serving.engine.plan import Part
 from megakernel.serving.engine.programs import Programs
 from megakernel.serving.engine.request import Sequence
 from megakernel.serving.engine.scheduler import Batch
-from megakernel.serving.engine.speculation import VERIFIED_ROWS, granted
 
 Forced = dict[Sequence, list[int]]  # a constrained sequence -> the tokens that must come next, often none
 
 
-def force(work: Work, batch: Batch, programs: Programs, tokens: int) -> Forced:
-    """Add as many forced tokens to a step as fit without more padding rows. Returns all forced tokens.
-
-    The step has at most `tokens` tokens in total. Forced tokens that do not fit are not lost: logit rows of this step
-    or of later steps output them instead of sampling.
-    """
-    part, slots = work.part, batch.slots
-    turns = part.turns
+def follow(part: Part, batch: Batch) -> Forced:
+    """Return what must come next in each constrained sequence for which a planned step samples a token."""
+    turns, slots = part.turns, batch.slots
     chosen = turns.alive(slots) & slots.constrained[turns.slot]
     chosen &= np.bincount(turns.chunk[turns.samples], minlength=len(chosen)) > 0
-    forced: Forced = {}
-    for sequence in turns.sequence[chosen]:
-        forced[sequence] = sequence.constraint.follow(sequence.tokens, len(sequence.request.prompt_ids))
+    return {
+        sequence: sequence.constraint.follow(slots.known_tokens(sequence.slot)[len(sequence.request.prompt_ids) :])
+        for sequence in turns.sequence[chosen]
+    }
+
+
+def force(part: Part, batch: Batch, forced: Forced, programs: Programs, *, room: int) -> dict[int, list[int]]:
+    """Return the forced tokens, by chunk, that a planned step computes: at most `room`, and without more padding rows.
+
+    The returned tokens have pages already. Forced tokens that do not fit are not lost: logit rows of this step or of
+    later steps output them instead of sampling.
+    """
     if not any(forced.values()):
-        return forced
-    runs = {chunk: forced[one] for chunk in part.extensible(slots).tolist() if (one := turns.sequence[chunk]) in forced}
-    room = min(tokens - len(part.tokens), min(programs.most_logit_rows, VERIFIED_ROWS) - len(turns.chunk))
-    room = programs.unpadded(len(part.tokens), max(0, min(room, sum(map(len, runs.values())))))
-    proposals: dict[int, list[int]] = {}
-    for chunk, run in runs.items():
+        return {}
+    turns, known = part.turns, batch.slots.known
+    wanted = {
+        chunk: forced[one]
+        for chunk in part.extensible(batch.slots).tolist()
+        if (one := turns.sequence[chunk]) in forced
+    }
+    room = programs.unpadded(len(part.tokens), max(0, min(room, sum(map(len, wanted.values())))))
+    runs: dict[int, list[int]] = {}
+    for chunk, run in wanted.items():
         sequence = turns.sequence[chunk]
-        most = min(len(run), room, sequence.length_limit - len(sequence.tokens) - 1)
-        if most > 0 and (taken := granted(work, batch, sequence, run[:most])):
-            proposals[chunk] = taken
-            room -= len(taken)
-    if proposals:
-        work.part, work.verifies = extended(part, slots, proposals), True
-    return forced
+        most = min(room, sequence.length_limit - int(known[sequence.slot]) - 1)
+        if granted := batch.grant(sequence, run[: max(0, most)]):
+            runs[chunk] = granted
+            room -= len(granted)
+    return runs
 
 
 def write(table: StepTable, part: Part, forced: Forced) -> list[Sequence]:

@@ -24,24 +24,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import Dims
+from megakernel.isa import Dims, StepTable
 from megakernel.program import Program
-from megakernel.runtime.backend import Backend, Output
-from megakernel.runtime.rows import Rows
-from megakernel.runtime.sampling import Ints
-from megakernel.runtime.steps import Steps
-from megakernel.serving.engine.constrained import force, write
-from megakernel.serving.engine.constraint import Constraint
-from megakernel.serving.engine.counts import Counts
-from megakernel.serving.engine.logprobs import top_logprobs
-from megakernel.serving.engine.plan import Part, Planner, Turns, Work
+from megakernel.runtime.backend import Backend, Launch, Output
+from megakernel.runtime.steps import Rows, Steps
+from megakernel.serving.engine.constrained import follow, force, write
+from megakernel.serving.engine.grammars import Constraint
+from megakernel.serving.engine.plan import VERIFIED_ROWS, Part, Planner, Turns, extended
 from megakernel.serving.engine.programs import Programs
-from megakernel.serving.engine.request import Request, Sequence
+from megakernel.serving.engine.request import Objects, Request, Sequence
 from megakernel.serving.engine.sampling import FINISH, SamplingParams
-from megakernel.serving.engine.scheduler import Batch, Stats
+from megakernel.serving.engine.scheduler import Batch, Counts, Stats
 from megakernel.serving.engine.speculation import Speculation
-from megakernel.serving.engine.tokens import Token as Token
-from megakernel.serving.engine.tokens import Tokens
+from megakernel.serving.engine.tokens import Score, Tokens
+
+_BLOCK = 64  # logits of a block; see `top_logprobs`
 
 
 @dataclass(frozen=True)
@@ -57,23 +54,38 @@ class Step:
     contexts: list[int]
     logit_rows: int
     output: Output
-    tokens: Tokens
     failed: list[Sequence]  # sequences that ended because their constraint allows no continuation
+    tokens: Tokens
+    # -- one element for each token
+    sequence: Objects
+    reader: NDArray[np.int64]  # `Request.reader`
+    first: NDArray[np.bool_]  # whether it is the first token of its choice
+    waited: NDArray[np.float64]  # seconds since the choice's previous token, or since the request was added
 
 
-class _Fates:
+@dataclass
+class _Running:
+    """A launch that runs, with the step that it computes."""
+
+    part: Part
+    verified: bool  # the step verifies proposed or forced tokens, so its results decide where sequences continue
+    failing: list[Sequence]  # sequences that end when the launch ends, because their constraint allows no continuation
+    program: Program
+    launch: Launch
+
+
+class _Results:
     """What became of each logit row of a step, as arrays with one element per logit row.
 
     `heard` is False if the row is ignored, because its sequence had ended or a proposed token before it was wrong. The
-    other arrays describe the tokens that the remaining rows sampled. `finish` is an index into FINISH, the reasons why
-    a token ends its sequence. `first` is True for the sequence's first token. `waited` is the time in seconds since the
-    sequence's previous token or, for its first token, since the request was added.
+    other arrays describe the tokens that the remaining rows sampled; `Step` and `Tokens` describe them.
     """
 
-    def __init__(self, rows: int) -> None:
-        self.heard, self.first = np.zeros((2, rows), np.bool_)
-        self.finish = np.zeros(rows, np.int64)
-        self.waited = np.zeros(rows)
+    def __init__(self, heard: NDArray[np.bool_]) -> None:
+        self.heard = heard
+        self.first = np.zeros(len(heard), np.bool_)
+        self.finish = np.zeros(len(heard), np.uint8)
+        self.waited = np.zeros(len(heard))
 
 
 class Engine:
@@ -104,9 +116,8 @@ class Engine:
         self._step_tokens, self._speculation = step_tokens, speculation
         self._steps = Steps(self._batch.slots.pages, self._batch.slots.sampling)
         self._planner = Planner(self._batch.slots)
-        self._under_way: Work | None = None
-        self._failing: list[Sequence] = []  # sequences that end when the running launch ends
-        self._requests = 0
+        self._running: _Running | None = None
+        self._requests = self._choices = 0
 
     # -- requests
 
@@ -124,14 +135,16 @@ class Engine:
         prompt_ids: Seq[int],
         params: SamplingParams,
         *,
-        tag: int = 0,
+        first: int | None = None,
+        reader: int = 0,
         client: str = "",
         constraint: Constraint | None = None,
     ) -> Request:
         """Queue a prompt. When prompts of several clients wait, the clients are admitted in turn.
 
-        Every token that the request generates carries `tag`. If `params` restrict the output, `constraint` must be what
-        `Grammars.get(params)` returned. Raises MegakernelError if the prompt can never run.
+        The request's choices are numbered from `first` on; without it, the engine numbers all choices consecutively.
+        The tokens go to `reader`. If `params` restrict the output, `constraint` must be what `Grammars.get(params)`
+        returned. Raises MegakernelError if the prompt can never run.
         """
         prompt = self.check(prompt_ids, params)
         if (constraint is not None) != params.constrained:
@@ -141,12 +154,13 @@ class Engine:
             raise MegakernelError(
                 "min_tokens forbids every id in allowed_token_ids, because all of them end the text: allow another id"
             )
-        request = Request(self._requests, prompt, params, stop_ids, tag, client)
-        self._requests += 1
-        limit = self._length_limit(len(prompt), params)
-        request.choices = [Sequence(request, choice, limit, self._batch.slots) for choice in range(params.n)]
-        for sequence in request.choices if constraint else ():
-            sequence.constraint = constraint.copy() if constraint else None
+        first = self._choices if first is None else first
+        request = Request(self._requests, prompt, params, stop_ids, first, reader, client)
+        self._requests, self._choices = self._requests + 1, self._choices + params.n
+        limit, slots = self._length_limit(len(prompt), params), self._batch.slots
+        request.choices = [
+            Sequence(request, choice, limit, slots, constraint and constraint.copy()) for choice in range(params.n)
+        ]
         self._batch.add(request)
         return request
 
@@ -201,31 +215,28 @@ class Engine:
         missing, so the caller should abort the requests that ran.
         """
         try:
-            if self._under_way is None:
-                self._start(self._prepare(), trace)
-            work = self._under_way
-            if work is None or work.launch is None or work.program is None:
+            if self._running is None:
+                self._start(*self._prepare(), trace)
+            running = self._running
+            if running is None:
                 raise AssertionError("a step without work")
-            late = work.verifies
-            ahead = None if late else self._prepare()
-            if ahead:
-                self._build(ahead)
-            output = _own(work.launch.wait(), work.part.turns)
-            self._under_way = None
+            ahead = None if running.verified else self._prepare()
+            output = _own(running.launch.wait(), running.part.turns)
+            self._running = None
             ended = perf_counter()
-            failed = self._fail()
-            fates = self._advance(work, output, ended)
-            self._start(self._prepare() if late else ahead, trace)
+            failed = [sequence for sequence in running.failing if sequence.finish_reason is None]
+            for sequence in failed:
+                self._batch.finish(sequence, "abort")
+            results = self._advance(running.part, running.verified, output.tokens, ended)
+            self._start(*(ahead or self._prepare()), trace)
             if self._speculation:
-                self._speculation.times.record(work.program, output.seconds)
-                if late:
+                self._speculation.times.record(running.program, output.seconds)
+                if running.verified:
                     self._speculation.times.record_late(perf_counter() - ended)
         except BaseException:
             self._reset()
             raise
-        turns, start, _ = work.part
-        counts, contexts = turns.count.tolist(), (start + turns.count).tolist()
-        return Step(work.program, counts, contexts, len(turns.chunk), output, _read(turns, output, fates), failed)
+        return _report(running, output, results, failed, ended)
 
     def run(self) -> Iterator[Step]:
         """Step until the engine is idle."""
@@ -237,70 +248,67 @@ class Engine:
         self._reset()
         self.backend.close()
 
-    def _prepare(self) -> Work | None:
-        """Plan the next step, which follows the running launch if there is one. Returns None if no sequence can run."""
-        ones, pieces = self._batch.plan()
-        if not len(ones) and not pieces:
-            return None
-        part = self._planner.plan(ones, pieces)
+    def _prepare(self) -> tuple[Part | None, tuple[Program, StepTable] | None]:
+        """Plan the next step, which follows the running launch if there is one.
+
+        Returns the step, or None if no sequence can run. If a launch runs, also returns the step's program and table.
+        """
+        ones, prompts = self._batch.plan()
+        if not len(ones) and not prompts:
+            return None, None
+        part = self._planner.plan(ones, prompts)
         self._batch.unhold_computed(part.turns.slot)
         if self._speculation:
             self._speculation.read(part)
-        return Work(part, self._batch.take_histories())
+        return part, self._build(part) if self._running else None
 
-    def _build(self, work: Work) -> None:
+    def _build(self, part: Part) -> tuple[Program, StepTable]:
         """Choose the program of a planned step and build its step table, the inputs of the launch."""
-        turns, _, tokens = work.part
-        work.program = self.programs.get(len(tokens), max(len(turns.chunk), 1))
-        work.table = self._steps.build(work.program.dims, Rows(*work.part))
+        program = self.programs.get(len(part.tokens), max(len(part.turns.chunk), 1))
+        return program, self._steps.build(program.dims, Rows(*part))
 
-    def _start(self, work: Work | None, trace: bool) -> None:
-        """Launch a planned step, unless all its sequences have ended in the meantime."""
-        if work is None:
+    def _start(self, part: Part | None, built: tuple[Program, StepTable] | None, trace: bool) -> None:
+        """Launch a planned step, unless all its sequences have ended in the meantime.
+
+        Forced and proposed tokens, which depend on the results of the previous launch, are added first. `built` is the
+        step's program and table without them, if it was built in advance.
+        """
+        if part is None:
             return
-        constrained = np.count_nonzero(self._batch.slots.constrained)
-        forced = force(work, self._batch, self.programs, self._step_tokens) if constrained else {}
-        extended = work.verifies
+        batch = self._batch
+        forced = follow(part, batch) if np.count_nonzero(batch.slots.constrained) else {}
+        rows = min(self.programs.most_logit_rows, VERIFIED_ROWS)
+        room = min(self._step_tokens - len(part.tokens), rows - len(part.turns.chunk))
+        runs = force(part, batch, forced, self.programs, room=room)
         if self._speculation:
-            extended |= self._speculation.extend(
-                work, self._batch, tokens=self._step_tokens, logit_rows=self.programs.most_logit_rows
-            )
-        for slot, start, tokens in work.histories:
+            room -= sum(map(len, runs.values()))
+            runs |= self._speculation.propose(part, batch, runs, room=room)
+        for slot, start, tokens in batch.take_histories():
             self.backend.write_history(slot, start, tokens)
-        if not np.count_nonzero(work.part.turns.alive(self._batch.slots)):
+        if runs:
+            part = extended(part, batch.slots, runs)
+        if not np.count_nonzero(part.turns.alive(batch.slots)):
             return
-        if extended or work.table is None:
-            self._build(work)
-        assert work.program is not None and work.table is not None
-        if forced:
-            self._failing = write(work.table, work.part, forced)
-        work.launch = self.backend.start(work.program, work.table, trace=trace)
-        self._under_way = work
-
-    def _fail(self) -> list[Sequence]:
-        """End the sequences whose constraint allows no continuation. Returns those that had not ended already."""
-        failed = [sequence for sequence in self._failing if sequence.finish_reason is None]
-        self._failing = []
-        for sequence in failed:
-            self._batch.finish(sequence, "abort")
-        return failed
+        program, table = built if built and not runs else self._build(part)
+        failing = write(table, part, forced) if forced else []
+        launch = self.backend.start(program, table, trace=trace)
+        self._running = _Running(part, bool(runs), failing, program, launch)
 
     def _settle(self) -> None:
         """If no sequence is left, wait for the running launch, so that an idle engine has no running launch."""
-        if self.idle and self._under_way and self._under_way.launch:
+        if self.idle and self._running:
             try:
-                self._under_way.launch.wait()
-                self._under_way = None
+                self._running.launch.wait()
+                self._running = None
             except BaseException:
                 self._reset()
                 raise
 
     def _reset(self) -> None:
         """Drop the running launch and its results: all sequences wait again, and the prefix cache is empty."""
-        work, self._under_way = self._under_way, None
-        self._failing = []
-        if work and work.launch:
-            work.launch.abort()
+        running, self._running = self._running, None
+        if running:
+            running.launch.abort()
         self._batch.reset()
 
     # -- planning
@@ -309,62 +317,77 @@ class Engine:
         context = self.dims.max_context
         return context if params.max_tokens is None else min(context, prompt + params.max_tokens)
 
-    # -- outcomes
+    # -- results
 
-    def _advance(self, work: Work, output: Output, now: float) -> _Fates:
+    def _advance(self, part: Part, verified: bool, tokens: NDArray[np.int32], now: float) -> _Results:
         """Append the sampled tokens to their sequences and end those sequences that are complete."""
-        (turns, _, _), slots, tokens = work.part, self._batch.slots, output.tokens
-        fates = _Fates(len(tokens))
-        if work.verifies:
-            self._verify(work.part, tokens, now, fates)
-            return fates
-        plain = turns.alive(slots)[turns.chunk] & turns.samples
-        for row in (~plain).nonzero()[0].tolist():
-            self._take(work.part, row, int(tokens[row]), now, fates)
-        fates.heard |= plain
-        at = _index(plain)
-        slot = turns.slot[turns.chunk][at]
-        fates.waited[at] = now - slots.last_token_at[slot]
-        fates.first[at] = slots.known[slot] == slots.prompt[slot]
-        fates.finish[at] = finish = slots.append(slot, tokens[at], now)
-        for sequence, reason in zip(turns.sequence[turns.chunk][at][finish > 0], finish[finish > 0], strict=True):
-            self._batch.finish(sequence, str(FINISH[reason]))
-        made = int(np.count_nonzero(fates.heard & turns.samples))
+        turns, slots = part.turns, self._batch.slots
+        alive = turns.alive(slots)[turns.chunk]
+        results = _Results(alive.copy())
+        for row in (~alive).nonzero()[0].tolist():
+            sequence = turns.sequence[turns.chunk[row]]
+            results.heard[row] = sequence.finish_reason is None  # then the sequence was preempted
+            if results.heard[row] and turns.samples[row]:
+                results.first[row] = sequence.outputs == 0
+                results.waited[row] = now - (sequence.last_token_at or sequence.request.added_at)
+                results.finish[row] = sequence.append(int(tokens[row]), now)
+        sampling = alive & turns.samples
+        if verified:
+            self._verify(part, sampling, tokens, now, results)
+            return results
+        self._append(turns, sampling, tokens, now, results)
+        for row in results.finish.nonzero()[0].tolist():
+            self._batch.finish(turns.sequence[turns.chunk[row]], str(FINISH[results.finish[row]]))
+        made = int(np.count_nonzero(results.heard & turns.samples))
         self._batch.counts += Counts(made, made)
-        return fates
+        return results
 
-    def _verify(self, part: Part, tokens: Ints, now: float, fates: _Fates) -> None:
-        """Do the work of `_advance` for a step with proposed tokens. A row after a wrong proposed token is ignored."""
-        turns = part.turns
-        for chunk, (sequence, proposed) in enumerate(zip(turns.sequence, turns.proposed.tolist(), strict=True)):
-            mine = (turns.chunk == chunk).nonzero()[0]
-            for row in mine.tolist():
-                self._take(part, row, int(tokens[row]), now, fates)
-            made = int(np.count_nonzero(fates.heard[mine] & turns.samples[mine]))
-            self._batch.counts += Counts(made, int(made > 0))
-            if made and proposed:
-                # Tokens that a constraint forced are not guesses, so they do not count as proposals.
-                if self._speculation and sequence.constraint is None:
-                    self._batch.counts += Counts(proposed=proposed, accepted=made - 1)
-                    self._speculation.learn(sequence, proposed, made - 1)
-                if sequence.finish_reason is None:
-                    self._batch.shorten(sequence)
+    def _append(
+        self, turns: Turns, rows: NDArray[np.bool_], tokens: NDArray[np.int32], now: float, results: _Results
+    ) -> None:
+        """Append the sampled tokens of some logit rows, at most one per sequence, to their running sequences."""
+        slots, at = self._batch.slots, _index(rows)
+        slot = turns.slot[turns.chunk[at]]
+        results.waited[at] = now - slots.last_token_at[slot]
+        results.first[at] = slots.known[slot] == slots.prompt[slot]
+        results.finish[at] = slots.append(slot, tokens[at], now)
 
-    def _take(self, part: Part, row: int, token: int, now: float, fates: _Fates) -> None:
-        """Append the sampled token of a logit row to its sequence, unless the row must be ignored (see `_Fates`)."""
-        turns, chunk = part.turns, part.turns.chunk[row]
-        sequence = turns.sequence[chunk]
-        if sequence.finish_reason is not None:
-            return
-        if turns.samples[row]:
-            before, known = turns.after[row], sequence.tokens
-            if before >= 0 and (len(known) != part.start[chunk] + turns.index[row] + 1 or known[-1] != before):
-                return  # an earlier proposed token was wrong
-            fates.first[row], fates.waited[row] = sequence.outputs == 0, now - sequence.waits_since
-            if reason := sequence.append(token, now):
-                self._batch.finish(sequence, reason)
-                fates.finish[row] = FINISH.index(reason)
-        fates.heard[row] = True
+    def _verify(
+        self, part: Part, sampling: NDArray[np.bool_], tokens: NDArray[np.int32], now: float, results: _Results
+    ) -> None:
+        """Do the work of `_advance` for a step with proposed or forced tokens.
+
+        A row after such a token is ignored if a row before it sampled another token, or ended the sequence.
+        """
+        turns, slots = part.turns, self._batch.slots
+        position = part.start[turns.chunk] + turns.index + 1
+        ended = np.zeros(len(turns.slot), np.int64)  # by chunk: an index into FINISH
+        for depth in range(int(turns.depth.max(initial=0)) + 1):
+            rows = sampling & (turns.depth == depth)
+            if depth:
+                chunk = turns.chunk[rows]
+                slot = turns.slot[chunk]
+                known = slots.known[slot]
+                right = (known == position[rows]) & (slots.tokens[slot, known - 1] == turns.after[rows])
+                results.heard[rows] = right & (ended[chunk] == 0)
+                rows &= results.heard
+            self._append(turns, rows, tokens, now, results)
+            ended[turns.chunk[rows]] = results.finish[rows]
+        made = np.bincount(turns.chunk[results.heard & turns.samples], minlength=len(ended))
+        added = np.bincount(turns.chunk[turns.after >= 0], minlength=len(ended))
+        self._batch.counts += Counts(int(made.sum()), int(np.count_nonzero(made)))
+        for chunk in ((made > 0) & ((added > 0) | (ended > 0))).nonzero()[0].tolist():
+            sequence, accepted = turns.sequence[chunk], int(made[chunk]) - 1
+            if ended[chunk]:
+                self._batch.finish(sequence, str(FINISH[ended[chunk]]))
+            if not added[chunk]:
+                continue
+            # Tokens that a constraint forced are not guesses, so they do not count as proposals.
+            if self._speculation and sequence.constraint is None:
+                self._batch.counts += Counts(proposed=int(added[chunk]), accepted=accepted)
+                self._speculation.learn(sequence, int(added[chunk]), accepted)
+            if sequence.finish_reason is None:
+                self._batch.shorten(sequence)
 
 
 def _index(rows: NDArray[np.bool_]) -> NDArray[np.bool_] | slice:
@@ -372,14 +395,15 @@ def _index(rows: NDArray[np.bool_]) -> NDArray[np.bool_] | slice:
     return slice(None) if np.count_nonzero(rows) == len(rows) else rows
 
 
-def _read(turns: Turns, output: Output, fates: _Fates) -> Tokens:
-    """Return the step's tokens, and append the log-probabilities of scored prompt tokens to their requests."""
+def _report(running: _Running, output: Output, results: _Results, failed: list[Sequence], ended: float) -> Step:
+    """Return the finished step, and append the log-probabilities of scored prompt tokens to their requests."""
+    turns, start, _ = running.part
     logits = iter(output.logits) if turns.read else iter(())
-    told, best = fates.heard & turns.samples, {}
+    told, best = results.heard & turns.samples, {}
     for row in turns.reported:
         top, token, logprob = int(turns.top[row]), int(output.tokens[row]), float(output.logprobs[row])
         mine = next(logits) if top else None
-        if not fates.heard[row]:
+        if not results.heard[row]:
             continue
         found = {} if mine is None else top_logprobs(mine, top, token, logprob)
         found[token] = logprob
@@ -390,17 +414,35 @@ def _read(turns: Turns, output: Output, fates: _Fates) -> Tokens:
             request.prompt_logprobs.append(logprob)
             request.prompt_top_logprobs.append(found)
     at = _index(told)
-    chunk = turns.chunk[at]
-    return Tokens(
-        sequence=turns.sequence[chunk],
-        tag=turns.tag[chunk],
-        choice=turns.choice[chunk],
+    chunk, first = turns.chunk[at], results.first[at]
+    number, sequence = turns.number[chunk], turns.sequence[chunk]
+    begun = [one.request for one in sequence[first] if one.choice == 0] if np.count_nonzero(first) else []
+    tokens = Tokens(
+        at=ended,
+        choice=number,
         token_id=output.tokens[at],
         logprob=output.logprobs[at],
-        finish=fates.finish[at],
-        first=fates.first[at],
-        waited=fates.waited[at],
+        finish=results.finish[at],
         top=best,
+        scores=[
+            Score(request.first, request.prompt_logprobs, request.prompt_top_logprobs)
+            for request in begun
+            if request.params.prompt_logprobs is not None
+        ],
+        cached={request.first: request.cached_tokens for request in begun if request.cached_tokens},
+    )
+    return Step(
+        program=running.program,
+        rows=turns.count.tolist(),
+        contexts=(start + turns.count).tolist(),
+        logit_rows=len(turns.chunk),
+        output=output,
+        failed=failed,
+        tokens=tokens,
+        sequence=sequence,
+        reader=turns.reader[chunk],
+        first=first,
+        waited=results.waited[at],
     )
 
 
@@ -416,3 +458,21 @@ def _own(output: Output, turns: Turns) -> Output:
         logprobs=output.logprobs[:rows].copy(),
         logits=output.logits[turns.read],
     )
+
+
+def top_logprobs(logits: NDArray[np.float32], count: int, token: int, logprob: float) -> dict[int, float]:
+    """Return the `count` most likely tokens of `logits` [vocab] as {id: log-softmax}, most likely first, ties by id.
+
+    `logprob` is the known log-softmax of `token`. The log-sum-exp of the row is logits[token] - logprob.
+    """
+    if count == 0:
+        return {}
+    whole = len(logits) // _BLOCK * _BLOCK
+    # To sort only a few logits, take the maximum of each block of _BLOCK logits. The `count` largest maxima are logits
+    # themselves, so a logit that is smaller than all of them is not among the `count` largest logits.
+    highest = np.append(logits[:whole].reshape(-1, _BLOCK).max(axis=1), logits[whole:])
+    least = np.partition(highest, -count)[-count] if count < len(highest) else -np.inf
+    candidates = np.flatnonzero(logits >= least)
+    order = candidates[np.lexsort((candidates, -logits[candidates]))][:count]
+    log_sum = float(logits[token]) - logprob
+    return {int(i): float(logits[i]) - log_sum for i in order}

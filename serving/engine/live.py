@@ -103,9 +103,8 @@ class Live:
             self._steps.append((sums, reached.limit))
             self._totals += sums
             self._stats = stats
-            first, waited = step.tokens.first, step.tokens.waited
-            self._ttft.extend(waited[first].tolist())
-            self._itl.extend(waited[~first].tolist())
+            self._ttft.extend(step.waited[step.first].tolist())
+            self._itl.extend(step.waited[~step.first].tolist())
             if step.output.trace is not None:
                 self._traced, self.tracing = (step.program, step.output.trace), False
                 self._trace_made.set()

@@ -7,17 +7,19 @@ needed for other tokens; the least recently used page is taken first.
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 ROOT = b""  # the hash before a sequence's first page
 
 
-def page_hash(before: bytes, tokens: Sequence[int]) -> bytes:
+def page_hash(before: bytes, tokens: ArrayLike) -> bytes:
     """Return the hash of a prefix whose last page holds `tokens`. `before` is the hash of the earlier pages."""
-    return blake2b(before + array("i", tokens).tobytes(), digest_size=16).digest()
+    return blake2b(before + np.asarray(tokens, np.int32).tobytes(), digest_size=16).digest()
 
 
 class PagePool:

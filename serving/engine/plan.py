@@ -1,24 +1,32 @@
-"""Planned steps: which tokens of each sequence a step computes, and its program and step table for the backend."""
+"""Planned steps: which tokens of each sequence a step computes, and which logit rows it needs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megakernel.isa import StepTable
-from megakernel.program import Program
-from megakernel.runtime.backend import Launch
-from megakernel.runtime.rows import Lineup
-from megakernel.runtime.sampling import Ints
-from megakernel.serving.engine.request import Sequence
-from megakernel.serving.engine.slots import Objects, Slots
+from megakernel.runtime.steps import Ints, Lineup
+from megakernel.serving.engine.request import Objects, Sequence, Slots
+
+VERIFIED_ROWS = 128  # maximum logit rows of a step with proposals; a step table has room for their logit biases
+
+
+class _Row(NamedTuple):
+    """The logit rows of a step or, in a list, one logit row. `Turns` and `Lineup` describe the fields."""
+
+    chunk: Any
+    index: Any
+    place: Any
+    target: Any
+    store: Any
+    top: Any
+    after: Any
 
 
 @dataclass(eq=False)
@@ -28,21 +36,25 @@ class Turns(Lineup):
     # -- one element per chunk
     ticket: Ints  # the number that the chunk's sequence got at its admission
     sequence: Objects
-    tag: Ints
-    choice: Ints
+    reader: Ints  # the reader and the number of the sequence's choice, as `Request` has them
+    number: Ints
     # -- one element per logit row
     top: Ints  # how many top log-probabilities to report; -1: report none
-    after: Ints  # the row's input token if that token was proposed, otherwise -1
+    after: Ints  # the row's input token if it was proposed or forced, otherwise -1
 
-    @cached_property
-    def proposed(self) -> Ints:
-        """For each chunk, the number of tokens at its end that are proposed and must be verified."""
-        return np.bincount(self.chunk[self.after >= 0], minlength=len(self.slot))
+    @property
+    def rows(self) -> _Row:
+        return _Row(*(getattr(self, name) for name in _Row._fields))
 
     @cached_property
     def samples(self) -> NDArray[np.bool_]:
         """For each logit row, whether it samples a token. A row that does not sample scores a prompt token."""
         return self.target < 0
+
+    @cached_property
+    def depth(self) -> Ints:
+        """For each logit row, the number of tokens before it in the step that were proposed or forced."""
+        return np.where(self.after >= 0, self.index, 0)
 
     @cached_property
     def reported(self) -> list[int]:
@@ -78,22 +90,6 @@ class Part(NamedTuple):
         return found
 
 
-@dataclass
-class Work:
-    """A planned step. It gets `program` and `table` when it is built, and `launch` when it starts.
-
-    `histories` lists the tokens that the host writes to the buffer HISTORY before the step starts,
-    as (slot, first position, tokens).
-    """
-
-    part: Part
-    histories: list[tuple[int, int, NDArray[np.int32]]]
-    verifies: bool = False  # the step has proposed tokens, so its results decide where sequences continue
-    program: Program | None = None
-    table: StepTable | None = None
-    launch: Launch | None = None
-
-
 class Planner:
     """Plans steps of the sequences in `slots`. It reuses the `Turns` of the last step if the same sequences decode."""
 
@@ -101,14 +97,29 @@ class Planner:
         self._slots = slots
         self._last: Turns | None = None
 
-    def plan(self, ones: Ints, pieces: Seq[tuple[Sequence, int]]) -> Part:
+    def plan(self, ones: Ints, prompts: Seq[tuple[Sequence, int]]) -> Part:
         """Plan a step and return its chunks.
 
-        `ones` has the slot numbers of the sequences that compute one token each. `pieces` has every other sequence of
+        `ones` has the slot numbers of the sequences that compute one token each. `prompts` has every other sequence of
         the step, with the number of tokens that it computes.
         """
         decoded = self._decode(ones)
-        return _join([decoded, *(_piece(self._slots, *piece) for piece in pieces)]) if pieces else decoded
+        if not prompts:
+            return decoded
+        slots, turns = self._slots, decoded.turns
+        rows: list[_Row] = []
+        tokens = [decoded.tokens]
+        slot, count = (np.array(column) for column in zip(*((one.slot, n) for one, n in prompts), strict=True))
+        start = slots.computed[slot]
+        for chunk, (sequence, length) in enumerate(prompts, len(ones)):
+            tokens.append(self._prompt(chunk, sequence, length, rows))
+        added = zip(_Row._fields, np.array(rows, np.int64).reshape(-1, len(_Row._fields)).T, strict=True)
+        columns = {
+            name: np.append(column, more.astype(column.dtype))
+            for (name, more), column in zip(added, turns.rows, strict=True)
+        }
+        slot, count = np.append(turns.slot, slot), np.append(turns.count, count)
+        return Part(_turns(slots, slot, count, columns), np.append(decoded.start, start), np.concatenate(tokens))
 
     def _decode(self, slot: Ints) -> Part:
         """Plan a chunk of one token for each slot: compute the sequence's last token and sample the next one."""
@@ -118,109 +129,76 @@ class Planner:
         place = slots.place(slot, end)
         turns = self._last
         if turns is None or turns.slot is not slot or turns.place is not place:
-            one, none = np.ones(n, np.int64), np.full(n, -1)
-            rows = {"chunk": np.arange(n), "index": np.zeros(n, np.int64), "place": place, "target": none}
-            rows |= {"store": one > 0, "top": slots.top[slot], "after": none}
-            turns = self._last = _turns(slots, slot, one, **rows)
+            one, zero, none = np.ones(n, np.int64), np.zeros(n, np.int64), np.full(n, -1)
+            row = _Row(np.arange(n), zero, place, none, one > 0, slots.top[slot], none)
+            turns = self._last = _turns(slots, slot, one, row._asdict())
         known = start < slots.known[slot]
         if not np.count_nonzero(known):
             return Part(turns, start, turns.after)  # id -1: the running launch has yet to sample the token
         return Part(turns, start, np.where(known, slots.tokens[slot, start], -1))
 
+    def _prompt(self, chunk: int, sequence: Sequence, count: int, rows: list[_Row]) -> Ints:
+        """Plan the next `count` tokens of a sequence as the chunk number `chunk`, and return the tokens.
 
-def extended(part: Part, slots: Slots, proposals: Mapping[int, Seq[int]]) -> Part:
-    """Append proposed tokens to some one-token chunks of `part`, and return the new part.
+        The logit rows that they need are appended to `rows`.
+        """
+        slots, request, slot = self._slots, sequence.request, sequence.slot
+        start, known = int(slots.computed[slot]), int(slots.known[slot])
+        end = start + count
+        if sequence.scoring:
+            prompt, top = request.prompt_ids, request.params.prompt_logprobs or 0
+            first, last = max(start, request.scored), min(end, len(prompt) - 1)
+            rows += [_Row(chunk, at - start, -1, prompt[at + 1], False, top, -1) for at in range(first, last)]
+            request.scored = max(last, request.scored)
+        if end == slots.length[slot]:
+            place = int(slots.place(np.array(slot), np.array(end)))
+            rows.append(_Row(chunk, count - 1, place, -1, True, int(slots.top[slot]), -1))
+            slots.length[slot] += 1
+        slots.computed[slot] = end
+        tokens = slots.tokens[slot, start:end].copy()
+        tokens[known - start :] = -1
+        return tokens
 
-    `proposals` maps a chunk to its proposed tokens. Each proposed token gets a logit row. If the sequence has no
-    penalties, the step stores the sampled tokens in HISTORY; up to the first mismatch, they equal the proposed tokens.
-    With penalties, the step reads HISTORY and stores nothing there, so the host writes the proposed tokens to HISTORY
-    before the step. The new part omits sequences that have ended since the step was planned, because other sequences
-    may now use their pages.
+
+def extended(part: Part, slots: Slots, runs: Mapping[int, Seq[int]]) -> Part:
+    """Append tokens that were proposed or forced to some one-token chunks of `part`, and return the new part.
+
+    `runs` maps a chunk to its tokens. Each of these tokens gets a logit row. If the sequence has no penalties, the step
+    stores the sampled tokens in HISTORY; up to the first mismatch, they equal the tokens of the run. With penalties,
+    the step reads HISTORY and stores nothing there, so the host writes the run to HISTORY before the step. The new part
+    omits sequences that have ended since the step was planned, because other sequences may now use their pages.
     """
-    parts = []
-    for proposed, chunks in groupby(part.turns.alive(slots).nonzero()[0].tolist(), key=proposals.__contains__):
-        if proposed:
-            parts += [_proposed(slots, int(part.turns.slot[chunk]), proposals[chunk]) for chunk in chunks]
-        else:
-            parts.append(_select(part, np.array(list(chunks))))
-    return _join(parts)
+    turns, start = part.turns, part.start
+    chunks = np.array(sorted(runs))
+    lengths = np.array([len(runs[chunk]) for chunk in chunks])
+    slot, stores = turns.slot[chunks], ~slots.sampling.penalised[turns.slot]
+    slots.computed[slot] += lengths
+    slots.length[slot] += lengths
+    count = turns.count.copy()
+    count[chunks] += lengths
+
+    new = np.concatenate([runs[chunk] for chunk in chunks])
+    ends = np.cumsum(turns.count)[chunks]  # where the chunks end in the tokens of `part`
+    tokens = part.tokens.copy()
+    tokens[ends - 1] = slots.tokens[slot, start[chunks]]
+    tokens = np.insert(tokens, np.repeat(ends, lengths), new)
+
+    of = np.repeat(chunks, lengths)
+    index = np.arange(len(of)) - np.repeat(np.cumsum(lengths) - lengths, lengths) + 1
+    place = slots.place(turns.slot[of], start[of] + index + 1)
+    none = np.full(len(of), -1)
+    added = _Row(of, index, place, none, stores[of], np.repeat(slots.top[slot], lengths), new)
+    at = np.searchsorted(turns.chunk, of, side="right")
+    old = turns.rows._replace(store=turns.store & (stores[turns.chunk] | ~np.isin(turns.chunk, chunks)))
+    alive = turns.alive(slots)
+    columns = [np.insert(column, at, more) for column, more in zip(old, added, strict=True)]
+    kept = alive[columns[0]]
+    rows = {name: column[kept] for name, column in zip(_Row._fields, columns, strict=True)}
+    rows["chunk"] = (np.cumsum(alive) - 1)[rows["chunk"]]
+    return Part(_turns(slots, turns.slot[alive], count[alive], rows), start[alive], tokens[np.repeat(alive, count)])
 
 
-def _piece(slots: Slots, sequence: Sequence, count: int) -> Part:
-    """Return a part with one chunk: the next `count` tokens of a sequence, and the logit rows that they need."""
-    request, slot = sequence.request, sequence.slot
-    start, known = int(slots.computed[slot]), int(slots.known[slot])
-    end = start + count
-    tokens = slots.tokens[slot, start:end].copy()
-    tokens[known - start :] = -1
-    logits: list[_Logits] = []
-    if sequence.scoring:
-        prompt, top = request.prompt_ids, request.params.prompt_logprobs or 0
-        first, last = max(start, request.scored), min(end, len(prompt) - 1)
-        logits = [_Logits(position - start, -1, prompt[position + 1], 0, top) for position in range(first, last)]
-        request.scored = max(last, request.scored)
-    if end == slots.length[slot]:
-        logits.append(_Logits(count - 1, slots.place_of(slot, end), -1, 1, int(slots.top[slot])))
-        slots.length[slot] += 1
-    slots.computed[slot] = end
-    return _chunk(slots, slot, start, tokens, logits)
-
-
-def _proposed(slots: Slots, slot: int, proposed: Seq[int]) -> Part:
-    """Return a part with one chunk: a sequence's last known token and the proposed tokens after it."""
-    start, store, top = int(slots.known[slot]) - 1, int(not slots.sampling.penalised[slot]), int(slots.top[slot])
-    slots.computed[slot] += len(proposed)
-    slots.length[slot] += len(proposed)
-    tokens = np.array([slots.tokens[slot, start], *proposed])
-    after = [-1, *proposed]
-    logits = [_Logits(i, slots.place_of(slot, start + i + 1), -1, store, top, after[i]) for i in range(len(after))]
-    return _chunk(slots, slot, start, tokens, logits)
-
-
-class _Logits(NamedTuple):
-    """One logit row of a chunk. `row` is the index of its token in the chunk.
-
-    `Turns` and `Lineup` describe the other fields.
-    """
-
-    row: int
-    place: int
-    target: int
-    store: int
-    top: int
-    after: int = -1
-
-
-def _chunk(slots: Slots, slot: int, start: int, tokens: Ints, logits: Seq[_Logits]) -> Part:
-    columns = np.array(logits, np.int64).reshape(-1, len(_Logits._fields)).T
-    rows: dict[str, NDArray[Any]] = dict(zip(("index", *_Logits._fields[1:]), columns, strict=True))
-    rows |= {"chunk": np.zeros(len(logits), np.int64), "store": rows["store"] > 0}
-    return Part(_turns(slots, np.array([slot]), np.array([len(tokens)]), **rows), np.array([start]), tokens)
-
-
-def _turns(slots: Slots, slot: Ints, count: Ints, **rows: NDArray[Any]) -> Turns:
+def _turns(slots: Slots, slot: Ints, count: Ints, rows: Mapping[str, NDArray[Any]]) -> Turns:
     """Return the `Turns` of the sequences in the slots `slot`. `rows` holds the arrays for logit rows."""
-    names = ("ticket", "sequence", "tag", "choice")
+    names = ("ticket", "sequence", "reader", "number")
     return Turns(slot=slot, count=count, **{name: getattr(slots, name)[slot] for name in names}, **rows)
-
-
-def _join(parts: Seq[Part]) -> Part:
-    """Concatenate the chunks of all `parts`, in order."""
-    names = [field.name for field in fields(Turns)]
-    columns = {name: np.concatenate([getattr(part.turns, name) for part in parts]) for name in names}
-    chunks, rows = np.array([(len(part.start), len(part.turns.chunk)) for part in parts]).T
-    columns["chunk"] += np.repeat(np.cumsum(chunks) - chunks, rows)
-    return Part(Turns(**columns), *(np.concatenate([part[i] for part in parts]) for i in (1, 2)))
-
-
-def _select(part: Part, chunks: Ints) -> Part:
-    """Return a part that has only the given chunks of `part`, in the same order."""
-    turns, n = part.turns, len(part.start)
-    logit = np.isin(turns.chunk, chunks)
-    names = [field.name for field in fields(Turns)]
-    of_chunk = {"slot", "count", "ticket", "sequence", "tag", "choice"}
-    columns = {name: getattr(turns, name)[chunks if name in of_chunk else logit] for name in names}
-    columns["chunk"] = np.searchsorted(chunks, columns["chunk"])
-    return Part(
-        Turns(**columns), part.start[chunks], part.tokens[np.isin(np.repeat(np.arange(n), turns.count), chunks)]
-    )

@@ -1,27 +1,31 @@
-"""The engine's view of a request: a prompt and the sequences (choices) that continue it."""
+"""The engine's view of a request: a prompt, the sequences (choices) that continue it, and their state while they run.
+
+A sequence runs in a slot. `Slots` then holds its state, as arrays with one element per slot, because every step changes
+the state of all running sequences. Before and after, the sequence itself holds its tokens.
+"""
 
 from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megakernel.runtime.sampling import FLOATS, SampleRow
-from megakernel.serving.engine.constraint import Constraint
-from megakernel.serving.engine.draft import Draft
+from megakernel.isa import Dims
+from megakernel.runtime.steps import FLOATS, Ints, Pages, SampleRow, Sampling
+from megakernel.serving.engine.grammars import Constraint
 from megakernel.serving.engine.pages import ROOT, page_hash
-from megakernel.serving.engine.sampling import FINISH, SamplingParams
+from megakernel.serving.engine.sampling import SamplingParams
 
-if TYPE_CHECKING:
-    from megakernel.serving.engine.slots import Slots
+Objects = NDArray[np.object_]
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
-    """One choice of a request. While it runs, its state, including its newest tokens, is in `slots` at index `slot`.
+    """One choice of a request. `slot` is its slot, or -1 while it does not run.
 
     `sampling` is True if the sequence was preempted while the running launch still samples its next token.
     """
@@ -30,25 +34,33 @@ class Sequence:
     choice: int
     length_limit: int  # at this number of tokens the choice ends with reason `length`
     slots: Slots
+    constraint: Constraint | None = None  # limits which tokens may come next, if the request asks for that
     slot: int = -1
     sampling: bool = False
     finish_reason: str | None = None
     first_token_at: float = 0.0  # valid, like last_token_at, only while the choice does not run
     last_token_at: float = 0.0
-    draft: Draft | None = None
-    constraint: Constraint | None = None  # limits which tokens may come next, if the request asks for that
-    _tokens: list[int] = field(init=False)
+    saved: list[int] = field(init=False)  # the tokens that were known when the choice last left its slot
     _hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._tokens = list(self.request.prompt_ids)
+        self.saved = list(self.request.prompt_ids)
 
     @property
     def tokens(self) -> list[int]:
-        """The prompt and the generated tokens. It is always the same list object, which grows."""
-        if self.slot >= 0:
-            self._tokens += self.slots.tokens[self.slot, len(self._tokens) : self.slots.known[self.slot]].tolist()
-        return self._tokens
+        """The prompt and the generated tokens."""
+        return self.tokens_from(0)
+
+    def tokens_from(self, start: int) -> list[int]:
+        """Return the tokens from position `start` on."""
+        if self.slot < 0:
+            return self.saved[start:]
+        return self.slots.known_tokens(self.slot)[start:].tolist()  # type: ignore[no-any-return]
+
+    @property
+    def outputs(self) -> int:
+        known = int(self.slots.known[self.slot]) if self.slot >= 0 else len(self.saved)
+        return known - len(self.request.prompt_ids)
 
     @property
     def stuck(self) -> str:
@@ -56,52 +68,21 @@ class Sequence:
         return self.constraint.error if self.constraint else ""
 
     @property
-    def waits_since(self) -> float:
-        """The time of the choice's last token. If it has no token yet, the time at which the request was added."""
-        return (
-            float(self.slots.last_token_at[self.slot])
-            if self.slot >= 0
-            else self.last_token_at or self.request.added_at
-        )
-
-    def append(self, token: int, now: float) -> str | None:
-        """Append a token. Returns the finish reason if the token ends the sequence."""
-        if self.slot >= 0:
-            return FINISH[int(self.slots.append(np.array([self.slot]), np.array([token]), now)[0])]
-        self._tokens.append(token)
-        self.first_token_at, self.last_token_at = self.first_token_at or now, now
-        self.sampling = False
-        if token in self.request.stop_ids:
-            return "stop"
-        return "length" if len(self._tokens) >= self.length_limit else None
-
-    @property
-    def outputs(self) -> int:
-        return len(self.tokens) - len(self.request.prompt_ids)
-
-    @property
-    def computed(self) -> int:
-        """How many of the first tokens have their K and V in `pages`, now or once all planned steps have run."""
-        return int(self.slots.computed[self.slot]) if self.slot >= 0 else 0
-
-    @property
-    def pages(self) -> list[int]:
-        return self.slots.pages_of(self.slot) if self.slot >= 0 else []
-
-    @property
-    def known_pages(self) -> int:
-        """How many of the choice's `pages` are in the prefix cache."""
-        return int(self.slots.known_pages[self.slot]) if self.slot >= 0 else 0
-
-    @property
     def scoring(self) -> bool:
         """Whether the choice still computes log-probabilities of the prompt's tokens."""
         request = self.request
         return request.scores_prompt(self.choice) and request.scored < len(request.prompt_ids) - 1
 
+    def append(self, token: int, now: float) -> int:
+        """Append the token that was sampled while the sequence was preempted. Returns what `Slots.append` returns."""
+        self.saved.append(token)
+        self.first_token_at, self.last_token_at = self.first_token_at or now, now
+        self.sampling = False
+        return 1 if token in self.request.stop_ids else 2 * (len(self.saved) >= self.length_limit)
+
     def page_hashes(self, page: int, count: int) -> list[bytes]:
         """Return the hashes of the first `count` pages of `page` tokens each. All these tokens must be known."""
-        tokens = self.tokens
+        tokens = self.slots.tokens[self.slot] if self.slot >= 0 else self.saved
         for i in range(len(self._hashes), count):
             before = self._hashes[-1] if self._hashes else ROOT
             self._hashes.append(page_hash(before, tokens[i * page : (i + 1) * page]))
@@ -128,7 +109,8 @@ class Sequence:
 class Request:
     """A prompt with its parameters and choices.
 
-    tag              a number that the caller of `Engine.add` gives, and that the generated tokens carry
+    first            number of the first choice; the choices are numbered from it on, and their tokens carry the numbers
+    reader           number of the reader who gets the tokens
     client           name of the client; clients take turns in having their requests admitted
     stop_ids         token ids that end a choice
     seed             the user's seed, or a random one
@@ -142,7 +124,8 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     stop_ids: frozenset[int]
-    tag: int = 0
+    first: int = 0
+    reader: int = 0
     client: str = ""
     choices: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
@@ -163,3 +146,129 @@ class Request:
     def scores_prompt(self, choice: int) -> bool:
         """Whether this choice computes the prompt's log-probabilities. The first does so for all choices, if asked."""
         return choice == 0 and self.params.prompt_logprobs is not None
+
+
+class Slots:
+    """Arrays with the state of the running sequences. `order` lists their slots in order of admission.
+
+    Steps are planned before earlier steps have ended. So `length` also counts tokens that planned steps have yet to
+    sample, and `computed` counts tokens whose K and V will be in the pages once all planned steps have run.
+    """
+
+    def __init__(self, dims: Dims) -> None:
+        n = dims.max_seqs
+        self.page = dims.kv_page
+        self.order: Ints = np.zeros(0, np.int64)  # a new array after each change, so that `is` shows whether it changed
+        self.sequence: Objects = np.full(n, None)
+        self.ticket = np.full(n, -1)  # number of the sequence's admission; -1: the slot is free
+        self.reader, self.number = np.zeros((2, n), np.int64)  # whose tokens they are, and the number of the choice
+        self.tokens = np.zeros((n, dims.max_context), np.int32)
+        self.known, self.length, self.computed, self.known_pages = np.zeros((4, n), np.int64)
+        self.limit, self.prompt, self.early_until = np.zeros((3, n), np.int64)
+        self.stop_ids = np.full((n, 1), -1)  # stop ids of each sequence, padded with -1
+        self.top = np.full(n, -1)  # how many top log-probabilities to report; -1: report none
+        self.holds = np.zeros(n, np.bool_)  # whether other choices wait until this one has computed the prompt
+        self.constrained = np.zeros(n, np.bool_)  # whether the sequence has a `Constraint`, such as a grammar
+        self.first_token_at, self.last_token_at = np.zeros((2, n))
+        self.pages = Pages(dims)
+        self.sampling = Sampling(2 * n + 1)  # a row per slot, then a row per slot for use before min_tokens
+        self._tickets = 0
+
+    def seat(self, slot: int, sequence: Sequence, pages: list[int], shared: int) -> None:
+        """Put a sequence into `slot` with `pages`. The first `shared` pages already hold its first tokens."""
+        request, tokens = sequence.request, sequence.saved
+        stop, logprobs = sorted(request.stop_ids), request.params.logprobs
+        if (more := len(stop) - self.stop_ids.shape[1]) > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, more)), constant_values=-1)
+        self.stop_ids[slot], self.stop_ids[slot, : len(stop)] = -1, stop
+        self.sequence[slot], self.reader[slot] = sequence, request.reader
+        self.number[slot] = request.first + sequence.choice
+        self.tokens[slot, : len(tokens)] = tokens
+        self.known[slot] = self.length[slot] = len(tokens)
+        self.computed[slot], self.known_pages[slot] = shared * self.page, shared
+        self.limit[slot], self.prompt[slot] = sequence.length_limit, len(request.prompt_ids)
+        self.early_until[slot] = len(request.prompt_ids) + request.params.min_tokens
+        self.top[slot] = -1 if logprobs is None else logprobs
+        self.holds[slot] = sequence.choice == 0 and bool(request.held)
+        self.constrained[slot] = sequence.constraint is not None
+        self.first_token_at[slot] = sequence.first_token_at
+        self.last_token_at[slot] = sequence.last_token_at or request.added_at
+        self.sampling.set(slot, sequence.sample_row(early=False))
+        if request.params.min_tokens:
+            self.sampling.set(slot + len(self.ticket), sequence.sample_row(early=True))
+        self.set_pages(slot, 0, pages)
+        sequence.slot, self.ticket[slot] = slot, self._tickets
+        self._tickets += 1
+        self.order = np.append(self.order, slot)
+
+    def leave(self, sequence: Sequence) -> list[int]:
+        """Remove a sequence from its slot, save its tokens, and return its pages."""
+        slot = sequence.slot
+        sequence.saved += self.tokens[slot, len(sequence.saved) : self.known[slot]].tolist()
+        sequence.first_token_at = float(self.first_token_at[slot])
+        sequence.last_token_at = float(self.last_token_at[slot]) if sequence.first_token_at else 0.0
+        sequence.slot, self.ticket[slot], self.sequence[slot], self.constrained[slot] = -1, -1, None, False
+        self.order = self.order[self.order != slot]
+        return self.pages_of(slot)
+
+    def known_tokens(self, slot: int) -> NDArray[np.int32]:
+        """Return a view of the known tokens of a slot's sequence, prompt included."""
+        return self.tokens[slot, : self.known[slot]]
+
+    def pages_of(self, slot: int) -> list[int]:
+        return self.pages.ids[slot, : self.pages.count[slot]].tolist()  # type: ignore[no-any-return]
+
+    def set_pages(self, slot: int, kept: int, more: list[int]) -> None:
+        """Keep the first `kept` pages of a slot's sequence, and append the pages `more` to them."""
+        self.pages.count[slot] = count = kept + len(more)
+        self.pages.ids[slot, kept:count] = more
+        self.pages.changed[:, slot] = True
+
+    def add_page(self, slots: Ints, pages: list[int]) -> None:
+        """Append one page to each of `slots`."""
+        self.pages.ids[slots, self.pages.count[slots]] = pages
+        self.pages.count[slots] += 1
+        self.pages.changed[:, slots] = True
+
+    def pending(self, slots: Ints) -> Ints:
+        """Return, for each slot, how many of its tokens no planned step computes yet.
+
+        The number is 0 for a sequence that has reached its length limit.
+        """
+        length = self.length[slots]
+        return np.where(length < self.limit[slots], length - self.computed[slots], 0)
+
+    def crowded(self, slots: Ints) -> NDArray[np.bool_]:
+        """Return for each slot whether its sequence has too few pages for `length` tokens."""
+        return self.pages.count[slots] * self.page < self.length[slots]
+
+    def place(self, slots: Ints, position: Ints) -> Ints:
+        """Return the index of the row of `sampling` that applies to each slot's token at `position`.
+
+        Each slot has a separate row for the tokens before min_tokens is reached.
+        """
+        early = position < self.early_until[slots]
+        return slots + len(self.ticket) * early if np.count_nonzero(early) else slots
+
+    def full_pages(self, slots: Ints) -> Ints:
+        """Return, for each slot, how many pages the launches so far have filled.
+
+        A page that ends with the last known token does not count: a step that computes this token may be planned, but
+        it never starts if the sequence ends.
+        """
+        full: Ints = np.minimum(self.computed[slots], self.known[slots] - 1) // self.page
+        return full
+
+    def append(self, slots: Ints, tokens: Ints, now: float) -> NDArray[Any]:
+        """Append one known token to each of `slots`.
+
+        Returns an index into FINISH for each slot: whether and why its sequence ends.
+        """
+        known = self.known[slots]
+        self.tokens[slots, known] = tokens
+        self.known[slots] = known = known + 1
+        self.last_token_at[slots] = now
+        first = slots[known == self.prompt[slots] + 1]
+        self.first_token_at[first] = now
+        stop = (self.stop_ids[slots] == tokens[:, None]).any(axis=1)
+        return np.where(stop, 1, np.where(known >= self.limit[slots], 2, 0))

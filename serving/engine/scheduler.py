@@ -10,21 +10,52 @@ When it is admitted again, it recomputes them with bit-identical results.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megakernel.isa import Dims
-from megakernel.runtime.sampling import Ints
+from megakernel.runtime.steps import Ints
 from megakernel.scheduler import MOST_MASKS
-from megakernel.serving.engine.counts import Counts
 from megakernel.serving.engine.pages import PagePool
-from megakernel.serving.engine.request import Request, Sequence
-from megakernel.serving.engine.slots import Slots
-from megakernel.serving.engine.waiting import Waiting
+from megakernel.serving.engine.request import Request, Sequence, Slots
 
+_Queue = OrderedDict[Sequence, None]
 SCORED_ROWS = 64  # maximum logit rows for prompt scoring; each row has a logit per vocabulary entry
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Token counts of some steps.
+
+    generated  tokens that the steps generated
+    turns      pairs of a step and a sequence that got at least one token in that step
+    proposed   tokens that were proposed and verified
+    accepted   proposed tokens that were right
+    """
+
+    generated: int = 0
+    turns: int = 0
+    proposed: int = 0
+    accepted: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*map(int.__add__, astuple(self), astuple(other)))
+
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(*map(int.__sub__, astuple(self), astuple(other)))
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Average number of tokens that a sequence gets in a step: 1 without speculation."""
+        return self.generated / self.turns if self.turns else 1.0
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures that benchmarks report."""
+        return {"proposed": self.proposed, "accepted": self.accepted, "tokens_per_step": self.tokens_per_step}
 
 
 @dataclass(frozen=True)
@@ -39,6 +70,59 @@ class Stats:
     prefix_queries: int  # tokens of all admitted sequences that may use the prefix cache
     prefix_hits: int  # how many of these tokens were in the prefix cache
     counts: Counts
+
+
+class Waiting:
+    """A queue of waiting sequences. Sequences that `push` has put at the front come first.
+
+    Then clients take turns, with one sequence per turn, and the sequences of one client keep their order. So a client
+    with one request waits for at most one sequence of every other client, however many requests they have sent.
+    """
+
+    def __init__(self) -> None:
+        self._head = _Queue()
+        self._queues: OrderedDict[str, _Queue] = OrderedDict()  # the queue of each client; no queue is empty
+
+    def __len__(self) -> int:
+        return len(self._head) + sum(map(len, self._queues.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._head or self._queues)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._head
+        for queue in self._queues.values():
+            yield from queue
+
+    def append(self, client: str, sequences: Iterable[Sequence]) -> None:
+        """Append sequences to the client's queue."""
+        self._queues.setdefault(client, _Queue()).update(dict.fromkeys(sequences))
+
+    def push(self, sequence: Sequence) -> None:
+        """Put a sequence at the front, before all clients."""
+        self._head[sequence] = None
+        self._head.move_to_end(sequence, last=False)
+
+    def first(self) -> Sequence:
+        """Return the next sequence. The queue must not be empty."""
+        return next(iter(self._head or next(iter(self._queues.values()))))
+
+    def take(self) -> None:
+        """Remove the next sequence. Unless `push` had put it at the front, the turn passes to the next client."""
+        sequence = self.first()
+        at_head = sequence in self._head
+        self.remove(sequence)
+        if not at_head and (client := sequence.request.client) in self._queues:
+            self._queues.move_to_end(client)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence from the queue. If the queue does not have it, do nothing."""
+        self._head.pop(sequence, None)
+        client = sequence.request.client
+        if (queue := self._queues.get(client)) is not None:
+            queue.pop(sequence, None)
+            if not queue:
+                del self._queues[client]
 
 
 class Batch:
@@ -125,16 +209,22 @@ class Batch:
         if sequence.choice == 0:
             self.unhold(sequence.request)
 
-    def lengthen(self, sequence: Sequence, tokens: int) -> int:
-        """Give a running sequence pages for a length of `tokens` tokens, or for fewer if not enough pages are free.
+    def grant(self, sequence: Sequence, tokens: list[int]) -> list[int]:
+        """Give a running sequence pages for proposed `tokens`, which follow its last known token.
 
-        Returns the length that the sequence can now have, at most `tokens`.
+        Returns as many of `tokens`, from the first on, as the free pages allow. If the sequence has penalties, the host
+        writes them to the buffer HISTORY before the step, because penalties read that buffer.
         """
-        held = int(self.slots.pages.count[sequence.slot])
-        more = self._pool.take(max(0, min(self.pages_for(tokens) - held, self._pool.free)))
-        if more:
-            self.slots.set_pages(sequence.slot, held, more)
-        return min(tokens, (held + len(more)) * self._page)
+        slots, slot = self.slots, sequence.slot
+        known, held = int(slots.known[slot]), int(slots.pages.count[slot])
+        wanted = self.pages_for(known + len(tokens)) - held
+        if tokens and (more := self._pool.take(max(0, min(wanted, self._pool.free)))):
+            slots.set_pages(slot, held, more)
+        granted = tokens[: int(slots.pages.count[slot]) * self._page - known]
+        if granted and slots.sampling.penalised[slot]:
+            text = np.array([slots.tokens[slot, known - 1], *granted], np.int32)
+            self._histories.append((slot, known - 1, text))
+        return granted
 
     def shorten(self, sequence: Sequence) -> None:
         """Discard a step's results for rejected draft tokens, and free the pages that only these tokens used."""
@@ -145,7 +235,7 @@ class Batch:
         self._pool.give(slots.pages_of(slot)[kept:])
         slots.set_pages(slot, min(kept, int(slots.pages.count[slot])), [])
         if slots.sampling.penalised[slot]:
-            self._write_history(sequence, tokens - 1)
+            self._write_history(slot, tokens - 1)
 
     def unhold(self, request: Request) -> None:
         """Move a request's held choices to the front of the queue.
@@ -233,7 +323,7 @@ class Batch:
             if sequence.sampling or (sequence.constraint and np.count_nonzero(slots.constrained) >= MOST_MASKS):
                 return
             shared = self._prefix(sequence)
-            own = self.pages_for(len(sequence.tokens)) - len(shared)
+            own = self.pages_for(len(sequence.saved)) - len(shared)
             taken = own + self._pool.unused(shared)
             if taken > (spare if len(slots.order) else self._pool.free):
                 return
@@ -242,19 +332,19 @@ class Batch:
             pages = shared + self._pool.take(own)
             slots.seat(self._slots.pop(), sequence, pages, len(shared))
             self._count_prefix(sequence)
-            self._write_history(sequence, 0)
+            self._write_history(sequence.slot, 0)
             spare -= taken + (len(pages) * self._page < sequence.length_limit - 1)
 
-    def _write_history(self, sequence: Sequence, start: int) -> None:
-        self._histories.append((sequence.slot, start, np.array(sequence.tokens[start:], dtype=np.int32)))
+    def _write_history(self, slot: int, start: int) -> None:
+        self._histories.append((slot, start, self.slots.known_tokens(slot)[start:].copy()))
 
     def _count_prefix(self, sequence: Sequence) -> None:
-        request = sequence.request
+        request, cached = sequence.request, int(self.slots.computed[sequence.slot])
         if request.cached_tokens is None:
-            request.cached_tokens = sequence.computed
+            request.cached_tokens = cached
         if not request.scores_prompt(sequence.choice):
-            self._prefix_queries += len(sequence.tokens)
-            self._prefix_hits += sequence.computed
+            self._prefix_queries += len(sequence.saved)
+            self._prefix_hits += cached
 
     def _prefix(self, sequence: Sequence) -> list[int]:
         """Return the cached pages that hold the beginning of the sequence's tokens.
@@ -266,7 +356,7 @@ class Batch:
         if request.scores_prompt(sequence.choice) or not self._prefix_cache:
             return []
         page = self._page
-        return self._pool.find(sequence.page_hashes(page, (len(sequence.tokens) - 1) // page))
+        return self._pool.find(sequence.page_hashes(page, (len(sequence.saved) - 1) // page))
 
     def _deal(self) -> tuple[Ints, list[tuple[Sequence, int]]]:
         """Divide the step's token budget among the running sequences, and return the result as `plan` does.
@@ -276,28 +366,27 @@ class Batch:
         slots, order = self.slots, self.slots.order
         tokens, rows = self._step_tokens, max(self._max_seqs, SCORED_ROWS)
         pending = slots.pending(order)
-        single = pending == 1
-        if np.count_nonzero(single) == len(order) <= min(tokens, rows):
-            return order, []
-        ones = order[single][: min(tokens, rows)]
-        tokens, rows = tokens - len(ones), rows - len(ones)
+        decoding = (pending == 1).nonzero()[0][: min(tokens, rows)]
+        if len(decoding) == len(order):
+            return order, []  # the same array as in the last step, unless a sequence came or left
+        tokens, rows = tokens - len(decoding), rows - len(decoding)
+        pending[decoding] = 0
         prompts: list[tuple[Sequence, int]] = []
-        late = pending > 0
-        late[np.flatnonzero(single)[: len(ones)]] = False
-        for sequence, left in zip(slots.sequence[order[late]], pending[late].tolist(), strict=True):
+        for at in pending.nonzero()[0]:
+            sequence, left = slots.sequence[order[at]], int(pending[at])
             count = min(left, tokens)
-            if sequence.scoring:
+            if sequence.scoring:  # every token needs a logit row
                 count = wanted = min(count, rows)
-            elif count == left and rows == 0:
-                count, wanted = count - 1, 0
-            else:
+            else:  # only the last token needs one; without it, that token is left for a later step
                 wanted = int(count == left)
+                if wanted > rows:
+                    count, wanted = count - 1, 0
             if count:
                 prompts.append((sequence, count))
                 tokens, rows = tokens - count, rows - wanted
             if not tokens:
                 break
-        return ones, prompts
+        return order[decoding], prompts
 
     def _release(self, sequence: Sequence) -> None:
         self._slots.append(sequence.slot)

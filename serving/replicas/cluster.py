@@ -14,7 +14,6 @@ import re
 import socket
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -27,7 +26,7 @@ from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 
 from megakernel.errors import MegakernelError
-from megakernel.serving.replicas.placement import Node, Share
+from megakernel.serving.replicas.placement import Node, Plan
 from megakernel.serving.replicas.routing import Seen, choose, prefix_of
 from megakernel.serving.replicas.server_process import Headers, ServerProcess
 from megakernel.serving.server.errors import APIError
@@ -110,34 +109,27 @@ class Front:
         self._handle: Any = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            body = await self._read(receive)
-        except APIError as e:
-            await e.response()(scope, receive, send)
-            return
+        body, more = bytearray(), True
+        while more:
+            message = await receive()
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self._max_body:
+                refusal = APIError(413, f"the body is larger than {self._max_body} bytes: send less")
+                await refusal.response()(scope, receive, send)
+                return
         if self._handle is None:
             self._handle = serve.get_app_handle(REPLICAS).options(stream=True)
         target = scope.get("raw_path", b"").decode("latin-1") or scope["path"]
         if query := scope["query_string"].decode("latin-1"):
             target += f"?{query}"
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
-        prefix = prefix_of(body) if body else []
-        parts = self._handle.answer.remote(scope["method"], target, headers, body, prefix=prefix)
+        sent = bytes(body)
+        parts = self._handle.answer.remote(scope["method"], target, headers, sent, prefix=prefix_of(sent))
         try:
             await relay(parts, scope, receive, send)
         finally:
             parts.cancel()  # this does nothing if the answer has ended
-
-    async def _read(self, receive: Receive) -> bytes:
-        body = bytearray()
-        more = True
-        while more:
-            message = await receive()
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) > self._max_body:
-                raise APIError(413, f"the body is larger than {self._max_body} bytes: send less")
-        return bytes(body)
 
 
 async def relay(parts: Any, scope: Scope, receive: Receive, send: Send) -> None:
@@ -170,22 +162,6 @@ async def relay(parts: Any, scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to deploy: the number of replicas, the resources of each, and the limits.
-
-    `settings` holds the values of the flags of `serve` by name. If `slack` is None, requests are not routed by prefix.
-    """
-
-    replicas: int
-    share: Share
-    settings: dict[str, Any]
-    at_once: int
-    slack: int | None
-    max_body: int
-    drain_seconds: float
-
-
 def join(address: str | None, cpus: int) -> list[Node]:
     """Join the cluster at `address`, and return the nodes of the cluster.
 
@@ -195,7 +171,14 @@ def join(address: str | None, cpus: int) -> list[Node]:
     if address is None:
         ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=100 << 20, **quiet)
     else:
-        _reach(address)
+        host, _, port = address.rpartition(":")
+        try:
+            if (
+                host
+            ):  # Ray would retry for a minute if nothing listened there. With "auto", it finds the address itself.
+                socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+        except (OSError, OverflowError) as e:
+            raise MegakernelError(f"no Ray cluster answers at {address}: {getattr(e, 'strerror', None) or e}") from e
         try:
             ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as e:
@@ -203,17 +186,6 @@ def join(address: str | None, cpus: int) -> list[Node]:
             raise MegakernelError(f"cannot join the Ray cluster at {address}: {why}") from e
     found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return [Node(int(resources.get("CPU", 0)), int(resources.get("GPU", 0))) for resources in found]
-
-
-def _reach(address: str) -> None:
-    """Raise MegakernelError if nothing listens at `address`, because Ray would retry for a minute."""
-    host, _, port = address.rpartition(":")
-    if not host:  # with "auto", Ray finds the address itself
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as e:
-        raise MegakernelError(f"no Ray cluster answers at {address}: {getattr(e, 'strerror', None) or e}") from e
 
 
 def address() -> str:
@@ -227,12 +199,11 @@ def deploy(plan: Plan, host: str, port: int) -> None:
     Existing replicas are replaced one after another. Raises MegakernelError if a replica does not start.
     """
     logging.getLogger("ray.serve").addFilter(lambda record: record.levelno >= logging.ERROR)
-    logging_config = LoggingConfig(log_level="ERROR", enable_access_log=False)
-    serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port}, logging_config=logging_config)
+    quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
+    serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port}, logging_config=quiet)
     router = RequestRouterConfig()
     if plan.slack is not None:
-        kwargs = {"slack": plan.slack}
-        router = RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs=kwargs)
+        router = RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs={"slack": plan.slack})
     replica = serve.deployment(
         Replica,
         num_replicas=plan.replicas,
@@ -244,7 +215,7 @@ def deploy(plan: Plan, host: str, port: int) -> None:
         max_constructor_retry_count=1,
     )
     try:
-        serve.run(replica.bind(plan.settings), name=REPLICAS, route_prefix=None, logging_config=logging_config)
+        serve.run(replica.bind(plan.settings), name=REPLICAS, route_prefix=None, logging_config=quiet)
         if FRONT not in serve.status().applications:
             app = Starlette(routes=[Mount("/", app=Front(plan.max_body))])
             front = serve.deployment(
@@ -253,7 +224,7 @@ def deploy(plan: Plan, host: str, port: int) -> None:
                 max_ongoing_requests=_NO_LIMIT,
                 graceful_shutdown_timeout_s=plan.drain_seconds,
             )
-            serve.run(front.bind(), name=FRONT, logging_config=logging_config)
+            serve.run(front.bind(), name=FRONT, logging_config=quiet)
     except RuntimeError as e:
         status = serve.status().applications.get(REPLICAS)
         told = "\n".join([str(e), *(d.message for d in status.deployments.values())] if status else [str(e)])

@@ -1,11 +1,37 @@
-"""Computes the share of a cluster that each replica gets. All tensor-parallel ranks of a replica are on one node."""
+"""What a deployment needs before Ray is imported: Ray's environment variables, and the share of each replica."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from megakernel.errors import MegakernelError
+
+# Settings for clusters that `serve` starts, which Ray reads only when a process imports it. With them, processes call
+# each other by gRPC, and each process handles its calls in one thread. With Ray's defaults, a streamed token takes more
+# than twice the CPU time.
+_OWN = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # run at normal priority, because a server is not background work
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
+
+
+def prepare(*, join: bool) -> None:
+    """Set the variables in `_OWN`, except those that the user has set. Call this before Ray is imported.
+
+    If `join` is set and the user has a Ray token, token authentication is turned on.
+    """
+    for name, value in _OWN.items():
+        os.environ.setdefault(name, value)
+    given = os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
+    if join and (given or (Path.home() / ".ray" / "auth_token").is_file()):
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 @dataclass(frozen=True)
@@ -22,6 +48,22 @@ class Share:
 
     threads: int
     gpus: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to deploy: the number of replicas, the resources of each, and the limits.
+
+    `settings` holds the values of the flags of `serve` by name. If `slack` is None, requests are not routed by prefix.
+    """
+
+    replicas: int
+    share: Share
+    settings: dict[str, Any]
+    at_once: int
+    slack: int | None
+    max_body: int
+    drain_seconds: float
 
 
 def place(nodes: Sequence[Node], replicas: int, tp: int, threads: int | None, *, on_gpus: bool) -> Share:
@@ -48,7 +90,7 @@ def place(nodes: Sequence[Node], replicas: int, tp: int, threads: int | None, *,
     def fit(cpus: int) -> int:
         return sum(min(node.cpus // cpus, node.gpus // gpus if gpus else node.cpus) for node in nodes)
 
-    taken = threads or _largest(lambda cpus: fit(cpus) >= replicas, largest)
+    taken = threads or next((cpus for cpus in range(largest, 0, -1) if fit(cpus) >= replicas), 0)
     if taken and fit(taken) >= replicas:
         return Share(taken, gpus)
     each = [
@@ -58,8 +100,3 @@ def place(nodes: Sequence[Node], replicas: int, tp: int, threads: int | None, *,
         f"{replicas} replicas of {' and '.join(each)} each do not fit the cluster, which has room for"
         f" {fit(taken or 1)}: take fewer --replicas, or fewer --threads"
     )
-
-
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to `most` for which `fits` is true, or 0 if there is none."""
-    return next((number for number in range(most, 0, -1) if fits(number)), 0)

@@ -1,16 +1,17 @@
-"""The HTTP routes of the server."""
+"""The routes of the server, its web pages and its OpenAPI schema."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from importlib.resources import files
 from typing import Annotated, Any
 
 from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import Response
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
@@ -18,20 +19,9 @@ from starlette.exceptions import HTTPException
 from megakernel.errors import MegakernelError
 from megakernel.serving.server.errors import APIError, ErrorResponse, answer_error, shortened
 from megakernel.serving.server.http import Gate, while_connected
-from megakernel.serving.server.limits import max_values
-from megakernel.serving.server.openapi import describe
-from megakernel.serving.server.routes.chat import chat
-from megakernel.serving.server.routes.completions import complete
-from megakernel.serving.server.routes.live import live_router
-from megakernel.serving.server.routes.requests import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    TokenizeText,
-)
-from megakernel.serving.server.routes.respond import ResponseObject, respond
-from megakernel.serving.server.routes.responses import (
+from megakernel.serving.server.limits import CHAT_PAGE, max_values
+from megakernel.serving.server.messages import ROOFLINE, TIMELINE
+from megakernel.serving.server.routes.bodies import (
     ChatResponse,
     CompletionResponse,
     DetokenizeResponse,
@@ -41,7 +31,16 @@ from megakernel.serving.server.routes.responses import (
     TokenizerInfo,
     VersionResponse,
 )
-from megakernel.serving.server.routes.responses_body import ResponsesRequest
+from megakernel.serving.server.routes.chat import chat
+from megakernel.serving.server.routes.completions import complete
+from megakernel.serving.server.routes.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    TokenizeText,
+)
+from megakernel.serving.server.routes.responses import ResponseObject, ResponsesRequest, respond
 from megakernel.serving.server.service import Service
 
 _ERROR = {"model": ErrorResponse}
@@ -56,7 +55,7 @@ def create_app(service: Service) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.openapi()  # Generates the schema once, in 0.1 s, before any request waits for it.
+        _correct(app.openapi(), service)  # FastAPI makes the schema only once, and keeps the corrected object.
         service.engine.start()
         yield
         service.engine.close()
@@ -152,7 +151,28 @@ def create_app(service: Service) -> FastAPI:
         """The server's version."""
         return VersionResponse(version=version("megakernel"))
 
-    app.include_router(live_router(service.engine))
+    live_page, chat_page = _page("live.html"), _page("chat.html")
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> HTMLResponse:
+        return HTMLResponse(live_page)
+
+    @app.get(CHAT_PAGE, include_in_schema=False)
+    async def chat_with_model() -> HTMLResponse:
+        return HTMLResponse(chat_page)
+
+    @app.get("/roofline", summary="The time of the steps compared with the hardware's limits")
+    async def roofline() -> Response:
+        return Response(await service.engine.look(ROOFLINE), media_type="application/json")
+
+    @app.get("/timeline", include_in_schema=False)
+    async def timeline() -> Response:
+        """A traced step as a page."""
+        traced = await service.engine.look(TIMELINE)
+        if traced is None:
+            return PlainTextResponse("No step has run recently. Send a request, then reload this page.\n", 404)
+        return HTMLResponse(traced)
+
     app.add_middleware(
         Gate,
         access=service.access,
@@ -164,9 +184,46 @@ def create_app(service: Service) -> FastAPI:
         # The middleware added last runs first. CORS must run before `Gate`, which checks the API key, because a
         # browser's preflight request carries no key.
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
-    describe(app, service)
     return app
 
 
 def _model(service: Service, name: str) -> Model:
     return Model(id=name, created=service.started, root=service.description.name, max_model_len=service.max_context)
+
+
+def _page(name: str) -> str:
+    """Return the text of an HTML file with the common style sheet inserted."""
+    folder = files("megakernel.serving.server") / "web"
+    style = (folder / "page.css").read_text(encoding="utf-8")
+    return (folder / name).read_text(encoding="utf-8").replace("/* page.css */", style)
+
+
+def _correct(schema: dict[str, Any], service: Service) -> None:
+    """Correct the OpenAPI schema that FastAPI makes.
+
+    Limit token ids to the vocabulary, remove status 422, which this server does not use, and add the API key if the
+    server requires one.
+    """
+    _bound(schema, service.description.vocab)
+    for name in ("HTTPValidationError", "ValidationError"):
+        schema["components"]["schemas"].pop(name, None)
+    if service.access.keys:
+        schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
+    for name, path in schema["paths"].items():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+            if service.access.guards(name):
+                operation["security"] = [{"key": []}]
+                operation["responses"]["401"] = {"description": "missing or wrong API key", "content": error}
+
+
+def _bound(node: Any, vocab: int) -> None:
+    if isinstance(node, dict):
+        if node.pop("x-vocabulary", False):
+            node["maximum"] = vocab - 1
+        for value in node.values():
+            _bound(value, vocab)
+    elif isinstance(node, list):
+        for value in node:
+            _bound(value, vocab)

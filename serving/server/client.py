@@ -1,4 +1,4 @@
-"""A frontend's client of the engine in another process, for use in an asyncio event loop.
+"""A frontend's client of the engine in another process, and the answers that it reads, for an asyncio event loop.
 
 The client reads up to 64 messages before other tasks of the event loop run, so a frontend that lags behind gets several
 tokens of a choice together.
@@ -10,12 +10,13 @@ import asyncio
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
+from typing import TYPE_CHECKING, Literal
 
-import msgspec
 import zmq
 
 from megakernel.errors import MegakernelError
-from megakernel.serving.engine.sampling import FINISH, SamplingParams
+from megakernel.serving.engine.sampling import SamplingParams
+from megakernel.serving.engine.tokens import Token, Tokens
 from megakernel.serving.server.board import ENGINE_FIELDS, Board
 from megakernel.serving.server.messages import (
     Abort,
@@ -26,14 +27,17 @@ from megakernel.serving.server.messages import (
     Refused,
     Stop,
     Submit,
-    Tokens,
     decode_seen,
     decode_to_frontend,
     encode,
     prompt_bytes,
-    token_rows,
 )
+from megakernel.serving.text.codec import Transcript
 
+if TYPE_CHECKING:  # so that `AsyncLLM` needs no packages for metrics
+    from megakernel.serving.server.metrics import Metrics
+
+FinishReason = Literal["stop", "length"]
 _AT_ONCE = 64  # messages that are read before other tasks of the event loop have their turn
 
 
@@ -45,65 +49,154 @@ class Overloaded(MegakernelError):
     """Too many requests are waiting. The request may succeed later."""
 
 
-class Piece(msgspec.Struct, gc=False):
-    """A generated token of one choice. `at` is the `perf_counter` time in seconds when the token's step ended."""
+@dataclass(slots=True)
+class Delta:
+    """The new text and tokens of one choice. `index` is the number of the choice among the choices of all prompts, and
+    `prompt` is the number of its prompt.
 
-    token_id: int
-    logprob: float
-    top_logprobs: dict[int, float]
-    finish_reason: str | None
-    at: float
+    `text` contains only text that later tokens cannot change.
+    """
+
+    index: int
+    prompt: int
+    text: str = ""
+    tokens: list[Token] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token_id for token in self.tokens]
 
 
-@dataclass(eq=False)
-class Job:
-    """Prompts that were submitted together. Only the event loop's thread may use a job.
+class Answers:
+    """The choices of prompts that were submitted together, while the engine generates them.
 
-    `n` is the number of choices per prompt, and choice c of prompt p has the number p * n + c within the job. `open`
-    counts the choices that have not ended. `cached` counts the prompt tokens that were found in the prefix cache, over
-    all prompts that have begun.
+    Only the event loop's thread may use it. A caller that stops before `finished` is true must call `close`.
+
+    Choice c of prompt p has the number p * n + c, where `n` is the number of choices per prompt. `transcripts` has the
+    text of each choice. `times` has the times of its first and its last token, 0 before the first. `cached` counts the
+    prompt tokens that were found in the prefix cache, over all prompts that have begun.
 
     If prompt log-probabilities were requested, `scores` maps the number of a prompt to a pair of lists. Both have an
     element for each prompt token except the first. The first list has the log-probability of each token, and the second
     list has the most likely ids at the token's position. The entry of a prompt appears with its first generated token.
     """
 
-    first: int
-    prompts: int
-    n: int
-    submitted_at: float
-    open: int
-    cached: int = 0
-    scores: dict[int, tuple[list[float], list[dict[int, float]]]] = field(default_factory=dict)
-    _pieces: dict[int, list[Piece]] = field(default_factory=dict)
-    _error: Exception | None = None
-    _waiter: asyncio.Future[None] | None = None
+    def __init__(
+        self,
+        client: EngineClient,
+        first: int,
+        prompts: Seq[Seq[int]],
+        params: SamplingParams,
+        transcripts: list[Transcript],
+        metrics: Metrics | None,
+    ) -> None:
+        self.first, self.n, self.choices = first, params.n, len(transcripts)
+        self.submitted_at = perf_counter()
+        self.transcripts = transcripts
+        self.times = [(0.0, 0.0)] * len(transcripts)
+        self.scores: dict[int, tuple[list[float], list[dict[int, float]]]] = {}
+        self.cached = self.completion_tokens = 0
+        self.open = self._left = len(transcripts)  # choices that the engine, and this object, have not ended
+        self._client, self._metrics, self._prompts = client, metrics, prompts
+        self._scored = params.prompt_logprobs is not None
+        self._tokens: dict[int, list[Token]] = {}
+        self._held: dict[int, list[Token]] = {}
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
 
-    async def take(self) -> dict[int, list[Piece]]:
-        """Wait for new tokens, and return those that arrived since the last call, as {choice number: tokens}.
+    @property
+    def finished(self) -> bool:
+        return not self._left
 
-        Call `take` only while choices are open. If the job has failed, `take` raises the job's error.
+    async def take(self) -> list[Delta]:
+        """Wait for new tokens. Returns at most one delta per choice, which has all that is new since the last call.
+
+        If the engine cannot answer, `take` and `collect` raise the error that `EngineClient.submit` describes.
         """
-        while not self._pieces:
+        deltas: dict[int, Delta] = {}
+        while not deltas:
+            await self._take(deltas)
+        return list(deltas.values())
+
+    async def collect(self) -> list[Delta]:
+        """Wait until all choices are complete, and return them in order."""
+        choices: dict[int, Delta] = {}
+        while not self.finished:
+            await self._take(choices)
+        return [choices[index] for index in sorted(choices)]
+
+    def close(self) -> None:
+        """Abort the choices that are not finished."""
+        self._client.abort(self)
+
+    def put(self, token: Token) -> None:
+        """Keep a token for the next `take`."""
+        if (tokens := self._tokens.get(token.choice - self.first)) is None:
+            self._tokens[token.choice - self.first] = [token]
+            self._wake()
+        else:
+            tokens.append(token)
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _take(self, deltas: dict[int, Delta]) -> None:
+        while not self._tokens:
             if self._error is not None:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        pieces, self._pieces = self._pieces, {}
-        return pieces
+        taken, self._tokens = self._tokens, {}
+        if self._metrics and self._prompts:  # tokens arrived, so the engine accepted the prompts
+            self._metrics.prompts(self._prompts)
+        self._prompts = ()
+        for index, tokens in (self._with_scores(taken) if self._scored else taken).items():
+            self._add(index, tokens, deltas)
 
-    def put(self, number: int, piece: Piece) -> None:
-        if (pieces := self._pieces.get(number)) is None:
-            self._pieces[number] = [piece]
-            if self._waiter is not None and not self._waiter.done():
-                self._waiter.set_result(None)
-        else:
-            pieces.append(piece)
+    def _with_scores(self, taken: dict[int, list[Token]]) -> dict[int, list[Token]]:
+        """Return the tokens of those choices whose prompt's log-probabilities have arrived. Keep all other tokens for a
+        later call.
 
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        The engine sends the log-probabilities of a prompt when the first choice of that prompt begins.
+        """
+        for index, tokens in taken.items():
+            self._held.setdefault(index, []).extend(tokens)
+        known = [index for index in self._held if index // self.n in self.scores]
+        return {index: self._held.pop(index) for index in known}
+
+    def _add(self, index: int, tokens: list[Token], deltas: dict[int, Delta]) -> None:
+        transcript, metrics = self.transcripts[index], self._metrics
+        if transcript.finish_reason is not None:
+            return  # the engine generated these tokens before it learned of the stop string
+        if (delta := deltas.get(index)) is None:
+            delta = deltas[index] = Delta(index, index // self.n)
+        (first_at, last_at), before = self.times[index], len(delta.tokens)
+        for token in tokens:
+            delta.text += transcript.add(token)
+            delta.tokens.append(token)
+            at = token.at
+            if not first_at:
+                first_at = at
+                if metrics:
+                    metrics.first_token(at - self.submitted_at)
+            elif metrics:
+                metrics.next_token(at - last_at)
+            last_at = at
+            if transcript.finish_reason is not None:
+                delta.finish_reason = reason = "stop" if transcript.finish_reason == "stop" else "length"
+                self._client.stop(self, index)  # no effect if the engine has already ended the choice
+                self._left -= 1
+                if metrics:
+                    metrics.finished(reason, at - self.submitted_at, len(transcript.token_ids))
+                break
+        self.times[index] = first_at, last_at
+        self.completion_tokens += len(delta.tokens) - before
 
 
 class EngineClient:
@@ -120,7 +213,7 @@ class EngineClient:
         self._looks = self._connect(description.looks, name)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next = 0
-        self._choices: dict[int, Job] = {}  # number of an open choice, unique in this frontend -> its job
+        self._choices: dict[int, Answers] = {}  # number of an open choice, unique in this frontend -> its answers
         self._asked: dict[int, asyncio.Future[bytes | None]] = {}
 
     def _connect(self, address: str, name: str) -> zmq.Socket[bytes]:
@@ -140,7 +233,7 @@ class EngineClient:
         self._loop.call_soon(self._read_looks)
 
     def close(self) -> None:
-        """Abort the remaining jobs and close the sockets."""
+        """Abort the remaining answers and close the sockets."""
         self.fail_all(Overloaded("the server has stopped"))
         for socket in (self._requests, self._looks):
             if self._loop is not None and not self._loop.is_closed():
@@ -148,46 +241,52 @@ class EngineClient:
             socket.close(linger=1000)
         self._context.term()
 
-    def submit(self, prompts: Seq[Seq[int]], params: SamplingParams, client: str) -> Job:
-        """Submit a client's prompts. Raises EngineDead if the engine is known to be dead.
+    def submit(
+        self,
+        prompts: Seq[Seq[int]],
+        params: SamplingParams,
+        client: str,
+        transcripts: list[Transcript],
+        metrics: Metrics | None = None,
+    ) -> Answers:
+        """Submit a client's prompts. `transcripts` has a new transcript for each choice, prompt by prompt.
 
-        `Job.take` may raise an error later: Overloaded, EngineDead, or another MegakernelError if the job can never
-        run or if a constraint allows no next token.
+        Raises EngineDead if the engine is known to be dead. `Answers.take` may raise an error later: Overloaded,
+        EngineDead, or another MegakernelError if a prompt can never run or if a constraint allows no next token.
         """
         if self.dead is not None:
             raise self.dead
-        count = len(prompts) * params.n
-        job = Job(self._next, len(prompts), params.n, perf_counter(), count)
-        self._next += count
-        for number in range(job.first, self._next):
-            self._choices[number] = job
-        self._send(Submit(job.first, [prompt_bytes(prompt) for prompt in prompts], params, client))
-        return job
+        answers = Answers(self, self._next, prompts, params, transcripts, metrics)
+        self._next += answers.choices
+        for number in range(answers.first, self._next):
+            self._choices[number] = answers
+        self._send(Submit(answers.first, [prompt_bytes(prompt) for prompt in prompts], params, client))
+        return answers
 
-    def stop(self, job: Job, number: int) -> None:
+    def stop(self, answers: Answers, number: int) -> None:
         """End one choice whose reader found a stop string. Does nothing if the choice has ended."""
-        if self._choices.pop(job.first + number, None):
-            job.open -= 1
-            self._send(Stop(job.first, *divmod(number, job.n)))
+        if self._choices.pop(answers.first + number, None):
+            answers.open -= 1
+            self._send(Stop(answers.first, *divmod(number, answers.n)))
 
-    def abort(self, job: Job) -> None:
-        """Abort a job. Does nothing if the job has ended."""
-        if job.open:
-            self._drop(job)
-            self._send(Abort(job.first))
+    def abort(self, answers: Answers) -> None:
+        """Abort all choices that were submitted together. Does nothing if they have ended."""
+        if answers.open:
+            self._drop(answers)
+            self._send(Abort(answers.first))
 
     def fail_all(self, error: MegakernelError) -> None:
-        """Abort every job. The readers of the jobs get `error`."""
-        for job in set(self._choices.values()):
-            self.abort(job)
-            job.fail(error)
+        """Abort everything. All readers get `error`."""
+        for answers in set(self._choices.values()):
+            self.abort(answers)
+            answers.fail(error)
 
     def die(self, why: str) -> None:
-        """Record that the engine is dead, and fail all jobs and queries with EngineDead."""
+        """Record that the engine is dead, and fail all answers and queries with EngineDead."""
         self.dead = EngineDead(why)
-        for job in set(self._choices.values()):
-            self._drop(job)
-            job.fail(self.dead)
+        for answers in set(self._choices.values()):
+            self._drop(answers)
+            answers.fail(self.dead)
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(self.dead)
@@ -233,36 +332,35 @@ class EngineClient:
                 case Tokens():
                     self._deliver(message)
                 case Refused(first, why, later):
-                    if job := self._choices.get(first):
-                        self._drop(job)
-                        job.fail(Overloaded(why) if later else MegakernelError(why))
+                    if answers := self._choices.get(first):
+                        self._drop(answers)
+                        answers.fail(Overloaded(why) if later else MegakernelError(why))
                 case Dead(why):
                     self.die(why)
         assert self._loop is not None
         self._loop.call_soon(self._read)
 
     def _deliver(self, tokens: Tokens) -> None:
-        choices, at, tops = self._choices, tokens.at, tokens.tops
+        choices = self._choices
         for score in tokens.scores:
-            if job := choices.get(score.choice):
-                job.scores[(score.choice - job.first) // job.n] = score.logprobs, score.tops
+            if answers := choices.get(score.choice):
+                answers.scores[(score.choice - answers.first) // answers.n] = score.logprobs, score.tops
         for number, cached in tokens.cached.items():
-            if job := choices.get(number):
-                job.cached += cached
-        for row, (number, token, logprob, code) in enumerate(token_rows(tokens)):
-            job = choices.get(number)
-            if job is None:
+            if answers := choices.get(number):
+                answers.cached += cached
+        for token in tokens:
+            answers = choices.get(token.choice)
+            if answers is None:
                 continue  # the engine generated the token before it learned that the choice was stopped
-            top = tops.get(row, _NO_TOP) if tops else _NO_TOP
-            job.put(number - job.first, Piece(token, logprob, top, FINISH[code], at))
-            if code:
-                del choices[number]
-                job.open -= 1
+            answers.put(token)
+            if token.finish_reason is not None:
+                del choices[token.choice]
+                answers.open -= 1
 
-    def _drop(self, job: Job) -> None:
-        for number in range(job.first, job.first + job.n * job.prompts):
+    def _drop(self, answers: Answers) -> None:
+        for number in range(answers.first, answers.first + answers.choices):
             self._choices.pop(number, None)
-        job.open = 0
+        answers.open = 0
 
     def _read_looks(self) -> None:
         while not self._looks.closed:
@@ -273,6 +371,3 @@ class EngineClient:
             future = self._asked.get(seen.number)
             if future is not None and not future.done():
                 future.set_result(seen.content)
-
-
-_NO_TOP: dict[int, float] = {}

@@ -11,23 +11,42 @@ import contextlib
 import gc
 import logging
 import shutil
+import signal
 import socket
 import sys
+import threading
+from collections.abc import Callable, Iterator
 
 import msgspec
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from megakernel.errors import MegakernelError
 from megakernel.model import load_tokenizer
-from megakernel.serving.server.access import Access
-from megakernel.serving.server.limits import Limits
+from megakernel.serving.server.app import create_app
+from megakernel.serving.server.client import Overloaded
+from megakernel.serving.server.errors import APIError
+from megakernel.serving.server.limits import Access, Limits
 from megakernel.serving.server.messages import Description
-from megakernel.serving.server.server import Server, allow_connections
 from megakernel.serving.server.service import Service
 
+_BACKLOG = 4096
+# Seconds until the server closes an idle connection. This is longer than clients and proxies usually keep one, so that
+# they close it first.
+_IDLE = 75
+_UNREAD = 60_000  # milliseconds until a connection is dropped if the client does not read its answer
+_MOST_HEAD = 1 << 16  # maximum bytes of a request's header: of its request line and all header fields
+# Each header field counts as _FIELD bytes more than it has, because short fields take as long to parse as long ones.
+# HTTP/2 adds the same number.
+_FIELD = 32
 # The number of new objects that triggers a garbage collection. Python's default is 700. With 50,000, one collection
 # paused every request for 95 ms.
 _GC_THRESHOLD = 5_000
 READY = b"R"  # the message of a frontend to its parent when the frontend accepts connections
+
+# uvicorn warns about every request that is not valid HTTP, so any client could fill the log. For this reason, only
+# errors are logged.
+logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -53,22 +72,154 @@ class Start(msgspec.Struct, frozen=True):
     tool_parser: str | None = None
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """Return a bound TCP socket. For port 0, the system chooses a free port.
+
+    Raises MegakernelError if the address cannot be bound.
+    """
+    try:
+        [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted connections inherit it
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD)
+        sock.bind(address)
+    except OSError as e:
+        raise MegakernelError(f"cannot listen on {host} port {port}: {e.strerror or e}: choose another --port") from e
+    return sock
+
+
+def url(sock: socket.socket) -> str:
+    """Return the server's URL for clients on this machine."""
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def allow_connections() -> None:
+    """Raise this process's limit of open files from the soft limit, often 1,024, to the hard limit."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class _HeadTooLarge(Exception):
+    pass
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """The HTTP/1.1 protocol of one connection, with errors as JSON and a limit on the size of a header.
+
+    It closes the connection if no complete header arrives within `timeout_keep_alive` seconds. The time counts from the
+    end of the last answer, or from the beginning of a new connection.
+    """
+
+    _head = 0  # bytes of the current header so far
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def data_received(self, data: bytes) -> None:
+        # Hide the timer from uvicorn's own method, which would cancel it at the first byte of a header.
+        waiting, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
+        super().data_received(data)
+        if waiting is None:
+            return
+        # If no answer is pending, either the header is still incomplete, or the data is the rest of a refused body. In
+        # both cases, the timer continues.
+        idle = self.cycle is None or self.cycle.response_complete
+        if idle and self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = waiting
+        else:
+            waiting.cancel()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + _FIELD)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._head = 0
+
+    def _count(self, size: int) -> None:
+        self._head += size
+        if self._head > _MOST_HEAD:
+            raise _HeadTooLarge
+
+    def send_400_response(self, msg: str) -> None:
+        body = APIError(400, f"the request is not valid HTTP, or its header is larger than {_MOST_HEAD} bytes").body()
+        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
+        self.transport.close()
+
+
+class FrontendServer(uvicorn.Server):
+    """The server of one frontend. It serves until the process gets SIGTERM or `end` is called, and then finishes its
+    requests.
+
+    `on_ready` is called on the event loop when connections are accepted. Requests that are not finished `drain_seconds`
+    after the shutdown began get a 503.
+    """
+
+    def __init__(self, service: Service, *, on_ready: Callable[[], None], drain_seconds: float) -> None:
+        config = uvicorn.Config(
+            create_app(service),
+            http=HttpProtocol,
+            lifespan="on",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_IDLE,
+        )
+        super().__init__(config)
+        self._service, self._on_ready, self._drain_seconds = service, on_ready, drain_seconds
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        self._service.metrics.row.count_cpu()
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        over = Overloaded("the server is shutting down: send the request to another server")
+        timer = loop.call_later(self._drain_seconds, self._service.engine.fail_all, over)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle only the signal SIGTERM. uvicorn's own method would also raise the signal again after the shutdown."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda number, frame: self.end())
+        yield
+
+    def end(self) -> None:
+        self.should_exit = True
+
+
 def main(start: Start) -> int:
     """Serve until SIGTERM or until the parent ends. Returns the exit status."""
     logging.basicConfig(level=start.log_level, format="megakernel: %(levelname)s: %(message)s")
     allow_connections()
     parent = socket.socket(fileno=start.parent)
-    tokenizer = load_tokenizer(start.description.source)
-    service = Service(
-        start.description,
-        tokenizer,
-        start.number,
-        start.identity,
-        start.names,
-        start.access,
-        start.limits,
-        start.tool_parser,
-    )
+    about = (start.description, load_tokenizer(start.description.source), start.number, start.identity)
+    service = Service(*about, start.names, start.access, start.limits, start.tool_parser)
     # Collect garbage less often, because the objects that each token needs form no cycles.
     gc.set_threshold(_GC_THRESHOLD)
     orphaned = False
@@ -88,7 +239,7 @@ def main(start: Start) -> int:
         with contextlib.suppress(OSError):  # If the parent has ended, the event loop calls `gone`.
             parent.send(READY)
 
-    server = Server(service, on_ready=ready, drain_seconds=start.drain_seconds)
+    server = FrontendServer(service, on_ready=ready, drain_seconds=start.drain_seconds)
     server.run(sockets=[socket.socket(fileno=start.listener)])
     if orphaned:
         shutil.rmtree(start.description.folder, ignore_errors=True)

@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 from fastapi.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megakernel.serving.server.access import Access
 from megakernel.serving.server.errors import APIError, as_api_error
-from megakernel.serving.server.limits import BODY_SECONDS, LARGE_BODY, TURNS, Limits, has_more_values
+from megakernel.serving.server.limits import BODY_SECONDS, LARGE_BODY, TURNS, Access, Limits, has_more_values
 from megakernel.serving.server.turns import CLIENT
 
 log = logging.getLogger(__name__)

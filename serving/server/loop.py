@@ -11,19 +11,21 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 
+import numpy as np
 import zmq
 
 from megakernel.errors import MegakernelError
-from megakernel.serving.engine.constraint import Constraint
 from megakernel.serving.engine.engine import Engine, Step
-from megakernel.serving.engine.grammars import Grammars
+from megakernel.serving.engine.grammars import Constraint, Grammars
 from megakernel.serving.engine.request import Request
+from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.server.board import Row
-from megakernel.serving.server.compiling import Compiling
-from megakernel.serving.server.jobs import Addresses, Job, Owner
+from megakernel.serving.server.client import Overloaded
 from megakernel.serving.server.messages import (
     Abort,
     Close,
@@ -43,6 +45,19 @@ log = logging.getLogger(__name__)
 
 CONTROL = b"server"  # the only sender that may send Gone and Close
 _GRAMMARS = b"grammars"  # the only sender that may send Compiled
+
+
+_Key = tuple[bytes, int]  # of a job: its frontend, and the number of its first choice there
+
+
+@dataclass(eq=False)
+class _Job:
+    """The requests of one `Submit` message. `open` counts the choices that have not ended."""
+
+    key: _Key
+    client: str
+    open: int
+    requests: list[Request] = field(default_factory=list)
 
 
 class EngineLoop:
@@ -81,20 +96,22 @@ class EngineLoop:
         self._told = context.socket(zmq.DEALER)  # tells the engine that a grammar is compiled
         self._told.set(zmq.IDENTITY, _GRAMMARS)
         self._told.connect(address)
-        self._grammars = Compiling(grammars)
-        self._compiled: dict[tuple[bytes, int], Constraint | MegakernelError] = {}
+        self._grammars = grammars
+        # Grammars are compiled one after the other, in a thread that does not hold up the engine's thread.
+        self._grammar_thread = ThreadPoolExecutor(1, "grammars")
+        self._compiled: dict[_Key, Constraint | MegakernelError] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stop_compiling = threading.Event()
         self._compiler = threading.Thread(
             target=engine.programs.warm, args=(self._stop_compiling,), name="compile", daemon=True
         )
         # Only the engine's thread uses the following fields.
-        self.owners: dict[Request, Owner] = {}  # the requests with unfinished choices
-        self._jobs: dict[tuple[bytes, int], Job] = {}
-        self._addresses = Addresses()
+        self._jobs: dict[_Key, _Job] = {}
+        self._job_of: dict[Request, _Job] = {}
+        self._readers: list[bytes] = []  # frontends that have sent jobs; the index is `Request.reader`
         self._open = 0  # number of unfinished choices
         self._open_of: Counter[str] = Counter()  # number of unfinished choices, by client
-        self._compiling: dict[tuple[bytes, int], Submit] = {}  # jobs whose grammar is being compiled
+        self._compiling: dict[_Key, Submit] = {}  # jobs whose grammar is being compiled
         self._frontends: set[bytes] = set()
         self._gone: set[bytes] = set()
         self._closing = False
@@ -102,8 +119,7 @@ class EngineLoop:
         self._tell()
 
     def start(self) -> None:
-        """Start the threads: one runs steps, one compiles programs before they are needed, one compiles grammars."""
-        self._grammars.start()
+        """Start the threads: one runs steps, one compiles programs before they are needed."""
         self._thread.start()
         self._compiler.start()
 
@@ -117,7 +133,7 @@ class EngineLoop:
         self._control.send(encode(Close()))
         self._thread.join()
         self._compiler.join()
-        self._grammars.close()
+        self._grammar_thread.shutdown(cancel_futures=True)
         self._told.close(linger=0)
         self._control.close(linger=0)
         self._socket.close(linger=1000)
@@ -132,7 +148,7 @@ class EngineLoop:
                 if not self.engine.idle:
                     self._step()
                 self._tell()
-            for request in list(self.owners):
+            for request in self._job_of:
                 self.engine.abort(request)
         except Exception as e:
             log.exception("the engine stopped")
@@ -173,7 +189,7 @@ class EngineLoop:
                     self._abort(*job)
             return
         if frontend == _GRAMMARS and isinstance(message, Compiled):
-            self._take_compiled(message.frontend, message.first)
+            self._take_compiled((message.frontend, message.first))
             return
         if frontend in self._gone:
             return
@@ -188,116 +204,116 @@ class EngineLoop:
 
     def _submit(self, frontend: bytes, asked: Submit) -> None:
         """Queue a job now, or when its constraint is compiled."""
-        if not asked.params.constrained:
-            self._queue(frontend, asked)
-            return
-        key = frontend, asked.first
-        try:
-            if constraint := self._grammars.known(asked.params):
-                self._queue(frontend, asked, constraint)
-            elif self._waiting() + len(asked.prompts) * asked.params.n > self._max_waiting:
-                self._queue(frontend, asked)  # `_queue` will refuse the job, because too many choices wait
+        key, params = (frontend, asked.first), asked.params
+        with self._refusing(key):
+            constraint = self._grammars.known(params)
+            if constraint or not params.constrained:
+                self._queue(key, asked, constraint)
             else:
+                self._check_room(asked)
                 self._compiling[key] = asked
-                self._grammars.ask(asked.params, partial(self._answer_compiled, key))
-        except MegakernelError as e:
-            self._refuse(frontend, asked.first, str(e))
+                self._grammar_thread.submit(self._compile, key, params)
 
-    def _answer_compiled(self, key: tuple[bytes, int], result: Constraint | MegakernelError) -> None:
-        """Hand the result of a compilation to the engine's thread. This runs in the thread that compiles grammars."""
-        self._compiled[key] = result
+    def _compile(self, key: _Key, params: SamplingParams) -> None:
+        """Compile the grammar of a job, in the thread for grammars, and tell the engine's thread."""
+        try:
+            constraint = self._grammars.get(params)
+            assert constraint is not None
+            self._compiled[key] = constraint
+        except MegakernelError as e:
+            self._compiled[key] = e
+        except Exception:
+            log.exception("a grammar could not be compiled")
+            self._compiled[key] = MegakernelError("structured outputs: internal error, see the server's log")
         self._told.send(encode(Compiled(*key)))
 
-    def _take_compiled(self, frontend: bytes, first: int) -> None:
-        result, asked = self._compiled.pop((frontend, first)), self._compiling.pop((frontend, first), None)
+    def _take_compiled(self, key: _Key) -> None:
+        result, asked = self._compiled.pop(key), self._compiling.pop(key, None)
         if asked is None:
             return  # aborted
-        if isinstance(result, MegakernelError):
-            self._refuse(frontend, first, str(result))
-        else:
-            self._queue(frontend, asked, result)
+        with self._refusing(key):
+            if isinstance(result, MegakernelError):
+                raise result
+            self._queue(key, asked, result)
 
-    def _refuse(self, frontend: bytes, first: int, why: str, *, later: bool = False) -> None:
-        self._socket.send_multipart([frontend, encode(Refused(first, why, later))])
-
-    def _queue(self, frontend: bytes, asked: Submit, constraint: Constraint | None = None) -> None:
-        """Queue all prompts of a job for the engine, or refuse the job."""
-        n, count = asked.params.n, len(asked.prompts) * asked.params.n
-        waiting, most = self._waiting(), self._max_waiting
-        own = min(waiting, self._open_of[asked.client])  # an upper bound: some of these choices may be running
-        later = False
+    @contextmanager
+    def _refusing(self, key: _Key) -> Iterator[None]:
+        """Refuse a job if the block raises MegakernelError."""
         try:
-            if count > most:
-                raise MegakernelError(
-                    f"{len(asked.prompts)} prompts with n={n} exceed the limit of {most} waiting sequences"
-                )
-            for already, allowed in ((own, most), (waiting, 2 * most)):
-                if already + count > allowed:
-                    later = True
-                    raise MegakernelError(
-                        f"{already} sequences are waiting already and at most {allowed} may wait: try again later"
-                    )
-            prompts = [prompt_ids(prompt) for prompt in asked.prompts]
-            # `add` checks a prompt too, but only after the prompts before it are queued.
-            for prompt in prompts if len(prompts) > 1 else ():
-                self.engine.check(prompt, asked.params)
-            requests = [
-                self._add(prompt, asked, frontend, index * n, constraint) for index, prompt in enumerate(prompts)
-            ]
+            yield
         except MegakernelError as e:
-            self._refuse(frontend, asked.first, str(e), later=later)
-            return
+            frontend, first = key
+            self._socket.send_multipart([frontend, encode(Refused(first, str(e), isinstance(e, Overloaded)))])
+
+    def _check_room(self, asked: Submit) -> None:
+        """Raise MegakernelError if the choices of a job may never wait, and Overloaded if too many wait now."""
+        n, count, most = asked.params.n, len(asked.prompts) * asked.params.n, self._max_waiting
+        if count > most:
+            raise MegakernelError(
+                f"{len(asked.prompts)} prompts with n={n} exceed the limit of {most} waiting sequences"
+            )
+        waiting = self._waiting()
+        own = min(waiting, self._open_of[asked.client])  # an upper bound: some of these choices may be running
+        for already, allowed in ((own, most), (waiting, 2 * most)):
+            if already + count > allowed:
+                raise Overloaded(
+                    f"{already} sequences are waiting already and at most {allowed} may wait: try again later"
+                )
+
+    def _queue(self, key: _Key, asked: Submit, constraint: Constraint | None) -> None:
+        """Queue all prompts of a job for the engine. Raises MegakernelError if the job must be refused."""
+        frontend, first = key
+        self._check_room(asked)
+        prompts, n = [prompt_ids(prompt) for prompt in asked.prompts], asked.params.n
+        # `add` checks a prompt too, but only after the prompts before it are queued.
+        for prompt in prompts if len(prompts) > 1 else ():
+            self.engine.check(prompt, asked.params)
+        if frontend not in self._readers:
+            self._readers.append(frontend)
+        job = _Job(key, asked.client, len(prompts) * n)
+        for number, prompt in enumerate(prompts):
+            request = self.engine.add(
+                prompt,
+                asked.params,
+                first=first + number * n,
+                reader=self._readers.index(frontend),
+                client=asked.client,
+                constraint=constraint,
+            )
+            job.requests.append(request)
         if not self._jobs:
             self.row.put(progress_at=monotonic())
-        job = self._jobs[frontend, asked.first] = Job(frontend, asked.first, asked.client, count, requests)
-        self._open += count
-        self._open_of[asked.client] += count
-        for request in requests:
-            self.owners[request] = Owner(job, n)
-
-    def _add(
-        self, prompt: list[int], asked: Submit, frontend: bytes, first: int, constraint: Constraint | None
-    ) -> Request:
-        """Queue one prompt of a job. `first` is the number of the prompt's first choice within the job."""
-        tag = self._addresses.take(frontend, asked.first + first)
-        try:
-            return self.engine.add(prompt, asked.params, tag=tag, client=asked.client, constraint=constraint)
-        except MegakernelError:
-            self._addresses.give(tag)
-            raise
+        self._jobs[key] = job
+        self._job_of.update(dict.fromkeys(job.requests, job))
+        self._open += job.open
+        self._open_of[job.client] += job.open
 
     def _stop(self, frontend: bytes, asked: Stop) -> None:
-        job = self._jobs.get((frontend, asked.first))
-        request = job.requests[asked.prompt] if job else None
-        if request in self.owners and request.choices[asked.choice].finish_reason is None:
+        if (job := self._jobs.get((frontend, asked.first))) is None:
+            return
+        request = job.requests[asked.prompt]
+        if request.choices[asked.choice].finish_reason is None:
             self.engine.stop(request, asked.choice)
-            self._ended(request, 1)
+            self._ended(job, 1)
 
     def _abort(self, frontend: bytes, first: int) -> None:
         self._compiling.pop((frontend, first), None)
         if job := self._jobs.get((frontend, first)):
             for request in job.requests:
-                if owner := self.owners.get(request):
-                    self.engine.abort(request)
-                    self._ended(request, owner.open)
+                self.engine.abort(request)
+            self._ended(job, job.open)
 
-    def _ended(self, request: Request, choices: int) -> None:
-        """Record that `choices` more of a request's choices have ended.
-
-        A request is dropped when its last choice has ended, and a job when its last request has ended.
-        """
-        owner = self.owners[request]
-        owner.open -= choices
-        owner.job.open -= choices
+    def _ended(self, job: _Job, choices: int) -> None:
+        """Record that `choices` more of a job's choices have ended. The job is dropped with the last one."""
+        job.open -= choices
         self._open -= choices
-        self._open_of[owner.job.client] -= choices
-        if not self._open_of[owner.job.client]:
-            del self._open_of[owner.job.client]
-        if not owner.open:
-            del self.owners[request]
-            self._addresses.give(request.tag)
-        if not owner.job.open:
-            del self._jobs[owner.job.frontend, owner.job.first]
+        self._open_of[job.client] -= choices
+        if not self._open_of[job.client]:
+            del self._open_of[job.client]
+        if not job.open:
+            del self._jobs[job.key]
+            for request in job.requests:
+                del self._job_of[request]
 
     def _step(self) -> None:
         began = self._step_began or perf_counter()
@@ -305,14 +321,16 @@ class EngineLoop:
         now = self._step_began = perf_counter()
         self.row.put(progress_at=monotonic())
         self._tell()  # before tokens are sent, so that a client that has an answer finds it counted in the metrics
-        for frontend, tokens in self._addresses.sort(step.tokens, now).items():
-            self._socket.send_multipart([frontend, encode(tokens)])
-        for sequence in step.tokens.sequence[step.tokens.finish > 0]:
-            self._ended(sequence.request, 1)
+        for reader in np.unique(step.reader).tolist():
+            tokens = step.tokens.where(step.reader == reader)
+            self._socket.send_multipart([self._readers[reader], encode(tokens)])
+        for sequence in step.sequence[step.tokens.finish > 0]:
+            self._ended(self._job_of[sequence.request], 1)
         for sequence in step.failed:
-            if owner := self.owners.get(sequence.request):
-                self._refuse(owner.job.frontend, owner.job.first, f"generation cannot continue: {sequence.stuck}")
-                self._abort(owner.job.frontend, owner.job.first)
+            if job := self._job_of.get(sequence.request):
+                with self._refusing(job.key):
+                    self._abort(*job.key)
+                    raise MegakernelError(f"generation cannot continue: {sequence.stuck}")
         for observer in list(self.on_step):
             try:
                 observer(step, now - began)
@@ -327,20 +345,6 @@ class EngineLoop:
 
     def _tell(self) -> None:
         """Publish the engine's state and counters on the board, where every frontend reads them."""
-        stats = self.engine.stats
-        counts = stats.counts
-        self.row.put(
-            open=self._open,
-            running=stats.running,
-            waiting=self._waiting(),
-            pages=stats.pages,
-            pages_used=stats.pages_used,
-            preemptions=stats.preemptions,
-            prefix_queries=stats.prefix_queries,
-            prefix_hits=stats.prefix_hits,
-            generated=counts.generated,
-            turns=counts.turns,
-            proposed=counts.proposed,
-            accepted=counts.accepted,
-        )
+        stats = dict(vars(self.engine.stats))
+        self.row.put(**vars(stats.pop("counts")), **(stats | {"open": self._open, "waiting": self._waiting()}))
         self.row.count_cpu()

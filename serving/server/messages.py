@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from megakernel.serving.engine.sampling import SamplingParams
+from megakernel.serving.engine.tokens import Tokens, pack, unpack
 
 
 class _Record(msgspec.Struct, tag=True, array_like=True):
@@ -75,35 +75,6 @@ class Close(_Record):
 ToEngine = Hello | Submit | Stop | Abort | Gone | Compiled | Close
 
 # -- messages to a frontend
-
-
-class Score(msgspec.Struct, array_like=True, frozen=True):
-    """Log-probabilities of a prompt's tokens, from the second on. They are sent with the first token of `choice`."""
-
-    choice: int
-    logprobs: list[float]
-    tops: list[dict[int, float]]
-
-
-class Tokens(_Record):
-    """A step's tokens for one frontend, as arrays. `at` is when the step ended, in seconds of `perf_counter`.
-
-    choices   int64, numbers of the choices
-    ids       int32, token ids
-    logprobs  float32, log-probabilities of the tokens
-    reasons   uint8, index into FINISH: why the token ends its choice
-    tops      array index of a token -> the most likely ids at its position, if the request asks for them
-    cached    choice -> number of prompt tokens in the prefix cache, if not 0; sent with a prompt's first token
-    """
-
-    at: float
-    choices: bytes
-    ids: bytes
-    logprobs: bytes
-    reasons: bytes
-    tops: dict[int, dict[int, float]]
-    scores: list[Score]
-    cached: dict[int, int]
 
 
 class Refused(_Record):
@@ -175,9 +146,9 @@ class Description(msgspec.Struct, frozen=True):
         return Path(self.folder) / "board"
 
 
-encode = msgspec.msgpack.Encoder().encode
+encode = msgspec.msgpack.Encoder(enc_hook=pack).encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
-decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend).decode
+decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend, dec_hook=unpack).decode
 decode_look = msgspec.msgpack.Decoder(Look).decode
 decode_seen = msgspec.msgpack.Decoder(Seen).decode
 
@@ -190,14 +161,3 @@ def prompt_bytes(ids: Seq[int]) -> bytes:
 def prompt_ids(data: bytes) -> list[int]:
     found: list[int] = np.frombuffer(data, np.int32).tolist()
     return found
-
-
-def token_rows(tokens: Tokens) -> zip[tuple[Any, ...]]:
-    """Return (choice, token id, log-probability, index into FINISH) for each token."""
-    return zip(
-        np.frombuffer(tokens.choices, np.int64).tolist(),
-        np.frombuffer(tokens.ids, np.int32).tolist(),
-        np.frombuffer(tokens.logprobs, np.float32).tolist(),
-        tokens.reasons,
-        strict=True,
-    )

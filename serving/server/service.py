@@ -16,19 +16,16 @@ from fastapi.responses import Response
 from megakernel.errors import MegakernelError
 from megakernel.model.tokenizer import Tokenizer
 from megakernel.serving.engine.sampling import SamplingParams
-from megakernel.serving.server.access import Access
 from megakernel.serving.server.board import Board
-from megakernel.serving.server.client import EngineClient
+from megakernel.serving.server.client import Answers, EngineClient
 from megakernel.serving.server.errors import APIError, quoted
 from megakernel.serving.server.http import EventStream, event
-from megakernel.serving.server.limits import THREADS, Limits, max_values
+from megakernel.serving.server.limits import THREADS, Access, Limits, max_values
 from megakernel.serving.server.messages import Description
 from megakernel.serving.server.metrics import Metrics
-from megakernel.serving.server.routes.answers import Answers
-from megakernel.serving.server.routes.logprobs import prompt_logprobs
-from megakernel.serving.server.routes.requests import Choices, Conversation, Prompt, Sampled
-from megakernel.serving.server.routes.responses import PromptDetails, PromptLogprobs, Usage
-from megakernel.serving.server.turns import Turns
+from megakernel.serving.server.routes.bodies import PromptDetails, PromptLogprobs, Usage, prompt_logprobs
+from megakernel.serving.server.routes.requests import Choices, Conversation, Sampled
+from megakernel.serving.server.turns import CLIENT, Turns
 from megakernel.serving.text.codec import Codec
 
 T = TypeVar("T")
@@ -102,19 +99,15 @@ class Service:
             return self.codec.encode(text)
         return self.tokenizer.encode(text, add_special=False)
 
-    async def encode_prompts(self, prompt: Prompt, add_special: bool = True) -> list[list[int]]:
+    async def encode_prompts(
+        self, prompts: Sequence[str] | Sequence[list[int]], add_special: bool = True
+    ) -> list[list[int]]:
         """Return the token ids of each prompt of a completion request."""
-        if isinstance(prompt, str):
-            return [await self.encode(prompt, add_special)]
-        ids = [part for part in prompt if isinstance(part, int)]
-        if ids:
-            return [ids]
-        parts = [part for part in prompt if not isinstance(part, int)]
-        texts = [part for part in parts if isinstance(part, str)]
-        self._check_text(*texts)
-        if texts:
-            return [await self._turns.run(partial(self._encode, text, add_special)) for text in texts]
-        return [part for part in parts if not isinstance(part, str)]
+        self._check_text(*(prompt for prompt in prompts if isinstance(prompt, str)))
+        return [
+            await self._turns.run(partial(self._encode, prompt, add_special)) if isinstance(prompt, str) else prompt
+            for prompt in prompts
+        ]
 
     async def encode_chat(self, asked: Conversation, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the token ids of a conversation, up to where the answer begins. The model may call `tools`."""
@@ -207,8 +200,8 @@ class Service:
         Raises EngineDead if the engine has stopped, and MegakernelError if there are stop strings but no tokenizer.
         """
         self.codec.check(params)
-        transcripts = partial(self.codec.transcripts, params, special=special)
-        return Answers(self.engine, self.metrics, prompts, params, transcripts)
+        transcripts = [one for _ in prompts for one in self.codec.transcripts(params, special=special)]
+        return self.engine.submit(prompts, params, CLIENT.get(), transcripts, self.metrics)
 
     async def respond(self, answers: Answers, answer: Answer, stream: bool) -> Response:
         """Return the whole answer, or a stream that begins when its first event exists.
@@ -285,7 +278,7 @@ class Answer(ABC):
         """
         if count is None:
             return None
-        return prompt_logprobs(self._tokenizer, self._prompts[index], self._answers.job.scores[index][1], count)
+        return prompt_logprobs(self._tokenizer, self._prompts[index], self._answers.scores[index][1], count)
 
     def _usage(self, completion: int) -> Usage:
         prompt = sum(map(len, self._prompts))
@@ -293,5 +286,5 @@ class Answer(ABC):
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
-            prompt_tokens_details=PromptDetails(cached_tokens=self._answers.job.cached),
+            prompt_tokens_details=PromptDetails(cached_tokens=self._answers.cached),
         )

@@ -9,12 +9,10 @@ from typing import Any
 from megakernel.errors import MegakernelError
 from megakernel.model.tokenizer import Tokenizer
 from megakernel.serving.engine.sampling import SamplingParams
-from megakernel.serving.server.client import EngineClient, Job
+from megakernel.serving.server.client import EngineClient
 from megakernel.serving.server.host import EngineHost
 from megakernel.serving.text.llm import LLM, Prompt
-from megakernel.serving.text.outputs import Completion, RequestOutput, request_output
-from megakernel.serving.text.transcript import Transcript
-from megakernel.serving.text.vllm_names import as_prompts
+from megakernel.serving.text.vllm import RequestOutput, as_prompts, completion, request_output
 
 _MOST_WAITING = 65536
 
@@ -51,28 +49,18 @@ class AsyncLLM:
         ids = await asyncio.to_thread(self._llm.encode, asked[0])
         self._llm.check(ids, params)
         number, self._requests = self._requests, self._requests + 1
-        transcripts = self._llm.transcripts(params)
-        client = self._started()
-        job = client.submit([ids], params, "")
-        first_at, last_at = [0.0] * params.n, [0.0] * params.n
+        answers = self._started().submit([ids], params, "", self._llm.codec.transcripts(params))
         try:
-            while any(transcript.finish_reason is None for transcript in transcripts):
-                for index, pieces in (await job.take()).items():
-                    transcript = transcripts[index]
-                    for piece in pieces:
-                        if transcript.finish_reason is None:
-                            transcript.add(piece)
-                            first_at[index] = first_at[index] or piece.at
-                            last_at[index] = piece.at
-                    if transcript.finish_reason is not None:
-                        client.stop(job, index)  # does nothing if the engine has ended the choice itself
-                choices = [_choice(*one, params, job) for one in zip(transcripts, first_at, last_at, strict=True)]
+            while not answers.finished:
+                await answers.take()
+                times = zip(answers.transcripts, answers.times, strict=True)
+                choices = [completion(one, answers.submitted_at, *at) for one, at in times]
                 text = asked[0] if isinstance(asked[0], str) else None
                 name = str(number) if request_id is None else request_id
-                scores = job.scores.get(0, ([], []))
-                yield request_output(name, text, ids, choices, self._llm.tokenizer, params, scores, job.cached)
+                scores = answers.scores.get(0, ([], []))
+                yield request_output(name, text, ids, choices, self._llm.tokenizer, params, scores, answers.cached)
         finally:
-            client.abort(job)
+            answers.close()
 
     def close(self) -> None:
         """Abort all requests and free the weights and the KV pool.
@@ -95,18 +83,3 @@ class AsyncLLM:
             self._client = EngineClient(self._host.description, "frontend")
             self._client.start()
         return self._client
-
-
-def _choice(transcript: Transcript, first_at: float, last_at: float, params: SamplingParams, job: Job) -> Completion:
-    """Copy the tokens and text that a choice has so far. Later tokens do not change the copy."""
-    later = len(transcript.token_ids) - 1
-    return Completion(
-        token_ids=list(transcript.token_ids),
-        text=transcript.text,
-        finish_reason=transcript.finish_reason,
-        logprobs=list(transcript.logprobs),
-        top_logprobs=list(transcript.top_logprobs) if params.logprobs is not None else None,
-        ttft_s=first_at - job.submitted_at if later >= 0 else None,
-        tpot_s=(last_at - first_at) / later if later > 0 else None,
-        stop_reason=transcript.stop_reason,
-    )

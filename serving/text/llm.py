@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megakernel import machine as machines
 from megakernel.errors import MegakernelError
@@ -16,21 +20,25 @@ from megakernel.model.tokenizer import Tokenizer
 from megakernel.runtime import choose_backend, create, rank_machine, registered
 from megakernel.scheduler import Options, step_seconds, with_matmul
 from megakernel.scheduler.tune import Fastest
-from megakernel.serving.engine.engine import Engine, Step, Token
+from megakernel.serving.engine.engine import Engine, Step
 from megakernel.serving.engine.grammars import Grammars
 from megakernel.serving.engine.memory import kv_capacity
+from megakernel.serving.engine.plan import VERIFIED_ROWS
 from megakernel.serving.engine.programs import Programs
-from megakernel.serving.engine.progress import progress
 from megakernel.serving.engine.request import Request
-from megakernel.serving.engine.request import Sequence as Choice
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.engine.scheduler import SCORED_ROWS
-from megakernel.serving.engine.speculation import VERIFIED_ROWS, Speculation, check_depth
-from megakernel.serving.engine.step_times import StepTimes
-from megakernel.serving.text.codec import Codec
-from megakernel.serving.text.outputs import Completion, RequestOutput, request_output
-from megakernel.serving.text.transcript import Transcript
-from megakernel.serving.text.vllm_names import as_conversations, as_prompts, own_names
+from megakernel.serving.engine.speculation import Speculation, StepTimes, check_depth
+from megakernel.serving.engine.tokens import Token
+from megakernel.serving.text.codec import Codec, Transcript
+from megakernel.serving.text.vllm import (
+    RequestOutput,
+    as_conversations,
+    as_prompts,
+    completion,
+    own_names,
+    request_output,
+)
 
 DTYPES = {"f32": Dtype.F32, "float32": Dtype.F32, "bf16": Dtype.BF16, "bfloat16": Dtype.BF16}
 DTYPES |= {"float": Dtype.F32, "half": Dtype.BF16, "float16": Dtype.BF16}
@@ -169,11 +177,16 @@ class LLM:
         for prompt, p in zip(ids, each, strict=True):
             self.check(prompt, p)
         constraints = [self.grammars.get(p) for p in each]
-        requests = {
-            self.engine.add(prompt, p, constraint=constraint): self.transcripts(p)
+        requests = [
+            self.engine.add(prompt, p, constraint=constraint)
             for prompt, p, constraint in zip(ids, each, constraints, strict=True)
+        ]
+        texts = [self.codec.transcripts(p) for p in each]
+        choices = {
+            request.first + choice: (request, choice, transcripts)
+            for request, transcripts in zip(requests, texts, strict=True)
+            for choice in range(request.params.n)
         }
-        open_choices = {request: request.params.n for request in requests}
         watched = on_token is not None or on_step is not None
         try:
             with progress(len(requests), use_tqdm and not watched) as advance:
@@ -184,16 +197,15 @@ class LLM:
                         raise MegakernelError(f"generation cannot continue: {step.failed[0].stuck}")
                     finished = 0
                     for token in step.tokens:
-                        request = token.request
-                        transcript = requests[request][token.choice]
+                        request, choice, transcripts = choices[token.choice]
+                        transcript = transcripts[choice]
                         if transcript.finish_reason is not None:
                             continue  # the step generated the token after a stop string had ended the text
                         text = transcript.add(token)
                         if transcript.finish_reason != token.finish_reason:
-                            self.engine.stop(request, token.choice)
+                            self.engine.stop(request, choice)
                         if transcript.finish_reason is not None:
-                            open_choices[request] -= 1
-                            finished += not open_choices[request]
+                            finished += all(other.finish_reason for other in transcripts)
                         if on_token:
                             on_token(token, text)
                     advance(step, finished)
@@ -201,8 +213,8 @@ class LLM:
             for request in requests:
                 self.engine.abort(request)
             raise
-        made = zip(requests.items(), asked, strict=True)
-        return [_output(request, prompt, transcripts, self.tokenizer) for (request, transcripts), prompt in made]
+        made = zip(requests, texts, asked, strict=True)
+        return [_output(request, prompt, transcripts, self.tokenizer) for request, transcripts, prompt in made]
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -293,30 +305,41 @@ def parse_dtype(name: str) -> Dtype | None:
     return DTYPES[name]
 
 
+@contextmanager
+def progress(prompts: int, wanted: bool) -> Iterator[Callable[[Step, int], None]]:
+    """Show on standard error how many prompts are finished, if this is `wanted` and it is a terminal.
+
+    Yields a function. Call this function after each step, with the step and the number of prompts that it finished.
+    """
+    console = Console(stderr=True)
+    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Progress(
+        *columns, TextColumn("{task.fields[rate]}"), console=console, disable=not wanted or not console.is_terminal
+    )
+    tokens = 0
+    with bar:
+        task = bar.add_task("", total=prompts, rate="")
+
+        def advance(step: Step, finished: int) -> None:
+            nonlocal tokens
+            tokens += len(step.tokens)
+            elapsed = bar.tasks[0].elapsed
+            bar.update(task, advance=finished, rate=f"{tokens / elapsed:,.0f} tokens/s" if elapsed else "")
+
+        yield advance
+
+
 def _output(
     request: Request, prompt: str | list[int], transcripts: Sequence[Transcript], tokenizer: Tokenizer | None
 ) -> RequestOutput:
+    made = zip(transcripts, request.choices, strict=True)
     return request_output(
         str(request.id),
         prompt if isinstance(prompt, str) else None,
         request.prompt_ids,
-        [_completion(*both) for both in zip(request.choices, transcripts, strict=True)],
+        [completion(text, request.added_at, one.first_token_at, one.last_token_at, "abort") for text, one in made],
         tokenizer,
         request.params,
         (request.prompt_logprobs, request.prompt_top_logprobs),
         request.cached_tokens or 0,
-    )
-
-
-def _completion(choice: Choice, transcript: Transcript) -> Completion:
-    later = len(transcript.token_ids) - 1
-    return Completion(
-        token_ids=transcript.token_ids,
-        text=transcript.text,
-        finish_reason=transcript.finish_reason or "abort",
-        logprobs=transcript.logprobs,
-        top_logprobs=transcript.top_logprobs if choice.request.params.logprobs is not None else None,
-        ttft_s=choice.first_token_at - choice.request.added_at if later >= 0 else None,
-        tpot_s=(choice.last_token_at - choice.first_token_at) / later if later > 0 else None,
-        stop_reason=transcript.stop_reason,
     )

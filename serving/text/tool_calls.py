@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megakernel.errors import MegakernelError
 from megakernel.model.tokenizer import Tokenizer
-from megakernel.serving.engine.structured import JSON_OPTIONS
+from megakernel.serving.engine.sampling import JSON_OPTIONS
 
 _MOST_CALLS = 16  # maximum number of calls in an answer, if a grammar constrains it
 
@@ -181,7 +182,7 @@ class ToolReader:
         end = self._form.end.strip()
         text = self._held.lstrip(" \n\r\t,;[")
         if text.startswith("{"):
-            self._held, self._object = text, _Object(self._form.arguments)
+            self._held, self._object = text, _Object((self._form.arguments, "arguments", "parameters"))
             return True
         if end and end.startswith(text[: len(end)]) and len(text) < len(end) and not last:
             self._held = text
@@ -191,17 +192,18 @@ class ToolReader:
         return bool(self._held)
 
     def _read(self, found: _Object, content: list[str], deltas: list[CallDelta]) -> None:
-        used = found.add(self._held)
-        self._held = self._held[used:]
-        known = found.name in self._names and (self._most is None or self.calls < self._most or found.begun)
-        if known and found.arguments_begin >= 0:
+        self._held = self._held[found.add(self._held) :]
+        more = self._most is None or self.calls < self._most
+        arguments = found.arguments
+        if arguments is not None and (found.begun or (more and found.name in self._names)):
             if not found.begun:
                 found.begun, self.calls, self._fresh, self._space = True, self.calls + 1, False, ""
                 deltas.append(CallDelta(self.calls - 1, found.name))
-            if piece := found.new_arguments():
-                deltas.append(CallDelta(self.calls - 1, None, piece))
+            if len(arguments) > found.told:
+                deltas.append(CallDelta(self.calls - 1, None, arguments[found.told :]))
+                found.told = len(arguments)
         if found.done:
-            if not found.begun and (self._most is None or self.calls < self._most):
+            if not found.begun and more:
                 self._give_up(found, content)
             self._object = None
 
@@ -211,82 +213,58 @@ class ToolReader:
         self._object = None
 
 
+# The text up to a token of JSON that matters here, and the token: a whole string, a bracket, a comma, or a colon with
+# the white space up to the value.
+_TOKEN = re.compile(r'[^][{}:,"]*("[^"\\]*(?:\\.[^"\\]*)*"|[][{},]|:\s*(?=\S))', re.DOTALL)
+
+
 @dataclass(slots=True)
 class _Object:
-    """A JSON object that describes a call, parsed while it streams.
+    """A JSON object that may describe a call, read while it streams.
 
-    `arguments_begin` and `arguments_end` are positions in `text`.
+    A JSON parser would not do: the arguments are passed on as they are written, and models write line breaks into
+    strings, which JSON forbids.
     """
 
-    arguments: str  # the JSON key whose value is the arguments
+    keys: tuple[str, ...]  # names of the member that has the arguments
     text: str = ""
-    name: str | None = None
-    begun: bool = False  # whether the function's name has been returned
+    begun: bool = False  # whether the reader has returned the function's name
+    told: int = 0  # number of characters of the arguments that the reader has returned
     done: bool = False
-    arguments_begin: int = -1
-    arguments_end: int = -1
-    _told: int = 0
-    _depth: int = 0
-    _string: bool = False
-    _escaped: bool = False
-    _key: str = ""
-    _value: bool = False  # whether the parser is inside a value, not a key
-    _start: int = field(default=-1)  # where the key or the value begins
+    _read: int = 0  # length of the text that has been read
+    _depth: int = 0  # number of open brackets
+    _last: str = ""  # the last string of the object itself
+    _values: dict[str, slice] = field(default_factory=dict)  # where the members' values are in `text`; no stop: open
 
     def add(self, text: str) -> int:
-        """Parse up to the object's end. Returns how many characters of `text` were used."""
-        for used, character in enumerate(text, 1):
-            self._next(len(self.text) + used - 1, character, text[: used - 1])
-            if self.done:
-                self.text += text[:used]
-                return used
+        """Read `text` up to the object's end. Returns how many characters of `text` were used."""
+        before = len(self.text)
         self.text += text
-        return len(text)
+        while not self.done and (found := _TOKEN.match(self.text, self._read)):
+            token, at, self._read = found[1], found.start(1), found.end()
+            if self._depth == 1:
+                if token[0] == ":":
+                    self._values[_string(self._last)] = slice(self._read, None)
+                elif token in (",", "}"):
+                    self._values = {key: slice(v.start, v.stop or at) for key, v in self._values.items()}
+                elif token[0] == '"':
+                    self._last = token
+            self._depth += (token in ("{", "[")) - (token in ("}", "]"))
+            self.done = self._depth == 0
+        if self.done:
+            self.text = self.text[: self._read]
+        return len(self.text) - before
 
-    def new_arguments(self) -> str:
-        """Return the part of the arguments that has arrived and has not been returned yet."""
-        end = len(self.text) if self.arguments_end < 0 else self.arguments_end
-        begin = max(self._told, self.arguments_begin)
-        self._told = max(begin, end)
-        return self.text[begin:end]
+    @property
+    def name(self) -> str | None:
+        """The function's name, as soon as all of it has arrived."""
+        value = self._values.get("name", slice(None))
+        return _string(self.text[value].strip()) if value.stop else None
 
-    def _next(self, at: int, c: str, before: str) -> None:
-        if self._string:
-            if self._escaped:
-                self._escaped = False
-            elif c == "\\":
-                self._escaped = True
-            elif c == '"':
-                self._string = False
-                if self._depth == 1 and not self._value:
-                    self._key = _string((self.text + before)[self._start :] + c)
-            return
-        if self._value and self._start < 0 and not c.isspace() and self._depth == 1:
-            self._start = at
-            if self._key in (self.arguments, "arguments", "parameters"):
-                self.arguments_begin = at
-        if c == '"':
-            self._string = True
-            if self._depth == 1 and not self._value:
-                self._start = at
-        elif c in "{[":
-            self._depth += 1
-        elif c in "}]":
-            self._depth -= 1
-            if self._depth == 0:
-                self._end_value(at, before)
-                self.done = True
-        elif self._depth == 1 and c == ":" and not self._value:
-            self._value, self._start = True, -1
-        elif self._depth == 1 and c == ",":
-            self._end_value(at, before)
-
-    def _end_value(self, at: int, before: str) -> None:
-        if self._value and self._key == "name" and self.name is None:
-            self.name = _string((self.text + before)[self._start : at].strip())
-        if self._value and self.arguments_begin >= 0 and self.arguments_end < 0:
-            self.arguments_end = at
-        self._value, self._start = False, -1
+    @property
+    def arguments(self) -> str | None:
+        """The arguments as far as they have arrived. None: they have not begun."""
+        return next((self.text[self._values[key]] for key in self.keys if key in self._values), None)
 
 
 def _string(text: str) -> str:

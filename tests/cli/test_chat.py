@@ -22,7 +22,7 @@ from commands import command, run
 from megakernel import LLM
 from megakernel.cli import chat as chat_verb
 from megakernel.errors import MegakernelError
-from megakernel.serving.server.access import Access
+from megakernel.serving.server.limits import Access
 
 
 @pytest.fixture(scope="module")

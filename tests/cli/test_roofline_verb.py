@@ -20,6 +20,7 @@ from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import forward
 from megakernel.roofline import Ceilings, step_work
 from megakernel.roofline.plot import Mark, Point, write_plot
+from megakernel.scheduler import passes
 from megakernel.serving.bench import ceilings
 
 MODEL_70B, MODEL_1B = "random:llama-3.1-70b", "random:llama-3.2-1b"
@@ -39,7 +40,7 @@ def test_one_rank_agrees_with_the_necessary_work(capsys: pytest.CaptureFixture[s
     figures = run_json(capsys, *flags)
     config = load_config(MODEL_1B)
     dims = weight_dims(config, Dtype.BF16)
-    work = step_work(forward(config, dims), dims, [1] * 7, [1000] * 7, 7, tied=True)
+    work = step_work(passes.apply(forward(config), dims), dims, [1] * 7, [1000] * 7, 7, tied=True)
     assert figures["flops"] == pytest.approx(work.flops, rel=1e-9)
     assert figures["memory_bytes"] == pytest.approx(work.bytes, rel=1e-3)
     assert figures["bound"] == "memory" and figures["t_comms_s"] == 0 and figures["lowering"] == {"norm": "own"}

@@ -38,8 +38,8 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, Space, StepTable, record, slot_work
 from megakernel.machine import MACHINES, Machine
 from megakernel.model import families
+from megakernel.model.checkpoint import array_of
 from megakernel.model.config import ModelConfig
-from megakernel.model.shard import shard
 from megakernel.program import Program, Segment
 from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.runtime.cuda.maps import MapLayout, map_bits
@@ -151,11 +151,11 @@ def test_arguments_point_to_what_they_say() -> None:
     assert same.to_bytes() == program.to_bytes()
     assert [d.rank for d in a.ranks] == [0, 1] and a.params.timeout_ns == 10**10
     checkpoint = _weights(program.dims)
-    weights = families.weights(CONFIG, program.dims)
+    weights = families.weights(CONFIG)
     for buffer, d in itertools.product(weights, a.ranks):
         for layer in range(d.layers if BUFFERS[buffer].layered else 1):
-            whole = checkpoint.load(buffer, layer, Dtype.BF16)
-            np.testing.assert_array_equal(a.buffer(d.rank, buffer, layer, 0), shard(whole, buffer, d))
+            found = a.buffer(d.rank, buffer, layer, 0)
+            np.testing.assert_array_equal(found, array_of(checkpoint, buffer, layer, d).reshape(found.shape))
     lacks = [b for b, spec in BUFFERS.items() if spec.space is Space.WEIGHT and b not in weights]
     assert Buffer.B_QKV in lacks and not a.addresses[:, lacks].any()
     # Both ranks are on one GPU, so they share the weights that every rank needs in full.

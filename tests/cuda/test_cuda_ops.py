@@ -19,6 +19,7 @@ from twins import FibreTwins, check_hostile_logits, compare_samples, sampling_ta
 from megakernel.isa import Buffer, Dims, Dtype, Phase, StepTable
 from megakernel.isa.record import Records, counter_word
 from megakernel.model import families
+from megakernel.scheduler import passes
 
 B = Buffer
 LAYER = 1
@@ -27,7 +28,7 @@ BF16_DIMS = replace(DIMS, dtype=int(Dtype.BF16), kv_page=128, row_block=64, toke
 
 def make(dims: Dims, seed: int = 0) -> FibreTwins:
     checkpoint = RandomCheckpoint(replace(dims, tp=1, replicated_o=0, replicated_residual=0))
-    return FibreTwins(checkpoint, families.forward(checkpoint.config, dims), dims, seed)
+    return FibreTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims), dims, seed)
 
 
 def phase(twins: FibreTwins, name: str) -> Phase:

@@ -15,8 +15,8 @@ from twins import FibreTwins
 
 from megakernel.isa import Buffer, Dims, Dtype, Result, Rows, Units
 from megakernel.model import families
-from megakernel.model.families import Norm
 from megakernel.runtime.cuda.limits import phase_refusal
+from megakernel.scheduler import passes
 
 B = Buffer
 SMALL = replace(DIMS, dtype=int(Dtype.BF16), kv_page=DIMS.kv_block, units=int(Units.TENSOR))
@@ -34,10 +34,10 @@ ON_ONE_RANK = ("qkv_rope", "o_proj", "gate_up_silu", "down_proj", "lm_head")
 ON_RANKS = ("qkv_rope", "o_partial", "gate_up_silu", "down_partial", "lm_head")
 
 
-def make(dims: Dims, *, biased: bool = True, norm: Norm = Norm.OWN, family: str = "llama") -> FibreTwins:
+def make(dims: Dims, *, biased: bool = True, norm: str = "own", family: str = "llama") -> FibreTwins:
     checkpoint = RandomCheckpoint(replace(dims, tp=1), biased=biased)
     checkpoint.config = replace(checkpoint.config, family=family)
-    return FibreTwins(checkpoint, families.forward(checkpoint.config, dims, norm), dims)
+    return FibreTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims, norm), dims)
 
 
 def _table(dims: Dims) -> Any:
@@ -98,7 +98,7 @@ def test_ranks(name: str, replicated: int, units: Units) -> None:
 
 
 def test_every_result_is_tried() -> None:
-    forwards = [families.forward(RandomCheckpoint(SMALL).config, replace(SMALL, tp=tp)) for tp in (1, 2)]
+    forwards = [passes.apply(families.forward(RandomCheckpoint(SMALL).config), replace(SMALL, tp=tp)) for tp in (1, 2)]
     named = zip(forwards, (ON_ONE_RANK, ON_RANKS), strict=True)
     assert {f.by_name[name].result for f, names in named for name in names} == set(Result) - {Result.NONE}
 
@@ -125,7 +125,7 @@ HEADED = replace(SMALL, head_dim=48, hidden=256)  # for Qwen3, whose QKV matmul 
 )
 def test_rows_normalised_on_the_way_in_have_the_bits_of_a_norm_before(dims: Dims, family: str, name: str) -> None:
     dims = replace(dims, units=int(Units.DOTS))
-    inside, own = (make(dims, norm=norm, family=family) for norm in (Norm.INSIDE, Norm.OWN))
+    inside, own = (make(dims, norm=norm, family=family) for norm in ("inside", "own"))
     layer, table = dims.layers - 1, _table(dims)
     norm = next(p for p in own.forward.body if p.weights is inside.forward.by_name[name].norm)
     for row, rows in ((3, 1), (0, 7), *([(0, 1), (0, 32)] if family == "qwen3" else [])):

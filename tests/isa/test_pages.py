@@ -24,7 +24,7 @@ from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.runtime.cuda import pages, params
 from megakernel.runtime.cuda.pages import attention_pages, matmul_pages
-from megakernel.scheduler import Options, describe, with_matmul
+from megakernel.scheduler import Options, describe, passes, with_matmul
 from megakernel.scheduler.verify import verify
 
 LLAMA_1B = load_config("random:llama-3.2-1b")
@@ -37,9 +37,9 @@ def compiled(tokens: int, config: ModelConfig = LLAMA_1B, logit_rows: int = 1, t
     return compiled_for(two, H200, tokens, logit_rows, tp, Options(**options), max_context=1024)
 
 
-def matmuls(tp: int = 1, norm: families.Norm = families.Norm.OWN) -> list[Phase]:
+def matmuls(tp: int = 1, norm: str = "own") -> list[Phase]:
     dims = replace(weight_dims(LLAMA_1B, Dtype.BF16), tp=tp)
-    return [phase for phase in families.forward(LLAMA_1B, dims, norm) if phase.is_matmul]
+    return [phase for phase in passes.apply(families.forward(LLAMA_1B), dims, norm) if phase.is_matmul]
 
 
 def tensor_stages(matrices: int, cols: int, inner: int, per_page: int) -> Iterator[list[str]]:
@@ -75,7 +75,7 @@ def dot_laps(matrices: int, rows: int, cols: int, inner: int) -> Iterator[list[s
 @pytest.mark.parametrize("dots", [False, True])
 @pytest.mark.parametrize(
     "phase",
-    [*matmuls(), *matmuls(2), *matmuls(norm=families.Norm.INSIDE)],
+    [*matmuls(), *matmuls(2), *matmuls(norm="inside")],
     ids=lambda p: f"{p.name}{'+norm' * bool(p.norm)}",
 )
 def test_counts_are_those_of_the_walk(phase: Phase, dots: bool) -> None:

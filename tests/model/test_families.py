@@ -15,10 +15,10 @@ import torch
 from model_helpers import write_gguf
 from runner import Piece, Runner
 from tiny_llama import TinyCheckpoint, error, hf_logits, make_llama, rounded
+from weights import loaded
 
 from megakernel.isa import Buffer, Dtype
 from megakernel.model import ModelConfig, open_checkpoint
-from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import FAMILIES, weights
 
 TOLERANCE = 1e-4
@@ -41,7 +41,7 @@ TOKENS = np.random.default_rng(8).integers(0, 101, 41).tolist()
 
 def held(config: ModelConfig) -> list[tuple[Buffer, int]]:
     """Return every weight buffer that is read from files, once for layer 0 and once for layer 1."""
-    buffers = [b for b in weights(config, weight_dims(config, Dtype.F32)) if b is not Buffer.INV_FREQ]
+    buffers = [b for b in weights(config) if b is not Buffer.INV_FREQ]
     return [(buffer, layer) for buffer in buffers for layer in (0, 1)]
 
 
@@ -59,8 +59,8 @@ def test_files_hold_the_same_model(tmp_path: Path, family: str, architecture: st
     for stored in (open_checkpoint(str(tmp_path)), open_checkpoint(str(tmp_path / "m.gguf"))):
         assert replace(stored.config, family=family) == checkpoint.config
         for buffer, layer in held(checkpoint.config):
-            want = checkpoint.load(buffer, layer, Dtype.F32)
-            np.testing.assert_array_equal(stored.load(buffer, layer, Dtype.F32), want, err_msg=buffer.name)
+            want = loaded(checkpoint, buffer, layer, Dtype.F32)
+            np.testing.assert_array_equal(loaded(stored, buffer, layer, Dtype.F32), want, err_msg=buffer.name)
 
 
 def run(checkpoint: TinyCheckpoint, tp: int, dtype: Dtype = Dtype.F32, **options: str):
@@ -118,7 +118,7 @@ def test_norms_of_heads_lie_as_the_rows_that_they_scale() -> None:
     model, checkpoint = make_llama(1, "qwen3", **SHAPES["qwen3"])
     attention = model.model.layers[1].self_attn
     for ours, norm in zip(
-        checkpoint.load(Buffer.QK_NORM, 1, Dtype.F32), (attention.q_norm, attention.k_norm), strict=True
+        loaded(checkpoint, Buffer.QK_NORM, 1, Dtype.F32), (attention.q_norm, attention.k_norm), strict=True
     ):
         first, second = norm.weight.detach().numpy().reshape(2, -1)
         np.testing.assert_array_equal(ours, np.stack([first, second], axis=1).ravel())

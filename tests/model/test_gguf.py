@@ -13,12 +13,13 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from model_helpers import tiny_gguf, weight_count
 from numpy.typing import NDArray
+from weights import loaded
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, Buffer, Dtype, from_f32
 from megakernel.isa.dtypes import BLOCKS
 from megakernel.model import Rope, RopeKind, gguf_file, load_config, open_checkpoint
-from megakernel.model.checkpoint import Part, Storage, weight_dims
+from megakernel.model.checkpoint import Part, Storage, rows_of, weight_dims
 from megakernel.model.gguf_file import GgufFile
 from megakernel.model.quantise import quantise
 from megakernel.model.rope import inverse_frequencies
@@ -45,7 +46,7 @@ def test_values_are_the_packages(tmp_path: Path, quantise: Type | None) -> None:
             Buffer.W_GATE_UP: ["blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"],
             Buffer.W_DOWN: ["blk.0.ffn_down.weight"],
         }.items():
-            got = checkpoint.load(buffer, 0, compute)
+            got = loaded(checkpoint, buffer, 0, compute)
             wanted = np.concatenate([values[name] for name in names]).reshape(got.shape)
             stored = BUFFERS[buffer].resolve_dtype(weight_dims(checkpoint.config, compute))
             np.testing.assert_array_equal(got, from_f32(wanted, stored))
@@ -61,7 +62,7 @@ def test_every_type_that_the_package_dequantises(tmp_path: Path, kind: Type) -> 
     block, size = gguf.GGML_QUANT_SIZES[kind]
     rows = arbitrary(256, 512 // block * size, seed=int(kind))
     tiny_gguf(tmp_path / "m.gguf", raw={"blk.0.ffn_down.weight": (rows, kind)})
-    got = open_checkpoint(str(tmp_path / "m.gguf")).load(Buffer.W_DOWN, 0, Dtype.F32)
+    got = loaded(open_checkpoint(str(tmp_path / "m.gguf")), Buffer.W_DOWN, 0, Dtype.F32)
     np.testing.assert_array_equal(got, gguf.quants.dequantize(rows, kind))
 
 
@@ -75,7 +76,7 @@ def test_blocks_that_the_file_has_are_kept(tmp_path: Path, dtype: Dtype, weights
     name = dtype.name.lower() if weights == "the same" else weights
     checkpoint = stored_as(open_checkpoint(str(tmp_path / "m.gguf")), name)
     assert checkpoint.storage[Buffer.W_DOWN] == Storage(((Part(dtype, 256),),))
-    (part,) = checkpoint.stored(Buffer.W_DOWN, 0)
+    (part,) = rows_of(checkpoint, Buffer.W_DOWN, 0, weight_dims(checkpoint.config, Dtype.F32))
     assert part.dtype is dtype
     np.testing.assert_array_equal(part.data, rows)
 
@@ -89,7 +90,7 @@ def test_shape_from_metadata(tmp_path: Path) -> None:
     assert (config.vocab, config.max_context, config.head_dim) == (70, 128, 64)
     assert (config.family, config.tied, config.eos_ids) == ("llama", False, (2, 3))
     assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, False, False)
-    biases = open_checkpoint(str(path)).load(Buffer.B_QKV, 0, Dtype.F32)
+    biases = loaded(open_checkpoint(str(path)), Buffer.B_QKV, 0, Dtype.F32)
     np.testing.assert_array_equal(biases, np.r_[np.ones(256), np.zeros(256)])
 
 
@@ -97,7 +98,7 @@ def test_rope_scaling(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     factors = np.linspace(1, 8, 32, dtype=np.float32)
     tiny_gguf(path, tensors={"rope_freqs.weight": factors}, llama__rope__freq_base=5e5)
-    got = open_checkpoint(str(path)).load(Buffer.INV_FREQ, 0, Dtype.BF16)
+    got = loaded(open_checkpoint(str(path)), Buffer.INV_FREQ, 0, Dtype.BF16)
     np.testing.assert_array_equal(got, inverse_frequencies(Rope(5e5), 64) / factors)
     tiny_gguf(path, llama__rope__scaling__type="linear", llama__rope__scaling__factor=4.0)
     assert load_config(str(path)).rope == Rope(1e4, RopeKind.LINEAR, 4.0)
@@ -129,7 +130,7 @@ def test_refused_by_name(tmp_path: Path, named: str, metadata: dict[str, Any]) -
 def test_other_architecture(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     tiny_gguf(path, "gemma3")
-    with pytest.raises(MegakernelError, match="'gemma3' is not supported, only 'llama', 'mistral3', 'qwen2', 'qwen3'"):
+    with pytest.raises(MegakernelError, match=r"'gemma3' is not supported, only .*'llama', "):
         open_checkpoint(str(path))
 
 
@@ -199,7 +200,7 @@ def test_lying_lengths(tmp_path: Path) -> None:
         for lie in (2**64 - 1, 2**62, 2**31):
             path.write_bytes(data[:position] + lie.to_bytes(8, "little") + data[position + 8 :])
             try:
-                open_checkpoint(str(path)).load(Buffer.FINAL_NORM, 0, Dtype.F32)
+                loaded(open_checkpoint(str(path)), Buffer.FINAL_NORM, 0, Dtype.F32)
             except MegakernelError:
                 refused += 1
     assert refused > 700
@@ -226,7 +227,7 @@ def test_the_real_model(smollm2: Path) -> None:
         (Buffer.W_DOWN, 0, ["blk.0.ffn_down.weight"]),
         (Buffer.MLP_NORM, 7, ["blk.7.ffn_norm.weight"]),
     ):
-        got = checkpoint.load(buffer, layer, Dtype.F32)
+        got = loaded(checkpoint, buffer, layer, Dtype.F32)
         wanted = [gguf.quants.dequantize(stored[name].data, stored[name].tensor_type).ravel() for name in names]
         np.testing.assert_array_equal(got.ravel(), np.concatenate(wanted))
     assert weight_count(config) == 134_515_008
@@ -248,10 +249,10 @@ def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path: Path, kind: Dt
         tiny_gguf(path, raw={name: (rows.reshape(256, -1), Type[kind.name])})
         checkpoint = open_checkpoint(str(path))
         if at is None:
-            checkpoint.stored(Buffer.W_DOWN, 0)
+            loaded(checkpoint, Buffer.W_DOWN)
             continue
         with pytest.raises(MegakernelError, match=rf"tensor {name} in .*m\.gguf contains a NaN or an infinity"):
-            checkpoint.stored(Buffer.W_DOWN, 0)
+            loaded(checkpoint, Buffer.W_DOWN)
         rows[-1, -1, at : at + 2] = 0
 
 

@@ -11,6 +11,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFReader
 from model_helpers import tiny_gguf
 from tiny_llama import ROPES, make_llama
+from weights import loaded
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, Buffer, Dtype
@@ -23,11 +24,11 @@ from megakernel.model.stored import stored_as
 
 
 def same(a: Checkpoint, b: Checkpoint, dtype: Dtype) -> None:
-    for buffer in weights(a.config, weight_dims(a.config, dtype)):
+    for buffer in weights(a.config):
         for layer in range(a.config.layers if BUFFERS[buffer].layered else 1):
             close = np.testing.assert_allclose if buffer is Buffer.INV_FREQ else np.testing.assert_array_equal
             more: dict[str, Any] = {"rtol": 1e-6} if buffer is Buffer.INV_FREQ else {}
-            close(a.load(buffer, layer, dtype), b.load(buffer, layer, dtype), **more)
+            close(loaded(a, buffer, layer, dtype), loaded(b, buffer, layer, dtype), **more)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -65,7 +66,7 @@ def test_quantised_types(tmp_path: Path, kind: Dtype) -> None:
     assert kinds["output_norm.weight"] is GGMLQuantizationType.F32
     ours, back = stored_as(checkpoint, kind.name.lower()), open_checkpoint(str(tmp_path / "m.gguf"))
     for buffer in (Buffer.W_QKV, Buffer.W_DOWN):
-        kept, read = ours.stored(buffer, 0), back.stored(buffer, 0)
+        kept, read = (c.rows(buffer, 0, weight_dims(config, Dtype.F32)) for c in (ours, back))
         assert {part.dtype for part in [*kept, *read]} == {kind}
         np.testing.assert_array_equal(np.concatenate([p.data for p in kept]), np.concatenate([p.data for p in read]))
 

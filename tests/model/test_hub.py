@@ -14,6 +14,7 @@ import pytest
 from huggingface_hub import constants
 from loopback import Answer, loopback
 from model_helpers import tiny_llama
+from weights import loaded
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import Buffer, Dtype
@@ -69,7 +70,7 @@ def test_config_then_weights(hub: Hub) -> None:
     assert load_config("org/name").hidden == 48
     assert not any("safetensors" in name for name in hub.served)
     checkpoint = open_checkpoint("org/name@main")
-    assert checkpoint.load(Buffer.FINAL_NORM, 0, Dtype.F32).shape == (48,)
+    assert loaded(checkpoint, Buffer.FINAL_NORM, 0, Dtype.F32).shape == (48,)
     assert "model.safetensors" in hub.served and "pytorch_model.bin" not in hub.served
 
 

@@ -16,6 +16,7 @@ from model_helpers import SHAPE, tiny_llama
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from weights import loaded
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, Buffer, Dtype, from_f32, to_f32
@@ -65,7 +66,7 @@ def test_values_are_the_files(tmp_path: Path, dtype: torch.dtype, shard: str) ->
     q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     for compute in (Dtype.F32, Dtype.BF16):
         dims = weight_dims(checkpoint.config, compute)
-        got = {buffer: checkpoint.load(buffer, 1, compute) for buffer in weights(checkpoint.config, dims)}
+        got = {buffer: loaded(checkpoint, buffer, 1, compute) for buffer in weights(checkpoint.config)}
         for buffer, array in got.items():
             assert array.shape == BUFFERS[buffer].shape(dims, 0)
             assert array.dtype == BUFFERS[buffer].resolve_dtype(dims).numpy
@@ -109,8 +110,8 @@ def test_interleaved_rows_give_the_same_attention_scores(tmp_path: Path) -> None
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
         expected = (q.reshape(KV_HEADS, -1, HEAD_DIM) @ k[0].transpose(1, 2)).numpy()
 
-    rows = x @ to_f32(checkpoint.load(Buffer.W_QKV, 0, Dtype.F32)).T
-    angles = positions[:, None].astype(np.float32) * to_f32(checkpoint.load(Buffer.INV_FREQ, 0, Dtype.F32))
+    rows = x @ to_f32(loaded(checkpoint, Buffer.W_QKV, 0, Dtype.F32)).T
+    angles = positions[:, None].astype(np.float32) * to_f32(loaded(checkpoint, Buffer.INV_FREQ, 0, Dtype.F32))
     turn = np.exp(1j * angles)[:, None]
     pairs = rows[:, : (HEADS + KV_HEADS) * HEAD_DIM].reshape(4, HEADS + KV_HEADS, HEAD_DIM // 2, 2)
     rotated = (pairs[..., 0] + 1j * pairs[..., 1]) * turn
@@ -122,9 +123,9 @@ def test_interleaved_rows_give_the_same_attention_scores(tmp_path: Path) -> None
 def test_tied_embedding_and_absent_biases(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path, tie_word_embeddings=True)
     assert checkpoint.config.tied
-    head, embed = (checkpoint.load(b, 0, Dtype.F32) for b in (Buffer.LM_HEAD, Buffer.EMBED))
+    head, embed = (loaded(checkpoint, b, 0, Dtype.F32) for b in (Buffer.LM_HEAD, Buffer.EMBED))
     np.testing.assert_array_equal(head, embed)
-    held = weights(checkpoint.config, weight_dims(checkpoint.config, Dtype.F32))
+    held = weights(checkpoint.config)
     assert Buffer.LM_HEAD in held and not any(buffer.name.startswith("B_") for buffer in held)
     table = torch.from_numpy(embed)
     rewrite(tmp_path, lm_head__weight=table.clone())  # a copy of the embeddings is redundant but allowed
@@ -215,7 +216,7 @@ def test_flipped_header_bytes_never_escape_as_another_error(tmp_path: Path) -> N
         bad[position] ^= int(rng.integers(1, 256))
         path.write_bytes(bad)
         try:
-            open_checkpoint(str(tmp_path)).load(Buffer.FINAL_NORM, 0, Dtype.F32)
+            loaded(open_checkpoint(str(tmp_path)), Buffer.FINAL_NORM, 0, Dtype.F32)
         except MegakernelError:
             refused += 1
     assert refused > 200
@@ -244,13 +245,6 @@ def test_folder_without_weights(tmp_path: Path) -> None:
         open_checkpoint(str(tmp_path))
 
 
-def read(checkpoint: Checkpoint) -> None:
-    if Buffer.W_DOWN in checkpoint.storage:
-        checkpoint.stored(Buffer.W_DOWN, 1)
-    else:
-        checkpoint.load(Buffer.W_DOWN, 1, checkpoint.dtype)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
@@ -265,10 +259,10 @@ def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path: Path, dtype: 
         rewrite(tmp_path, **{name: weight})
         checkpoint = open_checkpoint(str(tmp_path))
         if last is not value:
-            read(checkpoint)
+            loaded(checkpoint, Buffer.W_DOWN, 1, checkpoint.dtype)
             continue
         with pytest.raises(MegakernelError, match=rf"tensor {name} in .*\.safetensors contains a NaN or an infinity"):
-            read(checkpoint)
+            loaded(checkpoint, Buffer.W_DOWN, 1, checkpoint.dtype)
 
 
 @pytest.mark.parametrize("dtype", [[], {}, None, 7, "I64", "\x1b[2J"])

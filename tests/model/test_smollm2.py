@@ -14,7 +14,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from megakernel import LLM, SamplingParams
 from megakernel.isa import Buffer
 from megakernel.model import load_config, open_checkpoint
-from megakernel.timeline import summarise
+from megakernel.model.checkpoint import Rows
+from megakernel.timeline import resolve, summarise
 
 PROMPTS = (
     "What is the capital of France?",
@@ -74,12 +75,12 @@ class _Zeroed:
     def __init__(self, inner, layer):
         self._inner, self._layer = inner, layer
         self.name, self.config, self.dtype = inner.name, inner.config, inner.dtype
-        self.storage = {b: s for b, s in inner.storage.items() if b is not Buffer.W_DOWN}
-        self.stored = inner.stored
+        self.storage = inner.storage
 
-    def load(self, buffer, layer, dtype):
-        weight = self._inner.load(buffer, layer, dtype)
-        return np.zeros_like(weight) if (buffer, layer) == (Buffer.W_DOWN, self._layer) else weight
+    def rows(self, buffer, layer, split):
+        rows = self._inner.rows(buffer, layer, split)
+        zeroed = (buffer, layer) == (Buffer.W_DOWN, self._layer)
+        return [Rows(kind, np.zeros_like(data)) for kind, data in rows] if zeroed else rows
 
 
 def test_zeroing_a_layer_changes_the_text(smollm2, monkeypatch):
@@ -115,6 +116,6 @@ def test_same_bits_alone_in_company_and_cut(smollm2):
 def test_phases_overlap(llm):
     """In a prompt of several row blocks, two workers compute different phases at the same time."""
     prefill, _ = llm.trace_steps(np.random.default_rng(1).integers(3, 49152, 300).tolist())
-    summary = summarise(prefill[0].program, prefill[0].output.trace)
+    summary = summarise(resolve(prefill[0].program, prefill[0].output.trace))
     if llm.threads > 1:
         assert summary.overlap.phases > 0.01

@@ -17,6 +17,7 @@ from megakernel.model.families import forward
 from megakernel.roofline import Ceilings, Work, achieved, bound, machine_ceilings, measure, step_work
 from megakernel.roofline.ceilings import last_level_cache
 from megakernel.roofline.work import fraction_error
+from megakernel.scheduler import passes
 
 LLAMA_1B, LLAMA_8B = load_config("random:llama-3.2-1b"), load_config("random:llama-3.1-8b")
 PARAMETERS_1B, PARAMETERS_8B = 1_235_814_400, 8_030_261_248
@@ -24,7 +25,7 @@ PARAMETERS_1B, PARAMETERS_8B = 1_235_814_400, 8_030_261_248
 
 def work_of(config: ModelConfig, rows: list[int], contexts: list[int], logit_rows: int, *, tied: bool = False) -> Work:
     dims = weight_dims(config, Dtype.BF16)
-    return step_work(forward(config, dims), dims, rows, contexts, logit_rows, tied=tied)
+    return step_work(passes.apply(forward(config), dims), dims, rows, contexts, logit_rows, tied=tied)
 
 
 def test_a_decode_step_reads_every_weight_once() -> None:

@@ -18,9 +18,9 @@ from twins import CpuTwins, check_attention_splits, check_hostile_logits, compar
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, StepTable, to_f32
 from megakernel.model import families
-from megakernel.model.families import Norm
 from megakernel.runtime.cpu import native
 from megakernel.runtime.cpu.backend import CpuBackend
+from megakernel.scheduler import passes
 
 B = Buffer
 P = FORWARD.by_name
@@ -30,7 +30,7 @@ def make(monkeypatch: pytest.MonkeyPatch, simd: str, dims: Dims, *, tied: bool =
     if simd:
         use(monkeypatch, simd)
     checkpoint = RandomCheckpoint(dims, tied)
-    return CpuTwins(checkpoint, families.forward(checkpoint.config, dims), dims, seed)
+    return CpuTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims), dims, seed)
 
 
 @pytest.fixture(params=[(w, t) for w in WIDTHS for t in (Dtype.F32, Dtype.BF16)], ids=lambda p: f"{p[0]}-{p[1].name}")
@@ -88,7 +88,7 @@ def test_a_norm_on_the_way_in_has_the_bits_of_its_own_phase(
     twins.start_equal()
     backend, table = twins.backend, make_table(dims, {0: (0, 125)})
     backend.buffer(B.X)[:] *= np.linspace(0.1, 30, 125, dtype=np.float32)[:, None]
-    inside = families.forward(RandomCheckpoint(dims).config, dims, Norm.INSIDE)
+    inside = passes.apply(families.forward(RandomCheckpoint(dims).config), dims, "inside")
     for scale, name, stored, cols in (
         ("attn_norm", "qkv_rope", (B.Q, B.K_CACHE, B.V_CACHE), 240),
         ("mlp_norm", "gate_up_silu", (B.ACT,), 104),

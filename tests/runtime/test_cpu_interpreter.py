@@ -262,7 +262,7 @@ def test_programs_whose_weights_are_not_there_are_refused(make: Callable[..., Cp
 
 def test_a_model_larger_than_memory_is_refused_before_it_is_read(checkpoint: RandomCheckpoint) -> None:
     checkpoint.dims = replace(DIMS, hidden=1 << 20, ffn=1 << 22, layers=100)
-    checkpoint.load = None  # type: ignore[method-assign,assignment]
+    checkpoint.rows = None  # type: ignore[method-assign,assignment]
     with pytest.raises(MegakernelError, match=r"but only .* GiB are available"):
         CpuBackend(checkpoint, checkpoint.dims, PAGES, dtype=Dtype.F32)
 

@@ -27,7 +27,7 @@ from megakernel.runtime import Chunk, SampleRow, build_step, choose_backend
 from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.runtime.cuda.limits import refusal
 from megakernel.runtime.reference import ReferenceBackend
-from megakernel.scheduler import compile_program
+from megakernel.scheduler import compile_program, passes
 from megakernel.scheduler.verify import verify
 from megakernel.serving.engine.memory import kv_capacity
 from megakernel.serving.text import llm as llm_module
@@ -61,9 +61,9 @@ class Columns(RandomCheckpoint):
     If the input rows are those of the identity matrix, the product of row i and W_QKV is column i.
     """
 
-    def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> Array:
+    def values(self, buffer: Buffer, layer: int) -> Array:
         if buffer is not B.W_QKV:
-            return super().load(buffer, layer, dtype)
+            return super().values(buffer, layer)
         d, rng = self.dims, np.random.default_rng(5)
         rows = rng.standard_normal((d.hidden, d.qkv_cols // d.head_dim, d.head_dim)).astype(np.float32)
         # The float16 scales of these rows range from subnormal to infinite.
@@ -88,7 +88,7 @@ def test_rows_are_stored_as_weights_are_quantised(monkeypatch: pytest.MonkeyPatc
         backend.buffer(B.H)[:] = np.eye(dims.tokens, dims.hidden)
         backend.buffer(B.H)[3] = np.nan
         backend.buffer(B.ROPE)[:] = np.tile(np.float32([1, 0]), head_dim // 2)
-        forward = families.forward(checkpoint.config, dims)
+        forward = passes.apply(families.forward(checkpoint.config), dims)
         for col, cols in ((0, 7 * head_dim), (7 * head_dim, 3 * head_dim)):
             backend.execute(record(forward.by_name["qkv_rope"], 0, 30, col, cols), 1, table, forward)
         stored.append([backend.buffer(buffer, 1).copy() for buffer in (B.K_CACHE, B.V_CACHE)])
@@ -135,7 +135,7 @@ def test_heads_of_part_of_a_block_and_of_several(monkeypatch: pytest.MonkeyPatch
     use(monkeypatch, simd)
     dims = replace(QUANTISED, head_dim=head_dim, kv_page=32)
     checkpoint = RandomCheckpoint(dims)
-    twins = CpuTwins(checkpoint, families.forward(checkpoint.config, dims), dims)
+    twins = CpuTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims), dims)
     table = make_table(dims, {0: (250, 20), 1: (299, 1)})
     set_items(table, [Item(0, 0, 20, 0, 2), Item(0, 20, 1, 0, 2)])
     twins.compare(record(twins.forward.by_name["attention"], 0, 1, 2), 1, table)
@@ -269,7 +269,7 @@ def test_bytes_of_the_cache() -> None:
             spec = BUFFERS[buffer]
             assert spec.resolve_dtype(dims).itemsize * np.prod(spec.shape(dims, 7)) == 7 * 2 * 16 * row
         assert attention_cost(dims, 3, 100.0) == (attention_cost(whole, 3, 100.0)[0], 3 * 100 * 2 * row)
-        forward = families.forward(RandomCheckpoint(dims).config, dims)
+        forward = passes.apply(families.forward(RandomCheckpoint(dims).config), dims)
         assert step_work(forward, dims, [1, 1], [50, 70], 2).kv_bytes == 120 * 2 * 2 * 2 * row
         assert memory_fit([dims], 0, 1e9, 5, 100).kv_bytes == 5 * 100 * 2 * 2 * 2 * row
 

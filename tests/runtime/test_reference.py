@@ -22,6 +22,7 @@ from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step, check_step
 from megakernel.runtime.reference import ReferenceBackend
 from megakernel.runtime.reference.launch import Counters
+from megakernel.scheduler import passes
 
 torch.set_num_threads(1)
 TOLERANCE = 1e-4  # maximum error of logits, in standard deviations of the expected logits
@@ -331,7 +332,7 @@ def execute(backend: ReferenceBackend, table: StepTable, layer: int, phase: str,
     """Run one instruction of a phase of a Llama, which has QKV biases if the backend has them."""
     has_biases = Buffer.B_QKV in backend._arrays[0]
     config = replace(CONFIG, qkv_bias=has_biases)
-    forward = families.forward(config, backend.dims)
+    forward = passes.apply(families.forward(config), backend.dims)
     backend.execute(record(forward.by_name[phase], *operands), layer, table, forward)
 
 

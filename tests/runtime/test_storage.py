@@ -17,7 +17,6 @@ import pytest
 from compiled import compiled
 from cpu_support import DIMS, PAGES, WIDTHS, Array, RandomCheckpoint, make_table, use
 from handmade import record
-from numpy.typing import NDArray
 
 from megakernel import LLM, SamplingParams
 from megakernel.cli import main
@@ -25,7 +24,7 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, to_f32
 from megakernel.isa.dtypes import BLOCKS
 from megakernel.machine import host
-from megakernel.model.checkpoint import Checkpoint, Part, Rows, Storage, widened
+from megakernel.model.checkpoint import Checkpoint, Part, Rows, Storage, column_share, converted
 from megakernel.model.stored import bits_of, stored_as
 from megakernel.program import Program
 from megakernel.roofline import step_work
@@ -45,38 +44,36 @@ SHARED = replace(DIMS, heads=8, head_dim=32, ffn=288)
 class Dequantised:
     """The weights of a quantised checkpoint, converted to float32. The LM head does not share the embedding table."""
 
-    def __init__(self, quantised: Checkpoint, dims: Dims) -> None:
+    def __init__(self, quantised: Checkpoint) -> None:
         self.name, self.dtype = quantised.name, quantised.dtype
         self.config = replace(quantised.config, tied=False)
         self.storage = {
             buffer: Storage(tuple((Part(Dtype.F32, sum(part.rows for part in layer)),) for layer in storage.layers))
             for buffer, storage in quantised.storage.items()
         }
-        self._quantised, self._dims = quantised, dims
+        self._quantised = quantised
 
-    def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
-        return self._quantised.load(buffer, layer, dtype)
-
-    def stored(self, buffer: Buffer, layer: int) -> list[Rows]:
-        inner = BUFFERS[buffer].shape(self._dims, 0)[-1]
-        return [Rows(Dtype.F32, widened(self._quantised.stored(buffer, layer), inner).view(np.uint8))]
+    def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
+        return converted(self._quantised.rows(buffer, layer, split), column_share(buffer, split).size, Dtype.F32)
 
 
 class Mixed:
     """A checkpoint whose matrices each have rows of three types, which differ from layer to layer."""
 
     def __init__(self, whole: RandomCheckpoint, kinds: tuple[Dtype, ...]) -> None:
-        self.name, self.dtype, self.config, self.load = whole.name, whole.dtype, whole.config, whole.load
+        self.name, self.dtype, self.config = whole.name, whole.dtype, whole.config
         self._all = {kind: stored_as(whole, kind.name.lower()) for kind in kinds}
-        self._kinds = kinds
+        self._whole, self._kinds = whole, kinds
         layers = {b: len(s.layers) for b, s in self._all[kinds[0]].storage.items()}
         self.storage = {b: Storage(tuple(tuple(self._parts(b, i)) for i in range(n))) for b, n in layers.items()}
 
-    def stored(self, buffer: Buffer, layer: int) -> list[Rows]:
+    def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
+        if buffer not in self.storage:
+            return self._whole.rows(buffer, layer, split)
         out, begin = [], 0
         for kind, rows in self._parts(buffer, layer):
-            (whole,) = self._all[kind].stored(buffer, layer)
-            out.append(Rows(kind, whole.data[begin : begin + rows]))
+            whole = np.concatenate([part.data for part in self._all[kind].rows(buffer, layer, split)])
+            out.append(Rows(kind, whole[begin : begin + rows]))
             begin += rows
         return out
 
@@ -93,7 +90,7 @@ def quantised(
     """Return a checkpoint that stores all matrices as `kind`, and the same weights converted to float32."""
     dims = replace(dims, dtype=int(dtype))
     checkpoint = stored_as(RandomCheckpoint(dims, tied), kind.name.lower())
-    return checkpoint, Dequantised(checkpoint, dims)
+    return checkpoint, Dequantised(checkpoint)
 
 
 def program_of(checkpoint: Checkpoint, rows: int, tp: int = 1, **options: Any) -> Program:
@@ -174,7 +171,7 @@ def test_matrices_of_several_types(dims: str, rows: int) -> None:
     whole = RandomCheckpoint({"ODD": ODD, "SHARED": SHARED}[dims])
     mixed = Mixed(whole, (Dtype.Q4_K, Dtype.Q6_K, Dtype.F16, Dtype.BF16))
     found = logits(CpuBackend, mixed, rows)
-    np.testing.assert_array_equal(found, logits(CpuBackend, Dequantised(mixed, whole.dims), rows))
+    np.testing.assert_array_equal(found, logits(CpuBackend, Dequantised(mixed), rows))
     assert_close(found, logits(ReferenceBackend, mixed, rows), Dtype.F32)
 
 
@@ -206,8 +203,8 @@ def test_every_scale_of_a_block(monkeypatch: pytest.MonkeyPatch, simd: str) -> N
     head = np.concatenate([scales[:, None].view(np.uint8), values.view(np.uint8)], axis=1)
 
     class Scales(RandomCheckpoint):
-        def stored(self, buffer: Buffer, layer: int) -> list[Rows]:
-            return [Rows(Dtype.Q8_0, head)]
+        def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
+            return [Rows(Dtype.Q8_0, head)] if buffer is Buffer.LM_HEAD else super().rows(buffer, layer, split)
 
     checkpoint = Scales(dims, storage={Buffer.LM_HEAD: Storage(((Part(Dtype.Q8_0, len(head)),),))})
     program = program_of(checkpoint, 5)

@@ -413,7 +413,7 @@ def test_eight_times_132_workers_on_two_threads(queue: str) -> None:
 def test_null_backend_runs_programs_without_weights(tp: int) -> None:
     dims = hand_dims(CUT, tp, "replicated", "replicated")
     checkpoint = random_checkpoint(CUT)
-    checkpoint.load = None  # type: ignore[method-assign,assignment]
+    checkpoint.rows = None  # type: ignore[method-assign,assignment]
     backend = CpuBackend(checkpoint, dims, PAGES, dtype=Dtype.F32, threads=2, null=True)
     for make in (make_program, make_queue_program):
         program = make(CUT, dims, 3)

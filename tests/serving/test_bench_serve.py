@@ -21,6 +21,7 @@ from megakernel.isa import Dtype
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import forward
 from megakernel.roofline import step_work
+from megakernel.scheduler import passes
 from megakernel.serving.bench import Job, Load, Server, Workload, alternate, client, least_work, load
 from megakernel.serving.bench.load import drive
 from megakernel.serving.bench.report import Outcome, cpu_time, report
@@ -221,7 +222,7 @@ def test_figures() -> None:
 
 def test_least_work_is_the_sum_of_its_steps() -> None:
     dims = weight_dims(CONFIG, Dtype.BF16)
-    model, load = (forward(CONFIG, dims), dims), jobs((5, 4), (9, 2))
+    model, load = (passes.apply(forward(CONFIG), dims), dims), jobs((5, 4), (9, 2))
     steps = [step_work(*model, [n], [c], 1, tied=True) for n, c in ((5, 5), (9, 9), (1, 6), (1, 7), (1, 8), (1, 10))]
     one = least_work(*model, load, 1, tied=True)
     assert (one.flops, one.kv_bytes) == (sum(s.flops for s in steps), sum(s.kv_bytes for s in steps))

@@ -15,19 +15,20 @@ from engine_support import CONFIG, EOS, TINY, Letters, fake_engine, output_ids
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.model.families import forward
-from megakernel.serving.engine.engine import Engine, Token
-from megakernel.serving.engine.logprobs import top_logprobs
+from megakernel.scheduler import passes
+from megakernel.serving.engine.engine import Engine, top_logprobs
 from megakernel.serving.engine.memory import kv_capacity, weight_bytes
 from megakernel.serving.engine.programs import bucket
-from megakernel.serving.text.transcript import Transcript
+from megakernel.serving.engine.tokens import Token
+from megakernel.serving.text.codec import Transcript
 
 
-def finish(engine: Engine) -> dict[tuple[int, int], list[Token]]:
-    """Run the engine until all requests are done. Return the tokens by (request id, choice number)."""
-    found: dict[tuple[int, int], list[Token]] = {}
+def finish(engine: Engine) -> dict[int, list[Token]]:
+    """Run the engine until all requests are done. Return the tokens by the number of their choice."""
+    found: dict[int, list[Token]] = {}
     for step in engine.run():
         for token in step.tokens:
-            found.setdefault((token.request.id, token.choice), []).append(token)
+            found.setdefault(token.choice, []).append(token)
     return found
 
 
@@ -206,10 +207,9 @@ def test_the_context_ends_a_choice() -> None:
 
 def pieces(stop: str, *tokens: int, end: str | None = None) -> list[str]:
     """Return the text that a Transcript releases after each token. The last token has the finish reason `end`."""
-    engine, _ = fake_engine(lambda position: position)
-    request, transcript = engine.add([1], SamplingParams()), Transcript(SamplingParams(stop=stop), Letters())
+    transcript = Transcript(SamplingParams(stop=stop), Letters())
     reasons = [None] * (len(tokens) - 1) + [end]
-    return [transcript.add(Token(request, 0, t, 0.0, {}, r)) for t, r in zip(tokens, reasons, strict=True)]
+    return [transcript.add(Token(0, t, 0.0, {}, r, 0.0)) for t, r in zip(tokens, reasons, strict=True)]
 
 
 def test_text_that_may_become_a_stop_string_is_held_back() -> None:
@@ -248,7 +248,7 @@ def test_prompt_tokens_are_scored_wherever_the_prompt_is_cut(step_tokens: int) -
     tokens = finish(engine)
     assert scored.prompt_logprobs == [-float(position) for position in range(1, 150)]
     assert [list(top) for top in scored.prompt_top_logprobs] == [[token] for token in prompt[1:]]
-    assert [[t.logprob for t in tokens[scored.id, choice]] for choice in (0, 1)] == [[-150.0, -151.0]] * 2
+    assert [[t.logprob for t in tokens[scored.first + choice]] for choice in (0, 1)] == [[-150.0, -151.0]] * 2
     assert other.choices[0].outputs == 12
     assert max(table.dims.logit_rows for table in backend.tables) <= 64
 
@@ -329,7 +329,7 @@ def test_weight_bytes_counts_every_weight_once() -> None:
     biased = replace(CONFIG, qkv_bias=True, o_bias=True, mlp_bias=True)
     biases = 4 * (32 + 16 + 2 * 24 + 16)
     for config, tied, more in ((CONFIG, True, 0), (CONFIG, False, 4 * embed), (biased, True, biases)):
-        assert weight_bytes(forward(config, engine.dims), engine.dims, tied=tied) == expected + more
+        assert weight_bytes(passes.apply(forward(config), engine.dims), engine.dims, tied=tied) == expected + more
 
 
 # -- text generation with random weights

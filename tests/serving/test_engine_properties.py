@@ -17,9 +17,10 @@ from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.runtime.steps import Steps
-from megakernel.serving.engine.engine import Engine, Token
+from megakernel.serving.engine.engine import Engine
 from megakernel.serving.engine.pages import ROOT, PagePool, page_hash
 from megakernel.serving.engine.request import Request
+from megakernel.serving.engine.tokens import Token
 from megakernel.serving.text import llm as llm_module
 
 PAGE = 16
@@ -88,7 +89,7 @@ def guessed(rng: random.Random) -> Guesses:
 def add(engine: Engine, guesses: Guesses, prompt: list[int], params: SamplingParams) -> Request:
     request = engine.add(prompt, params)
     for choice in request.choices:
-        guesses.tell(choice.tokens, prompt + alone(request, choice.choice)[0])
+        guesses.tell(choice, prompt + alone(request, choice.choice)[0])
     return request
 
 
@@ -106,7 +107,7 @@ def test_company_cuts_prefix_hits_preemption_aborts_and_proposals_change_nothing
     left = [random_request(rng, prefixes) for _ in range(20)]
     done: list[Request] = []
     aborted: list[Request] = []
-    found: dict[tuple[Request, int], list[Token]] = {}
+    found: dict[int, list[Token]] = {}
     while left or not engine.idle:
         while left and (engine.idle or rng.random() < 0.3):
             prompt, params = left.pop()
@@ -115,11 +116,11 @@ def test_company_cuts_prefix_hits_preemption_aborts_and_proposals_change_nothing
             engine.abort(rng.choice(aborted))
         if not engine.idle:
             for token in engine.step().tokens:
-                found.setdefault((token.request, token.choice), []).append(token)
+                found.setdefault(token.choice, []).append(token)
     for request in done:
         assert_generated_alone(request)
         for choice in request.choices:
-            tokens = found[request, choice.choice]
+            tokens = found[request.first + choice.choice]
             assert [t.token_id for t in tokens] == output_ids(choice)
             assert [t.finish_reason for t in tokens[:-1]] == [None] * (len(tokens) - 1)
             assert tokens[-1].finish_reason == choice.finish_reason
@@ -298,7 +299,7 @@ def test_the_oldest_is_never_preempted() -> None:
     engine, backend = fake_engine(None, max_seqs=8, pages=8, step_tokens=64)
     params = SamplingParams(seed=5, max_tokens=100, min_tokens=100)
     requests = [engine.add([i] * 16, params) for i in range(6)]
-    order = [token.request.id for step in engine.run() for token in step.tokens if token.finish_reason]
+    order = [token.choice for step in engine.run() for token in step.tokens if token.finish_reason]
     assert order[0] == 0 and engine.stats.preemptions > 2
     assert_generated_alone(*requests)
     assert_at_rest(engine, backend)
@@ -314,7 +315,7 @@ def test_cancel_in_every_phase(phase: str) -> None:
     reached = {
         "queued": lambda: sequence.slot < 0,
         "held": lambda: bool(mine.held),
-        "prefilling": lambda: 0 < sequence.computed < 40,
+        "prefilling": lambda: sequence.slot >= 0 and 0 < engine._batch.slots.computed[sequence.slot] < 40,
         "decoding": lambda: sequence.outputs > 2,
         "preempted": lambda: sequence.slot < 0 and sequence.outputs > 2,
         "done": lambda: mine.done,
@@ -353,7 +354,7 @@ def test_who_ended_unforeseen_takes_part_once_more_unheard() -> None:
     engine, backend = fake_engine(lambda position: EOS if position == 4 else 1)
     short, long = (engine.add([1] * n, SamplingParams(max_tokens=4)) for n in (3, 8))
     tokens = [t for step in engine.run() for t in step.tokens]
-    assert [t.token_id for t in tokens if t.request is short] == [1, 1, EOS]
+    assert [t.token_id for t in tokens if t.choice == short.first] == [1, 1, EOS]
     assert output_ids(short.choices[0]) == [1, 1, EOS]
     assert [len(step) for step in backend.steps()] == [2, 2, 2, 2]
     assert long.choices[0].outputs == 4

@@ -12,20 +12,18 @@ from typing import Any
 
 import pytest
 from api_support import serving
-from engine_support import EOS, Guesses, Letters, fake_engine, output_ids, speculation
+from engine_support import EOS, Guesses, Letters, Reader, fake_engine, output_ids, speculation
 from model_helpers import byte_model
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.model import ModelConfig, RandomCheckpoint
-from megakernel.serving.engine.draft import Draft
-from megakernel.serving.engine.engine import Engine, Token
-from megakernel.serving.engine.lookup import Lookup
+from megakernel.serving.engine.engine import Engine
 from megakernel.serving.engine.programs import Programs
-from megakernel.serving.engine.speculation import Speculation
-from megakernel.serving.engine.step_times import StepTimes
-from megakernel.serving.text.outputs import Completion, RequestOutput
-from megakernel.serving.text.transcript import Transcript
+from megakernel.serving.engine.speculation import Draft, Lookup, Speculation, StepTimes
+from megakernel.serving.engine.tokens import Token
+from megakernel.serving.text.codec import Transcript
+from megakernel.serving.text.vllm import Completion, RequestOutput
 
 TINY = RandomCheckpoint(
     "tiny", ModelConfig(vocab=98, hidden=32, ffn=48, layers=2, heads=4, kv_heads=2, head_dim=8, max_context=256), 0
@@ -36,18 +34,16 @@ LIMITS: dict[str, Any] = {"max_context": 128, "max_seqs": 5, "step_tokens": 24, 
 # -- the same results with and without speculation
 
 
-class Known:
+class Known(Reader):
     """A proposer that knows all `texts` and proposes the next tokens; where `wrong(position)` is true, a wrong one."""
 
-    def __init__(self, texts: Sequence[Sequence[int]], wrong: Callable[[int], bool], tokens: Sequence[int]) -> None:
-        self.texts, self.wrong, self.tokens = texts, wrong, tokens
-
-    def read(self) -> None:
-        pass
+    def __init__(self, texts: Sequence[Sequence[int]], wrong: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.texts, self.wrong = texts, wrong
 
     def propose(self, count: int) -> list[int]:
-        known, n = list(self.tokens), len(self.tokens)
-        text = next((text for text in self.texts if list(text[:n]) == known), [])
+        n = len(self.tokens)
+        text = next((text for text in self.texts if list(text[:n]) == self.tokens), [])
         return [token ^ 1 if self.wrong(n + i) else token for i, token in enumerate(text[n : n + count])]
 
 
@@ -107,9 +103,9 @@ def test_results_are_those_of_one_by_one_decoding(
     texts = [r.prompt_token_ids + c.token_ids for r in expected for c in r.choices]
     with LLM(TINY, **how, speculate=4) as llm:
         if guesses == "lookup":
-            use(llm, speculation(4, Lookup))
+            use(llm, speculation(4, lambda _: Lookup()))
         else:
-            use(llm, speculation(4, lambda tokens: Known(texts, WRONG[guesses], tokens)))
+            use(llm, speculation(4, lambda _: Known(texts, WRONG[guesses])))
         assert said(results(llm)) == said(expected)
         assert said(results(llm)) == said(expected)  # now with cached prefixes
         counts = llm.engine.stats.counts
@@ -127,7 +123,7 @@ def test_results_are_the_same_where_pages_are_few() -> None:
     with LLM(TINY, **how) as llm:
         expected = results(llm)
     with LLM(TINY, **how, speculate=6) as llm:
-        use(llm, speculation(6, Lookup))
+        use(llm, speculation(6, lambda _: Lookup()))
         llm.engine._batch._pool.take(llm.engine.stats.pages - 10)
         assert said(results(llm)) == said(expected)
         assert llm.engine.stats.preemptions > 0 and llm.engine.stats.counts.accepted > 50
@@ -166,7 +162,7 @@ def test_nothing_comes_after_the_end(
 ) -> None:
     engine, guesses = guessing(list(reply), max_context=32)
     request = engine.add([1], SamplingParams(**given))
-    guesses.tell(request.choices[0].tokens, [1, *reply])
+    guesses.tell(request.choices[0], [1, *reply])
     tokens = [token for step in engine.run() for token in step.tokens]
     assert [t.token_id for t in tokens] == list(made) == output_ids(request.choices[0])
     assert [t.finish_reason for t in tokens] == [None] * (len(tokens) - 1) + [reason]
@@ -178,7 +174,7 @@ def test_a_stop_string_inside_an_accepted_run_ends_text_and_choice() -> None:
     engine, guesses = guessing(reply)
     params = SamplingParams(stop="DE", max_tokens=20)
     request = engine.add([1], params)
-    guesses.tell(request.choices[0].tokens, [1, *reply])
+    guesses.tell(request.choices[0], [1, *reply])
     transcript = Transcript(params, Letters())
     shown = []
     for step in engine.run():
@@ -208,7 +204,7 @@ def test_readers_see_no_token_after_a_stop_string(bytes_model: str) -> None:
         expected = llm.generate("hello hello", params)[0]
     texts = [whole.prompt_token_ids + whole.token_ids]
     with LLM(bytes_model, **how, speculate=7) as llm:
-        use(llm, speculation(7, lambda tokens: Known(texts, WRONG["right"], tokens)))
+        use(llm, speculation(7, lambda _: Known(texts, WRONG["right"])))
         seen: list[Token] = []
         shown: list[str] = []
 
@@ -232,7 +228,7 @@ def test_the_server_streams_the_same_text_and_counts_what_it_verified(bytes_mode
     for depth in (0, 6):
         with LLM(bytes_model, **how, speculate=depth) as llm:
             if depth:
-                use(llm, speculation(depth, lambda tokens: Known(texts, WRONG["half right"], tokens)))
+                use(llm, speculation(depth, lambda _: Known(texts, WRONG["half right"])))
             with serving(llm, names=["m"]) as live:
                 whole = live.post("/v1/completions", body | {"logprobs": 2})["choices"]
                 pieces = [event["choices"][0]["text"] for event in live.events("/v1/completions", body)]
@@ -257,16 +253,16 @@ def test_pages_with_rejected_tokens_are_not_taken_for_full_ones(share: float) ->
     for prompt in ([3] * 10, [7] * 21):
         request = engine.add(prompt, SamplingParams(max_tokens=60))
         text = prompt + [place % 60 for place in range(len(prompt) - 1, 100)]
-        guesses.tell(request.choices[0].tokens, text)
+        guesses.tell(request.choices[0], text)
         while not engine.idle:
             engine.step()
-            for choice in request.choices:  # other sequences may share only pages of accepted tokens
-                full = choice.known_pages * 16
-                kept = [backend.kv[choice.pages[i // 16], i % 16] for i in range(full)] if choice.pages else []
-                assert full <= len(choice.tokens) and len(kept) in (0, full)
+            slots = engine._batch.slots
+            for slot in slots.order:  # other sequences may share only pages of accepted tokens
+                full, pages = slots.known_pages[slot] * 16, slots.pages_of(slot)
+                assert full <= slots.known[slot] and all((pages[i // 16], i % 16) in backend.kv for i in range(full))
         assert engine.stats.pages_used == 0
         again = engine.add(request.choices[0].tokens, SamplingParams(max_tokens=1))
-        guesses.tell(again.choices[0].tokens, text)
+        guesses.tell(again.choices[0], text)
         for _ in engine.run():
             pass
         assert again.cached_tokens == (len(request.choices[0].tokens) - 1) // 16 * 16
@@ -279,14 +275,15 @@ def test_pages_of_rejected_tokens_are_given_back() -> None:
     engine._speculation = Speculation(4, times, guesses)
     request = engine.add([1, 2, 3], SamplingParams(max_tokens=60))
     [choice] = request.choices
-    guesses.tell(choice.tokens, [1, 2, 3, *(place % 60 for place in range(2, 100))])
+    guesses.tell(choice, [1, 2, 3, *(place % 60 for place in range(2, 100))])
     held = []
     while not engine.idle:
         engine.step()
-        if choice.pages:
-            assert len(choice.pages) == -(-choice.computed // 16)
-            held.append(len(choice.pages))
-        if choice.computed > 16:
+        computed = int(engine._batch.slots.computed[choice.slot]) if choice.slot >= 0 else 0
+        if computed:
+            held.append(len(engine._batch.slots.pages_of(choice.slot)))
+            assert held[-1] == -(-computed // 16)
+        if computed > 16:
             times.seconds = (0, 1.0, *[9.0] * 20)  # makes verification too slow
     assert any(after < before for before, after in pairwise(held))
 
@@ -296,11 +293,11 @@ def test_prompts_come_before_proposals() -> None:
     guesses = Guesses()
     engine, backend = fake_engine(lambda place: place % 60, step_tokens=8, speculate=(5, guesses))
     first = engine.add([1], SamplingParams(max_tokens=60))
-    guesses.tell(first.choices[0].tokens, [1, *(place % 60 for place in range(80))])
+    guesses.tell(first.choices[0], [1, *(place % 60 for place in range(80))])
     for _ in range(2):
         engine.step()
     late = engine.add([2] * 40, SamplingParams(max_tokens=2))
-    guesses.tell(late.choices[0].tokens, [2] * 100)
+    guesses.tell(late.choices[0], [2] * 100)
     slot = 1 - first.choices[0].slot
     while late.choices[0].outputs < 1:
         engine.step()
@@ -311,7 +308,7 @@ def test_a_single_free_row_takes_a_proposal() -> None:
     guesses = Guesses()
     engine, backend = fake_engine(lambda place: place % 60, step_tokens=2, speculate=(5, guesses))
     request = engine.add([1], SamplingParams(max_tokens=20))
-    guesses.tell(request.choices[0].tokens, [1, *(place % 60 for place in range(80))])
+    guesses.tell(request.choices[0], [1, *(place % 60 for place in range(80))])
     while not request.choices[0].finish_reason:
         engine.step()
     assert 2 in [dict(step)[0] for step in backend.steps()]
@@ -333,23 +330,29 @@ def longest(tokens: list[int], count: int) -> tuple[int, list[list[int]]]:
 def test_lookup_continues_the_longest_suffix(vocab: int) -> None:
     rng = random.Random(vocab)
     tokens = [rng.randrange(vocab)]
-    lookup = Lookup(tokens)
+    lookup = Lookup()
+    lookup.read(tokens)
     exact = 0
     for step in range(120):
         length, follow = longest(tokens, 5)
         found = lookup.propose(5)
-        if step % 7 == 0:
-            lookup.read()  # changes no proposal
         assert bool(found) == bool(length >= 2)
         exact += found in follow if length else 1
-        tokens += tokens[3 : 3 + rng.randrange(6)] if step % 9 == 0 else [rng.randrange(vocab)]
+        new = tokens[3 : 3 + rng.randrange(6)] if step % 9 == 0 else [rng.randrange(vocab)]
+        lookup.read(new)
+        tokens += new
     # Lookup compares only the latest occurrences, so it may miss the longest suffix.
     assert exact >= {2: 80, 4: 115, 30: 120}[vocab]
 
 
 def test_lookup_of_short_texts_and_of_nothing() -> None:
-    assert [Lookup(tokens).propose(3) for tokens in ([1], [1, 1], [1, 2, 3], [1, 2, 1, 2])] == [[], [], [], [1, 2, 1]]
-    assert Lookup([1, 1, 1]).propose(4) == [1, 1, 1, 1] and Lookup([1, 1, 1]).propose(0) == []
+    def propose(tokens: list[int], count: int) -> list[int]:
+        lookup = Lookup()
+        lookup.read(tokens)
+        return lookup.propose(count)
+
+    assert [propose(tokens, 3) for tokens in ([1], [1, 1], [1, 2, 3], [1, 2, 1, 2])] == [[], [], [], [1, 2, 1]]
+    assert propose([1, 1, 1], 4) == [1, 1, 1, 1] and propose([1, 1, 1], 0) == []
 
 
 # -- verification only where it saves time
@@ -381,7 +384,7 @@ def rows_of_steps(times: StepTimes, wrong: Callable[[int], bool], steps: int) ->
     engine, backend = fake_engine(lambda place: place % 60, speculate=(4, guesses))
     engine._speculation = Speculation(4, times, guesses)
     request = engine.add([1], SamplingParams(max_tokens=250))
-    guesses.tell(request.choices[0].tokens, [1, *(place % 60 for place in range(300))])
+    guesses.tell(request.choices[0], [1, *(place % 60 for place in range(300))])
     while not engine.idle and len(backend.tables) <= steps:
         engine.step()
     return [sum(count for _, count in step) for step in backend.steps()][1:steps]
@@ -403,7 +406,7 @@ def test_it_goes_off_where_proposals_are_wrong_and_comes_back_where_they_become_
 
 
 def test_probes_become_rarer_while_they_fail() -> None:
-    draft = Draft(Lookup([]))
+    draft = Draft(Lookup())
     probes = []
     for step in range(1000):
         if draft.due:
@@ -429,7 +432,7 @@ def test_probes_become_rarer_while_they_fail() -> None:
 
 
 def test_acceptance_is_that_of_tokens_whose_predecessors_were_right() -> None:
-    draft = Draft(Lookup([]))
+    draft = Draft(Lookup())
     for _ in range(60):
         draft.learn(4, 2)  # 2 tokens right, 1 wrong, 1 not tried
     assert draft.acceptance == pytest.approx(2 / 3, abs=0.01)
@@ -445,7 +448,7 @@ def test_a_sequence_begins_with_what_others_have_shown(wrong: bool, first: int) 
         """Return the number of token rows in each step of a new sequence."""
         before = len(backend.tables)
         request = engine.add([1], SamplingParams(max_tokens=100))
-        guesses.tell(request.choices[0].tokens, [1, *(place % 60 for place in range(120))])
+        guesses.tell(request.choices[0], [1, *(place % 60 for place in range(120))])
         while not engine.idle:
             engine.step()
         return [sum(count for _, count in step) for step in backend.steps()][before:]
@@ -461,8 +464,8 @@ def test_many_sequences_share_the_rows_that_pay() -> None:
     engine._speculation = Speculation(4, Table(0, 1, 1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8), guesses)
     requests = [engine.add([token], SamplingParams(max_tokens=100)) for token in (1, 2)]
     text = [0, *(place % 60 for place in range(200))]
-    guesses.tell(requests[0].choices[0].tokens, text)
-    guesses.tell(requests[1].choices[0].tokens, [61] * 300)
+    guesses.tell(requests[0].choices[0], text)
+    guesses.tell(requests[1].choices[0], [61] * 300)
     for _ in range(15):
         engine.step()
     assert dict(backend.steps()[-1]) == {requests[0].choices[0].slot: 5, requests[1].choices[0].slot: 1}
@@ -502,7 +505,7 @@ def test_depths_that_are_refused(depth: int) -> None:
 
 def test_a_depth_beyond_the_step_is_cut_to_it() -> None:
     with LLM(TINY, backend="cpu", max_context=128, max_seqs=2, step_tokens=3, speculate=63) as llm:
-        use(llm, speculation(63, Lookup))
+        use(llm, speculation(63, lambda _: Lookup()))
         found = llm.generate([1, 2] * 8, SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True))
     with LLM(TINY, backend="cpu", max_context=128, max_seqs=2, step_tokens=3) as llm:
         assert said(found) == said(

@@ -15,8 +15,8 @@ from schemas import random_root
 
 from megakernel import LLM, MegakernelError, SamplingParams
 from megakernel.serving import StructuredOutputsParams
-from megakernel.serving.engine.constraint import Grammar
 from megakernel.serving.engine.engine import Step
+from megakernel.serving.engine.grammars import Grammar
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -188,13 +188,13 @@ def test_who_cannot_go_on_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
     """
     real, calls = Grammar.follow, 0
 
-    def follow(self: Grammar, tokens: list[int], prompt: int) -> list[int]:
+    def follow(self: Grammar, output: Any) -> list[int]:
         nonlocal calls
         calls += 1
         if calls == 4:
             self.error = "too complex"
             return []
-        return real(self, tokens, prompt)
+        return real(self, output)
 
     monkeypatch.setattr(Grammar, "follow", follow)
     with pytest.raises(MegakernelError, match="too complex"):

@@ -17,7 +17,7 @@ from rich.console import Console
 from megakernel import LLM, AsyncLLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.serving.engine.engine import Step
-from megakernel.serving.engine.engine import progress as progress_module
+from megakernel.serving.text import llm as progress_module
 
 LIMITS: dict[str, Any] = {"max_context": 256, "max_seqs": 4, "step_tokens": 64, "threads": 1}
 

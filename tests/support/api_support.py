@@ -14,10 +14,9 @@ from typing import Any
 
 from megakernel import LLM, machine
 from megakernel.roofline import machine_ceilings
-from megakernel.serving.server.access import Access
+from megakernel.serving.server.frontend import FrontendServer, listen, url
 from megakernel.serving.server.host import EngineHost
-from megakernel.serving.server.limits import Limits
-from megakernel.serving.server.server import Server, listen, url
+from megakernel.serving.server.limits import Access, Limits
 from megakernel.serving.server.service import Service
 
 
@@ -29,7 +28,7 @@ class Live:
 
     host: EngineHost
     service: Service
-    server: Server
+    server: FrontendServer
     url: str
     port: int
 
@@ -79,7 +78,7 @@ class Live:
     def at_rest(self) -> bool:
         """Return whether the server holds no request any more and every KV page is free."""
         loop, stats = self.host.loop, self.host.loop.engine.stats
-        known = loop.owners or loop._jobs or loop._open or self.service.engine._choices
+        known = loop._jobs or loop._job_of or loop._open or self.service.engine._choices
         return not (known or stats.running or stats.waiting or stats.pages_used)
 
 
@@ -93,7 +92,7 @@ def serving(llm: LLM, *, names: list[str] | None = None, access: Access | None =
     service = Service(host.description, llm.tokenizer, 1, "frontend", names, access, allowed)
     ready = Event()
     sock = listen("127.0.0.1", 0)
-    server = Server(service, on_ready=ready.set, drain_seconds=10)
+    server = FrontendServer(service, on_ready=ready.set, drain_seconds=10)
     thread = Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     address, port = url(sock), sock.getsockname()[1]
     host.start()
@@ -114,3 +113,20 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come true"
         time.sleep(0.005)
+
+
+def ids_of(text: str) -> list[int]:
+    """Return the token ids of `text` in the byte model, whose vocabulary is the sorted byte alphabet of GPT-2."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = sorted(ByteLevel.alphabet())
+    [(piece, _)] = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    return [alphabet.index(character) for character in piece]
+
+
+def alternating(text: str) -> dict[str, Any]:
+    """Return sampling parameters with which a model, whatever its weights, generates the two bytes of `text` in
+    alternation.
+    """
+    first, second = ids_of(text)
+    return {"temperature": 0, "logit_bias": {str(first): 100, str(second): 99}, "frequency_penalty": 2.0}

@@ -6,21 +6,23 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from weights import loaded
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, Space, StepTable, from_f32, to_f32
 from megakernel.model import families
-from megakernel.model.checkpoint import Storage
+from megakernel.model.checkpoint import Rows, Storage, cut, float_type
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.runtime import Output
 from megakernel.runtime.cpu import native
+from megakernel.scheduler import passes
 
 Array = NDArray[Any]
 
@@ -79,23 +81,28 @@ class RandomCheckpoint:
         biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), self.biased)
         self.config = ModelConfig(*sizes, tied=self.tied, **biases)
 
-    def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> Array:
-        spec = BUFFERS[buffer]
+    def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
+        values, kind = self.values(buffer, layer), float_type(buffer, split)
+        rows = from_f32(values, kind).reshape(-1, values.shape[-1] if BUFFERS[buffer].matrix else 1)
+        return cut([Rows(kind, rows.view(np.uint8))], buffer, split)
+
+    def values(self, buffer: Buffer, layer: int) -> Array:
+        """All weights of a buffer, in float32."""
         if buffer is Buffer.LM_HEAD and self.tied:
-            return self.load(Buffer.EMBED, layer, dtype)
-        shape = spec.shape(self.dims, PAGES)
+            return self.values(Buffer.EMBED, layer)
+        shape = BUFFERS[buffer].shape(self.dims, PAGES)
         random = np.random.default_rng((int(buffer), layer)).standard_normal(shape, dtype=np.float32)
         if buffer is Buffer.INV_FREQ:
             random = (10000.0 ** -np.linspace(0, 1, shape[0], endpoint=False)).astype(np.float32)
         elif len(shape) > 1:
             random /= np.float32(np.sqrt(shape[-1]))
-        return from_f32(random, spec.resolve_dtype(replace(self.dims, dtype=int(dtype))))
+        return random
 
     def f32(self, buffer: Buffer, layer: int = 0) -> Array:
-        return to_f32(self.load(buffer, layer, self.dtype))
+        return to_f32(loaded(self, buffer, layer, self.dtype))
 
 
-FORWARD = families.forward(RandomCheckpoint(DIMS).config, DIMS)
+FORWARD = passes.apply(families.forward(RandomCheckpoint(DIMS).config), DIMS)
 
 
 def make_table(dims: Dims, sequences: Mapping[int, tuple[int, int]], seed: int = 0) -> StepTable:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from megakernel.isa import Dtype, StepTable
 from megakernel.machine import host
 from megakernel.model import ModelConfig, RandomCheckpoint
+from megakernel.model.tokenizer import TextStream
 from megakernel.program import Program
 from megakernel.runtime.backend import Output
 from megakernel.runtime.step_check import check_step
@@ -187,6 +188,16 @@ class EvenTimes:
         pass
 
 
+class Reader:
+    """A proposer that keeps the tokens of its sequence."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def read(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
+
+
 class Guesses:
     """Creates draft proposers that know each sequence's future tokens, which a test announces with `tell`.
 
@@ -195,33 +206,28 @@ class Guesses:
 
     def __init__(self, wrong: Callable[[int], bool] = lambda place: False) -> None:
         self.wrong = wrong
-        self.texts: dict[int, Sequence[int]] = {}
+        self.texts: dict[Any, Sequence[int]] = {}
 
-    def tell(self, tokens: list[int], text: Sequence[int]) -> None:
-        """Announce the complete text of a sequence.
+    def tell(self, choice: Any, text: Sequence[int]) -> None:
+        """Announce the complete text of a sequence."""
+        self.texts[choice] = text
 
-        `tokens` is the list to which the engine appends the sequence's tokens; it identifies the sequence.
-        """
-        self.texts[id(tokens)] = text
-
-    def __call__(self, tokens: Sequence[int]) -> Guess:
-        return Guess(self, tokens)
+    def __call__(self, choice: Any) -> Guess:
+        return Guess(self, self.texts[choice])
 
 
-class Guess:
-    def __init__(self, guesses: Guesses, tokens: Sequence[int]) -> None:
-        self.guesses, self.tokens = guesses, tokens
-
-    def read(self) -> None:
-        pass
+class Guess(Reader):
+    def __init__(self, guesses: Guesses, text: Sequence[int]) -> None:
+        super().__init__()
+        self.guesses, self.text = guesses, text
 
     def propose(self, count: int) -> list[int]:
-        start, text = len(self.tokens), self.guesses.texts[id(self.tokens)]
+        start, text = len(self.tokens), self.text
         tokens = [*text[start : start + count], *[0] * (start + count - len(text))]
         return [t ^ self.guesses.wrong(start + i) for i, t in enumerate(tokens)]
 
 
-class Letters:
+class Letters(TextStream):
     """A streaming detokenizer: token t is the character with code 64 + t, so that token 0 is `@`.
 
     Token 62 has no text of its own. Together with the next token, whichever that is, it becomes a single `é`.
@@ -246,7 +252,7 @@ def _compile(**bucket: Any) -> Program:
     return compile_program(CONFIG, host(2), dtype=Dtype.F32, **bucket)
 
 
-def speculation(depth: int, guesses: Callable[[Sequence[int]], Any], kind: Any = Speculation) -> Any:
+def speculation(depth: int, guesses: Callable[[Any], Any], kind: Any = Speculation) -> Any:
     """Return speculation of class `kind` that verifies up to `depth` proposed tokens per sequence in every step."""
     return kind(depth, EvenTimes(), guesses)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from engine_support import EOS, FakeBackend, Guesses, continuation, digest, fake_engine, speculation
+from msgspec.structs import replace
 from slow_engine import SlowEngine, SlowSpeculation, SlowStep
 
 from megakernel import SamplingParams
@@ -41,7 +42,7 @@ class Twins:
                 for _ in range(256):
                     text.append(continuation(said, request.seed & 0xFFFFFFFF, choice.choice))
                     said = digest(text[-1:], said)
-                told.tell(choice.tokens, text)
+                told.tell(choice, text)
         return requests
 
     def step(self) -> None:
@@ -56,10 +57,8 @@ class Twins:
         assert (fast is None) == (slow is None)
         if fast and slow:
             assert (fast.rows, fast.contexts, fast.logit_rows) == (slow.rows, slow.contexts, slow.logit_rows)
-            mine, theirs = list(fast.tokens), list(slow.tokens)
-            assert [t[1:] for t in mine] == [t[1:] for t in theirs]
-            assert [t.request.id for t in mine] == [t.request.id for t in theirs]
-            self.met["tokens"] += len(mine)
+            assert [replace(token, at=0.0) for token in fast.tokens] == slow.tokens
+            self.met["tokens"] += len(slow.tokens)
         tables = [backend.tables for backend in self.backends]
         assert len(tables[0]) == len(tables[1])
         for one, other in zip(*tables, strict=True):
@@ -76,13 +75,19 @@ class Twins:
 
 def held(engine: Engine | SlowEngine) -> Any:
     """Return an engine's waiting sequences, its running sequences with their slots and pages, and its free slots."""
-    batch: Any = engine._batch if isinstance(engine, Engine) else engine.batch
-    free = batch._slots if isinstance(engine, Engine) else batch.slots
-    return (
-        [(s.request.id, s.choice, len(s.tokens)) for s in batch.waiting],
-        [(s.request.id, s.choice, s.slot, s.pages, s.computed, s.known_pages) for s in batch.running],
-        list(free),
-    )
+    running: list[Any]
+    if isinstance(engine, Engine):
+        slots, free, waiting = engine._batch.slots, engine._batch._slots, list(engine._batch.waiting)
+        running = [
+            (s.request.id, s.choice, at, slots.pages_of(at), slots.computed[at], slots.known_pages[at])
+            for at in slots.order
+            for s in [slots.sequence[at]]
+        ]
+    else:
+        batch: Any = engine.batch
+        free, waiting = batch.slots, batch.waiting
+        running = [(s.request.id, s.choice, s.slot, s.pages, s.computed, s.known_pages) for s in batch.running]
+    return [(s.request.id, s.choice, len(s.tokens)) for s in waiting], running, list(free)
 
 
 def assert_same_table(one: StepTable, other: StepTable) -> None:

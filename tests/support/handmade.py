@@ -26,6 +26,7 @@ from megakernel.model import families
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.config import ModelConfig
 from megakernel.program import SEGMENTS, Program, Segment
+from megakernel.scheduler import passes
 
 
 def record(phase: Phase, *operands: int, waits: Sequence[int] = (), signals: Sequence[int] = ()) -> Records:
@@ -54,10 +55,10 @@ def rank_dims(tp: int, **changes: int) -> Dims:
     return small_dims(tp=tp, **sizes | changes)
 
 
-def llama(d: Dims, norm: families.Norm = families.Norm.OWN) -> Forward:
+def llama(d: Dims, norm: str = "own") -> Forward:
     """Return the forward pass of a Llama model with these dimensions and without biases."""
     config = ModelConfig(d.vocab, d.hidden, d.ffn, d.layers, d.heads, d.kv_heads, d.head_dim, d.max_context)
-    return families.forward(config, d, norm)
+    return passes.apply(families.forward(config), d, norm)
 
 
 def handmade(
@@ -85,7 +86,7 @@ def make_dims(config: ModelConfig, **overrides: Any) -> Dims:
 
 def make_program(config: ModelConfig, dims: Dims, workers: int = 1, tile: int = 32, queue: str = "none") -> Program:
     """Return a handmade program for a model's forward pass. `queue` has the same meaning as in `handmade`."""
-    return handmade(dims, workers, tile, queue, families.forward(config, dims))
+    return handmade(dims, workers, tile, queue, passes.apply(families.forward(config), dims))
 
 
 def make_queue_program(config: ModelConfig, dims: Dims, workers: int = 1, tile: int = 32) -> Program:

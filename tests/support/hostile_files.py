@@ -28,7 +28,7 @@ from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.scheduler import Options, compile_program, disassemble
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.verify import verify
-from megakernel.timeline import summarise, write_html, write_perfetto
+from megakernel.timeline import resolve, summarise, write_html, write_perfetto
 from megakernel.trace import Trace
 
 PAGES = 16
@@ -234,9 +234,9 @@ def uses(program: Program, good: Good) -> Iterator[Stage]:
 
 
 def _look(program: Program, trace: Trace) -> None:
-    summarise(program, trace)
-    write_html(program, trace, Path(os.devnull))
-    write_perfetto(program, trace, Path(os.devnull))
+    step = resolve(program, trace)
+    write_html(Path(os.devnull), (step, summarise(step)))
+    write_perfetto(Path(os.devnull), step)
 
 
 def _seal(data: bytes) -> bytes:

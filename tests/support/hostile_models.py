@@ -15,9 +15,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from megakernel.isa import BUFFERS, Buffer, Dtype
 from megakernel.model import open_checkpoint
-from megakernel.model.checkpoint import Checkpoint, weight_dims
+from megakernel.model.checkpoint import Checkpoint, rows_of, weight_dims
 from megakernel.model.families import weights
-from megakernel.model.files import Naming, tensors_of
+from megakernel.model.file_checkpoint import Naming, tensors_of
 from megakernel.model.gguf_checkpoint import gguf_naming
 from megakernel.model.hf_config import read_hf_config
 from megakernel.model.open import load_tokenizer
@@ -287,12 +287,11 @@ def _weights(name: str) -> Iterator[Stage]:
 
 def _read_all(checkpoint: Checkpoint) -> None:
     config = checkpoint.config
-    for buffer in weights(config, weight_dims(config, Dtype.F32)):
+    split = weight_dims(config, Dtype.F32)
+    for buffer in weights(config):
         for layer in range(config.layers if BUFFERS[buffer].layered else 1):
-            if buffer in checkpoint.storage:
-                checkpoint.stored(buffer, layer)
-            elif not (buffer is Buffer.LM_HEAD and config.tied):
-                checkpoint.load(buffer, layer, Dtype.F32)
+            if not (buffer is Buffer.LM_HEAD and config.tied):
+                rows_of(checkpoint, buffer, layer, split)
 
 
 def _text_of(name: str, chat: bool = False) -> Iterator[Stage]:

@@ -58,7 +58,7 @@ def weight_count(config: ModelConfig) -> int:
     """Return the number of weights in a model's files. A matrix shared by embedding and LM head counts once."""
     dims = weight_dims(config, Dtype.F32)
     absent = {Buffer.INV_FREQ} | ({Buffer.LM_HEAD} if config.tied else set())
-    held = [BUFFERS[buffer] for buffer in weights(config, dims) if buffer not in absent]
+    held = [BUFFERS[buffer] for buffer in weights(config) if buffer not in absent]
     return sum(math.prod(spec.shape(dims, 0)) * (config.layers if spec.layered else 1) for spec in held)
 
 

@@ -16,7 +16,7 @@ from megakernel.model.checkpoint import Checkpoint
 from megakernel.program import Program
 from megakernel.runtime import build_step, check_step, create
 from megakernel.runtime.backend import Output
-from megakernel.runtime.step import Chunk, SampleRow
+from megakernel.runtime.steps import Chunk, SampleRow
 from megakernel.scheduler import Options, compile_program
 
 

@@ -14,16 +14,15 @@ from megakernel.isa import Dims, StepTable, ceil_div
 from megakernel.runtime import Chunk, SampleRow
 from megakernel.runtime.attention_items import deal_items, write_items
 from megakernel.runtime.backend import Backend, Launch
-from megakernel.runtime.sampling import FLOATS
-from megakernel.serving.engine.counts import Counts
-from megakernel.serving.engine.draft import Draft
-from megakernel.serving.engine.logprobs import top_logprobs
+from megakernel.runtime.steps import FLOATS
+from megakernel.serving.engine.engine import top_logprobs
 from megakernel.serving.engine.pages import ROOT, PagePool, page_hash
+from megakernel.serving.engine.plan import VERIFIED_ROWS
 from megakernel.serving.engine.programs import Programs
 from megakernel.serving.engine.request import Request
 from megakernel.serving.engine.sampling import SamplingParams
-from megakernel.serving.engine.scheduler import SCORED_ROWS, Stats
-from megakernel.serving.engine.speculation import VERIFIED_ROWS, Speculation, _Offer
+from megakernel.serving.engine.scheduler import SCORED_ROWS, Counts, Stats
+from megakernel.serving.engine.speculation import Speculation, _Offer
 from megakernel.serving.engine.tokens import Token
 
 
@@ -41,10 +40,12 @@ class SlowSequence:
     length: int = field(init=False)
     known_pages: int = 0
     finish_reason: str | None = None
-    draft: Draft | None = None
 
     def __post_init__(self) -> None:
         self.length = len(self.tokens)
+
+    def tokens_from(self, start: int) -> list[int]:
+        return self.tokens[start:]
 
     @property
     def age(self) -> tuple[int, int]:
@@ -296,7 +297,7 @@ class SlowSpeculation(Speculation):
     def read_turns(self, work: SlowWork) -> None:
         for turn in work.turns:
             if turn.samples:
-                self._draft(turn.sequence).proposer.read()  # type: ignore[arg-type]
+                self._draft(turn.sequence)  # type: ignore[arg-type]
 
     def extend_turns(self, work: SlowWork, batch: SlowBatch, *, tokens: int, logit_rows: int) -> bool:
         rows, logits = sum(len(chunk.tokens) for chunk in work.chunks), len(work.samples)
@@ -363,7 +364,7 @@ class SlowEngine:
         self.eos_ids, self.step_tokens, self.speculation = eos_ids, step_tokens, speculation
         self.batch = SlowBatch(dims, pages=pages, step_tokens=step_tokens, prefix_cache=prefix_cache)
         self.under_way: SlowWork | None = None
-        self.requests = 0
+        self.requests = self.choices = 0
 
     @property
     def idle(self) -> bool:
@@ -375,8 +376,8 @@ class SlowEngine:
 
     def add(self, prompt: list[int], params: SamplingParams) -> Request:
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
-        request = Request(self.requests, prompt, params, stop_ids)
-        self.requests += 1
+        request = Request(self.requests, prompt, params, stop_ids, self.choices)
+        self.requests, self.choices = self.requests + 1, self.choices + params.n
         context = self.dims.max_context
         limit = context if params.max_tokens is None else min(context, len(prompt) + params.max_tokens)
         request.choices = [SlowSequence(request, choice, list(prompt), limit) for choice in range(params.n)]  # type: ignore[misc]
@@ -426,7 +427,8 @@ class SlowEngine:
             if sample.top >= 0:
                 best[token] = logprob
             if sample.target < 0:
-                found.append(Token(request, sample.sequence.choice, token, logprob, best, reason))
+                number = request.first + sample.sequence.choice
+                found.append(Token(number, token, logprob, best, reason, 0.0))
             else:
                 request.prompt_logprobs.append(logprob)
                 request.prompt_top_logprobs.append(best)

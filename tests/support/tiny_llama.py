@@ -17,10 +17,11 @@ import transformers
 from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedModel
 
-from megakernel.isa import Buffer, Dtype
+from megakernel.isa import Buffer, Dims, Dtype
+from megakernel.model.checkpoint import Rows, vector
 from megakernel.model.config import ModelConfig, Rope, RopeKind
 from megakernel.model.families import FAMILIES
-from megakernel.model.files import FileCheckpoint
+from megakernel.model.file_checkpoint import FileCheckpoint
 from megakernel.model.hf_config import parse_hf_config
 from megakernel.model.safetensors_checkpoint import safetensors_naming
 
@@ -50,7 +51,7 @@ class _StateDict:
 
     def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
         tensor = self._tensors[name][start:end]
-        return tensor.reshape(len(tensor), -1)
+        return tensor.reshape(len(tensor), *tensor.shape[1:] or (1,))
 
 
 class TinyCheckpoint(FileCheckpoint):
@@ -60,8 +61,8 @@ class TinyCheckpoint(FileCheckpoint):
         super().__init__("tiny", config, _StateDict(model), safetensors_naming(config))
         self._inv_freq = model.model.rotary_emb.inv_freq.numpy().astype(np.float32)
 
-    def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
-        return self._inv_freq if buffer is Buffer.INV_FREQ else super().load(buffer, layer, dtype)
+    def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
+        return [vector(self._inv_freq)] if buffer is Buffer.INV_FREQ else super().rows(buffer, layer, split)
 
 
 def make_llama(seed: int, family: str = "llama", **shape: Any) -> tuple[PreTrainedModel, TinyCheckpoint]:

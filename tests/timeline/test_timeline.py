@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections import Counter
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -27,18 +28,21 @@ from megakernel.program import Program
 from megakernel.timeline import (
     compare,
     compare_launches,
+    page,
     render,
     render_launches,
+    resolve,
     summarise,
     write_html,
     write_perfetto,
 )
+from megakernel.timeline.compare import Comparison
 from megakernel.timeline.overlap import compute_bound
-from megakernel.timeline.resolve import resolve
+from megakernel.timeline.resolve import Resolved
 from megakernel.timeline.resources import curves, peaks, resources
 from megakernel.timeline.spans import Spans
 from megakernel.timeline.summary import Summary
-from megakernel.timeline.waits import causes, finishes, releasers
+from megakernel.timeline.waits import Causes, Signals
 from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind, Role, Trace
 
 COMPUTE, WAIT, LOAD, STORE = IntervalKind.COMPUTE, IntervalKind.COUNTER_WAIT, IntervalKind.LOAD, IntervalKind.STORE
@@ -96,14 +100,19 @@ CHAIN = rows(
 )
 
 
-def chain_trace(intervals: Rows = CHAIN, **header: int) -> tuple[Program, Trace]:
-    p = chain()
-    return p, synthetic.trace(p, intervals, tick_s=SECOND, **header)
-
-
-def summary(intervals: Rows, p: Program | None = None, target: machine.Machine | None = None) -> Summary:
+def step(
+    intervals: Rows = CHAIN, p: Program | None = None, target: machine.Machine | None = None, **header: int
+) -> Resolved:
     p = p or chain()
-    return summarise(p, synthetic.trace(p, intervals, tick_s=SECOND), target)
+    return resolve(p, synthetic.trace(p, intervals, tick_s=SECOND, **header), target)
+
+
+def summary(intervals: Rows = CHAIN, p: Program | None = None, target: machine.Machine | None = None) -> Summary:
+    return summarise(step(intervals, p, target))
+
+
+def simulated(p: Program) -> Resolved:
+    return resolve(p, synthetic.run(p))
 
 
 def test_span_algebra() -> None:
@@ -115,32 +124,9 @@ def test_span_algebra() -> None:
     assert empty.covered(begin, end).tolist() == [0] * 5
 
 
-def test_busy_wait_idle_and_imbalance() -> None:
-    s = summarise(*chain_trace(dropped=3))
-    assert (s.step_s, s.launches, s.intervals, s.dropped) == (100, 1, len(CHAIN), 3)
-    first, second = s.per_worker
-    assert (first.busy, first.wait, first.idle) == pytest.approx((0.46, 0.53, 0.01))
-    # From 21 to 25, worker 1 only loads, which counts as busy.
-    assert (second.busy, second.wait, second.idle) == pytest.approx((0.49, 0.51, 0.0))
-    assert s.busy == pytest.approx(0.475) and s.imbalance == pytest.approx(0.49 / 0.475 - 1)
-
-
-def test_a_wait_under_work_is_not_time_lost() -> None:
-    """A worker whose loader or controller waits while its consumers compute is busy."""
-    s = summary(rows((COMPUTE, 0, 0, 0, 0, 60), (WAIT, 0, 1, 0, 20, 100)))
-    assert (s.per_worker[0].busy, s.per_worker[0].wait) == pytest.approx((0.6, 0.4))
-
-
-def test_time_by_instruction() -> None:
-    s = summarise(*chain_trace())
-    found = {i.name: (i.count, i.total_s, i.mean_s) for i in s.instructions}
-    assert found["qkv_rope"] == (2, 44, 22) and found["attn_norm"] == (2, 20, 10) and found["o_proj"] == (2, 16, 8)
-    assert sum(i.share for i in s.instructions) == pytest.approx(1) and sum(s.families.values()) == pytest.approx(1)
-    assert s.families["matmul"] == pytest.approx(60 / 91)
-
-
 def test_waits_name_the_producers_of_their_counters() -> None:
-    s = summarise(*chain_trace())
+    s = summarise(step(dropped=3))
+    assert s.dropped == 3
     found = {(w.instruction, w.cause): (w.count, w.total_s) for w in s.waits}
     assert found == {
         ("qkv_rope", "attn_norm"): (2, 42),
@@ -161,31 +147,13 @@ def test_signals_to_every_rank_have_a_cause_there() -> None:
     s = summary(rows((COMPUTE, 0, 0, 0, 0, 60)) + waiting, p)
     assert [(w.instruction, w.cause) for w in s.waits] == [("mlp_norm", "o_proj")]
     assert s.exposed_communication == pytest.approx(60 / 200)
-    assert summarise(*chain_trace()).exposed_communication == 0
-
-
-def test_loads_are_hidden_under_waits_and_earlier_work() -> None:
-    own = rows((LOAD, 0, 1, 0, 0, 20), (COMPUTE, 0, 1, 0, 10, 30))  # no other work hides this load
-    other = rows((COMPUTE, 0, 0, 0, 0, 8), (LOAD, 0, 1, 0, 0, 10), (COMPUTE, 0, 1, 0, 10, 30))
-    for intervals, inside in ((CHAIN, 16 / 20), (own, 0), (other, 0.8), (other[:1], None)):
-        assert summary(intervals).overlap.inside_worker == (inside and pytest.approx(inside))
-
-
-def test_a_load_that_goes_on_under_its_own_compute_hides_nothing_of_others() -> None:
-    """A load takes 30 ticks, of which 10 are before the COMPUTE of its own instruction.
-
-    In 8 of these 10 ticks, the previous instruction computes. The load's own instruction computes in 15 ticks, so some
-    instruction computes in 8 + 15 of the load's 30 ticks.
-    """
-    before = rows((COMPUTE, 0, 0, 0, 0, 8), (COMPUTE, 0, 1, 0, 10, 25), role=Role.CONSUMER)
-    overlap = summary(before + rows((LOAD, 0, 1, 0, 0, 30), role=Role.LOADER)).overlap
-    assert (overlap.inside_worker, overlap.loads_under_compute) == pytest.approx((8 / 10, 23 / 30))
+    assert summary().exposed_communication == 0
 
 
 def test_a_remote_wait_under_compute_is_not_exposed() -> None:
     """The input loader of rank 1 waits for rank 0 from tick 20 to tick 60, and its worker computes until tick 35.
 
-    So 25 of the 2 x 100 ticks of the two ranks are exposed communication.
+    So 25 of the 2 x 100 ticks of the two ranks are exposed communication, in one launch and in two equal ones.
     """
     tile = (0, 32, 0, 32)
     body = [
@@ -195,15 +163,19 @@ def test_a_remote_wait_under_compute_is_not_exposed() -> None:
     intervals = rows((COMPUTE, 0, 0, 0, 0, 60), role=Role.CONSUMER)
     intervals += rows((COMPUTE, 0, 1, 0, 0, 35), (COMPUTE, 0, 2, 0, 60, 100), rank=1, role=Role.CONSUMER)
     intervals += rows((WAIT, 0, 2, 0, 20, 60), rank=1, role=Role.INPUT_LOADER)
-    assert summary(intervals, two_ranks(body)).exposed_communication == pytest.approx(25 / 200)
+    again = [(b + 1000, e + 1000, r, 7, *rest) for b, e, r, _, *rest in intervals]
+    for launches in (intervals, intervals + again):
+        assert summary(launches, two_ranks(body)).exposed_communication == pytest.approx(25 / 200)
 
 
 def test_memory_bound_work_beside_compute_bound_work() -> None:
     p = chain()
     balanced = replace(machine.load("h100"), matrix_flops=1.0, memory_bytes_per_s=1.0)
-    assert compute_bound(p, balanced) == {p.forward.by_name[name].number for name in ("qkv_rope", "o_proj")}
+    assert compute_bound(step(p=p, target=balanced)) == {
+        p.forward.by_name[name].number for name in ("qkv_rope", "o_proj")
+    }
     starved = replace(balanced, matrix_flops=1e9)
-    assert compute_bound(p, starved) == set()
+    assert compute_bound(step(p=p, target=starved)) == set()
     apart = rows((COMPUTE, 0, 0, 0, 0, 40), (COMPUTE, 1, 2, 0, 30, 80))
     assert summary(apart, p, balanced).overlap.across_workers == pytest.approx(10 / 40)
     assert summary(apart, p, starved).overlap.across_workers == 0
@@ -214,26 +186,8 @@ def test_memory_bound_work_beside_compute_bound_work() -> None:
     assert summary(rows((COMPUTE, 0, 1, 0, 0, 40)), p, balanced).overlap.across_workers is None
 
 
-@pytest.mark.parametrize(
-    ("other", "share"),
-    [((1, 2, 0, 40, 80), 0), ((1, 2, 0, 30, 80), 10 / 80), ((1, 0, 1, 20, 80), 20 / 80), ((1, 0, 0, 20, 80), 0)],
-    ids=["barrier", "another phase", "another layer", "the same"],
-)
-def test_phases_overlap_when_workers_compute_different_things(other: tuple[int, ...], share: float) -> None:
-    assert summary(rows((COMPUTE, 0, 0, 0, 0, 40), (COMPUTE, *other))).overlap.phases == pytest.approx(share)
-
-
-def test_ranks_overlap_when_they_compute_different_things() -> None:
-    p = two_ranks([[record("attn_norm", (0, 1)), record("mlp_norm", (0, 1))] for _ in range(2)])
-    first = rows((COMPUTE, 0, 0, 0, 0, 40), (COMPUTE, 0, 1, 0, 40, 80))
-    for begin, shared in ((40, 0), (30, 10), (0, 40)):
-        other = rows((COMPUTE, 0, 3, 0, begin, 80), rank=1)
-        assert summary(first + other, p).overlap.across_ranks == pytest.approx(shared / 80)
-    assert summarise(*chain_trace()).overlap.across_ranks is None
-
-
 def test_critical_path_of_a_known_chain() -> None:
-    path = summarise(*chain_trace()).critical_path
+    path = summary().critical_path
     layer = ["attn_norm", "qkv_rope", "join", "o_proj"]
     assert [link.instruction for link in path.links] == ["embed", *layer, *layer, "final_norm"]
     assert [link.after for link in path.links] == [
@@ -264,40 +218,12 @@ def test_releasers_are_the_true_ones() -> None:
     after its releaser.
     """
     p = synthetic.llama(layers=3, workers=5, row_blocks=3, tiles=6)
-    for r, least in ((resolve(p, synthetic.run(p)), 40), (resolve(*synthetic.node(4, 16)), 400)):
-        found, waits = releasers(r, finishes(r)), np.flatnonzero(r.kind(WAIT))
+    for r, least in ((simulated(p), 40), (resolve(*synthetic.node(4, 16)), 400)):
+        found, waits = r.releaser, np.flatnonzero(r.kind(WAIT))
         assert len(waits) > least and (found[waits] >= 0).all() and (found[~r.kind(WAIT)] == -1).all()
         late = r.end[waits] - r.end[found[waits]]
         assert (late >= 400).all() if r.rows["rank"].any() else (late == synthetic.SIGNAL_NS).all()
     assert (r.rows["rank"][waits] != r.rows["rank"][found[waits]]).any()
-
-
-def test_critical_path_explains_the_whole_step() -> None:
-    p = synthetic.llama(layers=4)
-    path = summarise(p, synthetic.run(p)).critical_path
-    assert path.gap_s + sum(path.by_instruction.values()) == pytest.approx(path.seconds)
-    assert path.gap_s < 0.02 * path.seconds  # the gaps are only signals and dispatch
-    assert all(a.end_s <= b.begin_s for a, b in pairwise(path.links))
-
-
-def test_several_launches() -> None:
-    s = summary(CHAIN + [(b + 1000, e + 1000, r, 7, *rest) for b, e, r, _, *rest in CHAIN])
-    once = summarise(*chain_trace())
-    assert (s.launches, s.step_s, s.busy, s.imbalance) == pytest.approx((2, 100, once.busy, once.imbalance))
-    assert s.overlap == once.overlap
-    assert s.critical_path.by_instruction == once.critical_path.by_instruction
-    assert {w.cause: w.count for w in s.waits} == {w.cause: 2 * w.count for w in once.waits}
-
-
-def test_the_share_of_exposed_communication_is_that_of_one_launch() -> None:
-    tile = (0, 32, 0, 32)
-    body = [[record("o_proj", tile, [], [word(0, rank=ALL_RANKS)])], [record("mlp_norm", (0, 32), [word(0)], [])]]
-    once = rows((COMPUTE, 0, 0, 0, 0, 60), role=Role.CONSUMER)
-    once += rows((COMPUTE, 0, 1, 0, 60, 100), rank=1, role=Role.CONSUMER)
-    once += rows((WAIT, 0, 1, 0, 20, 60), rank=1, role=Role.INPUT_LOADER)
-    twice = once + [(b + 1000, e + 1000, r, 7, *rest) for b, e, r, _, *rest in once]
-    shares = [summary(each, two_ranks(body)).exposed_communication for each in (once, twice)]
-    assert shares == [pytest.approx(40 / 200)] * 2
 
 
 OUTSIDE = ((0, 9, 0), (2, 0, 0), (0, 0, 2))  # (record, worker, layer); the program lacks one of the three
@@ -313,14 +239,13 @@ OUTSIDE = ((0, 9, 0), (2, 0, 0), (0, 0, 2))  # (record, worker, layer); the prog
     ],
 )
 def test_a_trace_that_does_not_fit_is_refused(change, message: str) -> None:
-    p, t = chain_trace()
+    good = step()
     with pytest.raises(MegakernelError, match=message):
-        summarise(p, change(p, t))
+        resolve(good.program, change(good.program, good.trace))
 
 
 def test_summary_is_json_with_the_promised_keys() -> None:
-    p = synthetic.llama()
-    data = json.loads(json.dumps(asdict(summarise(p, synthetic.run(p))), allow_nan=False))
+    data = json.loads(json.dumps(asdict(summarise(simulated(synthetic.llama()))), allow_nan=False))
     assert {"busy", "overlap", "exposed_communication", "critical_path", "dropped"} <= set(data)
     assert set(data["overlap"]) == {"inside_worker", "loads_under_compute", "across_workers", "across_ranks", "phases"}
     assert [r["name"] for r in data["resources"]] == ["matrix", "vector", "memory", "cache"]
@@ -336,7 +261,7 @@ def test_work_is_spread_over_the_intervals_that_did_it() -> None:
     own = {"rank": 1, "role": Role.CONSUMER}
     intervals = rows((COMPUTE, 0, 0, 0, 0, 60), **own) + rows((LOAD, 0, 0, 0, 0, 20), rank=1, role=Role.LOADER)
     intervals += rows((STORE, 0, 0, 0, 60, 80), rank=1, role=Role.STORER)
-    r = resolve(p, synthetic.trace(p, intervals, tick_s=SECOND))
+    r = step(intervals, p, machine.load("h100"))
     amounts = curves(r, r.period)  # a bin per tick
     flops, weights, sent = 2 * 32 * 64 * 64, 64 * 64 * 2, 32 * 64 * 2
     matrix, vector, memory, cache, out, into = amounts.transpose(1, 0, 2)
@@ -349,30 +274,28 @@ def test_work_is_spread_over_the_intervals_that_did_it() -> None:
     for bins in (1, 3, 7, 64):
         assert curves(r, bins).sum(axis=2) == pytest.approx(amounts.sum(axis=2))
 
-    matrix_of, *_ = resources(r, replace(machine.load("h100"), workers=1, matrix_flops=float(flops)))
+    assert [x.name for x in resources(r)] == ["matrix", "memory", "cache", "link out", "link in"]
+    matrix_of, *_ = resources(replace(r, machine=replace(r.machine, workers=1, matrix_flops=float(flops))))
     assert matrix_of.fraction == pytest.approx(1 / 2 / 80) and matrix_of.ranks == pytest.approx([0, 1 / 80])
     assert sum(matrix_of.curve) / len(matrix_of.curve) * r.period == pytest.approx(1 / 2, rel=1e-3)
-    assert [x.name for x in resources(r, machine.load("h100"))] == ["matrix", "memory", "cache", "link out", "link in"]
 
 
 def test_instants_are_a_tick_long_and_give_finite_numbers() -> None:
     """If every interval begins and ends in the same tick, the numbers are still finite."""
-    p = chain()
-    t = synthetic.trace(p, rows((COMPUTE, 0, 1, 0, 5, 5), (COMPUTE, 1, 2, 0, 5, 5)), tick_s=SECOND)
-    r = resolve(p, t)
+    r = step(rows((COMPUTE, 0, 1, 0, 5, 5), (COMPUTE, 1, 2, 0, 5, 5)), target=machine.load("h100"))
     spread = curves(r, 4)
     assert np.isfinite(spread).all() and spread.any()
-    found = summarise(p, t, machine.load("h100"))
+    found = summarise(r)
     assert all(np.isfinite([x.rate, x.fraction, *x.curve]).all() for x in found.resources) and found.resources
     assert [i.share for i in found.instructions] == [0, 0]
 
 
 def test_a_gap_at_the_end_of_a_worker_leads_to_its_last_interval() -> None:
-    p, t = chain_trace()
-    bars = {bar.name: bar for bar in summarise(p, t).waterfall.bars}
+    r = step()
+    bars = {bar.name: bar for bar in summarise(r).waterfall.bars}
     place, *_ = bars["imbalance"].places
     assert (place.worker, place.begin_s, place.end_s) == (0, 99, 100)
-    assert resolve(p, t).end[place.interval] == 99
+    assert r.end[place.interval] == 99
 
 
 def test_attentions_work_is_that_of_its_items(tmp_path: Path) -> None:
@@ -399,15 +322,16 @@ def test_attentions_work_is_that_of_its_items(tmp_path: Path) -> None:
         resolved = resolve(p, loaded)
         matrix, _, memory, *_ = curves(resolved, resolved.period)[0]
         if saved is plain:
-            assert not matrix.any() and not memory.any() and summarise(p, loaded).without_attention
+            assert not matrix.any() and not memory.any() and summarise(resolved).without_attention
             continue
         computed = [matrix[at : at + 20].sum() for at in (20, 60, 100)]
         read = [memory[at : at + 10].sum() for at in (0, 40, 80)]
         assert (computed, read) == (pytest.approx([10, 10, 30]), pytest.approx([600, 600, 90]))
         assert (matrix.sum(), memory.sum()) == (pytest.approx(50), pytest.approx(1290))
-        assert not summarise(p, loaded).without_attention
+        assert not summarise(resolved).without_attention
     console = Console(file=io.StringIO(), width=120)
-    render(replace(summarise(p, plain), resources=summarise(p, trace).resources), p, plain, console)
+    without, whole = (resolve(p, each) for each in (plain, trace))
+    render(replace(summarise(without), resources=summarise(whole).resources), without, console)
     assert "without attention" in console.file.getvalue()
     (tmp_path / "trace").write_bytes((tmp_path / "trace").read_bytes()[:-1])
     with pytest.raises(MegakernelError, match="damaged"):
@@ -419,7 +343,7 @@ def test_a_cpu_loads_its_weights_while_it_computes() -> None:
 
     Its LOAD interval is a prefetch during a wait, which loads only a part of these bytes.
     """
-    r = resolve(*chain_trace(rows((LOAD, 1, 2, 0, 0, 10), (COMPUTE, 1, 2, 0, 10, 20))))
+    r = step(rows((LOAD, 1, 2, 0, 0, 10), (COMPUTE, 1, 2, 0, 10, 20)))
     memory = curves(r, r.period)[0, 2]
     assert memory[:10].sum() == 0 and memory[10:20].sum() == memory.sum() > 0
 
@@ -432,12 +356,12 @@ def test_peaks_are_those_of_a_ranks_workers() -> None:
     assert peaks(whole, 264)[0] == whole.matrix_flops
 
 
-def stretched(factor: int, keep: int | None = None) -> tuple[Program, Trace]:
-    return chain_trace([(b * factor, e * factor, *rest) for b, e, *rest in CHAIN[:keep]])
+def stretched(factor: int, keep: int | None = None) -> Resolved:
+    return step([(b * factor, e * factor, *rest) for b, e, *rest in CHAIN[:keep]])
 
 
 def test_two_traces_of_a_program_compared() -> None:
-    c = compare(chain_trace(), stretched(3))
+    c = compare(step(), stretched(3))
     assert c.step_s == (100, 300) and c.ratio == pytest.approx(3)
     assert (c.matched, c.only_first, c.only_second) == (8, 0, 0)  # joins have no counterpart
     qkv = next(i for i in c.instructions if i.name == "qkv_rope")
@@ -446,30 +370,27 @@ def test_two_traces_of_a_program_compared() -> None:
     phase = next(x for x in c.phases if x.instruction == "o_proj" and x.layer == 1)
     assert phase.first_s == (91, 99) and phase.second_s == (273, 297)
     assert [x.first_s[0] for x in c.phases] == sorted(x.first_s[0] for x in c.phases)
-    cut = compare(chain_trace(), stretched(1, keep=5))
+    cut = compare(step(), stretched(1, keep=5))
     assert (cut.matched, cut.only_first, cut.only_second) == (3, 5, 0)
 
 
 def test_two_programs_are_compared_by_operands() -> None:
     """Two programs with the same tiles, on one worker and on four, are compared by operands."""
-    many, one, other = (
-        (p, synthetic.run(p)) for p in (synthetic.llama(), synthetic.llama(workers=1), synthetic.llama(row_blocks=1))
-    )
-    for same in (one, synthetic.renumbered(*one)):  # phases have names
+    many, one, other = map(simulated, (synthetic.llama(), synthetic.llama(workers=1), synthetic.llama(row_blocks=1)))
+    for same in (one, resolve(*synthetic.renumbered(one.program, one.trace))):  # phases have names
         c = compare(many, same)
-        assert (c.matched, c.only_first, c.only_second) == (many[0].instructions, 0, 0) and c.ratio and c.ratio > 2
+        assert (c.matched, c.only_first, c.only_second) == (many.program.instructions, 0, 0) and c.ratio and c.ratio > 2
     c = compare(many, other)
     assert c.only_first > 0 and c.only_second == 0
     wide = synthetic.program(synthetic.dims(2), [[]], [[record("o_proj", (64, 32, 0, 32))]], [[]], counters=1)
     with pytest.raises(MegakernelError, match="no instruction in common"):
-        compare(chain_trace(), (wide, synthetic.trace(wide, rows((COMPUTE, 0, 0, 0, 0, 1)))))
+        compare(step(), step(rows((COMPUTE, 0, 0, 0, 0, 1)), wide))
 
 
 def test_terminal_table() -> None:
-    p = synthetic.llama()
-    t = synthetic.run(p)
+    r = simulated(synthetic.llama())
     console = Console(width=120, record=True, file=io.StringIO())
-    render(summarise(p, t), p, t, console)
+    render(summarise(r), r, console)
     text = console.export_text()
     assert all(len(line) <= 120 for line in text.splitlines())
     for wanted in ("per step", "gate_up_silu", "qkv_rope ← attn_norm", "FLOP/s", "critical path"):
@@ -477,29 +398,45 @@ def test_terminal_table() -> None:
     assert re.findall(r"worker (\d)  ", text) == ["0", "1", "2", "3"]
 
 
-def test_comparison_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command compares two traces, and computes each record of figures once, whatever it writes."""
     p = synthetic.llama()
     t = synthetic.run(p)
     rest = t.intervals[t.intervals["layer"] != EPILOGUE].copy()
     for name in ("begin", "end"):
         rest[name] *= 2
     second = replace(t, intervals=rest)
-    compared = compare((p, t), (p, second))
+    compared = compare(resolve(p, t), resolve(p, second))
     files = {name: tmp_path / name for name in ("a.program", "a.trace", "b.trace", "c.program", "both.html")}
     p.save(files["a.program"])
     t.save(files["a.trace"])
     second.save(files["b.trace"])
     replace(p, machine="h100").save(files["c.program"])
+    made: Counter[type] = Counter()
+
+    def count(made_of: type) -> None:
+        start = made_of.__init__
+
+        def counting(self: object, *args: object, **named: object) -> None:
+            made[made_of] += 1
+            start(self, *args, **named)
+
+        monkeypatch.setattr(made_of, "__init__", counting)
+
+    for made_of in (Resolved, Causes, Signals, Summary, Comparison):
+        count(made_of)
     start = ["timeline", str(files["a.program"]), str(files["a.trace"]), "--compare"]
-    assert main([*start, str(files["b.trace"]), "-o", str(files["both.html"]), "--json"]) == 0
-    assert (
-        json.loads(capsys.readouterr().out)["comparison"]["ratio"] == compared.ratio
-        and files["both.html"].stat().st_size > 0
-    )
-    assert main([*start, str(files["b.trace"])]) == 0
+    written = ["-o", str(files["both.html"]), "--perfetto", str(tmp_path / "a.pftrace")]
+    assert main([*start, str(files["b.trace"]), *written]) == 0
+    # Signals are decoded once for the causes and once for the releasers of each trace.
+    assert made == {Resolved: 2, Causes: 2, Signals: 4, Summary: 2, Comparison: 1}
     out = capsys.readouterr().out
     assert compared.only_first > 0 and f"{compared.only_first} instructions only in the first" in out
-    assert "qkv_rope" in out and re.search(r"  × [\d.]+", out)
+    assert "qkv_rope" in out and re.search(r"  × [\d.]+", out) and files["both.html"].stat().st_size > 0
+    assert main([*start, str(files["b.trace"]), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["comparison"]["ratio"] == compared.ratio
     for wrong, message in (
         ([files["c.program"], files["b.trace"]], "the trace is of program"),
         ([files["b.trace"]] * 3, "PROGRAM TRACE, not 3 files"),
@@ -510,14 +447,14 @@ def test_comparison_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_unwritable_paths_are_named(tmp_path: Path) -> None:
-    for write in (write_html, write_perfetto):
+    for write in (lambda path, r: write_html(path, (r, summarise(r))), write_perfetto):
         with pytest.raises(MegakernelError, match="No such file"):
-            write(*chain_trace(), tmp_path / "absent" / "file")
+            write(tmp_path / "absent" / "file", step())
 
 
-def perfetto(p: Program, t: Trace, folder: Path) -> tuple[list[pb.TracePacket], dict[int, pb.TrackDescriptor]]:
+def perfetto(r: Resolved, folder: Path) -> tuple[list[pb.TracePacket], dict[int, pb.TrackDescriptor]]:
     """Write the Perfetto file of a trace, and return the file's packets and its tracks by id."""
-    write_perfetto(p, t, folder / "t.pftrace")
+    write_perfetto(folder / "t.pftrace", r)
     trace = pb.Trace()
     trace.ParseFromString((folder / "t.pftrace").read_bytes())
     packets = list(trace.packet)
@@ -525,9 +462,8 @@ def perfetto(p: Program, t: Trace, folder: Path) -> tuple[list[pb.TracePacket], 
 
 
 def test_perfetto_holds_the_trace(tmp_path: Path) -> None:
-    p = synthetic.llama()
-    t = synthetic.run(p)
-    packets, tracks = perfetto(p, t, tmp_path)
+    r = simulated(synthetic.llama())
+    packets, tracks = perfetto(r, tmp_path)
     assert [d.process.process_name for d in tracks.values() if d.HasField("process")] == ["rank 0"]
 
     slices: list[tuple[object, ...]] = []
@@ -551,13 +487,11 @@ def test_perfetto_holds_the_trace(tmp_path: Path) -> None:
             slices.append((worker, begin, packet.timestamp, kind, started.name, family, notes))
     assert not open_at
 
-    r = resolve(p, t)
-    c = causes(p)
     expected = []
     for i in range(len(r)):
         name, track = r.phase(i).name, TRACKS[int(r.rows["kind"][i])]
         if track == "wait":
-            name = "waits for " + c.names[c.table(int(r.segment[i]), int(r.block[i]))[r.rows["instruction"][i], 0]]
+            name = "waits for " + r.causes.names[r.cause[i]]
         notes = (*r.operands(i).items(), ("launch", 1))
         if (layer := r.layer(i)) is not None:
             notes = (*notes, ("layer", layer))
@@ -573,21 +507,20 @@ def test_perfetto_holds_the_trace(tmp_path: Path) -> None:
 
 def test_loads_that_overlap_get_tracks_of_their_own(tmp_path: Path) -> None:
     loads = rows((LOAD, 0, 0, 0, 0, 20), (LOAD, 0, 1, 0, 10, 30), (LOAD, 0, 0, 1, 20, 40))
-    _, tracks = perfetto(*chain_trace(loads), tmp_path)
+    _, tracks = perfetto(step(loads), tmp_path)
     assert [d.name for d in tracks.values() if d.name.startswith("load")] == ["load", "load 2"]
 
 
 def test_roles_and_resources_in_perfetto(tmp_path: Path) -> None:
-    p, t = synthetic.node(2, 3, layers=1, clock_error_s=2e-6)
-    packets, tracks = perfetto(p, t, tmp_path)
+    r = resolve(*synthetic.node(2, 3, layers=1, clock_error_s=2e-6))
+    packets, tracks = perfetto(r, tmp_path)
     processes = [d for d in tracks.values() if d.HasField("process")]
     assert [d.process.process_name for d in processes] == ["rank 0 (clock ±2 µs)", "rank 1 (clock ±2 µs)"]
     assert {d.name.removesuffix(" 2") for d in tracks.values() if "worker" not in d.name and d.parent_uuid} == {
         *("loader wait", "loader load", "input loader wait", "consumer compute", "storer store"),
         *("matrix", "vector", "memory", "cache", "link out", "link in"),
     }
-    expected = curves(resolve(p, t), 2048)
-    end = int(t.intervals["end"].max()) + 1 - int(t.intervals["begin"].min())
+    expected = curves(r, 2048)
     for rank, process in enumerate(processes):
         matrix = next(u for u, d in tracks.items() if d.parent_uuid == process.uuid and d.name == "matrix")
         assert tracks[matrix].counter.unit_name == "FLOP/s"
@@ -595,14 +528,14 @@ def test_roles_and_resources_in_perfetto(tmp_path: Path) -> None:
         samples = [(k.timestamp, k.track_event.double_counter_value) for k in rate]
         work = sum(value * (b - a) * 1e-9 for (a, value), (b, _) in pairwise(samples))
         assert work == pytest.approx(expected[rank, 0].sum(), rel=1e-3)
-        assert samples[-1][1] == 0 and samples[-1][0] <= end
+        assert samples[-1][1] == 0 and samples[-1][0] <= r.period
 
 
-def test_page_is_one_file_without_references(tmp_path: Path) -> None:
-    write_html(*chain_trace(), tmp_path / "t.html")
-    page = (tmp_path / "t.html").read_text()
-    assert "@@" not in page and "http:" not in page and "https:" not in page
-    assert " src=" not in page and 'href="data:,"' in page and page.count("href=") == 1
+def test_page_is_one_file_without_references() -> None:
+    r = step()
+    text = page((r, summarise(r)))
+    assert "@@" not in text and "http:" not in text and "https:" not in text
+    assert " src=" not in text and 'href="data:,"' in text and text.count("href=") == 1
 
 
 def test_ranks_have_as_many_digits_in_perfetto(tmp_path: Path) -> None:
@@ -610,24 +543,9 @@ def test_ranks_have_as_many_digits_in_perfetto(tmp_path: Path) -> None:
     body = [[record("attn_norm", (0, 1))] for _ in range(11)]
     p = synthetic.program(synthetic.dims(1), [[]] * 11, body, [[]] * 11, counters=1, ranks=11)
     ran = [row for rank in range(11) for row in rows((COMPUTE, 0, rank, 0, 0, 5), rank=rank)]
-    _, tracks = perfetto(p, synthetic.trace(p, ran), tmp_path)
+    _, tracks = perfetto(step(ran, p), tmp_path)
     names = [d.process.process_name for d in tracks.values() if d.HasField("process")]
     assert names == sorted(names) and names[-1] == "rank 10" and "rank 02" in names
-
-
-def test_a_stall_shows_in_the_numbers_and_in_perfetto(tmp_path: Path) -> None:
-    p, t, stalled = synthetic.stalled()
-    worst = max(summarise(p, t).critical_path.links, key=lambda link: link.end_s - link.begin_s)
-    assert worst.end_s - worst.begin_s > 5e-3
-    assert (int(t.intervals["instruction"][worst.interval]), worst.layer) == stalled
-    longest = [_longest_slice(*perfetto(p, trace, tmp_path)) for trace in (t, synthetic.run(p))]
-    assert longest[0] > 5_000_000 > longest[1]
-
-
-def _longest_slice(packets: list[pb.TracePacket], tracks: dict[int, pb.TrackDescriptor]) -> int:
-    compute = {uuid for uuid, track in tracks.items() if track.name == "compute"}
-    times = [k.timestamp for k in packets if k.track_event.track_uuid in compute]
-    return max(b - a for a, b in zip(times[::2], times[1::2], strict=True))
 
 
 def test_launches_are_compared_by_the_waterfall() -> None:
@@ -635,10 +553,8 @@ def test_launches_are_compared_by_the_waterfall() -> None:
 
     In the second, two workers wait 40 ticks longer each, for different causes.
     """
-    p = chain()
     late = [(b + 40 * (b > 20), e + 40 * (e > 20), *rest) for b, e, *rest in CHAIN]
-    steps = [stretched(1), (p, synthetic.trace(p, late, tick_s=SECOND)), stretched(1, keep=14)]
-    found = compare_launches([summarise(p, trace) for _, trace in steps])
+    found = compare_launches([summarise(each) for each in (step(), step(late), stretched(1, keep=14))])
     assert found.step_s == [100, 140, 99] and found.median == 0
     waits = {d.name: (d.most_s - d.median_s, d.most_in) for d in found.differences[:2]}
     assert waits == {name: (pytest.approx(20), 1) for name in ("waits for attn_norm", "waits for qkv_rope")}

@@ -35,10 +35,11 @@ from megakernel.runtime.cuda.issue import issued
 from megakernel.runtime.targets import target_of
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.simulate.costs import costs_of
-from megakernel.timeline import write_html
+from megakernel.timeline import page as page_of
+from megakernel.timeline import resolve, summarise
 from megakernel.trace import Trace
 
-FETCH, PAGE_WAIT, COUNTER_WAIT, LOAD, COMPUTE, STORE = range(6)
+_, PAGE_WAIT, COUNTER_WAIT, LOAD, COMPUTE, STORE = range(6)
 LOADER, CONSUMER, INPUT_LOADER = 2, 3, 5
 PROLOGUE, EPILOGUE = 0xFFFE, 0xFFFF
 
@@ -81,8 +82,8 @@ def read_trace(path: Path) -> Read:
     return Read(header["tick_s"], rows, told)  # type: ignore[arg-type]
 
 
-def read_page(path: Path) -> dict[str, Any]:
-    found = re.search(r'<script id="meta" type="application/json">(.*?)</script>', path.read_text(), re.S)
+def read_page(text: str) -> dict[str, Any]:
+    found = re.search(r'<script id="meta" type="application/json">(.*?)</script>', text, re.S)
     assert found
     return dict(json.loads(found[1])["sources"][0])
 
@@ -100,24 +101,30 @@ def sweep(intervals: Iterable[tuple[int, int, Any]]) -> Iterator[tuple[int, int,
             yield at, edges[n + 1][0], +active
 
 
-def compiled(tp: int, tokens: int, launches: int = 1, **options: Any) -> tuple[Program, Trace]:
+def compiled(tp: int, tokens: int, **options: Any) -> tuple[Program, Trace]:
     """Run a step of a model with odd sizes on this machine's CPU, and return its program and trace."""
     runner = Runner(RandomCheckpoint(DIMS, biased=False), workers=2, tp=tp, max_context=400, **options)
     try:
-        traced = [runner.step([Piece(0, 0, list(range(tokens)))], trace=True).trace for _ in range(launches)]
+        trace = runner.step([Piece(0, 0, list(range(tokens)))], trace=True).trace
     finally:
         runner.close()
-    assert traced[-1] is not None
-    return runner.program(tokens, tokens), traced[-1]
+    assert trace is not None
+    return runner.program(tokens, tokens), trace
+
+
+def on_h100(program: Program) -> Trace:
+    """Simulate a step that uses all token rows of a program, on as many SMs of an H100 as the program has workers."""
+    h100 = machines.load("h100")
+    machine = replace(h100, workers=program.workers)
+    trace = simulate(program, machine, step_of(program), costs=costs_of(h100), trace=True).trace
+    assert trace is not None
+    return trace
 
 
 def queued(queue: str, tp: int) -> tuple[Program, Trace]:
     """Simulate a hand-made program with a queue under the costs and roles of an H100, and return it and its trace."""
     program = handmade.handmade(handmade.rank_dims(tp), workers=3, queue=queue)
-    h100 = machines.load("h100")
-    done = simulate(program, replace(h100, workers=3), step_of(program), costs=costs_of(h100), trace=True)
-    assert done.trace is not None
-    return program, done.trace
+    return program, on_h100(program)
 
 
 def for_a_gpu(tokens: int, tp: int) -> tuple[Program, Trace]:
@@ -130,9 +137,7 @@ def for_a_gpu(tokens: int, tp: int) -> tuple[Program, Trace]:
     )
     h100 = replace(machines.load("h100"), workers=4)
     program = small_compiled(config, h100, tokens, tp=tp, max_context=256)
-    done = simulate(program, h100, step_of(program), costs=costs_of(h100), trace=True)
-    assert done.trace is not None
-    return program, done.trace
+    return program, on_h100(program)
 
 
 def twice() -> tuple[Program, Trace]:
@@ -179,7 +184,6 @@ KINDS = {
     "GPU prefill": lambda: for_a_gpu(256, 2),
     "CPU decode": lambda: compiled(1, 1),
     "CPU prefill": lambda: compiled(1, 70),
-    "CPU of two ranks": lambda: compiled(2, 40),
     "CPU queue": lambda: compiled(2, 40, queue="body"),
 }
 
@@ -196,14 +200,17 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     program, trace = KINDS[request.param]()
     folder = tmp_path_factory.mktemp("case")
     trace.save(folder / "t.trace")
-    write_html(program, trace, folder / "t.html")
-    page = read_page(folder / "t.html")
+    step = resolve(program, trace)
+    page = read_page(page_of((step, summarise(step))))
     return Case(program, read_trace(folder / "t.trace"), page, page["summary"])
 
 
+def segment_of(row: Row) -> int:
+    return {PROLOGUE: 0, EPILOGUE: 2}.get(row.layer, 1)
+
+
 def phase_number(program: Program, row: Row) -> int:
-    segment = 0 if row.layer == PROLOGUE else 2 if row.layer == EPILOGUE else 1
-    return int(program.numbered(segment)[0][row.number, 0]) % (MAX_PHASES + 1)
+    return int(program.numbered(segment_of(row))[0][row.number, 0]) % (MAX_PHASES + 1)
 
 
 def name(program: Program, row: Row) -> str:
@@ -325,8 +332,7 @@ def busiest_role(case: Case) -> float:
                 each[segment, row] = roles and (roles.weight_loader[n], roles.input_loader[n], roles.consumers[n])
     total: Counter[tuple[int, int]] = Counter()
     for row in {(r.launch, r.layer, r.rank, r.number): r for r in case.read.rows if r.kind == COMPUTE}.values():
-        segment = 0 if row.layer == PROLOGUE else 2 if row.layer == EPILOGUE else 1
-        for role, seconds in enumerate(each.get((segment, row.number)) or ()):
+        for role, seconds in enumerate(each.get((segment_of(row), row.number)) or ()):
             total[row.rank, role] += seconds
     return max(total.values(), default=0.0) / case.program.workers / len(launches(case))
 
@@ -474,10 +480,9 @@ def test_resources(case: Case) -> None:
                 to = sent[n].tolist() if sent is not None else []
                 declared[segment, row] = [*each, target_of(dims).loads(phase, columns, dims).all[n], *to]
     for row in ran.values():
-        segment = 0 if row.layer == PROLOGUE else 2 if row.layer == EPILOGUE else 1
-        words = program.numbered(segment)[0][row.number]
+        words = program.numbered(segment_of(row))[0][row.number]
         phase = program.forward.by_number[phase_number(program, row)]
-        values = declared.get((segment, row.number))
+        values = declared.get((segment_of(row), row.number))
         if values is None:
             continue
         matrix, vector, memory, cache, *to = values

@@ -15,14 +15,15 @@ import synthetic
 from browser import Browser, browser, missing
 
 from megakernel import machine
-from megakernel.cli import main
-from megakernel.program import Program
-from megakernel.timeline import write_html
-from megakernel.timeline.resolve import WAIT, resolve
+from megakernel.cli.simulate import decode_step
+from megakernel.isa import Dtype
+from megakernel.model import load_config
+from megakernel.scheduler import compile_program
+from megakernel.scheduler.simulate import simulate
+from megakernel.timeline import compare, resolve, summarise, write_html
+from megakernel.timeline.resolve import WAIT, Resolved
 from megakernel.timeline.resources import RESOURCES, curves
-from megakernel.timeline.summary import summarise, wait_causes
-from megakernel.timeline.waits import causes, finishes, releasers
-from megakernel.trace import IntervalKind, Trace
+from megakernel.trace import IntervalKind
 
 ENTER, ESCAPE = "\ue007", "\ue00c"
 # The traces have 3 workers per rank, and this machine gives 3 workers the peak rates of a whole H100.
@@ -38,24 +39,37 @@ def driver() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def stalled() -> tuple[Program, Trace]:
-    return synthetic.stalled()[:2]
+def stalled() -> Resolved:
+    return resolve(*synthetic.stalled()[:2])
 
 
 @pytest.fixture(scope="module")
-def files(stalled: tuple[Program, Trace], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def gpus() -> Resolved:
+    """Return a step of two GPUs whose workers have roles."""
+    return resolve(*synthetic.node(2, 3, clock_error_s=2e-6))
+
+
+@pytest.fixture(scope="module")
+def limited(gpus: Resolved) -> Resolved:
+    return resolve(gpus.program, gpus.trace, LIMITS)
+
+
+@pytest.fixture(scope="module")
+def files(
+    stalled: Resolved, gpus: Resolved, limited: Resolved, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """Return the paths of timeline pages by name.
 
     They show a step with a stalled instruction ("page"), the GPUs of a node with their roles ("node"), this node with
     peak rates ("limits"), and this node compared with a slower one ("pair").
     """
+    slower = resolve(*synthetic.renumbered(*synthetic.node(2, 3, slow=2.0)))
     folder = tmp_path_factory.mktemp("pages")
-    made = {name: folder / f"{name}.html" for name in ("page", "node", "pair", "limits")}
-    write_html(*stalled, made["page"])
-    write_html(*synthetic.node(2, 3, clock_error_s=2e-6), made["node"])
-    write_html(*synthetic.node(2, 3), made["limits"], machine=LIMITS)
-    write_html(*synthetic.node(2, 3), made["pair"], synthetic.renumbered(*synthetic.node(2, 3, slow=2.0)))
-    return made
+    made = {"page": [stalled], "node": [gpus], "limits": [limited], "pair": [gpus, slower]}
+    for name, steps in made.items():
+        comparison = compare(*steps) if len(steps) == 2 else None
+        write_html(folder / f"{name}.html", *((step, summarise(step)) for step in steps), comparison=comparison)
+    return {name: folder / f"{name}.html" for name in made}
 
 
 def _opened(name: str) -> Any:
@@ -67,7 +81,7 @@ def _opened(name: str) -> Any:
     return fixture
 
 
-page, node, pair = map(_opened, ("page", "node", "pair"))
+page, node, pair, limits = map(_opened, ("page", "node", "pair", "limits"))
 
 
 def _text(page: Browser, element: str) -> str:
@@ -97,16 +111,14 @@ def _complaints(page: Browser) -> list[str]:
     return [line for line in page.log() if "getImageData" not in line]
 
 
-def test_page_shows_every_interval(page: Browser, stalled: tuple[Program, Trace]) -> None:
-    p, t = stalled
-    assert page.run("return [timeline.laneCount, timeline.intervalCount]") == [p.workers, len(t.intervals)]
-    r = resolve(p, t)
-    found = releasers(r, finishes(r))
-    names, cause = causes(p).names, wait_causes(r, causes(p))
+def test_page_shows_every_interval(page: Browser, stalled: Resolved) -> None:
+    r = stalled
+    assert page.run("return [timeline.laneCount, timeline.intervalCount]") == [r.lanes, len(r)]
+    names, cause = r.causes.names, r.cause
     assert "embed" in {names[n] for n in cause if n >= 0}
     shown = page.run("return Array.from({length: timeline.intervalCount}, (_, i) => timeline.describe(i))")
     for i, d in enumerate(shown):
-        assert d["name"] == r.phase(i).name and d["lane"] == r.lane[i] and d["releaser"] == found[i]
+        assert d["name"] == r.phase(i).name and d["lane"] == r.lane[i] and d["releaser"] == r.releaser[i]
         assert d["begin_s"] == pytest.approx(r.begin[i] * 1e-9)
         assert d["duration_s"] == pytest.approx((r.end[i] - r.begin[i]) * 1e-9)
         assert d["operands"] == r.operands(i) and d["cause"] == (names[cause[i]] if cause[i] >= 0 else "")
@@ -193,15 +205,12 @@ def test_search_finds_by_name_operand_and_layer(page: Browser) -> None:
     assert page.run("return timeline.selected()") == -1
 
 
-def test_a_click_on_a_bar_goes_to_its_worst_place_and_the_next_to_another(
-    driver: Browser, files: dict[str, Path]
-) -> None:
+def test_a_click_on_a_bar_goes_to_its_worst_place_and_the_next_to_another(limits: Browser, limited: Resolved) -> None:
     """Each click on a bar of the waterfall selects another interval to which the bar refers, the worst one first.
 
     After that, the key p selects the next of these intervals and P the previous one.
     """
-    driver.open_timeline(files["limits"])
-    node, bars = driver, summarise(*synthetic.node(2, 3), LIMITS).waterfall.bars
+    node, bars = limits, summarise(limited).waterfall.bars
     shown = node.run("return [...document.querySelectorAll('.waterfall [data-walk]')].map((b) => b.innerText)")
     for n, text in enumerate(shown[:-1]):
         bar = next(b for b in bars if b.name in text)
@@ -218,49 +227,44 @@ def test_a_click_on_a_bar_goes_to_its_worst_place_and_the_next_to_another(
     assert len(shown) > 2 and f"of {len(bar.places)}:" in _text(node, "details")
 
 
-def test_an_instruction_stands_beside_those_of_its_phase(driver: Browser, files: dict[str, Path]) -> None:
+def test_an_instruction_stands_beside_those_of_its_phase(page: Browser, stalled: Resolved) -> None:
     """A stalled instruction is shown as an outlier, and a click in the panel of another instruction of its phase
     selects it.
     """
-    driver.open_timeline(files["page"])
-    p, t = synthetic.stalled()[:2]
-    r = resolve(p, t)
-    length = r.end - r.begin
+    r, length = stalled, stalled.length
     worst = int(np.argmax(np.where(r.kind(IntervalKind.COMPUTE), length, 0)))
     same = np.flatnonzero(r.kind(IntervalKind.COMPUTE) & (r.number == r.number[worst]))
-    driver.run("timeline.select(arguments[0])", int(same[same != worst][0]))
-    assert f"{len(same)} OF THIS PHASE" in _text(driver, "details") and "1 above 8 ×" in _text(driver, "details")
-    driver.run("document.querySelector('#details .link[data-walk]').click()")
-    assert driver.run("return timeline.selected()") == worst
+    page.run("timeline.select(arguments[0])", int(same[same != worst][0]))
+    assert f"{len(same)} OF THIS PHASE" in _text(page, "details") and "1 above 8 ×" in _text(page, "details")
+    page.run("document.querySelector('#details .link[data-walk]').click()")
+    assert page.run("return timeline.selected()") == worst
     ratio = length[worst] / np.sort(length[same])[len(same) // 2]
-    assert f"this one × {float(f'{ratio:.3g}'):g}" in _text(driver, "details")
+    assert f"this one × {float(f'{ratio:.3g}'):g}" in _text(page, "details")
 
 
-def test_a_link_keeps_the_view(driver: Browser, files: dict[str, Path]) -> None:
-    driver.open_timeline(files["page"])
-    driver.run("timeline.select(7); timeline.show(1e-3, 3e-3)")
-    _soon(lambda: bool(driver.run("return location.hash.endsWith('-7')")))
-    address, shown = driver.run("return location.href"), _range(driver)
-    driver.visit("about:blank", "true")
-    driver.visit(address, "window.timeline")
-    assert _range(driver) == pytest.approx(shown, abs=2e-9) and driver.run("return timeline.selected()") == 7
+def test_a_link_keeps_the_view(page: Browser) -> None:
+    page.run("timeline.select(7); timeline.show(1e-3, 3e-3)")
+    _soon(lambda: bool(page.run("return location.hash.endsWith('-7')")))
+    address, shown = page.run("return location.href"), _range(page)
+    page.visit("about:blank", "true")
+    page.visit(address, "window.timeline")
+    assert _range(page) == pytest.approx(shown, abs=2e-9) and page.run("return timeline.selected()") == 7
 
 
-def test_keys_alone_select_open_and_measure(driver: Browser, files: dict[str, Path]) -> None:
+def test_keys_alone_select_open_and_measure(node: Browser) -> None:
     """With the pointer away from the canvas, keys open the row at the cursor and select the first visible interval."""
-    driver.open_timeline(files["node"])
-    driver.move(1550, 500)
-    driver.keys("k")
-    before = [r["type"] for r in driver.run("return timeline.rows()")]
-    driver.keys("e")
-    assert [r["type"] for r in driver.run("return timeline.rows()")] == ["rank", *before[4:]]
-    driver.keys("ej.")
-    chosen = _describe(driver)
+    node.move(1550, 500)
+    node.keys("k")
+    before = [r["type"] for r in node.run("return timeline.rows()")]
+    node.keys("e")
+    assert [r["type"] for r in node.run("return timeline.rows()")] == ["rank", *before[4:]]
+    node.keys("ej.")
+    chosen = _describe(node)
     assert chosen["lane"] == 0 and chosen["kind"] in ("compute", "store")
-    driver.keys("mm")
-    begin, end = driver.run("return timeline.measured()")
+    node.keys("mm")
+    begin, end = node.run("return timeline.measured()")
     assert begin == pytest.approx(chosen["begin_s"]) and end - begin == pytest.approx(chosen["duration_s"])
-    driver.keys(ESCAPE)
+    node.keys(ESCAPE)
 
 
 BOX = (
@@ -269,105 +273,105 @@ BOX = (
 )
 
 
-@pytest.mark.parametrize("name", ["node", "pair", "limits"])
-def test_a_small_screen_shows_everything(files: dict[str, Path], name: str) -> None:
-    """At a width of 390 pixels, all buttons and numbers are inside the page, and nothing needs horizontal scrolling."""
+@pytest.fixture(scope="module")
+def small() -> Iterator[Browser]:
     if reason := missing():
         pytest.skip(reason)
-    with browser(390, 844) as small:
-        small.open_timeline(files[name])
-        header = small.run("return [...document.querySelectorAll('header > *, #canvas, aside')].map((e) => e.id)")
-        for n, element in enumerate(header):
-            find = f"const all = document.querySelectorAll('header > *, #canvas, aside'); arguments[0] = all[{n}];"
-            left, right, top, bottom, wide, tall, page = small.run(find + BOX, None)
-            assert (wide, tall, page) == (390, 844, 390)
-            assert 0 <= left < right <= wide and 0 <= top < bottom <= tall and bottom - top > 10, element
-        numbers = small.run(
-            "return [...document.querySelectorAll('.numbers b, .bars .value')].map((e) => { e.scrollIntoView();"
-            " const r = e.getBoundingClientRect(); return [e.innerText, r.left, r.right, r.width]; })"
-        )
-        assert len(numbers) > 20
-        for text, left, right, width in numbers:
-            assert text and 0 <= left < right <= 390 and width > 5, text
-        assert small.run("const a = document.querySelector('aside'); return a.scrollWidth <= a.clientWidth")
+    with browser(390, 844) as b:
+        yield b
 
 
-def test_the_header_of_a_rank_stays_while_its_workers_scroll(driver: Browser, files: dict[str, Path]) -> None:
-    driver.open_timeline(files["node"])
-    driver.keys("E]]]]]]")
-    rows = driver.run("return timeline.rows()")
+@pytest.mark.parametrize("name", ["node", "pair", "limits"])
+def test_a_small_screen_shows_everything(small: Browser, files: dict[str, Path], name: str) -> None:
+    """At a width of 390 pixels, all buttons and numbers are inside the page, and nothing needs horizontal scrolling."""
+    small.open_timeline(files[name])
+    header = small.run("return [...document.querySelectorAll('header > *, #canvas, aside')].map((e) => e.id)")
+    for n, element in enumerate(header):
+        find = f"const all = document.querySelectorAll('header > *, #canvas, aside'); arguments[0] = all[{n}];"
+        left, right, top, bottom, wide, tall, page = small.run(find + BOX, None)
+        assert (wide, tall, page) == (390, 844, 390)
+        assert 0 <= left < right <= wide and 0 <= top < bottom <= tall and bottom - top > 10, element
+    numbers = small.run(
+        "return [...document.querySelectorAll('.numbers b, .bars .value')].map((e) => { e.scrollIntoView();"
+        " const r = e.getBoundingClientRect(); return [e.innerText, r.left, r.right, r.width]; })"
+    )
+    assert len(numbers) > 20
+    for text, left, right, width in numbers:
+        assert text and 0 <= left < right <= 390 and width > 5, text
+    assert small.run("const a = document.querySelector('aside'); return a.scrollWidth <= a.clientWidth")
+
+
+def test_the_header_of_a_rank_stays_while_its_workers_scroll(node: Browser) -> None:
+    node.keys("E]]]]]]")
+    rows = node.run("return timeline.rows()")
     second = next(r for r in rows[1:] if r["type"] == "rank")
     assert second["y"] > 500
     top, inside = rows[0]["y"], (second["y"] - rows[0]["y"]) / 2
-    driver.run("timeline.scroll(arguments[0])", inside)
-    shown = driver.run("timeline.frameMs(); return timeline.rows()")
+    node.run("timeline.scroll(arguments[0])", inside)
+    shown = node.run("timeline.frameMs(); return timeline.rows()")
     assert shown[0]["y"] == top and shown[1]["y"] == pytest.approx(rows[1]["y"] - inside, abs=1)
-    driver.run("timeline.scroll(arguments[0])", second["y"] - top - rows[0]["height"] / 2)  # rank 1 pushes it out
-    shown = {r["text"]: r for r in driver.run("timeline.frameMs(); return timeline.rows()") if r["type"] == "rank"}
+    node.run("timeline.scroll(arguments[0])", second["y"] - top - rows[0]["height"] / 2)  # rank 1 pushes it out
+    shown = {r["text"]: r for r in node.run("timeline.frameMs(); return timeline.rows()") if r["type"] == "rank"}
     assert shown["rank 0"]["y"] == pytest.approx(top - rows[0]["height"] / 2, abs=1)
     assert shown["rank 1"]["y"] == pytest.approx(top + rows[0]["height"] / 2, abs=1)
-    driver.run("timeline.scroll(arguments[0])", second["y"] - top + 2 * rows[1]["height"])
-    canvas = driver.run("return document.getElementById('canvas').getBoundingClientRect().top")
-    driver.click(40, canvas + top + 5)  # a click on the header at the top closes rank 1
-    assert [r["type"] for r in driver.run("return timeline.rows()")][-1] == "rank"
+    node.run("timeline.scroll(arguments[0])", second["y"] - top + 2 * rows[1]["height"])
+    canvas = node.run("return document.getElementById('canvas').getBoundingClientRect().top")
+    node.click(40, canvas + top + 5)  # a click on the header at the top closes rank 1
+    assert [r["type"] for r in node.run("return timeline.rows()")][-1] == "rank"
 
 
-def test_layers_unfold_and_lead_to_their_time(driver: Browser, files: dict[str, Path]) -> None:
-    p, t = synthetic.stalled()[:2]
-    r = resolve(p, t)
-    compute = r.kind(IntervalKind.COMPUTE)
-    driver.open_timeline(files["page"])
+def test_layers_unfold_and_lead_to_their_time(page: Browser, stalled: Resolved) -> None:
+    r, compute = stalled, stalled.kind(IntervalKind.COMPUTE)
     for layer in range(3):
         here = compute & (r.segment == 1) & (r.rows["layer"] == layer)
         expected = r.begin[here].min() * 1e-9, r.end[here].max() * 1e-9
-        assert driver.run("return timeline.block(arguments[0], '')", f"layer {layer}") == pytest.approx(expected)
-        mine = here & (r.number == p.forward.by_name["attention"].number)
+        assert page.run("return timeline.block(arguments[0], '')", f"layer {layer}") == pytest.approx(expected)
+        mine = here & (r.number == r.program.forward.by_name["attention"].number)
         expected = r.begin[mine].min() * 1e-9, r.end[mine].max() * 1e-9
-        assert driver.run("return timeline.block(arguments[0], 'attention')", f"layer {layer}") == pytest.approx(
-            expected
-        )
-    top = driver.run("return timeline.rows()[0].y")
-    driver.keys("y")
-    assert driver.run("return timeline.rows()[0].y") > top + 60
-    driver.keys("y")
-    assert driver.run("return timeline.rows()[0].y") == top
-    driver.keys("iii")
-    begin, end = driver.run("return timeline.block('layer 1', '')")
+        assert page.run("return timeline.block(arguments[0], 'attention')", f"layer {layer}") == pytest.approx(expected)
+    top = page.run("return timeline.rows()[0].y")
+    page.keys("y")
+    assert page.run("return timeline.rows()[0].y") > top + 60
+    page.keys("y")
+    assert page.run("return timeline.rows()[0].y") == top
+    page.keys("iii")
+    begin, end = page.run("return timeline.block('layer 1', '')")
     margin = (end - begin) / 20
-    assert _range(driver) == pytest.approx((begin - margin, end + margin), abs=3e-9)
-    driver.keys("u")
-    begin, end = driver.run("return timeline.block('layer 0', '')")
-    assert _range(driver)[0] == pytest.approx(begin - (end - begin) / 20, abs=3e-9)
+    assert _range(page) == pytest.approx((begin - margin, end + margin), abs=3e-9)
+    page.keys("u")
+    begin, end = page.run("return timeline.block('layer 0', '')")
+    assert _range(page)[0] == pytest.approx(begin - (end - begin) / 20, abs=3e-9)
 
 
 def test_a_layer_begins_with_its_first_work(driver: Browser, tmp_path: Path) -> None:
     """A layer begins on the page when its first real work begins. Most of the 132 workers have no attention work and
     reach the layer earlier.
     """
-    path = tmp_path / "decode.html"
-    assert (
-        main(["simulate", "--model", "random:smollm2-135m", "--machine", "h100", "--tokens", "1", "-o", str(path)]) == 0
-    )
+    config, h100 = replace(load_config("random:smollm2-135m"), layers=4), machine.load("h100")
+    program = compile_program(config, h100, tokens=1, logit_rows=1, max_seqs=1, max_context=128, dtype=Dtype.BF16)
+    done = simulate(program, h100, decode_step(program.dims, 1, 128), trace=True)
+    assert done.trace is not None
+    step, path = resolve(program, done.trace), tmp_path / "decode.html"
+    write_html(path, (step, summarise(step)))
     driver.open_timeline(path)
-    layers = [driver.run("return timeline.block(arguments[0], '')", f"layer {layer}") for layer in range(30)]
+    layers = [driver.run("return timeline.block(arguments[0], '')", f"layer {layer}") for layer in range(4)]
     for (begin, end), (after, _) in pairwise(layers):
         assert after > (begin + end) / 2
 
 
-def test_keys_alone_reach_everything(driver: Browser, files: dict[str, Path]) -> None:
+def test_keys_alone_reach_everything(limits: Browser) -> None:
     """Tab moves the focus to every button, link and field, and a ring marks it. Enter clicks the focused element."""
-    driver.open_timeline(files["limits"])
-    driver.run("timeline.select(arguments[0])", 5)
+    limits.run("timeline.select(arguments[0])", 5)
     which = "button, input, canvas[tabindex], a[href]"
-    wanted = driver.run(
+    wanted = limits.run(
         f"window.all = [...document.querySelectorAll('{which}')].filter((e) => !e.closest('dialog:not([open])'));"
         " document.activeElement?.blur(); return window.all.map((e) => e.title || e.innerText || e.id)"
     )
     assert len(wanted) > 30
     reached: dict[int, str] = {}
     for _ in range(2 * len(wanted)):
-        driver.keys("\ue004")
-        at, ring = driver.run(
+        limits.keys("\ue004")
+        at, ring = limits.run(
             "const e = document.activeElement;"
             " return [window.all.indexOf(e), e === document.body ? '' : getComputedStyle(e).outlineStyle]"
         )
@@ -377,20 +381,20 @@ def test_keys_alone_reach_everything(driver: Browser, files: dict[str, Path]) ->
             break
     assert [wanted[n] for n in range(len(wanted)) if n not in reached] == []
     assert [wanted[n] for n, ring in reached.items() if ring in ("", "none")] == []
-    driver.run("document.querySelector('.waterfall [data-walk]').focus()")
-    driver.keys(ENTER)
-    assert "of" in _text(driver, "details") and driver.run("return timeline.selected()") >= 0
-    driver.keys("?")
-    assert driver.run("return document.getElementById('guide').open")
-    driver.keys(ESCAPE)
-    driver.keys("c")
-    assert driver.run("return document.getElementById('path').getAttribute('aria-pressed')") == "true"
-    driver.keys("c")
+    limits.run("document.querySelector('.waterfall [data-walk]').focus()")
+    limits.keys(ENTER)
+    assert "of" in _text(limits, "details") and limits.run("return timeline.selected()") >= 0
+    limits.keys("?")
+    assert limits.run("return document.getElementById('guide').open")
+    limits.keys(ESCAPE)
+    limits.keys("c")
+    assert limits.run("return document.getElementById('path').getAttribute('aria-pressed')") == "true"
+    limits.keys("c")
 
 
-def test_what_outliers_took_is_told_apart(page: Browser) -> None:
+def test_what_outliers_took_is_told_apart(page: Browser, stalled: Resolved) -> None:
     """The list of phases is sorted by time, without the time that outliers took beyond the median."""
-    found = summarise(*synthetic.stalled()[:2]).instructions
+    found = summarise(stalled).instructions
     late = next(i for i in found if i.outliers)
     lines = page.run("return [...document.querySelectorAll('#summary .bars > button')].map((b) => b.innerText)")
     assert any(late.name in line and "1 outlier" in line for line in lines)
@@ -493,35 +497,31 @@ def test_rows_open_from_ranks_to_workers_to_roles(node: Browser) -> None:
     assert _complaints(node) == []
 
 
-def test_columns_hold_the_shares_of_a_ranks_time(node: Browser) -> None:
+def test_columns_hold_the_shares_of_a_ranks_time(node: Browser, gpus: Resolved) -> None:
     """The columns of a rank show shares of its workers' time: COMPUTE and STORE by phase, and waits without either."""
-    p, t = synthetic.node(2, 3)
-    r = resolve(p, t)
-    names = [r.phase(i).name for i in range(len(r))]
-    start = r.period // 3
+    r = gpus
+    start, waiting = r.period // 3, 0
+    names = {n: phase.name for n, phase in r.program.forward.by_number.items()} | {waiting: "waiting"}
     # A long range is drawn from bins, so its two ends are inexact. A short range is drawn from the intervals
     # themselves.
     for length, error in ((r.period // 6, 5e-3), (20_000, 1e-5), (300, 1e-5)):
-        ticks = np.full((3, length), "", dtype="U16")
+        ticks = np.full((3, length), -1, dtype=np.int16)
         for kinds in (WAIT, (IntervalKind.STORE,), (IntervalKind.COMPUTE,)):
             for i in np.flatnonzero(r.kind(*kinds) & (r.lane < 3) & (r.end > start) & (r.begin < start + length)):
                 here = slice(max(r.begin[i] - start, 0), r.end[i] - start)
-                ticks[r.lane[i], here] = "waiting" if kinds is WAIT else names[i]
-        found, counts = np.unique(ticks, return_counts=True)
-        expected = {n: c / ticks.size for n, c in zip(found.tolist(), counts, strict=True) if n}
+                ticks[r.lane[i], here] = waiting if kinds is WAIT else r.number[i]
+        expected = {name: (ticks == n).mean() for n, name in names.items()}
         shares = node.run("return timeline.shares('rank 0 0', ...arguments)", start * 1e-9, (start + length) * 1e-9)
         for n in set(expected) | set(shares):
             assert shares.get(n, 0) == pytest.approx(expected.get(n, 0), abs=error)
-    workers = summarise(p, t).per_worker[:3]
+    workers = summarise(r).per_worker[:3]
     whole = node.run("return timeline.shares('rank 0 0', 0, arguments[0])", r.period * 1e-9)
     assert whole["waiting"] == pytest.approx(sum(w.wait for w in workers) / 3, abs=2e-3)
 
 
-def test_curves_are_those_of_the_summary(node: Browser) -> None:
-    p, t = synthetic.node(2, 3)
-    summary = summarise(p, t)
+def test_curves_are_those_of_the_summary(node: Browser, gpus: Resolved) -> None:
+    r, summary = gpus, summarise(gpus)
     assert node.run("return timeline.tracks()") == [r.name for r in summary.resources] == [n for n, _ in RESOURCES]
-    r = resolve(p, t)
     half = curves(r, 2).mean(axis=0)[:, 1] / (r.period * 1e-9 / 2)
     for resource, expected in zip(summary.resources, half, strict=True):
         shown = node.run("return timeline.rate(0, ...arguments)", resource.name, r.period * 0.5e-9, r.period * 1e-9)

@@ -18,7 +18,6 @@ from mutate import KINDS, edit, edit_operand, rows_of, with_phases
 from megakernel.isa import DRAIN, JOIN, Buffer, Dtype, Forward, Operation, Result, Rows, Units, record
 from megakernel.machine import host
 from megakernel.model.config import ModelConfig
-from megakernel.model.families import Norm
 from megakernel.program import Program, Segment
 from megakernel.scheduler.verify import verify
 
@@ -81,9 +80,9 @@ def test_accepts_ranks_and_queues_made_by_hand(tp: int, lowering: dict[str, int]
     assert tp == 8 or not unsafe(program, program, seed=tp, runs=2)
 
 
-@pytest.mark.parametrize("norm", Norm)
+@pytest.mark.parametrize("norm", ["own", "next", "inside"])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_accepts_norms_wherever_they_are(norm: Norm, tp: int) -> None:
+def test_accepts_norms_wherever_they_are(norm: str, tp: int) -> None:
     dims = rank_dims(tp, tokens=5, replicated_residual=int(tp > 1))
     program = handmade(dims, forward=llama(dims, norm))
     assert verify(program).violations == []
@@ -96,11 +95,11 @@ def test_a_norm_on_the_way_in_needs_the_rows_at_hand() -> None:
     On a GPU, a matmul with dot products can normalise only a few rows, and a matmul with matrix units none.
     """
     dims = rank_dims(2, tokens=4)
-    rejects(handmade(dims, forward=llama(dims, Norm.INSIDE)), "qkv_rope.* another rank has these rows of the residual")
+    rejects(handmade(dims, forward=llama(dims, "inside")), "qkv_rope.* another rank has these rows of the residual")
     few = {"hidden": 1024, "tokens": 8, "row_block": 8, "ring_pages": 64, "dtype": int(Dtype.BF16)}
     for rows, units, ok in ((8, Units.DOTS, True), (9, Units.DOTS, False), (8, Units.TENSOR, False)):
         d = small_dims(**few | {"tokens": rows, "row_block": rows, "units": int(units)})
-        found = verify(handmade(d, tile=64, forward=llama(d, Norm.INSIDE))).violations
+        found = verify(handmade(d, tile=64, forward=llama(d, "inside"))).violations
         assert any("more rows than a matmul can normalise" in v for v in found) != ok, found
 
 

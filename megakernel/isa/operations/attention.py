@@ -15,7 +15,7 @@ from ..buffers import Buffer, given, kv_bytes
 from ..context import F32, Context, product
 from ..dims import Dims
 from ..phases import Phase
-from ..step import StepTable
+from ..step import StepTable, ragged
 from .spec import Cut, OperationSpec, contents, work
 
 Floats = NDArray[np.float64]
@@ -65,8 +65,7 @@ def item_work(view: StepTable) -> tuple[Floats, Floats]:
     live = view.item_seq[:n] >= 0
     begin = view.item_block[:n].astype(np.int64) * dims.kv_block
     end = begin + view.item_blocks[:n].astype(np.int64) * dims.kv_block
-    of = np.repeat(np.arange(n), rows)
-    nth = np.arange(len(of)) - np.repeat(np.cumsum(rows) - rows, rows)
+    of, nth = ragged(rows)
     sees = np.clip(view.positions[row[of] + nth] + 1 - begin[of], 0, (end - begin)[of])
     pairs = np.bincount(of, weights=sees, minlength=n)
     tokens = np.maximum(np.minimum(view.positions[row + rows - 1].astype(np.int64) + 1, end) - begin, 0)

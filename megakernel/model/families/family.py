@@ -4,24 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Protocol
 
-from ...isa import Buffer, Dims, Forward
+from ...isa import Buffer, Forward
 from ..config import ModelConfig
-
-
-class Norm(Enum):
-    """Where the norms of a layer are computed. All three ways give bit-identical results.
-
-    OWN     a layer begins with its own attention norm
-    NEXT    a layer ends with the attention norm of the next one
-    INSIDE  each matmul that reads normalised rows normalises them itself, as it loads them
-    """
-
-    OWN = "own"
-    NEXT = "next"
-    INSIDE = "inside"
 
 
 @dataclass(frozen=True)
@@ -63,7 +49,7 @@ class Family:
     name: str
     architecture: str
     gguf: tuple[str, ...]
-    forward: Callable[[ModelConfig, Dims, Norm], Forward]
+    forward: Callable[[ModelConfig], Forward]
     weights: Mapping[Buffer, Weight]
     read: Callable[[Reader], dict[str, Any]]
     keys: frozenset[str] = frozenset()

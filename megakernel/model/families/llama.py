@@ -4,77 +4,38 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...isa import Buffer, Dims, Forward, Operation, Phase, Result, Rows
+from ...isa import Buffer, Forward
 from ..config import ModelConfig
-from .family import Family, Norm, Reader, Weight
+from .family import Family, Reader, Weight
+from .verbs import add_matmul, attention, gather, last_norm, logits, norm, qkv, rope, sample, silu_matmul
 
 B = Buffer
 
 
-def forward(c: ModelConfig, d: Dims, norm: Norm) -> Forward:
-    """The phases of a step, divided among `d.tp` ranks as `d` says. `norm` says where a layer
-    computes its norms.
-    """
-    tokens = Phase("embed", Operation.GATHER, Rows.OWN, B.EMBED, output=B.X)
-    angles = Phase("rope", Operation.ROPE, Rows.EVERY, B.INV_FREQ, output=B.ROPE)
-    into_heads = _normed_matmul(
-        norm, "qkv_rope", B.W_QKV, B.ATTN_NORM, B.Q, Result.HEADS, B.B_QKV if c.qkv_bias else None
-    )
-    attention = Phase("attention", Operation.ATTENTION, inputs=B.Q, output=B.ATTN)
-    out_of_heads = _project(
-        d.tp == 1 or d.replicated_o, ("o_proj", "o_partial", "o_reduce"), B.W_O, B.ATTN, B.B_O if c.o_bias else None
-    )
-    gate_up = _normed_matmul(
-        norm, "gate_up_silu", B.W_GATE_UP, B.MLP_NORM, B.ACT, Result.GATED, B.B_GATE_UP if c.mlp_bias else None
-    )
-    down = _project(
-        d.tp == 1, ("down_proj", "down_partial", "down_reduce"), B.W_DOWN, B.ACT, B.B_DOWN if c.mlp_bias else None
-    )
-    final_norm = Phase("final_norm", Operation.NORM, Rows.LOGIT, B.FINAL_NORM, B.X, B.Y)
-    lm_head = Phase("lm_head", Operation.MATMUL, Rows.LOGIT, B.LM_HEAD, B.Y, B.LOGITS, Result.LOGITS)
-    sample = Phase("sample", Operation.SAMPLE, Rows.SAMPLED, inputs=B.LOGITS)
-
-    first_norm = [_norm("first_norm", B.ATTN_NORM)] if norm is Norm.NEXT else []
-    attn_norm = [_norm("attn_norm", B.ATTN_NORM)] if norm is Norm.OWN else []
-    mlp_norm = [] if norm is Norm.INSIDE else [_norm("mlp_norm", B.MLP_NORM)]
-    next_norm = [_norm("next_norm", B.ATTN_NORM, ahead=1)] if norm is Norm.NEXT else []
+def forward(c: ModelConfig) -> Forward:
+    """The phases of a step: those before the layers, those of each layer, those after the layers. X is the residual."""
+    qkv_bias, o_bias = (B.B_QKV if c.qkv_bias else None), (B.B_O if c.o_bias else None)
+    up_bias, down_bias = (B.B_GATE_UP, B.B_DOWN) if c.mlp_bias else (None, None)
     return Forward.of(
-        [tokens, angles, *first_norm],
-        [*attn_norm, into_heads, attention, *out_of_heads, *mlp_norm, gate_up, *down, *next_norm],
-        [final_norm, lm_head, sample],
+        [
+            gather("embed", table=B.EMBED, output=B.X),
+            rope("rope", frequencies=B.INV_FREQ, output=B.ROPE),
+        ],
+        [
+            norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
+            qkv("qkv_rope", inputs=B.H, weights=B.W_QKV, bias=qkv_bias, output=B.Q),
+            attention("attention", inputs=B.Q, output=B.ATTN),
+            add_matmul("o_proj", inputs=B.ATTN, weights=B.W_O, bias=o_bias, output=B.X),
+            norm("mlp_norm", inputs=B.X, scale=B.MLP_NORM, output=B.H),
+            silu_matmul("gate_up_silu", inputs=B.H, weights=B.W_GATE_UP, bias=up_bias, output=B.ACT),
+            add_matmul("down_proj", inputs=B.ACT, weights=B.W_DOWN, bias=down_bias, output=B.X),
+        ],
+        [
+            last_norm("final_norm", inputs=B.X, scale=B.FINAL_NORM, output=B.Y),
+            logits("lm_head", inputs=B.Y, weights=B.LM_HEAD, output=B.LOGITS),
+            sample("sample", inputs=B.LOGITS),
+        ],
     )
-
-
-def _norm(name: str, scale: Buffer, ahead: int = 0) -> Phase:
-    return Phase(name, Operation.NORM, Rows.OWN, scale, B.X, B.H, ahead=ahead)
-
-
-def _normed_matmul(
-    norm: Norm, name: str, weights: Buffer, scale: Buffer, output: Buffer, result: Result, bias: Buffer | None
-) -> Phase:
-    """A matmul whose inputs are normalised residual rows. Either an earlier phase has normalised
-    them, or the matmul does so itself, as it loads them.
-    """
-    inside = norm is Norm.INSIDE
-    inputs = B.X if inside else B.H
-    return Phase(
-        name, Operation.MATMUL, Rows.EVERY, weights, inputs, output, result, bias, norm=scale if inside else None
-    )
-
-
-def _project(
-    whole: bool | int, names: tuple[str, str, str], weights: Buffer, inputs: Buffer, bias: Buffer | None
-) -> list[Phase]:
-    """A matmul whose result is added to the residual: directly if each rank has all the weights,
-    otherwise after a sum over ranks.
-    """
-    at_once, partial, total = names
-    if whole:
-        return [Phase(at_once, Operation.MATMUL, Rows.OWN, weights, inputs, B.X, Result.RESIDUAL, bias)]
-    return [
-        Phase(partial, Operation.MATMUL, Rows.EVERY, weights, inputs, B.REDUCE, Result.PARTIAL),
-        Phase(total, Operation.REDUCE, Rows.OWN, weights, B.REDUCE, B.X, bias=bias),
-    ]
 
 
 _HF, _GGUF = "model.layers.{}.", "blk.{}."

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from ...isa import Buffer, Dims, Forward, Result
+from ...isa import Buffer, Forward
 from ..config import ModelConfig
 from . import llama, qwen2
-from .family import Family, Norm, Reader, Weight
+from .family import Family, Reader, Weight
+from .verbs import add_matmul, attention, norm, qkv, silu_matmul
+
+B = Buffer
 
 
-def forward(c: ModelConfig, d: Dims, norm: Norm) -> Forward:
-    made = llama.forward(c, d, norm)
-    return Forward.of(
-        *(
-            [replace(p, head_norm=Buffer.QK_NORM) if p.result is Result.HEADS else p for p in segment]
-            for segment in made.segments
-        )
-    )
+def forward(c: ModelConfig) -> Forward:
+    """The phases of a step. X is the residual."""
+    qkv_bias, o_bias = (B.B_QKV if c.qkv_bias else None), (B.B_O if c.o_bias else None)
+    around = llama.forward(c)
+    layer = [
+        norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
+        qkv("qkv_rope", inputs=B.H, weights=B.W_QKV, bias=qkv_bias, head_norm=B.QK_NORM, output=B.Q),
+        attention("attention", inputs=B.Q, output=B.ATTN),
+        add_matmul("o_proj", inputs=B.ATTN, weights=B.W_O, bias=o_bias, output=B.X),
+        norm("mlp_norm", inputs=B.X, scale=B.MLP_NORM, output=B.H),
+        silu_matmul("gate_up_silu", inputs=B.H, weights=B.W_GATE_UP, output=B.ACT),
+        add_matmul("down_proj", inputs=B.ACT, weights=B.W_DOWN, output=B.X),
+    ]
+    return Forward.of(around.prologue, layer, around.epilogue)
 
 
 WEIGHTS = llama.WEIGHTS | {
-    Buffer.QK_NORM: Weight(
+    B.QK_NORM: Weight(
         tuple(f"model.layers.{{}}.self_attn.{p}_norm.weight" for p in "qk"),
         tuple(f"blk.{{}}.attn_{p}_norm.weight" for p in "qk"),
         2,

@@ -21,8 +21,7 @@ from ...isa import BUFFERS, MAX_PHASES, Buffer, Dims, Dtype, Forward, Space
 from ...isa.record import Records
 from ...machine import cpu_count
 from ...model import families
-from ...model.checkpoint import Checkpoint, Rows, widened
-from ...model.shard import shard, shard_rows
+from ...model.checkpoint import Checkpoint, Rows, array_of, converted, rows_of
 from ...program import SEGMENTS, Program, check_arrays
 from ...settings import SETTINGS
 from ...trace import DTYPE, Intervals
@@ -52,7 +51,7 @@ class CpuRanks:
         self._lib = native.library()
         self._ranks = [replace(dims, rank=rank) for rank in self.ranks]
         self._model, self._storage = checkpoint.name, checkpoint.storage
-        self._weights = families.weights(checkpoint.config, dims)
+        self._weights = families.weights(checkpoint.config)
         # Whether the LM head uses rows of the packed embeddings instead of memory of its own.
         self._tied = checkpoint.config.tied and self._storage.get(Buffer.LM_HEAD) == self._storage.get(Buffer.EMBED)
         self._arrays: dict[tuple[int, Buffer], NDArray[np.generic]] = {}
@@ -79,78 +78,45 @@ class CpuRanks:
 
     def _load_weights(self, checkpoint: Checkpoint) -> None:
         for buffer in self._weights:
-            if buffer is Buffer.LM_HEAD and self._tied:
-                for rank in self.ranks:
-                    self._tie(rank)
-                continue
             for layer in _layers(buffer, self.dims):
-                if BUFFERS[buffer].matrix:
-                    rows = self._rows(checkpoint, buffer, layer)
-                    for rank in self.ranks:
-                        self._pack(rank, buffer, layer, rows)
-                else:
-                    whole = self._read(checkpoint, buffer, layer)
-                    for rank in self.ranks:
-                        self._put(rank, buffer, layer, whole)
+                for rank in self.ranks:
+                    home = self._home(rank, buffer)
+                    if buffer is Buffer.LM_HEAD and self._tied:
+                        self._tie(rank)
+                    elif home != rank:
+                        address = self._lib.mk_bound(self._engine, home, buffer, layer)
+                        self._lib.mk_bind(self._engine, rank, buffer, layer, address)
+                    elif BUFFERS[buffer].matrix:
+                        self._pack(rank, buffer, layer, rows_of(checkpoint, buffer, layer, self._ranks[rank]))
+                    else:
+                        self._put(rank, buffer, layer, array_of(checkpoint, buffer, layer, self._ranks[rank]))
 
     def _tie(self, rank: int) -> None:
         """Make the rank's LM head point to the rank's rows of the packed embeddings."""
-        d = self._ranks[rank]
-        panels = d.first_vocab // native.CPanel.COLUMNS
+        panels = self._ranks[rank].first_vocab // native.CPanel.COLUMNS
         table = self._lib.mk_bound(self._engine, rank, Buffer.EMBED, 0)
         self._lib.mk_bind(self._engine, rank, Buffer.LM_HEAD, 0, table + panels * ctypes.sizeof(native.CPanel))
 
-    def _read(self, checkpoint: Checkpoint, buffer: Buffer, layer: int) -> NDArray[np.generic]:
-        """A whole tensor."""
-        dtype = BUFFERS[buffer].resolve_dtype(self.dims)
-        array = checkpoint.load(buffer, layer, dtype)
-        shape, kind = self._whole(buffer), dtype.numpy
-        if array.shape != shape or array.dtype != kind:
-            raise MegakernelError(
-                f"{checkpoint.name}: {buffer.name} of layer {layer} is {array.shape} {array.dtype}, "
-                f"the program needs {shape} {kind}"
-            )
-        return array
-
-    def _rows(self, checkpoint: Checkpoint, buffer: Buffer, layer: int) -> Sequence[Rows]:
-        """Return all rows of a buffer's matrices for one layer, in order, one matrix after another."""
-        if buffer in self._storage:
-            return checkpoint.stored(buffer, layer)
-        whole = self._read(checkpoint, buffer, layer)
-        return [Rows(Dtype(self.dims.dtype), whole.reshape(-1, whole.shape[-1]).view(np.uint8))]
-
-    def _pack(self, rank: int, buffer: Buffer, layer: int, whole: Sequence[Rows]) -> None:
+    def _pack(self, rank: int, buffer: Buffer, layer: int, rows: Sequence[Rows]) -> None:
         """Pack and bind the rank's part of a matrix."""
-        if self._bind_shared(rank, buffer, layer):
-            return
         shape = self._shape(rank, buffer)
-        own = shard_rows(whole, buffer, self._ranks[rank])
-        parts = [Rows(dtype, np.ascontiguousarray(data)) for dtype, data in own]
+        parts = [Rows(dtype, np.ascontiguousarray(data)) for dtype, data in rows]
         ends = np.cumsum([len(data) for _, data in parts])
-        if (ends % shape[-2] % native.CPanel.COLUMNS).any():  # a panel of columns would mix weights of two types
-            parts = [Rows(Dtype.F32, widened(parts, shape[-1]).view(np.uint8))]
+        if (ends % shape[-2] % native.CPanel.COLUMNS).any():  # a panel of columns would mix rows of two parts
+            kinds = {part.dtype for part in parts}
+            if len(kinds) > 1:
+                parts = converted(parts, shape[-1], Dtype.F32)
+            parts = [Rows(parts[0].dtype, np.concatenate([data for _, data in parts]))]
         matrix = native.CMatrix.of(shape, [(dtype, len(data), data.ctypes.data) for dtype, data in parts])
         if self._lib.mk_pack(self._engine, rank, buffer, layer, ctypes.byref(matrix)):
             raise native.error()
 
-    def _bind_shared(self, rank: int, buffer: Buffer, layer: int) -> bool:
-        """If the rank uses another rank's copy of this buffer (see `_home`), bind that copy.
-        Returns whether it does.
-        """
-        home = self._home(rank, buffer)
-        if home != rank:
-            address = self._lib.mk_bound(self._engine, home, buffer, layer)
-            self._lib.mk_bind(self._engine, rank, buffer, layer, address)
-        return home != rank
-
-    def _put(self, rank: int, buffer: Buffer, layer: int, whole: NDArray[np.generic]) -> None:
+    def _put(self, rank: int, buffer: Buffer, layer: int, array: NDArray[np.generic]) -> None:
         """Store and bind the rank's part of one or several vectors."""
-        if self._bind_shared(rank, buffer, layer):
-            return
-        part = shard(whole, buffer, self._ranks[rank])
+        shape = self._shape(rank, buffer)
         if layer == 0:
-            self.bind(rank, buffer, _aligned((len(_layers(buffer, self.dims)), *part.shape), part.dtype))
-        self._arrays[rank, buffer][layer] = part
+            self.bind(rank, buffer, _aligned((len(_layers(buffer, self.dims)), *shape), array.dtype))
+        self._arrays[rank, buffer][layer] = array.reshape(shape)
 
     def _home(self, rank: int, buffer: Buffer) -> int:
         """Return the rank whose copy of a buffer `rank` uses: 0 if all ranks share one copy, otherwise `rank`."""

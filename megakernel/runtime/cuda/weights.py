@@ -9,15 +9,11 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
-
-from numpy.typing import NDArray
 
 from ...errors import MegakernelError
 from ...isa import BUFFERS, Buffer, Dims, Dtype
 from ...model import families
-from ...model.checkpoint import Checkpoint
-from ...model.shard import shard
+from ...model.checkpoint import Checkpoint, Rows, column_share, converted, float_type, row_shares, rows_of
 from .heap import Heap, copy_bytes
 from .maps import layers
 
@@ -31,7 +27,7 @@ def load_weights(heap: Heap, checkpoint: Checkpoint, dims: Dims) -> None:
     uses the rows of EMBED.
     """
     ranks = [replace(dims, rank=rank) for rank in range(dims.tp)]
-    weights = families.weights(checkpoint.config, dims)
+    weights = families.weights(checkpoint.config)
     own = [b for b in weights if not (b is Buffer.LM_HEAD and checkpoint.config.tied)]
     homes = {(d.rank, b): _home(heap, ranks, d, b) for d in ranks for b in own}
     _check_memory(heap, checkpoint, ranks, homes)
@@ -42,10 +38,13 @@ def load_weights(heap: Heap, checkpoint: Checkpoint, dims: Dims) -> None:
                 heap.bind(d.rank, buffer, heap.keep(heap.node.gpu(d.rank), size))
             else:
                 heap.bind(d.rank, buffer, heap.address(homes[d.rank, buffer], buffer))
-        for layer, whole in enumerate(_read_ahead(checkpoint, buffer, dims)):
-            for d in ranks:
-                if homes[d.rank, buffer] == d.rank:
-                    heap.write(d.rank, buffer, layer, shard(whole, buffer, d))
+        holders = [d for d in ranks if homes[d.rank, buffer] == d.rank]
+        for d, layer, rows in _read_ahead(checkpoint, buffer, holders):
+            begin = 0
+            for part in rows:
+                array = part.data.view(part.dtype.numpy)
+                heap.write(d.rank, buffer, layer, array, at=begin)
+                begin += array.size
     if checkpoint.config.tied:
         for d in ranks:
             row = d.hidden * Dtype(d.dtype).itemsize
@@ -61,32 +60,31 @@ def _home(heap: Heap, ranks: list[Dims], d: Dims, buffer: Buffer) -> int:
     return next(r.rank for r in ranks if heap.node.gpu(r.rank) is heap.node.gpu(d.rank) and shape(r, 0) == whole)
 
 
-def _read_ahead(checkpoint: Checkpoint, buffer: Buffer, dims: Dims) -> Iterator[NDArray[Any]]:
-    """Yield the whole tensor of each layer, in order. While the caller copies a tensor to the GPU,
-    other threads read or generate the following tensors.
+def _read_ahead(checkpoint: Checkpoint, buffer: Buffer, ranks: list[Dims]) -> Iterator[tuple[Dims, int, list[Rows]]]:
+    """Yield the rows of a weight buffer in the compute type, for each layer and rank. While the caller copies rows to
+    the GPU, other threads read or generate those of the following layers.
     """
     threads = min(_THREADS, os.cpu_count() or 1)
-    waiting: deque[Future[NDArray[Any]]] = deque()
+    waiting: deque[Future[list[tuple[Dims, int, list[Rows]]]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
-        for layer in range(layers(buffer, dims)):
-            waiting.append(pool.submit(_read, checkpoint, buffer, layer, dims))
+        for layer in range(layers(buffer, ranks[0])):
+            waiting.append(pool.submit(_read, checkpoint, buffer, layer, ranks))
             if len(waiting) > threads:
-                yield waiting.popleft().result()
+                yield from waiting.popleft().result()
         while waiting:
-            yield waiting.popleft().result()
+            yield from waiting.popleft().result()
 
 
-def _read(checkpoint: Checkpoint, buffer: Buffer, layer: int, dims: Dims) -> NDArray[Any]:
-    """A whole tensor."""
-    array = checkpoint.load(buffer, layer, Dtype(dims.dtype))
-    spec = BUFFERS[buffer]
-    shape, kind = spec.shape(replace(dims, tp=1, rank=0), 0), spec.resolve_dtype(dims).numpy
-    if array.shape != shape or array.dtype != kind:
-        raise MegakernelError(
-            f"{checkpoint.name}: {buffer.name} of layer {layer} is {array.shape} {array.dtype}, "
-            f"but the program needs {shape} {kind}"
-        )
-    return array
+def _read(checkpoint: Checkpoint, buffer: Buffer, layer: int, ranks: list[Dims]) -> list[tuple[Dims, int, list[Rows]]]:
+    read: dict[object, list[Rows]] = {}  # ranks that need the same rows share them
+    out = []
+    for d in ranks:
+        part = *row_shares(buffer, d), column_share(buffer, d)
+        if part not in read:
+            rows = rows_of(checkpoint, buffer, layer, d)
+            read[part] = converted(rows, part[-1].size, float_type(buffer, d))
+        out.append((d, layer, read[part]))
+    return out
 
 
 def _check_memory(heap: Heap, checkpoint: Checkpoint, ranks: list[Dims], homes: dict[tuple[int, Buffer], int]) -> None:

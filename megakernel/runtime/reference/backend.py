@@ -9,7 +9,7 @@ own copies of all buffers, and no instruction can read those of another rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from ...errors import MegakernelError
 from ...isa import BUFFERS, OPERATIONS, Buffer, Dims, Dtype, Forward, Phase, Space, StepTable, record
 from ...isa.context import Context
-from ...model.checkpoint import Checkpoint, Rows, widened
+from ...model.checkpoint import Checkpoint, array_of
 from ...model.families import weights
-from ...model.shard import shard, shard_rows
 from ...program import Program
 from ..backend import Output
 from ..buffers import allocate, check_program, check_table, write_history
@@ -54,8 +53,8 @@ class ReferenceBackend:
         self._order = None if seed is None else np.random.default_rng(seed)
         self._arrays: list[dict[Buffer, Any]] = [{} for _ in range(dims.tp)]
         self._set_dims(dims)
-        for buffer in weights(checkpoint.config, dims):
-            self._load(checkpoint, buffer, dtype)
+        for buffer in weights(checkpoint.config):
+            self._load(checkpoint, buffer)
         for buffer, spec in BUFFERS.items():
             if spec.space is Space.STATE:
                 self._allocate(buffer)
@@ -63,16 +62,19 @@ class ReferenceBackend:
         self._counters: dict[int, Counters] = {}
         self._size_for(dims)
 
-    def _load(self, checkpoint: Checkpoint, buffer: Buffer, dtype: Dtype) -> None:
-        layered = BUFFERS[buffer].layered
-        kept = buffer in checkpoint.storage
-        whole: list[Any] = [
-            checkpoint.stored(buffer, layer) if kept else checkpoint.load(buffer, layer, dtype)
-            for layer in range(self.dims.layers if layered else 1)
-        ]
+    def _load(self, checkpoint: Checkpoint, buffer: Buffer) -> None:
+        """Load a weight buffer. Matrices that a backend may keep in the types of their file are widened to float32."""
+        spec = BUFFERS[buffer]
+        kind = Dtype.F32 if buffer in checkpoint.storage else spec.resolve_dtype(self.dims)
+        whole = spec.shape(replace(self.dims, tp=1, rank=0), 0)
         for dims, arrays in zip(self._ranks, self._arrays, strict=True):
-            parts = [_widened(layer, buffer, dims) if kept else shard(layer, buffer, dims) for layer in whole]
-            arrays[buffer] = parts if layered else parts[0]
+            shape = spec.shape(dims, 0)
+            if dims.rank and shape == whole:  # every rank has all of it
+                arrays[buffer] = self._arrays[0][buffer]
+                continue
+            layers = range(dims.layers if spec.layered else 1)
+            parts = [array_of(checkpoint, buffer, layer, dims, kind).reshape(shape) for layer in layers]
+            arrays[buffer] = parts if spec.layered else parts[0]
 
     def _allocate(self, buffer: Buffer) -> None:
         for dims, arrays in zip(self._ranks, self._arrays, strict=True):
@@ -167,12 +169,6 @@ class ReferenceBackend:
                 dtype = BUFFERS[buffer].resolve_dtype(self.dims)
                 if dtype is not Dtype.I32:
                     self.buffer(buffer, rank=rank).fill(np.nan if dtype is Dtype.F32 else 0x7FC0)
-
-
-def _widened(whole: Sequence[Rows], buffer: Buffer, dims: Dims) -> NDArray[np.float32]:
-    """The float32 values of a rank's part of a stored matrix."""
-    shape = BUFFERS[buffer].shape(dims, 0)
-    return widened(shard_rows(whole, buffer, dims), shape[-1]).reshape(shape)
 
 
 class DeferredLaunch:

@@ -108,11 +108,3 @@ function trackAt(y) {
   const n = Math.floor((y - curvesTop()) / (CURVE_ROW * size.k));
   return curvesShown && y >= curvesTop() && n < tracks.length ? n : -1;
 }
-function describeTrack(n, x) {
-  const { r, name } = tracks[n], t0 = toTime(x), step = 1 / scale();
-  return sources.map((s) => {
-    const value = meanRate(s, r, t0, t0 + step), [low, high] = spread(s, r, t0, t0 + step), { peak, unit } = s.resources[r];
-    const ranks = s.ranks > 1 ? `, ranks ${percent(low)} to ${percent(high)}` : "";
-    return `<b>${s.letter} ${name}</b> ${rate(value * peak, unit)}<small>${percent(value)} of ${rate(peak, unit)} per rank${ranks}</small>`;
-  }).join("");
-}

@@ -19,7 +19,8 @@ let lanes = 0;
 {
   let first = 0, curve = 0;
   sources.forEach((s, n) => {
-    Object.assign(s, { lane0: lanes, first, curve, shift: 0, letter: sources.length > 1 ? "AB"[n] : "" });
+    const { source, machine, ranks, workers, intervals } = s.summary;
+    Object.assign(s, { source, machine, ranks, workers, intervals, lane0: lanes, first, curve, shift: 0, letter: sources.length > 1 ? "AB"[n] : "" });
     lanes += s.ranks * s.workers;
     first += s.intervals;
     curve += s.ranks * meta.resources.length * s.bins;
@@ -54,7 +55,6 @@ const partName = (p) => (p === WAITING ? "waiting" : meta.phases[p].name);
 const instanceOf = (i) => (launch[i] * 65536 + layer[i]) * (records.length / WORDS) + record[i];
 
 // -- text
-const escape = (s) => String(s).replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
 function scaled(value, steps, digits = 3) {
   const size = Math.abs(value), [scale, name] = steps.find(([s]) => size >= s) ?? steps[steps.length - 1];
   const shown = value / scale;

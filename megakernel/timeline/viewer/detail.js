@@ -157,9 +157,13 @@ function rowShare(row, share, t0, px, narrow) {
     const level = levels.findLast((x) => meta.span / x.bins <= 1 / px);
     if (level) { addBins(share, level, parts, t0, px); return share.settle(); }
   }
+  addPieces(row, share, t0, t1, px, narrow ? 2 / px : Infinity, filtering());
+  return share.settle();
+}
+/** Add the pieces of a row that are shorter than `widest` and that overlap [t0, t1); if `some`, only those not dimmed. */
+function addPieces(row, share, t0, t1, px, widest = Infinity, some = false) {
   // Local variables are faster, because the browser looks up a global variable again in each iteration.
   const starts = pieceStart, begins = pieceBegin, ends = pieceEnd, parts = piecePart, whole = pieceWhole, of = pieceOf;
-  const some = filtering(), widest = narrow ? 2 / px : Infinity;
   for (let l = row.lane0; l < row.lane1; l++) {
     const end = starts[l + 1];
     for (let n = firstReaching(ends, starts[l], end, t0); n < end; n++) {
@@ -168,7 +172,6 @@ function rowShare(row, share, t0, px, narrow) {
       if (whole[n] < widest && !(some && dimmed(of[n]))) share.add(parts[n], (from - t0) * px, (ends[n] - t0) * px);
     }
   }
-  return share.settle();
 }
 function addBins(share, { bins, sums }, parts, t0, px) {
   const { columns } = share, each = meta.span / bins, width = each * px;

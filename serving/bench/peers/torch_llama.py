@@ -9,10 +9,11 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-from megakernel.isa import Buffer, Dtype
+from megakernel.isa import Dtype
 from megakernel.model import Checkpoint, open_checkpoint
 from megakernel.model.families import FAMILIES
-from megakernel.model.files import tensors_of
+from megakernel.model.file_checkpoint import tensors_of
+from megakernel.model.rope import inverse_frequencies
 from megakernel.model.safetensors_checkpoint import safetensors_naming
 from megakernel.serving.bench.peers.contest import Settings, Task, Timed
 
@@ -78,7 +79,7 @@ def build(checkpoint: Checkpoint, dtype: str) -> Any:
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     rotary = model.model.rotary_emb
-    rotary.inv_freq = rotary.original_inv_freq = torch.from_numpy(checkpoint.load(Buffer.INV_FREQ, 0, Dtype.F32))
+    rotary.inv_freq = rotary.original_inv_freq = torch.from_numpy(inverse_frequencies(config.rope, config.head_dim))
     return model.eval()
 
 

@@ -1,16 +1,17 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions, and the choice among tools."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncGenerator
 
 from fastapi.responses import Response
 
+from megakernel.serving.engine.sampling import StructuredOutputsParams
+from megakernel.serving.server.client import Answers, Delta
+from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.http import event
-from megakernel.serving.server.routes.answers import Answers, Delta
-from megakernel.serving.server.routes.logprobs import chat_logprobs, scores
-from megakernel.serving.server.routes.requests import ChatRequest
-from megakernel.serving.server.routes.responses import (
+from megakernel.serving.server.routes.bodies import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -23,10 +24,13 @@ from megakernel.serving.server.routes.responses import (
     ToolCall,
     ToolCallDelta,
     Usage,
+    chat_logprobs,
+    scores,
 )
-from megakernel.serving.server.routes.tools import Tools, call_id
+from megakernel.serving.server.routes.requests import ChatRequest, Tool, ToolChoice
 from megakernel.serving.server.service import Answer, Service
-from megakernel.serving.text.tool_calls import CallDelta, ToolReader
+from megakernel.serving.text.codec import Codec
+from megakernel.serving.text.tool_calls import CallDelta, ToolReader, calls_grammar
 
 
 async def chat(service: Service, body: ChatRequest) -> Response:
@@ -57,7 +61,7 @@ class _Chat(Answer):
         self._body, self._tools = body, tools
         last = body.messages[-1]
         self._before = last.plain()["content"] if body.echo and last.role == "assistant" else ""
-        self._readers: dict[int, ToolReader] = {}
+        self._readers: dict[int, ToolReader | None] = {}  # for each choice that has begun
 
     async def whole(self) -> bytes:
         choices = await self._answers.collect()
@@ -85,13 +89,12 @@ class _Chat(Answer):
 
         The first chunk of each choice contains the role and, with `echo`, the text of the last assistant message.
         """
-        begun: set[int] = set()
         try:
             while not self._answers.finished:
                 events = []
                 for delta in await self._answers.take():
-                    if delta.index not in begun:
-                        begun.add(delta.index)
+                    if delta.index not in self._readers:
+                        self._readers[delta.index] = self._tools.reader(self._service.codec)
                         role = ChatDelta(role="assistant", content=self._before)
                         events.append(event(self._chunk([ChatChunkChoice(index=delta.index, delta=role)])))
                     events.append(self._event(delta))
@@ -115,15 +118,11 @@ class _Chat(Answer):
         text = self._before + text
         return ChatMessage(content=text or None if calls else text, tool_calls=calls or None)
 
-    def _tool_event(self, delta: Delta) -> bytes:
+    def _tool_events(self, delta: Delta, reader: ToolReader) -> bytes:
         """Return the events for the new tokens of a choice that may call tools.
 
         There is no event for new text that may still turn out to be part of a tool call.
         """
-        reader = self._readers.get(delta.index)
-        if reader is None and (reader := self._tools.reader(self._service.codec)) is not None:
-            self._readers[delta.index] = reader
-        assert reader is not None
         text, found = reader.add(delta.text, delta.finish_reason is not None)
         # Many clients read only one call per event, so each piece of a call gets an event of its own.
         pieces = [ChatDelta(content=text)] if text else []
@@ -138,8 +137,8 @@ class _Chat(Answer):
         return b"".join(events)
 
     def _event(self, delta: Delta) -> bytes:
-        if self._tools.used:
-            return self._tool_event(delta)
+        if (reader := self._readers[delta.index]) is not None:
+            return self._tool_events(delta, reader)
         if delta.finish_reason is None and not self._body.logprobs and not self._shows_ids:
             return self._text_event(delta.index, delta.text)
         return event(self._chunk([self._choice(delta)]))
@@ -166,7 +165,52 @@ class _Chat(Answer):
 
 
 def _call_delta(call: CallDelta) -> ToolCallDelta:
-    function = FunctionDelta(name=call.name, arguments=call.arguments)
-    if call.name is None:
-        return ToolCallDelta(index=call.index, function=function)
-    return ToolCallDelta(index=call.index, id=call_id(), type="function", function=function)
+    part = ToolCallDelta(index=call.index, function=FunctionDelta(name=call.name, arguments=call.arguments))
+    if call.name is not None:
+        part.id, part.type = call_id(), "function"
+    return part
+
+
+class Tools:
+    """The tools of a request and the field `tool_choice`, which says which of them the model may or must call.
+
+    The constructor raises an HTTP error 400 if the tools and the choice contradict each other.
+    """
+
+    def __init__(self, given: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> None:
+        self.functions = {tool.function.name: tool.function.parameters for tool in given or ()}
+        if len(self.functions) < len(given or ()):
+            raise APIError(400, "tools: two functions have the same name", param="tools")
+        if not given and choice not in (None, "none", "auto"):
+            raise APIError(400, "tool_choice needs tools, but the request has none", param="tool_choice")
+        named = choice.function.name if isinstance(choice, Tool) else None
+        if named is not None and named not in self.functions:
+            raise APIError(400, f"tool_choice names {named!r:.80}, which is none of the tools", param="tool_choice")
+        self.told = [tool.model_dump(exclude_none=True) for tool in given or ()]
+        self.used = bool(given) and choice != "none"
+        self._required = choice == "required" or named is not None
+        self._callable = self.functions if named is None else {named: self.functions[named]}
+        self._several = parallel is not False and named is None
+
+    def structured(self, asked: StructuredOutputsParams | None, codec: Codec) -> StructuredOutputsParams | None:
+        """Return the format that the answer must match.
+
+        This is a grammar of tool calls if the request requires a tool call, and otherwise `asked`, the format that the
+        request's other fields set. Raises an HTTP error 400 if the request requires a tool call and also sets `asked`.
+        """
+        if not self._required or codec.tokenizer is None:
+            return asked
+        if asked:
+            raise APIError(
+                400, "a required tool call cannot be combined with another constraint on the answer: give one of them"
+            )
+        grammar = calls_grammar(self._callable, codec.tools, codec.tokenizer, several=self._several)
+        return StructuredOutputsParams(grammar=grammar)
+
+    def reader(self, codec: Codec) -> ToolReader | None:
+        """Return a parser that finds the tool calls in the text of one answer, or None if no tool may be called."""
+        return ToolReader(codec.tools, self._callable, None if self._several else 1) if self.used else None
+
+
+def call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"

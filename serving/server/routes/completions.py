@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 from fastapi.responses import Response
 
+from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.http import event
-from megakernel.serving.server.routes.answers import Answers, Delta
-from megakernel.serving.server.routes.logprobs import Score, completion_logprobs, likeliest, scores
-from megakernel.serving.server.routes.requests import CompletionRequest, Prompt
-from megakernel.serving.server.routes.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
+from megakernel.serving.server.routes.bodies import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionResponse,
+    Score,
+    Usage,
+    completion_logprobs,
+    likeliest,
+    scores,
+)
+from megakernel.serving.server.routes.requests import CompletionRequest
 from megakernel.serving.server.service import Answer, Service
 
 _DEFAULT_TOKENS = 16
@@ -19,7 +27,7 @@ _DEFAULT_TOKENS = 16
 async def complete(service: Service, body: CompletionRequest) -> Response:
     """Answer a request with the whole completion, or with a stream that begins when the first token exists."""
     model = service.model(body.model)
-    prompts = await service.encode_prompts(body.prompt, body.add_special_tokens is not False)
+    prompts = await service.encode_prompts(body.prompts, body.add_special_tokens is not False)
     prompts = [service.truncated(prompt, body, body.max_tokens) for prompt in prompts]
     service.room(prompts, body.max_tokens)
     params = body.sampling(
@@ -29,7 +37,7 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
         logprobs=body.logprobs,
         prompt_logprobs=max(asked) if (asked := _scored(body)) else None,
     )
-    given = prompts if body.truncate_prompt_tokens is not None else body.prompt
+    given = body.prompts if body.truncate_prompt_tokens is None else prompts
     texts = await _texts(service, given, prompts) if body.echo else []
     answers = service.answers(prompts, params)
     completion = _Completion(service, body, model, prompts, texts, answers)
@@ -44,15 +52,11 @@ def _scored(body: CompletionRequest) -> list[int]:
     return [count for count in asked if count is not None]
 
 
-async def _texts(service: Service, given: Prompt | list[list[int]], prompts: list[list[int]]) -> list[str]:
+async def _texts(service: Service, given: Sequence[str] | Sequence[list[int]], prompts: list[list[int]]) -> list[str]:
     """Return the prompts as text. A prompt that was sent as token ids is decoded."""
     if service.tokenizer is None:
         return [""] * len(prompts)
-    parts = [given] if isinstance(given, str) else given
-    return [
-        part if isinstance(part, str) else await service.decode(ids)
-        for part, ids in zip(parts if len(parts) == len(prompts) else prompts, prompts, strict=True)
-    ]
+    return [one if isinstance(one, str) else await service.decode(ids) for one, ids in zip(given, prompts, strict=True)]
 
 
 class _Completion(Answer):
@@ -138,7 +142,7 @@ class _Completion(Answer):
         """Return the prompt's tokens with their log-probabilities. The first token has no log-probability, because no
         token precedes it.
         """
-        prompt, (logprobs, tops) = self._prompts[index], self._answers.job.scores[index]
+        prompt, (logprobs, tops) = self._prompts[index], self._answers.scores[index]
         count = self._body.logprobs or 0
         later = zip(prompt[1:], logprobs, tops, strict=True)
         return [(prompt[0], None, None), *((token, p, likeliest(top, count, token)) for token, p, top in later)]

@@ -1,29 +1,45 @@
 """The pydantic models of the request bodies. They declare the range of every field, which the OpenAPI schema shows too.
 
-Names and defaults are those of vLLM and the OpenAI API. A field that is null counts as absent. `fields.py` lists all
-fields that the server ignores or refuses.
+Names and defaults are those of vLLM, SGLang and the OpenAI API. A field that is null counts as absent. `fields.py` has
+the fields that the server ignores or refuses.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, WrapValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
+from megakernel.errors import MegakernelError
 from megakernel.model.chat_template import OWN_NAMES
-from megakernel.serving.engine.sampling import MAX_BIAS, MAX_CHOICES, MAX_STOP_IDS, MAX_TOP_LOGPROBS, SamplingParams
-from megakernel.serving.engine.structured import StructuredOutputsParams
+from megakernel.serving.engine.sampling import (
+    MAX_BAD_CHARACTERS,
+    MAX_BAD_WORDS,
+    MAX_BIAS,
+    MAX_CHOICES,
+    MAX_STOP_IDS,
+    MAX_TOP_LOGPROBS,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS, MAX_STOP_CHARACTERS, MAX_STOPS
-from megakernel.serving.server.routes import fields
-from megakernel.serving.server.routes.strict import Strict
-from megakernel.serving.server.routes.structured import Constrained
-from megakernel.serving.server.routes.tools import MOST_TOOLS, Called, Tool, ToolChoice
+from megakernel.serving.server.routes.fields import OF_EARLIER_ANSWERS, OF_STREAM_OPTIONS, Strict
 
 INT32, _SEED = 2**31 - 1, 2**63
 
-# In the JSON schema, this entry marks a token id. `openapi.py` replaces the entry by the largest token id, the
-# vocabulary size minus 1.
+# In the JSON schema, this entry marks a token id. `app.py` replaces the entry by the largest token id.
 VOCABULARY = {"x-vocabulary": True}
 
 
@@ -62,6 +78,9 @@ def contradiction(field: str, text: str) -> PydanticCustomError:
 
 # In an Annotated type, WHOLE must come after the Field with the bounds: otherwise, the schema lacks the bounds.
 WHOLE = BeforeValidator(_whole)
+TopCount = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE]
+NewTokens = Annotated[int, Field(ge=1, le=INT32, description="default: up to the context limit"), WHOLE]
+Kept = Annotated[int, Field(ge=-1, le=INT32, description="how many last tokens to keep; -1: as many as fit"), WHOLE]
 TokenId = Annotated[int, Field(ge=0, le=INT32, json_schema_extra=VOCABULARY)]
 Text = Annotated[str, Field(min_length=1)]
 # `fail_fast` stops at the first invalid item, because describing many errors takes tens of milliseconds.
@@ -75,15 +94,58 @@ Prompt = Annotated[
         f"must be text, token ids, or a list of up to {MAX_PROMPTS} texts or lists of token ids, none of them empty"
     ),
 ]
-Bias = dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]]
-AddSpecial = Annotated[
-    bool, Field(description="add the BOS token if the model has one; default: true for text, false for messages")
+Bias = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_BIAS, json_schema_extra={"additionalProperties": False}),
 ]
+AddSpecial = Annotated[bool, Field(description="add the BOS token; default: true for text, false for messages")]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stop = Annotated[
     StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)],
     one_message(f"must be text or a list of up to {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARACTERS} characters"),
 ]
+Schema = Annotated[dict[str, Any] | str, Field(description="a JSON schema as an object or as text")]
+_Texts = Annotated[list[Text], Field(min_length=1, max_length=1024)]
+_BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_CHARACTERS)]
+
+
+class JsonSchema(Strict):
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """The OpenAI API's field `response_format`, extended by llama.cpp's key `schema`.
+
+    The answer always follows the schema, whatever `strict` says.
+    """
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+
+class StructuredOutputs(Strict):
+    """vLLM's field `structured_outputs`."""
+
+    json_: Annotated[Schema | None, Field(alias="json")] = None
+    regex: Text | None = None
+    choice: _Texts | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+
+
+# The older fields of vLLM and SGLang that name a form of the answer, with their names in StructuredOutputsParams.
+_FORMS = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
 
 
 class Body(Strict):
@@ -101,23 +163,14 @@ class Sampled(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    logit_bias: (
-        Annotated[Bias, Field(max_length=MAX_BIAS, json_schema_extra={"additionalProperties": False})] | None
-    ) = None
+    logit_bias: Bias | None = None
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS), _WHOLE_LIST] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT32), WHOLE] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: Annotated[bool, Field(description="leave out special tokens; default: true")] | None = None
-    truncate_prompt_tokens: (
-        Annotated[
-            int,
-            Field(ge=-1, le=INT32, description="how many of the prompt's last tokens to keep; -1: as many as fit"),
-            WHOLE,
-        ]
-        | None
-    ) = None
+    truncate_prompt_tokens: Kept | None = None
     stream: bool | None = None
 
     def sampling(
@@ -139,24 +192,32 @@ class Sampled(Body):
 
 
 class StreamOptions(Strict):
-    body = fields.STREAM_OPTIONS
+    where = "stream_options"
+    ignored = OF_STREAM_OPTIONS
 
     include_usage: bool | None = None
 
 
-class Choices(Sampled, Constrained):
+class Choices(Sampled):
     """The fields that completions and chat accept."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="not for streams"), WHOLE] | None = (
-        None
-    )
+    prompt_logprobs: TopCount | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: AddSpecial | None = None
     return_token_ids: Annotated[bool, Field(description="also return `token_ids`")] | None = None
-    return_tokens_as_token_ids: (
-        Annotated[bool, Field(description="write `token_id:N` instead of text in log-probabilities")] | None
-    ) = None
+    return_tokens_as_token_ids: Annotated[bool, Field(description="write `token_id:N` for text")] | None = None
+
+    structured_outputs: StructuredOutputs | None = None
+    allowed_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    bad_words: Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    guided_json: Schema | None = None
+    guided_regex: Text | None = None
+    guided_choice: _Texts | None = None
+    guided_grammar: Text | None = None
+    regex: Text | None = None
+    ebnf: Text | None = None
+    response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
     def _fields_belong_to_streams(self) -> Self:
@@ -170,17 +231,48 @@ class Choices(Sampled, Constrained):
     def wants_usage_chunk(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    def structured(self) -> StructuredOutputsParams | None:
+        """Return the format that the answer must match, or None if no field sets one.
+
+        Raises an HTTP error 400 if the format is invalid or if several fields set one.
+        """
+        given: dict[str, dict[str, Any]] = {
+            name: {field: value} for name, field in _FORMS.items() if (value := getattr(self, name)) is not None
+        }
+        if (outputs := self.structured_outputs) is not None:
+            given["structured_outputs"] = {"json": outputs.json_, **outputs.model_dump(exclude={"json_"})}
+        wanted = self.response_format
+        if wanted is not None and wanted.type == "json_schema":
+            if wanted.json_schema is None:
+                told = "response_format.json_schema is required with type json_schema"
+                raise APIError(400, told, param="response_format")
+            given["response_format"] = {"json": wanted.json_schema.schema_ or {}}
+        elif wanted is not None and wanted.type == "json_object":
+            given["response_format"] = {"json_object": True} if wanted.schema_ is None else {"json": wanted.schema_}
+        if len(given) > 1:
+            raise APIError(400, f"{' and '.join(given)} exclude each other: give one of them", param=list(given)[1])
+        for name, fields in given.items():
+            try:
+                return StructuredOutputsParams(**fields)
+            except MegakernelError as e:
+                raise APIError(400, str(e), param=name) from e
+        return None
+
 
 class CompletionRequest(Choices):
-    body = fields.COMPLETIONS
+    where = "/v1/completions"
 
     prompt: Prompt
-    max_tokens: (
-        Annotated[int, Field(ge=0, le=INT32, description="default: 16; may be 0 only with echo"), WHOLE] | None
-    ) = None
+    max_tokens: Annotated[int, Field(ge=0, le=INT32, description="default: 16"), WHOLE] | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] | None = None
+    logprobs: TopCount | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="must equal n"), WHOLE] | None = None
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts as a list, also if there is only one."""
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else self.prompt  # type: ignore[return-value]
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
@@ -191,13 +283,62 @@ class CompletionRequest(Choices):
         return self
 
 
+MOST_TOOLS = 128  # the OpenAI API's limit
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Function(Strict):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+def _checked_json(text: str) -> str:
+    try:
+        json.loads(text or "{}")
+    except (ValueError, RecursionError) as e:
+        raise PydanticCustomError("json", "is not JSON: {why}", {"why": str(e)}) from e
+    return text
+
+
+Arguments = Annotated[str, AfterValidator(_checked_json)]  # the arguments of a call, as JSON text
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: Arguments
+
+
+class Called(Strict):
+    """A tool call from an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """Return the call in the form that chat templates read: the arguments are an object, not JSON text."""
+        arguments = json.loads(self.function.arguments or "{}")
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+ToolChoice = Literal["none", "auto", "required"] | Tool
+
+
 class TextPart(Strict):
     type: Literal["text"]
     text: str
 
 
 class Message(Strict):
-    body = fields.MESSAGE
+    where = "an entry of messages"
+    ignored = OF_EARLIER_ANSWERS
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[
@@ -227,9 +368,7 @@ class Conversation(Strict):
     """A conversation, and how the model's chat template turns it into a prompt."""
 
     messages: Messages
-    add_generation_prompt: (
-        Annotated[bool, Field(description="begin a new answer; default: true, unless continue_final_message")] | None
-    ) = None
+    add_generation_prompt: Annotated[bool, Field(description="begin a new answer; usually true")] | None = None
     continue_final_message: Annotated[bool, Field(description="the answer continues the last message")] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(description="more variables for the template")] | None = None
     add_special_tokens: AddSpecial | None = None
@@ -237,30 +376,22 @@ class Conversation(Strict):
     @model_validator(mode="after")
     def _prompt_has_one_end(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
-            raise contradiction(
-                "continue_final_message", "continue_final_message and add_generation_prompt exclude each other"
-            )
+            told = "continue_final_message and add_generation_prompt exclude each other"
+            raise contradiction("continue_final_message", told)
         for name in sorted(OWN_NAMES & set(self.chat_template_kwargs or ())):
-            raise contradiction(
-                "chat_template_kwargs", f"chat_template_kwargs must not contain {name}: the server sets it"
-            )
+            told = f"chat_template_kwargs must not contain {name}: the server sets it"
+            raise contradiction("chat_template_kwargs", told)
         return self
 
 
 class ChatRequest(Conversation, Choices):
-    body = fields.CHAT
+    where = "/v1/chat/completions"
 
-    max_completion_tokens: (
-        Annotated[int, Field(ge=1, le=INT32, description="default: up to the context limit"), WHOLE] | None
-    ) = None
-    max_tokens: (
-        Annotated[int, Field(ge=1, le=INT32, description="the older name of max_completion_tokens"), WHOLE] | None
-    ) = None
+    max_completion_tokens: NewTokens | None = None
+    max_tokens: NewTokens | None = None  # the older name of max_completion_tokens
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="requires logprobs"), WHOLE] | None = None
-    echo: (
-        Annotated[bool, Field(description="begin the answer with the last message if the assistant wrote it")] | None
-    ) = None
+    top_logprobs: TopCount | None = None
+    echo: Annotated[bool, Field(description="repeat the last message if the assistant wrote it")] | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Annotated[ToolChoice | None, one_message(_CHOICES)] = None
     parallel_tool_calls: bool | None = None
@@ -273,14 +404,14 @@ class ChatRequest(Conversation, Choices):
 
 
 class TokenizeText(Body):
-    body = fields.TOKENIZE
+    where = "/tokenize with a text"
 
     prompt: str
     add_special_tokens: AddSpecial | None = None
 
 
 class TokenizeMessages(Conversation, Body):
-    body = fields.TOKENIZE
+    where = "/tokenize with messages"
 
 
 def _which(given: Any) -> str:
@@ -294,6 +425,6 @@ TokenizeRequest = Annotated[
 
 
 class DetokenizeRequest(Body):
-    body = fields.TOKENIZE
+    where = "/detokenize"
 
     tokens: Annotated[list[TokenId], _WHOLE_LIST]

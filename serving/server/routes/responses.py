@@ -1,197 +1,449 @@
-"""The response bodies."""
+"""POST /v1/responses: answers a conversation. Nothing is stored, so each request contains the whole conversation."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
+from fastapi.responses import Response
+from pydantic import BaseModel, Discriminator, Field, Tag
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+from megakernel.serving.engine.sampling import StructuredOutputsParams
+from megakernel.serving.server.client import Answers, Delta
+from megakernel.serving.server.errors import APIError
+from megakernel.serving.server.http import event
+from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS
+from megakernel.serving.server.routes.bodies import FinishReason, PromptDetails, TokenLogprob, chat_logprobs, scores
+from megakernel.serving.server.routes.chat import Tools, call_id
+from megakernel.serving.server.routes.fields import OF_EARLIER_ANSWERS, OF_TEXT, Strict
+from megakernel.serving.server.routes.requests import (
+    MOST_TOOLS,
+    Arguments,
+    Conversation,
+    Function,
+    FunctionName,
+    JsonSchema,
+    Message,
+    NewTokens,
+    Sampled,
+    Text,
+    Tool,
+    TopCount,
+    one_message,
+)
+from megakernel.serving.server.service import Answer, Service, encode_json
+from megakernel.serving.text.tool_calls import CallDelta
 
-
-class PromptDetails(BaseModel):
-    cached_tokens: int
-
-
-class Usage(BaseModel):
-    """Token counts of a request. `cached_tokens` counts the prompt tokens found in the prefix cache."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails
-
-
-class PromptLogprob(BaseModel):
-    """One token's log-probability.
-
-    `rank` is 1 for the most likely token, and None for a token that is not among the requested top tokens.
-    """
-
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[int, PromptLogprob] | None]  # one element per prompt token; the first is None
-
-
-class CompletionLogprobs(BaseModel):
-    """Log-probabilities as lists with one element per token. The first token of a prompt has no log-probability.
-    `text_offset` is the position in the text, in characters, where the token begins.
-    """
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
+# -- the request
 
 
-class CompletionChoice(BaseModel):
-    index: int
+class InputPart(Strict):
+    type: Literal["input_text", "output_text", "text"]
     text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: FinishReason | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
 
 
-class CompletionResponse(BaseModel):
-    """A completion, or a chunk of one."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
+Content = Annotated[
+    str | Annotated[list[InputPart], Field(max_length=MAX_PARTS)],
+    one_message(f'must be text or a list of up to {MAX_PARTS} parts {{"type": "input_text", "text": ...}}'),
+]
 
 
-class TopLogprob(BaseModel):
-    token: str
-    logprob: float
-    bytes: list[int]
+def _text(content: str | list[InputPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class TokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
+class InputMessage(Strict):
+    where = "an input item of type message"
+    ignored = OF_EARLIER_ANSWERS
+
+    type: Literal["message"] | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
 
 
-class ChatLogprobs(BaseModel):
-    content: list[TokenLogprob]
+class InputCall(Strict):
+    """A function call from an earlier answer."""
 
+    where = "an input item of type function_call"
+    ignored = OF_EARLIER_ANSWERS
 
-class FunctionCall(BaseModel):
+    type: Literal["function_call"]
+    call_id: str
     name: str
-    arguments: str
+    arguments: Arguments
 
 
-class ToolCall(BaseModel):
+class InputResult(Strict):
+    """The result of a function call."""
+
+    where = "an input item of type function_call_output"
+    ignored = OF_EARLIER_ANSWERS
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+
+
+def _kind(given: Any) -> str:
+    """Return the tag of an input item. An unknown kind counts as a message, and the validation as a message fails."""
+    kind = given.get("type") if isinstance(given, dict) else None
+    return f"({kind})" if kind in ("function_call", "function_call_output") else "(message)"
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("(message)")]
+    | Annotated[InputCall, Tag("(function_call)")]
+    | Annotated[InputResult, Tag("(function_call_output)")],
+    Discriminator(_kind),
+]
+
+
+class TextFormat(JsonSchema):
+    """The format of the answer's text. The answer always follows the schema, even if `strict` is false."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class TextConfig(Strict):
+    where = "text"
+    ignored = OF_TEXT
+
+    format: TextFormat | None = None
+
+
+class ResponseTool(Strict):
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+_LOGPROBS = "message.output_text.logprobs"
+_CHOICES = 'must be "none", "auto", "required" or {"type": "function", "name": ...}'
+
+
+class ResponsesRequest(Sampled):
+    where = "/v1/responses"
+
+    input: Annotated[
+        Annotated[Text, Tag("(text)")]
+        | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES - 1), Tag("(items)")],
+        Discriminator(lambda given: "(items)" if isinstance(given, list) else "(text)"),
+    ]
+    instructions: Annotated[str, Field(description="a system message before the conversation")] | None = None
+    max_output_tokens: NewTokens | None = None
+    top_logprobs: TopCount | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    text: TextConfig | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | ResponseTool | None, one_message(_CHOICES)] = None
+    parallel_tool_calls: bool | None = None
+    metadata: Annotated[dict[str, str], Field(description="returned unchanged with the answer")] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    def structured(self) -> StructuredOutputsParams | None:
+        """Return the format that the answer's text must match, or None. Raises a 400 if the schema is missing."""
+        wanted = self.text.format if self.text else None
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.type == "json_object":
+            return StructuredOutputsParams(json_object=True)
+        if wanted.schema_ is None:
+            raise APIError(400, "text.format.schema is required", param="text.format.schema")
+        return StructuredOutputsParams(json=wanted.schema_)
+
+    def chat_tools(self) -> Tools:
+        """Return the tools and the tool choice, which have another form in /v1/chat/completions."""
+        choice = self.tool_choice
+        return Tools(
+            [_chat_tool(tool) for tool in self.tools or ()],
+            _chat_tool(choice) if isinstance(choice, ResponseTool) else choice,
+            self.parallel_tool_calls,
+        )
+
+    def conversation(self) -> Conversation:
+        """Return the input items as the conversation that a chat template reads.
+
+        A function call is added to the assistant message that precedes it, or to a new assistant message if none
+        precedes it.
+        """
+        said: list[dict[str, Any]] = []
+        if self.instructions:
+            said.append({"role": "system", "content": self.instructions})
+        for item in [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input:
+            if isinstance(item, InputMessage):
+                said.append({"role": item.role, "content": _text(item.content)})
+            elif isinstance(item, InputResult):
+                said.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
+            else:
+                if not said or said[-1]["role"] != "assistant" or len(said[-1].get("tool_calls", ())) == MOST_TOOLS:
+                    said.append({"role": "assistant", "content": ""})
+                called = {"name": item.name, "arguments": item.arguments}
+                said[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": called})
+        return Conversation(messages=[Message.model_validate(message) for message in said])
+
+
+def _chat_tool(tool: ResponseTool) -> Tool:
+    return Tool(type="function", function=Function(**tool.model_dump(exclude={"type"})))
+
+
+# -- the answer
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(BaseModel):
+    type: Literal["output_text"] = "output_text"
+    text: str = ""
+    annotations: list[Any] = []
+    logprobs: list[TokenLogprob] | None = None
+
+
+class OutputMessage(BaseModel):
     id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class _Part(BaseModel):
-    """A part of a streamed answer. Null fields are left out, because some clients let a null replace earlier values."""
-
-    @model_serializer(mode="wrap")
-    def _said(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in serialize(self).items() if value is not None}
-
-
-class FunctionDelta(_Part):
-    name: str | None = None
-    arguments: str
-
-
-class ToolCallDelta(_Part):
-    """A part of a tool call: first its id and name, then pieces of its arguments."""
-
-    index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: FunctionDelta
-
-
-class ChatMessage(BaseModel):
+    type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
-    content: str | None
-    tool_calls: list[ToolCall] | None = None
+    status: Status = "in_progress"
+    content: list[OutputText]
 
 
-class ChatChoice(BaseModel):
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason
-    token_ids: list[int] | None = None
-
-
-class ChatResponse(BaseModel):
+class OutputCall(BaseModel):
     id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
+    type: Literal["function_call"] = "function_call"
+    status: Status = "in_progress"
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
+class OutputDetails(BaseModel):
+    reasoning_tokens: Literal[0] = 0
+
+
+class ResponseUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: PromptDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails = OutputDetails()
+    total_tokens: int
+
+
+class Incomplete(BaseModel):
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseObject(BaseModel):
+    """The response object: the request's parameters and the answer so far."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Status
     model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    output: list[OutputMessage | OutputCall]
+    usage: ResponseUsage | None = None
+    incomplete_details: Incomplete | None = None
+    error: None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] = {}
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    text: dict[str, Any]
+    tools: list[dict[str, Any]]
+    tool_choice: str | dict[str, Any]
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    store: Literal[False] = False
+    background: Literal[False] = False
+    truncation: Literal["disabled"] = "disabled"
 
 
-class ChatDelta(_Part):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
+# The fields of the request that the response object repeats as they are.
+_REPEATED = ("instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs")
 
 
-class ChatChunkChoice(BaseModel):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
-    token_ids: list[int] | None = None
+class Items:
+    """The output items of one answer, in order. The last item is open while it may still grow; all others are closed.
+
+    Methods that change an item return the stream events that report the change.
+    """
+
+    def __init__(self, *, scored: bool) -> None:
+        """Create an empty list of items. `scored` says whether text comes with log-probabilities."""
+        self.all: list[OutputMessage | OutputCall] = []
+        self._scored = scored
+        self._open = False
+        self._next = 0  # number of the next event
+
+    def event(self, kind: str, **content: Any) -> bytes:
+        """Return an event of the stream, with the next number."""
+        name = f"response.{kind}"
+        data = encode_json({"type": name, "sequence_number": self._next, **content})
+        self._next += 1
+        return b"event: " + name.encode() + b"\n" + event(data)
+
+    def add(self, text: str, calls: Sequence[CallDelta] = (), logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+        """Append text, and then function calls. If there is text and no message is open, open a new message for it."""
+        events = []
+        if text or logprobs:
+            if not self._open or not isinstance(self.all[-1], OutputMessage):
+                events += [self.close(), self.open_message()]
+            message = self.all[-1]
+            assert isinstance(message, OutputMessage)
+            [part] = message.content
+            part.text += text
+            if part.logprobs is not None:
+                part.logprobs += logprobs
+            shown = [one.model_dump() for one in logprobs]
+            events.append(self._tell("output_text.delta", content_index=0, delta=text, logprobs=shown))
+        for call in calls:
+            if call.name is not None:
+                made = OutputCall(id=f"fc_{secrets.token_hex(12)}", call_id=call_id(), name=call.name)
+                events += [self.close(), self._add(made)]
+            if call.arguments:
+                item = self.all[-1]
+                assert isinstance(item, OutputCall)
+                item.arguments += call.arguments
+                events.append(self._tell("function_call_arguments.delta", delta=call.arguments))
+        return b"".join(events)
+
+    def open_message(self) -> bytes:
+        """Open a message without text."""
+        message = OutputMessage(id=f"msg_{secrets.token_hex(12)}", content=[])
+        events = self._add(message)
+        message.content = [OutputText(logprobs=[] if self._scored else None)]
+        return events + self._tell("content_part.added", content_index=0, part=OutputText().model_dump())
+
+    def close(self, status: Status = "completed") -> bytes:
+        """Close the open item, if there is one."""
+        if not self._open:
+            return b""
+        item, self._open = self.all[-1], False
+        item.status = status
+        if isinstance(item, OutputCall):
+            told = self._tell("function_call_arguments.done", name=item.name, arguments=item.arguments)
+        else:
+            [part] = item.content
+            shown = part.model_dump()
+            told = self._tell("output_text.done", content_index=0, text=part.text, logprobs=shown["logprobs"] or [])
+            told += self._tell("content_part.done", content_index=0, part=shown)
+        return told + self.event("output_item.done", output_index=len(self.all) - 1, item=item.model_dump())
+
+    def _add(self, item: OutputMessage | OutputCall) -> bytes:
+        self.all.append(item)
+        self._open = True
+        return self.event("output_item.added", output_index=len(self.all) - 1, item=item.model_dump())
+
+    def _tell(self, kind: str, **content: Any) -> bytes:
+        """Return an event about the last item."""
+        return self.event(kind, item_id=self.all[-1].id, output_index=len(self.all) - 1, **content)
 
 
-class ChatChunk(BaseModel):
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None
+async def respond(service: Service, body: ResponsesRequest) -> Response:
+    """Answer a request with the whole response, or with a stream that begins when the first token exists."""
+    model = service.model(body.model)
+    tools = body.chat_tools()
+    structured = tools.structured(body.structured(), service.codec)
+    if tools.used and body.wants_logprobs:
+        raise APIError(400, "log-probabilities cannot be combined with tools: leave one of them out")
+    prompt = await service.encode_chat(body.conversation(), tools.told)
+    prompt = service.truncated(prompt, body, body.max_output_tokens)
+    service.room([prompt], body.max_output_tokens)
+    params = body.sampling(
+        body.max_output_tokens or service.max_context - len(prompt),
+        structured,
+        logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
+    )
+    answers = service.answers([prompt], params, special=tools.used)
+    return await service.respond(answers, _Turn(service, body, model, prompt, answers, tools), bool(body.stream))
 
 
-class Model(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "megakernel"
-    root: str
-    max_model_len: int
+class _Turn(Answer):
+    last = b""  # empty, because `chunks` already ends with response.completed or response.incomplete
 
+    def __init__(
+        self, service: Service, body: ResponsesRequest, model: str, prompt: list[int], answers: Answers, tools: Tools
+    ) -> None:
+        super().__init__(service, "resp", body, model, [prompt], answers)
+        self._body = body
+        self._items = Items(scored=body.wants_logprobs)
+        self._reader = tools.reader(service.codec)
 
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[Model]
+    async def whole(self) -> bytes:
+        [choice] = await self._answers.collect()
+        self._add(choice)
+        self._close(choice.finish_reason)
+        return self._response(choice.finish_reason).model_dump_json(by_alias=True).encode()
 
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        try:
+            [delta] = await self._answers.take()
+            response = self._response(None).model_dump(by_alias=True)
+            events = self._items.event("created", response=response)
+            events += self._items.event("in_progress", response=response)
+            if self._reader is None:
+                events += self._items.open_message()
+            yield events + self._add(delta)
+            while not self._answers.finished:
+                [delta] = await self._answers.take()
+                if new := self._add(delta):
+                    yield new
+            events = self._close(delta.finish_reason)
+            response = self._response(delta.finish_reason).model_dump(by_alias=True)
+            yield events + self._items.event(response["status"], response=response)
+        finally:
+            self._answers.close()
 
-class TokenizeResponse(BaseModel):
-    count: int
-    max_model_len: int
-    tokens: list[int]
+    def _add(self, delta: Delta) -> bytes:
+        if self._reader is None:
+            return self._items.add(delta.text, logprobs=self._logprobs(delta))
+        return self._items.add(*self._reader.add(delta.text, delta.finish_reason is not None))
 
+    def _close(self, reason: FinishReason | None) -> bytes:
+        """Close the last output item. If the answer has no items, add an empty message first."""
+        events = b"" if self._items.all else self._items.open_message()
+        return events + self._items.close("completed" if reason == "stop" else "incomplete")
 
-class TokenizerInfo(BaseModel):
-    bos_token: str | None
-    eos_token: str | None
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        raise AssertionError("events of /v1/responses are numbered, so no cached chunk can be used")
 
+    def _response(self, reason: FinishReason | None) -> ResponseObject:
+        """Return the response object so far. `reason` is None while the answer is generated."""
+        body, usage = self._body, None
+        if reason is not None:
+            used = self._usage(self._answers.completion_tokens)
+            usage = ResponseUsage(
+                input_tokens=used.prompt_tokens,
+                input_tokens_details=used.prompt_tokens_details,
+                output_tokens=used.completion_tokens,
+                total_tokens=used.total_tokens,
+            )
+        choice = body.tool_choice or "auto"
+        form = body.text.format if body.text else None
+        return ResponseObject(
+            **{name: getattr(body, name) for name in _REPEATED},
+            id=self._head["id"],
+            created_at=self._head["created"],
+            status="in_progress" if reason is None else "completed" if reason == "stop" else "incomplete",
+            model=self._head["model"],
+            output=self._items.all if reason else [],
+            usage=usage,
+            incomplete_details=Incomplete() if reason == "length" else None,
+            metadata=body.metadata or {},
+            text={"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
+            tools=[tool.model_dump() for tool in body.tools or ()],
+            tool_choice=choice if isinstance(choice, str) else {"type": "function", "name": choice.name},
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+        )
 
-class DetokenizeResponse(BaseModel):
-    prompt: str
-
-
-class VersionResponse(BaseModel):
-    version: str
+    def _logprobs(self, delta: Delta) -> list[TokenLogprob]:
+        if not self._body.wants_logprobs:
+            return []
+        return chat_logprobs(self._tokenizer, scores(delta.tokens), self._body.top_logprobs or 0).content

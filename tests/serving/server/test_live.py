@@ -23,12 +23,11 @@ from model_helpers import byte_model
 from megakernel import LLM, SamplingParams
 from megakernel.model import RandomCheckpoint
 from megakernel.roofline import Ceilings, bound, step_work
-from megakernel.serving.engine.counts import Counts
 from megakernel.serving.engine.engine import Engine
 from megakernel.serving.engine.live import Live, Totals
-from megakernel.serving.engine.scheduler import Stats
-from megakernel.serving.server import looks
-from megakernel.serving.server.access import Access
+from megakernel.serving.engine.scheduler import Counts, Stats
+from megakernel.serving.server import host
+from megakernel.serving.server.limits import Access
 
 CEILINGS = Ceilings(read_bytes_per_s=1e9, flops=4e9, threads=2, how="made up")
 STATS = Stats(
@@ -123,7 +122,7 @@ needs_browser = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
 
 def test_routes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looks, "TRACE_WAIT_S", 0.05)
+    monkeypatch.setattr(host, "TRACE_WAIT_S", 0.05)
     with tiny("null") as server:
         assert json.loads(server.request("GET", "/roofline")[2])["total"]["steps"] == 0
         for path, title in (("/", b"live roofline"), ("/chat", b"chat")):

@@ -148,9 +148,9 @@ def test_the_engine_admits_clients_in_turn() -> None:
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     requests = [engine.add([1], params, client="greedy") for _ in range(10)]
     other = engine.add([1], params, client="other")
-    order = [token.request.id for step in engine.run() for token in step.tokens]
-    assert order.index(other.id) <= 1
-    assert [i for i in order if i != other.id] == [request.id for request in requests]
+    order = [token.choice for step in engine.run() for token in step.tokens]
+    assert order.index(other.first) <= 1
+    assert [i for i in order if i != other.first] == [request.first for request in requests]
 
 
 def test_one_client_does_not_fill_the_queue(tmp_path: Path) -> None:

@@ -11,15 +11,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError, file_errors
-from ..isa import BUFFERS, Buffer, Dtype, all_finite, from_f32, to_f32
-from .checkpoint import Checkpoint, Part, Rows, Storage, weight_dims
+from ..isa import BUFFERS, Buffer, Dims, Dtype, all_finite
+from .checkpoint import (
+    CHUNK,
+    Checkpoint,
+    Part,
+    Rows,
+    Share,
+    Storage,
+    array_of,
+    column_share,
+    cut_columns,
+    float_type,
+    floats,
+    row_shares,
+    vector,
+    weight_dims,
+)
 from .config import ModelConfig
 from .families import forward, weights
 from .rope import inverse_frequencies
-
-# The number of elements that are converted at a time. The number is small, so that these elements stay in a cache and
-# even a huge tensor needs little extra memory.
-_CHUNK = 1 << 18
 
 
 class TensorFile(Protocol):
@@ -79,37 +90,20 @@ class FileCheckpoint:
         if config.tied and Buffer.EMBED in self.storage:
             self.storage[Buffer.LM_HEAD] = self.storage[Buffer.EMBED]
 
-    def load(self, buffer: Buffer, layer: int, dtype: Dtype) -> NDArray[np.generic]:
+    def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
         if buffer is Buffer.INV_FREQ:
-            return inverse_frequencies(self.config.rope, self.config.head_dim)
-        if buffer is Buffer.LM_HEAD and self.config.tied:
-            buffer = Buffer.EMBED
-        spec = BUFFERS[buffer]
-        out_dtype = dtype if spec.dtype is None else spec.dtype
-        out = np.zeros(spec.shape(weight_dims(self.config, dtype), 0), dtype=out_dtype.numpy)
-        shapes = _part_shapes(self.config, self._naming, buffer)
-        flat = out.reshape(-1, out.shape[-1] if len(shapes[0]) == 2 else 1)
-        start = 0
-        for index, (name, shape) in enumerate(zip(self._naming.names(buffer, layer), shapes, strict=True)):
-            part = flat[start : start + shape[0]]
-            start += shape[0]
-            if name not in self._tensors.shapes:
-                continue  # the bias is absent, which _check has accepted
-            self._read(name, part, out_dtype)
-            if index < self._naming.halved.get(buffer, 0):
-                part[:] = _interleave(part, self.config.head_dim)
-        return out
-
-    def stored(self, buffer: Buffer, layer: int) -> list[Rows]:
-        if buffer is Buffer.LM_HEAD and self.config.tied:
-            buffer = Buffer.EMBED
+            return [vector(inverse_frequencies(self.config.rope, self.config.head_dim))]
+        source = Buffer.EMBED if buffer is Buffer.LM_HEAD and self.config.tied else buffer
+        wanted = None if buffer in self.storage else float_type(buffer, split)
         out = []
-        for index, name in enumerate(self._naming.names(buffer, layer)):
-            rows = self._tensors.rows(name, 0, self._tensors.shapes[name][0])
-            self._check_finite(name, rows)
-            data = np.ascontiguousarray(rows).view(np.uint8)
+        for index, name in enumerate(self._naming.names(source, layer)):
+            share = row_shares(buffer, split)[index]
+            if name in self._tensors.shapes:
+                part = self._read(name, share, buffer, split, wanted)
+            else:  # the bias is absent, which _check has accepted
+                part = vector(np.zeros(share.size, np.float32))
             halved = index < self._naming.halved.get(buffer, 0)
-            out.append(Rows(self._tensors.dtype(name), _interleave(data, self.config.head_dim) if halved else data))
+            out.append(Rows(part.dtype, _interleave(part.data, self.config.head_dim)) if halved else part)
         return out
 
     def _layout(self, buffer: Buffer) -> Storage:
@@ -119,22 +113,27 @@ class FileCheckpoint:
         names = (self._naming.names(buffer, layer) for layer in layers)
         return Storage(tuple(tuple(Part(dtype(name), shapes[name][0]) for name in layer) for layer in names))
 
-    def _read(self, name: str, out: NDArray[np.generic], dtype: Dtype) -> None:
-        step = max(1, _CHUNK // out.shape[1])
-        kind = self._tensors.dtype(name)
-        for start in range(0, len(out), step):
-            rows = self._tensors.rows(name, start, min(start + step, len(out)))
-            self._check_finite(name, rows)
-            out[start : start + step] = rows if kind is dtype else from_f32(to_f32(rows, kind), dtype)
-
-    def _check_finite(self, name: str, rows: NDArray[np.generic]) -> None:
-        """Refuse NaN and infinity. One such weight would make every token meaningless, and a later
-        error could not name the weight.
+    def _read(self, name: str, share: Share, buffer: Buffer, split: Dims, dtype: Dtype | None) -> Rows:
+        """A rank's part of a tensor in the float type `dtype`, or as a view of the file if this is the tensor's type
+        or None. NaN and infinity are refused: one such weight would make every token meaningless, and a later error
+        could not name the weight.
         """
-        if not all_finite(rows, self._tensors.dtype(name)):
-            raise MegakernelError(
-                f"tensor {name} in {self._tensors.where(name)} contains a NaN or an infinity: fetch the file again"
-            )
+        kind, end = self._tensors.dtype(name), share.first + share.size
+
+        def part(start: int, stop: int) -> Rows:
+            rows = self._tensors.rows(name, start, stop)
+            if not all_finite(rows, kind):
+                raise MegakernelError(
+                    f"tensor {name} in {self._tensors.where(name)} contains a NaN or an infinity: fetch the file again"
+                )
+            return cut_columns(Rows(kind, rows.view(np.uint8)), buffer, split)
+
+        if dtype is None or dtype is kind:
+            return part(share.first, end)
+        column = column_share(buffer, split)
+        step = max(1, CHUNK // column.whole)
+        parts = (part(start, min(start + step, end)) for start in range(share.first, end, step))
+        return Rows(dtype, floats(parts, (share.size, column.size), dtype).view(np.uint8))
 
 
 def _interleave(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
@@ -155,47 +154,33 @@ def tensors_of(checkpoint: Checkpoint, naming: Naming, dtype: Dtype) -> Iterator
     """Yield the tensors of `expected_shapes`, in order, as a file with this naming stores them.
     bfloat16 values are uint16.
     """
-    config = checkpoint.config
-    for buffer in _expected_buffers(config):
-        shapes = _part_shapes(config, naming, buffer)
-        for layer in range(config.layers if BUFFERS[buffer].layered else 1):
-            whole = checkpoint.load(buffer, layer, dtype)
-            flat = whole.reshape(-1, whole.shape[-1] if len(shapes[0]) == 2 else 1)
-            start = 0
-            for index, (name, shape) in enumerate(zip(naming.names(buffer, layer), shapes, strict=True)):
-                part = flat[start : start + shape[0]]
-                start += shape[0]
-                yield (
-                    name,
-                    (_halve(part, config.head_dim) if index < naming.halved.get(buffer, 0) else part).reshape(shape),
-                )
+    split, head_dim = weight_dims(checkpoint.config, dtype), checkpoint.config.head_dim
+    shapes = expected_shapes(checkpoint.config, naming)
+    for buffer in _expected_buffers(checkpoint.config):
+        for layer in range(checkpoint.config.layers if BUFFERS[buffer].layered else 1):
+            left = array_of(checkpoint, buffer, layer, split)
+            for index, name in enumerate(naming.names(buffer, layer)):
+                part, left = np.split(left, [shapes[name][0]])
+                halved = index < naming.halved.get(buffer, 0)
+                yield name, (_halve(part, head_dim) if halved else part).reshape(shapes[name])
 
 
 def expected_shapes(config: ModelConfig, naming: Naming) -> dict[str, tuple[int, ...]]:
     """The name and shape of every tensor that a file must have."""
     expected: dict[str, tuple[int, ...]] = {}
+    split = weight_dims(config, Dtype.F32)
     for buffer in _expected_buffers(config):
+        columns = (column_share(buffer, split).whole,) if BUFFERS[buffer].matrix else ()
         for layer in range(config.layers if BUFFERS[buffer].layered else 1):
-            expected.update(zip(naming.names(buffer, layer), _part_shapes(config, naming, buffer), strict=True))
+            for name, share in zip(naming.names(buffer, layer), row_shares(buffer, split), strict=True):
+                expected[name] = (share.whole, *columns)
     return expected
-
-
-def _part_shapes(config: ModelConfig, naming: Naming, buffer: Buffer) -> list[tuple[int, ...]]:
-    """Return the shapes of the tensors that `buffer` consists of, in order. A buffer consists of
-    the tensors of q, k and v, of several tensors with equal shapes, or of one tensor.
-    """
-    shape = BUFFERS[buffer].shape(weight_dims(config, Dtype.F32), 0)
-    if buffer in (Buffer.W_QKV, Buffer.B_QKV):
-        q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        return [(rows, *shape[1:]) for rows in (q, kv, kv)]
-    parts = len(naming.parts[buffer])
-    return [shape] if parts == 1 else [shape[1:]] * parts
 
 
 def _expected_buffers(config: ModelConfig) -> list[Buffer]:
     """The buffers that a file must have."""
     without = {Buffer.INV_FREQ} | ({Buffer.LM_HEAD} if config.tied else set())
-    return [b for b in weights(config, weight_dims(config, Dtype.F32)) if b not in without]
+    return [b for b in weights(config) if b not in without]
 
 
 def _check(config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
@@ -203,7 +188,7 @@ def _check(config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
     there are no others.
     """
     expected = expected_shapes(config, naming)
-    biases = [p.bias for p in forward(config, weight_dims(config, Dtype.F32)) if p.bias is not None]
+    biases = [p.bias for p in forward(config) if p.bias is not None]
     optional = {
         name
         for buffer in (biases if naming.biases_optional else ())

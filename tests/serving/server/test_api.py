@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 from unittest.mock import Mock
 
 import openai
 import pytest
-from api_support import Live, serving, until
+from api_support import Live, alternating, serving, until
 from model_helpers import byte_model
 
 from megakernel import LLM, SamplingParams
@@ -26,9 +27,6 @@ from megakernel.serving.bench import Server
 from megakernel.serving.engine.engine import Engine, Step
 from megakernel.serving.engine.request import Request
 from megakernel.serving.server import http as api_http
-from megakernel.serving.server.board import Board
-from megakernel.serving.server.metrics import Metrics
-from megakernel.serving.server.routes.completions import _texts
 
 CONTEXT = 512
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -60,12 +58,6 @@ def client(live: Live) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
 
 
-def byte_ids(llm: LLM, text: bytes) -> list[int]:
-    assert llm.tokenizer is not None
-    known = {llm.tokenizer.token_bytes(i): i for i in range(256)}
-    return [known[bytes([b])] for b in text]
-
-
 def sleeping(seconds: float) -> Callable[[Step, float], None]:
     """Return a callback for `on_step` that sleeps, so that each step takes at least `seconds`."""
     return lambda step, wall_s: time.sleep(seconds)
@@ -86,14 +78,6 @@ def another(llm: LLM, live: Live, step_s: float = 0, **options: Any) -> Iterator
         if step_s:
             server.host.loop.on_step.append(sleeping(step_s))
         yield server
-
-
-def alternating(llm: LLM, text: bytes) -> dict[str, Any]:
-    """Return sampling parameters with which a model, whatever its weights, generates the two bytes of `text` in
-    alternation.
-    """
-    first, second = byte_ids(llm, text)
-    return {"temperature": 0, "logit_bias": {str(first): 100, str(second): 99}, "frequency_penalty": 2.0}
 
 
 # -- the openai package
@@ -217,21 +201,21 @@ def test_conversations_go_through_the_template(live: Live) -> None:
     assert json.loads(live.request("GET", "/tokenizer_info")[2]) == {"bos_token": None, "eos_token": None}
 
 
-def test_a_character_is_never_cut(live: Live, llm: LLM) -> None:
-    body = {"prompt": "x", "max_tokens": 4, **alternating(llm, "é".encode())}
+def test_a_character_is_never_cut(live: Live) -> None:
+    body = {"prompt": "x", "max_tokens": 4, **alternating("é")}
     texts = [event["choices"][0]["text"] for event in live.events(COMPLETIONS, body)]
     assert "".join(texts) == "éé"
     assert live.post(COMPLETIONS, {**body, "max_tokens": 3})["choices"][0]["text"] == "é\ufffd"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_one_choice(slow: Live, llm: LLM, stream: bool) -> None:
+def test_a_stop_string_ends_one_choice(slow: Live, stream: bool) -> None:
     most = 101 if stream else 100  # `observe` finds the requests of this test by this number
-    body = {"prompt": ["x", "y"], "max_tokens": most, "stop": ["bab", "never"], **alternating(llm, b"ab")}
+    body = {"prompt": ["x", "y"], "max_tokens": most, "stop": ["bab", "never"], **alternating("ab")}
     requests: set[Request] = set()
 
     def observe(step: Step, seconds: float) -> None:
-        requests.update(token.request for token in step.tokens if token.request.params.max_tokens == most)
+        requests.update(one.request for one in step.sequence if one.request.params.max_tokens == most)
 
     slow.host.loop.on_step.append(observe)
     if stream:
@@ -247,13 +231,6 @@ def test_a_stop_string_ends_one_choice(slow: Live, llm: LLM, stream: bool) -> No
     until(slow.at_rest)
     # The engine itself ended both choices at the stop string, and did not generate `most` tokens.
     assert [choice.finish_reason for request in requests for choice in request.choices] == ["stop", "stop"]
-
-
-def test_null_and_harmless_fields_are_ignored(live: Live) -> None:
-    nulls = dict.fromkeys(("max_tokens", "n", "stop", "stream", "seed", "logit_bias", "best_of", "suffix", "model"))
-    live.post(COMPLETIONS, {"prompt": "x", **nulls, "use_beam_search": False, "guided_json": None, "user": "me"})
-    nulls = dict.fromkeys(("tools", "response_format", "logprobs", "top_logprobs", "max_tokens", "temperature"))
-    live.post(CHAT, {**HELLO, **nulls, "max_completion_tokens": 1, "parallel_tool_calls": True})
 
 
 def test_max_tokens_meet_the_context(live: Live) -> None:
@@ -328,7 +305,7 @@ def test_what_is_wrong_is_a_400(live: Live, path: str, body: Any, param: str | N
     assert status == 400 and headers["content-type"] == "application/json"
     assert (error["type"], error["code"], error["param"]) == ("BadRequestError", 400, param), error
     assert message in error["message"] and len(error["message"]) < 400
-    assert live.at_rest()
+    until(live.at_rest)
 
 
 @pytest.mark.parametrize(
@@ -375,7 +352,7 @@ def test_the_openapi_schema_is_true(tmp_path: Path, model: str) -> None:
     `st --config-file tests/support/schemathesis.toml run URL/openapi.json --max-examples 1000`.
     """
     pytest.importorskip("schemathesis")
-    config = Path(__file__).parents[1] / "support" / "schemathesis.toml"
+    config = Path(__file__).parents[2] / "support" / "schemathesis.toml"
     with (
         LLM(model, max_context=96, max_seqs=8, step_tokens=16, threads=1, backend="null") as llm,
         serving(llm) as live,
@@ -417,11 +394,12 @@ def test_limits(llm: LLM, live: Live) -> None:
 
 
 def test_a_time_limit(llm: LLM, live: Live) -> None:
-    with another(llm, live, 0.01, request_timeout=0.3) as small:
-        assert "within 0.3 s: ask for fewer tokens" in small.post(COMPLETIONS, LONG, 503)["error"]["message"]
+    with another(llm, live, 0.02, request_timeout=1.5) as small:
+        assert "within 1.5 s: ask for fewer tokens" in small.post(COMPLETIONS, LONG, 503)["error"]["message"]
         until(small.at_rest)
         # The time limit does not apply to a stream whose first event was sent.
-        assert len(small.events(COMPLETIONS, {**LONG, "max_tokens": 60})) == 60
+        events = small.events(COMPLETIONS, {**LONG, "max_tokens": 100, "return_token_ids": True})
+        assert sum(len(event["choices"][0]["token_ids"]) for event in events) == 100
 
 
 def said(live: Live, sent: bytes) -> bytes:
@@ -431,20 +409,10 @@ def said(live: Live, sent: bytes) -> bytes:
         return sock.makefile("rb").read()
 
 
-def test_a_target_that_is_none_is_answered(live: Live, caplog: pytest.LogCaptureFixture) -> None:
-    assert said(live, b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n").startswith(b"HTTP/1.1 400 ")
-    assert caplog.records == []  # a client must not be able to fill the log
-
-
 def test_many_short_headers_are_a_large_head(live: Live) -> None:
     head = b"GET /health HTTP/1.1\r\nConnection: close\r\n" + b"X: y\r\n" * 3000 + b"\r\n"
     assert said(live, head).startswith(b"HTTP/1.1 400 ")
     assert said(live, head.replace(b"X: y\r\n" * 2000, b"")).startswith(b"HTTP/1.1 200 ")
-
-
-def test_a_long_value_is_repeated_in_part(live: Live) -> None:
-    error = live.post(COMPLETIONS, {"prompt": "x", "n": "5" * 5000}, 400)["error"]["message"]
-    assert error.endswith(f"not '{'5' * 120}'... (5000 characters)")
 
 
 def test_a_body_must_arrive(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,7 +422,7 @@ def test_a_body_must_arrive(live: Live, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_head_must_arrive(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live.server.config, "timeout_keep_alive", 0.1)
+    monkeypatch.setattr(live.server.config, "timeout_keep_alive", 0.5)
     for sent in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"):
         answer = said(live, sent)
         assert answer.startswith(b"HTTP/1.1 200 OK") if sent.endswith(b"\n") else answer == b""
@@ -462,15 +430,18 @@ def test_a_head_must_arrive(live: Live, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_answer_may_take_longer_than_the_next_head(llm: LLM, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     with another(llm, live, 0.01) as slow:
-        monkeypatch.setattr(slow.server.config, "timeout_keep_alive", 0.2)
-        assert "".join(e["choices"][0]["text"] for e in slow.events(COMPLETIONS, {**LONG, "max_tokens": 60}))
-        assert slow.post(COMPLETIONS, {**LONG, "max_tokens": 60})["usage"]["completion_tokens"] == 60
+        monkeypatch.setattr(slow.server.config, "timeout_keep_alive", 0.5)
+        assert "".join(e["choices"][0]["text"] for e in slow.events(COMPLETIONS, {**LONG, "max_tokens": 100}))
+        assert slow.post(COMPLETIONS, {**LONG, "max_tokens": 100})["usage"]["completion_tokens"] == 100
 
 
-@pytest.mark.parametrize("sent", [b"hello\r\n\r\n", b"GET / HTTP/1.1\r\nX: " + b"y" * 100_000 + b"\r\n\r\n"])
-def test_what_is_no_http_has_the_same_shape(live: Live, sent: bytes) -> None:
-    head, _, body = said(live, sent).partition(b"\r\n\r\n")
+@pytest.mark.parametrize(
+    "sent", [b"hello", b"GET http://[ HTTP/1.1\r\nHost: x", b"GET / HTTP/1.1\r\nX: " + b"y" * 100_000]
+)
+def test_what_is_no_http_has_the_same_shape(live: Live, sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    head, _, body = said(live, sent + b"\r\n\r\n").partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ") and error_of(body)["code"] == 400
+    assert caplog.records == []  # a client must not be able to fill the log
 
 
 # -- clients that disconnect or stop reading
@@ -478,7 +449,7 @@ def test_what_is_no_http_has_the_same_shape(live: Live, sent: bytes) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_leaving_while_queued(slow: Live, stream: bool) -> None:
-    owners = slow.host.loop.owners
+    owners = slow.host.loop._job_of
     before = [slow.send(COMPLETIONS, LONG) for _ in range(4)]
     until(lambda: slow.host.loop.engine.stats.running == 4)
     running = set(owners)
@@ -495,19 +466,29 @@ def test_leaving_while_queued(slow: Live, stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_leaving_while_running(slow: Live, stream: bool, phase: str) -> None:
+def test_leaving_while_running(live: Live, stream: bool, phase: str) -> None:
+    """The engine stands still after its first step, or after its first token, until the client has left."""
+    held, left = Event(), Event()
+
+    def hold(step: Step, seconds: float) -> None:
+        if phase == "prefill" or step.tokens:
+            held.set()
+            left.wait(60)
+
+    live.host.loop.on_step.append(hold)
     body = {"prompt": [7] * 500, "max_tokens": 12} if phase == "prefill" else {}
-    sock = slow.send(COMPLETIONS, {**LONG, **body, "stream": stream})
-    until(lambda: slow.host.loop.engine.stats.running == 1)
-    [request] = slow.host.loop.owners
+    sock = live.send(COMPLETIONS, {**LONG, **body, "stream": stream})
+    assert held.wait(60)
+    [request] = live.host.loop._job_of
     [choice] = request.choices
-    if phase == "decode":
-        until(lambda: choice.outputs > 2)
     assert (choice.outputs == 0) == (phase == "prefill")
     sock.close()
+    until(lambda: not live.service.engine._choices)
+    live.host.loop.on_step.remove(hold)
+    left.set()
     until(lambda: request.done)
     assert choice.finish_reason == "abort"
-    until(slow.at_rest)
+    until(live.at_rest)
 
 
 def test_a_reader_that_stops_reading_delays_nobody(live: Live) -> None:
@@ -544,7 +525,7 @@ def test_metrics_have_the_names_that_routers_read(live: Live) -> None:
     before = [value(name) for name in names]
     live.post(COMPLETIONS, {"prompt": ["abc", "d"], "max_tokens": 5, "ignore_eos": True})
     assert [value(name) - b for name, b in zip(names, before, strict=True)] == [4, 10, 2, 0, 2, 8, 2, 10]
-    assert value("num_requests_running") == value("num_requests_waiting") == value("kv_cache_usage_perc") == 0
+    until(lambda: value("num_requests_running") == value("num_requests_waiting") == value("kv_cache_usage_perc") == 0)
     assert value("cache_config_info") == 1
     lengths = values("request_generation_tokens_bucket")
     assert lengths == sorted(lengths) and lengths[-1] == value("request_generation_tokens_count")
@@ -593,36 +574,3 @@ def test_an_engine_that_dies_says_so(
     for request in [*llm.engine._batch.running, *llm.engine._batch.waiting]:
         llm.engine.abort(request.request)
     assert llm.engine.idle
-
-
-def test_prompts_are_repeated_as_they_were_sent_and_ids_as_text() -> None:
-    class Decoding:
-        tokenizer = object()
-
-        async def decode(self, ids: list[int]) -> str:
-            return f"decoded {ids}"
-
-    service: Any = Decoding()
-    for given, prompts, texts in (
-        ("sent", [[1]], ["sent"]),
-        (["a", "b"], [[1], [2]], ["a", "b"]),
-        ([1, 2], [[1, 2]], ["decoded [1, 2]"]),
-        ([[1], [2]], [[1], [2]], ["decoded [1]", "decoded [2]"]),
-    ):
-        assert asyncio.run(_texts(service, given, prompts)) == texts
-
-
-def test_a_token_is_counted_where_its_time_belongs(tmp_path: Path) -> None:
-    """`Metrics.next_token` contains copies of `_add` and `_observe`, and must change the same numbers as these two."""
-    for seconds in (0.0, 0.001, 0.002, 0.7, 1e4):
-        kept = []
-        for apart in (False, True):
-            board = Board(tmp_path / "board", 2, create=True)
-            metrics = Metrics(board, 1, kv_page=16, model="m")
-            if apart:
-                metrics._add("generation_tokens", 1)
-                metrics._observe("inter_token_latency_seconds", seconds)
-            else:
-                metrics.next_token(seconds)
-            kept.append(list(metrics.row.numbers))
-        assert kept[0] == kept[1]

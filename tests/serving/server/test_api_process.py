@@ -136,7 +136,7 @@ def test_a_sample_of_hostile_requests() -> None:
     """300 hostile requests cause no 5xx, no traceback and no memory leak. benchmarks/results/hostile-http.json has the
     result for 10,000.
     """
-    script = Path(__file__).parents[2] / "benchmarks" / "correctness" / "hostile_http.py"
+    script = Path(__file__).parents[3] / "benchmarks" / "correctness" / "hostile_http.py"
     arguments = [sys.executable, str(script), "--count", "300", "--seed", "1", "--", "--threads", "1"]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -150,7 +150,7 @@ def test_mixed_traffic(model: str) -> None:
     """The server survives 5 seconds of benchmarks/correctness/soak.py. benchmarks/results/soak.json has the result of
     an hour.
     """
-    script = Path(__file__).parents[2] / "benchmarks" / "correctness" / "soak.py"
+    script = Path(__file__).parents[3] / "benchmarks" / "correctness" / "soak.py"
     flags = ["--minutes", "0.08", "--rounds", "1", "--clients", "12", "--connections", "200"]
     serve = ["--model", model, "--backend", "null", "--max-model-len", "256", "--api-server-count", "2", *SMALL[:4]]
     arguments = [sys.executable, str(script), *flags, "--", *serve]

@@ -1,4 +1,4 @@
-"""Each request field does what the table in docs/fields.md says, or is refused with an error that names it."""
+"""Each request field does what docs/fields.md says, or is refused with an error that names it."""
 
 from __future__ import annotations
 
@@ -9,34 +9,23 @@ from typing import Any
 
 import openai
 import pytest
-from api_support import Live, until
+from api_support import Live, alternating, ids_of, until
 from model_helpers import byte_model
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from megakernel import LLM, SamplingParams
-from megakernel.serving.server.routes import fields, requests, responses_body
-from megakernel.serving.server.routes.strict import Strict
+from megakernel.serving.server.routes import fields, fields_page, requests, responses
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
-BODIES: dict[str, tuple[str, dict[str, Any]]] = {
-    fields.COMPLETIONS: (COMPLETIONS, {"prompt": "x", "max_tokens": 1}),
-    fields.CHAT: (CHAT, {**HELLO, "max_tokens": 1}),
-    fields.RESPONSES: (RESPONSES, {"input": "x", "max_output_tokens": 1}),
-    fields.TOKENIZE: ("/tokenize", {"prompt": "x"}),
-}
-MODELS: dict[str, list[type[Strict]]] = {
-    fields.COMPLETIONS: [requests.CompletionRequest],
-    fields.CHAT: [requests.ChatRequest],
-    fields.RESPONSES: [responses_body.ResponsesRequest],
-    fields.TOKENIZE: [requests.TokenizeText, requests.TokenizeMessages, requests.DetokenizeRequest],
-    fields.MESSAGE: [requests.Message],
-    fields.ITEM: [responses_body.InputMessage, responses_body.InputCall, responses_body.InputResult],
-    fields.STREAM_OPTIONS: [requests.StreamOptions],
-    fields.TEXT: [responses_body.TextConfig],
+BODIES: dict[type[fields.Strict], tuple[str, dict[str, Any]]] = {
+    requests.CompletionRequest: (COMPLETIONS, {"prompt": "x", "max_tokens": 1}),
+    requests.ChatRequest: (CHAT, {**HELLO, "max_tokens": 1}),
+    responses.ResponsesRequest: (RESPONSES, {"input": "x", "max_output_tokens": 1}),
+    requests.TokenizeText: ("/tokenize", {"prompt": "x"}),
 }
 
 
@@ -59,82 +48,48 @@ def client(live: Live) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
 
 
-def ids_of(text: str) -> list[int]:
-    """Return the token ids of `text` in the byte model, whose vocabulary is the sorted byte alphabet of GPT-2."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    alphabet = sorted(ByteLevel.alphabet())
-    [(piece, _)] = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
-    return [alphabet.index(character) for character in piece]
-
-
-def forced(text: str) -> dict[str, Any]:
-    """Return sampling parameters that make the model generate the two characters of `text` alternately."""
-    first, second = ids_of(text)
-    return {"temperature": 0, "logit_bias": {str(first): 100, str(second): 99}, "frequency_penalty": 2.0}
-
-
-# -- the table
-
-
-@pytest.mark.parametrize("body", MODELS)
-def test_what_is_supported_is_what_the_models_read(body: str) -> None:
-    read = {name for model in MODELS[body] for name in model.model_fields}
-    assert {f.name for f in fields.known(body).values() if f.kind == fields.SUPPORTED} == read
-    assert all(model.body == body for model in MODELS[body])
+# -- fields that are refused or ignored
 
 
 @pytest.mark.parametrize(
     ("body", "declared"),
     [
-        (fields.COMPLETIONS, completion_create_params.CompletionCreateParamsBase),
-        (fields.CHAT, chat_create_params.CompletionCreateParamsBase),
-        (fields.RESPONSES, response_create_params.ResponseCreateParamsBase),
+        (requests.CompletionRequest, completion_create_params.CompletionCreateParamsBase),
+        (requests.ChatRequest, chat_create_params.CompletionCreateParamsBase),
+        (responses.ResponsesRequest, response_create_params.ResponseCreateParamsBase),
     ],
 )
-def test_every_field_of_the_openai_package_is_in_the_table(body: str, declared: type[Any]) -> None:
-    assert set(declared.__annotations__) <= set(fields.known(body))
+def test_every_field_of_the_openai_package_is_known(body: type[fields.Strict], declared: type[Any]) -> None:
+    assert set(declared.__annotations__) <= {*body.model_fields, *fields.IGNORED, *fields.REFUSED}
 
 
-def test_the_page_is_what_the_table_says() -> None:
-    assert (ROOT / "docs" / "fields.md").read_text() == fields.reference()
-
-
-def test_a_reason_stands_beside_what_is_not_supported() -> None:
-    for body in MODELS:
-        for field in fields.known(body).values():
-            assert bool(field.why) == (field.kind != fields.SUPPORTED)
-            assert not field.neutral or field.kind == fields.REFUSED
-
-
-# -- fields that are refused or ignored
+def test_the_page_is_what_the_classes_say() -> None:
+    assert (ROOT / "docs" / "fields.md").read_text() == fields_page.reference()
+    assert not fields.IGNORED.keys() & fields.REFUSED.keys()
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_a_refused_field_is_named_and_its_neutral_values_are_taken(live: Live, body: str) -> None:
+def test_a_refused_field_is_named_and_its_neutral_values_are_taken(live: Live, body: type[fields.Strict]) -> None:
     path, plain = BODIES[body]
-    for field in fields.known(body).values():
-        if field.kind != fields.REFUSED:
-            continue
-        error = live.post(path, {**plain, field.name: "some value"}, 400)["error"]
-        assert error["param"] == field.name and f"{field.name} is not supported: " in error["message"]
-        for value in (*field.neutral, None):
-            live.post(path, {**plain, field.name: value})
+    refused = fields.REFUSED.keys() - body.model_fields.keys()
+    for name in refused:
+        error = live.post(path, {**plain, name: "some value"}, 400)["error"]
+        assert error["param"] == name and f"{name} is not supported: " in error["message"]
+    for at in range(3):  # all first neutral values together, then all second ones
+        values = {name: (*fields.NEUTRAL[name], None, None, None)[at] for name in refused}
+        live.post(path, {**plain, **values})
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_a_harmless_field_is_taken_with_any_value(live: Live, body: str) -> None:
+def test_an_ignored_field_is_taken_with_any_value_and_an_unknown_one_is_named(
+    live: Live, body: type[fields.Strict]
+) -> None:
     path, plain = BODIES[body]
-    ignored = [f.name for f in fields.known(body).values() if f.kind == fields.IGNORED]
-    live.post(path, {**plain, **{name: {"any": [1]} for name in ignored}})
-
-
-@pytest.mark.parametrize("body", BODIES)
-def test_a_field_that_nobody_knows_is_named(live: Live, body: str) -> None:
-    path, plain = BODIES[body]
+    ignored = fields.IGNORED.keys() - body.model_fields.keys()
+    nulls = dict.fromkeys([*body.model_fields, "temprature"])
+    live.post(path, {**nulls, **plain, **{name: {"any": [1]} for name in ignored}})
     error = live.post(path, {**plain, "temprature": 0}, 400)["error"]
-    assert error["param"] == "temprature" and error["message"].startswith("temprature is not a field of ")
-    assert live.post(path, {**plain, "temprature": None})
+    assert error["param"] == "temprature" and error["message"] == f"temprature is not a field of {body.where}"
     assert "y..." in live.post(path, {**plain, "y" * 100_000: 1}, 400)["error"]["message"]
 
 
@@ -163,7 +118,7 @@ def test_a_field_that_nobody_knows_is_named(live: Live, body: str) -> None:
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content", "parts"),
         (RESPONSES, {"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id", "is required"),
         (RESPONSES, {"input": [{"type": "reasoning"}]}, "input.0.type", "must be 'message'"),
-        (RESPONSES, {"input": [{"role": "user", "content": "x", "call_id": "1"}]}, "input.0.call_id", "not allowed in"),
+        (RESPONSES, {"input": [{"role": "user", "content": "x", "call_id": "1"}]}, "input.0.call_id", "type message"),
         (
             RESPONSES,
             {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]},
@@ -196,7 +151,7 @@ def test_what_cannot_be_is_a_400(live: Live, path: str, body: Any, param: str | 
 def test_the_text_may_end_after_the_stop_string(live: Live, stream: bool) -> None:
     body = {"prompt": "x", "max_tokens": 9, "stop": ["never", "ba"], "include_stop_str_in_output": True}
     for kept, expected in ((True, "aba"), (False, "a")):
-        asked = {**body, **forced("ab"), "include_stop_str_in_output": kept}
+        asked = {**body, **alternating("ab"), "include_stop_str_in_output": kept}
         if stream:
             events = live.events(COMPLETIONS, asked)
             text, reason = "".join(e["choices"][0]["text"] for e in events), events[-1]["choices"][0]["finish_reason"]
@@ -208,7 +163,7 @@ def test_the_text_may_end_after_the_stop_string(live: Live, stream: bool) -> Non
 
 def test_a_stop_token_may_have_text(live: Live) -> None:
     [_, end] = ids_of("ab")
-    body = {"prompt": "x", "max_tokens": 9, "stop_token_ids": [end], **forced("ab")}
+    body = {"prompt": "x", "max_tokens": 9, "stop_token_ids": [end], **alternating("ab")}
     assert live.post(COMPLETIONS, body)["choices"][0]["text"] == "a"
     assert live.post(COMPLETIONS, {**body, "include_stop_str_in_output": True})["choices"][0]["text"] == "ab"
 
@@ -269,7 +224,7 @@ def test_a_conversation_may_end_as_it_is_asked_to(live: Live) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_may_begin_with_what_it_continues(live: Live, stream: bool) -> None:
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Sure"}]
-    body = {"messages": said, "continue_final_message": True, "echo": True, "max_tokens": 2, **forced("xy")}
+    body = {"messages": said, "continue_final_message": True, "echo": True, "max_tokens": 2, **alternating("xy")}
     if stream:
         text = "".join(event["choices"][0]["delta"]["content"] for event in live.events(CHAT, body))
     else:
@@ -279,7 +234,7 @@ def test_an_answer_may_begin_with_what_it_continues(live: Live, stream: bool) ->
 
 
 def test_tokens_may_be_named_by_id(live: Live) -> None:
-    body = {"prompt": "x", "max_tokens": 1, "logprobs": 1, **forced("ab"), "return_tokens_as_token_ids": True}
+    body = {"prompt": "x", "max_tokens": 1, "logprobs": 1, **alternating("ab"), "return_tokens_as_token_ids": True}
     assert live.post(COMPLETIONS, body)["choices"][0]["logprobs"]["tokens"] == [f"token_id:{ids_of('ab')[0]}"]
 
 
@@ -316,7 +271,7 @@ def test_a_404_names_what_is_served(live: Live) -> None:
 
 def test_a_response_by_sdk(client: openai.OpenAI, live: Live) -> None:
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    extra = forced("xy")
+    extra = alternating("xy")
     chat = client.chat.completions.create(
         model="bytes", messages=[{"role": "system", "content": "s"}, *said], max_tokens=5, **extra
     )  # type: ignore[call-overload]
@@ -343,8 +298,8 @@ def test_a_response_by_sdk(client: openai.OpenAI, live: Live) -> None:
 def test_a_streamed_response_by_sdk(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "bytes", "input": "a", "max_output_tokens": 4, "top_logprobs": 2}
     asked["include"] = ["message.output_text.logprobs"]
-    whole = client.responses.create(**asked, extra_body=forced("xy"))
-    events = list(client.responses.create(**asked, extra_body=forced("xy"), stream=True))
+    whole = client.responses.create(**asked, extra_body=alternating("xy"))
+    events = list(client.responses.create(**asked, extra_body=alternating("xy"), stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type.removeprefix("response.") for event in events]
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]

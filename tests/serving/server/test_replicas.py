@@ -33,8 +33,7 @@ from serve_process import SMALL
 from megakernel.cli import parser
 from megakernel.errors import MegakernelError
 from megakernel.serving import replicas
-from megakernel.serving.replicas.environment import prepare
-from megakernel.serving.replicas.placement import Node, Share, place
+from megakernel.serving.replicas.placement import Node, Share, place, prepare
 from megakernel.serving.replicas.routing import Seen, choose, prefix_of
 
 # -- routing
@@ -407,7 +406,7 @@ def test_the_life_of_two_replicas() -> None:
 
 # -- the example configurations in docs/replicas
 
-CONFIGURATIONS = Path(__file__).parents[2] / "docs" / "replicas"
+CONFIGURATIONS = Path(__file__).parents[3] / "docs" / "replicas"
 
 
 def test_what_kubernetes_starts_can_be_typed() -> None:

@@ -9,9 +9,8 @@ import pytest
 
 from megakernel.isa import BUFFERS, Buffer, Dims, Dtype
 from megakernel.model import ModelConfig, RandomCheckpoint
-from megakernel.model.checkpoint import weight_dims
+from megakernel.model.checkpoint import array_of, weight_dims
 from megakernel.model.families import weights
-from megakernel.model.shard import shard
 
 SHAPES = {
     "grouped": {"heads": 9, "kv_heads": 3, "ffn": 200, "vocab": 321},
@@ -32,11 +31,8 @@ def test_parts_are_shaped_as_declared_and_make_the_whole(name: str, tp: int, rep
     whole = make(name)
     one = weight_dims(whole.config, Dtype.F32)
     ranks = [replace(one, tp=tp, rank=rank, replicated_o=replicated_o) for rank in range(tp)]
-    for buffer in weights(whole.config, one):
-        want = whole.load(buffer, 1, Dtype.F32)
-        parts = [shard(want, buffer, dims) for dims in ranks]
-        for dims, part in zip(ranks, parts, strict=True):
-            assert part.shape == BUFFERS[buffer].shape(dims, 0), (buffer.name, dims.rank)
+    for buffer in weights(whole.config):
+        want, *parts = (array_of(whole, buffer, 1, d).reshape(BUFFERS[buffer].shape(d, 0)) for d in (one, *ranks))
         if buffer in (Buffer.W_QKV, Buffer.B_QKV):
             heads, whole_heads = _by_head(parts, ranks), _by_head([want], [one])
             assert len(heads) == len(whole_heads)

@@ -18,8 +18,7 @@ from openai import OpenAI
 
 from megakernel import LLM, MegakernelError
 from megakernel.model import load_tokenizer
-from megakernel.serving.server.routes.items import Events, Items
-from megakernel.serving.server.routes.responses_body import ResponsesRequest
+from megakernel.serving.server.routes.responses import Items, ResponsesRequest
 from megakernel.serving.text.codec import Codec
 from megakernel.serving.text.tool_calls import FORMATS, CallDelta, ToolReader, tool_format, with_tools
 from megakernel.settings import SETTINGS
@@ -389,7 +388,7 @@ def test_calls_and_results_come_back_as_a_conversation() -> None:
 
 
 def test_text_and_calls_of_one_answer_are_items_in_order() -> None:
-    items = Items(Events(), scored=False)
+    items = Items(scored=False)
     told = items.open_message() + items.add("a", [CallDelta(0, "f"), CallDelta(0, None, "{"), CallDelta(0, None, "}")])
     told += items.add("b", [CallDelta(1, "g", "[]")]) + items.close("incomplete")
     assert [(item.type, item.status) for item in items.all] == [

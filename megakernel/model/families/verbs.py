@@ -1,0 +1,67 @@
+"""The verbs of a forward pass. Each returns one phase, which computes rows `r` of its output.
+
+They say what one device computes. The passes of the compiler decide how ranks share it.
+"""
+
+from __future__ import annotations
+
+from ...isa import Buffer, Operation, Phase, Result, Rows
+
+
+def gather(name: str, table: Buffer, output: Buffer) -> Phase:
+    """output[r] = table[token id of row r]"""
+    return Phase(name, Operation.GATHER, weights=table, output=output)
+
+
+def rope(name: str, frequencies: Buffer, output: Buffer) -> Phase:
+    """output[r] = the cosines and sines by which `qkv` rotates row r"""
+    return Phase(name, Operation.ROPE, weights=frequencies, output=output)
+
+
+def norm(name: str, inputs: Buffer, scale: Buffer, output: Buffer) -> Phase:
+    """output[r] = RMS norm of inputs[r], times scale"""
+    return Phase(name, Operation.NORM, weights=scale, inputs=inputs, output=output)
+
+
+def last_norm(name: str, inputs: Buffer, scale: Buffer, output: Buffer) -> Phase:
+    """output[i] = RMS norm of the i-th of the rows that get logits, times scale"""
+    return Phase(name, Operation.NORM, Rows.LOGIT, scale, inputs, output)
+
+
+def qkv(
+    name: str,
+    inputs: Buffer,
+    weights: Buffer,
+    output: Buffer,
+    bias: Buffer | None = None,
+    head_norm: Buffer | None = None,
+) -> Phase:
+    """q, k, v = inputs[r] weights^T + bias. Norms each head of q and k if `head_norm` has their scales, rotates them,
+    stores k and v in the KV cache, and output[r] = q.
+    """
+    return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.HEADS, bias, head_norm=head_norm)
+
+
+def attention(name: str, inputs: Buffer, output: Buffer) -> Phase:
+    """output[r] = causal attention of the queries inputs[r] to the KV cache of the row's sequence"""
+    return Phase(name, Operation.ATTENTION, inputs=inputs, output=output)
+
+
+def add_matmul(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
+    """output[r] += inputs[r] weights^T + bias: a matmul whose result is added to the residual"""
+    return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.RESIDUAL, bias)
+
+
+def silu_matmul(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
+    """gate, up = inputs[r] weights^T + bias; output[r] = silu(gate) * up"""
+    return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.GATED, bias)
+
+
+def logits(name: str, inputs: Buffer, weights: Buffer, output: Buffer) -> Phase:
+    """output[i] = inputs[i] weights^T, for the rows that get logits"""
+    return Phase(name, Operation.MATMUL, Rows.LOGIT, weights, inputs, output, Result.LOGITS)
+
+
+def sample(name: str, inputs: Buffer) -> Phase:
+    """Choose a token for each row of logits."""
+    return Phase(name, Operation.SAMPLE, Rows.LOGIT, inputs=inputs)

@@ -1,0 +1,93 @@
+"""The passes of the compiler. Each turns a forward pass into another one with the same results.
+
+A family's forward pass says what one device computes. The passes decide where norms are computed and how ranks share
+the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from megakernel.isa import Buffer, Dims, Forward, Operation, Phase, Result, Rows
+
+
+def apply(
+    forward: Forward, dims: Dims, norm: str = "own", weight_bits: Mapping[Buffer, float] | None = None
+) -> Forward:
+    """Apply all passes to a family's forward pass. The ranks share the work as `dims` says, and norms are computed
+    where `norm` says (see `Options`).
+
+    `weight_bits` gives the bits per weight of each buffer that is not stored in the compute type.
+    """
+    return _stored(split(_NORMS[norm](forward), dims), weight_bits or {})
+
+
+def norms_next(forward: Forward) -> Forward:
+    """End each layer with the first norm of the next layer. The prologue computes the first norm of layer 0."""
+    norm, *layer = forward.body
+    return Forward.of(
+        [*forward.prologue, replace(norm, name="first_norm")],
+        [*layer, replace(norm, name="next_norm", ahead=1)],
+        forward.epilogue,
+    )
+
+
+def norms_inside(forward: Forward) -> Forward:
+    """Let each matmul of a layer normalise its own inputs. The residual must not change between a norm and the matmuls
+    that read its result.
+    """
+    norms = {}  # the norm that computed what a buffer holds
+    body = []
+    for phase in forward.body:
+        if phase.operation is Operation.NORM:
+            norms[phase.output] = phase
+        elif norm := norms.get(phase.inputs):
+            body.append(replace(phase, inputs=norm.inputs, norm=norm.weights))
+        else:
+            body.append(phase)
+    return Forward.of(forward.prologue, body, forward.epilogue)
+
+
+_NORMS: dict[str, Callable[[Forward], Forward]] = {"own": lambda f: f, "next": norms_next, "inside": norms_inside}
+
+
+def split(forward: Forward, dims: Dims) -> Forward:
+    """Divide the phases among `dims.tp` ranks.
+
+    What is added to the residual is first summed over the ranks, unless every rank has all the weights.
+    """
+    attended = {phase.output for phase in forward if phase.operation is Operation.ATTENTION}
+
+    def divided(phase: Phase) -> list[Phase]:
+        whole = dims.tp == 1 or (dims.replicated_o and phase.inputs in attended)
+        if whole or phase.result is not Result.RESIDUAL:
+            return [replace(phase, rows=_rows(phase))]
+        name = phase.name.removesuffix("_proj")
+        partial = replace(phase, name=f"{name}_partial", output=Buffer.REDUCE, result=Result.PARTIAL, bias=None)
+        total = replace(
+            phase, name=f"{name}_reduce", operation=Operation.REDUCE, inputs=Buffer.REDUCE, result=Result.NONE
+        )
+        return [replace(partial, rows=_rows(partial)), total]
+
+    return Forward.of(*([part for phase in segment for part in divided(phase)] for segment in forward.segments))
+
+
+def _rows(phase: Phase) -> Rows:
+    """Return the rows that a rank computes in a phase. A rank has all rows of what it multiplies by its own share of
+    the weights.
+    """
+    if phase.operation is Operation.SAMPLE:
+        return Rows.SAMPLED
+    shared = phase.operation is Operation.ROPE or (phase.is_matmul and phase.result is not Result.RESIDUAL)
+    return Rows.EVERY if shared and phase.rows is Rows.OWN else phase.rows
+
+
+def _stored(forward: Forward, weight_bits: Mapping[Buffer, float]) -> Forward:
+    """Note the bits per weight of each phase that reads a weight matrix."""
+
+    def stored(phase: Phase) -> Phase:
+        bits = weight_bits.get(phase.weights) if phase.reads_weights and phase.weights is not None else None
+        return replace(phase, weight_bits=bits)
+
+    return Forward.of(*(tuple(map(stored, segment)) for segment in forward.segments))

@@ -1,0 +1,58 @@
+"""Prints docs/fields.md, the page of all request fields: `python -m megakernel.serving.server.routes.fields_page`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from megakernel.serving.server.routes import fields, requests, responses
+
+BODIES: tuple[type[fields.Strict], ...] = (
+    requests.CompletionRequest,
+    requests.ChatRequest,
+    responses.ResponsesRequest,
+    requests.TokenizeText,
+    requests.TokenizeMessages,
+    requests.DetokenizeRequest,
+    requests.Message,
+    requests.StreamOptions,
+    responses.InputMessage,
+    responses.InputCall,
+    responses.InputResult,
+    responses.TextConfig,
+)
+
+
+def reference() -> str:
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield "# Fields of requests\n"
+    yield "`python -m megakernel.serving.server.routes.fields_page` generates this page from the classes"
+    yield "that check requests. A field that is refused or not listed causes an error, unless its value is null."
+    yield "\n## Supported\n\n| where | fields |\n| --- | --- |"
+    for body in BODIES:
+        yield f"| {body.where} | {', '.join(f'`{name}`' for name in body.model_fields)} |"
+    yield "\n## Ignored\n\nThese fields change no answer.\n"
+    yield from _table(fields.IGNORED)
+    yield "\nFurther fields that are ignored in entries of `messages` and `input`, in `stream_options` and in `text`:\n"
+    yield from _table(fields.OF_EARLIER_ANSWERS | fields.OF_STREAM_OPTIONS | fields.OF_TEXT)
+    yield "\n## Refused\n\nValues in parentheses have no effect, so a refused field may have them.\n"
+    yield from _table(fields.REFUSED, fields.NEUTRAL)
+
+
+def _table(reasons: Mapping[str, str], neutral: Mapping[str, list[Any]] = MappingProxyType({})) -> Iterator[str]:
+    def described(name: str) -> str:
+        values = ", ".join(f"`{json.dumps(value)}`" for value in neutral.get(name, []))
+        return f"`{name}`" + (f" ({values})" if values else "")
+
+    yield "| fields | reason |\n| --- | --- |"
+    for why in dict.fromkeys(reasons.values()):
+        yield f"| {', '.join(described(name) for name, reason in reasons.items() if reason == why)} | {why} |"
+
+
+if __name__ == "__main__":
+    print(reference(), end="")
