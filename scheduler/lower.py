@@ -44,7 +44,7 @@ def lower(phases: Iterable[Phase], d: Dims, machine: Machine, panel: int = 0) ->
 
 
 def _tasks(phase: Phase, d: Dims, machine: Machine, panel: int, before: list[PhaseTasks]) -> PhaseTasks:
-    """Return the tasks of one phase on the rank `d.rank`. `before` has those of the earlier phases on this rank."""
+    """Return the tasks of one phase on the rank `d.rank`. `before` has the tasks of the earlier phases."""
     match OPERATIONS[phase.operation].cut:
         case Cut.RUNS:
             return _runs(phase, d, machine)
@@ -55,7 +55,7 @@ def _tasks(phase: Phase, d: Dims, machine: Machine, panel: int, before: list[Pha
         case Cut.TILES:
             return _tiles(phase, d, machine, panel)
         case Cut.SLOTS:
-            heads = (t for t in before if t.phase.result is Result.HEADS)
+            heads = (t for t in before if t.phase.result is Result.HEADS and t.rank == d.rank)
             return _attention(phase, next(heads, None), d)
         case Cut.NEVER:
             raise AssertionError(f"{phase.operation.name} is a control operation, which has no tile tasks")

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from record import options, write
 
 from megakernel import LLM, SamplingParams
-from megakernel.cli.options import positive
 from megakernel.model import gguf_path
+from megakernel.settings import positive
 
 TEXT = Path(__file__).with_name("constitution.txt")
 CHUNK = 512

@@ -26,12 +26,12 @@ from megakernel import LLM, SamplingParams
 from megakernel.isa import Dtype
 from megakernel.model import open_checkpoint
 from megakernel.model.gguf_writer import write_gguf
-from megakernel.serving.bench.peers.contest import Batch, Task
+from megakernel.serving.bench.peers.contest import Task, Trial
 from megakernel.serving.bench.peers.llama_bench import LlamaBench, tool
 from megakernel.serving.engine.engine import Step
 
 
-def our_steps(llm: LLM, work: Batch, seed: int) -> list[float]:
+def our_steps(llm: LLM, work: Trial, seed: int) -> list[float]:
     """Return the times, in seconds, of `work.decode_steps` steps that add one token to every sequence."""
     steps: list[float] = []
     moment = perf_counter()
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
-    work = Batch(args.sequences, args.prompt_tokens, args.steps)
+    work = Trial(args.sequences, args.prompt_tokens, args.steps)
     runs: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory() as folder,

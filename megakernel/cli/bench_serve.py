@@ -20,7 +20,7 @@ from .host import host_ceilings
 from .options import AddVerb, add_count, add_setting, add_workload, fetch, workload
 
 if TYPE_CHECKING:
-    from megakernel.serving.bench import Server, Workload
+    from megakernel.serving.bench import ServerClient, Workload
 
     from ..model import ModelConfig
     from ..roofline import Ceilings
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _measure(args: argparse.Namespace) -> dict[str, Any]:
     from megakernel.scheduler import passes
-    from megakernel.serving.bench import Load, Server, against_roofline, alternate, describe, least_work
+    from megakernel.serving.bench import Load, ServerClient, against_roofline, alternate, describe, least_work
     from megakernel.serving.text.llm import DTYPES
 
     from ..model import local_checkpoint
@@ -98,7 +98,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
     from ..model.stored import bits_of, storage_of
 
     key = os.environ.get("OPENAI_API_KEY")
-    servers = [Server(url, model=args.served_model_name, api_key=key) for url in (args.base_url, args.vs) if url]
+    servers = [ServerClient(url, model=args.served_model_name, api_key=key) for url in (args.base_url, args.vs) if url]
     for server in servers:
         await server.discover()
     ceilings = await _ceilings(args, servers)
@@ -147,7 +147,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-async def _ceilings(args: argparse.Namespace, servers: list[Server]) -> Ceilings | None:
+async def _ceilings(args: argparse.Namespace, servers: list[ServerClient]) -> Ceilings | None:
     """Return the ceilings of the machine that the user names, or else those that a server reports, or else None."""
     from .. import machine
     from ..roofline import Ceilings, machine_ceilings
@@ -163,7 +163,7 @@ async def _ceilings(args: argparse.Namespace, servers: list[Server]) -> Ceilings
     return None
 
 
-def _workload(args: argparse.Namespace, server: Server) -> tuple[str, ModelConfig, Workload]:
+def _workload(args: argparse.Namespace, server: ServerClient) -> tuple[str, ModelConfig, Workload]:
     """Return the model's name, its sizes and the requests. Without --model, the server must report
     the name of a model whose sizes are known.
     """

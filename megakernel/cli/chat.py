@@ -43,18 +43,18 @@ def register(add: AddVerb) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from .partners import Model, Server
+    from .partners import LocalModel, RemoteModel
 
     with ExitStack() as open_:
         if args.base_url is not None:
             named = None if args.model == SETTINGS["model"].value() else args.model
-            partner: Partner = Server(args.base_url, named, args.api_key, args.temperature)
+            partner: Partner = RemoteModel(args.base_url, named, args.api_key, args.temperature)
         else:
             from megakernel.serving import SamplingParams
 
             # SamplingParams checks the flag before a model is loaded, so that a wrong value fails at once.
             params = SamplingParams() if args.temperature is None else SamplingParams(temperature=args.temperature)
-            partner = Model(open_.enter_context(open_llm(args, max_seqs=1)), params)
+            partner = LocalModel(open_.enter_context(open_llm(args, max_seqs=1)), params)
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")  # a pipe may contain any bytes
         return _Talk(partner, args.max_tokens, args.json).run()
@@ -137,10 +137,10 @@ class _Talk:
         """Send one message and show its answer. A message without any answer is removed from the conversation. A
         message whose answer was cut short is kept.
         """
-        from .partners import Answer
+        from .partners import PartialAnswer
 
         self._messages.append({"role": "user", "content": text})
-        answer = Answer()
+        answer = PartialAnswer()
         try:
             with self._interruptible():
                 room = self._fit()

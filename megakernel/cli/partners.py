@@ -24,7 +24,7 @@ _SHOWN = 300  # maximum characters shown of an answer that cannot be decoded
 
 
 @dataclass
-class Answer:
+class PartialAnswer:
     """The part of an answer that has arrived. `tokens` stays None if the answer's tokens were not counted."""
 
     text: str = ""
@@ -60,14 +60,16 @@ class Partner(Protocol):
         and its answer together. The result is None if they are unknown.
         """
 
-    def reply(self, messages: Messages, answer: Answer, show: Callable[[str], None], max_tokens: int | None) -> None:
+    def reply(
+        self, messages: Messages, answer: PartialAnswer, show: Callable[[str], None], max_tokens: int | None
+    ) -> None:
         """Answer the last message: add each piece of text to `answer` and pass it to `show`.
 
         KeyboardInterrupt ends the answer, and `answer` keeps the pieces so far.
         """
 
 
-class Model:
+class LocalModel:
     """A model whose engine runs in this process."""
 
     def __init__(self, llm: LLM, params: SamplingParams) -> None:
@@ -77,7 +79,9 @@ class Model:
     def count(self, messages: Messages) -> tuple[int, int]:
         return len(self._llm.chat_ids(messages)), self._llm.engine.dims.max_context
 
-    def reply(self, messages: Messages, answer: Answer, show: Callable[[str], None], max_tokens: int | None) -> None:
+    def reply(
+        self, messages: Messages, answer: PartialAnswer, show: Callable[[str], None], max_tokens: int | None
+    ) -> None:
         def take(_: Any, text: str) -> None:
             answer.tokens = (answer.tokens or 0) + 1
             answer.add(text)
@@ -115,7 +119,7 @@ class _RefusedError(MegakernelError):
     """Raised if the server answers a request with an error."""
 
 
-class Server:
+class RemoteModel:
     """A server with the OpenAI API at `url`, with or without `/v1`. `model` is one of the server's model names;
     None means the first of them.
     """
@@ -147,7 +151,9 @@ class Server:
         except (MegakernelError, ValueError, KeyError, TypeError):
             return None
 
-    def reply(self, messages: Messages, answer: Answer, show: Callable[[str], None], max_tokens: int | None) -> None:
+    def reply(
+        self, messages: Messages, answer: PartialAnswer, show: Callable[[str], None], max_tokens: int | None
+    ) -> None:
         body = {"model": self.name, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
         body |= self._how | ({} if max_tokens is None else {"max_tokens": max_tokens})
         with self._ask("/v1/chat/completions", body) as reply:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SEQUENCES = 64
 
 
-class Compiled(NamedTuple):
+class Compilation(NamedTuple):
     """A compiled program, and the model and machine that it was compiled for."""
 
     program: Program
@@ -77,7 +77,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     add_setting(source, "model", optional=True)
 
 
-def compile_for(args: argparse.Namespace, **sizes: Any) -> Compiled:
+def compile_for(args: argparse.Namespace, **sizes: Any) -> Compilation:
     """Compile the program that the flags of `add_machine` describe. `sizes` are arguments of
     `compile_program`; if there are none, the flags of `_add_bucket` give the sizes.
     """
@@ -91,7 +91,7 @@ def compile_for(args: argparse.Namespace, **sizes: Any) -> Compiled:
     bucket = {name: sizes.pop(name) for name in ("tokens", "logit_rows")}
     how = {"dtype": dtype, "tp": args.tp, "options": lowering(args), "weight_bits": bits}
     fastest = Fastest(config, machine, **how, **sizes)
-    return Compiled(fastest(**bucket), config, machine)
+    return Compilation(fastest(**bucket), config, machine)
 
 
 def _bucket(args: argparse.Namespace) -> dict[str, int]:

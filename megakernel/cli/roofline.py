@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megakernel.scheduler.tasks import Tasks
 
     from ..machine import Machine
-    from ..roofline import Part, StepRoofline
+    from ..roofline import PhasePart, StepRoofline
     from ..roofline.plot import Point
 
 _CONTEXT = 128
@@ -119,11 +119,11 @@ def _tasks(args: argparse.Namespace, model: PaperModel, machine: Machine, contex
     )
 
 
-def _parts(tasks: Tasks) -> list[Part]:
-    from ..roofline import Part
+def _parts(tasks: Tasks) -> list[PhasePart]:
+    from ..roofline import PhasePart
 
     return [
-        Part(each.phase, each.columns, tasks.rank_dims[each.rank], runs)
+        PhasePart(each.phase, each.columns, tasks.rank_dims[each.rank], runs)
         for segment, runs in zip(tasks.segments, (1, tasks.dims.layers, 1), strict=True)
         for each in segment
     ]

@@ -14,7 +14,7 @@ from . import output
 
 if TYPE_CHECKING:
     from megakernel.serving import LLM
-    from megakernel.serving.bench.peers import Contest, Found, Timed
+    from megakernel.serving.bench.peers import Contest, InstalledPeer, Timed
 
 
 def add_versus(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def add_versus(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def find_peers(args: argparse.Namespace, *, batched: bool) -> list[Found]:
+def find_peers(args: argparse.Namespace, *, batched: bool) -> list[InstalledPeer]:
     """Return the peers that the flags name. Raises MegakernelError if one is missing."""
     if not args.vs and args.llama_bench is None:
         return []  # return before the import below, which takes time
@@ -47,17 +47,21 @@ def find_peers(args: argparse.Namespace, *, batched: bool) -> list[Found]:
 
 @contextmanager
 def opened(
-    found: Sequence[Found], llm: LLM, args: argparse.Namespace, sizes: tuple[int, int, int], phases: Sequence[Timed]
+    found: Sequence[InstalledPeer],
+    llm: LLM,
+    args: argparse.Namespace,
+    sizes: tuple[int, int, int],
+    phases: Sequence[Timed],
 ) -> Iterator[list[Contest]]:
-    """Open the peers, find their best settings and yield them. `sizes` are the values of the fields of `Batch`."""
+    """Open the peers, find their best settings and yield them. `sizes` are the values of the fields of `Trial`."""
     if not found:
         yield []
         return
-    from megakernel.serving.bench.peers import Batch, contests
+    from megakernel.serving.bench.peers import Trial, contests
 
     with ExitStack() as stack:
         with output.busy("writing the weights for the other programs"):
-            peers = stack.enter_context(contests(found, llm, args.model, args.weights, Batch(*sizes), phases))
+            peers = stack.enter_context(contests(found, llm, args.model, args.weights, Trial(*sizes), phases))
         for one in peers:
             with output.progress(f"searching for the best settings of {one.peer.name}") as advance:
                 one.search(advance)

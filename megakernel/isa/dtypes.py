@@ -113,7 +113,9 @@ def to_f32(a: NDArray[np.generic], dtype: Dtype | None = None) -> NDArray[np.flo
         values: NDArray[np.float32] = dequantize(a, GGMLQuantizationType[dtype.name])
         return values
     if a.dtype == np.uint16:
-        return (a.astype(np.uint32) << 16).view(np.float32)
+        wide = a.astype(np.uint32)
+        wide <<= 16  # in place, because huge arrays are slow to allocate
+        return wide.view(np.float32)
     return a.astype(np.float32, copy=False)
 
 

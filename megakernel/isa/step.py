@@ -177,9 +177,3 @@ class StepTable:
             view = view.reshape(self.dims.mask_rows, self.dims.mask_words)
         self.__dict__[name] = view
         return view
-
-
-def ragged(counts: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Number the elements of lists of the given lengths. Return for each element its list and its place in it."""
-    at = np.repeat(np.arange(len(counts)), counts)
-    return at, np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -27,7 +27,6 @@ class Chip:
     l2_bytes: float = 0.0
     l2_bytes_per_clock: float = 0.0  # bytes that each SM gets from L2 when all SMs load; measured
     load_bytes_per_clock: float = 0.0  # the maximum number of bytes that one SM loads
-    board_w: float | None = None  # the board's power limit
     usd_per_hour: float | None = None  # a list price
 
     @property

@@ -18,7 +18,7 @@ from .config import ModelConfig
 
 # The number of elements that are converted at a time. The number is small, so that these elements stay in a cache and
 # even a huge matrix needs little extra memory.
-CHUNK = 1 << 18
+CHUNK = 1 << 15
 
 
 class Part(NamedTuple):
@@ -126,11 +126,6 @@ def _all(count: int) -> Share:
     return Share(count, 0, count)
 
 
-def float_type(buffer: Buffer, split: Dims) -> Dtype:
-    """The type of the rows of a weight buffer that a checkpoint does not list in `storage`."""
-    return Dtype(split.dtype) if BUFFERS[buffer].matrix else Dtype.F32
-
-
 def cut(whole: Sequence[Rows], buffer: Buffer, split: Dims) -> list[Rows]:
     """The part of all rows of a weight buffer that rank `split.rank` has. The result consists of views."""
     out, base = [], 0
@@ -180,12 +175,12 @@ def rows_of(checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Dims) -> 
 def array_of(
     checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Dims, dtype: Dtype | None = None
 ) -> NDArray[np.generic]:
-    """The rows of rank `split.rank` as a new array [rows, columns] of the float type `dtype`. The default is
-    `float_type`.
+    """The rows of rank `split.rank` as a new array [rows, columns] of the float type `dtype`, which is
+    by default the type that BUFFERS declares.
     """
     rows = rows_of(checkpoint, buffer, layer, split)
     shape = sum(len(part.data) for part in rows), column_share(buffer, split).size
-    return floats(rows, shape, float_type(buffer, split) if dtype is None else dtype)
+    return floats(rows, shape, BUFFERS[buffer].resolve_dtype(split) if dtype is None else dtype)
 
 
 def floats(parts: Iterable[Rows], shape: tuple[int, int], dtype: Dtype) -> NDArray[np.generic]:

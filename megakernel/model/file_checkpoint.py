@@ -22,7 +22,6 @@ from .checkpoint import (
     array_of,
     column_share,
     cut_columns,
-    float_type,
     floats,
     row_shares,
     vector,
@@ -94,7 +93,7 @@ class FileCheckpoint:
         if buffer is Buffer.INV_FREQ:
             return [vector(inverse_frequencies(self.config.rope, self.config.head_dim))]
         source = Buffer.EMBED if buffer is Buffer.LM_HEAD and self.config.tied else buffer
-        wanted = None if buffer in self.storage else float_type(buffer, split)
+        wanted = None if buffer in self.storage else BUFFERS[buffer].resolve_dtype(split)
         out = []
         for index, name in enumerate(self._naming.names(source, layer)):
             share = row_shares(buffer, split)[index]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Any
 
 from ..errors import MegakernelError
 from .config import ModelConfig, Rope, RopeKind
 from .families import FAMILIES
 from .file_checkpoint import FileCheckpoint, Naming
 from .gguf_file import GgufFile
+from .hf_config import Keys
 from .limits import check_config
 
 ROPE_FREQS = "rope_freqs.weight"
@@ -61,18 +60,14 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     if values.get("attention.causal") is False:
         raise refuse(f"{prefix}attention.causal = False is not supported")
 
-    def count(key: str, default: int | None = None) -> int:
-        value = values.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise refuse(f"{prefix}{key} is {value!r:.60}, not a whole number")
-        return value
-
-    where = f"{source}: {prefix}"
+    keys = Keys(metadata, source, prefix)
+    count = keys.count
     hidden, heads = count("embedding_length"), count("attention.head_count")
     head_dim = count("attention.key_length", hidden // heads if heads > 0 else 0)
     for key in ("attention.value_length", "rope.dimension_count"):
         if count(key, head_dim) != head_dim:
             raise refuse(f"{prefix}{key} = {values[key]} is not supported: it must be the head size, {head_dim}")
+    ids = Keys(metadata, source, "tokenizer.ggml.").ids
     tokens = metadata.get("tokenizer.ggml.tokens")
     embedding = file.shapes.get("token_embd.weight", (0,))
     biases = {name.split(".")[2] for name in file.shapes if name.startswith("blk.") and name.endswith(".bias")}
@@ -85,26 +80,28 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         kv_heads=count("attention.head_count_kv", heads),
         head_dim=head_dim,
         max_context=count("context_length"),
-        rms_eps=_number(values, "attention.layer_norm_rms_epsilon", where, None),
-        rope=_rope(file, values, where),
+        rms_eps=keys.number("attention.layer_norm_rms_epsilon"),
+        rope=_rope(file, keys),
         tied="output.weight" not in file.shapes,
         family=family.name,
         qkv_bias=bool(biases & {"attn_q", "attn_k", "attn_v"}),
         o_bias="attn_output" in biases,
         mlp_bias=any(name.startswith("ffn_") for name in biases),
-        bos_id=_id(metadata, "bos", source),
-        eos_ids=tuple(dict.fromkeys(i for k in ("eos", "eot", "eom") if (i := _id(metadata, k, source)) is not None)),
+        bos_id=next(iter(ids("bos_token_id")), None),
+        eos_ids=tuple(dict.fromkeys(i for kind in ("eos", "eot", "eom") for i in ids(f"{kind}_token_id"))),
     )
     return check_config(config, source)
 
 
-def _rope(file: GgufFile, values: dict[str, Any], where: str) -> Rope:
-    theta = _number(values, "rope.freq_base", where, Rope.theta)
+def _rope(file: GgufFile, keys: Keys) -> Rope:
+    theta = keys.number("rope.freq_base", Rope.theta)
     # The default type is that of llama.cpp. Linear scaling without a factor, or with a factor of 1, has no effect.
-    kind = values.get("rope.scaling.type", "linear")
-    factor = _number(values, "rope.scaling.factor", where, 0.0) or _number(values, "rope.scale_linear", where, 0.0)
+    kind = keys.raw.get(f"{keys.prefix}rope.scaling.type", "linear")
+    factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 0.0)
     if kind not in ("none", "linear"):
-        raise MegakernelError(f"{where}rope.scaling.type {kind!r} is not supported, only none and linear")
+        raise MegakernelError(
+            f"{keys.source}: {keys.prefix}rope.scaling.type {kind!r} is not supported, only none and linear"
+        )
     linear = kind == "linear" and factor not in (0.0, 1.0)
     if ROPE_FREQS in file.shapes:
         if linear or len(file.shapes[ROPE_FREQS]) != 1:
@@ -112,17 +109,3 @@ def _rope(file: GgufFile, values: dict[str, Any], where: str) -> Rope:
         factors = file.rows(ROPE_FREQS, 0, file.shapes[ROPE_FREQS][0])
         return Rope(theta, RopeKind.FACTORS, factors=tuple(factors.astype(float).ravel().tolist()))
     return Rope(theta, RopeKind.LINEAR, factor) if linear else Rope(theta)
-
-
-def _number(values: dict[str, Any], key: str, where: str, default: float | None) -> float:
-    value = values.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise MegakernelError(f"{where}{key} is {value!r:.60}, not a finite number")
-    return float(value)
-
-
-def _id(metadata: dict[str, Any], which: str, source: str) -> int | None:
-    value = metadata.get(f"tokenizer.ggml.{which}_token_id")
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise MegakernelError(f"{source}: tokenizer.ggml.{which}_token_id is {value!r:.60}, not a token id")
-    return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,8 @@ def read_hf_config(folder: Path) -> ModelConfig:
     extra = folder / "generation_config.json"
     if not extra.exists():
         return config
-    ids = _ids(read_json(extra).get("eos_token_id"), "eos_token_id", str(extra))
-    merged = tuple(dict.fromkeys(config.eos_ids + ids))
-    return check_config(ModelConfig(**{**config.__dict__, "eos_ids": merged}), str(extra))
+    ids = Keys(read_json(extra), str(extra)).ids("eos_token_id")
+    return check_config(replace(config, eos_ids=tuple(dict.fromkeys(config.eos_ids + ids))), str(extra))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -83,14 +82,14 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
     for key in sorted(set(raw) - _READ - _HARMLESS - family.keys):
         if raw[key] is not None and raw[key] is not False:
             raise refuse(f"{key} = {_short(raw[key])} is not supported and may change the result")
-    keys = _Keys(raw, source)
+    keys = Keys(raw, source)
     for key, wanted in (("hidden_act", "silu"), ("pretraining_tp", 1), ("partial_rotary_factor", 1)):
         keys.only(key, wanted)
     count = keys.count
     hidden, heads = count("hidden_size"), count("num_attention_heads")
     if raw.get("head_dim") is None and (heads <= 0 or hidden % heads):
         raise refuse(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads} and head_dim is missing")
-    bos = _ids(raw.get("bos_token_id"), "bos_token_id", source)
+    bos = keys.ids("bos_token_id")
     config = ModelConfig(
         vocab=count("vocab_size"),
         hidden=hidden,
@@ -100,11 +99,11 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
         kv_heads=count("num_key_value_heads", heads),
         head_dim=count("head_dim", hidden // heads if heads > 0 else 0),
         max_context=count("max_position_embeddings"),
-        rms_eps=_number(raw, "rms_norm_eps", source, 1e-6),
-        rope=_rope(raw, source),
+        rms_eps=keys.number("rms_norm_eps", 1e-6),
+        rope=_rope(keys),
         tied=keys.flag("tie_word_embeddings"),
         bos_id=bos[0] if bos else None,
-        eos_ids=_ids(raw.get("eos_token_id"), "eos_token_id", source),
+        eos_ids=keys.ids("eos_token_id"),
         family=family.name,
         **family.read(keys),
     )
@@ -126,37 +125,56 @@ def _family(raw: dict[str, Any], source: str) -> Family:
 
 
 @dataclass(frozen=True)
-class _Keys:
-    """Implements `families.family.Reader`."""
+class Keys:
+    """The keys of a configuration file; implements `families.family.Reader`. Every method raises a MegakernelError that
+    names the file and the key.
+    """
 
     raw: dict[str, Any]
     source: str
+    prefix: str = ""  # of every key that the methods name
 
     def count(self, key: str, default: int | None = None) -> int:
-        value = self.raw.get(key)
+        value = self.raw.get(self.prefix + key)
         if value is None and default is not None:
             return default
         if value is None:
-            raise MegakernelError(f"{self.source}: {key} is missing")
+            raise MegakernelError(f"{self.source}: {self.prefix}{key} is missing")
         if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 1 << 63:
-            raise MegakernelError(f"{self.source}: {key} is {_short(value)}, not a whole number")
+            raise MegakernelError(f"{self.source}: {self.prefix}{key} is {_short(value)}, not a whole number")
         return value
 
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.raw.get(self.prefix + key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
+            raise MegakernelError(f"{self.source}: {self.prefix}{key} is {_short(value)}, not a finite number")
+        return float(value)
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        """The token ids of a key whose value is one id, a list of ids or null."""
+        value = self.raw.get(self.prefix + key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) < 1 << 63 for i in ids):
+            raise MegakernelError(f"{self.source}: {self.prefix}{key} is {_short(value)}, not token ids")
+        return tuple(ids)
+
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self.raw.get(key)
+        value = self.raw.get(self.prefix + key)
         if not isinstance(value, bool | None):
-            raise MegakernelError(f"{self.source}: {key} is {_short(value)}, not true or false")
+            raise MegakernelError(f"{self.source}: {self.prefix}{key} is {_short(value)}, not true or false")
         return default if value is None else value
 
     def only(self, key: str, *allowed: object, default: object = None) -> None:
-        value = self.raw.get(key, default)
+        value = self.raw.get(self.prefix + key, default)
         if value is not None and value not in allowed:
             known = " or ".join(map(_short, allowed)) or "null"
-            raise MegakernelError(f"{self.source}: {key} = {_short(value)} is not supported, only {known}")
+            raise MegakernelError(f"{self.source}: {self.prefix}{key} = {_short(value)} is not supported, only {known}")
 
 
-def _rope(raw: dict[str, Any], source: str) -> Rope:
+def _rope(keys: Keys) -> Rope:
     """Read RoPE's settings from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before)."""
+    raw, source = keys.raw, keys.source
     both = [key for key in ("rope_parameters", "rope_scaling") if raw.get(key) is not None]
     if len(both) == 2 and raw["rope_parameters"] != raw["rope_scaling"]:
         raise MegakernelError(f"{source}: rope_parameters and rope_scaling are both given and differ")
@@ -184,41 +202,25 @@ def _rope(raw: dict[str, Any], source: str) -> Rope:
         if table[extra] is not None and table[extra] is not False:
             raise MegakernelError(f"{where}: {extra} is not supported for rope_type {name!r}")
 
-    theta = _number(raw, "rope_theta", source, Rope.theta)
+    theta, inside = keys.number("rope_theta", Rope.theta), Keys(table, where)
     if table.get("rope_theta") is not None:
-        inner = _number(table, "rope_theta", where, Rope.theta)
+        inner = inside.number("rope_theta", Rope.theta)
         if raw.get("rope_theta") is not None and inner != theta:
             raise MegakernelError(f"{where}: rope_theta is {inner}, but {theta} at the top level")
         theta = inner
     if kind is RopeKind.DEFAULT:
         return Rope(theta)
-    factor = _number(table, "factor", where, 1.0)
+    factor = inside.number("factor", 1.0)
     if kind is RopeKind.LINEAR:
         return Rope(theta, kind, factor)
     return Rope(
         theta,
         kind,
         factor,
-        _number(table, "low_freq_factor", where, 1.0),
-        _number(table, "high_freq_factor", where, 1.0),
-        int(_number(table, "original_max_position_embeddings", where, 1.0)),
+        inside.number("low_freq_factor", 1.0),
+        inside.number("high_freq_factor", 1.0),
+        int(inside.number("original_max_position_embeddings", 1.0)),
     )
-
-
-def _number(table: dict[str, Any], key: str, source: str, default: float) -> float:
-    value = table.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
-        raise MegakernelError(f"{source}: {key} is {_short(value)}, not a finite number")
-    return float(value)
-
-
-def _ids(value: Any, key: str, source: str) -> tuple[int, ...]:
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) < 1 << 63 for i in ids):
-        raise MegakernelError(f"{source}: {key} is {_short(value)}, not token ids")
-    return tuple(ids)
 
 
 def _short(value: Any) -> str:

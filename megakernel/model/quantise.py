@@ -25,7 +25,8 @@ def quantise(a: F32, dtype: Dtype) -> NDArray[np.uint8]:
     step = max(1, _ROWS // max(1, a.shape[1]))
     for start in range(0, len(a) if a.size else 0, step):
         rows = a[start : start + step]
-        padded = np.pad(rows, [(0, 0), (0, -rows.shape[1] % block.weights)])
+        missing = -rows.shape[1] % block.weights
+        padded = np.pad(rows, [(0, 0), (0, missing)]) if missing else rows
         out[start : start + step] = _quantise(padded, dtype).reshape(len(rows), -1)
     return out
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..isa import BUFFERS, Buffer, Dims, Dtype
-from .checkpoint import Rows, Storage, column_share, converted, cut, float_type, row_shares, vector
+from .checkpoint import Rows, Storage, column_share, converted, cut, row_shares, vector
 from .config import ModelConfig, Rope, RopeKind
 from .rope import inverse_frequencies
 
@@ -66,22 +66,24 @@ class RandomCheckpoint:
             return [vector(inverse_frequencies(self.config.rope, self.config.head_dim))]
         whole = self._whole(Buffer.EMBED if buffer is Buffer.LM_HEAD and self.config.tied else buffer, layer, split)
         rows = cut([whole], buffer, split)
-        return converted(rows, column_share(buffer, split).size, float_type(buffer, split))
+        return converted(rows, column_share(buffer, split).size, BUFFERS[buffer].resolve_dtype(split))
 
     def _whole(self, buffer: Buffer, layer: int, split: Dims) -> Rows:
-        """All rows of a buffer. Each thread keeps those that it made last, because the next rank has others of them."""
+        """All rows of a buffer. If there are several ranks, each thread keeps the rows for the next rank."""
         key = buffer, layer if BUFFERS[buffer].layered else 0
-        if getattr(self._last, "key", None) != key:
-            generator = np.random.Generator(np.random.SFC64([self._seed, *map(int, key)]))
-            shape = sum(share.whole for share in row_shares(buffer, split)), column_share(buffer, split).whole
-            self._last.key = self._last.rows = None  # frees memory before more is allocated
-            if buffer in _NORMS:
-                rows = vector(generator.random(shape[0], dtype=np.float32) + np.float32(0.5))
-            else:
-                rows = Rows(Dtype.BF16, _draw(generator, shape[0] * shape[1]).reshape(shape).view(np.uint8))
-            self._last.key, self._last.rows = key, rows
-        found: Rows = self._last.rows
-        return found
+        made: tuple[object, Rows] | None = getattr(self._last, "made", None)
+        if made is not None and made[0] == key:
+            return made[1]
+        self._last.made = made = None  # frees memory before more is allocated
+        generator = np.random.Generator(np.random.SFC64([self._seed, *map(int, key)]))
+        shape = sum(share.whole for share in row_shares(buffer, split)), column_share(buffer, split).whole
+        if buffer in _NORMS:
+            rows = vector(generator.random(shape[0], dtype=np.float32) + np.float32(0.5))
+        else:
+            rows = Rows(Dtype.BF16, _draw(generator, shape[0] * shape[1]).reshape(shape).view(np.uint8))
+        if split.tp > 1:
+            self._last.made = key, rows
+        return rows
 
 
 def _draw(generator: np.random.Generator, count: int) -> NDArray[np.uint16]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,7 +10,7 @@ import numpy as np
 
 from ..errors import MegakernelError
 from ..isa import BUFFERS, Buffer, Dims, Dtype
-from .checkpoint import Checkpoint, Part, Rows, Storage, column_bytes, column_share, converted, weight_dims
+from .checkpoint import Checkpoint, Part, Rows, Storage, column_bytes, column_share, converted, row_shares, weight_dims
 from .config import ModelConfig
 from .families import weights
 from .quantise import quantise
@@ -51,8 +50,8 @@ def storage_of(checkpoint: Checkpoint | None, config: ModelConfig, name: str) ->
 
 def bits_of(config: ModelConfig, storage: Mapping[Buffer, Storage]) -> dict[Buffer, float]:
     """The mean bits per weight of each buffer in `storage`, in the form that `compile_program` takes."""
-    dims = weight_dims(config, Dtype.F32)
-    return {buffer: stored.bits(BUFFERS[buffer].shape(dims, 0)[-1]) for buffer, stored in storage.items()}
+    split = weight_dims(config, Dtype.F32)
+    return {buffer: stored.bits(column_share(buffer, split).whole) for buffer, stored in storage.items()}
 
 
 def _weight_type(name: str) -> Dtype:
@@ -63,12 +62,9 @@ def _weight_type(name: str) -> Dtype:
 
 def _all_in(config: ModelConfig, kind: Dtype) -> dict[Buffer, Storage]:
     """The `storage` of a checkpoint that stores all matrices of a model in one type."""
-    dims = weight_dims(config, Dtype.F32)
-    shapes = {b: BUFFERS[b].shape(dims, 0) for b in weights(config) if BUFFERS[b].matrix}
-    return {
-        buffer: Storage(((Part(kind, math.prod(shape[:-1])),),) * (dims.layers if BUFFERS[buffer].layered else 1))
-        for buffer, shape in shapes.items()
-    }
+    split = weight_dims(config, Dtype.F32)
+    rows = {b: sum(share.whole for share in row_shares(b, split)) for b in weights(config) if BUFFERS[b].matrix}
+    return {b: Storage(((Part(kind, n),),) * (config.layers if BUFFERS[b].layered else 1)) for b, n in rows.items()}
 
 
 def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, Storage]) -> dict[str, int]:
@@ -77,15 +73,12 @@ def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, St
 
     `storage` lists the matrices that are not in the compute type `dtype`.
     """
-    dims = weight_dims(config, dtype)
-    out: Counter[str] = Counter()
-    for buffer in weights(config):
-        if not BUFFERS[buffer].matrix or (buffer is Buffer.LM_HEAD and config.tied):
+    split, out = weight_dims(config, dtype), Counter[str]()
+    for buffer, kept in {**_all_in(config, dtype), **storage}.items():
+        if buffer is Buffer.LM_HEAD and config.tied:
             continue
-        *rows, inner = BUFFERS[buffer].shape(dims, 0)
-        whole = Storage(((Part(dtype, math.prod(rows)),),) * (dims.layers if BUFFERS[buffer].layered else 1))
-        for kind, count in (part for layer in storage.get(buffer, whole).layers for part in layer):
-            out[kind.name.lower()] += count * kind.row_bytes(inner)
+        for kind, rows in (part for layer in kept.layers for part in layer):
+            out[kind.name.lower()] += rows * kind.row_bytes(column_share(buffer, split).whole)
     return dict(out.most_common())
 
 
@@ -100,15 +93,12 @@ class _Stored:
         self._whole, self._kind = whole, dtype
 
     def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
-        exact = replace(split, dtype=int(Dtype.F32))
-        rows = self._whole.rows(buffer, layer, exact)
+        rows = self._whole.rows(buffer, layer, replace(split, dtype=int(Dtype.F32)))  # floats that are not rounded yet
         if buffer not in self.storage or {part.dtype for part in rows} == {self._kind}:
             return rows
-        column_bytes(self._kind, buffer, split)  # refuses columns that begin inside a block
+        column_bytes(self._kind, buffer, split)  # raises an error if the columns begin inside a block
         inner = column_share(buffer, split).size
         if not self._kind.quantised:
             return converted(rows, inner, self._kind)
-        return [
-            Rows(self._kind, quantise(part.data.view(np.float32), self._kind))
-            for part in converted(rows, inner, Dtype.F32)
-        ]
+        exact = (part.data.view(np.float32) for part in converted(rows, inner, Dtype.F32))
+        return [Rows(self._kind, quantise(part, self._kind)) for part in exact]

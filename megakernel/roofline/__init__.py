@@ -6,16 +6,16 @@ answers questions about chips, networks and parallelism, without a program.
 
 from .ceilings import QUIET, Ceilings, Measured, machine_ceilings, measure
 from .fit import memory_fit
-from .program_step import Part, StepRoofline, step_roofline
-from .work import Work, achieved, bound, fraction_error, step_work
+from .program_step import PhasePart, StepRoofline, step_roofline
+from .work import StepWork, achieved, bound, fraction_error, step_work
 
 __all__ = [
     "QUIET",
     "Ceilings",
     "Measured",
-    "Part",
+    "PhasePart",
     "StepRoofline",
-    "Work",
+    "StepWork",
     "achieved",
     "bound",
     "fraction_error",

@@ -16,7 +16,7 @@ BOUNDS = ("math", "vector", "memory", "comms")
 
 
 @dataclass(frozen=True)
-class Part:
+class PhasePart:
     """All instructions of one phase of rank `dims.rank`, in a segment that runs `runs` times."""
 
     phase: Phase
@@ -107,7 +107,7 @@ def bound_name(math_s: float, vector_s: float, memory_s: float, comms_s: float) 
     return BOUNDS[max(range(4), key=lambda i: times[i])]
 
 
-def step_roofline(parts: Sequence[Part], hardware: Hardware, context: float) -> StepRoofline:
+def step_roofline(parts: Sequence[PhasePart], hardware: Hardware, context: float) -> StepRoofline:
     """The roofline of a step in which every token row attends to `context` KV tokens of its own."""
     dims = parts[0].dims
     peak = hardware.flops_per_s(RATE[Dtype(dims.dtype)])
@@ -152,7 +152,7 @@ def step_roofline(parts: Sequence[Part], hardware: Hardware, context: float) -> 
     )
 
 
-def _work(part: Part, context: float) -> _Work:
+def _work(part: PhasePart, context: float) -> _Work:
     """Return (matrix FLOPs, vector FLOPs, memory bytes, bytes sent) of a part, for all of its runs together."""
     d = part.dims
     done = cost(part.phase, part.columns, d)
@@ -166,7 +166,7 @@ def _work(part: Part, context: float) -> _Work:
     return matrix * part.runs, vector * part.runs, memory * part.runs, sent * part.runs
 
 
-def _most(work: Iterable[tuple[Part, _Work]]) -> _Work:
+def _most(work: Iterable[tuple[PhasePart, _Work]]) -> _Work:
     """For each kind of work, the amount on the rank with the largest amount."""
     sums: dict[int, _Work] = {}
     for part, (matrix, vector, memory, sent) in work:

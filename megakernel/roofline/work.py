@@ -13,7 +13,7 @@ from .ceilings import Ceilings
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """FLOPs (a multiply-add counts as two) and bytes of one step on one rank."""
 
     flops: float
@@ -56,7 +56,7 @@ def model_weights(phases: Iterable[Phase], dims: Dims) -> dict[Buffer, int]:
 
 def step_work(
     forward: Forward, dims: Dims, rows: Sequence[int], contexts: Sequence[int], logit_rows: int, *, tied: bool = False
-) -> Work:
+) -> StepWork:
     """The necessary work of one step.
 
     Sequence i adds `rows[i]` new tokens and has `contexts[i]` KV tokens afterwards, the new ones included.
@@ -92,7 +92,7 @@ def step_work(
         gathers = (phase for phase in forward if phase.operation is Operation.GATHER)
         weights += sum(total * phase.inner(dims) * phase.stored_bits(dims) / 8 for phase in gathers)
     kv = float(sum(contexts) * dims.rank_kv_heads * dims.layers * kv_bytes(dims))
-    return Work(flops, weights, kv, _link_bytes(dims, total, logit_rows))
+    return StepWork(flops, weights, kv, _link_bytes(dims, total, logit_rows))
 
 
 def _link_bytes(dims: Dims, rows: int, logit_rows: int) -> float:
@@ -114,12 +114,12 @@ def _link_bytes(dims: Dims, rows: int, logit_rows: int) -> float:
     return rows * layer * dims.layers * itemsize(dims) + logit_rows * head
 
 
-def bound(work: Work, ceilings: Ceilings) -> float:
+def bound(work: StepWork, ceilings: Ceilings) -> float:
     """The least time of a step in seconds: the longest of its times for arithmetic, memory and links, which overlap."""
     return max(_times(work, ceilings).values())
 
 
-def _times(work: Work, ceilings: Ceilings) -> dict[str, float]:
+def _times(work: StepWork, ceilings: Ceilings) -> dict[str, float]:
     return {
         "memory": work.bytes / ceilings.read_bytes_per_s,
         "math": work.flops / ceilings.flops,
@@ -127,7 +127,7 @@ def _times(work: Work, ceilings: Ceilings) -> dict[str, float]:
     }
 
 
-def achieved(work: Work, ceilings: Ceilings, seconds: float) -> Achieved:
+def achieved(work: StepWork, ceilings: Ceilings, seconds: float) -> Achieved:
     """Return the rates that a step achieved if it took `seconds`."""
     times = _times(work, ceilings)
     limit = max(times, key=lambda name: times[name])

@@ -13,8 +13,8 @@ from .. import machine as machines
 from ..errors import MegakernelError
 from ..isa import CONTROL, Column, Dims, Operation, Phase
 from ..isa import record as rec
+from ..isa.ragged import ragged
 from ..isa.record import Records
-from ..isa.step import ragged
 from ..machine import MACHINES, Machine
 from ..program import Program
 from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Role, Trace

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa.step import ragged
+from ..isa.ragged import ragged
 
 Ticks = NDArray[np.int64]
 

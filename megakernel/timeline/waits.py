@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from ..isa import JOIN, Operation
 from ..isa import record as rec
+from ..isa.ragged import ragged
 from ..isa.record import Records
-from ..isa.step import ragged
 from ..program import Program
 
 Ints = NDArray[np.int64]

@@ -36,8 +36,8 @@ from megakernel.isa import record as rec
 from megakernel.isa.access import Columns
 from megakernel.isa.loads import region_reads
 from megakernel.isa.operations.attention import item_work
+from megakernel.isa.ragged import ragged
 from megakernel.isa.record import Records
-from megakernel.isa.step import ragged
 from megakernel.program import SEGMENTS, Program
 from megakernel.runtime.cuda.issue import matmul_issue, sample_steps
 from megakernel.runtime.cuda.pages import (

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from megakernel.errors import MegakernelError
 from megakernel.serving.bench.report import Outcome
-from megakernel.serving.bench.workload import Job
+from megakernel.serving.bench.workload import LoadJob
 
 _LINE_LIMIT = 1 << 24  # maximum bytes of a line
 _CONNECT_S = 30.0
@@ -23,7 +23,7 @@ _READ = 1 << 16
 _CPU = 'megakernel:cpu_seconds_total{process="'
 
 
-class Server:
+class ServerClient:
     """One server. `url` may end with `/v1`.
 
     `model` is the model name in each request. If it is None, `discover` asks the server for a name.
@@ -47,7 +47,7 @@ class Server:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """The arguments with which a client process creates its own copy of this `Server`."""
+        """The arguments with which a client process creates its own copy of this `ServerClient`."""
         return {"url": self.url + self._path, "model": self.model, "api_key": self._key}
 
     async def cpu_seconds(self) -> dict[str, float]:
@@ -88,7 +88,7 @@ class Server:
             return None
         return found if isinstance(found, dict) else None
 
-    async def complete(self, job: Job, *, stream: bool = True) -> Outcome:
+    async def complete(self, job: LoadJob, *, stream: bool = True) -> Outcome:
         """Send one completion request and read the answer. A failure is returned as an outcome with `error`."""
         request: dict[str, Any] = {
             "model": self.model,

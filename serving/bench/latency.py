@@ -8,7 +8,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from megakernel.roofline import Ceilings, Work, achieved, step_work
+from megakernel.roofline import Ceilings, StepWork, achieved, step_work
 from megakernel.serving.engine.engine import Step
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.engine.scheduler import Counts
@@ -16,7 +16,7 @@ from megakernel.serving.text.llm import LLM
 
 
 @dataclass(frozen=True)
-class Steps:
+class Stretch:
     """The prefill or decode part of one run. Its steps computed `rows` token rows and generated `tokens` tokens.
 
     `step_s` holds the duration of each step in seconds, including the host's work between steps.
@@ -25,23 +25,23 @@ class Steps:
     rows: int
     tokens: int
     step_s: list[float]
-    work: Work  # of all steps together
+    work: StepWork  # of all steps together
 
     @property
     def seconds(self) -> float:
         return sum(self.step_s)
 
     @property
-    def step_work(self) -> Work:
+    def step_work(self) -> StepWork:
         """The average work per step."""
         n = len(self.step_s)
-        return Work(self.work.flops / n, self.work.weight_bytes / n, self.work.kv_bytes / n)
+        return StepWork(self.work.flops / n, self.work.weight_bytes / n, self.work.kv_bytes / n)
 
 
 @dataclass(frozen=True)
 class Run:
-    prefill: Steps
-    decode: Steps
+    prefill: Stretch
+    decode: Stretch
     counts: Counts  # token counts of prefill and decode together
 
 
@@ -130,16 +130,16 @@ def _one(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> Run:
     return Run(_phase(steps[: first + 1], tied), _phase(steps[first + 1 :], tied), counts)
 
 
-def _phase(steps: list[tuple[Step, float]], tied: bool) -> Steps:
-    def work(s: Step) -> Work:
+def _phase(steps: list[tuple[Step, float]], tied: bool) -> Stretch:
+    def work(s: Step) -> StepWork:
         return step_work(s.program.forward, s.program.dims, s.rows, s.contexts, s.logit_rows, tied=tied)
 
     works = [work(step) for step, _ in steps]
-    return Steps(
+    return Stretch(
         rows=sum(sum(step.rows) for step, _ in steps),
         tokens=sum(len(step.tokens) for step, _ in steps),
         step_s=[seconds for _, seconds in steps],
-        work=Work(*(sum(getattr(w, name) for w in works) for name in ("flops", "weight_bytes", "kv_bytes"))),
+        work=StepWork(*(sum(getattr(w, name) for w in works) for name in ("flops", "weight_bytes", "kv_bytes"))),
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megakernel.errors import MegakernelError
-from megakernel.serving.bench.client import Server
+from megakernel.serving.bench.client import ServerClient
 from megakernel.serving.bench.report import Outcome, cpu_time, report
 from megakernel.serving.bench.workload import Workload
 from megakernel.serving.engine.scheduler import Counts
@@ -54,7 +54,11 @@ class Load:
 
 
 async def alternate(
-    servers: list[Server], workload: Workload, load: Load, runs: int, on_done: Callable[[int, int], None] | None = None
+    servers: list[ServerClient],
+    workload: Workload,
+    load: Load,
+    runs: int,
+    on_done: Callable[[int, int], None] | None = None,
 ) -> list[list[dict[str, Any]]]:
     """Run the workload `runs` times on each server, in alternation. Returns a list of each server's runs.
 
@@ -102,14 +106,14 @@ def _steps(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[
     return {"steps": steps, "step_s": wall / steps, "roofline_fraction": bound / wall, **counts.figures()}
 
 
-async def describe(server: Server) -> dict[str, Any]:
+async def describe(server: ServerClient) -> dict[str, Any]:
     """Return a server's address, model and version."""
     version = await server.get_json("/version") or {}
     props = await server.get_json("/props") or {}  # of llama-server
     return {"url": server.url, "model": server.model, "version": version.get("version") or props.get("build_info")}
 
 
-async def drive(server: Server, workload: Workload, load: Load, on_done: OnDone | None = None) -> list[Outcome]:
+async def drive(server: ServerClient, workload: Workload, load: Load, on_done: OnDone | None = None) -> list[Outcome]:
     """Send every job once, from this process. Returns the outcomes in the order of the jobs.
 
     Raises MegakernelError if no request receives anything for _STALL_S.
@@ -179,7 +183,7 @@ def _allow_connections(count: int) -> None:
 
 
 async def _drive_from(
-    server: Server, workload: Workload, load: Load, on_done: OnDone | None
+    server: ServerClient, workload: Workload, load: Load, on_done: OnDone | None
 ) -> tuple[list[Outcome], float]:
     """Call `drive` in up to `load.processes` processes. Returns the outcomes and the CPU seconds of the clients.
 
@@ -226,7 +230,7 @@ def _part(spec: dict[str, Any], share: Workload, load: Load) -> tuple[list[Outco
             _count.value += 1
 
     async def send() -> list[Outcome]:
-        server = Server(**spec)
+        server = ServerClient(**spec)
         try:
             return await drive(server, share, load, count)
         finally:

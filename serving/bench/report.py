@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from megakernel.isa import Dims, Forward
-from megakernel.roofline import Ceilings, Work, bound, fraction_error, step_work
-from megakernel.serving.bench.workload import Job
+from megakernel.roofline import Ceilings, StepWork, bound, fraction_error, step_work
+from megakernel.serving.bench.workload import LoadJob
 
 _MOST_ERRORS = 5  # maximum number of different errors in a report
 _BUSY = 0.9  # a client process that computes for more than this part of the time may be the bottleneck
@@ -26,7 +26,7 @@ class Outcome:
     `moments` holds the arrival times of streamed events, of which there is about one per token.
     """
 
-    job: Job
+    job: LoadJob
     start: float
     end: float = 0.0
     moments: array[float] = field(default_factory=lambda: array("d"))
@@ -118,7 +118,7 @@ def spread(values: ArrayLike) -> dict[str, float | None]:
     return {"mean": float(array.mean()), "median": float(np.median(array)), "p99": float(np.percentile(array, 99))}
 
 
-def least_work(forward: Forward, dims: Dims, jobs: Sequence[Job], in_flight: int, *, tied: bool) -> Work:
+def least_work(forward: Forward, dims: Dims, jobs: Sequence[LoadJob], in_flight: int, *, tied: bool) -> StepWork:
     """Return the least work with which any server that generates one token per step can answer `jobs`.
 
     The server has at most `in_flight` requests at a time.
@@ -132,11 +132,11 @@ def least_work(forward: Forward, dims: Dims, jobs: Sequence[Job], in_flight: int
     whole = step_work(forward, dims, last.tolist(), last.tolist(), int(outputs.sum()), tied=tied)
     step = step_work(forward, dims, [1], [1], 1, tied=tied)
     contexts = prompts + (outputs - 1) * prompts + (outputs - 1) * outputs // 2
-    return Work(whole.flops, steps * step.weight_bytes, float(contexts.sum()) * step.kv_bytes)
+    return StepWork(whole.flops, steps * step.weight_bytes, float(contexts.sum()) * step.kv_bytes)
 
 
 def against_roofline(
-    work: Work, ceilings: Ceilings, seconds: float, server: dict[str, Any] | None
+    work: StepWork, ceilings: Ceilings, seconds: float, server: dict[str, Any] | None
 ) -> dict[str, float | str | None]:
     """Compare the `seconds` of a run with the least time that `work` can take on the hardware.
 

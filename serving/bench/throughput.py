@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from megakernel.roofline import Ceilings, fraction_error
-from megakernel.serving.bench import Job, Workload
+from megakernel.serving.bench import LoadJob, Workload
 from megakernel.serving.engine.engine import Step
 from megakernel.serving.engine.live import Live
 from megakernel.serving.engine.sampling import SamplingParams
@@ -48,7 +48,7 @@ def measure(
     return done
 
 
-def _one(llm: LLM, jobs: Sequence[Job], ceilings: Ceilings, on_step: Callable[[Step], None]) -> dict[str, Any]:
+def _one(llm: LLM, jobs: Sequence[LoadJob], ceilings: Ceilings, on_step: Callable[[Step], None]) -> dict[str, Any]:
     engine = llm.engine
     live = Live(ceilings, engine.stats, tied=llm.config.tied, max_seqs=engine.dims.max_seqs, about={})
 

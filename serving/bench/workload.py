@@ -22,7 +22,7 @@ Pair = tuple[int, int]  # tokens of the prompt, tokens of the answer
 
 
 @dataclass(frozen=True)
-class Job:
+class LoadJob:
     """One request. `prompt` is text, or int32 token ids; counts are in tokens."""
 
     prompt: str | NDArray[np.int32]
@@ -39,7 +39,7 @@ class Workload:
     """
 
     name: str
-    jobs: Sequence[Job]
+    jobs: Sequence[LoadJob]
     vocab: int | None = None
     seed: int = 0
 
@@ -106,11 +106,11 @@ def sharegpt_file(path: Path, encode: Callable[[str], Sequence[int]], count: int
         ) from e
     turns = [t for t in turns if len(t) == 2]
     random.Random(seed).shuffle(turns)
-    jobs: list[Job] = []
+    jobs: list[LoadJob] = []
     for prompt, answer in turns:
         if len(jobs) == count:
             break
-        job = Job(prompt, len(encode(prompt)), len(encode(answer)))
+        job = LoadJob(prompt, len(encode(prompt)), len(encode(answer)))
         few = min(job.prompt_tokens, job.output_tokens) < 4
         if not few and job.prompt_tokens <= 1024 and job.prompt_tokens + job.output_tokens <= 2048:
             jobs.append(job)
@@ -145,5 +145,5 @@ def _from_csv(name: str, text: str, source: str, count: int, vocab: int, seed: i
     return Workload(name, _jobs([pairs[order[i % len(pairs)]] for i in range(count)], vocab, rng), vocab, seed)
 
 
-def _jobs(pairs: Sequence[Pair], vocab: int, rng: np.random.Generator) -> list[Job]:
-    return [Job(rng.integers(0, vocab, prompt, dtype=np.int32), prompt, output) for prompt, output in pairs]
+def _jobs(pairs: Sequence[Pair], vocab: int, rng: np.random.Generator) -> list[LoadJob]:
+    return [LoadJob(rng.integers(0, vocab, prompt, dtype=np.int32), prompt, output) for prompt, output in pairs]

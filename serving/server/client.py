@@ -25,9 +25,9 @@ from megakernel.serving.server.messages import (
     Hello,
     Look,
     Refused,
+    Seen,
     Stop,
     Submit,
-    decode_seen,
     decode_to_frontend,
     encode,
     prompt_bytes,
@@ -209,36 +209,28 @@ class EngineClient:
         self.dead: EngineDead | None = None
         self.row = Board(description.board, description.rows).row(0, ENGINE_FIELDS)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._requests = self._connect(description.requests, name)
-        self._looks = self._connect(description.looks, name)
+        self._requests = socket = self._context.socket(zmq.DEALER)
+        socket.set(zmq.IDENTITY, name.encode())
+        socket.set(zmq.SNDHWM, 0)
+        socket.set(zmq.RCVHWM, 0)
+        socket.connect(description.requests)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next = 0
         self._choices: dict[int, Answers] = {}  # number of an open choice, unique in this frontend -> its answers
         self._asked: dict[int, asyncio.Future[bytes | None]] = {}
 
-    def _connect(self, address: str, name: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
-        socket.set(zmq.IDENTITY, name.encode())
-        socket.set(zmq.SNDHWM, 0)
-        socket.set(zmq.RCVHWM, 0)
-        socket.connect(address)
-        return socket
-
     def start(self) -> None:
         """Begin to read messages on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._requests.fileno(), self._read)
-        self._loop.add_reader(self._looks.fileno(), self._read_looks)
         self._send(Hello())
-        self._loop.call_soon(self._read_looks)
 
     def close(self) -> None:
-        """Abort the remaining answers and close the sockets."""
+        """Abort the remaining answers and close the socket."""
         self.fail_all(Overloaded("the server has stopped"))
-        for socket in (self._requests, self._looks):
-            if self._loop is not None and not self._loop.is_closed():
-                self._loop.remove_reader(socket.fileno())
-            socket.close(linger=1000)
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._requests.fileno())
+        self._requests.close(linger=1000)
         self._context.term()
 
     def submit(
@@ -305,14 +297,13 @@ class EngineClient:
         number, self._next = self._next, self._next + 1
         future: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
         self._asked[number] = future
-        self._looks.send(encode(Look(number, what)))
-        asyncio.get_running_loop().call_soon(self._read_looks)
+        self._send(Look(number, what))
         try:
             return await future
         finally:
             del self._asked[number]
 
-    def _send(self, message: Hello | Submit | Stop | Abort) -> None:
+    def _send(self, message: Hello | Submit | Stop | Abort | Look) -> None:
         self._requests.send(encode(message))
         # ZeroMQ's file descriptor signals an arriving message only once, and sending may consume that signal. So read
         # after each send: otherwise a message that has arrived could stay unread.
@@ -335,6 +326,10 @@ class EngineClient:
                     if answers := self._choices.get(first):
                         self._drop(answers)
                         answers.fail(Overloaded(why) if later else MegakernelError(why))
+                case Seen(number, content):
+                    future = self._asked.get(number)
+                    if future is not None and not future.done():
+                        future.set_result(content)
                 case Dead(why):
                     self.die(why)
         assert self._loop is not None
@@ -361,13 +356,3 @@ class EngineClient:
         for number in range(answers.first, answers.first + answers.choices):
             self._choices.pop(number, None)
         answers.open = 0
-
-    def _read_looks(self) -> None:
-        while not self._looks.closed:
-            try:
-                seen = decode_seen(self._looks.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return
-            future = self._asked.get(seen.number)
-            if future is not None and not future.done():
-                future.set_result(seen.content)

@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
 from time import monotonic, perf_counter
+from typing import TypeVar
 
 import numpy as np
 import zmq
@@ -27,12 +30,16 @@ from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.server.board import Row
 from megakernel.serving.server.client import Overloaded
 from megakernel.serving.server.messages import (
+    ROOFLINE,
+    TIMELINE,
     Abort,
     Close,
-    Compiled,
     Dead,
+    Done,
     Gone,
+    Look,
     Refused,
+    Seen,
     Stop,
     Submit,
     ToEngine,
@@ -42,11 +49,13 @@ from megakernel.serving.server.messages import (
 )
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 CONTROL = b"server"  # the only sender that may send Gone and Close
-_GRAMMARS = b"grammars"  # the only sender that may send Compiled
+_BESIDE = b"beside"  # the only sender that may send Done
 
 
+_GRAMMARS = "grammars"
 _Key = tuple[bytes, int]  # of a job: its frontend, and the number of its first choice there
 
 
@@ -85,6 +94,7 @@ class EngineLoop:
         self.on_step: list[Callable[[Step, float], None]] = []
         self.wants_trace: Callable[[], bool] = lambda: False  # called before each step
         self.on_death: Callable[[], None] = lambda: None
+        self.views: dict[str, Callable[[], bytes | None]] = {}  # makes the answer to a `Look`, by its `what`
         self._max_waiting = max_waiting
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set(zmq.SNDHWM, 0)
@@ -93,13 +103,14 @@ class EngineLoop:
         self._control = context.socket(zmq.DEALER)
         self._control.set(zmq.IDENTITY, CONTROL)
         self._control.connect(address)
-        self._told = context.socket(zmq.DEALER)  # tells the engine that a grammar is compiled
-        self._told.set(zmq.IDENTITY, _GRAMMARS)
-        self._told.connect(address)
+        self._beside = context.socket(zmq.DEALER)  # tells the engine's thread that work beside it has ended
+        self._beside.set(zmq.IDENTITY, _BESIDE)
+        self._beside.connect(address)
+        self._beside_lock = threading.Lock()
+        self._ended_beside: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        # Work that takes long has a thread of its own for each kind: grammars, and the values of `Look.what`.
+        self._threads = {kind: ThreadPoolExecutor(1, kind) for kind in (_GRAMMARS, ROOFLINE, TIMELINE)}
         self._grammars = grammars
-        # Grammars are compiled one after the other, in a thread that does not hold up the engine's thread.
-        self._grammar_thread = ThreadPoolExecutor(1, "grammars")
-        self._compiled: dict[_Key, Constraint | MegakernelError] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stop_compiling = threading.Event()
         self._compiler = threading.Thread(
@@ -112,6 +123,7 @@ class EngineLoop:
         self._open = 0  # number of unfinished choices
         self._open_of: Counter[str] = Counter()  # number of unfinished choices, by client
         self._compiling: dict[_Key, Submit] = {}  # jobs whose grammar is being compiled
+        self._looking: dict[str, list[tuple[bytes, int]]] = {}  # queries that wait: their frontends and numbers
         self._frontends: set[bytes] = set()
         self._gone: set[bytes] = set()
         self._closing = False
@@ -133,8 +145,9 @@ class EngineLoop:
         self._control.send(encode(Close()))
         self._thread.join()
         self._compiler.join()
-        self._grammar_thread.shutdown(cancel_futures=True)
-        self._told.close(linger=0)
+        for thread in self._threads.values():
+            thread.shutdown(cancel_futures=True)
+        self._beside.close(linger=0)
         self._control.close(linger=0)
         self._socket.close(linger=1000)
 
@@ -188,8 +201,8 @@ class EngineLoop:
                 for job in [job for job in (*self._jobs, *self._compiling) if job[0] == message.frontend]:
                     self._abort(*job)
             return
-        if frontend == _GRAMMARS and isinstance(message, Compiled):
-            self._take_compiled((message.frontend, message.first))
+        if frontend == _BESIDE and isinstance(message, Done):
+            self._ended_beside.get()()
             return
         if frontend in self._gone:
             return
@@ -201,6 +214,8 @@ class EngineLoop:
                 self._stop(frontend, message)
             case Abort(first):
                 self._abort(frontend, first)
+            case Look():
+                self._look(frontend, message)
 
     def _submit(self, frontend: bytes, asked: Submit) -> None:
         """Queue a job now, or when its constraint is compiled."""
@@ -212,29 +227,55 @@ class EngineLoop:
             else:
                 self._check_room(asked)
                 self._compiling[key] = asked
-                self._grammar_thread.submit(self._compile, key, params)
+                self._run_beside(_GRAMMARS, partial(self._compile, params), partial(self._take_compiled, key))
 
-    def _compile(self, key: _Key, params: SamplingParams) -> None:
-        """Compile the grammar of a job, in the thread for grammars, and tell the engine's thread."""
+    def _compile(self, params: SamplingParams) -> Constraint | MegakernelError:
         try:
             constraint = self._grammars.get(params)
             assert constraint is not None
-            self._compiled[key] = constraint
+            return constraint
         except MegakernelError as e:
-            self._compiled[key] = e
+            return e
         except Exception:
             log.exception("a grammar could not be compiled")
-            self._compiled[key] = MegakernelError("structured outputs: internal error, see the server's log")
-        self._told.send(encode(Compiled(*key)))
+            return MegakernelError("structured outputs: internal error, see the server's log")
 
-    def _take_compiled(self, key: _Key) -> None:
-        result, asked = self._compiled.pop(key), self._compiling.pop(key, None)
+    def _take_compiled(self, key: _Key, result: Constraint | MegakernelError) -> None:
+        asked = self._compiling.pop(key, None)
         if asked is None:
             return  # aborted
         with self._refusing(key):
             if isinstance(result, MegakernelError):
                 raise result
             self._queue(key, asked, result)
+
+    def _look(self, frontend: bytes, asked: Look) -> None:
+        """Answer a query. Queries for the same thing that arrive meanwhile get the same answer."""
+        waiting = self._looking.setdefault(asked.what, [])
+        waiting.append((frontend, asked.number))
+        if len(waiting) == 1:
+            self._run_beside(asked.what, partial(self._view, asked.what), partial(self._show, asked.what))
+
+    def _view(self, what: str) -> bytes | None:
+        try:
+            return self.views[what]()
+        except Exception:
+            log.exception("a query for %s failed", what)
+            return None
+
+    def _show(self, what: str, content: bytes | None) -> None:
+        for frontend, number in self._looking.pop(what):
+            self._socket.send_multipart([frontend, encode(Seen(number, content))])
+
+    def _run_beside(self, kind: str, work: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Run `work` in the thread for its kind, so that no step has to wait, and then call `then` in this thread."""
+
+        def run() -> None:
+            self._ended_beside.put(partial(then, work()))
+            with self._beside_lock:
+                self._beside.send(encode(Done()))
+
+        self._threads[kind].submit(run)
 
     @contextmanager
     def _refusing(self, key: _Key) -> Iterator[None]:

@@ -61,18 +61,23 @@ class Gone(_Record):
     frontend: bytes
 
 
-class Compiled(_Record):
-    """The compilation of a job's grammar has ended. The engine's process sends this message to itself."""
+class Look(_Record):
+    """A query for `what`, which is ROOFLINE or TIMELINE. The answer to this query carries the same `number`."""
 
-    frontend: bytes
-    first: int
+    number: int
+    what: str
+
+
+class Done(_Record):
+    """Work in a thread beside the engine's has ended. The engine's process sends this message to itself."""
 
 
 class Close(_Record):
     """End the engine loop. No frontend may send this message."""
 
 
-ToEngine = Hello | Submit | Stop | Abort | Gone | Compiled | Close
+ToEngine = Hello | Submit | Stop | Abort | Look | Gone | Done | Close
+ROOFLINE, TIMELINE = "roofline", "timeline"  # the values of `Look.what`
 
 # -- messages to a frontend
 
@@ -91,18 +96,6 @@ class Dead(_Record):
     why: str
 
 
-ToFrontend = Tokens | Refused | Dead
-
-# -- queries that may have to wait for a step; they use a socket of their own
-
-
-class Look(_Record):
-    """A query for `what`, which is ROOFLINE or TIMELINE. The answer to this query carries the same `number`."""
-
-    number: int
-    what: str
-
-
 class Seen(_Record):
     """The answer to a `Look`. `content` is None if there is nothing to show."""
 
@@ -110,7 +103,7 @@ class Seen(_Record):
     content: bytes | None
 
 
-ROOFLINE, TIMELINE = "roofline", "timeline"  # the values of `Look.what`
+ToFrontend = Tokens | Refused | Dead | Seen
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -119,7 +112,7 @@ class Description(msgspec.Struct, frozen=True):
     source   where the tokenizer is, as `load_tokenizer` takes it
     name     the model's name
     kv_page  tokens per KV page
-    folder   the folder with the sockets and the board; only this server's processes can enter it
+    folder   the folder with the socket and the board; only this server's processes can enter it
     rows     the rows of the board: one for the engine, then one for each frontend
     """
 
@@ -133,13 +126,8 @@ class Description(msgspec.Struct, frozen=True):
 
     @property
     def requests(self) -> str:
-        """The address of the socket for requests and for the tokens of their answers."""
+        """The address of the engine's socket."""
         return f"ipc://{self.folder}/requests"
-
-    @property
-    def looks(self) -> str:
-        """The address of the socket for queries."""
-        return f"ipc://{self.folder}/looks"
 
     @property
     def board(self) -> Path:
@@ -149,8 +137,6 @@ class Description(msgspec.Struct, frozen=True):
 encode = msgspec.msgpack.Encoder(enc_hook=pack).encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend, dec_hook=unpack).decode
-decode_look = msgspec.msgpack.Decoder(Look).decode
-decode_seen = msgspec.msgpack.Decoder(Seen).decode
 
 
 def prompt_bytes(ids: Seq[int]) -> bytes:

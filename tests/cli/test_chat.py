@@ -207,7 +207,7 @@ def test_a_terminal_gets_no_control_characters(monkeypatch: pytest.MonkeyPatch) 
 
 def test_ctrl_c_between_answers_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from megakernel.cli.chat import _Talk
-    from megakernel.cli.partners import Answer, Messages
+    from megakernel.cli.partners import Messages, PartialAnswer
 
     class Interrupted:
         name = "m"
@@ -215,7 +215,9 @@ def test_ctrl_c_between_answers_does_nothing(monkeypatch: pytest.MonkeyPatch) ->
         def count(self, messages: Messages) -> None:
             return None
 
-        def reply(self, messages: Messages, answer: Answer, show: Callable[[str], None], room: int | None) -> None:
+        def reply(
+            self, messages: Messages, answer: PartialAnswer, show: Callable[[str], None], room: int | None
+        ) -> None:
             raise KeyboardInterrupt  # a model raises this when its signal handler has seen Ctrl-C
 
     def no_line(prompt: str) -> str:

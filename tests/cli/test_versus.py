@@ -25,7 +25,7 @@ from megakernel.model.families import FAMILIES
 from megakernel.roofline import Ceilings
 from megakernel.serving.bench import ceilings, latency, peers
 from megakernel.serving.bench.peers import llama_cpp, torch_llama
-from megakernel.serving.bench.peers.contest import Batch, Contest, Settings, Task, Timed
+from megakernel.serving.bench.peers.contest import Contest, Settings, Task, Timed, Trial
 from megakernel.serving.bench.peers.process import Process
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -81,7 +81,7 @@ class Scripted:
 
 def test_settings_are_searched_for_each_phase() -> None:
     peer, progress = Scripted(), []
-    contest = Contest(peer, Batch(1, 100, 16), ("decode", "prefill"))
+    contest = Contest(peer, Trial(1, 100, 16), ("decode", "prefill"))
     contest.search(lambda done, total: progress.append((done, total)))
     assert progress == [(i, 10) for i in range(1, 11)]
     tried = [(s["a"], s["b"]) for phase, s in peer.asked if phase == "decode"]
@@ -96,7 +96,7 @@ def test_settings_are_searched_for_each_phase() -> None:
 
 def test_medians_spreads_and_ratios() -> None:
     peer = Scripted()
-    contest = Contest(peer, Batch(1, 100, 16), ("decode", "prefill"))
+    contest = Contest(peer, Trial(1, 100, 16), ("decode", "prefill"))
     contest.search(lambda *_: None)
     for extra in (0.0, 2.0, 1.0):
         peer.extra = extra
@@ -113,7 +113,7 @@ def test_medians_spreads_and_ratios() -> None:
 
 
 def test_a_batch_counts_the_token_that_ends_a_prompt() -> None:
-    work = Batch(32, 64, 95)
+    work = Trial(32, 64, 95)
     assert [work.tokens(phase) for phase in ("prefill", "decode", "batch")] == [32 * 64, 32 * 95, 32 * 96]
 
 
@@ -121,7 +121,7 @@ def test_a_peer_whose_first_settings_fail_is_an_error() -> None:
     peer = Scripted()
     peer.settings = lambda phase: ({"a": 1, "b": 0}, [])  # type: ignore[method-assign]
     with pytest.raises(MegakernelError, match="value 0 is not in this build"):
-        Contest(peer, Batch(1, 1, 1), ("decode",)).search(lambda *_: None)
+        Contest(peer, Trial(1, 1, 1), ("decode",)).search(lambda *_: None)
 
 
 # -- llama.cpp's own benchmarks
@@ -233,12 +233,12 @@ def test_a_batched_program_that_prints_nonsense(
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Process]:
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
-    return lambda: Process("fake", "fake_peer", Task("m", None, "f32", "f32", 2, False, Batch(1, 8, 4)))
+    return lambda: Process("fake", "fake_peer", Task("m", None, "f32", "f32", 2, False, Trial(1, 8, 4)))
 
 
 def test_a_peer_in_a_process(process: Callable[[], Process]) -> None:
     peer = process()
-    contest = Contest(peer, Batch(1, 8, 4), ("decode",))
+    contest = Contest(peer, Trial(1, 8, 4), ("decode",))
     contest.search(lambda *_: None)
     first = peer.about
     contest.run()
@@ -260,7 +260,7 @@ def test_latency_against_a_process(
     capsys: pytest.CaptureFixture[str], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
-    found = [peers.Found("fake", lambda task: Process("fake", "fake_peer", task), gguf=False)]
+    found = [peers.InstalledPeer("fake", lambda task: Process("fake", "fake_peer", task), gguf=False)]
     monkeypatch.setattr(peers, "find", lambda *_, **__: found)
     figures = run_json(capsys, *LATENCY, "--model", model, "--vs", "torch")
     assert figures["vs"]["fake"]["tokens_per_s"] == 4 / 2.0 and len(figures["vs"]["fake"]["runs"]) == 3
@@ -312,7 +312,7 @@ def test_work_that_peers_do_not_do(
 
 def test_settings_that_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     def task(prompt: int, threads: int = 4, gpu: bool = False) -> Task:
-        return Task("m", "m.gguf", "bf16", "bf16", threads, gpu, Batch(1, prompt, 8))
+        return Task("m", "m.gguf", "bf16", "bf16", threads, gpu, Trial(1, prompt, 8))
 
     first, changes = llama_cpp.settings(task(600), "prefill")
     assert first == {"threads": 4, "flash_attention": True, "ubatch": 512}
@@ -342,7 +342,7 @@ def test_torch_gets_our_weights(family: str) -> None:
 
 
 def test_torch_runs_eagerly(model: str) -> None:
-    seconds, about = torch_llama.load(Task(model, None, "f32", "f32", 1, False, Batch(2, 8, 3)))
+    seconds, about = torch_llama.load(Task(model, None, "f32", "f32", 1, False, Trial(2, 8, 3)))
     settings = {"threads": 1, "dtype": Dtype.F32.name.lower(), "compiled": False}
     assert all(seconds(phase, settings) > 0 for phase in ("prefill", "decode", "batch"))
     assert seconds("decode", settings | {"dtype": "bf16"}) > 0 and "torch" in about["program"]
@@ -395,7 +395,7 @@ class FakeLlama(SimpleNamespace):
 def test_the_loop_through_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeLlama()
     monkeypatch.setitem(sys.modules, "llama_cpp", fake)  # type: ignore[arg-type]
-    seconds, about = llama_cpp.load(Task("m", "m.gguf", "bf16", "bf16", 2, False, Batch(3, 1000, 2)))
+    seconds, about = llama_cpp.load(Task("m", "m.gguf", "bf16", "bf16", 2, False, Trial(3, 1000, 2)))
     assert about["program"] == "llama-cpp-python 1.2"
     settings = {"threads": 2, "flash_attention": False, "ubatch": 512}
     assert seconds("batch", settings) > 0
@@ -414,4 +414,4 @@ def test_the_loop_through_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         seconds("decode", settings | {"flash_attention": True})
     assert (len(fake.contexts), fake.freed) == (2, 1)
     with pytest.raises(RuntimeError, match=r"cannot read x\.gguf"):
-        llama_cpp.load(Task("m", "x.gguf", "bf16", "bf16", 2, False, Batch(1, 1, 1)))
+        llama_cpp.load(Task("m", "x.gguf", "bf16", "bf16", 2, False, Trial(1, 1, 1)))

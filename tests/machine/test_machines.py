@@ -14,7 +14,7 @@ from megakernel import machine
 from megakernel.errors import MegakernelError
 from megakernel.machine import MACHINES, Hardware, hardware
 from megakernel.machine.files import KNOWN_FOLDER, names
-from megakernel.roofline import book
+from megakernel.roofline.ask import networks
 
 FILES = sorted(KNOWN_FOLDER.glob("*.toml"))
 KNOWN = names()
@@ -34,24 +34,24 @@ def test_every_figure_has_a_source(path: Path) -> None:
 @pytest.mark.parametrize("name", KNOWN)
 def test_units_are_in_the_names(name: str) -> None:
     counts = {"generation", "sms", "subpartitions_per_sm", "fp32_lanes_per_subpartition"}
-    units = ("_hz", "_s", "_bytes", "_bytes_per_clock", "_w", "_per_hour")
+    units = ("_hz", "_s", "_bytes", "_bytes_per_clock", "_per_hour")
     chip = hardware(name).chip
     for key in vars(chip):
         assert key in counts or key.endswith(units), key
 
 
-@pytest.mark.parametrize(("name", "links"), book.LINKS_PER_SWITCH.items())
+@pytest.mark.parametrize(("name", "links"), networks.LINKS_PER_SWITCH.items())
 def test_links_and_switches_agree(name: str, links: tuple[int, ...]) -> None:
     node = hardware(name).node
     assert len(links) == node.switches and sum(links) == hardware(name).link.ports
     assert all(n * node.gpus <= node.switch_ports for n in links)
 
 
-@pytest.mark.parametrize(("name", "leaves"), book.LEAF_SWITCHES_PER_UNIT.items())
+@pytest.mark.parametrize(("name", "leaves"), networks.LEAF_SWITCHES_PER_UNIT.items())
 def test_leaves_have_a_port_for_each_cable(name: str, leaves: int) -> None:
     found = hardware(name)
     assert found.fabric
-    down = leaves * book.SWITCH_PORTS // 2 * book.SWITCH_PORT_BYTES_PER_S
+    down = leaves * networks.SWITCH_PORTS // 2 * 50e9  # a port carries 50 GB/s
     assert down == pytest.approx(found.fabric.nodes_per_unit * found.node.egress_bytes_per_s)
 
 
@@ -93,7 +93,8 @@ def test_nodes_of_a_chip() -> None:
     four = hardware("h100x4")
     assert four.node.gpus == 4 and four.node.egress_bytes_per_s == 200e9
     assert four.levels(4)[0].degree == 4
-    assert book.level_bytes_per_s(hardware("gb200-nvl72").levels(72)[0]) == 72 * 900e9
+    [level] = hardware("gb200-nvl72").levels(72)
+    assert level.degree * level.child_bytes_per_s == 72 * 900e9
     assert hardware("h100").levels(1) == ()
 
 
@@ -179,6 +180,6 @@ def test_networks_that_cannot_be() -> None:
     with pytest.raises(MegakernelError, match="use at most 8 GPUs"):
         hardware("a100").levels(16)
     with pytest.raises(MegakernelError, match="is not described"):
-        book.parts(hardware("a100"), 16)
+        networks.switches(hardware("a100"), 16)
     with pytest.raises(MegakernelError, match="h100 does not compute in fp4"):
         hardware("h100").flops_per_s("fp4")

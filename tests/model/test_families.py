@@ -59,8 +59,8 @@ def test_files_hold_the_same_model(tmp_path: Path, family: str, architecture: st
     for stored in (open_checkpoint(str(tmp_path)), open_checkpoint(str(tmp_path / "m.gguf"))):
         assert replace(stored.config, family=family) == checkpoint.config
         for buffer, layer in held(checkpoint.config):
-            want = loaded(checkpoint, buffer, layer, Dtype.F32)
-            np.testing.assert_array_equal(loaded(stored, buffer, layer, Dtype.F32), want, err_msg=buffer.name)
+            want = loaded(checkpoint, buffer, layer)
+            np.testing.assert_array_equal(loaded(stored, buffer, layer), want, err_msg=buffer.name)
 
 
 def run(checkpoint: TinyCheckpoint, tp: int, dtype: Dtype = Dtype.F32, **options: str):

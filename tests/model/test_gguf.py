@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from weights import loaded
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import BUFFERS, Buffer, Dtype, from_f32
+from megakernel.isa import Buffer, Dtype, from_f32
 from megakernel.isa.dtypes import BLOCKS
 from megakernel.model import Rope, RopeKind, gguf_file, load_config, open_checkpoint
 from megakernel.model.checkpoint import Part, Storage, rows_of, weight_dims
+from megakernel.model.file_checkpoint import tensors_of
+from megakernel.model.gguf_checkpoint import gguf_naming
 from megakernel.model.gguf_file import GgufFile
 from megakernel.model.quantise import quantise
 from megakernel.model.rope import inverse_frequencies
@@ -37,19 +39,11 @@ def test_values_are_the_packages(tmp_path: Path, quantise: Type | None) -> None:
     checkpoint = open_checkpoint(str(path))
     assert checkpoint.dtype is (Dtype.F32 if quantise is None else Dtype.BF16)
     for compute in (Dtype.F32, Dtype.BF16):
-        for buffer, names in {
-            Buffer.EMBED: ["token_embd.weight"],
-            Buffer.LM_HEAD: ["output.weight"],
-            Buffer.FINAL_NORM: ["output_norm.weight"],
-            Buffer.W_QKV: [f"blk.0.attn_{p}.weight" for p in "qkv"],
-            Buffer.W_O: ["blk.0.attn_output.weight"],
-            Buffer.W_GATE_UP: ["blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"],
-            Buffer.W_DOWN: ["blk.0.ffn_down.weight"],
-        }.items():
-            got = loaded(checkpoint, buffer, 0, compute)
-            wanted = np.concatenate([values[name] for name in names]).reshape(got.shape)
-            stored = BUFFERS[buffer].resolve_dtype(weight_dims(checkpoint.config, compute))
-            np.testing.assert_array_equal(got, from_f32(wanted, stored))
+        found = dict(tensors_of(checkpoint, gguf_naming(checkpoint.config), compute))
+        assert set(found) == set(values)
+        for name, array in found.items():
+            kind = compute if array.ndim == 2 else Dtype.F32
+            np.testing.assert_array_equal(array, from_f32(values[name], kind), err_msg=name)
 
 
 def arbitrary(*shape: int, seed: int) -> NDArray[np.uint8]:
@@ -62,7 +56,7 @@ def test_every_type_that_the_package_dequantises(tmp_path: Path, kind: Type) -> 
     block, size = gguf.GGML_QUANT_SIZES[kind]
     rows = arbitrary(256, 512 // block * size, seed=int(kind))
     tiny_gguf(tmp_path / "m.gguf", raw={"blk.0.ffn_down.weight": (rows, kind)})
-    got = loaded(open_checkpoint(str(tmp_path / "m.gguf")), Buffer.W_DOWN, 0, Dtype.F32)
+    got = loaded(open_checkpoint(str(tmp_path / "m.gguf")), Buffer.W_DOWN)
     np.testing.assert_array_equal(got, gguf.quants.dequantize(rows, kind))
 
 
@@ -90,7 +84,7 @@ def test_shape_from_metadata(tmp_path: Path) -> None:
     assert (config.vocab, config.max_context, config.head_dim) == (70, 128, 64)
     assert (config.family, config.tied, config.eos_ids) == ("llama", False, (2, 3))
     assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, False, False)
-    biases = loaded(open_checkpoint(str(path)), Buffer.B_QKV, 0, Dtype.F32)
+    biases = loaded(open_checkpoint(str(path)), Buffer.B_QKV)
     np.testing.assert_array_equal(biases, np.r_[np.ones(256), np.zeros(256)])
 
 
@@ -200,7 +194,7 @@ def test_lying_lengths(tmp_path: Path) -> None:
         for lie in (2**64 - 1, 2**62, 2**31):
             path.write_bytes(data[:position] + lie.to_bytes(8, "little") + data[position + 8 :])
             try:
-                loaded(open_checkpoint(str(path)), Buffer.FINAL_NORM, 0, Dtype.F32)
+                loaded(open_checkpoint(str(path)), Buffer.FINAL_NORM)
             except MegakernelError:
                 refused += 1
     assert refused > 700
@@ -227,7 +221,7 @@ def test_the_real_model(smollm2: Path) -> None:
         (Buffer.W_DOWN, 0, ["blk.0.ffn_down.weight"]),
         (Buffer.MLP_NORM, 7, ["blk.7.ffn_norm.weight"]),
     ):
-        got = loaded(checkpoint, buffer, layer, Dtype.F32)
+        got = loaded(checkpoint, buffer, layer)
         wanted = [gguf.quants.dequantize(stored[name].data, stored[name].tensor_type).ravel() for name in names]
         np.testing.assert_array_equal(got.ravel(), np.concatenate(wanted))
     assert weight_count(config) == 134_515_008

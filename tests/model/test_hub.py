@@ -17,7 +17,7 @@ from model_helpers import tiny_llama
 from weights import loaded
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import Buffer, Dtype
+from megakernel.isa import Buffer
 from megakernel.model import load_config, open_checkpoint
 from megakernel.model.hub import fetch, is_hub_spec
 
@@ -70,7 +70,7 @@ def test_config_then_weights(hub: Hub) -> None:
     assert load_config("org/name").hidden == 48
     assert not any("safetensors" in name for name in hub.served)
     checkpoint = open_checkpoint("org/name@main")
-    assert loaded(checkpoint, Buffer.FINAL_NORM, 0, Dtype.F32).shape == (48,)
+    assert loaded(checkpoint, Buffer.FINAL_NORM).shape == (48,)
     assert "model.safetensors" in hub.served and "pytorch_model.bin" not in hub.served
 
 

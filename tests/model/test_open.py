@@ -53,10 +53,10 @@ def test_random_checkpoint_of_any_shape() -> None:
     held = weights(config)
     assert [buffer for buffer in held if buffer.name.startswith("B_")] == [Buffer.B_QKV]
     for buffer in held:
-        array = loaded(checkpoint, buffer, 0, Dtype.F32)
+        array = loaded(checkpoint, buffer)
         assert array.shape == BUFFERS[buffer].shape(dims, 0)
         assert array.dtype == np.float32 and array.all()
-    assert (loaded(checkpoint, Buffer.EMBED, 0, Dtype.F32) != loaded(checkpoint, Buffer.LM_HEAD, 0, Dtype.F32)).any()
+    assert (loaded(checkpoint, Buffer.EMBED) != loaded(checkpoint, Buffer.LM_HEAD)).any()
 
 
 def test_random_norms_differ_so_that_a_swapped_one_shows() -> None:

@@ -14,7 +14,7 @@ from megakernel.isa import Dtype
 from megakernel.model import ModelConfig, load_config
 from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import forward
-from megakernel.roofline import Ceilings, Work, achieved, bound, machine_ceilings, measure, step_work
+from megakernel.roofline import Ceilings, StepWork, achieved, bound, machine_ceilings, measure, step_work
 from megakernel.roofline.ceilings import last_level_cache
 from megakernel.roofline.work import fraction_error
 from megakernel.scheduler import passes
@@ -23,7 +23,9 @@ LLAMA_1B, LLAMA_8B = load_config("random:llama-3.2-1b"), load_config("random:lla
 PARAMETERS_1B, PARAMETERS_8B = 1_235_814_400, 8_030_261_248
 
 
-def work_of(config: ModelConfig, rows: list[int], contexts: list[int], logit_rows: int, *, tied: bool = False) -> Work:
+def work_of(
+    config: ModelConfig, rows: list[int], contexts: list[int], logit_rows: int, *, tied: bool = False
+) -> StepWork:
     dims = weight_dims(config, Dtype.BF16)
     return step_work(passes.apply(forward(config), dims), dims, rows, contexts, logit_rows, tied=tied)
 
@@ -78,7 +80,7 @@ def test_impossible_steps_are_refused() -> None:
 
 def test_the_larger_time_binds_and_a_fraction_above_one_is_an_error() -> None:
     ceilings = Ceilings(read_bytes_per_s=100.0, flops=1000.0, threads=2, how="made up")
-    memory, math = Work(1000.0, 150.0, 50.0), Work(5000.0, 100.0, 0.0)
+    memory, math = StepWork(1000.0, 150.0, 50.0), StepWork(5000.0, 100.0, 0.0)
     assert bound(memory, ceilings) == 2.0 and bound(math, ceilings) == 5.0
     half = achieved(memory, ceilings, 4.0)
     assert (half.fraction, half.limit, half.read_bytes_per_s, half.flops, half.error) == (0.5, "memory", 50, 250, None)

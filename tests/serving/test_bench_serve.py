@@ -22,19 +22,19 @@ from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import forward
 from megakernel.roofline import step_work
 from megakernel.scheduler import passes
-from megakernel.serving.bench import Job, Load, Server, Workload, alternate, client, least_work, load
+from megakernel.serving.bench import Load, LoadJob, ServerClient, Workload, alternate, client, least_work, load
 from megakernel.serving.bench.load import drive
 from megakernel.serving.bench.report import Outcome, cpu_time, report
 from megakernel.serving.bench.workload import length_pairs, sharegpt_file, sharegpt_lengths, uniform
 
 
-def jobs(*pairs: tuple[int, int]) -> list[Job]:
-    return [Job(np.arange(p, dtype=np.int32), p, o) for p, o in pairs]
+def jobs(*pairs: tuple[int, int]) -> list[LoadJob]:
+    return [LoadJob(np.arange(p, dtype=np.int32), p, o) for p, o in pairs]
 
 
 def send(fake: FakeServer, pairs: list[tuple[int, int]], **how: Any) -> list[Outcome]:
     async def drove() -> list[Outcome]:
-        server = Server(fake.url, api_key=how.pop("api_key", None))
+        server = ServerClient(fake.url, api_key=how.pop("api_key", None))
         await server.discover()
         outcomes = await drive(server, Workload("test", jobs(*pairs)), Load(**how))
         await server.close()
@@ -66,7 +66,7 @@ def test_every_run_has_its_own_ids() -> None:
         assert (one.prompt_tokens, one.output_tokens) == (two.prompt_tokens, two.output_tokens)
         assert not np.array_equal(one.prompt, two.prompt)
     assert np.array_equal(other.jobs[3].prompt, load.again(1).jobs[3].prompt)
-    text = Workload("text", [Job("a", 1, 2)])
+    text = Workload("text", [LoadJob("a", 1, 2)])
     assert text.again(1) is text
 
 
@@ -130,7 +130,7 @@ def test_whole_answers() -> None:
 
 def test_an_answer_and_each_piece_of_it_are_signs_of_life() -> None:
     async def answered(url: str, stream: bool) -> int:
-        server = Server(url, api_key=None)
+        server = ServerClient(url, api_key=None)
         await server.discover()
         await server.complete(jobs((5, 6))[0], stream=stream)
         await server.close()
@@ -169,7 +169,7 @@ def test_key_and_path() -> None:
 
 def test_ports_that_an_address_leaves_out() -> None:
     for url, port in (("https://host/v1", 443), ("host", 80), ("http://host:7", 7)):
-        assert Server(url)._port == port
+        assert ServerClient(url)._port == port
 
 
 def test_long_errors_of_a_server_are_cut() -> None:
@@ -180,7 +180,7 @@ def test_long_errors_of_a_server_are_cut() -> None:
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://127.0.0.1:1"])
 def test_no_server_is_one_sentence(url: str) -> None:
     with pytest.raises(MegakernelError, match=r"is not an http|does not answer"):
-        asyncio.run(Server(url).discover())
+        asyncio.run(ServerClient(url).discover())
 
 
 # -- arrivals
@@ -269,7 +269,7 @@ def test_servers_take_turns() -> None:
             await super()._completion(writer, request)
 
     async def taken(*urls: str) -> list[list[dict[str, Any]]]:
-        servers = [Server(url, model="m") for url in urls]
+        servers = [ServerClient(url, model="m") for url in urls]
         return await alternate(servers, Workload("w", jobs((2, 2))), Load(warm_up=0), 2)
 
     with running(Noting(model="a")) as a, running(Noting(model="b")) as b:
@@ -350,7 +350,7 @@ def test_two_jobs_of_eight_processes_come_at_the_whole_rate(monkeypatch: pytest.
     monkeypatch.setattr(
         load, "ProcessPoolExecutor", lambda n, context, start, given: ThreadPoolExecutor(n, "", start, given)
     )
-    server, two = Server("http://127.0.0.1:1"), Workload("test", jobs((8, 4), (8, 4)))
+    server, two = ServerClient("http://127.0.0.1:1"), Workload("test", jobs((8, 4), (8, 4)))
     asyncio.run(load._drive_from(server, two, Load(rate=6.0, processes=8), None))
     assert rates == [3.0, 3.0]
 
@@ -374,13 +374,13 @@ def test_processes_share_the_jobs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run_has_the_processor_time_that_was_spent_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     said = iter([{"engine": 5.0}, {"engine": 7.5, "frontend": 1.0}])
 
-    async def cpu_seconds(self: Server) -> dict[str, float]:
+    async def cpu_seconds(self: ServerClient) -> dict[str, float]:
         return next(said)
 
-    monkeypatch.setattr(Server, "cpu_seconds", cpu_seconds)
+    monkeypatch.setattr(ServerClient, "cpu_seconds", cpu_seconds)
 
     async def measured(url: str) -> list[list[dict[str, Any]]]:
-        return await alternate([Server(url, model="m")], Workload("w", jobs((2, 2))), Load(warm_up=0), 1)
+        return await alternate([ServerClient(url, model="m")], Workload("w", jobs((2, 2))), Load(warm_up=0), 1)
 
     with running(FakeServer(model="m")) as server:
         [[figures]] = asyncio.run(measured(server.url))

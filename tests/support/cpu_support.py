@@ -17,7 +17,7 @@ from weights import loaded
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, Space, StepTable, from_f32, to_f32
 from megakernel.model import families
-from megakernel.model.checkpoint import Rows, Storage, cut, float_type
+from megakernel.model.checkpoint import Rows, Storage, cut
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.runtime import Output
@@ -82,7 +82,7 @@ class RandomCheckpoint:
         self.config = ModelConfig(*sizes, tied=self.tied, **biases)
 
     def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
-        values, kind = self.values(buffer, layer), float_type(buffer, split)
+        values, kind = self.values(buffer, layer), BUFFERS[buffer].resolve_dtype(split)
         rows = from_f32(values, kind).reshape(-1, values.shape[-1] if BUFFERS[buffer].matrix else 1)
         return cut([Rows(kind, rows.view(np.uint8))], buffer, split)
 

@@ -259,7 +259,7 @@ def _reference_on(a: Arguments, pages: int) -> Any:
     from megakernel.runtime.reference import ReferenceBackend
 
     class OnDevice(ReferenceBackend):
-        def _load(self, checkpoint: Any, buffer: Buffer, dtype: Dtype) -> None:
+        def _load(self, checkpoint: Any, buffer: Buffer) -> None:
             layered = BUFFERS[buffer].layered
             for rank, arrays in enumerate(self._arrays):
                 parts = [a.buffer(rank, buffer, layer, 0).copy() for layer in range(a.dims.layers if layered else 1)]

@@ -15,7 +15,8 @@ from ..buffers import Buffer, given, kv_bytes
 from ..context import F32, Context, product
 from ..dims import Dims
 from ..phases import Phase
-from ..step import StepTable, ragged
+from ..ragged import ragged
+from ..step import StepTable
 from .spec import Cut, OperationSpec, contents, work
 
 Floats = NDArray[np.float64]

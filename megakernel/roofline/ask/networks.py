@@ -19,10 +19,10 @@ _GATHER = "B (D - 1) S / (D max(Y, S) W), slowest level: degree D, S GPUs and li
 _IN_NETWORK_ON, _IN_NETWORK_BUS_BYTES_PER_S = "h100", 480e9
 # The number of leaf switches in a scalable unit of NVIDIA's SuperPOD reference designs. The number for GB200 is
 # the one that full bisection bandwidth requires.
-_LEAF_SWITCHES_PER_UNIT = {"h100": 8, "b200": 8, "gb200-nvl72": 18}
-_SWITCH_PORTS = 64
+LEAF_SWITCHES_PER_UNIT = {"h100": 8, "b200": 8, "gb200-nvl72": 18}
+SWITCH_PORTS = 64
 # How many of a GPU's links go to each switch of its node.
-_LINKS_PER_SWITCH = {
+LINKS_PER_SWITCH = {
     "a100": (2,) * 6,
     "h100": (5, 4, 4, 5),
     "h800": (3,) * 4,
@@ -140,11 +140,11 @@ def switches(machine: Hardware, gpus: int) -> Figures:
         raise MegakernelError(f"the network between nodes of {machine.name} is not described")
     nodes = ceil(gpus / machine.node.gpus)
     units = ceil(nodes / fabric.nodes_per_unit)
-    leaves = units * known(_LEAF_SWITCHES_PER_UNIT, machine, "the number of leaf switches")
+    leaves = units * known(LEAF_SWITCHES_PER_UNIT, machine, "the number of leaf switches")
     spines = cores = 0
     if units > 1:
         spines = leaves // 2  # each has as many ports as the leaves that it serves have ports to spines
-        cores = spines if leaves > _SWITCH_PORTS else 0
+        cores = spines if leaves > SWITCH_PORTS else 0
         spines += cores
     found = {
         "nodes": nodes,
@@ -154,9 +154,9 @@ def switches(machine: Hardware, gpus: int) -> Figures:
         "spine_switches": spines,
         "core_switches": cores,
     }
-    dealt = _LINKS_PER_SWITCH.get(machine.name)
+    dealt = LINKS_PER_SWITCH.get(machine.name)
     return found | {
-        "links_per_leaf_and_spine": _SWITCH_PORTS / 2 / spines if spines else 0.0,
+        "links_per_leaf_and_spine": SWITCH_PORTS / 2 / spines if spines else 0.0,
         "switches": nodes * machine.node.switches + leaves + spines + cores,
         "links_of_a_gpu_to_switches": None if dealt is None else " + ".join(map(str, dealt)),
     }

@@ -13,7 +13,7 @@ from dataclasses import replace
 from ...errors import MegakernelError
 from ...isa import BUFFERS, Buffer, Dims, Dtype
 from ...model import families
-from ...model.checkpoint import Checkpoint, Rows, column_share, converted, float_type, row_shares, rows_of
+from ...model.checkpoint import Checkpoint, Rows, column_share, converted, row_shares, rows_of
 from .heap import Heap, copy_bytes
 from .maps import layers
 
@@ -82,7 +82,7 @@ def _read(checkpoint: Checkpoint, buffer: Buffer, layer: int, ranks: list[Dims])
         part = *row_shares(buffer, d), column_share(buffer, d)
         if part not in read:
             rows = rows_of(checkpoint, buffer, layer, d)
-            read[part] = converted(rows, part[-1].size, float_type(buffer, d))
+            read[part] = converted(rows, part[-1].size, BUFFERS[buffer].resolve_dtype(d))
         out.append((d, layer, read[part]))
     return out
 

@@ -13,12 +13,12 @@ from tempfile import TemporaryDirectory
 from megakernel.errors import MegakernelError
 from megakernel.model import gguf_path, open_checkpoint
 from megakernel.serving.bench.peers import llama_cpp, torch_llama
-from megakernel.serving.bench.peers.contest import Batch, Contest, Peer, Task, Timed
+from megakernel.serving.bench.peers.contest import Contest, Peer, Task, Timed, Trial
 from megakernel.serving.bench.peers.llama_bench import LlamaBench, tool
 from megakernel.serving.bench.peers.process import Process
 from megakernel.serving.text.llm import LLM
 
-__all__ = ["Batch", "Contest", "Found", "Timed", "contests", "find"]
+__all__ = ["Contest", "InstalledPeer", "Timed", "Trial", "contests", "find"]
 
 # A peer's name, the packages that it needs, and how to install them.
 _PACKAGES = {
@@ -28,7 +28,7 @@ _PACKAGES = {
 
 
 @dataclass(frozen=True)
-class Found:
+class InstalledPeer:
     """An installed peer. `gguf` says that it reads the model from a GGUF file."""
 
     name: str
@@ -36,7 +36,7 @@ class Found:
     gguf: bool
 
 
-def find(names: Sequence[str], llama_bench: Path | None, *, batched: bool) -> list[Found]:
+def find(names: Sequence[str], llama_bench: Path | None, *, batched: bool) -> list[InstalledPeer]:
     """Return the peers with these names. `llama_bench` is the program or folder of a native llama.cpp build.
 
     `batched` selects llama.cpp's benchmark for many sequences. Raises MegakernelError if a peer is not installed.
@@ -49,20 +49,20 @@ def find(names: Sequence[str], llama_bench: Path | None, *, batched: bool) -> li
     return [_find(name, llama_bench, batched) for name in names]
 
 
-def _find(name: str, llama_bench: Path | None, batched: bool) -> Found:
+def _find(name: str, llama_bench: Path | None, batched: bool) -> InstalledPeer:
     if name == llama_cpp.NAME and llama_bench is not None:
-        return Found(name, partial(LlamaBench, tool(llama_bench.expanduser(), batched)), gguf=True)
+        return InstalledPeer(name, partial(LlamaBench, tool(llama_bench.expanduser(), batched)), gguf=True)
     packages, remedy = _PACKAGES[name]
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
         raise MegakernelError(f"{name} is not installed ({', '.join(missing)} is missing): {remedy}")
     module = llama_cpp if name == llama_cpp.NAME else torch_llama
-    return Found(name, partial(Process, name, module.__name__), gguf=module is llama_cpp)
+    return InstalledPeer(name, partial(Process, name, module.__name__), gguf=module is llama_cpp)
 
 
 @contextmanager
 def contests(
-    found: Sequence[Found], llm: LLM, model: str, weights: str, work: Batch, phases: Sequence[Timed]
+    found: Sequence[InstalledPeer], llm: LLM, model: str, weights: str, work: Trial, phases: Sequence[Timed]
 ) -> Iterator[list[Contest]]:
     """Prepare a comparison with each peer. The peers run the model that `llm` has loaded.
 

@@ -17,7 +17,7 @@ _TRIALS = 2  # runs of each combination of settings during the search; the faste
 
 
 @dataclass(frozen=True)
-class Batch:
+class Trial:
     """`sequences` prompts of `prompt_tokens` tokens each, computed together, then `decode_steps` steps for all."""
 
     sequences: int
@@ -48,7 +48,7 @@ class Task:
     dtype: str
     threads: int
     gpu: bool
-    work: Batch
+    work: Trial
 
 
 class Peer(Protocol):
@@ -78,7 +78,7 @@ class Contest:
     The result of `figures` has the first phase's numbers at the top level, and one entry for each other phase.
     """
 
-    def __init__(self, peer: Peer, work: Batch, phases: Sequence[Timed]) -> None:
+    def __init__(self, peer: Peer, work: Trial, phases: Sequence[Timed]) -> None:
         self.peer = peer
         self.runs: list[dict[str, float]] = []
         self._work, self._phases = work, phases

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any
 
-from megakernel.serving.bench.peers.contest import Batch, Settings, Task, Timed
+from megakernel.serving.bench.peers.contest import Settings, Task, Timed, Trial
 
 NAME = "llama.cpp"
 _UBATCHES = (128, 2048)  # values of n_ubatch (tokens computed at once) that the search tries besides the default
@@ -25,7 +25,7 @@ def settings(task: Task, phase: Timed) -> tuple[Settings, list[Settings]]:
     return first, changes
 
 
-def context(work: Batch) -> int:
+def context(work: Trial) -> int:
     """Return the context size for llama.cpp, in tokens.
 
     llama.cpp rounds the length of each sequence up to a multiple of _PADDING.

@@ -17,7 +17,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from megakernel.errors import MegakernelError
-from megakernel.serving.bench.peers.contest import Batch, Settings, Task, Timed
+from megakernel.serving.bench.peers.contest import Settings, Task, Timed, Trial
 
 
 class Process:
@@ -84,7 +84,7 @@ def serve(module: str) -> None:
         answers.flush()
 
     given = json.loads(sys.stdin.readline())
-    seconds, about = import_module(module).load(Task(**given | {"work": Batch(**given["work"])}))
+    seconds, about = import_module(module).load(Task(**given | {"work": Trial(**given["work"])}))
     answer(about)
     for line in sys.stdin:
         answer({"seconds": seconds(**json.loads(line))})

@@ -23,7 +23,7 @@ from api_support import Live, alternating, serving, until
 from model_helpers import byte_model
 
 from megakernel import LLM, SamplingParams
-from megakernel.serving.bench import Server
+from megakernel.serving.bench import ServerClient
 from megakernel.serving.engine.engine import Engine, Step
 from megakernel.serving.engine.request import Request
 from megakernel.serving.server import http as api_http
@@ -533,7 +533,7 @@ def test_metrics_have_the_names_that_routers_read(live: Live) -> None:
 
 def test_the_server_tells_its_cpu_time(live: Live) -> None:
     def spent() -> dict[str, float]:
-        return asyncio.run(Server(live.url).cpu_seconds())
+        return asyncio.run(ServerClient(live.url).cpu_seconds())
 
     before = spent()
     live.post(COMPLETIONS, {**LONG, "max_tokens": 50})
