@@ -78,7 +78,8 @@ def _constants(groups: tuple[tuple[ModuleType, str], ...]) -> list[str]:
     return lines
 
 
-# Methods of Dims that are translated from Python to C++. The sizes in _DERIVED are computed once per program.
+_RECORDS = (dims.ModelSizes, dims.Split, dims.Bucket, Dims)
+# Methods of these records that are translated from Python to C++. The sizes in _DERIVED are computed once per program.
 _DERIVED = (
     *("row_blocks", "pages_per_seq", "own_rows", "own_logit_rows", "mask_words", "kv_row", "group_size", "rank_heads"),
     *("first_head", "first_kv_head", "rank_kv_heads", "first_ffn", "rank_ffn", "first_vocab", "rank_vocab"),
@@ -108,7 +109,8 @@ def _c(node: ast.expr) -> str:
         case ast.Call(ast.Name(name), arguments):  # min(a, b), ceil_div(a, b)
             names = {"min": "lower_of", "max": "higher_of"}
             return f"{names.get(name, name)}({', '.join(map(_c, arguments))})"
-        case ast.Attribute(ast.Name("self"), name):  # self.tokens, a field; self.q_cols, a property
+        case ast.Attribute(ast.Name("self") | ast.Attribute(ast.Name("self"), _), name):
+            # self.split.tp, a field; self.bucket.row_blocks, a property
             return name if name in dict(DIM_FIELDS) else f"{name}()"
         case ast.Call(ast.Attribute(ast.Name("self"), name), arguments):  # self.owner(row)
             return f"{name}({', '.join(map(_c, arguments))})"
@@ -142,7 +144,7 @@ def _function(source: Callable[..., Any]) -> tuple[str, str]:
 
 
 def _method(name: str) -> str:
-    member: Any = getattr(Dims, name)
+    member: Any = next(getattr(record, name) for record in _RECORDS if hasattr(record, name))
     parameters, body = _function(getattr(member, "fget", member))
     return f"  MK_DIMS_FN int32_t {name}({parameters}) const {{ {body} }}"
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import KV_BLOCK, Buffer, Dims, Dtype, Forward, Phase, Units, ceil_div
+from megakernel.isa import KV_BLOCK, Bucket, Buffer, Dims, Dtype, Forward, Phase, Split, Units, Worker, ceil_div
 from megakernel.machine import Machine
-from megakernel.model.checkpoint import weight_dims
 from megakernel.model.config import ModelConfig
 from megakernel.model.families import forward
 from megakernel.runtime.cuda.pages import DOT_INPUT_PAGES
@@ -89,8 +88,8 @@ def _tile_rows(config: ModelConfig, machine: Machine, tp: int, units: Units) -> 
     """Return the largest number of rows that every matmul tile of a rank can have, with the O projection either sharded
     or replicated.
     """
-    dims = replace(weight_dims(config, Dtype.BF16), tp=tp, replicated_o=1)
-    return TARGETS[machine.target].tile_rows(units, max(dims.hidden, dims.o_cols, dims.rank_ffn))
+    split = Split(config.sizes(Dtype.BF16), tp, replicated_o=1)
+    return TARGETS[machine.target].tile_rows(units, max(config.hidden, split.o_cols, split.rank_ffn))
 
 
 def most_dot_rows(config: ModelConfig, machine: Machine, tp: int) -> int:
@@ -126,9 +125,11 @@ def fastest(
     slots = machine.workers * (_CLAIMS if options.claimed else 1)
     any_split = TARGETS[machine.target].any_split
     split_rows, partials = (slots, _MAX_SLOT_PARTIALS) if any_split else (_SPLIT_ROWS, _MAX_PARTIALS)
-    dims = replace(
-        weight_dims(config, dtype),
+    split = Split(config.sizes(dtype, quantised_kv=quantised_kv), tp)
+    bucket = Bucket(
+        kv_block=KV_BLOCK,
         kv_page=machine.kv_page,
+        row_block=1,  # `_shared` decides it
         tokens=tokens,
         logit_rows=logit_rows,
         max_seqs=max_seqs,
@@ -138,13 +139,8 @@ def fastest(
         partials=min(config.kv_heads * kv_blocks * min(tokens, split_rows), partials),
         bias_entries=min(_BIAS_PER_ROW * logit_rows, _MAX_BIAS),
         mask_rows=min(logit_rows, MOST_MASKS),
-        tp=tp,
-        units=int(units),
-        ring_pages=machine.ring_pages,
-        sms=2 if options.pairs == "on" else 1,
-        quantised_kv=int(quantised_kv),
     )
-
+    dims = Dims(split, bucket, Worker(int(units), machine.ring_pages, 2 if options.pairs == "on" else 1))
     one = Candidate(forward(config), weight_bits, dims, machine, options)
     return _normed(_shared(one)).tasks()
 
@@ -166,10 +162,10 @@ class Candidate:
 
     @cached_property
     def forward(self) -> Forward:
-        return passes.apply(self.model, self.dims, self.norm, self.weight_bits)
+        return passes.apply(self.model, self.dims.split, self.norm, self.weight_bits)
 
     def _lower(self, phases: Iterable[Phase], rank: int) -> list[PhaseTasks]:
-        return lower(phases, replace(self.dims, rank=rank), self.machine, self.options.panel)
+        return lower(phases, self.dims.on(rank), self.machine, self.options.panel)
 
     def _layer(self, rank: int) -> list[PhaseTasks]:
         if rank not in self._layers:
@@ -185,16 +181,16 @@ class Candidate:
         than rank 0's, and if only rank 0 owns rows, all other ranks send to rank 0 as rank 1 does.
         """
         slowest: dict[int, float] = {}
-        for rank in range(min(self.dims.tp, 2)):
+        for rank in range(min(self.dims.split.tp, 2)):
             for tasks in self._layer(rank):
-                d, number = replace(self.dims, rank=rank), tasks.phase.number
+                d, number = self.dims.on(rank), tasks.phase.number
                 predicted = phase_seconds(tasks.phase, tasks.columns, d, self.machine)
                 slowest[number] = max(slowest.get(number, 0.0), predicted)
         return sum(slowest.values())
 
     def tasks(self) -> Tasks:
         """Return the tasks of all ranks."""
-        ranks = range(self.dims.tp)
+        ranks = range(self.dims.split.tp)
 
         def of_ranks(layers: Iterable[list[PhaseTasks]]) -> list[PhaseTasks]:
             return sorted(itertools.chain(*layers), key=lambda tasks: tasks.phase.number)
@@ -218,12 +214,12 @@ def _shared(one: Candidate) -> Candidate:
     reading the weights.
     """
     dims, machine, options = one.dims, one.machine, one.options
-    replicated_o = {"sharded": [0], "replicated": [1], "auto": [0, 1]}[options.o] if dims.tp > 1 else [0]
-    residual = {"dealt": [0], "replicated": [1], "auto": [0, 1]}[options.residual] if dims.tp > 1 else [0]
+    replicated_o = {"sharded": [0], "replicated": [1], "auto": [0, 1]}[options.o] if dims.split.tp > 1 else [0]
+    residual = {"dealt": [0], "replicated": [1], "auto": [0, 1]}[options.residual] if dims.split.tp > 1 else [0]
     if len(replicated_o) > 1:
-        typical = replace(dims, tokens=max(1, math.ceil(balanced_rows(dims, machine))), logit_rows=1)
+        typical = dims.changed(tokens=max(1, math.ceil(balanced_rows(dims, machine))), logit_rows=1)
         tried = [replace(one, dims=_divided(typical, machine, o, r)) for o in replicated_o for r in residual]
-        replicated_o = [_best(tried).dims.replicated_o]
+        replicated_o = [_best(tried).dims.split.replicated_o]
     return _best([replace(one, dims=_divided(dims, machine, replicated_o[0], r)) for r in residual])
 
 
@@ -234,10 +230,10 @@ def _divided(dims: Dims, machine: Machine, replicated_o: int, replicated_residua
     enough rows. Their length is rounded up to a multiple of the number of rows that the target stores at once, so that
     no store extends into the next block.
     """
-    rows = dims.tokens if replicated_residual else ceil_div(dims.tokens, dims.tp)
-    unit = target_of(dims).row_unit[Units(dims.units)]
-    block = min(machine.tile_rows, ceil_div(rows, unit) * unit, dims.tokens)
-    return replace(dims, row_block=block, replicated_o=replicated_o, replicated_residual=replicated_residual)
+    rows = dims.bucket.tokens if replicated_residual else ceil_div(dims.bucket.tokens, dims.split.tp)
+    unit = target_of(dims).row_unit[Units(dims.worker.units)]
+    block = min(machine.tile_rows, ceil_div(rows, unit) * unit, dims.bucket.tokens)
+    return dims.changed(row_block=block, replicated_o=replicated_o, replicated_residual=replicated_residual)
 
 
 def _normed(own: Candidate) -> Candidate:
@@ -248,8 +244,10 @@ def _normed(own: Candidate) -> Candidate:
     rows, a matmul with few rows may normalise its inputs itself.
     """
     dims, options = own.dims, own.options
-    sends = dims.tp > 1 and not dims.replicated_residual
-    inside = not sends and target_of(dims).norm_fits(min(dims.row_block, dims.tokens), dims.hidden, dims)
+    sends = dims.split.tp > 1 and not dims.split.replicated_residual
+    inside = not sends and target_of(dims).norm_fits(
+        min(dims.bucket.row_block, dims.bucket.tokens), dims.model.hidden, dims
+    )
     if options.norm == "inside" and not inside:
         raise MegakernelError(
             "cannot compile norms into matmuls (norm = 'inside'): "
@@ -259,6 +257,6 @@ def _normed(own: Candidate) -> Candidate:
         return own
     if options.norm != "auto":
         return replace(own, norm=options.norm)
-    if sends and dims.row_blocks >= LAST_NORM_LAG * panel_blocks(dims, own.machine, options.panel):
+    if sends and dims.bucket.row_blocks >= LAST_NORM_LAG * panel_blocks(dims, own.machine, options.panel):
         return replace(own, norm="next")
     return _best([replace(own, norm="inside"), own]) if inside else own

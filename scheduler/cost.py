@@ -46,7 +46,7 @@ def step_seconds(program: Program, machine: Machine) -> float:
     Attention costs only its dispatch, because its work is in the step table.
     """
     total = 0.0
-    for index, runs in enumerate((1, program.dims.layers, 1)):
+    for index, runs in enumerate((1, program.dims.model.layers, 1)):
         for segment in program.phases(index):
             records = segment.records[: segment.offsets[program.workers]]
             if len(records):
@@ -68,7 +68,7 @@ def unit_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: 
 def _arithmetic(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> NDArray[np.float64]:
     work = cost(phase, columns, dims)
     share = float(machine.workers)
-    if phase.is_matmul and dims.units == Units.TENSOR:
+    if phase.is_matmul and dims.worker.units == Units.TENSOR:
         rows, cols = (columns[name].astype(np.int64) for name in ("rows", "cols"))
         flops, loads = tile_work(phase, rows, cols, dims)
         matrix, cache = flops / machine.matrix_flops, loads / machine.cache_bytes_per_s
@@ -80,7 +80,7 @@ def _arithmetic(phase: Phase, columns: dict[str, Column], dims: Dims, machine: M
 
 
 def _matmul_flops(dims: Dims, machine: Machine) -> float:
-    return machine.vector_flops if dims.units == Units.DOTS else machine.matrix_flops
+    return machine.vector_flops if dims.worker.units == Units.DOTS else machine.matrix_flops
 
 
 def balanced_rows(dims: Dims, machine: Machine) -> float:
@@ -89,7 +89,7 @@ def balanced_rows(dims: Dims, machine: Machine) -> float:
     At F FLOP/s, R rows take 2 R / F seconds per weight. At B bytes/s, reading the b bytes of a weight takes b / B
     seconds. So R = b F / (2 B).
     """
-    return itemsize(dims) * _matmul_flops(dims, machine) / (2 * machine.memory_bytes_per_s)
+    return itemsize(dims.model) * _matmul_flops(dims, machine) / (2 * machine.memory_bytes_per_s)
 
 
 def panel_blocks(dims: Dims, machine: Machine, panel: int) -> int:
@@ -98,4 +98,4 @@ def panel_blocks(dims: Dims, machine: Machine, panel: int) -> int:
 
     If all row blocks are already in one panel, a larger number changes nothing.
     """
-    return panel or min(math.ceil(balanced_rows(dims, machine) / dims.row_block), dims.row_blocks)
+    return panel or min(math.ceil(balanced_rows(dims, machine) / dims.bucket.row_block), dims.bucket.row_blocks)

@@ -94,7 +94,7 @@ def derive(tasks: Tasks) -> Dependencies:
         for number, (part, ordinal) in enumerate(zip(parts, ordinals(parts), strict=True))
         for group in _groups(segment, number, ordinal, part, tasks.rank_dims[part.rank])
     ]
-    copies = [PROLOGUE, *[BODY] * min(tasks.dims.layers, 2), EPILOGUE]
+    copies = [PROLOGUE, *[BODY] * min(tasks.dims.model.layers, 2), EPILOGUE]
     nodes = [Node(g, c) for c, copy in enumerate(copies) for g, group in enumerate(groups) if group.segment == copy]
     before = [0] * len(nodes)  # for each node, a bit set of the nodes that must precede it
     found = Dependencies(groups)
@@ -140,12 +140,12 @@ def _groups(segment: int, number: int, ordinal: int, part: PhaseTasks, d: Dims) 
     blocks = part.block[order[starts]].tolist()
     for block, members, touched in zip(blocks, np.split(order, starts[1:]), touches, strict=True):
         if touched:
-            yield Group(segment, number, ordinal, d.rank, block, Index.NONE, members, tuple(touched))
+            yield Group(segment, number, ordinal, d.split.rank, block, Index.NONE, members, tuple(touched))
     for index in (Index.ITEM, Index.LOGIT_ROW):
         picked = [a for a in touched_by if a.index is index]
-        for block in range(d.row_blocks) if picked else ():
-            owner = d.owner(block * d.row_block)
-            if index is Index.LOGIT_ROW and not d.replicated_residual and owner != d.rank:
+        for block in range(d.bucket.row_blocks) if picked else ():
+            owner = d.owner(block * d.bucket.row_block)
+            if index is Index.LOGIT_ROW and not d.split.replicated_residual and owner != d.split.rank:
                 continue
             parts = tuple(
                 Touch(
@@ -157,7 +157,7 @@ def _groups(segment: int, number: int, ordinal: int, part: PhaseTasks, d: Dims) 
                 )
                 for access in picked
             )
-            yield Group(segment, number, ordinal, d.rank, block, index, np.zeros(0, np.int64), parts)
+            yield Group(segment, number, ordinal, d.split.rank, block, index, np.zeros(0, np.int64), parts)
 
 
 def _ranks(rank: int | Column | None, d: Dims) -> tuple[int, ...]:
@@ -165,7 +165,7 @@ def _ranks(rank: int | Column | None, d: Dims) -> tuple[int, ...]:
     rank of `d`, and a number means that rank.
     """
     assert rank is not None
-    return tuple(range(d.tp)) if rank == EVERY else (d.rank if rank == OWN else int(rank),)
+    return tuple(range(d.split.tp)) if rank == EVERY else (d.split.rank if rank == OWN else int(rank),)
 
 
 def _candidates(groups: list[Group], nodes: list[Node]) -> Iterator[list[int]]:

@@ -30,7 +30,7 @@ def describe(program: Program) -> dict[str, Any]:
     link_bytes_per_layer    [from rank][to rank]: bytes that a layer's instructions store on other ranks
     link_bytes              bytes that the instructions of one launch declare to store on other ranks
     """
-    dims, layers = program.dims, program.dims.layers
+    dims, layers = program.dims, program.dims.model.layers
     segments = ((program.prologue, 1), (program.body, layers), (program.queues, layers), (program.epilogue, 1))
     layer, ends = _link(program, 1), _link(program, 0) + _link(program, 2)
     by_phase: Counter[str] = Counter()
@@ -46,14 +46,14 @@ def describe(program: Program) -> dict[str, Any]:
         "by_opcode": dict(by_phase),
         "per_layer": _names(program, program.numbered(1)[0]),
         "workers": program.workers,
-        "sms": dims.sms,
+        "sms": dims.worker.sms,
         "ranks": program.ranks,
         "layers": layers,
         "counters": program.total_counters,
         "bytes": len(program.to_bytes()),
         "all_to_all_per_layer": _all_to_all(program),
         "waits_per_instruction": dict(sorted(waits.items())),
-        "matmul": None if dims.units == Units.CORE else Units(dims.units).name.lower(),
+        "matmul": None if dims.worker.units == Units.CORE else Units(dims.worker.units).name.lower(),
         "lowering": lowering(dims, program.forward),
         "link_bytes_per_layer": layer.tolist(),
         "link_bytes": int(layers * layer.sum() + ends.sum()),
@@ -64,17 +64,17 @@ def lowering(dims: Dims, forward: Forward) -> dict[str, str]:
     """Where a layer's norms are computed, and how several ranks share the O projection and the residual."""
     inside, ahead = (any(getattr(phase, name) for phase in forward.body) for name in ("norm", "ahead"))
     ranks = {
-        "o": "replicated" if dims.replicated_o else "sharded",
-        "residual": "replicated" if dims.replicated_residual else "dealt",
+        "o": "replicated" if dims.split.replicated_o else "sharded",
+        "residual": "replicated" if dims.split.replicated_residual else "dealt",
     }
-    return (ranks if dims.tp > 1 else {}) | {"norm": "inside" if inside else "next" if ahead else "own"}
+    return (ranks if dims.split.tp > 1 else {}) | {"norm": "inside" if inside else "next" if ahead else "own"}
 
 
 def _link(program: Program, segment: int) -> NDArray[np.int64]:
     """Return the bytes that one execution of a segment stores on other ranks: [from rank, to rank]."""
     out = np.zeros((program.ranks, program.ranks), dtype=np.int64)
     for phase, dims, _, columns in program.by_phase(segment):
-        out[dims.rank] += link_bytes(phase, columns, dims)
+        out[dims.split.rank] += link_bytes(phase, columns, dims)
     return out
 
 
@@ -119,8 +119,8 @@ def _users(program: Program, records: Records, named: Records, to: int | None = 
     np.add.at(out, (number[plain], rec.word_counter(word[plain])), 1)
     for r, n, w in zip(row[~plain], number[~plain].tolist(), word[~plain], strict=True):
         groups = int(program.forward.by_number[n].columns(records[[r]])["groups"][0]) if to is None else 1
-        members = np.arange(dims.row_blocks * groups)
+        members = np.arange(dims.bucket.row_blocks * groups)
         if to is not None and rec.word_rank(w) == rec.OWNER:
-            members = members[dims.owner(members * dims.row_block) == to]
+            members = members[dims.owner(members * dims.bucket.row_block) == to]
         out[n, rec.word_counter(w) + members] += 1
     return out

@@ -27,15 +27,15 @@ def disassemble(program: Program) -> Iterator[str]:
     d = program.dims
     yield (
         f"program {program.hash}: {program.machine}, ranks {program.ranks}, workers {program.workers}, "
-        f"{Dtype(d.dtype).name.lower()}{', KV in q8_0' if d.quantised_kv else ''}, "
-        f"tokens {d.tokens}, logit rows {d.logit_rows}, layers {d.layers}"
+        f"{Dtype(d.model.dtype).name.lower()}{', KV in q8_0' if d.model.quantised_kv else ''}, "
+        f"tokens {d.bucket.tokens}, logit rows {d.bucket.logit_rows}, layers {d.model.layers}"
     )
-    yield f"{program.instructions} instructions, {program.counters} counters in each of {d.layers + 1} blocks"
+    yield f"{program.instructions} instructions, {program.counters} counters in each of {d.model.layers + 1} blocks"
     first, middle, last = program.totals_first, program.totals_middle, program.totals_last
-    body = (first, first if d.layers == 1 else middle)
+    body = (first, first if d.model.layers == 1 else middle)
     streams, queues = ("worker", program.workers), ("queue", program.rank_queues)
     yield from _segment("prologue", program.prologue, streams, (first, first), program.forward)
-    yield from _segment(f"body, layers 0 to {d.layers - 1}", program.body, streams, body, program.forward)
+    yield from _segment(f"body, layers 0 to {d.model.layers - 1}", program.body, streams, body, program.forward)
     yield from _segment("queues of the body", program.queues, queues, body, program.forward, len(program.body.records))
     yield from _segment("epilogue", program.epilogue, streams, (last, last), program.forward)
 

@@ -19,7 +19,7 @@ from megakernel.scheduler.tasks import PhaseTasks, Tasks
 
 def encode(tasks: Tasks, sync: Sync, placed: list[list[Placed]], claimed: str) -> Program:
     """Build the program of `tasks`. `claimed` says what workers claim at run time (see Options)."""
-    ranks, workers = tasks.dims.tp, tasks.machine.workers
+    ranks, workers = tasks.dims.split.tp, tasks.machine.workers
     segments, queues = [], Segment(np.zeros((0, rec.WORDS), np.int32), np.zeros(1, np.int32))
     for number, (parts, where) in enumerate(zip(tasks.segments, placed, strict=True)):
         joins = [join for join in sync.joins if join.segment == number]

@@ -49,31 +49,33 @@ def _tasks(phase: Phase, d: Dims, machine: Machine, panel: int, before: list[Pha
         case Cut.RUNS:
             return _runs(phase, d, machine)
         case Cut.ROWS:
-            first = min(d.rank * d.own_logit_rows, d.logit_rows)
-            row = np.arange(first, min(first + d.own_logit_rows, d.logit_rows), dtype=np.int32)
-            return PhaseTasks(phase, {"row": row, "rows": np.ones_like(row)}, row // _logit_block(d, machine), d.rank)
+            first = min(d.split.rank * d.own_logit_rows, d.bucket.logit_rows)
+            row = np.arange(first, min(first + d.own_logit_rows, d.bucket.logit_rows), dtype=np.int32)
+            return PhaseTasks(
+                phase, {"row": row, "rows": np.ones_like(row)}, row // _logit_block(d, machine), d.split.rank
+            )
         case Cut.TILES:
             return _tiles(phase, d, machine, panel)
         case Cut.SLOTS:
-            heads = (t for t in before if t.phase.result is Result.HEADS and t.rank == d.rank)
+            heads = (t for t in before if t.phase.result is Result.HEADS and t.rank == d.split.rank)
             return _attention(phase, next(heads, None), d)
         case Cut.NEVER:
             raise AssertionError(f"{phase.operation.name} is a control operation, which has no tile tasks")
 
 
 def _logit_block(d: Dims, machine: Machine) -> int:
-    return min(machine.tile_rows, d.logit_rows)
+    return min(machine.tile_rows, d.bucket.logit_rows)
 
 
 def _blocks(phase: Phase, d: Dims, machine: Machine) -> _Blocks:
     """Return the row blocks that the rank `d.rank` computes in a phase."""
     if phase.rows in (Rows.LOGIT, Rows.SAMPLED):
         length = _logit_block(d, machine)
-        return _Blocks(d.logit_rows, length, np.arange(ceil_div(d.logit_rows, length), dtype=np.int32))
-    numbers = np.arange(d.row_blocks, dtype=np.int32)
-    if phase.rows is Rows.OWN and not d.replicated_residual:
-        numbers = numbers[d.owner(numbers * d.row_block) == d.rank]
-    return _Blocks(d.tokens, d.row_block, numbers)
+        return _Blocks(d.bucket.logit_rows, length, np.arange(ceil_div(d.bucket.logit_rows, length), dtype=np.int32))
+    numbers = np.arange(d.bucket.row_blocks, dtype=np.int32)
+    if phase.rows is Rows.OWN and not d.split.replicated_residual:
+        numbers = numbers[d.owner(numbers * d.bucket.row_block) == d.split.rank]
+    return _Blocks(d.bucket.tokens, d.bucket.row_block, numbers)
 
 
 def _runs(phase: Phase, d: Dims, machine: Machine) -> PhaseTasks:
@@ -91,14 +93,14 @@ def _runs(phase: Phase, d: Dims, machine: Machine) -> PhaseTasks:
     if "cols" in phase.operands:
         width = BUFFERS[given(phase.output)].shape(d, 0)[-1]
         columns |= {"col": np.zeros_like(start), "cols": np.full_like(start, width)}
-    return PhaseTasks(phase, columns, start // rows.length, d.rank)
+    return PhaseTasks(phase, columns, start // rows.length, d.split.rank)
 
 
 def _tiles(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
     """Divide each row block into column tiles of nearly equal width that start at multiples of the column unit."""
-    rows, cols = _blocks(phase, d, machine), phase.width(d)
+    rows, cols = _blocks(phase, d, machine), phase.width(d.split)
     blocks, unit = len(rows.numbers), max(machine.col_unit, target_of(d).output_columns(phase, d))
-    unit = math.lcm(unit, d.head_dim) if phase.whole_heads(d) else unit
+    unit = math.lcm(unit, d.model.head_dim) if phase.whole_heads(d.model) else unit
     units = ceil_div(cols, unit)
     count = _column_tiles(phase, rows, cols, unit, d, machine, panel) if blocks and cols else 0
     cuts = np.minimum(np.arange(count + 1) * units // max(count, 1) * unit, cols).astype(np.int32)
@@ -109,7 +111,7 @@ def _tiles(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
         "col": np.tile(cuts[:-1], blocks),
         "cols": np.tile(np.diff(cuts), blocks),
     }
-    return PhaseTasks(phase, columns, at, d.rank)
+    return PhaseTasks(phase, columns, at, d.split.rank)
 
 
 def _column_tiles(phase: Phase, rows: _Blocks, cols: int, unit: int, d: Dims, machine: Machine, panel: int) -> int:
@@ -143,14 +145,14 @@ def _attention(phase: Phase, heads: PhaseTasks | None, d: Dims) -> PhaseTasks:
     KV heads are divided into groups, and a task of `heads` signals every group to which it contributes. The groups are
     as small as possible, but large enough that these signals fit into the record of the task.
     """
-    slot = np.arange(d.attention_slots if heads else 0, dtype=np.int32)
+    slot = np.arange(d.bucket.attention_slots if heads else 0, dtype=np.int32)
     columns = {name: np.zeros_like(slot) for name in phase.operands} | {"slot": slot}
     if heads:
         first = heads.block == heads.block[0]
         tiles = {name: c[first] for name, c in heads.columns.items()}
-        sizes = range(1, d.rank_kv_heads + 1)
+        sizes = range(1, d.split.rank_kv_heads + 1)
         groups = (head_groups(heads.phase, tiles, phase, d, n).sum(axis=1).max() for n in sizes)
         group_heads = next(n for n, most in zip(sizes, groups, strict=True) if most <= SIGNALS)
         columns["group_heads"] += group_heads
-        columns["groups"] += ceil_div(d.rank_kv_heads, group_heads)
-    return PhaseTasks(phase, columns, np.zeros_like(slot), d.rank)
+        columns["groups"] += ceil_div(d.split.rank_kv_heads, group_heads)
+    return PhaseTasks(phase, columns, np.zeros_like(slot), d.split.rank)

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from megakernel.isa import Buffer, Dims, Forward, Operation, Phase, Result, Rows
+from megakernel.isa import Buffer, Forward, Operation, Phase, Result, Rows, Split
 
 
 def apply(
-    forward: Forward, dims: Dims, norm: str = "own", weight_bits: Mapping[Buffer, float] | None = None
+    forward: Forward, part: Split, norm: str = "own", weight_bits: Mapping[Buffer, float] | None = None
 ) -> Forward:
-    """Apply all passes to a family's forward pass. The ranks share the work as `dims` says, and norms are computed
+    """Apply all passes to a family's forward pass. The ranks share the work as `part` says, and norms are computed
     where `norm` says (see `Options`).
 
     `weight_bits` gives the bits per weight of each buffer that is not stored in the compute type.
     """
-    return _stored(split(_NORMS[norm](forward), dims), weight_bits or {})
+    return _stored(split(_NORMS[norm](forward), part), weight_bits or {})
 
 
 def norms_next(forward: Forward) -> Forward:
@@ -52,15 +52,15 @@ def norms_inside(forward: Forward) -> Forward:
 _NORMS: dict[str, Callable[[Forward], Forward]] = {"own": lambda f: f, "next": norms_next, "inside": norms_inside}
 
 
-def split(forward: Forward, dims: Dims) -> Forward:
-    """Divide the phases among `dims.tp` ranks.
+def split(forward: Forward, part: Split) -> Forward:
+    """Divide the phases among `part.tp` ranks.
 
     What is added to the residual is first summed over the ranks, unless every rank has all the weights.
     """
     attended = {phase.output for phase in forward if phase.operation is Operation.ATTENTION}
 
     def divided(phase: Phase) -> list[Phase]:
-        whole = dims.tp == 1 or (dims.replicated_o and phase.inputs in attended)
+        whole = part.tp == 1 or (part.replicated_o and phase.inputs in attended)
         if whole or phase.result is not Result.RESIDUAL:
             return [replace(phase, rows=_rows(phase))]
         name = phase.name.removesuffix("_proj")

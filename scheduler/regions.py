@@ -35,7 +35,7 @@ def hulls(b: Boxes, starts: NDArray[np.int64]) -> Boxes:
 
 def block_rows(dims: Dims, block: int) -> tuple[int, int]:
     """Return the first token row of a row block, and the row after its last one."""
-    return block * dims.row_block, min((block + 1) * dims.row_block, dims.tokens)
+    return block * dims.bucket.row_block, min((block + 1) * dims.bucket.row_block, dims.bucket.tokens)
 
 
 def head_groups(producer: Phase, columns: Columns, attention: Phase, dims: Dims, group_heads: int) -> NDArray[np.bool_]:
@@ -46,7 +46,7 @@ def head_groups(producer: Phase, columns: Columns, attention: Phase, dims: Dims,
     one = {name: np.zeros(1, dtype=np.int32) for name in attention.operands}
     found = accesses(attention, one, dims)
     read = {a.buffer for a in found if a.index is Index.ITEM and a.kind is Kind.READ}
-    heads = dims.rank_kv_heads
+    heads = dims.split.rank_kv_heads
     groups = [(first, min(first + group_heads, heads)) for first in range(0, heads, group_heads)]
     out = np.zeros((len(next(iter(columns.values()))), len(groups)), dtype=bool)
     for access in accesses(producer, columns, dims):

@@ -153,7 +153,7 @@ class _Builder:
         if not items:
             return
         dims = self.tasks.dims
-        done = self._new(SHARED, dims.row_blocks)
+        done = self._new(SHARED, dims.bucket.row_blocks)
         # rank -> the first counter of its grid of inputs, and the number of head groups
         ready: dict[int, tuple[int, int]] = {}
         for g in items:
@@ -161,7 +161,7 @@ class _Builder:
             if group.rank in ready:
                 continue
             groups = int(self._tasks(g).columns["groups"][0])
-            ready[group.rank] = self._new(group.rank, dims.row_blocks * groups), groups
+            ready[group.rank] = self._new(group.rank, dims.bucket.row_blocks * groups), groups
             waits, signals = (words[group.segment][group.tasks] for words in (self.waits, self.signals))
             waits[:, 0] = rec.counter_word(ready[group.rank][0], indexed=True)
             signals[:, 0] = rec.counter_word(done, rank=self._output_rank(group.rank), indexed=True)
@@ -198,7 +198,7 @@ class _Builder:
             low, high = block_rows(dims, group.block)
             to = self._output_rank(group.rank)
             counter = Counter(done + group.block, dims.owner(low) if to == rec.OWNER else to)
-            heads = self.tasks.rank_dims[group.rank].rank_kv_heads
+            heads = self.tasks.rank_dims[group.rank].split.rank_kv_heads
             self.arrivals_by_table[counter] = self.arrivals_by_table.get(counter, 0) + (high - low) * heads
         for g in items:
             for consumer in {c for _, successors in self.within.pop(g, ()) for c in successors}:
@@ -212,9 +212,9 @@ class _Builder:
     def _output_rank(self, rank: int) -> int:
         """Return the rank that attention on `rank` names in its signal word."""
         dims = self.tasks.dims
-        if not dims.replicated_o:
+        if not dims.split.replicated_o:
             return rank
-        return rec.ALL_RANKS if dims.replicated_residual else rec.OWNER
+        return rec.ALL_RANKS if dims.split.replicated_residual else rec.OWNER
 
     def final_row_grid(self) -> None:
         """Create a grid with one counter for each row block of the final rows (the residual rows after the last layer).
@@ -223,7 +223,7 @@ class _Builder:
         rows = [g for g, group in enumerate(self.groups) if group.index is Index.LOGIT_ROW]
         if not rows:
             return
-        base = self._new(SHARED, self.tasks.dims.row_blocks)
+        base = self._new(SHARED, self.tasks.dims.bucket.row_blocks)
         for g in rows:
             picked = {target for targets in self.onward.values() for target in targets if g in target[1]}
             if len(picked) != 1:
@@ -332,7 +332,7 @@ class _Builder:
                 _append(words, group.members, word)
 
     def sync(self) -> Sync:
-        tp = self.tasks.dims.tp
+        tp = self.tasks.dims.split.tp
         barrier = self._new(SHARED, 2) if tp > 1 else None
         numbers = self._numbers()
         for words in (w for segments in (self.waits, self.signals) for s in segments for w in s):
@@ -372,7 +372,7 @@ class _Builder:
         """Return two arrays [ranks, counters] with the arrivals that a segment causes: those at counters of its own
         block, and those at counters of the next block.
         """
-        tp = self.tasks.dims.tp
+        tp = self.tasks.dims.split.tp
         words = np.concatenate(
             [w.ravel() for w in self.signals[segment]] + [j.signal for j in self.joins if j.segment == segment]
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from megakernel.isa import Column, Dims, Forward, Phase
@@ -49,7 +49,7 @@ class Tasks:
     @cached_property
     def rank_dims(self) -> list[Dims]:
         """Return one copy of the sizes for each rank, with that rank's number in `rank`."""
-        return [replace(self.dims, rank=rank) for rank in range(self.dims.tp)]
+        return [self.dims.on(rank) for rank in range(self.dims.split.tp)]
 
 
 def ordinals(tasks: list[PhaseTasks]) -> list[int]:

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from sizes import least_dims
 from tiny_llama import error, hf_logits, make_llama
 from transformers import LlamaForCausalLM
 from weights import loaded
 
 from megakernel.isa import Dtype
 from megakernel.model import load_tokenizer
-from megakernel.model.checkpoint import weight_dims
 from megakernel.runtime.cuda.availability import missing
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -89,7 +89,7 @@ def test_the_torch_model_computes_what_a_program_does(monkeypatch: pytest.Monkey
     import torch_llama
 
     hf, checkpoint = make_llama(3, attention_bias=True, mlp_bias=True)
-    backend = SimpleNamespace(dims=weight_dims(checkpoint.config, Dtype.F32))
+    backend = SimpleNamespace(dims=least_dims(checkpoint.config, Dtype.F32))
     monkeypatch.setattr(torch_llama, "device_array", lambda _, buffer, layer, dims: loaded(checkpoint, buffer, layer))
     tokens = np.random.default_rng(0).integers(0, 101, 20).tolist()
     model = torch_llama.TorchLlama(backend, checkpoint.config, 20, torch.float32)

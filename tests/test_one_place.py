@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from built_once import library
+from sizes import least_dims
 
 from megakernel import codegen
-from megakernel.isa import DIM_FIELDS, Dims, Dtype
+from megakernel.isa import DIM_FIELDS, Bucket, Dims, Dtype, ModelSizes, Split, Worker
 from megakernel.model import KNOWN_SHAPES
-from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import FAMILIES, forward
 from megakernel.runtime.cpu.native import CDims
 from megakernel.runtime.cuda.params import STRUCTS, STRUCTURES
@@ -38,9 +38,9 @@ def sources(*, besides: str | tuple[str, ...]) -> Iterator[tuple[Path, str]]:
 def phase_names() -> set[str]:
     """Return the phase names that consist of several words. Names of one word also have other meanings."""
     config = KNOWN_SHAPES["llama-3.2-1b"]
-    dims = weight_dims(config, Dtype.BF16)
+    dims = least_dims(config, Dtype.BF16)
     programs = [
-        passes.apply(forward(replace(config, family=family)), replace(dims, tp=tp), norm)
+        passes.apply(forward(replace(config, family=family)), dims.changed(tp=tp).split, norm)
         for family, norm, tp in product(FAMILIES, ("own", "next", "inside"), (1, 2))
     ]
     names = {phase.name for program in programs for phase in program}
@@ -91,7 +91,7 @@ def test_derived_sizes_are_the_same_in_both_languages(tmp_path: Path) -> None:
     source.write_text(HARNESS.format(isa=ROOT / "csrc" / "common" / "isa.h", values=values))
     built = library(source)
     rng = np.random.default_rng(3)
-    base = weight_dims(KNOWN_SHAPES["smollm2-135m"], Dtype.BF16)
+    base = least_dims(KNOWN_SHAPES["smollm2-135m"], Dtype.BF16)
     for _ in range(50):
         tp, kv_heads = int(rng.choice([1, 2, 4, 8])), int(rng.integers(1, 9))
         most = {"ffn": 3000, "vocab": 3000, "tokens": 50, "row_block": 9, "logit_rows": 20, "max_context": 500}
@@ -99,11 +99,17 @@ def test_derived_sizes_are_the_same_in_both_languages(tmp_path: Path) -> None:
         sizes |= {"heads": kv_heads * int(rng.integers(1, 5)), "kv_heads": kv_heads, "kv_page": 16}
         sizes |= {"tp": tp, "rank": int(rng.integers(0, tp))}
         sizes |= {name: int(rng.integers(0, 2)) for name in ("replicated_o", "replicated_residual")}
-        dims = replace(base, **sizes)
-        out = np.zeros(2 * (len(names) + dims.tokens), np.int32)
+        dims = base.changed(**sizes)
+        out = np.zeros(2 * (len(names) + dims.bucket.tokens), np.int32)
         built.derived(ctypes.byref(CDims.of(dims)), ctypes.c_void_p(out.ctypes.data))
-        want = [value for name in names for value in [getattr(dims, name)] * 2]
-        want += [value for row in range(dims.tokens) for value in (dims.owner(row), dims.reduce_row(dims.rank, row))]
+        records = (dims, dims.split, dims.bucket, dims.model)
+        derived = [next(getattr(r, name) for r in records if hasattr(r, name)) for name in names]
+        want = [value for value in derived for _ in range(2)]
+        want += [
+            value
+            for row in range(dims.bucket.tokens)
+            for value in (dims.owner(row), dims.reduce_row(dims.split.rank, row))
+        ]
         assert out.tolist() == want
 
 
@@ -125,6 +131,8 @@ def test_an_expression_that_has_no_translation_is_refused() -> None:
 
 
 def test_methods_of_dims_that_c_lacks_are_python_s_alone() -> None:
-    """Every method of Dims is translated to C++, except those listed in this test."""
-    own = {name for name in vars(Dims) if not name.startswith("_") and name not in dict(DIM_FIELDS)}
-    assert own - set(codegen._DERIVED) - set(codegen._FUNCTIONS) == {"query_heads", "owners"}
+    """Every method of the four records and of Dims is translated to C++, except those listed in this test."""
+    records = (ModelSizes, Split, Bucket, Worker, Dims)
+    own = {name for record in records for name in vars(record) if not name.startswith("_")} - set(dict(DIM_FIELDS))
+    alone = {"query_heads", "owners", "on", "ranks", "whole", "model", "flat", "of", "changed"}
+    assert own - set(codegen._DERIVED) - set(codegen._FUNCTIONS) <= alone

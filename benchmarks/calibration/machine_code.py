@@ -280,7 +280,7 @@ def load(program: Program, machine: Machine, issue: Issue) -> Load:
     Each weight is read from memory once, at the achievable rate. The matrix units run at the datasheet's rate.
     """
     total, bytes_, flops = np.zeros(3), 0.0, 0.0
-    for segment, runs in enumerate((1, program.dims.layers, 1)):
+    for segment, runs in enumerate((1, program.dims.model.layers, 1)):
         for phase, dims, _, columns in program.by_phase(segment):
             if not phase.is_matmul:
                 continue
@@ -304,7 +304,7 @@ def report(issue: Issue) -> None:
             load_config(case.model), machine, case.tokens, context=128, seqs=case.tokens, tp=case.tp, options=options
         )
         found = load(program, machine, issue.at(hardware.clock_hz))
-        dots = program.dims.units == Units.DOTS
+        dots = program.dims.worker.units == Units.DOTS
         bound = found.memory if dots else found.matrix
         print(
             f"{case.name}, {case.tokens} rows, {case.machine}: {bound * 1e6:,.0f} us of {'memory' if dots else 'MMA'}"

@@ -76,8 +76,8 @@ VARIANTS_H200 = {
 
 def mixed_step(dims: Dims) -> StepTable:
     """Return the table of a step with two prompts of 512 tokens, and 64 sequences that each add their 1,024th token."""
-    prompts = [Chunk(i, 0, [0] * 512, range(dims.pages_per_seq), [SampleRow(511)]) for i in range(2)]
-    rows = [Chunk(2 + i, 1023, [0], range(dims.pages_per_seq), [SampleRow(0)]) for i in range(64)]
+    prompts = [Chunk(i, 0, [0] * 512, range(dims.bucket.pages_per_seq), [SampleRow(511)]) for i in range(2)]
+    rows = [Chunk(2 + i, 1023, [0], range(dims.bucket.pages_per_seq), [SampleRow(0)]) for i in range(64)]
     return build_step(dims, [*prompts, *rows])
 
 

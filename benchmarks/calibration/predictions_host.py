@@ -81,8 +81,8 @@ def cases(model: str, workers: int, file: str, measured: bool) -> list[Case]:
     ceilings = machine_ceilings(machine)
     for phase, tokens, start in (("decode", 1, PROMPT), ("prefill", PROMPT, 0)):
         program = compiled(config, machines.host(workers), tokens, context=2 * PROMPT)
-        work = step_work(program.forward, program.dims, [tokens], [start + tokens], 1, tied=config.tied)
-        pages = range(program.dims.pages_per_seq)
+        work = step_work(program.forward, program.dims.split, [tokens], [start + tokens], 1, tied=config.tied)
+        pages = range(program.dims.bucket.pages_per_seq)
         table = build_step(program.dims, [Chunk(0, start, [1] * tokens, pages, [SampleRow(tokens - 1)])])
         if measured and cpu is None:
             cpu = backend("cpu", config, program.dims, threads=workers)

@@ -237,13 +237,13 @@ def page_order(program: Program, record: Records) -> str:
     rows, cols = operands["rows"], operands["cols"]
     weights = int(matmul_pages(phase, rows, cols, dims).weights[0])
     inputs = int(dot_input_pages(phase, rows, dims)[0])
-    lap = (dims.ring_pages - inputs) // 2 * 2
+    lap = (dims.worker.ring_pages - inputs) // 2 * 2
     return "".join("W" * min(lap, weights - first) + "X" * inputs for first in range(0, weights, lap))
 
 
 def ring() -> Picture:
     program = decode(3)
-    slots = program.dims.ring_pages
+    slots = program.dims.worker.ring_pages
     pages: list[tuple[str, str]] = []
     for record in program.body.stream(WORKER):
         phase = program.forward.by_number[int(phase_number(record))]

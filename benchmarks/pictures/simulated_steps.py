@@ -64,7 +64,7 @@ class Run:
 
     def __init__(self, program: Program, *, pipelined: bool = True) -> None:
         costs = costs_of(MACHINE) if pipelined else costs_of(MACHINE).unpipelined()
-        table = decode_step(program.dims, program.dims.tokens, 128)
+        table = decode_step(program.dims, program.dims.bucket.tokens, 128)
         trace = simulate(program, MACHINE, table, costs=costs, trace=True).trace
         assert trace is not None
         self.rows: Intervals = trace.intervals

@@ -42,7 +42,7 @@ def measure(
     With `reading`, the tokens are also converted to text.
     """
     engine, rng = llm.engine, random.Random(0)
-    vocab = engine.dims.vocab
+    vocab = engine.dims.model.vocab
     requests = [
         engine.add([rng.randrange(3, vocab) for _ in range(rng.randint(*prompt))], PARAMS) for _ in range(sequences)
     ]

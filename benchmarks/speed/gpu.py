@@ -143,7 +143,7 @@ class Decode:
         self.llm = LLM(MODELS[model], backend="cuda", max_seqs=1, max_context=1024, step_tokens=PREFILL)
         self.backend: Any = self.llm.engine.backend
         self.program = self.llm.engine.programs.get(1, 1)
-        self.pages = list(range(self.program.dims.pages_per_seq))
+        self.pages = list(range(self.program.dims.bucket.pages_per_seq))
 
     def prefill(self) -> Any:
         """Compute the prompt in chunks, and return the output of the last chunk."""
@@ -190,7 +190,7 @@ def decode(model: str, report: Report, trace_file: Path | None) -> None:
     it = Decode(model)
     dims, backend = it.program.dims, it.backend
     backend.time_launches()
-    work = step_work(it.program.forward, dims, [1], [PROMPT + STEPS // 2], 1, tied=it.llm.config.tied)
+    work = step_work(it.program.forward, dims.split, [1], [PROMPT + STEPS // 2], 1, tied=it.llm.config.tied)
     report.keep(phases_ratio=None, work=asdict(work), steps=STEPS, prompt=PROMPT)
     expected = it.run()[1]
 
@@ -389,11 +389,11 @@ def mixed_step() -> tuple[Any, Any, Any]:
     )
     program = llm.engine.programs.get(prompts * rows + decodes, decodes + prompts)
     rng = np.random.default_rng(_SEED)
-    per = program.dims.pages_per_seq
+    per = program.dims.bucket.pages_per_seq
     chunks = []
     for i in range(decodes + prompts):
         pages = list(range(i * per, (i + 1) * per))
-        tokens = rng.integers(0, program.dims.vocab, rows).tolist()
+        tokens = rng.integers(0, program.dims.model.vocab, rows).tolist()
         if i < decodes:
             chunks.append(Chunk(i, context - 1, tokens[:1], pages, [SampleRow(0)]))
         else:
@@ -448,7 +448,7 @@ def partitions(report: Report, _: Path | None) -> None:
             )
             program = llm.engine.programs.get(rows, rows)
             backend: Any = llm.engine.backend
-            per = program.dims.pages_per_seq
+            per = program.dims.bucket.pages_per_seq
             chunks = [Chunk(i, 128, [17 + i], list(range(i * per, (i + 1) * per)), [SampleRow(0)]) for i in range(rows)]
             table = build_step(program.dims, chunks)
             seconds = [backend.launch(program, table).seconds for _ in range(PARTITION_RUNS)]
@@ -493,7 +493,7 @@ def _scores(step: int) -> Json:
     backend: Any = llm.engine.backend
     ids = prompt(llm.config.vocab, length)
     program = llm.engine.programs.get(step, min(step, SCORED))
-    rows, pages = program.dims.logit_rows, list(range(program.dims.pages_per_seq))
+    rows, pages = program.dims.bucket.logit_rows, list(range(program.dims.bucket.pages_per_seq))
     samples = [SampleRow(step - rows + i, store=False) for i in range(rows)]
 
     def logits() -> Any:
@@ -523,7 +523,7 @@ def _scores(step: int) -> Json:
             }
 
         out = {"ours": against(mine), "torch_bf16": against(theirs), "same_bits": ours.tobytes() == again.tobytes()}
-    out["units"] = Units(program.dims.units).name.lower()
+    out["units"] = Units(program.dims.worker.units).name.lower()
     llm.close()
     return out
 
@@ -534,7 +534,7 @@ def delay(report: Report, _: Path | None) -> None:
     table = next(it.tables())
     it.prefill()
     plain = it.backend.launch(it.program, table, trace=True)
-    middle, row = it.program.dims.layers // 2, int(it.program.body.offsets[1]) // 2
+    middle, row = it.program.dims.model.layers // 2, int(it.program.body.offsets[1]) // 2
     it.backend.delay(1, row, middle, 5e-3)
     stalled = it.backend.launch(it.program, table, trace=True)
     span = [float(o.trace.intervals["end"].max()) * 1e-9 for o in (plain, stalled)]

@@ -12,7 +12,6 @@ our backend's divergence with that of the transformers model, it would tolerate 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,8 +30,8 @@ def device_array(backend: Any, buffer: Buffer, layer: int, dims: Dims) -> Any:
     import cupy
 
     spec = BUFFERS[buffer]
-    shape, kind = spec.shape(dims, backend.pages), spec.resolve_dtype(dims).numpy
-    address, gpu = backend._heap.address(dims.rank, buffer, layer), backend._node.gpu(dims.rank)
+    shape, kind = spec.shape(dims, backend.pages), spec.resolve_dtype(dims.model).numpy
+    address, gpu = backend._heap.address(dims.split.rank, buffer, layer), backend._node.gpu(dims.split.rank)
     size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
     memory = cupy.cuda.UnownedMemory(address, size, backend, gpu.ordinal)
     return cupy.ndarray(shape, kind, cupy.cuda.MemoryPointer(memory, 0))
@@ -53,11 +52,11 @@ class TorchLlama(torch.nn.Module):
 
     def __init__(self, backend: Any, config: ModelConfig, capacity: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dims: Dims = replace(backend.dims, tp=1, rank=0)
+        self.dims: Dims = backend.dims.changed(tp=1, rank=0)
         self.dtype = dtype
         d = self.dims
         for buffer in weights(config):
-            for layer in range(d.layers if BUFFERS[buffer].layered else 1):
+            for layer in range(d.model.layers if BUFFERS[buffer].layered else 1):
                 weight = torch.from_dlpack(device_array(backend, buffer, layer, d))
                 bits = weight.dtype in (torch.uint16, torch.int16)
                 weight = weight.view(torch.bfloat16).to(dtype) if bits else weight
@@ -67,7 +66,7 @@ class TorchLlama(torch.nn.Module):
         angle = positions[:, None] * self._weight(_B.INV_FREQ)
         self.register_buffer("cos", angle.cos())
         self.register_buffer("sin", angle.sin())
-        shape = (d.layers, d.kv_heads, capacity, d.head_dim)
+        shape = (d.model.layers, d.model.kv_heads, capacity, d.model.head_dim)
         self.register_buffer("keys", torch.zeros(shape, device=where, dtype=dtype))
         self.register_buffer("values", torch.zeros(shape, device=where, dtype=dtype))
         self.register_buffer("places", torch.arange(capacity, device=where))
@@ -89,22 +88,22 @@ class TorchLlama(torch.nn.Module):
         x = functional.embedding(tokens, self._weight(_B.EMBED)).float()
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         mask = self.places[None, :] <= positions[:, None]
-        for layer in range(d.layers):
+        for layer in range(d.model.layers):
             h = self._norm(x, _B.ATTN_NORM, layer)
             qkv = self._biased(functional.linear(h, self._weight(_B.W_QKV, layer)), _B.B_QKV, layer)
-            q, k, v = qkv.split((d.q_cols, d.kv_cols, d.kv_cols), dim=-1)
-            q = self._rotate(q.view(-1, d.heads, d.head_dim), cos, sin)
-            k = self._rotate(k.view(-1, d.kv_heads, d.head_dim), cos, sin)
+            q, k, v = qkv.split((d.split.q_cols, d.split.kv_cols, d.split.kv_cols), dim=-1)
+            q = self._rotate(q.view(-1, d.model.heads, d.model.head_dim), cos, sin)
+            k = self._rotate(k.view(-1, d.model.kv_heads, d.model.head_dim), cos, sin)
             self.keys[layer, :, positions] = k.transpose(0, 1)
-            self.values[layer, :, positions] = v.view(-1, d.kv_heads, d.head_dim).transpose(0, 1)
+            self.values[layer, :, positions] = v.view(-1, d.model.kv_heads, d.model.head_dim).transpose(0, 1)
             attended = functional.scaled_dot_product_attention(
                 q.transpose(0, 1)[None],
                 self.keys[layer][None],
                 self.values[layer][None],
                 attn_mask=mask,
-                enable_gqa=d.heads != d.kv_heads,
+                enable_gqa=d.model.heads != d.model.kv_heads,
             )
-            heads = attended[0].transpose(0, 1).reshape(-1, d.q_cols)
+            heads = attended[0].transpose(0, 1).reshape(-1, d.split.q_cols)
             x = x + self._biased(functional.linear(heads, self._weight(_B.W_O, layer)).float(), _B.B_O, layer)
             h = self._norm(x, _B.MLP_NORM, layer)
             both = torch.stack([functional.linear(h, w) for w in self._weight(_B.W_GATE_UP, layer)], dim=1)
@@ -114,7 +113,7 @@ class TorchLlama(torch.nn.Module):
         return functional.linear(self._norm(x, _B.FINAL_NORM, 0), self._weight(_B.LM_HEAD)).float()
 
     def _norm(self, x: torch.Tensor, buffer: Buffer, layer: int) -> torch.Tensor:
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.dims.rms_eps)
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.dims.model.rms_eps)
         return (x * scale * self._weight(buffer, layer)).to(self.dtype)
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,7 @@ def decode() -> list[dict[str, Any]]:
         config = load_config(MODEL)
         program = compiled(config, machines.host(workers), 1, context=CONTEXT)
         cpu = backend("cpu", config, program.dims, threads=threads)
-        table = build_step(program.dims, [Chunk(0, CONTEXT - 1, [0], range(program.dims.pages_per_seq))])
+        table = build_step(program.dims, [Chunk(0, CONTEXT - 1, [0], range(program.dims.bucket.pages_per_seq))])
         cases.append(Case(threads, workers, lambda b=cpu, p=program, t=table: b.launch(p, t).seconds))
         open_.append(cpu)
     for _ in range(ROUNDS):

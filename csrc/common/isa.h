@@ -121,6 +121,11 @@ struct Dims {
   int32_t head_dim;
   float rms_eps;
   int32_t dtype;
+  int32_t quantised_kv;
+  int32_t tp;
+  int32_t rank;
+  int32_t replicated_o;
+  int32_t replicated_residual;
   int32_t kv_block;
   int32_t kv_page;
   int32_t row_block;
@@ -133,13 +138,8 @@ struct Dims {
   int32_t partials;
   int32_t bias_entries;
   int32_t mask_rows;
-  int32_t tp;
-  int32_t rank;
-  int32_t replicated_o;
-  int32_t replicated_residual;
   int32_t units;
   int32_t ring_pages;
-  int32_t quantised_kv;
   int32_t sms;
   MK_DIMS_FN int32_t row_blocks() const { return ceil_div(tokens, row_block); }
   MK_DIMS_FN int32_t pages_per_seq() const { return ceil_div(max_context, kv_page); }

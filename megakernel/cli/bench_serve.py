@@ -92,8 +92,8 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
     from megakernel.serving.bench import Load, ServerClient, against_roofline, alternate, describe, least_work
     from megakernel.serving.text.llm import DTYPES
 
+    from ..isa import Split
     from ..model import local_checkpoint
-    from ..model.checkpoint import weight_dims
     from ..model.families import forward
     from ..model.stored import bits_of, storage_of
 
@@ -113,10 +113,10 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
     with output.progress("answered") as advance:
         runs = await alternate(servers, load, Load(args.request_rate, **sent), args.runs, advance)
     if ceilings is not None:
-        dims, in_flight = weight_dims(config, DTYPES[args.dtype]), args.max_concurrency or len(load.jobs)
+        split, in_flight = Split(config.sizes(DTYPES[args.dtype])), args.max_concurrency or len(load.jobs)
         bits = bits_of(config, storage_of(local_checkpoint(model), config, "auto"))
-        phases = passes.apply(forward(config), dims, weight_bits=bits)
-        work = least_work(phases, dims, load.jobs, in_flight, tied=config.tied)
+        phases = passes.apply(forward(config), split, weight_bits=bits)
+        work = least_work(phases, split, load.jobs, in_flight, tied=config.tied)
         for one in (one for each in runs for one in each):
             one.update(against_roofline(work, ceilings, one["duration_s"], one["server"]))
     ours, *theirs = [_middle(each) for each in runs]

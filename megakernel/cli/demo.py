@@ -53,13 +53,13 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             sys.stdout.write("\n\n")
         ceilings = measured_ceilings(llm)
-        measured = prompt_ids(llm, min(_PROMPT_TOKENS, llm.engine.dims.max_context // 2))
+        measured = prompt_ids(llm, min(_PROMPT_TOKENS, llm.engine.dims.bucket.max_context // 2))
         figures = bench.latency(llm, measured, _TOKENS, _RUNS, ceilings)
         with output.busy("tracing a step"):
             _, decode = llm.trace_steps(measured, decode_steps=5)
         step = typical(decode)
         trace = step.output.trace
-        machine = share_of(ceilings, llm.machine, llm.engine.dims.tp)
+        machine = share_of(ceilings, llm.machine, llm.engine.dims.split.tp)
         if trace is not None:
             resolved = resolve(step.program, trace, machine)
             summary = summarise(resolved)

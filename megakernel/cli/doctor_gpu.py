@@ -136,7 +136,7 @@ def _differences(case: Case, seeds: int, repeats: int) -> Iterator[str]:
     from ..runtime.reference import ReferenceBackend
 
     program = _compile(case)
-    pages = 2 * program.dims.pages_per_seq
+    pages = 2 * program.dims.bucket.pages_per_seq
     checkpoint = RandomCheckpoint(case.name, case.config)
     gpu = CudaBackend(checkpoint, program.dims, pages, dtype=Dtype.BF16, timeout_s=_TIMEOUT_S)
     try:
@@ -180,14 +180,16 @@ def _step(program: Program, seed: int) -> Any:
 
     d = program.dims
     rng = np.random.default_rng(seed)
-    pages = rng.permutation(2 * d.pages_per_seq).tolist()
-    rows = max(1, d.tokens - 2)
-    decode = Chunk(0, d.max_context - 3, [int(rng.integers(d.vocab))], pages[: d.pages_per_seq], [SampleRow(0)])
+    pages = rng.permutation(2 * d.bucket.pages_per_seq).tolist()
+    rows = max(1, d.bucket.tokens - 2)
+    decode = Chunk(
+        0, d.bucket.max_context - 3, [int(rng.integers(d.model.vocab))], pages[: d.bucket.pages_per_seq], [SampleRow(0)]
+    )
     prompt = Chunk(
         1,
         int(rng.integers(0, 100)),
-        rng.integers(0, d.vocab, rows).tolist(),
-        pages[d.pages_per_seq :],
+        rng.integers(0, d.model.vocab, rows).tolist(),
+        pages[d.bucket.pages_per_seq :],
         [SampleRow(rows - 1, temperature=0.8, top_k=50, top_p=0.9, seed=seed)],
     )
     return build_step(d, [decode, prompt])

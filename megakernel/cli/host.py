@@ -18,7 +18,7 @@ def measured_ceilings(llm: LLM) -> Ceilings:
     from megakernel.serving.bench.ceilings import device_ceilings
 
     if llm.engine.backend.name == "cuda":
-        return device_ceilings(llm.machine, llm.engine.dims.tp)
+        return device_ceilings(llm.machine, llm.engine.dims.split.tp)
     return host_ceilings(llm.threads)
 
 

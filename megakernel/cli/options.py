@@ -120,9 +120,9 @@ def fetch(model: str) -> None:
 
 def prompt_ids(llm: LLM, count: int) -> list[int]:
     """Return `count` token ids that resemble a prompt: English text if there is a tokenizer, otherwise random ids."""
-    if count >= llm.engine.dims.max_context:
+    if count >= llm.engine.dims.bucket.max_context:
         raise MegakernelError(
-            f"a prompt of {count} tokens exceeds the context of {llm.engine.dims.max_context}: raise --context"
+            f"a prompt of {count} tokens exceeds the context of {llm.engine.dims.bucket.max_context}: raise --context"
         )
     if llm.tokenizer is None:
         import numpy as np

@@ -118,7 +118,7 @@ def lowering_text(lowering: dict[str, str]) -> str:
 
 def workers_text(program: Program) -> str:
     """Return a text with the number of workers per rank, and with the SMs per worker if there are several."""
-    return f"{program.workers} workers" + (f" of {program.dims.sms} SMs" if program.dims.sms > 1 else "")
+    return f"{program.workers} workers" + (f" of {program.dims.worker.sms} SMs" if program.dims.worker.sms > 1 else "")
 
 
 def bytes_text(count: float) -> str:

@@ -77,7 +77,7 @@ class LocalModel:
         llm.get_tokenizer()  # raises an error if the model has no tokenizer
 
     def count(self, messages: Messages) -> tuple[int, int]:
-        return len(self._llm.chat_ids(messages)), self._llm.engine.dims.max_context
+        return len(self._llm.chat_ids(messages)), self._llm.engine.dims.bucket.max_context
 
     def reply(
         self, messages: Messages, answer: PartialAnswer, show: Callable[[str], None], max_tokens: int | None

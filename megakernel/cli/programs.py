@@ -118,7 +118,9 @@ def run_compile(args: argparse.Namespace) -> int:
     with output.busy("compiling"):
         program, config, machine = compile_for(args)
     seconds = perf_counter() - begin
-    needed = max(weight_bytes(program.forward, program.rank_dims(r), tied=config.tied) for r in range(program.ranks))
+    needed = max(
+        weight_bytes(program.forward, program.rank_dims(r).split, tied=config.tied) for r in range(program.ranks)
+    )
     if needed > machine.memory_bytes:
         output.stderr.print(
             f"megakernel: warning: the weights of a rank take {output.bytes_text(needed)}, but {machine.name} has"
@@ -142,7 +144,7 @@ def run_compile(args: argparse.Namespace) -> int:
             ("program", f"{args.output or 'not written (-o FILE)'}, {output.bytes_text(facts['bytes'])}"),
             ("machine", f"{machine.name}, {output.workers_text(program)}{ranks}"),
             ("lowering", output.lowering_text(facts["lowering"])),
-            ("bucket", f"{program.dims.tokens} tokens, {program.dims.logit_rows} logit rows"),
+            ("bucket", f"{program.dims.bucket.tokens} tokens, {program.dims.bucket.logit_rows} logit rows"),
             ("instructions", f"{program.instructions:,}"),
             ("counters", f"{program.total_counters:,}"),
             ("all-to-all joins", f"{facts['all_to_all_per_layer']} per layer"),

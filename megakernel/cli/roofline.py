@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     tasks = _tasks(args, model, machine, context)
     forward, ranks = tasks.forward, tasks.rank_dims
     step = step_roofline(_parts(tasks), hardware, context)
-    weights = max(weight_bytes(forward, dims, tied=config.tied) for dims in ranks)
+    weights = max(weight_bytes(forward, dims.split, tied=config.tied) for dims in ranks)
     fit = memory_fit(ranks, weights, hardware.chip.hbm_bytes, args.tokens, context)
     facts = {
         "model": args.model,
@@ -124,7 +124,7 @@ def _parts(tasks: Tasks) -> list[PhasePart]:
 
     return [
         PhasePart(each.phase, each.columns, tasks.rank_dims[each.rank], runs)
-        for segment, runs in zip(tasks.segments, (1, tasks.dims.layers, 1), strict=True)
+        for segment, runs in zip(tasks.segments, (1, tasks.dims.model.layers, 1), strict=True)
         for each in segment
     ]
 

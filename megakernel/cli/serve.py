@@ -163,14 +163,14 @@ def _names(hosts: list[str]) -> frozenset[str] | None:
 def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
     """Print that the server accepts connections, and a command with which to try it."""
     dims = llm.engine.dims
-    kv_tokens = llm.engine.stats.pages * dims.kv_page
+    kv_tokens = llm.engine.stats.pages * dims.bucket.kv_page
     facts = {
         "url": address,
         **llm.about,
         "model": name,
         "kv_tokens": kv_tokens,
-        "max_model_len": dims.max_context,
-        "max_num_seqs": dims.max_seqs,
+        "max_model_len": dims.bucket.max_context,
+        "max_num_seqs": dims.bucket.max_seqs,
     }
     if as_json:
         output.emit(facts)
@@ -187,8 +187,8 @@ def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
         ("weights", str(facts["weights"])),
         (
             "KV cache",
-            f"{kv_tokens:,} tokens in {facts['kv_cache']}: {kv_tokens // dims.max_context} sequences of"
-            f" {dims.max_context:,}, {dims.max_seqs} at once",
+            f"{kv_tokens:,} tokens in {facts['kv_cache']}: {kv_tokens // dims.bucket.max_context} sequences of"
+            f" {dims.bucket.max_context:,}, {dims.bucket.max_seqs} at once",
         ),
         ("live", f"{address}/ shows the steps against the roofline"),
     )

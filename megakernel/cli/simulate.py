@@ -56,13 +56,16 @@ def decode_step(dims: Dims, tokens: int, context: int) -> StepTable:
     """
     from ..runtime import Chunk, SampleRow, build_step
 
-    pages = range(-(-context // dims.kv_page))
+    pages = range(-(-context // dims.bucket.kv_page))
     sampled = [SampleRow(0, prompt_length=context)]
-    many = min(tokens, dims.max_seqs)
+    many = min(tokens, dims.bucket.max_seqs)
     rows = [tokens // many + (n < tokens % many) for n in range(many)]
     return build_step(
         dims,
-        [Chunk(n, context - r, [0] * r, pages, sampled if n < dims.logit_rows else []) for n, r in enumerate(rows)],
+        [
+            Chunk(n, context - r, [0] * r, pages, sampled if n < dims.bucket.logit_rows else [])
+            for n, r in enumerate(rows)
+        ],
     )
 
 
@@ -73,9 +76,9 @@ def run(args: argparse.Namespace) -> int:
     from ..timeline import render_figures, resolve, summarise
 
     program, machine, tied = _program(args)
-    tokens = args.tokens or program.dims.tokens
-    sequences = min(tokens, program.dims.max_seqs)
-    context = args.context or min(max(_CONTEXT, -(-tokens // sequences)), program.dims.max_context)
+    tokens = args.tokens or program.dims.bucket.tokens
+    sequences = min(tokens, program.dims.bucket.max_seqs)
+    context = args.context or min(max(_CONTEXT, -(-tokens // sequences)), program.dims.bucket.max_context)
     table = decode_step(program.dims, tokens, context)
     fit = _fit(program, machine, tied, sequences, context)
     costs = costs_of(machine)
@@ -175,7 +178,7 @@ def _fit(program: Program, machine: Machine, tied: bool, sequences: int, context
     from ..roofline import memory_fit
 
     ranks = [program.rank_dims(rank) for rank in range(program.ranks)]
-    weights = max(weight_bytes(program.forward, dims, tied=tied) for dims in ranks)
+    weights = max(weight_bytes(program.forward, dims.split, tied=tied) for dims in ranks)
     fit = memory_fit(ranks, weights, machine.memory_bytes, sequences, context)
     if not fit.fits:
         output.stderr.print(

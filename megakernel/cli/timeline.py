@@ -134,7 +134,7 @@ def _traced(args: argparse.Namespace) -> tuple[Program, list[Trace], Machine]:
     from megakernel.serving.bench.ceilings import share_of
 
     with open_llm(args, max_seqs=1) as llm:
-        machine = share_of(measured_ceilings(llm), llm.machine, llm.engine.dims.tp)
+        machine = share_of(measured_ceilings(llm), llm.machine, llm.engine.dims.split.tp)
         with output.busy(f"tracing a {args.phase} step"):
             prefill, decode = llm.trace_steps(prompt_ids(llm, args.prompt_tokens), decode_steps=args.launches)
         steps = prefill[-1:] if args.phase == "prefill" else decode

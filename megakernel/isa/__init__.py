@@ -3,8 +3,8 @@ repeats them.
 """
 
 from .access import EVERY, OWN, Access, Columns, Index, Kind, item_columns
-from .buffers import BUFFERS, Buffer, Space, itemsize, kv_bytes
-from .dims import DIM_FIELDS, KV_BLOCK, Dims, Units, ceil_div
+from .buffers import BUFFERS, Buffer, Space, itemsize, kv_bytes, weight_shape
+from .dims import DIM_FIELDS, KV_BLOCK, Bucket, Dims, ModelSizes, Split, Units, Worker, ceil_div
 from .dtypes import Dtype, all_finite, from_f32, to_f32
 from .link import link_bytes
 from .loads import Loads, loads
@@ -31,6 +31,7 @@ __all__ = [
     "RESULTS",
     "STEP_FIELDS",
     "Access",
+    "Bucket",
     "Buffer",
     "Column",
     "Columns",
@@ -40,14 +41,17 @@ __all__ = [
     "Index",
     "Kind",
     "Loads",
+    "ModelSizes",
     "Operation",
     "OperationFamily",
     "Phase",
     "Result",
     "Rows",
     "Space",
+    "Split",
     "StepTable",
     "Units",
+    "Worker",
     "accesses",
     "all_finite",
     "attention_cost",
@@ -61,4 +65,5 @@ __all__ = [
     "loads",
     "slot_work",
     "to_f32",
+    "weight_shape",
 ]

@@ -72,9 +72,9 @@ class Access:
 def item_columns(buffer: Buffer, dims: Dims, first: int, end: int) -> tuple[int, int]:
     """Return the columns [begin, end) of `buffer` that attention items touch for the rank's KV heads [first, end)."""
     if buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
-        return first * dims.head_dim, end * dims.head_dim
-    base = dims.o_first if buffer is Buffer.ATTN else 0
+        return first * dims.model.head_dim, end * dims.model.head_dim
+    base = dims.split.o_first if buffer is Buffer.ATTN else 0
     if first == end:
         return base, base
-    low, high = dims.query_heads(first)[0], dims.query_heads(end - 1)[1]
-    return base + low * dims.head_dim, base + high * dims.head_dim
+    low, high = dims.split.query_heads(first)[0], dims.split.query_heads(end - 1)[1]
+    return base + low * dims.model.head_dim, base + high * dims.model.head_dim

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
-from .dims import Dims
+from .dims import Dims, ModelSizes, Split
 from .dtypes import Dtype
 
 
@@ -73,19 +73,26 @@ class BufferSpec:
     shape: Callable[[Dims, int], tuple[int, ...]]
     what: str
     layered: bool = False
+    part: Callable[[Split], tuple[int, ...]] | None = None  # a weight's shape, which depends on nothing but the split
 
     @property
     def matrix(self) -> bool:
         """Whether the buffer is one or several weight matrices, which a backend may repack or store in fewer bits."""
         return self.space is Space.WEIGHT and self.dtype is None
 
-    def resolve_dtype(self, dims: Dims) -> Dtype:
-        if dims.quantised_kv and self.buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
+    def resolve_dtype(self, model: ModelSizes) -> Dtype:
+        if model.quantised_kv and self.buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
             return Dtype.Q8_0
-        return Dtype(dims.dtype) if self.dtype is None else self.dtype
+        return Dtype(model.dtype) if self.dtype is None else self.dtype
 
 
-_W, _A, _S, _O = Space.WEIGHT, Space.ACTIVATION, Space.STATE, Space.OUTPUT
+def _weight(
+    buffer: Buffer, dtype: Dtype | None, part: Callable[[Split], tuple[int, ...]], what: str, layered: bool = False
+) -> BufferSpec:
+    return BufferSpec(buffer, Space.WEIGHT, dtype, lambda d, p: part(d.split), what, layered, part)
+
+
+_A, _S, _O = Space.ACTIVATION, Space.STATE, Space.OUTPUT
 _F, _I = Dtype.F32, Dtype.I32
 _B = Buffer
 
@@ -93,54 +100,55 @@ _B = Buffer
 # row i of Hugging Face's order, and row 2i+1 is row i + head_dim/2. Attention scores do not depend on this order.
 _SPECS: tuple[BufferSpec, ...] = (
     # -- weights
-    BufferSpec(_B.EMBED, _W, None, lambda d, p: (d.vocab, d.hidden), "token embeddings"),
-    BufferSpec(
-        _B.INV_FREQ, _W, _F, lambda d, p: (d.head_dim // 2,), "RoPE inverse frequencies, including RoPE scaling"
-    ),
-    BufferSpec(_B.ATTN_NORM, _W, _F, lambda d, p: (d.hidden,), "RMS norm scales before attention", True),
-    BufferSpec(
+    _weight(_B.EMBED, None, lambda s: (s.model.vocab, s.model.hidden), "token embeddings"),
+    _weight(_B.INV_FREQ, _F, lambda s: (s.model.head_dim // 2,), "RoPE inverse frequencies, including RoPE scaling"),
+    _weight(_B.ATTN_NORM, _F, lambda s: (s.model.hidden,), "RMS norm scales before attention", True),
+    _weight(
         _B.W_QKV,
-        _W,
         None,
-        lambda d, p: (d.qkv_cols, d.hidden),
+        lambda s: (s.qkv_cols, s.model.hidden),
         "QKV projection: q heads, then k heads, then v heads",
         True,
     ),
-    BufferSpec(_B.B_QKV, _W, _F, lambda d, p: (d.qkv_cols,), "bias of W_QKV", True),
-    BufferSpec(_B.W_O, _W, None, lambda d, p: (d.hidden, d.o_cols), "attention output projection", True),
-    BufferSpec(_B.B_O, _W, _F, lambda d, p: (d.hidden,), "bias of W_O", True),
-    BufferSpec(_B.MLP_NORM, _W, _F, lambda d, p: (d.hidden,), "RMS norm scales before the MLP", True),
-    BufferSpec(
-        _B.W_GATE_UP, _W, None, lambda d, p: (2, d.rank_ffn, d.hidden), "gate projection, then up projection", True
-    ),
-    BufferSpec(_B.B_GATE_UP, _W, _F, lambda d, p: (2, d.rank_ffn), "bias of W_GATE_UP", True),
-    BufferSpec(_B.W_DOWN, _W, None, lambda d, p: (d.hidden, d.rank_ffn), "down projection", True),
-    BufferSpec(_B.B_DOWN, _W, _F, lambda d, p: (d.hidden,), "bias of W_DOWN", True),
-    BufferSpec(_B.FINAL_NORM, _W, _F, lambda d, p: (d.hidden,), "RMS norm scales before the LM head"),
-    BufferSpec(
-        _B.LM_HEAD, _W, None, lambda d, p: (d.rank_vocab, d.hidden), "LM head; the rows of EMBED if embeddings are tied"
+    _weight(_B.B_QKV, _F, lambda s: (s.qkv_cols,), "bias of W_QKV", True),
+    _weight(_B.W_O, None, lambda s: (s.model.hidden, s.o_cols), "attention output projection", True),
+    _weight(_B.B_O, _F, lambda s: (s.model.hidden,), "bias of W_O", True),
+    _weight(_B.MLP_NORM, _F, lambda s: (s.model.hidden,), "RMS norm scales before the MLP", True),
+    _weight(_B.W_GATE_UP, None, lambda s: (2, s.rank_ffn, s.model.hidden), "gate projection, then up projection", True),
+    _weight(_B.B_GATE_UP, _F, lambda s: (2, s.rank_ffn), "bias of W_GATE_UP", True),
+    _weight(_B.W_DOWN, None, lambda s: (s.model.hidden, s.rank_ffn), "down projection", True),
+    _weight(_B.B_DOWN, _F, lambda s: (s.model.hidden,), "bias of W_DOWN", True),
+    _weight(_B.FINAL_NORM, _F, lambda s: (s.model.hidden,), "RMS norm scales before the LM head"),
+    _weight(
+        _B.LM_HEAD, None, lambda s: (s.rank_vocab, s.model.hidden), "LM head; the rows of EMBED if embeddings are tied"
     ),
     # -- activations
-    BufferSpec(_B.ROPE, _A, _F, lambda d, p: (d.tokens, d.head_dim), "cos and sin of each RoPE pair, interleaved"),
-    BufferSpec(_B.X, _A, _F, lambda d, p: (d.tokens, d.hidden), "residual stream"),
-    BufferSpec(_B.H, _A, None, lambda d, p: (d.tokens, d.hidden), "normalised residual"),
-    BufferSpec(_B.Q, _A, None, lambda d, p: (d.tokens, d.q_cols), "rotated queries"),
-    BufferSpec(_B.ATTN, _A, None, lambda d, p: (d.tokens, d.o_cols), "attention output, one head after another"),
-    BufferSpec(_B.ACT, _A, None, lambda d, p: (d.tokens, d.rank_ffn), "silu(gate) * up"),
-    BufferSpec(_B.Y, _A, None, lambda d, p: (d.logit_rows, d.hidden), "rows that get logits, after the final norm"),
-    BufferSpec(_B.LOGITS, _O, _F, lambda d, p: (d.logit_rows, d.vocab), "raw logits"),
+    BufferSpec(
+        _B.ROPE, _A, _F, lambda d, p: (d.bucket.tokens, d.model.head_dim), "cos and sin of each RoPE pair, interleaved"
+    ),
+    BufferSpec(_B.X, _A, _F, lambda d, p: (d.bucket.tokens, d.model.hidden), "residual stream"),
+    BufferSpec(_B.H, _A, None, lambda d, p: (d.bucket.tokens, d.model.hidden), "normalised residual"),
+    BufferSpec(_B.Q, _A, None, lambda d, p: (d.bucket.tokens, d.split.q_cols), "rotated queries"),
+    BufferSpec(
+        _B.ATTN, _A, None, lambda d, p: (d.bucket.tokens, d.split.o_cols), "attention output, one head after another"
+    ),
+    BufferSpec(_B.ACT, _A, None, lambda d, p: (d.bucket.tokens, d.split.rank_ffn), "silu(gate) * up"),
+    BufferSpec(
+        _B.Y, _A, None, lambda d, p: (d.bucket.logit_rows, d.model.hidden), "rows that get logits, after the final norm"
+    ),
+    BufferSpec(_B.LOGITS, _O, _F, lambda d, p: (d.bucket.logit_rows, d.model.vocab), "raw logits"),
     BufferSpec(
         _B.PARTIALS,
         _A,
         _F,
-        lambda d, p: (d.partials, d.group_size, d.head_dim + 2),
+        lambda d, p: (d.bucket.partials, d.model.group_size, d.model.head_dim + 2),
         "partial softmax (maximum, sum, output) per query row, KV head and KV block",
     ),
     BufferSpec(
         _B.SPLITS,
         _A,
         _I,
-        lambda d, p: (d.items,),
+        lambda d, p: (d.bucket.items,),
         "number of finished items of each split; the item that finishes last resets the number to 0",
     ),
     # -- state
@@ -148,7 +156,7 @@ _SPECS: tuple[BufferSpec, ...] = (
         _B.K_CACHE,
         _S,
         None,
-        lambda d, p: (p, d.rank_kv_heads, d.kv_row, d.kv_page),
+        lambda d, p: (p, d.split.rank_kv_heads, d.model.kv_row, d.bucket.kv_page),
         "keys [element][token]; Q8_0 if quantised_kv",
         True,
     ),
@@ -156,27 +164,35 @@ _SPECS: tuple[BufferSpec, ...] = (
         _B.V_CACHE,
         _S,
         None,
-        lambda d, p: (p, d.rank_kv_heads, d.kv_page, d.kv_row),
+        lambda d, p: (p, d.split.rank_kv_heads, d.bucket.kv_page, d.model.kv_row),
         "values [token][element]; Q8_0 if quantised_kv",
         True,
     ),
     BufferSpec(
-        _B.HISTORY, _S, _I, lambda d, p: (d.max_seqs, d.max_context + 1), "token ids of the request in each slot"
+        _B.HISTORY,
+        _S,
+        _I,
+        lambda d, p: (d.bucket.max_seqs, d.bucket.max_context + 1),
+        "token ids of the request in each slot",
     ),
     # -- outputs
-    BufferSpec(_B.TOKENS_OUT, _O, _I, lambda d, p: (d.logit_rows,), "sampled (or scored) token ids"),
+    BufferSpec(_B.TOKENS_OUT, _O, _I, lambda d, p: (d.bucket.logit_rows,), "sampled (or scored) token ids"),
     BufferSpec(
-        _B.LOGPROBS_OUT, _O, _F, lambda d, p: (d.logit_rows,), "log-softmax of raw logits at the token in TOKENS_OUT"
+        _B.LOGPROBS_OUT,
+        _O,
+        _F,
+        lambda d, p: (d.bucket.logit_rows,),
+        "log-softmax of raw logits at the token in TOKENS_OUT",
     ),
     # -- between ranks
     BufferSpec(
         _B.REDUCE,
         _A,
         None,
-        lambda d, p: (d.tp * d.own_rows if d.tp > 1 else 0, d.hidden),
+        lambda d, p: (d.split.tp * d.own_rows if d.split.tp > 1 else 0, d.model.hidden),
         "partial sums of a projection: own_rows rows from each rank, in the order of the ranks",
     ),
-    BufferSpec(_B.QK_NORM, _W, _F, lambda d, p: (2, d.head_dim), "RMS norm scales of q heads and k heads", True),
+    _weight(_B.QK_NORM, _F, lambda s: (2, s.model.head_dim), "RMS norm scales of q heads and k heads", True),
 )
 
 BUFFERS: dict[Buffer, BufferSpec] = {spec.buffer: spec for spec in _SPECS}
@@ -190,11 +206,18 @@ def given(buffer: Buffer | None) -> Buffer:
     return buffer
 
 
-def itemsize(dims: Dims) -> int:
+def itemsize(model: ModelSizes) -> int:
     """Return the bytes of an element in the compute dtype."""
-    return Dtype(dims.dtype).itemsize
+    return Dtype(model.dtype).itemsize
 
 
-def kv_bytes(dims: Dims) -> int:
+def kv_bytes(model: ModelSizes) -> int:
     """Return the number of bytes that K and V of one token and one KV head take in the cache."""
-    return 2 * dims.kv_row * BUFFERS[Buffer.K_CACHE].resolve_dtype(dims).itemsize
+    return 2 * model.kv_row * BUFFERS[Buffer.K_CACHE].resolve_dtype(model).itemsize
+
+
+def weight_shape(buffer: Buffer, split: Split) -> tuple[int, ...]:
+    """The shape of a rank's part of a weight buffer, of one layer if it is layered."""
+    part = BUFFERS[buffer].part
+    assert part is not None, f"{buffer.name} is not a weight"
+    return part(split)

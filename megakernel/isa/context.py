@@ -69,14 +69,14 @@ class Context:
 
     def write(self, buffer: Buffer, index: Any, values: Any) -> None:
         """Round values to the buffer's own type and store them."""
-        self.store(buffer, (self.dims.rank,), index, values)
+        self.store(buffer, (self.dims.split.rank,), index, values)
 
     def store(self, buffer: Buffer, ranks: Iterable[int], index: Any, values: Any) -> None:
         """Like `write`, but into the copies that `ranks` have of the buffer."""
         own = self.buffer(buffer)
         stored = from_f32(values, Dtype.BF16) if own.dtype == np.uint16 else np.asarray(values, own.dtype)
         for rank in ranks:
-            if rank == self.dims.rank:
+            if rank == self.dims.split.rank:
                 own[index] = stored
             else:
                 self.send(buffer, rank, index, stored)
@@ -84,12 +84,12 @@ class Context:
     def read_cache(self, buffer: Buffer, sequence: int, head: int, positions: NDArray[Any]) -> F32:
         """Return K or V of one KV head and of some tokens of a sequence: [tokens, head_dim]."""
         d, (page, offset) = self.dims, self._places(sequence, positions)
-        if not d.quantised_kv:
+        if not d.model.quantised_kv:
             token = (slice(None), offset) if buffer is Buffer.K_CACHE else (offset,)
             return self.read(buffer, (page, head, *token))
         rows: NDArray[np.uint8] = self.buffer(buffer)[cache_bytes(d, buffer, page, head, offset)]
-        whole = Dtype.Q8_0.row_bytes(d.head_dim)
-        return to_f32(np.pad(rows, [(0, 0), (0, whole - d.kv_row)]), Dtype.Q8_0)[:, : d.head_dim]
+        whole = Dtype.Q8_0.row_bytes(d.model.head_dim)
+        return to_f32(np.pad(rows, [(0, 0), (0, whole - d.model.kv_row)]), Dtype.Q8_0)[:, : d.model.head_dim]
 
     def write_cache(
         self, buffer: Buffer, sequences: NDArray[Any], positions: NDArray[Any], columns: NDArray[Any], values: F32
@@ -98,19 +98,21 @@ class Context:
         They must be those of whole heads if the cache is quantised.
         """
         d, (page, offset) = self.dims, (each[:, None] for each in self._places(sequences, positions))
-        head, element = np.divmod(columns, d.head_dim)
-        if not d.quantised_kv:
+        head, element = np.divmod(columns, d.model.head_dim)
+        if not d.model.quantised_kv:
             place = (element, offset) if buffer is Buffer.K_CACHE else (offset, element)
             self.write(buffer, (page, head, *place), values)
             return
         head = np.unique(head)
-        rows = np.pad(values.reshape(-1, d.head_dim), [(0, 0), (0, -d.head_dim % KV_UNIT)])
-        blocks = from_f32(rows, Dtype.Q8_0)[:, : d.kv_row].reshape(len(values), len(head), d.kv_row)
+        rows = np.pad(values.reshape(-1, d.model.head_dim), [(0, 0), (0, -d.model.head_dim % KV_UNIT)])
+        blocks = from_f32(rows, Dtype.Q8_0)[:, : d.model.kv_row].reshape(len(values), len(head), d.model.kv_row)
         self.buffer(buffer)[cache_bytes(d, buffer, page, head, offset)] = blocks
 
     def _places(self, sequence: Any, position: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[Any]]:
         """Return (page, offset in the page) of tokens. `sequence` is a number or has the shape of `position`."""
-        return self.table.block_tables[sequence, position // self.dims.kv_page], position % self.dims.kv_page
+        return self.table.block_tables[
+            sequence, position // self.dims.bucket.kv_page
+        ], position % self.dims.bucket.kv_page
 
 
 def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, token: Any) -> tuple[Any, ...]:
@@ -121,14 +123,14 @@ def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, token: Any) -> tu
     """
     page, head, token = (np.expand_dims(each, -1) for each in (page, head, token))
     # For each byte of a row: the number of its block, and its place in this block, which is a scale and then elements.
-    block, byte = np.divmod(np.arange(d.kv_row), BLOCKS[Dtype.Q8_0].bytes)
-    element, elements = byte - KV_SCALE, np.minimum(d.head_dim - block * KV_UNIT, KV_UNIT)
+    block, byte = np.divmod(np.arange(d.model.kv_row), BLOCKS[Dtype.Q8_0].bytes)
+    element, elements = byte - KV_SCALE, np.minimum(d.model.head_dim - block * KV_UNIT, KV_UNIT)
     # In a page, a block has the scales of all tokens, then the values of all tokens.
     scale = token * KV_SCALE + byte
-    value = element * d.kv_page + token if buffer is Buffer.K_CACHE else token * elements + element
-    at = np.where(byte < KV_SCALE, scale, d.kv_page * KV_SCALE + value)
-    at += block * d.kv_page * BLOCKS[Dtype.Q8_0].bytes
-    return page, head, *np.divmod(at, d.kv_page if buffer is Buffer.K_CACHE else d.kv_row)
+    value = element * d.bucket.kv_page + token if buffer is Buffer.K_CACHE else token * elements + element
+    at = np.where(byte < KV_SCALE, scale, d.bucket.kv_page * KV_SCALE + value)
+    at += block * d.bucket.kv_page * BLOCKS[Dtype.Q8_0].bytes
+    return page, head, *np.divmod(at, d.bucket.kv_page if buffer is Buffer.K_CACHE else d.model.kv_row)
 
 
 def product(a: F32, b: F32) -> F32:

@@ -1,8 +1,10 @@
-"""The sizes for which a program is compiled. The C++ struct is generated from `Dims`."""
+"""The sizes for which a program is compiled, in four records: the model's, a rank's split of it, the bucket's and a
+worker's. One flat C++ struct is generated from them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from enum import IntEnum
 from typing import TypeVar
 
@@ -18,6 +20,9 @@ SHARD_UNIT = 32
 # In a quantised cache (Q8_0), KV_UNIT elements of a row of K or V share a scale, which has KV_SCALE bytes.
 KV_UNIT = BLOCKS[Dtype.Q8_0].weights
 KV_SCALE = BLOCKS[Dtype.Q8_0].bytes - KV_UNIT
+
+# KV tokens per partial softmax result. Every program uses the same number, because attention's bits depend on it.
+KV_BLOCK = 128
 
 # A row number or a count, or an array of such numbers.
 Int = TypeVar("Int", int, NDArray[np.int32], NDArray[np.int64])
@@ -37,20 +42,8 @@ class Units(IntEnum):
 
 
 @dataclass(frozen=True)
-class Dims:
-    """The sizes of a step as one rank sees them. All are counts unless a unit is given.
-
-    The first group of fields comes from the model, the second from the number formats and the machine, and the third
-    from the bucket (the maximum sizes of a step of this program) and the engine's limits. The fourth group says how
-    `tp` ranks share the model, and which rank has these sizes. The last group describes a worker. `rms_eps` is the only
-    float. Properties named `rank_...` are sizes of the rank's shard.
-
-    Query heads, FFN columns and vocabulary rows are divided among the ranks in contiguous shards. The sizes of
-    the shards differ by at most one unit (a head, or SHARD_UNIT columns), and larger shards come first. A shard may be
-    empty. A rank has the KV heads that its query heads use, so two neighbouring ranks may have the same KV head. Row
-    block b of the token rows belongs to rank b % tp, or to every rank if the residual is replicated
-    (`replicated_residual`).
-    """
+class ModelSizes:
+    """The sizes of a model and of its numbers. All are counts, except `rms_eps`, `dtype` and `quantised_kv`."""
 
     vocab: int
     hidden: int
@@ -60,122 +53,15 @@ class Dims:
     kv_heads: int
     head_dim: int
     rms_eps: float
-
     dtype: int  # Dtype of activations, and of K and V unless quantised_kv; sums are in float32
-    kv_block: int  # KV tokens per partial softmax result (m, l, o); the same in all programs
-    kv_page: int  # KV tokens in a page of the cache; divides kv_block
-    row_block: int  # token rows of a row block; the rows of a block share counters
-
-    tokens: int  # token rows of the bucket
-    logit_rows: int  # token rows that get logits
-    max_seqs: int  # maximum number of sequences in a step, each with a block table; HISTORY has as many slots
-    max_context: int  # the maximum number of tokens in a sequence
-    items: int  # maximum number of attention items (isa/step.py)
-    attention_slots: int  # attention instructions per layer
-    partials: int  # rows of PARTIALS, one per (split, query row, KV head, KV block)
-    bias_entries: int  # maximum number of (token, bias) pairs of all rows together
-    mask_rows: int = 0  # logit rows that may have a mask of allowed tokens
-
-    tp: int = 1  # ranks that share the model
-    rank: int = 0  # the rank that has these sizes; `Program.dims` has the sizes of rank 0
-    replicated_o: int = 0  # 1: every rank has all of W_O; attention stores a row's heads at the row's owner
-    replicated_residual: int = 0  # 1: every rank has the whole residual and adds all partial sums
-
-    units: int = 0  # the Units that compute matmuls; they determine the bits of the results
-    ring_pages: int = 0  # shared-memory pages of an SM (see runtime/cuda/pages.py); 0 if the target has none
-
     # 1: K and V are stored in Q8_0, where each token's row of a head is quantised by itself. This field
     # also determines the bits of the results.
     quantised_kv: int = 0
-    sms: int = 1  # SMs of a worker; two SMs share weight tiles and divide an instruction's rows
-
-    @property
-    def row_blocks(self) -> int:
-        return ceil_div(self.tokens, self.row_block)
-
-    @property
-    def pages_per_seq(self) -> int:
-        return ceil_div(self.max_context, self.kv_page)
-
-    @property
-    def own_rows(self) -> int:
-        """Return the maximum number of token rows that a rank owns. In REDUCE, each rank has a slot of
-        this many rows.
-        """
-        return self.tokens if self.replicated_residual else ceil_div(self.row_blocks, self.tp) * self.row_block
-
-    @property
-    def own_logit_rows(self) -> int:
-        """Return the number of consecutive logit rows that each rank samples. Rank i // own_logit_rows
-        samples row i.
-        """
-        return ceil_div(self.logit_rows, self.tp)
 
     @property
     def mask_words(self) -> int:
         """Return the number of 32-bit words of a mask, which has one bit per token of the vocabulary."""
         return ceil_div(self.vocab, 32)
-
-    @property
-    def rank_heads(self) -> int:
-        return share(self.heads, self.tp, self.rank)
-
-    @property
-    def first_head(self) -> int:
-        return start(self.heads, self.tp, self.rank)
-
-    @property
-    def rank_kv_heads(self) -> int:
-        return (
-            ceil_div(self.first_head + self.rank_heads, self.group_size) - self.first_kv_head if self.rank_heads else 0
-        )
-
-    @property
-    def first_kv_head(self) -> int:
-        return self.first_head // self.group_size
-
-    @property
-    def rank_ffn(self) -> int:
-        return min(self.ffn - self.first_ffn, SHARD_UNIT * share(shard_units(self.ffn), self.tp, self.rank))
-
-    @property
-    def first_ffn(self) -> int:
-        return min(self.ffn, SHARD_UNIT * start(shard_units(self.ffn), self.tp, self.rank))
-
-    @property
-    def rank_vocab(self) -> int:
-        return min(self.vocab - self.first_vocab, SHARD_UNIT * share(shard_units(self.vocab), self.tp, self.rank))
-
-    @property
-    def first_vocab(self) -> int:
-        return min(self.vocab, SHARD_UNIT * start(shard_units(self.vocab), self.tp, self.rank))
-
-    @property
-    def head_ranks(self) -> int:
-        """Return the number of ranks that have query heads. These are ranks 0 to head_ranks - 1."""
-        return min(self.heads, self.tp)
-
-    @property
-    def q_cols(self) -> int:
-        return self.rank_heads * self.head_dim
-
-    @property
-    def kv_cols(self) -> int:
-        return self.rank_kv_heads * self.head_dim
-
-    @property
-    def qkv_cols(self) -> int:
-        return self.q_cols + 2 * self.kv_cols
-
-    @property
-    def o_cols(self) -> int:
-        """Return the number of columns of ATTN, which is the inner length of the O projection."""
-        return self.heads * self.head_dim if self.replicated_o else self.q_cols
-
-    @property
-    def o_first(self) -> int:
-        """Return the column of ATTN where the rank's first query head begins."""
-        return self.first_head * self.head_dim if self.replicated_o else 0
 
     @property
     def kv_row(self) -> int:
@@ -189,31 +75,97 @@ class Dims:
         """Return the number of query heads that share one KV head."""
         return self.heads // self.kv_heads
 
+
+@dataclass(frozen=True)
+class Split:
+    """How `tp` ranks share a model, and which part rank `rank` has. Properties named `rank_...` are sizes of its part.
+
+    Query heads, FFN columns and vocabulary rows are divided among the ranks in contiguous shards. The sizes of
+    the shards differ by at most one unit (a head, or SHARD_UNIT columns), and larger shards come first. A shard may be
+    empty. A rank has the KV heads that its query heads use, so two neighbouring ranks may have the same KV head.
+    """
+
+    model: ModelSizes
+    tp: int = 1
+    rank: int = 0
+    replicated_o: int = 0  # 1: every rank has all of W_O; attention stores a row's heads at the row's owner
+    replicated_residual: int = 0  # 1: every rank has the whole residual and adds all partial sums
+
+    @property
+    def rank_heads(self) -> int:
+        return share(self.model.heads, self.tp, self.rank)
+
+    @property
+    def first_head(self) -> int:
+        return start(self.model.heads, self.tp, self.rank)
+
+    @property
+    def first_kv_head(self) -> int:
+        return self.first_head // self.model.group_size
+
+    @property
+    def rank_kv_heads(self) -> int:
+        return (
+            ceil_div(self.first_head + self.rank_heads, self.model.group_size) - self.first_kv_head
+            if self.rank_heads
+            else 0
+        )
+
+    @property
+    def first_ffn(self) -> int:
+        return min(self.model.ffn, SHARD_UNIT * start(shard_units(self.model.ffn), self.tp, self.rank))
+
+    @property
+    def rank_ffn(self) -> int:
+        return min(self.model.ffn - self.first_ffn, SHARD_UNIT * share(shard_units(self.model.ffn), self.tp, self.rank))
+
+    @property
+    def first_vocab(self) -> int:
+        return min(self.model.vocab, SHARD_UNIT * start(shard_units(self.model.vocab), self.tp, self.rank))
+
+    @property
+    def rank_vocab(self) -> int:
+        return min(
+            self.model.vocab - self.first_vocab,
+            SHARD_UNIT * share(shard_units(self.model.vocab), self.tp, self.rank),
+        )
+
+    @property
+    def head_ranks(self) -> int:
+        """Return the number of ranks that have query heads. These are ranks 0 to head_ranks - 1."""
+        return min(self.model.heads, self.tp)
+
+    @property
+    def q_cols(self) -> int:
+        return self.rank_heads * self.model.head_dim
+
+    @property
+    def kv_cols(self) -> int:
+        return self.rank_kv_heads * self.model.head_dim
+
+    @property
+    def qkv_cols(self) -> int:
+        return self.q_cols + 2 * self.kv_cols
+
+    @property
+    def o_cols(self) -> int:
+        """Return the number of columns of ATTN, which is the inner length of the O projection."""
+        return self.model.heads * self.model.head_dim if self.replicated_o else self.q_cols
+
+    @property
+    def o_first(self) -> int:
+        """Return the column of ATTN where the rank's first query head begins."""
+        return self.first_head * self.model.head_dim if self.replicated_o else 0
+
     def query_head(self, kv_head: int) -> int:
         """Return the first query head that uses KV head `kv_head`. Both are numbered from the rank's first head."""
-        return max((self.first_kv_head + kv_head) * self.group_size - self.first_head, 0)
+        return max((self.first_kv_head + kv_head) * self.model.group_size - self.first_head, 0)
 
     def query_head_end(self, kv_head: int) -> int:
         """Return one past the last query head that uses KV head `kv_head`. Both are numbered from the
         rank's first head.
         """
-        return min((self.first_kv_head + kv_head + 1) * self.group_size - self.first_head, self.rank_heads)
-
-    def owner(self, row: Int) -> Int:
-        """Return the rank that keeps the residual of a token row, if the residual is not replicated."""
-        return row // self.row_block % self.tp
-
-    def reduce_place(self, row: Int) -> Int:
-        """Return the row of a partial sum for token row `row`, counted from the beginning of a rank's slot
-        in REDUCE.
-        """
-        if self.replicated_residual:
-            return row
-        return row // self.row_block // self.tp * self.row_block + row % self.row_block
-
-    def reduce_row(self, from_rank: int, row: Int) -> Int:
-        """Return the row of REDUCE where `from_rank` stores its partial sum for token row `row`."""
-        return from_rank * self.own_rows + self.reduce_place(row)
+        return min((self.first_kv_head + kv_head + 1) * self.model.group_size - self.first_head, self.rank_heads)
 
     # -- The methods below have no counterpart in C++.
 
@@ -221,10 +173,142 @@ class Dims:
         """Return the rank's query heads [first, end) that use its KV head `kv_head`."""
         return self.query_head(kv_head), self.query_head_end(kv_head)
 
+    def on(self, rank: int) -> Split:
+        """Return the split as rank `rank` sees it."""
+        return self if rank == self.rank else replace(self, rank=rank)
+
+    @property
+    def ranks(self) -> list[Split]:
+        """The split as each rank sees it."""
+        return [self.on(rank) for rank in range(self.tp)]
+
+    @property
+    def whole(self) -> Split:
+        """The model as a single rank has it."""
+        return Split(self.model)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The maximum sizes of a step of a program, and the engine's limits. All are counts."""
+
+    kv_block: int  # KV tokens per partial softmax result (m, l, o); the same in all programs
+    kv_page: int  # KV tokens in a page of the cache; divides kv_block
+    row_block: int  # token rows of a row block; the rows of a block share counters
+    tokens: int  # token rows of the bucket
+    logit_rows: int  # token rows that get logits
+    max_seqs: int  # maximum number of sequences in a step, each with a block table; HISTORY has as many slots
+    max_context: int  # the maximum number of tokens in a sequence
+    items: int  # maximum number of attention items (isa/step.py)
+    attention_slots: int  # attention instructions per layer
+    partials: int  # rows of PARTIALS, one per (split, query row, KV head, KV block)
+    bias_entries: int  # maximum number of (token, bias) pairs of all rows together
+    mask_rows: int = 0  # logit rows that may have a mask of allowed tokens
+
+    @property
+    def row_blocks(self) -> int:
+        return ceil_div(self.tokens, self.row_block)
+
+    @property
+    def pages_per_seq(self) -> int:
+        return ceil_div(self.max_context, self.kv_page)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What computes an instruction: a CPU core, an SM or a pair of SMs."""
+
+    units: int = 0  # the Units that compute matmuls; they determine the bits of the results
+    ring_pages: int = 0  # shared-memory pages of an SM; 0 if the target has none
+    sms: int = 1  # SMs of a worker; two SMs share weight tiles and divide an instruction's rows
+
+
+@dataclass(frozen=True)
+class Dims:
+    """The sizes of a program's steps as one rank sees them. `Program.dims` has those of rank 0.
+
+    Row block b of the token rows belongs to rank b % tp, or to every rank if the residual is replicated.
+    """
+
+    split: Split
+    bucket: Bucket
+    worker: Worker
+
+    @property
+    def model(self) -> ModelSizes:
+        return self.split.model
+
+    @property
+    def own_rows(self) -> int:
+        """Return the maximum number of token rows that a rank owns. In REDUCE, each rank has a slot of
+        this many rows.
+        """
+        return (
+            self.bucket.tokens
+            if self.split.replicated_residual
+            else ceil_div(self.bucket.row_blocks, self.split.tp) * self.bucket.row_block
+        )
+
+    @property
+    def own_logit_rows(self) -> int:
+        """Return the number of consecutive logit rows that each rank samples. Rank i // own_logit_rows
+        samples row i.
+        """
+        return ceil_div(self.bucket.logit_rows, self.split.tp)
+
+    def owner(self, row: Int) -> Int:
+        """Return the rank that keeps the residual of a token row, if the residual is not replicated."""
+        return row // self.bucket.row_block % self.split.tp
+
+    def reduce_place(self, row: Int) -> Int:
+        """Return the row of a partial sum for token row `row`, counted from the beginning of a rank's slot
+        in REDUCE.
+        """
+        if self.split.replicated_residual:
+            return row
+        return row // self.bucket.row_block // self.split.tp * self.bucket.row_block + row % self.bucket.row_block
+
+    def reduce_row(self, from_rank: int, row: Int) -> Int:
+        """Return the row of REDUCE where `from_rank` stores its partial sum for token row `row`."""
+        return from_rank * self.own_rows + self.reduce_place(row)
+
+    # -- The methods below have no counterpart in C++.
+
     def owners(self, row: int) -> range:
         """Return the ranks that keep the residual of a token row."""
         owner = self.owner(row)
-        return range(self.tp) if self.replicated_residual else range(owner, owner + 1)
+        return range(self.split.tp) if self.split.replicated_residual else range(owner, owner + 1)
+
+    def on(self, rank: int) -> Dims:
+        """Return the sizes as rank `rank` sees them."""
+        return self if rank == self.split.rank else replace(self, split=self.split.on(rank))
+
+    @property
+    def ranks(self) -> list[Dims]:
+        """The sizes as each rank sees them."""
+        return [self.on(rank) for rank in range(self.split.tp)]
+
+    @property
+    def flat(self) -> dict[str, float]:
+        """All sizes by name, in the order of DIM_FIELDS."""
+        sizes = asdict(self.model) | vars(self.split) | vars(self.bucket) | vars(self.worker)
+        return {name: sizes[name] for name, _ in DIM_FIELDS}
+
+    @staticmethod
+    def of(**sizes: float) -> Dims:
+        """Return the Dims with these sizes, which are named as in DIM_FIELDS. Raises TypeError if a size is missing
+        that has no default.
+        """
+        of = {record: {n: sizes.pop(n) for n in names if n in sizes} for record, names in _RECORDS.items()}
+        if sizes:
+            raise TypeError(f"there are no sizes {', '.join(sizes)}")
+        model = ModelSizes(**of[ModelSizes])  # type: ignore[arg-type]
+        split = Split(model, **of[Split])  # type: ignore[arg-type]
+        return Dims(split, Bucket(**of[Bucket]), Worker(**of[Worker]))  # type: ignore[arg-type]
+
+    def changed(self, **sizes: float) -> Dims:
+        """Return these sizes with other values for the sizes that `sizes` names as in DIM_FIELDS."""
+        return Dims.of(**self.flat | sizes)
 
 
 def ceil_div(a: Int, b: int) -> Int:
@@ -244,7 +328,10 @@ def start(units: int, ranks: int, rank: int) -> int:
     return rank * (units // ranks) + min(rank, units % ranks)
 
 
-DIM_FIELDS: tuple[tuple[str, type], ...] = tuple((f.name, float if f.name == "rms_eps" else int) for f in fields(Dims))
-
-# KV tokens per partial softmax result. Every program uses the same number, because attention's bits depend on it.
-KV_BLOCK = 128
+_RECORDS = {
+    record: tuple(f.name for f in fields(record) if f.name != "model") for record in (ModelSizes, Split, Bucket, Worker)
+}
+# The fields of all records: those of the C++ struct, in order.
+DIM_FIELDS: tuple[tuple[str, type], ...] = tuple(
+    (name, float if name == "rms_eps" else int) for names in _RECORDS.values() for name in names
+)

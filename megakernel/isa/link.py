@@ -34,11 +34,11 @@ def link_bytes_each(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
     counts with an equal part of the bytes.
     """
     count = len(next(iter(columns.values()), ()))
-    out = np.zeros((count, dims.tp), dtype=np.int64)
+    out = np.zeros((count, dims.split.tp), dtype=np.int64)
     for access in accesses(phase, columns, dims):
         if access.kind is not Kind.READ and count:
             out += _stored(access, dims)
-    out[:, dims.rank] = 0
+    out[:, dims.split.rank] = 0
     return out
 
 
@@ -46,16 +46,20 @@ def _stored(access: Access, d: Dims) -> Bytes:
     """Return the bytes that n instructions store in each rank's copy by one kind of access: [n, tp]."""
     rows = np.maximum(access.row_end - access.row, 0).astype(np.int64)
     cols = np.maximum(access.col_end - access.col, 0)
-    size = rows * cols * BUFFERS[access.buffer].resolve_dtype(d).itemsize
-    out = np.zeros((len(size), d.tp), dtype=np.int64)
-    if access.index is Index.LOGIT_OWNER and d.rank > 0:
+    size = rows * cols * BUFFERS[access.buffer].resolve_dtype(d.model).itemsize
+    out = np.zeros((len(size), d.split.tp), dtype=np.int64)
+    if access.index is Index.LOGIT_OWNER and d.split.rank > 0:
         return out
     if access.rank is None:
-        blocks = np.arange(d.row_blocks)
-        owned = np.zeros(d.tp, dtype=np.int64)
-        np.add.at(owned, d.owner(blocks * d.row_block), np.minimum(d.row_block, d.tokens - blocks * d.row_block))
+        blocks = np.arange(d.bucket.row_blocks)
+        owned = np.zeros(d.split.tp, dtype=np.int64)
+        np.add.at(
+            owned,
+            d.owner(blocks * d.bucket.row_block),
+            np.minimum(d.bucket.row_block, d.bucket.tokens - blocks * d.bucket.row_block),
+        )
         # `size[0]` has the bytes of all token rows. A row is stored only in the copy of the rank that owns it.
-        out[:] = owned * int(size[0] // d.tokens)
+        out[:] = owned * int(size[0] // d.bucket.tokens)
     elif isinstance(access.rank, np.ndarray):
         out[np.arange(len(size)), access.rank] = size
     elif access.rank == EVERY:

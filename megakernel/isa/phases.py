@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from .buffers import BUFFERS, Buffer
-from .dims import Dims
+from .buffers import Buffer, weight_shape
+from .dims import Dims, ModelSizes, Split
 from .dtypes import Dtype
 from .opcodes import Operation, OperationFamily, Result, Rows
 from .record import OPERAND_WORD, Column, Records
@@ -84,37 +84,37 @@ class Phase:
         """The operand columns of this phase's records."""
         return {name: records[:, OPERAND_WORD + i] for i, name in enumerate(self.operands)}
 
-    # -- The following methods return sizes on rank `dims.rank`.
+    # -- The following methods return sizes of the part of rank `split.rank`.
 
-    def inner(self, dims: Dims) -> int:
+    def inner(self, split: Split) -> int:
         """The length of a matmul's dot products, or of a norm's rows."""
-        return self._shape(dims)[-1]
+        return self._shape(split)[-1]
 
-    def width(self, dims: Dims) -> int:
+    def width(self, split: Split) -> int:
         """The number of output columns of a matmul; 0 if the rank has nothing to multiply."""
-        return self._shape(dims)[-2] if self.is_matmul and self.inner(dims) else 0
+        return self._shape(split)[-2] if self.is_matmul and self.inner(split) else 0
 
-    def matrices(self, dims: Dims) -> int:
+    def matrices(self, split: Split) -> int:
         """The number of matrices of a matmul; each output column is computed from one column of each matrix."""
-        shape = self._shape(dims)
+        shape = self._shape(split)
         return shape[0] if len(shape) == 3 else 1
 
-    def whole_heads(self, dims: Dims) -> bool:
+    def whole_heads(self, model: ModelSizes) -> bool:
         """Whether a tile must contain whole heads, because a head is normalised or quantised for the KV cache."""
-        return self.result is Result.HEADS and (self.head_norm is not None or dims.quantised_kv > 0)
+        return self.result is Result.HEADS and (self.head_norm is not None or model.quantised_kv > 0)
 
-    def stored_bits(self, dims: Dims) -> float:
+    def stored_bits(self, model: ModelSizes) -> float:
         """The number of bits per weight in memory."""
-        return Dtype(dims.dtype).bits if self.weight_bits is None else self.weight_bits
+        return Dtype(model.dtype).bits if self.weight_bits is None else self.weight_bits
 
-    def ranks(self, dims: Dims) -> int:
+    def ranks(self, split: Split) -> int:
         """The number n of ranks that hold a part of the inner dimension of the weights. These are
         ranks 0 to n - 1.
         """
-        return sum(self.inner(replace(dims, rank=rank)) > 0 for rank in range(dims.tp))
+        return sum(self.inner(part) > 0 for part in split.ranks)
 
-    def _shape(self, dims: Dims) -> tuple[int, ...]:
-        return (0, 0) if self.weights is None else BUFFERS[self.weights].shape(dims, 0)
+    def _shape(self, split: Split) -> tuple[int, ...]:
+        return (0, 0) if self.weights is None else weight_shape(self.weights, split)
 
 
 @dataclass(frozen=True)
@@ -153,14 +153,14 @@ PHASE_FIELDS: tuple[PhaseField, ...] = (
         "a phase in layer i uses the weights of layer i + ahead, or of the last layer if i + ahead exceeds it",
         lambda p, d: p.ahead,
     ),
-    PhaseField("inner", "int32_t", "length of each dot product (K)", lambda p, d: p.inner(d)),
-    PhaseField("width", "int32_t", "output columns", lambda p, d: p.width(d)),
-    PhaseField("matrices", "int32_t", "number of weight matrices", lambda p, d: p.matrices(d)),
+    PhaseField("inner", "int32_t", "length of each dot product (K)", lambda p, d: p.inner(d.split)),
+    PhaseField("width", "int32_t", "output columns", lambda p, d: p.width(d.split)),
+    PhaseField("matrices", "int32_t", "number of weight matrices", lambda p, d: p.matrices(d.split)),
     PhaseField(
         "ranks",
         "int32_t",
         "for a reduction: number of ranks whose partial sums are added",
-        lambda p, d: p.ranks(d) if p.operation is Operation.REDUCE else 0,
+        lambda p, d: p.ranks(d.split) if p.operation is Operation.REDUCE else 0,
     ),
 )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,8 +32,8 @@ class StepField:
     per_rank: bool = False
 
     def length(self, dims: Dims) -> int:
-        factors: list[int] = [getattr(dims, name) for name in self.of]
-        return math.prod(factors) + self.plus
+        factors = [getattr(dims.model if name == "mask_words" else dims.bucket, name) for name in self.of]
+        return int(math.prod(factors)) + self.plus
 
 
 _T, _L, _I, _B = ("tokens",), ("logit_rows",), ("items",), ("bias_entries",)
@@ -125,9 +125,9 @@ def _layout(dims: Dims) -> tuple[dict[str, tuple[int, int, bool]], int]:
     fields, offset = {}, 0
     for field in STEP_FIELDS:
         length = field.length(dims)
-        start = offset + (dims.rank * length if field.per_rank else 0)
+        start = offset + (dims.split.rank * length if field.per_rank else 0)
         fields[field.name] = (start, start + length, field.is_float)
-        offset += length * (dims.tp if field.per_rank else 1)
+        offset += length * (dims.split.tp if field.per_rank else 1)
     return fields, offset
 
 
@@ -151,7 +151,7 @@ class StepTable:
 
     def rank(self, rank: int) -> StepTable:
         """Return the same table as rank `rank` sees it."""
-        return self if rank == self.dims.rank else StepTable(replace(self.dims, rank=rank), self.words)
+        return self if rank == self.dims.split.rank else StepTable(self.dims.on(rank), self.words)
 
     def copy(self) -> StepTable:
         """A copy of the words in separate memory."""
@@ -160,7 +160,7 @@ class StepTable:
     @property
     def used(self) -> NDArray[np.int32]:
         """The words that a launch needs: everything except unused masks."""
-        unused = (self.dims.mask_rows - int(self.mask_count[0])) * self.dims.mask_words
+        unused = (self.dims.bucket.mask_rows - int(self.mask_count[0])) * self.dims.model.mask_words
         return self.words[: len(self.words) - unused]
 
     def __getattr__(self, name: str) -> NDArray[np.int32]:
@@ -172,8 +172,8 @@ class StepTable:
         if is_float:
             view = view.view(np.float32)
         if name == "block_tables":
-            view = view.reshape(self.dims.max_seqs, self.dims.pages_per_seq)
+            view = view.reshape(self.dims.bucket.max_seqs, self.dims.bucket.pages_per_seq)
         if name == "masks":
-            view = view.reshape(self.dims.mask_rows, self.dims.mask_words)
+            view = view.reshape(self.dims.bucket.mask_rows, self.dims.model.mask_words)
         self.__dict__[name] = view
         return view

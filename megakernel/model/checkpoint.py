@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, from_f32, to_f32
+from ..isa import BUFFERS, Buffer, Dtype, Split, from_f32, to_f32
 from ..isa.dtypes import BLOCKS
 from .config import ModelConfig
 
@@ -72,7 +72,7 @@ class Checkpoint(Protocol):
     dtype: Dtype
     storage: dict[Buffer, Storage]
 
-    def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
+    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[Rows]:
         """The rows of a weight buffer (of one layer if layered) that rank `split.rank` has, in the
         order that `megakernel.isa.buffers` gives, one matrix after another.
 
@@ -91,42 +91,42 @@ class Share(NamedTuple):
     size: int
 
 
-def row_shares(buffer: Buffer, split: Dims) -> list[Share]:
+def row_shares(buffer: Buffer, split: Split) -> list[Share]:
     """The rows that rank `split.rank` has of each tensor of a weight buffer, in order."""
     match buffer:
         case Buffer.W_QKV | Buffer.B_QKV:
-            size = split.head_dim
-            kv = Share(split.kv_heads * size, split.first_kv_head * size, split.kv_cols)
-            return [Share(split.heads * size, split.first_head * size, split.q_cols), kv, kv]
+            size = split.model.head_dim
+            kv = Share(split.model.kv_heads * size, split.first_kv_head * size, split.kv_cols)
+            return [Share(split.model.heads * size, split.first_head * size, split.q_cols), kv, kv]
         case Buffer.W_GATE_UP | Buffer.B_GATE_UP:
-            return [Share(split.ffn, split.first_ffn, split.rank_ffn)] * 2
+            return [Share(split.model.ffn, split.first_ffn, split.rank_ffn)] * 2
         case Buffer.LM_HEAD:
-            return [Share(split.vocab, split.first_vocab, split.rank_vocab)]
+            return [Share(split.model.vocab, split.first_vocab, split.rank_vocab)]
         case Buffer.EMBED:
-            return [_all(split.vocab)]
+            return [_all(split.model.vocab)]
         case Buffer.INV_FREQ:
-            return [_all(split.head_dim // 2)]
+            return [_all(split.model.head_dim // 2)]
         case Buffer.QK_NORM:
-            return [_all(split.head_dim)] * 2
-    return [_all(split.hidden)]
+            return [_all(split.model.head_dim)] * 2
+    return [_all(split.model.hidden)]
 
 
-def column_share(buffer: Buffer, split: Dims) -> Share:
+def column_share(buffer: Buffer, split: Split) -> Share:
     """The columns that rank `split.rank` has of each row of a weight buffer."""
     match buffer:
         case Buffer.W_O:
-            first = 0 if split.replicated_o else split.first_head * split.head_dim
-            return Share(split.heads * split.head_dim, first, split.o_cols)
+            first = 0 if split.replicated_o else split.first_head * split.model.head_dim
+            return Share(split.model.heads * split.model.head_dim, first, split.o_cols)
         case Buffer.W_DOWN:
-            return Share(split.ffn, split.first_ffn, split.rank_ffn)
-    return _all(split.hidden if BUFFERS[buffer].matrix else 1)
+            return Share(split.model.ffn, split.first_ffn, split.rank_ffn)
+    return _all(split.model.hidden if BUFFERS[buffer].matrix else 1)
 
 
 def _all(count: int) -> Share:
     return Share(count, 0, count)
 
 
-def cut(whole: Sequence[Rows], buffer: Buffer, split: Dims) -> list[Rows]:
+def cut(whole: Sequence[Rows], buffer: Buffer, split: Split) -> list[Rows]:
     """The part of all rows of a weight buffer that rank `split.rank` has. The result consists of views."""
     out, base = [], 0
     for share in row_shares(buffer, split):
@@ -139,12 +139,12 @@ def cut(whole: Sequence[Rows], buffer: Buffer, split: Dims) -> list[Rows]:
     return out
 
 
-def cut_columns(part: Rows, buffer: Buffer, split: Dims) -> Rows:
+def cut_columns(part: Rows, buffer: Buffer, split: Split) -> Rows:
     """The columns of some rows that rank `split.rank` has, as a view."""
     return Rows(part.dtype, part.data[:, column_bytes(part.dtype, buffer, split)])
 
 
-def column_bytes(dtype: Dtype, buffer: Buffer, split: Dims) -> slice:
+def column_bytes(dtype: Dtype, buffer: Buffer, split: Split) -> slice:
     """The bytes of a row in the type `dtype` that rank `split.rank` has. Raises MegakernelError if they begin inside
     a quantised block.
     """
@@ -158,7 +158,7 @@ def column_bytes(dtype: Dtype, buffer: Buffer, split: Dims) -> slice:
     return slice(begin, begin + dtype.row_bytes(count))
 
 
-def rows_of(checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
+def rows_of(checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Split) -> list[Rows]:
     """`checkpoint.rows`, and a check that these are the rows of a model with the sizes `split`.
     Raises MegakernelError.
     """
@@ -173,14 +173,14 @@ def rows_of(checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Dims) -> 
 
 
 def array_of(
-    checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Dims, dtype: Dtype | None = None
+    checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Split, dtype: Dtype | None = None
 ) -> NDArray[np.generic]:
     """The rows of rank `split.rank` as a new array [rows, columns] of the float type `dtype`, which is
     by default the type that BUFFERS declares.
     """
     rows = rows_of(checkpoint, buffer, layer, split)
     shape = sum(len(part.data) for part in rows), column_share(buffer, split).size
-    return floats(rows, shape, BUFFERS[buffer].resolve_dtype(split) if dtype is None else dtype)
+    return floats(rows, shape, BUFFERS[buffer].resolve_dtype(split.model) if dtype is None else dtype)
 
 
 def floats(parts: Iterable[Rows], shape: tuple[int, int], dtype: Dtype) -> NDArray[np.generic]:
@@ -207,31 +207,3 @@ def converted(rows: Sequence[Rows], inner: int, dtype: Dtype) -> list[Rows]:
         part if part.dtype is dtype else Rows(dtype, floats([part], (len(part.data), inner), dtype).view(np.uint8))
         for part in rows
     ]
-
-
-def weight_dims(config: ModelConfig, dtype: Dtype) -> Dims:
-    """Dims from which the shapes of a model's weight buffers can be computed. Sizes on which these
-    shapes do not depend are 1.
-    """
-    return Dims(
-        vocab=config.vocab,
-        hidden=config.hidden,
-        ffn=config.ffn,
-        layers=config.layers,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        rms_eps=config.rms_eps,
-        dtype=int(dtype),
-        kv_block=KV_BLOCK,
-        kv_page=1,
-        row_block=1,
-        tokens=1,
-        logit_rows=1,
-        max_seqs=1,
-        max_context=1,
-        items=1,
-        attention_slots=1,
-        partials=1,
-        bias_entries=1,
-    )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from ..isa import Dtype, ModelSizes
+
 
 class RopeKind(Enum):
     DEFAULT = "default"
@@ -45,3 +47,9 @@ class ModelConfig:
     mlp_bias: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+
+    def sizes(self, dtype: Dtype, *, quantised_kv: bool = False) -> ModelSizes:
+        """The sizes of the model when it computes in `dtype`."""
+        names = ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "rms_eps")
+        own = {name: getattr(self, name) for name in names}
+        return ModelSizes(**own, dtype=int(dtype), quantised_kv=int(quantised_kv))

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError, file_errors
-from ..isa import BUFFERS, Buffer, Dims, Dtype, all_finite
+from ..isa import BUFFERS, Buffer, Dtype, Split, all_finite
 from .checkpoint import (
     CHUNK,
     Checkpoint,
@@ -25,7 +25,6 @@ from .checkpoint import (
     floats,
     row_shares,
     vector,
-    weight_dims,
 )
 from .config import ModelConfig
 from .families import forward, weights
@@ -89,11 +88,11 @@ class FileCheckpoint:
         if config.tied and Buffer.EMBED in self.storage:
             self.storage[Buffer.LM_HEAD] = self.storage[Buffer.EMBED]
 
-    def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
+    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[Rows]:
         if buffer is Buffer.INV_FREQ:
             return [vector(inverse_frequencies(self.config.rope, self.config.head_dim))]
         source = Buffer.EMBED if buffer is Buffer.LM_HEAD and self.config.tied else buffer
-        wanted = None if buffer in self.storage else BUFFERS[buffer].resolve_dtype(split)
+        wanted = None if buffer in self.storage else BUFFERS[buffer].resolve_dtype(split.model)
         out = []
         for index, name in enumerate(self._naming.names(source, layer)):
             share = row_shares(buffer, split)[index]
@@ -112,7 +111,7 @@ class FileCheckpoint:
         names = (self._naming.names(buffer, layer) for layer in layers)
         return Storage(tuple(tuple(Part(dtype(name), shapes[name][0]) for name in layer) for layer in names))
 
-    def _read(self, name: str, share: Share, buffer: Buffer, split: Dims, dtype: Dtype | None) -> Rows:
+    def _read(self, name: str, share: Share, buffer: Buffer, split: Split, dtype: Dtype | None) -> Rows:
         """A rank's part of a tensor in the float type `dtype`, or as a view of the file if this is the tensor's type
         or None. NaN and infinity are refused: one such weight would make every token meaningless, and a later error
         could not name the weight.
@@ -153,7 +152,7 @@ def tensors_of(checkpoint: Checkpoint, naming: Naming, dtype: Dtype) -> Iterator
     """Yield the tensors of `expected_shapes`, in order, as a file with this naming stores them.
     bfloat16 values are uint16.
     """
-    split, head_dim = weight_dims(checkpoint.config, dtype), checkpoint.config.head_dim
+    split, head_dim = Split(checkpoint.config.sizes(dtype)), checkpoint.config.head_dim
     shapes = expected_shapes(checkpoint.config, naming)
     for buffer in _expected_buffers(checkpoint.config):
         for layer in range(checkpoint.config.layers if BUFFERS[buffer].layered else 1):
@@ -167,7 +166,7 @@ def tensors_of(checkpoint: Checkpoint, naming: Naming, dtype: Dtype) -> Iterator
 def expected_shapes(config: ModelConfig, naming: Naming) -> dict[str, tuple[int, ...]]:
     """The name and shape of every tensor that a file must have."""
     expected: dict[str, tuple[int, ...]] = {}
-    split = weight_dims(config, Dtype.F32)
+    split = Split(config.sizes(Dtype.F32))
     for buffer in _expected_buffers(config):
         columns = (column_share(buffer, split).whole,) if BUFFERS[buffer].matrix else ()
         for layer in range(config.layers if BUFFERS[buffer].layered else 1):

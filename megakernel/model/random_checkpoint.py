@@ -7,7 +7,7 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import BUFFERS, Buffer, Dims, Dtype
+from ..isa import BUFFERS, Buffer, Dtype, Split
 from .checkpoint import Rows, Storage, column_share, converted, cut, row_shares, vector
 from .config import ModelConfig, Rope, RopeKind
 from .rope import inverse_frequencies
@@ -61,14 +61,14 @@ class RandomCheckpoint:
         self._seed = seed
         self._last = threading.local()
 
-    def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
+    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[Rows]:
         if buffer is Buffer.INV_FREQ:
             return [vector(inverse_frequencies(self.config.rope, self.config.head_dim))]
         whole = self._whole(Buffer.EMBED if buffer is Buffer.LM_HEAD and self.config.tied else buffer, layer, split)
         rows = cut([whole], buffer, split)
-        return converted(rows, column_share(buffer, split).size, BUFFERS[buffer].resolve_dtype(split))
+        return converted(rows, column_share(buffer, split).size, BUFFERS[buffer].resolve_dtype(split.model))
 
-    def _whole(self, buffer: Buffer, layer: int, split: Dims) -> Rows:
+    def _whole(self, buffer: Buffer, layer: int, split: Split) -> Rows:
         """All rows of a buffer. If there are several ranks, each thread keeps the rows for the next rank."""
         key = buffer, layer if BUFFERS[buffer].layered else 0
         made: tuple[object, Rows] | None = getattr(self._last, "made", None)

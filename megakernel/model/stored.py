@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from ..errors import MegakernelError
-from ..isa import BUFFERS, Buffer, Dims, Dtype
-from .checkpoint import Checkpoint, Part, Rows, Storage, column_bytes, column_share, converted, row_shares, weight_dims
+from ..isa import BUFFERS, Buffer, Dtype, Split
+from .checkpoint import Checkpoint, Part, Rows, Storage, column_bytes, column_share, converted, row_shares
 from .config import ModelConfig
 from .families import weights
 from .quantise import quantise
@@ -50,7 +50,7 @@ def storage_of(checkpoint: Checkpoint | None, config: ModelConfig, name: str) ->
 
 def bits_of(config: ModelConfig, storage: Mapping[Buffer, Storage]) -> dict[Buffer, float]:
     """The mean bits per weight of each buffer in `storage`, in the form that `compile_program` takes."""
-    split = weight_dims(config, Dtype.F32)
+    split = Split(config.sizes(Dtype.F32))
     return {buffer: stored.bits(column_share(buffer, split).whole) for buffer, stored in storage.items()}
 
 
@@ -62,7 +62,7 @@ def _weight_type(name: str) -> Dtype:
 
 def _all_in(config: ModelConfig, kind: Dtype) -> dict[Buffer, Storage]:
     """The `storage` of a checkpoint that stores all matrices of a model in one type."""
-    split = weight_dims(config, Dtype.F32)
+    split = Split(config.sizes(Dtype.F32))
     rows = {b: sum(share.whole for share in row_shares(b, split)) for b in weights(config) if BUFFERS[b].matrix}
     return {b: Storage(((Part(kind, n),),) * (config.layers if BUFFERS[b].layered else 1)) for b, n in rows.items()}
 
@@ -73,7 +73,7 @@ def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, St
 
     `storage` lists the matrices that are not in the compute type `dtype`.
     """
-    split, out = weight_dims(config, dtype), Counter[str]()
+    split, out = Split(config.sizes(dtype)), Counter[str]()
     for buffer, kept in {**_all_in(config, dtype), **storage}.items():
         if buffer is Buffer.LM_HEAD and config.tied:
             continue
@@ -92,13 +92,14 @@ class _Stored:
         self.storage = _all_in(whole.config, dtype)
         self._whole, self._kind = whole, dtype
 
-    def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
-        rows = self._whole.rows(buffer, layer, replace(split, dtype=int(Dtype.F32)))  # floats that are not rounded yet
+    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[Rows]:
+        exact = replace(split, model=replace(split.model, dtype=int(Dtype.F32)))  # floats that are not rounded yet
+        rows = self._whole.rows(buffer, layer, exact)
         if buffer not in self.storage or {part.dtype for part in rows} == {self._kind}:
             return rows
         column_bytes(self._kind, buffer, split)  # raises an error if the columns begin inside a block
         inner = column_share(buffer, split).size
         if not self._kind.quantised:
             return converted(rows, inner, self._kind)
-        exact = (part.data.view(np.float32) for part in converted(rows, inner, Dtype.F32))
-        return [Rows(self._kind, quantise(part, self._kind)) for part in exact]
+        floats = (part.data.view(np.float32) for part in converted(rows, inner, Dtype.F32))
+        return [Rows(self._kind, quantise(part, self._kind)) for part in floats]

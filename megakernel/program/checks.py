@@ -92,7 +92,7 @@ def _arrays(program: Program) -> Iterator[str]:
     """Check the arrays' shapes, and the offsets of the streams in them. All indexing relies on
     these.
     """
-    if program.ranks < 1 or program.workers < 1 or program.dims.layers < 1 or program.counters < 1:
+    if program.ranks < 1 or program.workers < 1 or program.dims.model.layers < 1 or program.counters < 1:
         yield "ranks, workers, layers and counters must all be at least 1"
         return
     for name in SEGMENTS:
@@ -115,48 +115,61 @@ def _layout(program: Program) -> Iterator[str]:
         return
     if program.ranks >= bits.OWNER:
         yield f"{program.ranks} ranks do not fit a signal word"
-    if program.ranks != dims.tp or dims.rank != 0:
-        yield f"a program of {program.ranks} ranks has the sizes of rank {dims.rank} of {dims.tp} instead of rank 0"
+    if program.ranks != dims.split.tp or dims.split.rank != 0:
+        sizes = f"the sizes of rank {dims.split.rank} of {dims.split.tp}"
+        yield f"a program of {program.ranks} ranks has {sizes} instead of rank 0"
     if program.workers > MOST_WORKERS:
         yield f"{program.workers} workers of a rank are more than {MOST_WORKERS}"
-    if (dims.layers + 1) * program.counters > MOST_COUNTERS:
-        yield f"{dims.layers + 1} blocks of {program.counters} counters are more than {MOST_COUNTERS}"
+    if (dims.model.layers + 1) * program.counters > MOST_COUNTERS:
+        yield f"{dims.model.layers + 1} blocks of {program.counters} counters are more than {MOST_COUNTERS}"
     if program.counters > bits.COUNTER_MASK:
         yield f"a block of {program.counters} counters does not fit a wait or signal word"
-    if dims.layers > bits.MOST_LAYERS:
-        yield f"{dims.layers} layers are more than {bits.MOST_LAYERS}"
+    if dims.model.layers > bits.MOST_LAYERS:
+        yield f"{dims.model.layers} layers are more than {bits.MOST_LAYERS}"
     yield from _sizes(dims)
 
 
 def _sizes(d: Dims) -> Iterator[str]:
     """Check that sizes are in range and fit each other. All phases and step tables rely on these checks."""
     counts = ("vocab", "hidden", "ffn", "heads", "kv_heads", "head_dim", "kv_page", "row_block", "tokens", "logit_rows")
-    low = [name for name in (*counts, "max_seqs", "max_context", "attention_slots") if getattr(d, name) < 1]
+    low = [name for name in (*counts, "max_seqs", "max_context", "attention_slots") if d.flat[name] < 1]
     if low:
         yield f"{', '.join(low)} must be at least 1"
         return
     more = ("max_seqs", "max_context", "attention_slots", "items", "partials", "bias_entries", "mask_rows", "kv_block")
-    high = [name for name in (*counts, *more) if getattr(d, name) > MOST]
-    if high or max(d.heads * d.head_dim, d.tp * (d.tokens + d.row_block), d.tokens + d.row_block) > MOST:
+    high = [name for name in (*counts, *more) if d.flat[name] > MOST]
+    if (
+        high
+        or max(
+            d.model.heads * d.model.head_dim,
+            d.split.tp * (d.bucket.tokens + d.bucket.row_block),
+            d.bucket.tokens + d.bucket.row_block,
+        )
+        > MOST
+    ):
         yield f"{', '.join(high) or 'a product of sizes'} must be at most {MOST}"
         return
     if (words := step_words(d)) > MOST_STEP_WORDS:
         yield f"a step table of {words} words is longer than {MOST_STEP_WORDS}"
-    known = d.dtype in (Dtype.F32, Dtype.BF16) and d.units in list(Units) and d.replicated_o in (0, 1)
-    known = known and d.replicated_residual in (0, 1) and d.quantised_kv in (0, 1)
-    if not known or d.ring_pages < 0 or (d.ring_pages and d.units == Units.CORE):
-        yield f"dtype {d.dtype}, units {d.units}, a ring of {d.ring_pages} pages or a flag is out of range"
-    if d.sms not in ((1, 2) if d.units == Units.TENSOR else (1,)):
-        yield f"workers of {d.sms} SMs are not possible: a worker has one, or two where matrix units compute"
-    if d.heads % d.kv_heads or d.head_dim % 2:
-        yield f"{d.heads} heads of {d.head_dim} elements do not fit {d.kv_heads} KV heads and RoPE pairs"
-    if d.kv_block < 1 or d.kv_block % d.kv_page:
-        yield f"pages of {d.kv_page} tokens do not divide KV blocks of {d.kv_block}"
+    known = (
+        d.model.dtype in (Dtype.F32, Dtype.BF16) and d.worker.units in list(Units) and d.split.replicated_o in (0, 1)
+    )
+    known = known and d.split.replicated_residual in (0, 1) and d.model.quantised_kv in (0, 1)
+    if not known or d.worker.ring_pages < 0 or (d.worker.ring_pages and d.worker.units == Units.CORE):
+        ring = f"a ring of {d.worker.ring_pages} pages"
+        yield f"dtype {d.model.dtype}, units {d.worker.units}, {ring} or a flag is out of range"
+    if d.worker.sms not in ((1, 2) if d.worker.units == Units.TENSOR else (1,)):
+        yield f"workers of {d.worker.sms} SMs are not possible: a worker has one, or two where matrix units compute"
+    if d.model.heads % d.model.kv_heads or d.model.head_dim % 2:
+        heads = f"{d.model.heads} heads of {d.model.head_dim} elements"
+        yield f"{heads} do not fit {d.model.kv_heads} KV heads and RoPE pairs"
+    if d.bucket.kv_block < 1 or d.bucket.kv_block % d.bucket.kv_page:
+        yield f"pages of {d.bucket.kv_page} tokens do not divide KV blocks of {d.bucket.kv_block}"
     # A step can need this many attention items, because an item begins wherever a sequence, the padding rows or a row
     # block begins.
-    items = min(d.tokens, d.row_blocks + d.max_seqs)
-    if d.items < items or d.partials < 0 or d.bias_entries < 0 or d.mask_rows < 0:
-        yield f"{d.items} attention items, {d.partials} partials: at least {items} and 0 are needed"
+    items = min(d.bucket.tokens, d.bucket.row_blocks + d.bucket.max_seqs)
+    if d.bucket.items < items or d.bucket.partials < 0 or d.bucket.bias_entries < 0 or d.bucket.mask_rows < 0:
+        yield f"{d.bucket.items} attention items, {d.bucket.partials} partials: at least {items} and 0 are needed"
 
 
 def _segment(name: str, segment: Segment, streams: int) -> Iterator[str]:
@@ -201,11 +214,11 @@ def _operands(part: Part, dims: list[Dims]) -> Iterator[str]:
         if not len(rows):
             continue
         columns = phase.columns(part.records[rows])
-        most = np.array([phase.width(d) for d in dims])[part.rank[rows]]
+        most = np.array([phase.width(d.split) for d in dims])[part.rank[rows]]
         bad = columns["col"].astype(np.int64) + columns["cols"] > most
         yield from each(part, rows[bad], "its column tile lies outside the rank's part of the output")
         if phase.result is Result.HEADS:
-            unit, what = (dims[0].head_dim, "head") if phase.whole_heads(dims[0]) else (2, "RoPE pair")
+            unit, what = (dims[0].model.head_dim, "head") if phase.whole_heads(dims[0].model) else (2, "RoPE pair")
             bad = (columns["col"] % unit != 0) | (columns["cols"] % unit != 0)
             yield from each(part, rows[bad], f"its column tile cuts a {what}")
 
@@ -222,7 +235,7 @@ def _counters(part: Part) -> Iterator[str]:
             yield from each(part, words.row[bad], "a signal names no rank")
             bad = owner & ~words.indexed
             yield from each(part, words.row[bad], "only an indexed signal can go to a row's owner")
-            if owner.any() and dims.replicated_residual:
+            if owner.any() and dims.split.replicated_residual:
                 yield from each(part, words.row[owner], "a signal goes to a row's owner, but all ranks keep all rows")
             if part.name != "body":
                 yield from each(part, words.row[words.next], "only the body signals the next block")
@@ -238,7 +251,7 @@ def _counters(part: Part) -> Iterator[str]:
             picks = attends | np.isin(part.number[row], [] if signal else part.phases.logit_norms)
             bad = ~picks | (words.slot[words.indexed] != 0)
             yield from each(part, row[bad], f"a {what} word here cannot be indexed")
-            past = ~bad & (words.counter[words.indexed] + members * dims.row_blocks > program.counters)
+            past = ~bad & (words.counter[words.indexed] + members * dims.bucket.row_blocks > program.counters)
             yield from each(part, row[past], f"its {what} grid runs past the block of {program.counters} counters")
 
 
@@ -257,15 +270,16 @@ def _attention(program: Program, body: Part, dims: list[Dims]) -> Iterator[str]:
     for rank, d in enumerate(dims):
         rows = every[body.rank[every] == rank]
         columns = phase.columns(body.records[rows])
-        if not d.rank_heads:
+        if not d.split.rank_heads:
             yield from each(body, rows, f"rank {rank} has no heads")
             continue
         slots = np.sort(columns["slot"])
-        if not np.array_equal(slots, np.arange(d.attention_slots)):
-            yield f"{phase.name}: rank {rank} has slots {slots.tolist()}, not each of 0..{d.attention_slots - 1} once"
+        if not np.array_equal(slots, np.arange(d.bucket.attention_slots)):
+            wanted = f"each of 0..{d.bucket.attention_slots - 1} once"
+            yield f"{phase.name}: rank {rank} has slots {slots.tolist()}, not {wanted}"
         heads = columns["group_heads"]
-        bad = (heads < 1) | (columns["groups"] != -(-d.rank_kv_heads // np.maximum(heads, 1)))
-        yield from each(body, rows[bad], f"its groups do not cover {d.rank_kv_heads} KV heads")
+        bad = (heads < 1) | (columns["groups"] != -(-d.split.rank_kv_heads // np.maximum(heads, 1)))
+        yield from each(body, rows[bad], f"its groups do not cover {d.split.rank_kv_heads} KV heads")
         same = body.records[rows][:, [bits.OPERAND_WORD + 1, bits.WAIT_WORD, bits.SIGNAL_WORD]]
         yield from each(
             body, rows[(same != same[:1]).any(axis=1)], "its grids differ from those of the rank's first attention"
@@ -314,7 +328,7 @@ def _boxes(found: list[Use]) -> Iterator[str]:
         label = use.part.label(int(use.rows[i - sum(length[:which])]))
         yield f"{label}: its box lies outside {access.buffer.name} [{height[i]}, {width[i]}]"
     for use in found:
-        if use.dims.tp > 1 and not use.dims.replicated_residual:
+        if use.dims.split.tp > 1 and not use.dims.split.replicated_residual:
             yield from _check_owners(use)
 
 
@@ -329,8 +343,8 @@ def _check_owners(use: Use) -> Iterator[str]:
         return
     columns = use.phase.columns(use.part.records[use.rows])
     first, last = columns["row"], columns["row"] + columns["rows"] - 1
-    for row in use.rows[first // d.row_block != last // d.row_block]:
+    for row in use.rows[first // d.bucket.row_block != last // d.bucket.row_block]:
         yield f"{use.part.label(int(row))}: its rows lie in more than one row block"
     if residual:
-        for row in use.rows[d.owner(first) != d.rank]:
+        for row in use.rows[d.owner(first) != d.split.rank]:
             yield f"{use.part.label(int(row))}: another rank has these rows of the residual"

@@ -111,7 +111,7 @@ def _dims(sizes: Any) -> Dims:
             _int32(sizes[name], f"dims.{name}")
         elif isinstance(sizes[name], bool) or not isinstance(sizes[name], (int, float)) or not 0 <= sizes[name] < 1:
             raise ValueError(f"dims.{name} is not a number of at least 0 and below 1")
-    return Dims(**sizes)
+    return Dims.of(**sizes)
 
 
 def _lengths(listed: Any) -> dict[str, int]:

@@ -103,7 +103,7 @@ def each(part: Part, rows: Iterable[np.intp] | Ints, what: str) -> Iterator[str]
 def extent(buffer: Buffer, dims: Dims) -> tuple[int, int]:
     """The number of rows and of columns in a rank's copy of a buffer, as `Access` counts them."""
     if buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
-        return dims.tokens, dims.kv_cols
+        return dims.bucket.tokens, dims.split.kv_cols
     rows, *cols = BUFFERS[buffer].shape(dims, 0)
     return rows, cols[0] if cols else 1
 

@@ -8,7 +8,6 @@ the boxes that follow from the phase would not describe the data that a backend 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache
 from math import inf
 
@@ -43,7 +42,7 @@ MOST = (1 << 28) - 1
 @lru_cache(maxsize=64)
 def all_dims(dims: Dims) -> list[Dims]:
     """Return the sizes as each rank sees them: one Dims per rank, with the sizes of the rank's shards and buffers."""
-    return [replace(dims, rank=rank) for rank in range(dims.tp)]
+    return [dims.on(rank) for rank in range(dims.split.tp)]
 
 
 class Phases:
@@ -108,7 +107,7 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
         return
     if p.weight_bits is not None and not (p.reads_weights and 0 < p.weight_bits < inf):
         yield f"it cannot have weights of {p.weight_bits} bits"
-    yield from _place(p, segment, dims.layers)
+    yield from _place(p, segment, dims.model.layers)
     if p.inputs is not None and p.inputs is p.output:
         yield f"it reads and writes {p.inputs.name}"
     if p.result is Result.HEADS and p.output is not Buffer.Q:
@@ -119,10 +118,10 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
         for field, wanted in OPERATIONS[p.operation].buffers(p, d).items():
             buffer = getattr(p, field)
             if buffer is not None and (found := contents(buffer, d)) != wanted:
-                yield f"its {field} {buffer.name} are {_text(found)}, not {_text(wanted)} (rank {d.rank})"
+                yield f"its {field} {buffer.name} are {_text(found)}, not {_text(wanted)} (rank {d.split.rank})"
     if p.result in (Result.RESIDUAL, Result.PARTIAL):
-        parts = [p.inner(d) for d in all_dims(dims)]
-        whole = p.inner(replace(dims, tp=1))
+        parts = [p.inner(d.split) for d in all_dims(dims)]
+        whole = p.inner(dims.changed(tp=1).split)
         if sum(parts) != whole if p.result is Result.PARTIAL else set(parts) != {whole}:
             yield f"its inner length is {whole}, of which the ranks have {parts}: this does not fit its result"
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -96,7 +96,7 @@ class Program:
         once per layer.
         """
         body = len(self.body.records) + len(self.queues.records)
-        return len(self.prologue.records) + self.dims.layers * body + len(self.epilogue.records)
+        return len(self.prologue.records) + self.dims.model.layers * body + len(self.epilogue.records)
 
     @property
     def rank_queues(self) -> int:
@@ -106,11 +106,11 @@ class Program:
     @property
     def processors(self) -> int:
         """The number of SMs or cores that a rank's workers occupy."""
-        return self.workers * self.dims.sms
+        return self.workers * self.dims.worker.sms
 
     def rank_dims(self, rank: int) -> Dims:
         """Return the sizes as rank `rank` sees them, with the sizes of its shards and buffers."""
-        return replace(self.dims, rank=rank)
+        return self.dims.on(rank)
 
     def numbered(self, index: int) -> tuple[Records, NDArray[np.int64]]:
         """Return the records of segment `index`, in the order in which traces number them (the
@@ -163,11 +163,11 @@ class Program:
 
     @property
     def total_counters(self) -> int:
-        return (self.dims.layers + 1) * self.counters
+        return (self.dims.model.layers + 1) * self.counters
 
     def totals(self) -> NDArray[np.int32]:
         """Return the totals of all counters as an array [layers + 1, ranks, counters]."""
-        middle = np.broadcast_to(self.totals_middle, (self.dims.layers - 1, self.ranks, self.counters))
+        middle = np.broadcast_to(self.totals_middle, (self.dims.model.layers - 1, self.ranks, self.counters))
         return np.concatenate([self.totals_first[None], middle, self.totals_last[None]])
 
     @cached_property
@@ -185,7 +185,7 @@ class Program:
     def to_bytes(self) -> bytes:
         arrays = self.arrays()
         fields = {
-            "dims": asdict(self.dims),
+            "dims": self.dims.flat,
             "forward": self.forward.to_json(),
             "machine": self.machine,
             "ranks": self.ranks,

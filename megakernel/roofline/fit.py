@@ -34,7 +34,7 @@ def memory_fit(ranks: Sequence[Dims], weight_bytes: float, memory_bytes: float, 
     """Return how a rank's `weight_bytes`, a KV cache for `sequences` of `context` tokens each, and the step's buffers
     of activations and outputs fit into `memory_bytes`.
     """
-    one = max(float(d.layers * d.rank_kv_heads * context * kv_bytes(d)) for d in ranks)
+    one = max(float(d.model.layers * d.split.rank_kv_heads * context * kv_bytes(d.model)) for d in ranks)
     activations = max(_bytes(d, Space.ACTIVATION) + _bytes(d, Space.OUTPUT) for d in ranks)
     room = memory_bytes - weight_bytes - activations
     return Fit(weight_bytes, one * sequences, activations, memory_bytes, max(0, int(room // one)))
@@ -42,4 +42,4 @@ def memory_fit(ranks: Sequence[Dims], weight_bytes: float, memory_bytes: float, 
 
 def _bytes(dims: Dims, space: Space) -> float:
     specs = (spec for spec in BUFFERS.values() if spec.space is space)
-    return float(sum(math.prod(s.shape(dims, 0)) * s.resolve_dtype(dims).itemsize for s in specs))
+    return float(sum(math.prod(s.shape(dims, 0)) * s.resolve_dtype(dims.model).itemsize for s in specs))

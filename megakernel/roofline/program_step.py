@@ -110,7 +110,7 @@ def bound_name(math_s: float, vector_s: float, memory_s: float, comms_s: float) 
 def step_roofline(parts: Sequence[PhasePart], hardware: Hardware, context: float) -> StepRoofline:
     """The roofline of a step in which every token row attends to `context` KV tokens of its own."""
     dims = parts[0].dims
-    peak = hardware.flops_per_s(RATE[Dtype(dims.dtype)])
+    peak = hardware.flops_per_s(RATE[Dtype(dims.model.dtype)])
     egress = hardware.link.egress_bytes_per_s
     hop_s = hardware.costs.node_hop_s if hardware.costs else 0.0
     work = [(part, _work(part, context)) for part in parts]
@@ -131,7 +131,7 @@ def step_roofline(parts: Sequence[PhasePart], hardware: Hardware, context: float
             vector_s=vector / hardware.rates.fp32,
             memory_s=memory / hardware.chip.hbm_bytes_per_s,
             comms_s=hops * hop_s + sent / egress,
-            comms_measured_s=_measured_s(sent, hops, hardware, dims.tp),
+            comms_measured_s=_measured_s(sent, hops, hardware, dims.split.tp),
         )
 
     costs = tuple(map(of, dict.fromkeys(part.phase for part in parts)))
@@ -157,12 +157,12 @@ def _work(part: PhasePart, context: float) -> _Work:
     d = part.dims
     done = cost(part.phase, part.columns, d)
     matrix, vector, memory = (float(c.sum()) for c in (done.matrix_flops, done.vector_flops, done.memory_bytes))
-    if part.phase.operation is Operation.ATTENTION and d.rank_heads:
-        flops, kv_bytes = attention_cost(d, d.tokens * d.rank_kv_heads, context)
+    if part.phase.operation is Operation.ATTENTION and d.split.rank_heads:
+        flops, kv_bytes = attention_cost(d.model, d.bucket.tokens * d.split.rank_kv_heads, context)
         # If several ranks share a KV head, a rank has only some of the query heads that use this KV head.
-        matrix += flops * d.rank_heads / (d.rank_kv_heads * d.group_size)
+        matrix += flops * d.split.rank_heads / (d.split.rank_kv_heads * d.model.group_size)
         memory += kv_bytes
-    sent = float(link_bytes(part.phase, part.columns, d).sum()) if d.tp > 1 else 0.0
+    sent = float(link_bytes(part.phase, part.columns, d).sum()) if d.split.tp > 1 else 0.0
     return matrix * part.runs, vector * part.runs, memory * part.runs, sent * part.runs
 
 
@@ -170,8 +170,8 @@ def _most(work: Iterable[tuple[PhasePart, _Work]]) -> _Work:
     """For each kind of work, the amount on the rank with the largest amount."""
     sums: dict[int, _Work] = {}
     for part, (matrix, vector, memory, sent) in work:
-        a, b, c, d = sums.get(part.dims.rank, (0.0, 0.0, 0.0, 0.0))
-        sums[part.dims.rank] = a + matrix, b + vector, c + memory, d + sent
+        a, b, c, d = sums.get(part.dims.split.rank, (0.0, 0.0, 0.0, 0.0))
+        sums[part.dims.split.rank] = a + matrix, b + vector, c + memory, d + sent
     matrix, vector, memory, sent = (max(column) for column in zip(*sums.values(), strict=True))
     return matrix, vector, memory, sent
 

@@ -8,7 +8,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..isa import BUFFERS, Buffer, Dims, Forward, Operation, Phase, Rows, attention_cost, itemsize, kv_bytes
+from ..isa import (
+    BUFFERS,
+    Buffer,
+    Forward,
+    Operation,
+    Phase,
+    Rows,
+    Split,
+    attention_cost,
+    itemsize,
+    kv_bytes,
+    weight_shape,
+)
 from .ceilings import Ceilings
 
 
@@ -41,21 +53,21 @@ class Achieved:
     error: str | None
 
 
-def model_weights(phases: Iterable[Phase], dims: Dims) -> dict[Buffer, int]:
-    """The bytes in memory of each weight buffer that the phases of rank `dims.rank` name, over all layers."""
+def model_weights(phases: Iterable[Phase], split: Split) -> dict[Buffer, int]:
+    """The bytes in memory of each weight buffer that the phases of rank `split.rank` name, over all layers."""
     out: dict[Buffer, int] = {}
     for phase in phases:
         for buffer in (phase.weights, phase.norm, phase.bias):
             if buffer is not None and buffer not in out:
                 spec = BUFFERS[buffer]
-                bits = phase.stored_bits(dims) if spec.matrix else spec.resolve_dtype(dims).bits
-                elements = (dims.layers if spec.layered else 1) * math.prod(spec.shape(dims, 0))
+                bits = phase.stored_bits(split.model) if spec.matrix else spec.resolve_dtype(split.model).bits
+                elements = (split.model.layers if spec.layered else 1) * math.prod(weight_shape(buffer, split))
                 out[buffer] = round(elements * bits / 8)
     return out
 
 
 def step_work(
-    forward: Forward, dims: Dims, rows: Sequence[int], contexts: Sequence[int], logit_rows: int, *, tied: bool = False
+    forward: Forward, split: Split, rows: Sequence[int], contexts: Sequence[int], logit_rows: int, *, tied: bool = False
 ) -> StepWork:
     """The necessary work of one step.
 
@@ -76,26 +88,26 @@ def step_work(
         raise ValueError("a sequence's context must be at least its number of new rows")
     total = int(new.sum())
     pairs = float((new * after - new * (new - 1) // 2).sum())
-    attention, _ = attention_cost(dims, dims.kv_heads, pairs)
-    flops = attention * dims.layers
-    for runs, segment in zip((1, dims.layers, 1), forward.segments, strict=True):
+    attention, _ = attention_cost(split.model, split.model.kv_heads, pairs)
+    flops = attention * split.model.layers
+    for runs, segment in zip((1, split.model.layers, 1), forward.segments, strict=True):
         for phase in segment:
             if phase.is_matmul and phase.weights is not None:
-                products = runs * math.prod(BUFFERS[phase.weights].shape(dims, 0))
+                products = runs * math.prod(weight_shape(phase.weights, split))
                 flops += 2.0 * products * (logit_rows if phase.rows is Rows.LOGIT else total)
 
     def read(phase: Phase) -> bool:
         return phase.operation is not Operation.GATHER and (logit_rows > 0 or phase.rows is not Rows.LOGIT)
 
-    weights = float(sum(model_weights(filter(read, forward), dims).values()))
+    weights = float(sum(model_weights(filter(read, forward), split).values()))
     if not (tied and logit_rows):
         gathers = (phase for phase in forward if phase.operation is Operation.GATHER)
-        weights += sum(total * phase.inner(dims) * phase.stored_bits(dims) / 8 for phase in gathers)
-    kv = float(sum(contexts) * dims.rank_kv_heads * dims.layers * kv_bytes(dims))
-    return StepWork(flops, weights, kv, _link_bytes(dims, total, logit_rows))
+        weights += sum(total * phase.inner(split) * phase.stored_bits(split.model) / 8 for phase in gathers)
+    kv = float(sum(contexts) * split.rank_kv_heads * split.model.layers * kv_bytes(split.model))
+    return StepWork(flops, weights, kv, _link_bytes(split, total, logit_rows))
 
 
-def _link_bytes(dims: Dims, rows: int, logit_rows: int) -> float:
+def _link_bytes(split: Split, rows: int, logit_rows: int) -> float:
     """Return the bytes that each of Y ranks stores on the other ranks, as if all shards were equally large.
 
     A layer has four exchanges: two gathers of normalised rows, the reduction of the MLP's output, and the reduction of
@@ -105,13 +117,13 @@ def _link_bytes(dims: Dims, rows: int, logit_rows: int) -> float:
     two other exchanges send their rows to every rank. Logit rows are counted in addition: they are gathered, and their
     float32 logits go to the ranks that sample.
     """
-    others = (dims.tp - 1) / dims.tp
-    copies = dims.tp if dims.replicated_residual else 1
-    gathers = 0 if dims.replicated_residual else 1
-    attention = dims.heads * dims.head_dim / dims.tp if dims.replicated_o else dims.hidden
-    layer = others * (2 * gathers * dims.hidden + copies * (attention + dims.hidden))
-    head = others * (gathers * dims.hidden * itemsize(dims) + 4 * dims.vocab / dims.tp)
-    return rows * layer * dims.layers * itemsize(dims) + logit_rows * head
+    others = (split.tp - 1) / split.tp
+    copies = split.tp if split.replicated_residual else 1
+    gathers = 0 if split.replicated_residual else 1
+    attention = split.model.heads * split.model.head_dim / split.tp if split.replicated_o else split.model.hidden
+    layer = others * (2 * gathers * split.model.hidden + copies * (attention + split.model.hidden))
+    head = others * (gathers * split.model.hidden * itemsize(split.model) + 4 * split.model.vocab / split.tp)
+    return rows * layer * split.model.layers * itemsize(split.model) + logit_rows * head
 
 
 def bound(work: StepWork, ceilings: Ceilings) -> float:

@@ -80,17 +80,17 @@ def deal_items(dims: Dims, seq: Ints, start: Ints, count: Ints) -> Dealt:
     Chunks are in row order. If `dims.items` is too small, tiles are cut more coarsely; if `dims.partials` is too small,
     fewer parts are split. Raises MegakernelError if not even one item per chunk and row block fits.
     """
-    ranks = (dims if rank == dims.rank else replace(dims, rank=rank) for rank in range(dims.tp))
-    by_heads = {rank.rank_kv_heads: rank for rank in ranks if rank.rank_kv_heads}
+    ranks = (dims if rank == dims.split.rank else dims.on(rank) for rank in range(dims.split.tp))
+    by_heads = {rank.split.rank_kv_heads: rank for rank in ranks if rank.split.rank_kv_heads}
     return {heads: _deal(rank, seq, start, count) for heads, rank in by_heads.items()}
 
 
 def write_items(table: StepTable, dealt: Dealt) -> None:
     """Write the result of `deal_items` into every rank's slot_items and item_* fields."""
-    for rank in range(table.dims.tp):
+    for rank in range(table.dims.split.tp):
         view = table.rank(rank)
         view.item_split[:] = -1
-        if heads := view.dims.rank_kv_heads:
+        if heads := view.dims.split.rank_kv_heads:
             items, view.slot_items[:] = dealt[heads]
             for name, column in items.items():
                 getattr(view, name)[: len(column)] = column
@@ -98,15 +98,19 @@ def write_items(table: StepTable, dealt: Dealt) -> None:
 
 def _deal(dims: Dims, seq: Ints, start: Ints, count: Ints) -> tuple[dict[str, Ints], Ints]:
     """Return the items of one rank as a dict with a column for each step-table field, and the rank's slot_items."""
-    query_rows = max(1, pages.UNITS * pages.QUERY_TILE // dims.group_size) if target_of(dims).pages else QUERY_TILE
-    for tile_rows in (query_rows, dims.row_block):
+    query_rows = (
+        max(1, pages.UNITS * pages.QUERY_TILE // dims.model.group_size) if target_of(dims).pages else QUERY_TILE
+    )
+    for tile_rows in (query_rows, dims.bucket.row_block):
         tiles = _tile(dims, seq, start, count, tile_rows)
         for cut in _Cut:
             pieces = _pieces(dims, tiles, cut)
-            if len(pieces.slot) <= dims.items:
-                return _items(dims, tiles, pieces), np.searchsorted(pieces.slot, np.arange(dims.attention_slots + 1))
+            if len(pieces.slot) <= dims.bucket.items:
+                return _items(dims, tiles, pieces), np.searchsorted(
+                    pieces.slot, np.arange(dims.bucket.attention_slots + 1)
+                )
     raise MegakernelError(
-        f"the step needs {len(tiles.row)} attention items, but the program was compiled for at most {dims.items}"
+        f"the step needs {len(tiles.row)} attention items, but the program was compiled for at most {dims.bucket.items}"
     )
 
 
@@ -115,17 +119,17 @@ def _tile(dims: Dims, seq: Ints, start: Ints, count: Ints, tile_rows: int) -> _T
     # Padding is treated as one more chunk at the end.
     chunk_row = np.append(np.cumsum(count) - count, live)
     seq, start = np.append(seq, -1), np.append(start, 0)
-    run = np.union1d(chunk_row, np.arange(0, dims.tokens, dims.row_block))
-    run = run[run < dims.tokens]
-    run_end = np.append(run[1:], dims.tokens)
+    run = np.union1d(chunk_row, np.arange(0, dims.bucket.tokens, dims.bucket.row_block))
+    run = run[run < dims.bucket.tokens]
+    run_end = np.append(run[1:], dims.bucket.tokens)
     pieces = np.where(run < live, -(-(run_end - run) // tile_rows), 1)
     of = np.repeat(np.arange(len(run)), pieces)
     row = run[of] + tile_rows * (np.arange(len(of)) - (np.cumsum(pieces) - pieces)[of])
-    rows = np.where(run < live, tile_rows, dims.row_block)[of]
+    rows = np.where(run < live, tile_rows, dims.bucket.row_block)[of]
     rows = np.minimum(rows, run_end[of] - row)
     chunk = np.searchsorted(chunk_row, row, side="right") - 1
     position = np.where(row < live, start[chunk] + row - chunk_row[chunk], 0)
-    blocks = np.where(row < live, ceil_div(position + rows, dims.kv_block), 0)
+    blocks = np.where(row < live, ceil_div(position + rows, dims.bucket.kv_block), 0)
     return _Tiles(row, rows, seq[chunk], position, chunk_row[chunk], blocks)
 
 
@@ -142,7 +146,7 @@ class _Parts:
 def _core_parts(dims: Dims, tiles: _Tiles) -> _Parts:
     """Divide tiles into parts for CPU cores. The cost of a part is its number of multiply-adds: rows x KV tokens."""
     cost = tiles.rows * np.where(tiles.seq < 0, 1, tiles.position + tiles.rows)
-    share = dims.rank_kv_heads * int(cost.sum()) / dims.attention_slots
+    share = dims.split.rank_kv_heads * int(cost.sum()) / dims.bucket.attention_slots
     return _Parts(np.ones_like(cost), cost, (tiles.rows == 1) | (cost > share * tiles.rows), SPLIT_GRAIN)
 
 
@@ -155,9 +159,9 @@ def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
     the shares unequal. But PASS_HEADS heads, which keep memory busy, are always allowed if there are
     enough blocks for all slots.
     """
-    heads, blocks = dims.rank_kv_heads, np.maximum(tiles.blocks, 1)
-    units = -(-tiles.rows * dims.group_size // pages.QUERY_TILE)  # of one head
-    share = heads * int(blocks.sum()) / dims.attention_slots
+    heads, blocks = dims.split.rank_kv_heads, np.maximum(tiles.blocks, 1)
+    units = -(-tiles.rows * dims.model.group_size // pages.QUERY_TILE)  # of one head
+    share = heads * int(blocks.sum()) / dims.bucket.attention_slots
     most = np.clip(pages.UNITS // units, 1, max(SLACK * share, min(PASS_HEADS, share / (1 - SLACK)), 1))
     divisors = np.array([n for n in range(1, heads + 1) if heads % n == 0])
     wide = divisors[np.searchsorted(divisors, most, side="right") - 1]
@@ -173,14 +177,14 @@ class _Line:
 
     def __init__(self, dims: Dims, tiles: _Tiles, cut: _Cut) -> None:
         self.divided = divided = (_gpu_parts if target_of(dims).any_split else _core_parts)(dims, tiles)
-        self.parts = dims.rank_kv_heads // divided.wide
+        self.parts = dims.split.rank_kv_heads // divided.wide
         self.first_part = np.cumsum(self.parts) - self.parts
         by_blocks = np.maximum(-(-tiles.blocks // divided.grain_blocks), 1)
         self.grains = np.where(divided.by_blocks, by_blocks, tiles.rows)  # of a part
         if cut is not _Cut.INSIDE_PARTS:
             self.grains = np.ones_like(self.grains)
         self.borders = np.append(0, np.cumsum(self.parts * self.grains))  # of tiles
-        self.share = int((self.parts * divided.cost).sum()) / dims.attention_slots  # cost of a slot
+        self.share = int((self.parts * divided.cost).sum()) / dims.bucket.attention_slots  # cost of a slot
 
 
 @dataclass(frozen=True)
@@ -215,7 +219,7 @@ def _ends(dims: Dims, line: _Line, cut: _Cut) -> _Ends:
     """Divide the line into equal shares. An end close to a border of its part moves to the border."""
     parts, cost = line.parts, line.divided.cost
     cost_end = np.cumsum(parts * cost)
-    at = line.share * np.arange(1, dims.attention_slots)
+    at = line.share * np.arange(1, dims.bucket.attention_slots)
     tile = np.minimum(np.searchsorted(cost_end, at, side="right"), len(cost) - 1)
     progress = (at - (cost_end[tile] - parts[tile] * cost[tile])) / cost[tile]  # in parts of the tile
     if cut is _Cut.BETWEEN_TILES:
@@ -237,7 +241,7 @@ def _unsplit(dims: Dims, tiles: _Tiles, line: _Line, ends: _Ends) -> _Ends:
     split = (ends.grain > 0) & (ends.grain < line.grains[ends.tile]) & line.divided.by_blocks[ends.tile]
     numbers = np.unique(number[split])
     partials = np.repeat(tiles.rows * tiles.blocks * line.divided.wide, line.parts)  # of each part
-    too_many = numbers[np.cumsum(partials[numbers]) > dims.partials]
+    too_many = numbers[np.cumsum(partials[numbers]) > dims.bucket.partials]
     return replace(ends, grain=np.where(np.isin(number, too_many), ends.border, ends.grain))
 
 
@@ -266,16 +270,16 @@ def _items(dims: Dims, tiles: _Tiles, pieces: _Pieces) -> dict[str, Ints]:
     live = tiles.seq[of] >= 0
     position = tiles.position[of] + row - tiles.row[of]
     block = np.where(split, pieces.grain * divided.grain_blocks, 0)
-    block_end = np.where(live, ceil_div(position + rows, dims.kv_block), 0)
+    block_end = np.where(live, ceil_div(position + rows, dims.bucket.kv_block), 0)
     split_end = (pieces.grain + pieces.length) * divided.grain_blocks
     block_end = np.where(split, np.minimum(split_end, block_end), block_end)
 
     # An item waits for its own row block, and for those whose KV it reads.
-    own = row // dims.row_block
+    own = row // dims.bucket.row_block
     step_start = position - (row - tiles.chunk_row[of])  # position of the chunk's first row
-    needed = tiles.chunk_row[of] + np.maximum(block * dims.kv_block - step_start, 0)
-    reads_step = live & (block_end * dims.kv_block > step_start)
-    wait = np.where(reads_step, np.minimum(needed // dims.row_block, own), own)
+    needed = tiles.chunk_row[of] + np.maximum(block * dims.bucket.kv_block - step_start, 0)
+    reads_step = live & (block_end * dims.bucket.kv_block > step_start)
+    wait = np.where(reads_step, np.minimum(needed // dims.bucket.row_block, own), own)
 
     items = {
         "item_row": row,

@@ -26,8 +26,8 @@ def allocate(buffer: Buffer, dims: Dims, pages: int) -> NDArray[np.generic]:
     first axis of the array is the layer.
     """
     spec = BUFFERS[buffer]
-    layers = (dims.layers,) if spec.layered else ()
-    return np.zeros(layers + spec.shape(dims, pages), dtype=spec.resolve_dtype(dims).numpy)
+    layers = (dims.model.layers,) if spec.layered else ()
+    return np.zeros(layers + spec.shape(dims, pages), dtype=spec.resolve_dtype(dims.model).numpy)
 
 
 def write_history(history: NDArray[np.int32], slot: int, start: int, tokens: NDArray[np.int32]) -> None:
@@ -46,15 +46,16 @@ def check_history(shape: tuple[int, ...], slot: int, start: int, count: int) -> 
 
 def check_program(dims: Dims, program: Program) -> None:
     """Raise MegakernelError if `program` does not fit a backend made for `dims`. The error names the wrong size."""
-    if program.ranks != dims.tp:
+    if program.ranks != dims.split.tp:
         raise MegakernelError(
-            f"the program was compiled for {program.ranks} ranks, the backend has {dims.tp}: "
-            f"compile it with --tp {dims.tp}"
+            f"the program was compiled for {program.ranks} ranks, the backend has {dims.split.tp}: "
+            f"compile it with --tp {dims.split.tp}"
         )
-    for name, value in vars(program.dims).items():
-        if name not in _BUCKET and value != getattr(dims, name):
+    own = dims.flat
+    for name, value in program.dims.flat.items():
+        if name not in _BUCKET and value != own[name]:
             raise MegakernelError(
-                f"the program was compiled for {name} = {value}, the backend has {getattr(dims, name)}: "
+                f"the program was compiled for {name} = {value}, the backend has {own[name]}: "
                 "compile it again for this model and these limits"
             )
 

@@ -10,7 +10,7 @@ phase alone would take a quarter of an hour.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +48,7 @@ def prepare(reference: ReferenceBackend, seed: int) -> None:
     rng = np.random.default_rng(seed)
     for buffer, layer, rank in _keys(reference):
         array, spec = reference.buffer(buffer, layer, rank), BUFFERS[buffer]
-        kind = spec.resolve_dtype(reference.dims)
+        kind = spec.resolve_dtype(reference.dims.model)
         if kind is Dtype.I32:
             continue
         if spec.space is Space.STATE:
@@ -56,17 +56,17 @@ def prepare(reference: ReferenceBackend, seed: int) -> None:
         else:
             array.fill(np.nan if kind is Dtype.F32 else _NAN_BF16)
             if buffer is Buffer.REDUCE and len(array):
-                array[_padding(replace(reference.dims, rank=rank))] = 0
+                array[_padding(reference.dims.on(rank))] = 0
 
 
 def _padding(d: Dims) -> NDArray[np.bool_]:
     """A mask of the rows of REDUCE that hold no token's partial sums. A GPU stores a tile as boxes of a fixed number of
     rows, and the rows of zeros that fill the last box go there.
     """
-    rows = np.arange(d.tokens)
-    kept = rows if d.replicated_residual else rows[d.owner(rows) == d.rank]
-    padding = np.ones(d.tp * d.own_rows, bool)
-    for rank in range(d.tp):
+    rows = np.arange(d.bucket.tokens)
+    kept = rows if d.split.replicated_residual else rows[d.owner(rows) == d.split.rank]
+    padding = np.ones(d.split.tp * d.own_rows, bool)
+    for rank in range(d.split.tp):
         padding[d.reduce_row(rank, kept)] = False
     return padding
 
@@ -160,8 +160,8 @@ class _Twins:
 def _keys(reference: ReferenceBackend) -> Iterator[_Key]:
     for buffer, spec in BUFFERS.items():
         if spec.space is not Space.WEIGHT:
-            for rank in range(reference.dims.tp):
-                for layer in range(reference.dims.layers if spec.layered else 1):
+            for rank in range(reference.dims.split.tp):
+                for layer in range(reference.dims.model.layers if spec.layered else 1):
                     yield buffer, layer, rank
 
 
@@ -169,7 +169,7 @@ def _phases(program: Program) -> Iterator[tuple[int, int, Segment]]:
     """Yield (segment, layer, phase) for every phase of a step. A phase reads only what earlier ones have written."""
     for index in range(len(SEGMENTS)):
         phases = program.phases(index)
-        for layer in range(program.dims.layers) if index == BODY else (0,):
+        for layer in range(program.dims.model.layers) if index == BODY else (0,):
             for phase in phases:
                 yield index, layer, phase
 

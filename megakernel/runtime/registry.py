@@ -6,17 +6,16 @@ The modules of a backend are imported when it is used, so that a machine without
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from ..errors import MegakernelError
-from ..isa import KV_BLOCK, Dims, Dtype
+from ..isa import Dims, Dtype
 from ..machine import Machine, cpu_count, host
-from ..model.checkpoint import Checkpoint, weight_dims
+from ..model.checkpoint import Checkpoint
 from ..model.config import ModelConfig
 from .backend import Backend
 from .cpu.target import CPU
-from .cuda.params import PAGES
 from .cuda.target import HOPPER
 from .target import Target
 
@@ -94,9 +93,9 @@ def _cuda_share(threads: int | None, ranks: int) -> Machine:
 
 def _cuda_lack(config: ModelConfig, dtype: Dtype) -> str | None:
     from .cuda.availability import missing
-    from .cuda.limits import refusal
+    from .cuda.limits import model_refusal
 
-    return missing() or refusal(replace(weight_dims(config, dtype), kv_page=KV_BLOCK, ring_pages=PAGES))
+    return missing() or model_refusal(config.sizes(dtype))
 
 
 # `auto` chooses the first backend that is `automatic` and whose `lack` returns None.

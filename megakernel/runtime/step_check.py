@@ -44,7 +44,7 @@ def check_step(table: StepTable) -> None:
       reads all places of that slot before its sample position. It may store to another slot, or not at all.
     """
     _check_rows(table)
-    for rank in range(table.dims.tp):
+    for rank in range(table.dims.split.tp):
         _check_items(table.rank(rank))
     _check_logit_rows(table)
 
@@ -61,9 +61,9 @@ def _check_rows(t: StepTable) -> None:
     _require(live[:rows], "live rows do not come first")
     _require(t.row_seq[rows:] == -1, "a padding row's sequence is not -1")
     _require((t.token_ids[rows:] == 0) & (t.positions[rows:] == 0), "a padding row's token or position is not 0")
-    _require(t.row_seq < d.max_seqs, "a row's sequence is outside max_seqs")
-    _require((t.positions >= 0) & (t.positions < d.max_context), "a position is outside max_context")
-    _require((t.token_ids >= -d.max_seqs) & (t.token_ids < d.vocab), "a token is outside the vocabulary")
+    _require(t.row_seq < d.bucket.max_seqs, "a row's sequence is outside max_seqs")
+    _require((t.positions >= 0) & (t.positions < d.bucket.max_context), "a position is outside max_context")
+    _require((t.token_ids >= -d.bucket.max_seqs) & (t.token_ids < d.model.vocab), "a token is outside the vocabulary")
     _require(t.block_tables >= 0, "a page id is negative")
 
     seq, position = t.row_seq[:rows], t.positions[:rows]
@@ -80,10 +80,10 @@ def _check_pages(t: StepTable, seq: NDArray[Any], start: NDArray[Any], last: NDA
     """Check that sequences `seq`, which write positions `start` to `last` and read all earlier ones, have
     valid pages.
     """
-    index = np.arange(t.dims.pages_per_seq)
+    index = np.arange(t.dims.bucket.pages_per_seq)
     tables = t.block_tables[seq]
-    used = index <= (last // t.dims.kv_page)[:, None]
-    written = used & (index >= (start // t.dims.kv_page)[:, None])
+    used = index <= (last // t.dims.bucket.kv_page)[:, None]
+    written = used & (index >= (start // t.dims.bucket.kv_page)[:, None])
     owner = np.broadcast_to(np.arange(len(seq))[:, None], tables.shape)
     pages = tables[written]
     order = np.argsort(pages, kind="stable")
@@ -101,24 +101,27 @@ def _check_pages(t: StepTable, seq: NDArray[Any], start: NDArray[Any], last: NDA
 def _check_items(t: StepTable) -> None:
     d = t.dims
     n = int(t.slot_items[-1])
-    _require(t.slot_items[0] == 0 and n <= d.items and np.all(np.diff(t.slot_items) >= 0), "slot_items does not ascend")
+    _require(
+        t.slot_items[0] == 0 and n <= d.bucket.items and np.all(np.diff(t.slot_items) >= 0),
+        "slot_items does not ascend",
+    )
     row, rows, head, heads = (x[:n] for x in (t.item_row, t.item_rows, t.item_kv_head, t.item_kv_heads))
     seq, block, blocks = t.item_seq[:n], t.item_block[:n], t.item_blocks[:n]
-    _require((row >= 0) & (rows > 0) & (row + rows <= d.tokens), "an item's rows are outside tokens")
-    exists = (head >= 0) & (heads > 0) & (head + heads <= d.rank_kv_heads)
+    _require((row >= 0) & (rows > 0) & (row + rows <= d.bucket.tokens), "an item's rows are outside tokens")
+    exists = (head >= 0) & (heads > 0) & (head + heads <= d.split.rank_kv_heads)
     _require(exists, "an item's heads are outside those of the rank")
     last = row + rows - 1
-    _require(row // d.row_block == last // d.row_block, "an item's rows cross a row block")
+    _require(row // d.bucket.row_block == last // d.bucket.row_block, "an item's rows cross a row block")
     _require((t.row_seq[row] == seq) & (t.row_seq[last] == seq), "an item's rows are not of its sequence")
 
     live, split = seq >= 0, t.item_split[:n]
-    whole = np.where(live, t.positions[last] // d.kv_block + 1, 0)
+    whole = np.where(live, t.positions[last] // d.bucket.kv_block + 1, 0)
     unsplit = split < 0
     _require(split >= -1, "a split index is below -1")
     _require((block[unsplit] == 0) & (blocks[unsplit] == whole[unsplit]), "an unsplit item does not cover its KV")
     once = _check_splits(t, n, whole)
 
-    cover = np.zeros((d.tokens + 1, d.rank_kv_heads + 1), np.int32)
+    cover = np.zeros((d.bucket.tokens + 1, d.split.rank_kv_heads + 1), np.int32)
     r, e, h, f = row[once], (row + rows)[once], head[once], (head + heads)[once]
     for at, sign in (((r, h), 1), ((r, f), -1), ((e, h), -1), ((e, f), 1)):
         np.add.at(cover, at, sign)
@@ -126,16 +129,16 @@ def _check_items(t: StepTable) -> None:
     _require(cover[:-1, :-1] == 1, "the items do not partition rows x KV heads")
 
     wait, wait_end = t.item_wait_block[:n], t.item_wait_block[:n] + t.item_wait_blocks[:n]
-    own = row // d.row_block
+    own = row // d.bucket.row_block
     _require((wait >= 0) & (wait <= own) & (own < wait_end), "an item does not wait for its own row block")
-    _require(wait_end <= d.row_blocks, "an item waits for a row block that does not exist")
+    _require(wait_end <= d.bucket.row_blocks, "an item waits for a row block that does not exist")
     runs, first = np.unique(t.row_seq, return_index=True)
     chunk_row = first[np.searchsorted(runs, seq)]
     start = t.positions[chunk_row]
-    low = chunk_row + np.maximum(block * d.kv_block - start, 0)
-    high = np.minimum(chunk_row + (block + blocks) * d.kv_block - start - 1, last)
+    low = chunk_row + np.maximum(block * d.bucket.kv_block - start, 0)
+    high = np.minimum(chunk_row + (block + blocks) * d.bucket.kv_block - start - 1, last)
     reads = live & (high >= chunk_row)
-    covered = (wait <= low // d.row_block) & (high // d.row_block < wait_end)
+    covered = (wait <= low // d.bucket.row_block) & (high // d.bucket.row_block < wait_end)
     _require(covered | ~reads, "an item does not wait for the rows whose KV it reads")
 
 
@@ -145,12 +148,12 @@ def _check_splits(t: StepTable, n: int, whole: NDArray[Any]) -> NDArray[Any]:
     """
     d = t.dims
     once = np.ones(n, bool)
-    taken = np.zeros(d.partials, bool)
+    taken = np.zeros(d.bucket.partials, bool)
     for index in np.unique(t.item_split[:n][t.item_split[:n] >= 0]):
         pieces = np.flatnonzero(t.item_split[:n] == index)
         one = pieces[0]
         once[pieces[1:]] = False
-        _require(index < d.items, "a split index is outside items")
+        _require(index < d.bucket.items, "a split index is outside items")
         _require(t.item_splits[pieces] == len(pieces), "the number of a split's items is not item_splits")
         for name in ("row", "rows", "kv_head", "kv_heads", "seq", "partial", "span"):
             column = getattr(t, f"item_{name}")[pieces]
@@ -165,7 +168,7 @@ def _check_splits(t: StepTable, n: int, whole: NDArray[Any]) -> NDArray[Any]:
         )
         begin = int(t.item_partial[one])
         end = begin + int(t.item_rows[one] * t.item_kv_heads[one] * t.item_span[one])
-        _require(begin >= 0 and end <= d.partials, "a split's partials are outside PARTIALS")
+        _require(begin >= 0 and end <= d.bucket.partials, "a split's partials are outside PARTIALS")
         _require(~taken[begin:end], "two splits share partials")
         taken[begin:end] = True
     return once
@@ -175,15 +178,15 @@ def _check_logit_rows(t: StepTable) -> None:
     d = t.dims
     live = int((t.row_seq >= 0).sum())
     _require((t.logit_rows >= -1) & (t.logit_rows < live), "a logit row is not a live row")
-    _require((t.sample_slot >= -1) & (t.sample_slot < d.max_seqs), "a sample slot is outside max_seqs")
-    _require((t.history_slot >= -1) & (t.history_slot < d.max_seqs), "a history slot is outside max_seqs")
+    _require((t.sample_slot >= -1) & (t.sample_slot < d.bucket.max_seqs), "a sample slot is outside max_seqs")
+    _require((t.history_slot >= -1) & (t.history_slot < d.bucket.max_seqs), "a history slot is outside max_seqs")
     stored = t.sample_slot >= 0
     _require(~stored | (t.logit_rows >= 0), "the sample of a padding logit row is stored")
     _require(
-        ~(stored | (t.history_slot >= 0)) | ((t.sample_position >= 0) & (t.sample_position <= d.max_context)),
+        ~(stored | (t.history_slot >= 0)) | ((t.sample_position >= 0) & (t.sample_position <= d.bucket.max_context)),
         "a sample is stored, or penalties are read, outside HISTORY",
     )
-    _require((t.target >= -1) & (t.target < d.vocab), "a target is outside the vocabulary")
+    _require((t.target >= -1) & (t.target < d.model.vocab), "a target is outside the vocabulary")
     _require((t.prompt_length >= 0) & (t.top_k >= 0) & (t.choice >= 0), "a prompt length, top_k or choice is negative")
     ranges = {
         "temperature": (t.temperature >= 0) & np.isfinite(t.temperature),
@@ -196,17 +199,18 @@ def _check_logit_rows(t: StepTable) -> None:
     for name, holds in ranges.items():
         _require(holds, f"{name} is out of range")
     _require(
-        (t.bias_begin >= 0) & (t.bias_begin <= t.bias_end) & (t.bias_end <= d.bias_entries), "a bias range is wrong"
+        (t.bias_begin >= 0) & (t.bias_begin <= t.bias_end) & (t.bias_end <= d.bucket.bias_entries),
+        "a bias range is wrong",
     )
-    _require((t.bias_ids >= 0) & (t.bias_ids < d.vocab), "a bias token is outside the vocabulary")
+    _require((t.bias_ids >= 0) & (t.bias_ids < d.model.vocab), "a bias token is outside the vocabulary")
     _require(t.bias_values < np.inf, "a bias is NaN or +inf")
-    _require((t.mask_count >= 0) & (t.mask_count <= d.mask_rows), "more masks are in use than there are")
+    _require((t.mask_count >= 0) & (t.mask_count <= d.bucket.mask_rows), "more masks are in use than there are")
     _require((t.mask >= 0) & (t.mask <= t.mask_count), "a row's mask is not in use")
     _check_history(t, d, stored)
 
 
 def _check_history(t: StepTable, d: Dims, stored: NDArray[Any]) -> None:
-    width = d.max_context + 1
+    width = d.bucket.max_context + 1
     places = np.sort(t.sample_slot[stored].astype(np.int64) * width + t.sample_position[stored])
     _require(np.diff(places) != 0, "two samples are stored in one place")
     deferred = t.token_ids < 0

@@ -131,19 +131,19 @@ def fill_rows(table: StepTable, rows: Rows, sampling: Sampling) -> None:
     Raises MegakernelError if a capacity, a field of Dims, is too small. The error names the field.
     """
     dims, live, lineup = table.dims, len(rows.tokens), rows.lineup
-    fits("tokens", live, dims.tokens)
-    fits("logit_rows", len(lineup.chunk), dims.logit_rows)
+    fits("tokens", live, dims.bucket.tokens)
+    fits("logit_rows", len(lineup.chunk), dims.bucket.logit_rows)
     table.row_seq[:live], table.row_seq[live:] = np.repeat(lineup.slot, lineup.count), -1
     table.positions[live:] = table.token_ids[live:] = 0
     slot = lineup.slot[lineup.chunk]
     first = np.cumsum(lineup.count) - lineup.count
-    place = _padded(lineup.place, dims.logit_rows)  # -1, the last entry of `sampling`, for padding rows
+    place = _padded(lineup.place, dims.bucket.logit_rows)  # -1, the last entry of `sampling`, for padding rows
     for name, column in sampling.columns.items():
         getattr(table, name)[:] = column[place]
-    table.logit_rows[:] = _padded(first[lineup.chunk] + lineup.index, dims.logit_rows)
-    table.target[:] = _padded(lineup.target, dims.logit_rows)
-    table.sample_slot[:] = _padded(np.where(lineup.store, slot, -1), dims.logit_rows)
-    table.history_slot[:] = _padded(np.where(sampling.penalised[lineup.place], slot, -1), dims.logit_rows)
+    table.logit_rows[:] = _padded(first[lineup.chunk] + lineup.index, dims.bucket.logit_rows)
+    table.target[:] = _padded(lineup.target, dims.bucket.logit_rows)
+    table.sample_slot[:] = _padded(np.where(lineup.store, slot, -1), dims.bucket.logit_rows)
+    table.history_slot[:] = _padded(np.where(sampling.penalised[lineup.place], slot, -1), dims.bucket.logit_rows)
     table.sample_position[len(lineup.chunk) :] = 0
     table.mask[:] = table.mask_count[:] = 0
     _fill_bias(table, lineup.place, sampling)
@@ -174,7 +174,7 @@ def _fill_bias(table: StepTable, place: Ints, sampling: Sampling) -> None:
     n, counts = len(place), sampling.bias_count[place]
     ends = np.cumsum(counts)
     begins, pairs = ends - counts, int(counts.sum())
-    fits("bias_entries", pairs, table.dims.bias_entries)
+    fits("bias_entries", pairs, table.dims.bucket.bias_entries)
     table.bias_begin[:n], table.bias_end[:n] = begins, ends
     table.bias_begin[n:] = table.bias_end[n:] = 0
     at = np.repeat(place, counts), np.arange(pairs) - np.repeat(begins, counts)
@@ -190,9 +190,9 @@ class Pages:
     """
 
     def __init__(self, dims: Dims) -> None:
-        self.ids = np.zeros((dims.max_seqs, dims.pages_per_seq), np.int32)
-        self.count = np.zeros(dims.max_seqs, np.int32)
-        self.changed = np.ones((2, dims.max_seqs), np.bool_)
+        self.ids = np.zeros((dims.bucket.max_seqs, dims.bucket.pages_per_seq), np.int32)
+        self.count = np.zeros(dims.bucket.max_seqs, np.int32)
+        self.changed = np.ones((2, dims.bucket.max_seqs), np.bool_)
 
 
 @dataclass
@@ -232,7 +232,7 @@ class Steps:
         self._kept[self._turn] = new = _Kept(kept.table)
         table, lineup = kept.table, rows.lineup
         going_on = last and last.rows and last.table.dims is dims and _goes_on(last.rows, rows)
-        if last and going_on and (rows.start % dims.kv_block).all():
+        if last and going_on and (rows.start % dims.bucket.kv_block).all():
             new.dealt = last.dealt
         if not new.dealt:
             new.dealt = deal_items(dims, lineup.slot, rows.start, lineup.count)
@@ -303,17 +303,17 @@ def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
     )
     start = np.array([chunk.start for chunk in chunks], np.int32)
     tokens = np.fromiter(chain.from_iterable(chunk.tokens for chunk in chunks), np.int32, sum(lengths))
-    fits("tokens", len(tokens), dims.tokens)
+    fits("tokens", len(tokens), dims.bucket.tokens)
     if len(chunks):
-        fits("max_seqs", int(lineup.slot.max()) + 1, dims.max_seqs)
-        fits("max_context", int((start + lineup.count).max()), dims.max_context)
-        if tokens.max() >= dims.vocab:
-            raise MegakernelError(f"token {tokens.max()} is outside the vocabulary of {dims.vocab}")
+        fits("max_seqs", int(lineup.slot.max()) + 1, dims.bucket.max_seqs)
+        fits("max_context", int((start + lineup.count).max()), dims.bucket.max_context)
+        if tokens.max() >= dims.model.vocab:
+            raise MegakernelError(f"token {tokens.max()} is outside the vocabulary of {dims.model.vocab}")
     if len(np.unique(lineup.slot)) != len(chunks):
         raise MegakernelError("two chunks of a step have the same slot: join them into one")
     table = StepTable(dims)
     for chunk in chunks:
-        needed = ceil_div(chunk.start + len(chunk.tokens), dims.kv_page)
+        needed = ceil_div(chunk.start + len(chunk.tokens), dims.bucket.kv_page)
         if len(chunk.pages) < needed:
             raise MegakernelError(
                 f"the sequence in slot {chunk.slot} has {len(chunk.pages)} KV pages, but needs {needed}"

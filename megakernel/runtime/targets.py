@@ -12,4 +12,4 @@ TARGETS: dict[str, Target] = {target.name: target for target in (CPU, HOPPER)}
 
 def target_of(dims: Dims) -> Target:
     """The target that a program of these sizes was compiled for."""
-    return next(target for target in TARGETS.values() if dims.units in target.units)
+    return next(target for target in TARGETS.values() if dims.worker.units in target.units)

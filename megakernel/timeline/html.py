@@ -147,8 +147,8 @@ def _about(source: _Source, unit_s: float) -> dict[str, Any]:
     program = resolved.program
     return {
         "program": resolved.trace.header.program,
-        "layers": program.dims.layers,
-        "tokens": program.dims.tokens,
+        "layers": program.dims.model.layers,
+        "tokens": program.dims.bucket.tokens,
         "span": _moments(source, unit_s)[1],
         "lastLaunch": float(resolved.launch_spans[0][-1]) * resolved.tick_s,
         "bins": _bins(resolved),

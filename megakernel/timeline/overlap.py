@@ -149,7 +149,7 @@ def _phases_together(resolved: Resolved, busy: Spans) -> float | None:
     their instructions have two or more (layer, phase) pairs.
     """
     compute = resolved.kind(IntervalKind.COMPUTE)
-    phase = ((resolved.segment * (resolved.program.dims.layers + 1) + resolved.block) << 8) + resolved.number
+    phase = ((resolved.segment * (resolved.program.dims.model.layers + 1) + resolved.block) << 8) + resolved.number
     # Give each (layer, phase) pair a section of its own on one time line.
     base = np.unique(phase[compute], return_inverse=True)[1] * resolved.period
     by_phase = Spans.union(base + resolved.begin[compute], base + resolved.end[compute])

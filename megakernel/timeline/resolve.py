@@ -212,7 +212,7 @@ class Resolved:
     def _counter(self, i: Ints, rank: NDArray[np.integer], ahead: Ints, counter: Ints) -> Ints:
         """Return a number for each counter that the intervals `i` wait for or signal, another one in each launch."""
         block = (
-            (self.launch[i] * self.program.ranks + rank.astype(np.int64)) * (self.program.dims.layers + 1)
+            (self.launch[i] * self.program.ranks + rank.astype(np.int64)) * (self.program.dims.model.layers + 1)
             + self.block[i]
             + ahead
         )
@@ -264,7 +264,7 @@ def resolve(program: Program, trace: Trace, machine: Machine | None = None) -> R
     segment = np.where(layer == PROLOGUE, 0, np.where(layer == EPILOGUE, 2, 1))
     counts = np.array([len(program.numbered(s)[0]) for s in range(3)])
     index = rows["instruction"].astype(np.int64)
-    layers = program.dims.layers
+    layers = program.dims.model.layers
     bad = (
         (index >= counts[segment])
         | ((segment == 1) & (layer >= layers))
@@ -275,7 +275,7 @@ def resolve(program: Program, trace: Trace, machine: Machine | None = None) -> R
     if bad.any():
         raise MegakernelError(f"trace interval {int(bad.argmax())} does not fit its program: the trace is damaged")
     launch = np.unique(rows["launch"], return_inverse=True)[1].astype(np.int64)
-    expected = (int(launch.max()) + 1, program.ranks, program.dims.attention_slots, 2)
+    expected = (int(launch.max()) + 1, program.ranks, program.dims.bucket.attention_slots, 2)
     if trace.attention is not None and trace.attention.shape != expected:
         raise MegakernelError("the recorded attention does not fit its program: the trace is damaged")
     start = np.array([0, counts[0], counts[0] + layers * counts[1]])

@@ -133,7 +133,7 @@ def _declared(resolved: Resolved) -> tuple[Amounts, Amounts]:
             loaded = target_of(dims).loads(phase, columns, dims).all
             work[rows] = np.stack([done.matrix_flops, done.vector_flops, done.memory_bytes, loaded], axis=1)
             # In a hand-made program, each rank may run a model of its own and send nothing to the others.
-            if dims.tp == ranks:
+            if dims.split.tp == ranks:
                 link[rows] = link_bytes_each(phase, columns, dims)
     return work, link
 

@@ -37,7 +37,7 @@ class Waits:
         words = rec.waits(records)
         attention = np.isin(rec.phase_number(records), program.forward.numbers(Operation.ATTENTION))
         groups = np.where(attention, records[:, _GROUPS], 1)
-        members = np.where(words & rec.INDEXED, program.dims.row_blocks * groups[:, None], 1).astype(np.int64)
+        members = np.where(words & rec.INDEXED, program.dims.bucket.row_blocks * groups[:, None], 1).astype(np.int64)
         return Waits(rec.word_counter(words).astype(np.int64), members, (words & rec.NEXT != 0).astype(np.int64))
 
 
@@ -60,7 +60,7 @@ class Signals:
         words = rec.signals(records)
         record, slot = np.nonzero(words)
         word = words[record, slot]
-        copies = np.where(word & rec.INDEXED, program.dims.row_blocks, 1)
+        copies = np.where(word & rec.INDEXED, program.dims.bucket.row_blocks, 1)
         everyone = rec.word_rank(word) == rec.ALL_RANKS
         at, nth = ragged(copies * np.where(everyone, program.ranks, 1))
         rank = np.where(everyone[at], nth // copies[at], rec.word_rank(word)[at]).astype(np.int64)

@@ -81,7 +81,7 @@ def simulate(
             " compile it for this machine"
         )
     costs = costs or costs_of(machine)
-    if program.dims.sms == 2:
+    if program.dims.worker.sms == 2:
         costs = costs.paired()
     if not 1 <= costs.claim_in_flight <= costs.in_flight <= _MOST_IN_FLIGHT:
         raise MegakernelError(f"a worker can have 1 to {_MOST_IN_FLIGHT} instructions in flight, not {costs.in_flight}")
@@ -115,7 +115,7 @@ def _launched(program: Program, work: Work) -> int:
         int(per_record[offsets[0] : offsets[-1]].sum())
         for offsets in (work.prologue, work.body, work.epilogue, work.queue_records)
     ]
-    layers = program.dims.layers
+    layers = program.dims.model.layers
     return counts[0] + layers * (counts[1] + counts[3]) + counts[2]
 
 
@@ -139,7 +139,7 @@ def _check(program: Program, work: Work, result: Result) -> None:
 def _matrix_flops(program: Program, table: StepTable) -> float:
     """Return the FLOPs of the matmuls and the attention of all ranks, including those of padding rows."""
     total = 0.0
-    for segment, runs in enumerate((1, program.dims.layers, 1)):
+    for segment, runs in enumerate((1, program.dims.model.layers, 1)):
         for phase, dims, _, columns in program.by_phase(segment):
             total += runs * float(cost(phase, columns, dims).matrix_flops.sum())
-    return total + program.dims.layers * float(slot_work(table)[:, :, 0].sum())
+    return total + program.dims.model.layers * float(slot_work(table)[:, :, 0].sum())

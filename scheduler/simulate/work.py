@@ -108,7 +108,7 @@ def make_work(program: Program, table: StepTable, costs: Costs) -> Work:
     views = [table.rank(rank) for rank in range(program.ranks)]
     # Process the records of each phase and rank together.
     groups = [
-        (phase, view, np.flatnonzero((numbers == phase.number) & (ranks == view.dims.rank)))
+        (phase, view, np.flatnonzero((numbers == phase.number) & (ranks == view.dims.split.rank)))
         for view in views
         for phase in program.forward
     ]
@@ -142,10 +142,10 @@ def make_work(program: Program, table: StepTable, costs: Costs) -> Work:
     return Work(
         ranks=program.ranks,
         workers=program.workers,
-        layers=program.dims.layers,
+        layers=program.dims.model.layers,
         counters=program.counters,
         queues=program.rank_queues,
-        splits=program.dims.items,
+        splits=program.dims.bucket.items,
         keys=keys.count,
         layered_keys=keys.layered,
         prologue=offsets[0],
@@ -195,10 +195,13 @@ class _Keys:
             cols = np.unique(phase.columns(records[numbers == phase.number])["col"])
             self._weights[phase.number] = count, cols
             count += len(cols)
-        self._kv, self._heads = count, max(view.dims.rank_kv_heads for view in views)
-        count += dims.max_seqs * self._heads
+        self._kv, self._heads = count, max(view.dims.split.rank_kv_heads for view in views)
+        count += dims.bucket.max_seqs * self._heads
         self.layered = self._blocks = count
-        self._row_block, self._row_blocks = dims.row_block, max(dims.row_blocks, -(-dims.logit_rows // dims.row_block))
+        self._row_block, self._row_blocks = (
+            dims.bucket.row_block,
+            max(dims.bucket.row_blocks, -(-dims.bucket.logit_rows // dims.bucket.row_block)),
+        )
         self.count = count + len(BUFFERS) * self._row_blocks
         self.bytes = np.zeros((program.ranks, self.count))
 
@@ -226,17 +229,17 @@ def _plain(tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Int
     weights, read = loaded.weights, loaded.read
     if phase.is_matmul:
         weight_key = keys.weight(phase, columns["col"])
-        keys.at_least(dims.rank, weight_key, weights)
+        keys.at_least(dims.split.rank, weight_key, weights)
         tasks.set(task, weight_key=weight_key)
     _activations(tasks, keys, phase, columns, task, dims)
     matrix_s = costs.matmul_s(work.matrix_flops, rows)
-    if phase.is_matmul and dims.ring_pages:
+    if phase.is_matmul and dims.worker.ring_pages:
         matrix_s = _paged(tasks, task, phase, columns, dims, costs)
         if costs.issue:
             roles = matmul_issue(phase, columns["rows"], columns["cols"], dims, costs.issue)
             tasks.set(task, ask_s=roles.loaders)
             matrix_s = np.maximum(matrix_s, roles.consumers)
-    elif dims.ring_pages:
+    elif dims.worker.ring_pages:
         weights, read = np.zeros(len(task)), read + weights  # the consumers load all data, not the loader
         if costs.issue and phase.operation is Operation.SAMPLE:
             # While consumers process one group of logits, they load the next group of the same size.
@@ -247,7 +250,7 @@ def _plain(tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Int
     # A matmul that normalises its inputs does so before its matrix work.
     compute_s = matrix_s + work.vector_flops / costs.vector_flops
     # Dot products start when both pages of a pair have arrived.
-    stage = 2 * PAGE_BYTES if dims.units == Units.DOTS else costs.stage_bytes
+    stage = 2 * PAGE_BYTES if dims.worker.units == Units.DOTS else costs.stage_bytes
     tail_s = compute_s * np.minimum(1.0, stage / np.maximum(weights + read, 1))
     tasks.set(task, weight_bytes=weights, read_bytes=read, compute_s=compute_s, tail_s=tail_s)
 
@@ -264,19 +267,19 @@ def _activations(tasks: _Tasks, keys: _Keys, phase: Phase, columns: Columns, tas
         if access.kind is not Kind.READ:
             writes.append(access.buffer)
             wide = np.maximum(access.col_end - access.col, 0).astype(np.float64)
-            wide *= BUFFERS[access.buffer].resolve_dtype(dims).itemsize
+            wide *= BUFFERS[access.buffer].resolve_dtype(dims.model).itemsize
             of_table = access.index is Index.LOGIT_ROW  # the step table selects the rows
             high = columns["rows"] if of_table else np.maximum(access.row_end - access.row, 0)
             for to, part in _targets(access.rank, wide * high, dims):
                 tasks.stores[task, to] += part
     if reads:
-        tasks_per_block = np.maximum(dims.row_block / np.maximum(columns["rows"], 1), 1)
+        tasks_per_block = np.maximum(dims.bucket.row_block / np.maximum(columns["rows"], 1), 1)
         key = keys.rows(reads[0], columns["row"])
-        keys.at_least(dims.rank, key, region_reads(phase, columns, dims) * tasks_per_block)
+        keys.at_least(dims.split.rank, key, region_reads(phase, columns, dims) * tasks_per_block)
         tasks.set(task, read_key=key)
     if writes:
         key = keys.rows(writes[0], columns["row"])
-        for to in range(dims.tp):
+        for to in range(dims.split.tp):
             keys.at_least(to, key, tasks.stores[task, to])
         tasks.set(task, write_key=key)
 
@@ -285,13 +288,13 @@ def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims
     """Set the bytes that matmul tasks take in the ring of pages, and return the seconds of their arithmetic."""
     taken = matmul_pages(phase, columns["rows"], columns["cols"], dims)
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
-    if dims.units == Units.DOTS:
+    if dims.worker.units == Units.DOTS:
         # A matmul by dot products may fill the ring of pages several times. The input rows are loaded once per filling
         # and stay in their pages until it ends.
         held = dot_input_pages(phase, rows, dims)
-        ahead = ahead_columns(phase, dims) * phase.inner(dims) * itemsize(dims)
+        ahead = ahead_columns(phase, dims) * phase.inner(dims.split) * itemsize(dims.model)
         tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held, ahead_bytes=float(ahead))
-        weights = phase.inner(dims) * phase.matrices(dims) * cols
+        weights = phase.inner(dims.split) * phase.matrices(dims.split) * cols
         return (2 * rows * weights).astype(np.float64) / costs.vector_flops
     # In the ring of pages, the pages of the next instruction come after the output pages of this instruction's last
     # chunk of columns.
@@ -305,10 +308,10 @@ def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Iterator[tu
     """Yield pairs of a rank and the bytes that each task stores on that rank, for one access. `size` has the bytes of
     each task.
     """
-    for to in range(dims.tp):
+    for to in range(dims.split.tp):
         if isinstance(rank, np.ndarray):
             yield to, np.where(rank == to, size, 0.0)
-        elif rank in (EVERY, to) or (rank == OWN and to == dims.rank):
+        elif rank in (EVERY, to) or (rank == OWN and to == dims.split.rank):
             yield to, size
 
 
@@ -327,13 +330,15 @@ def _attention(
     heads, sequence = view.item_kv_heads[item].astype(np.int64), view.item_seq[item].astype(np.int64)
     live = sequence >= 0
     flops, kv_bytes = (amount[item] for amount in item_work(view))
-    compute_s = costs.attention_s(flops, (rows * dims.group_size).astype(np.float64))
+    compute_s = costs.attention_s(flops, (rows * dims.model.group_size).astype(np.float64))
     # The bytes of an item's q. Its output has the same size.
-    size: Floats = (rows * heads).astype(np.float64) * (dims.group_size * dims.head_dim * itemsize(dims))
+    size: Floats = (rows * heads).astype(np.float64) * (
+        dims.model.group_size * dims.model.head_dim * itemsize(dims.model)
+    )
     whole = live & (view.item_split[item] < 0)
     shared = whole & (items_of == 1)
     key = np.where(shared, keys.kv(np.maximum(sequence, 0), view.item_kv_head[item].astype(np.int64)), -1)
-    keys.at_least(dims.rank, key[shared], kv_bytes[shared])
+    keys.at_least(dims.split.rank, key[shared], kv_bytes[shared])
     access = next(a for a in accesses(phase, phase.columns(records[:1]), dims) if a.kind is Kind.WRITE)
     owner = access.rank if access.rank is not None else dims.owner(row).astype(np.int32)
     out_key = keys.rows(access.buffer, view.item_row[item])
@@ -341,9 +346,9 @@ def _attention(
         np.add.at(tasks.stores[:, to], task, part)
         keys.bytes[to] = np.maximum(keys.bytes[to], np.bincount(out_key, weights=part, minlength=keys.count))
     ring = np.zeros(len(item))
-    if dims.ring_pages:
+    if dims.worker.ring_pages:
         taken = attention_pages(view.item_rows[item], view.item_kv_heads[item], view.item_blocks[item], dims)
-        ring += PAGE_BYTES / dims.sms * taken
+        ring += PAGE_BYTES / dims.worker.sms * taken
     for name, part in (("read_bytes", kv_bytes + size * live), ("ring_bytes", ring), ("compute_s", compute_s)):
         np.add.at(tasks.table[name], task, part)
     tasks.set(
@@ -376,7 +381,7 @@ def _starts_task(view: StepTable) -> NDArray[np.bool_]:
     """
     single = (view.item_rows == 1) & (view.item_split < 0) & (view.item_seq >= 0)
     same = single[1:] & single[:-1]
-    own = view.item_row // view.dims.row_block
+    own = view.item_row // view.dims.bucket.row_block
     for column in (own, view.item_kv_head, view.item_kv_heads, view.item_wait_block, view.item_wait_blocks):
         same &= column[1:] == column[:-1]
     starts = np.concatenate([[True], ~same])
@@ -424,9 +429,9 @@ def _item_words(tasks: _Tasks, phase: Phase, records: Records, first: Ints, view
 
     row = view.item_row[item]
     to = rec.word_rank(signal)
-    owner = np.full_like(row, EVERY_RANK) if dims.replicated_residual else dims.owner(row)
+    owner = np.full_like(row, EVERY_RANK) if dims.split.replicated_residual else dims.owner(row)
     to = np.where(to == rec.OWNER, owner, np.where(to == rec.ALL_RANKS, EVERY_RANK, to))
-    counter = rec.word_counter(signal) + row // dims.row_block
+    counter = rec.word_counter(signal) + row // dims.bucket.row_block
     arrivals = np.bincount(task - task[0], weights=view.item_rows[item] * heads).astype(np.int64)[task - task[0]]
     some = (signal & rec.INDEXED != 0) & leads
     tasks.signal(task[some], to[some], counter[some], (signal & rec.NEXT != 0)[some], arrivals[some])
@@ -440,8 +445,8 @@ def _logit_waits(tasks: _Tasks, phase: Phase, records: Records, first: Ints, vie
     for i, words in enumerate(records[:, slots]):
         row = view.logit_rows[columns["row"][i] : columns["row"][i] + columns["rows"][i]]
         row = row[row >= 0]
-        if not dims.replicated_residual:
-            row = row[dims.owner(row) == dims.rank]
-        block = np.unique(row // dims.row_block)
+        if not dims.split.replicated_residual:
+            row = row[dims.owner(row) == dims.split.rank]
+        block = np.unique(row // dims.bucket.row_block)
         for slot in np.flatnonzero(words & rec.INDEXED):
             tasks.wait(first[i], rec.word_counter(words[slot]) + block, slot)

@@ -18,10 +18,10 @@ def predicted_seconds(program: Program, machine: Machine) -> float:
     """Return the predicted seconds of a typical step. They are extrapolated from simulations with one layer and with
     three layers.
     """
-    layers, table = program.dims.layers, usual_step(program.dims)
+    layers, table = program.dims.model.layers, usual_step(program.dims)
 
     def step_s(layers: int) -> float:
-        return simulate(replace(program, dims=replace(program.dims, layers=layers)), machine, table).step_s
+        return simulate(replace(program, dims=program.dims.changed(layers=layers)), machine, table).step_s
 
     if layers <= _MORE:
         return step_s(layers)
@@ -33,12 +33,12 @@ def usual_step(dims: Dims) -> StepTable:
     """Return the step table of a typical step. It divides all rows of a program evenly among as many sequences as the
     program has room for. The last row of each sequence gets logits.
     """
-    count = min(dims.tokens, dims.max_seqs)
-    pages = range(dims.pages_per_seq)
+    count = min(dims.bucket.tokens, dims.bucket.max_seqs)
+    pages = range(dims.bucket.pages_per_seq)
     chunks = []
     for n in range(count):
-        rows = min(dims.tokens // count + (n < dims.tokens % count), dims.max_context)
-        start = max(min(_CONTEXT, dims.max_context) - rows, 0)
-        sampled = [SampleRow(rows - 1, prompt_length=start + rows)] if n < dims.logit_rows else []
+        rows = min(dims.bucket.tokens // count + (n < dims.bucket.tokens % count), dims.bucket.max_context)
+        start = max(min(_CONTEXT, dims.bucket.max_context) - rows, 0)
+        sampled = [SampleRow(rows - 1, prompt_length=start + rows)] if n < dims.bucket.logit_rows else []
         chunks.append(Chunk(n, start, [0] * rows, pages, sampled))
     return build_step(dims, chunks)

@@ -95,8 +95,8 @@ def _touches(program: Program, events: list[Events], found: list[Use]) -> NDArra
                         # The step table determines which rows each rank writes, but the program does not. So the
                         # check treats each rank's share as one column of the buffer.
                         mine = access.index is Index.LOGIT_OWNER
-                        col = np.full_like(col, use.dims.rank if mine else 0)
-                        col_end = np.full_like(col, use.dims.rank + 1 if mine else program.ranks)
+                        col = np.full_like(col, use.dims.split.rank if mine else 0)
+                        col_end = np.full_like(col, use.dims.split.rank + 1 if mine else program.ranks)
                     for rank in _copies(access, use.dims):
                         out.add(phase, access.buffer, rank, kind, use.rows, access.row, access.row_end, col, col_end)
     for buffer, rank in _declared(program.forward, program.dims)[1]:
@@ -109,14 +109,14 @@ def _copies(access: Access, dims: Dims) -> list[Column | int]:
     if isinstance(access.rank, np.ndarray):
         return [access.rank]
     if access.rank == EVERY:
-        return list(range(dims.tp))
+        return list(range(dims.split.tp))
     assert access.rank is not None
-    return [dims.rank if access.rank == OWN else access.rank]
+    return [dims.split.rank if access.rank == OWN else access.rank]
 
 
 def _block_rows(dims: Dims, blocks: Ints) -> tuple[Ints, Ints]:
-    row = blocks * dims.row_block
-    return row, np.minimum(row + dims.row_block, dims.tokens)
+    row = blocks * dims.bucket.row_block
+    return row, np.minimum(row + dims.bucket.row_block, dims.bucket.tokens)
 
 
 def _items(out: _Touches, events: Events, phase: int, kind: int, dims: Dims, access: Access) -> None:
@@ -126,10 +126,10 @@ def _items(out: _Touches, events: Events, phase: int, kind: int, dims: Dims, acc
     recorded only once, with the event of the row block that is read. No write has to wait for it, because K and V have
     a copy per layer, so nothing overwrites them.
     """
-    grid = events.items[dims.rank]
+    grid = events.items[dims.split.rank]
     blocks, groups = (a.ravel() for a in np.indices(grid.event.shape))
     row, row_end = _block_rows(dims, blocks)
-    edges = np.minimum(np.arange(grid.event.shape[1] + 1) * grid.group_heads, dims.rank_kv_heads).tolist()
+    edges = np.minimum(np.arange(grid.event.shape[1] + 1) * grid.group_heads, dims.split.rank_kv_heads).tolist()
     columns = [item_columns(access.buffer, dims, first, end) for first, end in pairwise(edges)]
     col, col_end = np.array(columns)[groups].T
     copies = [dims.owner(row)] if access.rank is None else _copies(access, dims)
@@ -142,15 +142,15 @@ def _logit_rows(out: _Touches, events: Events, phase: int, kind: int, use: Use, 
     row's block has reached its total. An instruction without an indexed wait reads all its rows after its other waits.
     """
     d = use.dims
-    blocks = row_blocks(d, d.rank)
+    blocks = row_blocks(d, d.split.rank)
     row, row_end = _block_rows(d, blocks)
     box = (row, row_end, np.zeros_like(row), np.full_like(row, access.col_end[0]))
     plain = use.rows
-    for reads in (r for r in events.reads if r.rank == d.rank and np.isin(r.records, use.rows).any()):
-        out.add(phase, access.buffer, d.rank, kind, reads.event, *box)
+    for reads in (r for r in events.reads if r.rank == d.split.rank and np.isin(r.records, use.rows).any()):
+        out.add(phase, access.buffer, d.split.rank, kind, reads.event, *box)
         plain = np.setdiff1d(plain, reads.records)
     for record in plain:
-        out.add(phase, access.buffer, d.rank, kind, np.full(len(blocks), record), *box)
+        out.add(phase, access.buffer, d.split.rank, kind, np.full(len(blocks), record), *box)
 
 
 @lru_cache(maxsize=64)

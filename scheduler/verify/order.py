@@ -39,8 +39,8 @@ Edges = tuple[Ints, Ints]  # earlier, later
 
 def row_blocks(dims: Dims, rank: int) -> Ints:
     """Return the row blocks whose residual is stored on `rank`."""
-    step = 1 if dims.replicated_residual else dims.tp
-    return np.arange(rank % step, dims.row_blocks, step)
+    step = 1 if dims.split.replicated_residual else dims.split.tp
+    return np.arange(rank % step, dims.bucket.row_blocks, step)
 
 
 def _ended_before(key: Ints, end: Ints) -> Ints:
@@ -127,15 +127,15 @@ class Events:
         if attention is None:
             return
         every = part.rows(attention)
-        blocks = np.arange(dims.row_blocks)
-        block_rows = np.minimum(dims.tokens - blocks * dims.row_block, dims.row_block)
-        for rank in range(dims.head_ranks):
+        blocks = np.arange(dims.bucket.row_blocks)
+        block_rows = np.minimum(dims.bucket.tokens - blocks * dims.bucket.row_block, dims.bucket.row_block)
+        for rank in range(dims.split.head_ranks):
             slots = every[part.rank[every] == rank]
             columns = attention.columns(part.records[slots[:1]])
             groups, group_heads = int(columns["groups"][0]), int(columns["group_heads"][0])
-            event = self._new(dims.row_blocks, groups)
+            event = self._new(dims.bucket.row_blocks, groups)
             self.items[rank] = Grid(event, group_heads)
-            heads = np.minimum(all_dims(dims)[rank].rank_kv_heads - np.arange(groups) * group_heads, group_heads)
+            heads = np.minimum(all_dims(dims)[rank].split.rank_kv_heads - np.arange(groups) * group_heads, group_heads)
             items, arrivals = event.ravel(), (block_rows[:, None] * heads).ravel()
             grid = self._wait[part.waits.indexed & (part.waits.row == slots[0])] + np.arange(items.size)
             self.waits.append((grid, items))
@@ -151,7 +151,7 @@ class Events:
             target = signals.rank[word]
             targets = range(program.ranks) if target == bits.ALL_RANKS else [target]
             if target == bits.OWNER:
-                targets = [dims.owner(blocks * dims.row_block)]
+                targets = [dims.owner(blocks * dims.bucket.row_block)]
             for to in targets:
                 counter = to * program.counters + signals.counter[word] + blocks
                 self._signal(items, np.repeat(counter, groups), signals.next[word], arrivals)

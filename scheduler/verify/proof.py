@@ -108,7 +108,7 @@ def _stages(program: Program) -> Iterator[Iterable[str]]:
     yield from checks.stages(lambda parts: target_of(program.dims).violations(parts))
     events = [Events(part) for part in checks.parts]
     found = list(_totals(program, events))
-    unrolled = Unrolled(program, events, min(program.dims.layers, _LAYERS))
+    unrolled = Unrolled(program, events, min(program.dims.model.layers, _LAYERS))
     order, cycle = unrolled.order()
     if cycle:
         found.append("deadlock, each waiting for the next: " + "; ".join(unrolled.label(row) for row in cycle))
@@ -124,7 +124,7 @@ def _totals(program: Program, events: list[Events]) -> Iterator[str]:
         ("middle", program.totals_middle, own + across),
         ("last", program.totals_last, across + epilogue.arrivals(False)),
     ]
-    if program.dims.layers == 1:
+    if program.dims.model.layers == 1:
         del blocks[1]
     for name, totals, arrivals in blocks:
         stored = totals.astype(np.int64).reshape(-1)

@@ -168,7 +168,7 @@ def _compiled(config: ModelConfig, workers: int, tokens: int, norm: str = "auto"
 
 def _backend(name: str, config: ModelConfig, dims: Dims, threads: int) -> Any:
     checkpoint = RandomCheckpoint("random", config, seed=0)
-    return create(name, checkpoint, dims, dims.pages_per_seq, dtype=Dtype.BF16, threads=threads)
+    return create(name, checkpoint, dims, dims.bucket.pages_per_seq, dtype=Dtype.BF16, threads=threads)
 
 
 def _arithmetic() -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
@@ -189,7 +189,7 @@ def _arithmetic() -> tuple[dict[int, float], dict[int, float], dict[int, float]]
 
     def seconds_each(phase: Phase, operands: tuple[int, ...], start: int, rows: int) -> float:
         one = rec.encode(phase.number, operands)
-        table = build_step(dims, [Chunk(0, start, [0] * rows, range(dims.pages_per_seq))])
+        table = build_step(dims, [Chunk(0, start, [0] * rows, range(dims.bucket.pages_per_seq))])
 
         def run(times: int) -> float:
             several = _repeated(program, one, times)
@@ -200,12 +200,14 @@ def _arithmetic() -> tuple[dict[int, float], dict[int, float], dict[int, float]]
     matmuls, attentions = {}, {}
     for rows in _ROWS:
         seconds = seconds_each(matmul, (0, rows, 0, _COLUMNS), 0, rows)
-        matmuls[rows] = _rate(2.0 * rows * _COLUMNS * dims.o_cols, seconds)
+        matmuls[rows] = _rate(2.0 * rows * _COLUMNS * dims.split.o_cols, seconds)
     for rows in _ATTENTION_ROWS:
         pairs = sum(_CONTEXT - rows + 1 + i for i in range(rows))
-        seconds = seconds_each(attention, (0, 1, dims.rank_kv_heads), _CONTEXT - rows, rows)
-        attentions[rows * dims.group_size] = _rate(attention_cost(dims, dims.kv_heads, pairs)[0], seconds)
-    norms = {most: _rate(4.0 * most * dims.hidden, seconds_each(norm, (0, most), 0, most))}
+        seconds = seconds_each(attention, (0, 1, dims.split.rank_kv_heads), _CONTEXT - rows, rows)
+        attentions[rows * dims.model.group_size] = _rate(
+            attention_cost(dims.model, dims.model.kv_heads, pairs)[0], seconds
+        )
+    norms = {most: _rate(4.0 * most * dims.model.hidden, seconds_each(norm, (0, most), 0, most))}
     cpu.close()
     return matmuls, attentions, norms
 
@@ -259,7 +261,7 @@ def null_step(workers: int, layers: int, *, threads: int | None = None) -> tuple
     """
     program = _null_program(workers, layers)
     null = _backend("null", _config(layers), program.dims, threads or workers)
-    table = build_step(program.dims, [Chunk(0, 0, [0], range(program.dims.pages_per_seq))])
+    table = build_step(program.dims, [Chunk(0, 0, [0], range(program.dims.bucket.pages_per_seq))])
     seconds = _best(lambda: null.launch(program, table))
     null.close()
     return seconds, program.instructions // workers, len(program.forward.body)

@@ -132,7 +132,7 @@ def _one(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> Run:
 
 def _phase(steps: list[tuple[Step, float]], tied: bool) -> Stretch:
     def work(s: Step) -> StepWork:
-        return step_work(s.program.forward, s.program.dims, s.rows, s.contexts, s.logit_rows, tied=tied)
+        return step_work(s.program.forward, s.program.dims.split, s.rows, s.contexts, s.logit_rows, tied=tied)
 
     works = [work(step) for step, _ in steps]
     return Stretch(

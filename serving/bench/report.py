@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from megakernel.isa import Dims, Forward
+from megakernel.isa import Forward, Split
 from megakernel.roofline import Ceilings, StepWork, bound, fraction_error, step_work
 from megakernel.serving.bench.workload import LoadJob
 
@@ -118,19 +118,18 @@ def spread(values: ArrayLike) -> dict[str, float | None]:
     return {"mean": float(array.mean()), "median": float(np.median(array)), "p99": float(np.percentile(array, 99))}
 
 
-def least_work(forward: Forward, dims: Dims, jobs: Sequence[LoadJob], in_flight: int, *, tied: bool) -> StepWork:
+def least_work(forward: Forward, split: Split, jobs: Sequence[LoadJob], in_flight: int, *, tied: bool) -> StepWork:
     """Return the least work with which any server that generates one token per step can answer `jobs`.
 
     The server has at most `in_flight` requests at a time.
     FLOPs and KV bytes are counted as if each prompt were computed in one step and each later token in its own step.
     Every step reads all weights, and there are at least max(longest output, all output tokens / in_flight) steps.
-    Of `dims`, only the model's sizes are used, not the limits of a compiled step.
     """
     prompts, outputs = np.array([(job.prompt_tokens, job.output_tokens) for job in jobs]).T
     last = prompts + outputs - 1  # the last generated token is never an input
     steps = max(int(outputs.max()), -(-int(outputs.sum()) // in_flight))
-    whole = step_work(forward, dims, last.tolist(), last.tolist(), int(outputs.sum()), tied=tied)
-    step = step_work(forward, dims, [1], [1], 1, tied=tied)
+    whole = step_work(forward, split, last.tolist(), last.tolist(), int(outputs.sum()), tied=tied)
+    step = step_work(forward, split, [1], [1], 1, tied=tied)
     contexts = prompts + (outputs - 1) * prompts + (outputs - 1) * outputs // 2
     return StepWork(whole.flops, steps * step.weight_bytes, float(contexts.sum()) * step.kv_bytes)
 

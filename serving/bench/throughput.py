@@ -38,7 +38,7 @@ def measure(
         made += len(step.tokens)
         on_progress(made, total)
 
-    some = load.again(runs).jobs[: 2 * llm.engine.dims.max_seqs]
+    some = load.again(runs).jobs[: 2 * llm.engine.dims.bucket.max_seqs]
     short = [replace(job, output_tokens=min(job.output_tokens, _WARM_UP_TOKENS)) for job in some]
     _one(llm, short, ceilings, lambda step: None)
     done = []
@@ -50,7 +50,7 @@ def measure(
 
 def _one(llm: LLM, jobs: Sequence[LoadJob], ceilings: Ceilings, on_step: Callable[[Step], None]) -> dict[str, Any]:
     engine = llm.engine
-    live = Live(ceilings, engine.stats, tied=llm.config.tied, max_seqs=engine.dims.max_seqs, about={})
+    live = Live(ceilings, engine.stats, tied=llm.config.tied, max_seqs=engine.dims.bucket.max_seqs, about={})
 
     ended = 0.0
 

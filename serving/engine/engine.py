@@ -169,18 +169,18 @@ class Engine:
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
             raise MegakernelError("the prompt is empty: give it at least one token")
-        wrong = next((t for t in prompt if not 0 <= t < self.dims.vocab), None)
+        wrong = next((t for t in prompt if not 0 <= t < self.dims.model.vocab), None)
         if wrong is not None:
-            raise MegakernelError(f"prompt token {wrong} is outside the vocabulary of {self.dims.vocab}")
-        if len(prompt) >= self.dims.max_context:
+            raise MegakernelError(f"prompt token {wrong} is outside the vocabulary of {self.dims.model.vocab}")
+        if len(prompt) >= self.dims.bucket.max_context:
             raise MegakernelError(
-                f"the prompt has {len(prompt)} tokens, but the context of {self.dims.max_context} tokens must also hold"
-                " one generated token: shorten the prompt or raise the context"
+                f"the prompt has {len(prompt)} tokens, but the context of {self.dims.bucket.max_context} tokens must "
+                "also hold one generated token: shorten the prompt or raise the context"
             )
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-            wrong = next((t for t in ids if t >= self.dims.vocab), None)
+            wrong = next((t for t in ids if t >= self.dims.model.vocab), None)
             if wrong is not None:
-                raise MegakernelError(f"{name}: token {wrong} is outside the vocabulary of {self.dims.vocab}")
+                raise MegakernelError(f"{name}: token {wrong} is outside the vocabulary of {self.dims.model.vocab}")
         # The last generated token is never an input, so it needs no KV.
         needed, pages = self._batch.pages_for(self._length_limit(len(prompt), params) - 1), self.stats.pages
         if needed > pages:
@@ -314,7 +314,7 @@ class Engine:
     # -- planning
 
     def _length_limit(self, prompt: int, params: SamplingParams) -> int:
-        context = self.dims.max_context
+        context = self.dims.bucket.max_context
         return context if params.max_tokens is None else min(context, prompt + params.max_tokens)
 
     # -- results

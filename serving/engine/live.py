@@ -95,7 +95,7 @@ class Live:
         """Record a step that took `wall_s` seconds, and the engine's state after it."""
         rows = step.rows
         forward, dims = step.program.forward, step.program.dims
-        work = step_work(forward, dims, rows, step.contexts, step.logit_rows, tied=self._tied)
+        work = step_work(forward, dims.split, rows, step.contexts, step.logit_rows, tied=self._tied)
         reached = achieved(work, self.ceilings, wall_s)
         bound = reached.fraction * wall_s
         sums = Totals(1, wall_s, bound, work.flops, work.bytes, sum(rows), len(step.tokens), len(rows))

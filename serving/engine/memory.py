@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import Buffer, Dims, Dtype, Forward, kv_bytes
-from megakernel.model.checkpoint import weight_dims
+from megakernel.isa import Buffer, Dtype, Forward, Split, kv_bytes
 from megakernel.model.config import ModelConfig
 from megakernel.roofline.work import model_weights
 
@@ -16,9 +14,9 @@ log = logging.getLogger(__name__)
 KV_SHARE = 0.25  # the KV pool's fraction of the memory, unless one sequence needs more
 
 
-def weight_bytes(forward: Forward, dims: Dims, *, tied: bool) -> int:
+def weight_bytes(forward: Forward, split: Split, *, tied: bool) -> int:
     """Return the bytes of one rank's weights. If embedding and LM head are tied, they count once."""
-    weights = model_weights(forward, dims)
+    weights = model_weights(forward, split)
     return sum(weights.values()) - (weights[Buffer.LM_HEAD] if tied else 0)
 
 
@@ -38,9 +36,9 @@ def kv_capacity(
     as the model allows and KV_SHARE of the memory holds. Raises MegakernelError if `max_context` exceeds the model's
     limit, or if one such sequence exceeds the memory.
     """
-    dims = replace(weight_dims(config, dtype), tp=tp, quantised_kv=int(quantised_kv))
-    heads = sum(replace(dims, rank=rank).rank_kv_heads for rank in range(tp))  # several ranks may have the same KV head
-    per_token = config.layers * heads * kv_bytes(dims)
+    split = Split(config.sizes(dtype, quantised_kv=quantised_kv), tp)
+    heads = sum(part.rank_kv_heads for part in split.ranks)  # several ranks may have the same KV head
+    per_token = config.layers * heads * kv_bytes(split.model)
     room = int(KV_SHARE * memory_bytes / per_token)
     if max_context is None:
         context = min(config.max_context, room)

@@ -156,13 +156,13 @@ class Slots:
     """
 
     def __init__(self, dims: Dims) -> None:
-        n = dims.max_seqs
-        self.page = dims.kv_page
+        n = dims.bucket.max_seqs
+        self.page = dims.bucket.kv_page
         self.order: Ints = np.zeros(0, np.int64)  # a new array after each change, so that `is` shows whether it changed
         self.sequence: Objects = np.full(n, None)
         self.ticket = np.full(n, -1)  # number of the sequence's admission; -1: the slot is free
         self.reader, self.number = np.zeros((2, n), np.int64)  # whose tokens they are, and the number of the choice
-        self.tokens = np.zeros((n, dims.max_context), np.int32)
+        self.tokens = np.zeros((n, dims.bucket.max_context), np.int32)
         self.known, self.length, self.computed, self.known_pages = np.zeros((4, n), np.int64)
         self.limit, self.prompt, self.early_until = np.zeros((3, n), np.int64)
         self.stop_ids = np.full((n, 1), -1)  # stop ids of each sequence, padded with -1

@@ -132,10 +132,10 @@ class Batch:
         self.waiting = Waiting()
         self.slots = Slots(dims)
         self.counts = Counts()  # updated by the engine, which knows the results of steps
-        self._max_seqs, self._page = dims.max_seqs, dims.kv_page
+        self._max_seqs, self._page = dims.bucket.max_seqs, dims.bucket.kv_page
         self._step_tokens, self._prefix_cache = step_tokens, prefix_cache
         self._pool = PagePool(pages)
-        self._slots = list(range(dims.max_seqs - 1, -1, -1))  # free slots
+        self._slots = list(range(dims.bucket.max_seqs - 1, -1, -1))  # free slots
         self._histories: list[tuple[int, int, NDArray[np.int32]]] = []
         self._preemptions = self._prefix_queries = self._prefix_hits = 0
 

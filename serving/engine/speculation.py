@@ -199,7 +199,7 @@ class StepTimes:
     def record(self, program: Program, seconds: float) -> None:
         """Record that a step of `program` took `seconds`."""
         self._steps += 1
-        measured = self._measured.setdefault((program.dims.tokens, program.dims.logit_rows), _Measured())
+        measured = self._measured.setdefault((program.dims.bucket.tokens, program.dims.bucket.logit_rows), _Measured())
         measured.at = self._steps
         measured.seconds.append(seconds)
 

@@ -41,8 +41,8 @@ class EngineHost:
             source=source,
             name=llm.model,
             vocab=llm.config.vocab,
-            max_context=dims.max_context,
-            kv_page=dims.kv_page,
+            max_context=dims.bucket.max_context,
+            kv_page=dims.bucket.kv_page,
             folder=folder,
             rows=1 + frontends,
         )
@@ -69,12 +69,12 @@ class EngineHost:
             ceilings,
             llm.engine.stats,
             tied=llm.config.tied,
-            max_seqs=llm.engine.dims.max_seqs,
+            max_seqs=llm.engine.dims.bucket.max_seqs,
             about=llm.about | about,
         )
         self.loop.on_step.append(self._record)
         self.loop.wants_trace = lambda: self.live.tracing
-        machine = share_of(ceilings, llm.machine, llm.engine.dims.tp)
+        machine = share_of(ceilings, llm.machine, llm.engine.dims.split.tp)
 
         def timeline() -> bytes | None:
             """Trace one step, and return it as an HTML page."""

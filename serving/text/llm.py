@@ -130,7 +130,7 @@ class LLM:
         )
         predict = partial(step_seconds, machine=self.machine)
         dims = programs.get(1, 1).dims
-        pages = -(-kv_tokens // dims.kv_page)
+        pages = -(-kv_tokens // dims.bucket.kv_page)
         self.engine = Engine(
             create(backend, checkpoint, dims, pages, dtype=self.dtype, threads=self.threads),
             programs,

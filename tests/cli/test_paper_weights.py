@@ -47,7 +47,7 @@ def test_bytes_are_those_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 def matrices(program: Program) -> dict[Buffer, int]:
     """The bytes of each matrix that a program reads. The embedding table, which is also the LM head, counts once."""
-    found = model_weights(program.forward, program.dims)
+    found = model_weights(program.forward, program.dims.split)
     return {b: size for b, size in found.items() if BUFFERS[b].matrix and b.name != "EMBED"}
 
 

@@ -11,12 +11,12 @@ from xml.etree import ElementTree
 
 import pytest
 from commands import fails, run, run_json
+from sizes import least_dims
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype, OperationFamily
 from megakernel.machine import hardware
 from megakernel.model import load_config
-from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import forward
 from megakernel.roofline import Ceilings, step_work
 from megakernel.roofline.plot import Mark, Point, write_plot
@@ -39,8 +39,8 @@ def test_one_rank_agrees_with_the_necessary_work(capsys: pytest.CaptureFixture[s
     flags = ["roofline", "--model", MODEL_1B, "--machine", "h100", "--tokens", "7", "--context", "1000"]
     figures = run_json(capsys, *flags)
     config = load_config(MODEL_1B)
-    dims = weight_dims(config, Dtype.BF16)
-    work = step_work(passes.apply(forward(config), dims), dims, [1] * 7, [1000] * 7, 7, tied=True)
+    dims = least_dims(config, Dtype.BF16)
+    work = step_work(passes.apply(forward(config), dims.split), dims.split, [1] * 7, [1000] * 7, 7, tied=True)
     assert figures["flops"] == pytest.approx(work.flops, rel=1e-9)
     assert figures["memory_bytes"] == pytest.approx(work.bytes, rel=1e-3)
     assert figures["bound"] == "memory" and figures["t_comms_s"] == 0 and figures["lowering"] == {"norm": "own"}

@@ -64,14 +64,14 @@ def _program(tokens: int = 4, tp: int = 1, machine: Machine | None = None) -> Pr
 
 
 def _weights(dims: Dims) -> RandomCheckpoint:
-    return RandomCheckpoint(replace(dims, tp=1), tied=CONFIG.tied, biased=False)
+    return RandomCheckpoint(dims.changed(tp=1), tied=CONFIG.tied, biased=False)
 
 
 def _backend(dims: Dims, **options: Any) -> Any:
     from megakernel.runtime.cuda.backend import CudaBackend
 
     no_compiler()
-    return CudaBackend(_weights(dims), dims, PAGES, dtype=Dtype(dims.dtype), **options)
+    return CudaBackend(_weights(dims), dims, PAGES, dtype=Dtype(dims.model.dtype), **options)
 
 
 @contextmanager
@@ -144,18 +144,18 @@ def test_arguments_point_to_what_they_say() -> None:
     backend.launch(program, _table(program.dims))
     kernel.check()
     [a] = seen
-    assert replace(a.dims, rms_eps=program.dims.rms_eps) == program.dims  # the argument is float32
+    assert a.dims.changed(rms_eps=program.dims.model.rms_eps) == program.dims  # the argument is float32
     for d in a.ranks:
-        np.testing.assert_array_equal(a.phases[d.rank], program.forward.words(program.rank_dims(d.rank)))
+        np.testing.assert_array_equal(a.phases[d.split.rank], program.forward.words(program.rank_dims(d.split.rank)))
     same = replace(a.program, dims=program.dims, machine=program.machine, forward=program.forward)
     assert same.to_bytes() == program.to_bytes()
-    assert [d.rank for d in a.ranks] == [0, 1] and a.params.timeout_ns == 10**10
+    assert [d.split.rank for d in a.ranks] == [0, 1] and a.params.timeout_ns == 10**10
     checkpoint = _weights(program.dims)
     weights = families.weights(CONFIG)
     for buffer, d in itertools.product(weights, a.ranks):
-        for layer in range(d.layers if BUFFERS[buffer].layered else 1):
-            found = a.buffer(d.rank, buffer, layer, 0)
-            np.testing.assert_array_equal(found, array_of(checkpoint, buffer, layer, d).reshape(found.shape))
+        for layer in range(d.model.layers if BUFFERS[buffer].layered else 1):
+            found = a.buffer(d.split.rank, buffer, layer, 0)
+            np.testing.assert_array_equal(found, array_of(checkpoint, buffer, layer, d.split).reshape(found.shape))
     lacks = [b for b, spec in BUFFERS.items() if spec.space is Space.WEIGHT and b not in weights]
     assert Buffer.B_QKV in lacks and not a.addresses[:, lacks].any()
     # Both ranks are on one GPU, so they share the weights that every rank needs in full.
@@ -166,14 +166,14 @@ def test_arguments_point_to_what_they_say() -> None:
     maps = view(a.params.maps, (2, len(Buffer), MAPS, MAP_BYTES), np.uint8)
     d = a.ranks[1]
     shapes = {
-        Buffer.W_QKV: (d.hidden, d.qkv_cols, d.layers),
-        Buffer.W_GATE_UP: (d.hidden, d.rank_ffn, 2 * d.layers),
-        Buffer.LM_HEAD: (d.hidden, d.rank_vocab, 1),
-        Buffer.X: (d.hidden, d.tokens, 1),
-        Buffer.ACT: (d.rank_ffn, d.tokens, 1),
-        Buffer.REDUCE: (d.hidden, d.own_rows, 2),
-        Buffer.K_CACHE: (d.kv_page, PAGES * d.rank_kv_heads * d.head_dim, d.layers),
-        Buffer.V_CACHE: (d.head_dim, PAGES * d.rank_kv_heads * d.kv_page, d.layers),
+        Buffer.W_QKV: (d.model.hidden, d.split.qkv_cols, d.model.layers),
+        Buffer.W_GATE_UP: (d.model.hidden, d.split.rank_ffn, 2 * d.model.layers),
+        Buffer.LM_HEAD: (d.model.hidden, d.split.rank_vocab, 1),
+        Buffer.X: (d.model.hidden, d.bucket.tokens, 1),
+        Buffer.ACT: (d.split.rank_ffn, d.bucket.tokens, 1),
+        Buffer.REDUCE: (d.model.hidden, d.own_rows, 2),
+        Buffer.K_CACHE: (d.bucket.kv_page, PAGES * d.split.rank_kv_heads * d.model.head_dim, d.model.layers),
+        Buffer.V_CACHE: (d.model.head_dim, PAGES * d.split.rank_kv_heads * d.bucket.kv_page, d.model.layers),
     }
     for buffer, sizes in shapes.items():
         item = 4 if buffer is Buffer.X else 2
@@ -186,7 +186,7 @@ def test_arguments_point_to_what_they_say() -> None:
             only_stored = kind == 1 and buffer in (Buffer.X, Buffer.REDUCE)
             assert not found.any() if only_stored else (found == words).all(), buffer.name
         if BUFFERS[buffer].layered:
-            assert strides[1] * sizes[2] == a.strides[1, buffer] * d.layers, buffer.name
+            assert strides[1] * sizes[2] == a.strides[1, buffer] * d.model.layers, buffer.name
     assert not maps[1, Buffer.EMBED].any()
     backend.close()
 
@@ -395,7 +395,7 @@ def test_refuses_what_it_cannot_run() -> None:
         ({"dtype": int(Dtype.F32)}, "use --dtype bf16"),
     ):
         with pytest.raises(MegakernelError, match=complaint):
-            _backend(replace(program.dims, **changes))
+            _backend(program.dims.changed(**changes))
 
 
 # -- single instructions, traces
@@ -420,7 +420,7 @@ def test_executes_a_phase() -> None:
             backend.execute(program, index, phase, layer, _table(program.dims))
             expected = [none] * 3
             expected[index] = (phase.records.tolist(), phase.offsets.tolist())
-            layers = (layer, layer + 1) if index == 1 else (0, program.dims.layers)
+            layers = (layer, layer + 1) if index == 1 else (0, program.dims.model.layers)
             assert seen.pop() == (expected, 0, 1 << index, *layers, WORKERS)
 
 
@@ -478,7 +478,7 @@ def test_generates() -> None:
         with LLM(_weights(_program().dims), backend=backend, max_seqs=2, max_context=256) as llm:
             kernel = PretendedKernel(llm.engine.backend.pages)
             assert llm.engine.backend.name == "cuda" and llm.dtype is Dtype.BF16
-            assert llm.engine.dims.kv_page == KV_BLOCK
+            assert llm.engine.dims.bucket.kv_page == KV_BLOCK
             assert llm.engine.programs.get(1, 1).workers == 6
             result = llm.generate([[3, 4, 5]], SamplingParams(temperature=0.0, max_tokens=4, logprobs=2))[0]
             kernel.check()

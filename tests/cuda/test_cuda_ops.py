@@ -23,12 +23,12 @@ from megakernel.scheduler import passes
 
 B = Buffer
 LAYER = 1
-BF16_DIMS = replace(DIMS, dtype=int(Dtype.BF16), kv_page=128, row_block=64, tokens=48)
+BF16_DIMS = DIMS.changed(dtype=int(Dtype.BF16), kv_page=128, row_block=64, tokens=48)
 
 
 def make(dims: Dims, seed: int = 0) -> FibreTwins:
-    checkpoint = RandomCheckpoint(replace(dims, tp=1, replicated_o=0, replicated_residual=0))
-    return FibreTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims), dims, seed)
+    checkpoint = RandomCheckpoint(dims.changed(tp=1, replicated_o=0, replicated_residual=0))
+    return FibreTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split), dims, seed)
 
 
 def phase(twins: FibreTwins, name: str) -> Phase:
@@ -44,15 +44,15 @@ def ranks(dims: Dims) -> list[Dims]:
     """Return `dims` for one rank, for three ranks that each own some row blocks, and for three ranks that all keep the
     whole residual.
     """
-    return [dims, replace(dims, tp=3, row_block=16), replace(dims, tp=3, row_block=16, replicated_residual=1)]
+    return [dims, dims.changed(tp=3, row_block=16), dims.changed(tp=3, row_block=16, replicated_residual=1)]
 
 
 def test_embed_and_rope() -> None:
-    dims = replace(BF16_DIMS, max_context=131072, head_dim=80, max_seqs=1)
+    dims = BF16_DIMS.changed(max_context=131072, head_dim=80, max_seqs=1)
     twins = make(dims)
     table = StepTable(dims)
-    table.token_ids[:] = np.arange(dims.tokens) * 4
-    table.positions[:] = np.arange(dims.tokens) * 2741
+    table.token_ids[:] = np.arange(dims.bucket.tokens) * 4
+    table.positions[:] = np.arange(dims.bucket.tokens) * 2741
     table.token_ids[21] = -1
     twins.reference.write_history(0, int(table.positions[21]), np.array([77], np.int32))
     for name in ("embed", "rope"):
@@ -62,12 +62,12 @@ def test_embed_and_rope() -> None:
 @pytest.mark.parametrize("hidden", [72, 576])
 @pytest.mark.parametrize("case", range(3))
 def test_norms(hidden: int, case: int) -> None:
-    dims = ranks(replace(BF16_DIMS, hidden=hidden))[case]
+    dims = ranks(BF16_DIMS.changed(hidden=hidden))[case]
     twins = make(dims)
     table = make_table(dims, {0: (0, 48)})
     table.logit_rows[:] = [7, -1, 39, 0, -1]
-    row = 16 * (dims.tp - 1)
-    for r in range(dims.tp):
+    row = 16 * (dims.split.tp - 1)
+    for r in range(dims.split.tp):
         twins.buffer(r, B.X)[47] = np.nan  # no instruction reads this row
         for name in ("attn_norm", "mlp_norm"):
             twins.compare(record(phase(twins, name), row, 11), LAYER, table, rank=r)
@@ -96,7 +96,7 @@ def attention_twins(dims: Dims) -> tuple[FibreTwins, StepTable]:
     twins = make(dims)
     table = make_table(dims, SEQUENCES)
     twins.fill_unused(table, LAYER, 1e30)
-    for rank in range(dims.tp):
+    for rank in range(dims.split.tp):
         twins.buffer(rank, B.Q)[table.row_seq < 0] = 0x7FC0  # not a number
     return twins, table
 
@@ -109,17 +109,17 @@ def run_items(twins: FibreTwins, table: StepTable, items: Sequence[Item], final:
     set_items(table.rank(0), items)
     for slot, expected in final.items():
         # Attention rounds probabilities to bf16, so the error of an output is at most about 2^-9 of the largest value.
-        twins.compare(attend(twins, slot, twins.dims.kv_heads), LAYER, table, rtol=2**-7, atol=6e-3)
-        arrivals = np.zeros(twins.dims.row_blocks, np.int32)
+        twins.compare(attend(twins, slot, twins.dims.model.kv_heads), LAYER, table, rtol=2**-7, atol=6e-3)
+        arrivals = np.zeros(twins.dims.bucket.row_blocks, np.int32)
         for item in (items[i] for i in expected):
-            arrivals[item.row // twins.dims.row_block] += item.rows * item.heads
+            arrivals[item.row // twins.dims.bucket.row_block] += item.rows * item.heads
         np.testing.assert_array_equal(twins.image.counters(0)[LAYER], arrivals)
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_attention(heads: tuple[int, int, int]) -> None:
     head_dim, query, kv = heads
-    dims = replace(BF16_DIMS, head_dim=head_dim, heads=query, kv_heads=kv)
+    dims = BF16_DIMS.changed(head_dim=head_dim, heads=query, kv_heads=kv)
     twins, table = attention_twins(dims)
     items = [Item(0, 0, 20, 0, kv), Item(0, 20, 1, 0, kv), Item(1, 21, 7, 0, 1), Item(1, 28, 20, 0, kv)]
     run_items(twins, table, items, {0: [0, 1], 1: [2, 3]})
@@ -131,7 +131,7 @@ def test_split_attention(heads: tuple[int, int, int]) -> None:
     bit-identical to that of one item without a split.
     """
     head_dim, query, kv = heads
-    dims = replace(BF16_DIMS, head_dim=head_dim, heads=query, kv_heads=kv, partials=20 * kv * 3)
+    dims = BF16_DIMS.changed(head_dim=head_dim, heads=query, kv_heads=kv, partials=20 * kv * 3)
     whole, table = attention_twins(dims)
     set_items(table, [Item(0, 0, 20, 0, kv), Item(0, 20, 1, 0, kv)])
     unsplit = whole.run(attend(whole, 0, kv), LAYER, table)
@@ -150,7 +150,7 @@ def test_split_attention(heads: tuple[int, int, int]) -> None:
 
 
 def test_rows_alone_have_the_same_bits() -> None:
-    twins, table = attention_twins(replace(BF16_DIMS, head_dim=64, heads=9, kv_heads=3))
+    twins, table = attention_twins(BF16_DIMS.changed(head_dim=64, heads=9, kv_heads=3))
     set_items(table, [Item(0, 0, 20, 0, 3)])
     together = twins.run(attend(twins, 0, 3), LAYER, table)[0, B.ATTN, 0]
     for row in (0, 7, 8, 19):
@@ -164,8 +164,8 @@ def test_attention_of_ranks(replicated_o: int, replicated_residual: int) -> None
     """Two ranks share nine query heads. Both have the middle KV head: rank 0 with two of its query heads, rank 1 with
     one.
     """
-    dims = replace(BF16_DIMS, head_dim=64, heads=9, kv_heads=3, tp=2, row_block=16)
-    dims = replace(dims, replicated_o=replicated_o, replicated_residual=replicated_residual)
+    dims = BF16_DIMS.changed(head_dim=64, heads=9, kv_heads=3, tp=2, row_block=16)
+    dims = dims.changed(replicated_o=replicated_o, replicated_residual=replicated_residual)
     twins, table = attention_twins(dims)
     for rank in range(2):
         view = table.rank(rank)
@@ -181,7 +181,7 @@ def test_sample(vocab: int, step: float) -> None:
 
 def test_sample_of_ranks() -> None:
     """Sampling writes the token to the history of every rank, and the outputs to rank 0 only."""
-    dims = replace(BF16_DIMS, logit_rows=6, max_seqs=6, tp=2, bias_entries=8, mask_rows=3)
+    dims = BF16_DIMS.changed(logit_rows=6, max_seqs=6, tp=2, bias_entries=8, mask_rows=3)
     twins = make(dims)
     table = sampling_table(twins, 1)
     for rank in range(2):

@@ -159,7 +159,7 @@ def test_large_shapes_are_as_close_to_float32_as_torch(model: str) -> None:
         program = llm.engine.programs.get(64, 64)
         ids = np.random.default_rng(0).integers(0, llm.config.vocab, 64).tolist()
         samples = [SampleRow(i, store=False) for i in range(64)]
-        table = build_step(program.dims, [Chunk(0, 0, ids, list(range(program.dims.pages_per_seq)), samples)])
+        table = build_step(program.dims, [Chunk(0, 0, ids, list(range(program.dims.bucket.pages_per_seq)), samples)])
         ours = torch.tensor(backend.launch(program, table).logits.copy(), device="cuda")
         with torch.inference_mode():
             where = torch.tensor(ids, device="cuda"), torch.arange(64, device="cuda")

@@ -64,7 +64,7 @@ def in_process_parts() -> None:
     torch.set_num_threads(1)
     torch.compile = lambda module, **options: module  # type: ignore[assignment]
     # The original function returns a CuPy array, which needs a GPU.
-    torch_llama.device_array = lambda backend, buffer, layer, dims: backend.buffer(buffer, layer, dims.rank, dims)
+    torch_llama.device_array = lambda backend, buffer, layer, dims: backend.buffer(buffer, layer, dims.split.rank, dims)
     no_compiler()
     KNOWN_SHAPES["tiny"] = ModelConfig(256, 64, 96, 2, 4, 2, 16, 1024, tied=True)
     gpu.MODELS = dict.fromkeys(gpu.MODELS, "random:tiny")

@@ -74,7 +74,7 @@ def test_phases_one_after_the_other_compute_the_launch(checkpoint, residual, que
         table = build_step(program.dims, chunks)
         if phased:
             rng = np.random.default_rng(0)
-            for segment, layer in [(0, 0), *((1, layer) for layer in range(program.dims.layers)), (2, 0)]:
+            for segment, layer in [(0, 0), *((1, layer) for layer in range(program.dims.model.layers)), (2, 0)]:
                 for phase in program.phases(segment):
                     rank = np.repeat(np.arange(2 * program.workers) // program.workers, np.diff(phase.offsets))
                     for row in rng.permutation(len(phase.records)):

@@ -19,30 +19,30 @@ from megakernel.runtime.cuda.limits import phase_refusal
 from megakernel.scheduler import passes
 
 B = Buffer
-SMALL = replace(DIMS, dtype=int(Dtype.BF16), kv_page=DIMS.kv_block, units=int(Units.TENSOR))
+SMALL = DIMS.changed(dtype=int(Dtype.BF16), kv_page=DIMS.bucket.kv_block, units=int(Units.TENSOR))
 MODELS = {
     "odd": SMALL,
-    "head80": replace(SMALL, hidden=160, ffn=200, heads=3, kv_heads=1, head_dim=80, vocab=301),
+    "head80": SMALL.changed(hidden=160, ffn=200, heads=3, kv_heads=1, head_dim=80, vocab=301),
     # For dot products, a tensor map copies whole weight pages if the inner length is a multiple of 256. The hidden size
     # is such a multiple, the FFN size is not. The LM head's 299 columns leave its last page partly empty.
-    "mapped": replace(SMALL, hidden=512, ffn=1288, heads=4, kv_heads=2, head_dim=128, vocab=299, layers=2),
+    "mapped": SMALL.changed(hidden=512, ffn=1288, heads=4, kv_heads=2, head_dim=128, vocab=299, layers=2),
     # Rows are longer than a piece (1,024 elements). On tensor cores, matmuls have several chunks of 256 columns. With
     # dot products, they fill the page ring several times.
-    "wide": replace(SMALL, hidden=1096, ffn=2056, heads=9, kv_heads=3, head_dim=128, layers=1),
+    "wide": SMALL.changed(hidden=1096, ffn=2056, heads=9, kv_heads=3, head_dim=128, layers=1),
 }
 ON_ONE_RANK = ("qkv_rope", "o_proj", "gate_up_silu", "down_proj", "lm_head")
 ON_RANKS = ("qkv_rope", "o_partial", "gate_up_silu", "down_partial", "lm_head")
 
 
 def make(dims: Dims, *, biased: bool = True, norm: str = "own", family: str = "llama") -> FibreTwins:
-    checkpoint = RandomCheckpoint(replace(dims, tp=1), biased=biased)
+    checkpoint = RandomCheckpoint(dims.changed(tp=1), biased=biased)
     checkpoint.config = replace(checkpoint.config, family=family)
-    return FibreTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims, norm), dims)
+    return FibreTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split, norm), dims)
 
 
 def _table(dims: Dims) -> Any:
     """Return a step table with rows of two sequences, and three rows of padding at the end."""
-    return make_table(dims, {0: (37, 5), 2: (120, dims.tokens - 8)})
+    return make_table(dims, {0: (37, 5), 2: (120, dims.bucket.tokens - 8)})
 
 
 def _run_all(twins: FibreTwins, name: str, rank: int, row: int, rows: int, unit: int) -> None:
@@ -50,12 +50,12 @@ def _run_all(twins: FibreTwins, name: str, rank: int, row: int, rows: int, unit:
     columns.
     """
     phase, table = twins.forward.by_name[name], _table(twins.dims)
-    total = phase.width(replace(twins.dims, rank=rank))
+    total = phase.width(twins.dims.on(rank).split)
     first = min(total, (total // 2 + unit - 1) // unit * unit)
     for col, end in ((0, first), (first, total)):
         if end > col:
             words = record(phase, row, rows, col, end - col)
-            twins.compare(words, twins.dims.layers - 1, table, rank, rtol=1e-5)
+            twins.compare(words, twins.dims.model.layers - 1, table, rank, rtol=1e-5)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -69,7 +69,7 @@ def test_tensor(model: str, name: str) -> None:
 
 
 def test_tensor_rows_of_both_warpgroups() -> None:
-    twins = make(replace(SMALL, tokens=100, row_block=128))
+    twins = make(SMALL.changed(tokens=100, row_block=128))
     for name in ("qkv_rope", "o_proj", "gate_up_silu"):
         _run_all(twins, name, 0, 0, 100, 64)
 
@@ -77,7 +77,7 @@ def test_tensor_rows_of_both_warpgroups() -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", ON_ONE_RANK)
 def test_dots(model: str, name: str) -> None:
-    twins = make(replace(MODELS[model], units=int(Units.DOTS)), biased=model != "head80")
+    twins = make(MODELS[model].changed(units=int(Units.DOTS)), biased=model != "head80")
     for row, rows in ((3, 1), (0, 5)):
         _run_all(twins, name, 0, row, rows, 8)
 
@@ -89,7 +89,7 @@ def test_ranks(name: str, replicated: int, units: Units) -> None:
     """Partial sums are stored at the rank that owns the rows, or at every rank if the residual is replicated. Logits
     are stored at the rank that samples them.
     """
-    twins = make(replace(SMALL, units=int(units), tp=2, replicated_residual=replicated, tokens=64))
+    twins = make(SMALL.changed(units=int(units), tp=2, replicated_residual=replicated, tokens=64))
     dots = units is Units.DOTS
     for rank in range(2):
         # On tensor cores, a tile must end with the buffer or have a multiple of 32 rows, the height of a TMA box.
@@ -98,24 +98,26 @@ def test_ranks(name: str, replicated: int, units: Units) -> None:
 
 
 def test_every_result_is_tried() -> None:
-    forwards = [passes.apply(families.forward(RandomCheckpoint(SMALL).config), replace(SMALL, tp=tp)) for tp in (1, 2)]
+    forwards = [
+        passes.apply(families.forward(RandomCheckpoint(SMALL).config), SMALL.changed(tp=tp).split) for tp in (1, 2)
+    ]
     named = zip(forwards, (ON_ONE_RANK, ON_RANKS), strict=True)
     assert {f.by_name[name].result for f, names in named for name in names} == set(Result) - {Result.NONE}
 
 
 def test_bits_of_a_dot_product_depend_on_its_row_alone() -> None:
     """Dot products have the same bits whether one instruction computes many rows or one row, many columns or few."""
-    dims = replace(MODELS["wide"], units=int(Units.DOTS))
+    dims = MODELS["wide"].changed(units=int(Units.DOTS))
     twins, table = make(dims), _table(dims)
     phase = twins.forward.by_name["gate_up_silu"]
-    whole = twins.run(record(phase, 0, 6, 0, dims.ffn), 0, table)[0, B.ACT, 0]
+    whole = twins.run(record(phase, 0, 6, 0, dims.model.ffn), 0, table)[0, B.ACT, 0]
     for row in range(6):
-        for col, end in ((0, 8), (8, 1024), (1024, dims.ffn)):
+        for col, end in ((0, 8), (8, 1024), (1024, dims.model.ffn)):
             part = twins.run(record(phase, row, 1, col, end - col), 0, table)[0, B.ACT, 0]
             np.testing.assert_array_equal(part[row, col:end], whole[row, col:end])
 
 
-HEADED = replace(SMALL, head_dim=48, hidden=256)  # for Qwen3, whose QKV matmul normalises heads
+HEADED = SMALL.changed(head_dim=48, hidden=256)  # for Qwen3, whose QKV matmul normalises heads
 
 
 @pytest.mark.parametrize(
@@ -124,15 +126,15 @@ HEADED = replace(SMALL, head_dim=48, hidden=256)  # for Qwen3, whose QKV matmul 
     ids=lambda v: v if isinstance(v, str) else f"hidden {v.hidden}",
 )
 def test_rows_normalised_on_the_way_in_have_the_bits_of_a_norm_before(dims: Dims, family: str, name: str) -> None:
-    dims = replace(dims, units=int(Units.DOTS))
+    dims = dims.changed(units=int(Units.DOTS))
     inside, own = (make(dims, norm=norm, family=family) for norm in ("inside", "own"))
-    layer, table = dims.layers - 1, _table(dims)
+    layer, table = dims.model.layers - 1, _table(dims)
     norm = next(p for p in own.forward.body if p.weights is inside.forward.by_name[name].norm)
     for row, rows in ((3, 1), (0, 7), *([(0, 1), (0, 32)] if family == "qwen3" else [])):
         normed = own.run(record(norm, row, rows), layer, table)
         own.buffer(0, B.H)[:] = normed[0, B.H, 0]
         col = 0 if family == "qwen3" else 8  # a tile that normalises heads must start with a whole head
-        tile = row, rows, col, own.forward.by_name[name].width(dims) - col
+        tile = row, rows, col, own.forward.by_name[name].width(dims.split) - col
         expected = own.run(record(own.forward.by_name[name], *tile), layer, table)
         inside.buffer(0, B.H)[:] = own.buffer(0, B.H)
         got = inside.run(record(inside.forward.by_name[name], *tile), layer, table)
@@ -145,7 +147,7 @@ HEADS = [*((Units.TENSOR, size) for size in (32, 64, 128)), *((Units.DOTS, size)
 
 
 def _normed_heads(units: Units, head_dim: int, biased: bool = True, **sizes: Any) -> FibreTwins:
-    dims = replace(SMALL, units=int(units), head_dim=head_dim, heads=3, kv_heads=2, **sizes)
+    dims = SMALL.changed(units=int(units), head_dim=head_dim, heads=3, kv_heads=2, **sizes)
     return make(dims, biased=biased, family="qwen3")
 
 
@@ -193,7 +195,7 @@ def test_bits_of_normalised_heads_depend_on_their_row_alone(units: Units, head_d
     """A tile with all rows and columns gives the same bits as smaller tiles of one head and a few rows each."""
     twins = _normed_heads(units, head_dim)
     phase, table = twins.forward.by_name["qkv_rope"], _table(twins.dims)
-    total, written = phase.width(twins.dims), (B.Q, B.K_CACHE, B.V_CACHE)
+    total, written = phase.width(twins.dims.split), (B.Q, B.K_CACHE, B.V_CACHE)
     whole = twins.run(record(phase, 0, 32, 0, total), 0, table)
     keys = [key for key in whole if key[1] in written and key[2] == 0]
     assert all((whole[key] != twins.buffer(*key)).any() for key in keys)

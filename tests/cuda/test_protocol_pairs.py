@@ -46,7 +46,7 @@ def test_any_interleaving_of_pairs_gives_the_bits_of_single_sms(
     alone.run_in_sequence()
     expected = results(alone)
     backend, program, table = make(shape, tp, options, workers=4, chunks=chunks)
-    assert (program.dims.sms, program.workers, program.processors) == (2, 2, 4)
+    assert (program.dims.worker.sms, program.workers, program.processors) == (2, 2, 4)
     image = LaunchImage(backend, program, table)
     for seed in range(4):
         image.restore()
@@ -79,7 +79,7 @@ def test_rows_of_a_tile_are_shared_in_whole_boxes() -> None:
     """
     backend, program, table = make("grouped", 1, PAIRS, workers=2, chunks=((130, 2), (0, 3)))
     matmuls = program.forward.numbers(Operation.MATMUL)
-    assert matmuls and program.dims.tokens < 32
+    assert matmuls and program.dims.bucket.tokens < 32
     alone = LaunchImage(*make("grouped", 1, ALONE, workers=2, chunks=((130, 2), (0, 3))))
     image = LaunchImage(backend, program, table)
     assert (alone.run(0), image.run(0)) == ("", "")

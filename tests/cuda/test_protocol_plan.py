@@ -71,13 +71,13 @@ def check_counts(boxes: dict[str, NDArray[np.int32]], phase: Phase, dims: Dims, 
 def check_matmul(boxes: dict[str, NDArray[np.int32]], phase: Phase, dims: Dims, words: list[int]) -> None:
     assert phase.weights is not None and phase.inputs is not None and phase.output is not None
     row, rows, col, cols = words
-    dots, matrices = dims.units == Units.DOTS, phase.matrices(dims)
+    dots, matrices = dims.worker.units == Units.DOTS, phase.matrices(dims.split)
     layer, columns = int(BUFFERS[phase.weights].layered), slice(col, col + cols)
 
     # Weights: each weight of the instruction's columns lies in exactly one page. For dot products (`dots`),
     # the gate and up matrices of a layer count as one matrix `z`. For tensor cores, they count as two matrices.
-    halves = [(layer, phase.width(dims) * h) if dots else (matrices * layer + h, 0) for h in range(matrices)]
-    height = phase.width(dims) * (matrices if dots else 1)
+    halves = [(layer, phase.width(dims.split) * h) if dots else (matrices * layer + h, 0) for h in range(matrices)]
+    height = phase.width(dims.split) * (matrices if dots else 1)
     seen = {z: covered(boxes, WEIGHTS, phase.weights, dims, z, height) for z in dict(halves)}
     for z, first in halves:
         assert (seen[z][first + col : first + col + cols] == 1).all()
@@ -109,14 +109,14 @@ def check_matmul(boxes: dict[str, NDArray[np.int32]], phase: Phase, dims: Dims, 
         assert (boxes["fill"] != OUTPUT).all()
         return
     partial = phase.result is Result.PARTIAL
-    height = dims.own_rows if partial else dims.tokens
-    out = covered(boxes, OUTPUT, phase.output, dims, dims.rank if partial else 0, height)
+    height = dims.own_rows if partial else dims.bucket.tokens
+    out = covered(boxes, OUTPUT, phase.output, dims, dims.split.rank if partial else 0, height)
     first = dims.reduce_place(row) if partial else row
     expected = np.zeros_like(out)
     expected[first : first + rows, columns] = 1
     # The rows for a rank's partial sums may continue after the last token. Pages may cover these further rows, because
     # nobody reads them.
-    used = first + rows if partial else dims.tokens
+    used = first + rows if partial else dims.bucket.tokens
     assert (out[:used] == expected[:used]).all()
 
 
@@ -125,8 +125,8 @@ def check_attention(boxes: dict[str, NDArray[np.int32]], dims: Dims, table: Step
     assert sorted(set(boxes["item"].tolist())) == list(range(first, end))
     assert (boxes["fill"] == INPUTS).all()
     keys, values = (covered(boxes, INPUTS, b, dims, 1) for b in (Buffer.K_CACHE, Buffer.V_CACHE))
-    keys = keys.reshape(-1, dims.rank_kv_heads, dims.head_dim, dims.kv_page)
-    values = values.reshape(-1, dims.rank_kv_heads, dims.kv_page, dims.head_dim)
+    keys = keys.reshape(-1, dims.split.rank_kv_heads, dims.model.head_dim, dims.bucket.kv_page)
+    values = values.reshape(-1, dims.split.rank_kv_heads, dims.bucket.kv_page, dims.model.head_dim)
     for item in range(first, end):
         if table.item_seq[item] < 0:
             assert boxes["bytes"][boxes["item"] == item].tolist() == [0]

@@ -13,13 +13,13 @@ import pytest
 from compiled import compiled as compiled_for
 from compiled import of
 from mutate import edit_operand, rows_of
+from sizes import least_dims
 
 from megakernel import machine as machines
 from megakernel.errors import MegakernelError
 from megakernel.isa import CONTROL, Dtype, Operation, Phase, Units
 from megakernel.isa.record import phase_number
 from megakernel.model import families, load_config
-from megakernel.model.checkpoint import weight_dims
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.runtime.cuda import pages, params
@@ -38,8 +38,8 @@ def compiled(tokens: int, config: ModelConfig = LLAMA_1B, logit_rows: int = 1, t
 
 
 def matmuls(tp: int = 1, norm: str = "own") -> list[Phase]:
-    dims = replace(weight_dims(LLAMA_1B, Dtype.BF16), tp=tp)
-    return [phase for phase in passes.apply(families.forward(LLAMA_1B), dims, norm) if phase.is_matmul]
+    dims = least_dims(LLAMA_1B, Dtype.BF16).changed(tp=tp)
+    return [phase for phase in passes.apply(families.forward(LLAMA_1B), dims.split, norm) if phase.is_matmul]
 
 
 def tensor_stages(matrices: int, cols: int, inner: int, per_page: int) -> Iterator[list[str]]:
@@ -83,9 +83,9 @@ def test_counts_are_those_of_the_walk(phase: Phase, dots: bool) -> None:
     for _ in range(30):
         inner, cols = int(rng.integers(1, 9000)), 8 * int(rng.integers(1, 120))
         rows = int(rng.integers(1, (pages.dot_rows(inner) if dots else 128) + 1))
-        d = replace(weight_dims(LLAMA_1B, Dtype.BF16), ring_pages=13, units=int(units), hidden=inner, ffn=inner)
-        d = replace(d, head_dim=inner, heads=1, kv_heads=1)
-        taken, matrices = matmul_pages(phase, np.array([rows]), np.array([cols]), d), phase.matrices(d)
+        d = least_dims(LLAMA_1B, Dtype.BF16).changed(ring_pages=13, units=int(units), hidden=inner, ffn=inner)
+        d = d.changed(head_dim=inner, heads=1, kv_heads=1)
+        taken, matrices = matmul_pages(phase, np.array([rows]), np.array([cols]), d), phase.matrices(d.split)
         if dots:
             laps = list(dot_laps(matrices, 0 if phase.norm else rows, cols, inner))
             held = max(map(len, laps))
@@ -104,7 +104,7 @@ def test_attention_loads_a_head_once_for_each_pass_that_it_is_in() -> None:
     rng = np.random.default_rng(2)
     for _ in range(60):
         group, heads, head_dim = int(rng.integers(1, 9)), int(rng.integers(1, 9)), int(rng.choice([64, 80, 128]))
-        d = replace(weight_dims(LLAMA_1B, Dtype.BF16), heads=group * heads, kv_heads=heads, head_dim=head_dim)
+        d = least_dims(LLAMA_1B, Dtype.BF16).changed(heads=group * heads, kv_heads=heads, head_dim=head_dim)
         rows, blocks = int(rng.integers(1, 200)), int(rng.integers(0, 9))
         units = [head for head in range(heads) for _ in range(0, rows * group, 16)]
         loads = sum(len(set(units[first : first + 8])) for first in range(0, len(units), 8))
@@ -116,11 +116,11 @@ def test_attention_loads_a_head_once_for_each_pass_that_it_is_in() -> None:
 def test_programs_for_gpus_are_made_of_boxes_and_fit_the_ring(tokens: int, tp: int) -> None:
     program = compiled(tokens, logit_rows=min(tokens, 5), tp=tp)
     d = program.dims
-    assert (d.kv_page, d.kv_block, d.ring_pages) == (128, 128, params.PAGES)
+    assert (d.bucket.kv_page, d.bucket.kv_block, d.worker.ring_pages) == (128, 128, params.PAGES)
     assert verify(program).violations == []
-    assert d.units == Units.DOTS or d.row_block % 32 == 0 or d.row_block == tokens
+    assert d.worker.units == Units.DOTS or d.bucket.row_block % 32 == 0 or d.bucket.row_block == tokens
     for phase in (phase for phase in program.forward.body if phase.is_matmul):
-        unit = 8 if d.units == Units.DOTS else max(32, pages.output_columns(phase, d))
+        unit = 8 if d.worker.units == Units.DOTS else max(32, pages.output_columns(phase, d))
         assert (phase.columns(of(program, phase.name))["col"] % unit == 0).all()
 
 
@@ -153,7 +153,7 @@ def test_an_engine_settles_its_matmuls_by_its_largest_bucket() -> None:
 
 def test_dots_cut_a_larger_bucket_into_blocks_that_they_hold() -> None:
     program = compiled(19, logit_rows=9, matmul="dots")
-    assert program.dims.units == Units.DOTS and program.dims.row_block == 4
+    assert program.dims.worker.units == Units.DOTS and program.dims.bucket.row_block == 4
     head = next(phase for phase in program.forward.epilogue if phase.is_matmul)
     assert head.columns(of(program, head.name))["rows"].max() == 4
     assert verify(program).violations == []
@@ -162,12 +162,12 @@ def test_dots_cut_a_larger_bucket_into_blocks_that_they_hold() -> None:
 def test_dots_that_do_not_hold_a_row_are_refused() -> None:
     with pytest.raises(MegakernelError, match=r"as dot products.*--matmul tensor"):
         compiled(1, replace(LLAMA_1B, ffn=32768 + 32), matmul="dots")
-    assert compiled(1, replace(LLAMA_1B, ffn=32768 + 32)).dims.units == Units.TENSOR
+    assert compiled(1, replace(LLAMA_1B, ffn=32768 + 32)).dims.worker.units == Units.TENSOR
 
 
 def test_a_cpu_knows_neither_pages_nor_dots() -> None:
     host = compiled_for(LLAMA_1B, machines.host(2), 1, options=Options(matmul="dots"), max_context=256)
-    assert (host.dims.ring_pages, host.dims.units) == (0, Units.CORE) and describe(host)["matmul"] is None
+    assert (host.dims.worker.ring_pages, host.dims.worker.units) == (0, Units.CORE) and describe(host)["matmul"] is None
 
 
 # -- violations that the verifier reports
@@ -186,20 +186,20 @@ def operand(program: Program, name: str, which: str, value: int) -> Program:
 
 def test_an_instruction_that_holds_more_than_the_ring_is_named() -> None:
     tensor, few = compiled(300), compiled(1, norm="own")
-    assert (tensor.dims.units, few.dims.units) == (Units.TENSOR, Units.DOTS)
+    assert (tensor.dims.worker.units, few.dims.worker.units) == (Units.TENSOR, Units.DOTS)
     for program, name, holds, has in (
         (tensor, "gate_up_silu(", 6, 5),
         (tensor, "attention", 2, 1),
         (few, "qkv_rope(", 3, 2),
     ):
-        small = replace(program, dims=replace(program.dims, ring_pages=has))
+        small = replace(program, dims=program.dims.changed(ring_pages=has))
         names(small, name, f"holds {holds} pages at once, but the ring has {has}")
 
 
 def test_rows_that_no_page_or_dot_holds_are_named() -> None:
     names(operand(compiled(300), "qkv_rope", "rows", 129), "qkv_rope(row=0, rows=129", "more than 128 rows")
     few = compiled(4)
-    names(replace(few, dims=replace(few.dims, ffn=8192 + 1024, tokens=4)), "down_proj", "more than 3 rows")
+    names(replace(few, dims=few.dims.changed(ffn=8192 + 1024, tokens=4)), "down_proj", "more than 3 rows")
     inside = operand(compiled(4, norm="inside"), "qkv_rope", "rows", 5)
     names(inside, "qkv_rope(row=0, rows=5", "more rows than a matmul can normalise")
 

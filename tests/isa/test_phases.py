@@ -7,24 +7,24 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from sizes import least_dims
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import DRAIN, JOIN, MAX_PHASES, PHASE_FIELDS, Buffer, Dtype, Forward, Operation, Phase, Result, Rows
 from megakernel.isa.record import COUNTER_MASK, counter_word, word_counter
 from megakernel.model import KNOWN_SHAPES
-from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import forward, weights
 from megakernel.program.phases import _together
 from megakernel.scheduler import passes
 
 LLAMA = KNOWN_SHAPES["llama-3.2-1b"]
-DIMS = weight_dims(LLAMA, Dtype.BF16)
+DIMS = least_dims(LLAMA, Dtype.BF16)
 
 
 @pytest.mark.parametrize("norm", ["own", "next", "inside"])
 @pytest.mark.parametrize("tp", [1, 4])
 def test_a_forward_pass_survives_a_file(norm: str, tp: int) -> None:
-    made = passes.apply(forward(LLAMA), replace(DIMS, tp=tp), norm, {Buffer.W_O: 4.5})
+    made = passes.apply(forward(LLAMA), DIMS.changed(tp=tp).split, norm, {Buffer.W_O: 4.5})
     assert Forward.from_json(json.loads(json.dumps(made.to_json()))) == made
     assert [p.number for p in made] == list(range(3, 3 + len(made.phases)))
     assert made.by_number[JOIN.number] is JOIN and made.by_number[DRAIN.number] is DRAIN
@@ -35,7 +35,7 @@ def test_a_forward_pass_survives_a_file(norm: str, tp: int) -> None:
     "damage", [{"operation": 99}, {"weights": 1000}, {"name": 3}, {"colour": "red"}, {"rows": "all"}]
 )
 def test_a_phase_that_makes_no_sense_is_one_sentence(damage: dict[str, object]) -> None:
-    value = passes.apply(forward(LLAMA), DIMS).to_json()
+    value = passes.apply(forward(LLAMA), DIMS.split).to_json()
     value["body"][1] |= damage
     with pytest.raises(MegakernelError, match="list of phases is malformed"):
         Forward.from_json(value)
@@ -50,14 +50,14 @@ def test_there_are_not_more_phases_than_a_record_can_name() -> None:
 
 
 def test_ranks_see_their_own_sizes() -> None:
-    dims = replace(DIMS, tp=8, rank=7, ffn=300)  # 10 groups of up to 32 FFN columns: one each for ranks 2 to 7
-    made = passes.apply(forward(LLAMA), dims)
+    dims = DIMS.changed(tp=8, rank=7, ffn=300)  # 10 groups of up to 32 FFN columns: one each for ranks 2 to 7
+    made = passes.apply(forward(LLAMA), dims.split)
     words = made.words(dims)
     column = [f.name for f in PHASE_FIELDS].index("inner")
     (partial,) = (p for p in made if p.weights is Buffer.W_DOWN and p.result is Result.PARTIAL)
     (total,) = (p for p in made if p.weights is Buffer.W_DOWN and p.operation is Operation.REDUCE)
-    assert words[partial.number, column] == partial.inner(dims) == dims.rank_ffn == 300 - 288
-    assert total.ranks(dims) == 8 and total.ranks(replace(dims, ffn=40)) == 2
+    assert words[partial.number, column] == partial.inner(dims.split) == dims.split.rank_ffn == 300 - 288
+    assert total.ranks(dims.split) == 8 and total.ranks(dims.changed(ffn=40).split) == 2
 
 
 def test_a_model_has_the_weights_that_its_phases_name() -> None:

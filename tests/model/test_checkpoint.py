@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megakernel.isa import BUFFERS, Buffer, Dims, Dtype
+from megakernel.isa import Buffer, Dtype, Split, weight_shape
 from megakernel.model import ModelConfig, RandomCheckpoint
-from megakernel.model.checkpoint import array_of, weight_dims
+from megakernel.model.checkpoint import array_of
 from megakernel.model.families import weights
 
 SHAPES = {
@@ -29,10 +29,10 @@ def make(name: str) -> RandomCheckpoint:
 @pytest.mark.parametrize("name", SHAPES)
 def test_parts_are_shaped_as_declared_and_make_the_whole(name: str, tp: int, replicated_o: int) -> None:
     whole = make(name)
-    one = weight_dims(whole.config, Dtype.F32)
-    ranks = [replace(one, tp=tp, rank=rank, replicated_o=replicated_o) for rank in range(tp)]
+    one = Split(whole.config.sizes(Dtype.F32))
+    ranks = replace(one, tp=tp, replicated_o=replicated_o).ranks
     for buffer in weights(whole.config):
-        want, *parts = (array_of(whole, buffer, 1, d).reshape(BUFFERS[buffer].shape(d, 0)) for d in (one, *ranks))
+        want, *parts = (array_of(whole, buffer, 1, d).reshape(weight_shape(buffer, d)) for d in (one, *ranks))
         if buffer in (Buffer.W_QKV, Buffer.B_QKV):
             heads, whole_heads = _by_head(parts, ranks), _by_head([want], [one])
             assert len(heads) == len(whole_heads)
@@ -45,11 +45,11 @@ def test_parts_are_shaped_as_declared_and_make_the_whole(name: str, tp: int, rep
             assert np.array_equal(np.concatenate(parts, axis=axis), want), buffer.name
 
 
-def _by_head(parts: list[np.ndarray], ranks: list[Dims]) -> dict[tuple[str, int], np.ndarray]:
+def _by_head(parts: list[np.ndarray], ranks: list[Split]) -> dict[tuple[str, int], np.ndarray]:
     """The rows of each head of the model. Ranks that have the same KV head must have the same rows."""
     found: dict[tuple[str, int], np.ndarray] = {}
     for part, d in zip(parts, ranks, strict=True):
-        heads = part.reshape(-1, d.head_dim, *part.shape[1:])
+        heads = part.reshape(-1, d.model.head_dim, *part.shape[1:])
         names = [("q", d.first_head + i) for i in range(d.rank_heads)]
         names += [(kind, d.first_kv_head + i) for kind in "kv" for i in range(d.rank_kv_heads)]
         for name, rows in zip(names, heads, strict=True):
@@ -59,7 +59,6 @@ def _by_head(parts: list[np.ndarray], ranks: list[Dims]) -> dict[tuple[str, int]
 
 def test_every_rank_has_the_kv_heads_that_its_query_heads_use() -> None:
     """With nine query heads on two ranks, both ranks have query heads that use KV head 1, so both have this head."""
-    one = weight_dims(make("grouped").config, Dtype.F32)
-    held = [replace(one, tp=2, rank=rank) for rank in (0, 1)]
+    held = Split(make("grouped").config.sizes(Dtype.F32), tp=2).ranks
     assert [(d.first_kv_head, d.rank_kv_heads) for d in held] == [(0, 2), (1, 2)]
     assert [[d.query_heads(j) for j in range(2)] for d in held] == [[(0, 3), (3, 5)], [(0, 1), (1, 4)]]

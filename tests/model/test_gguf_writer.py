@@ -14,9 +14,8 @@ from tiny_llama import ROPES, make_llama
 from weights import loaded
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import BUFFERS, Buffer, Dtype
+from megakernel.isa import BUFFERS, Buffer, Dtype, Split
 from megakernel.model import Checkpoint, RandomCheckpoint, RopeKind, load_config, open_checkpoint
-from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import FAMILIES, weights
 from megakernel.model.gguf_writer import write_gguf
 from megakernel.model.random_checkpoint import KNOWN_SHAPES
@@ -66,7 +65,7 @@ def test_quantised_types(tmp_path: Path, kind: Dtype) -> None:
     assert kinds["output_norm.weight"] is GGMLQuantizationType.F32
     ours, back = stored_as(checkpoint, kind.name.lower()), open_checkpoint(str(tmp_path / "m.gguf"))
     for buffer in (Buffer.W_QKV, Buffer.W_DOWN):
-        kept, read = (c.rows(buffer, 0, weight_dims(config, Dtype.F32)) for c in (ours, back))
+        kept, read = (c.rows(buffer, 0, Split(config.sizes(Dtype.F32))) for c in (ours, back))
         assert {part.dtype for part in [*kept, *read]} == {kind}
         np.testing.assert_array_equal(np.concatenate([p.data for p in kept]), np.concatenate([p.data for p in read]))
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from model_helpers import weight_count
+from sizes import least_dims
 from weights import loaded
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, Buffer, Dtype, to_f32
 from megakernel.model import KNOWN_SHAPES, ModelConfig, RandomCheckpoint, load_config, load_tokenizer, open_checkpoint
-from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import weights
 
 
@@ -49,7 +49,7 @@ def test_random_weights_are_a_function_of_the_seed() -> None:
 
 def test_random_checkpoint_of_any_shape() -> None:
     config = ModelConfig(101, 24, 37, 1, 2, 1, 8, 64, qkv_bias=True)
-    checkpoint, dims = RandomCheckpoint("odd", config), weight_dims(config, Dtype.F32)
+    checkpoint, dims = RandomCheckpoint("odd", config), least_dims(config, Dtype.F32)
     held = weights(config)
     assert [buffer for buffer in held if buffer.name.startswith("B_")] == [Buffer.B_QKV]
     for buffer in held:

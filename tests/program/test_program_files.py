@@ -89,18 +89,18 @@ def test_other_versions_sizes_beyond_a_limit_and_names_that_a_terminal_would_obe
         "heads": (0, "least 1"),
     }
     for field, (value, message) in sizes.items():
-        refuses(replace(program, dims=replace(program.dims, **{field: value})).to_bytes(), message)
+        refuses(replace(program, dims=program.dims.changed(**{field: value})).to_bytes(), message)
 
 
 def test_a_step_has_room_for_the_items_that_it_may_need(program: Program) -> None:
     dims = program.dims
-    least = min(dims.tokens, dims.row_blocks + dims.max_seqs)
+    least = min(dims.bucket.tokens, dims.bucket.row_blocks + dims.bucket.max_seqs)
     for items, refused in ((least, False), (least - 1, True)):
-        told = list(checks._sizes(replace(dims, items=items)))
+        told = list(checks._sizes(dims.changed(items=items)))
         assert any("attention items" in why for why in told) == refused
     for field in ("partials", "bias_entries", "mask_rows"):
         for count in (0, -1):
-            told = list(checks._sizes(replace(dims, **{field: count})))
+            told = list(checks._sizes(dims.changed(**{field: count})))
             assert any("attention items" in why for why in told) == (count < 0)
 
 
@@ -116,7 +116,7 @@ def test_a_table_of_a_header_has_its_fields(value: object) -> None:
 
 def launch(program: Program) -> None:
     good = good_programs()[1].program.dims
-    checkpoint = RandomCheckpoint("random", replace(CONFIG, layers=good.layers))
+    checkpoint = RandomCheckpoint("random", replace(CONFIG, layers=good.model.layers))
     backend = CpuBackend(checkpoint, good, PAGES, dtype=Dtype.F32, threads=2, null=True, deadlock_s=0.2)
     backend.launch(program, decode_step(program.dims, 1, 16))
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sizes import least_dims
 
 from megakernel import machine
 from megakernel.isa import Dtype
 from megakernel.model import ModelConfig, load_config
-from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import forward
 from megakernel.roofline import Ceilings, StepWork, achieved, bound, machine_ceilings, measure, step_work
 from megakernel.roofline.ceilings import last_level_cache
@@ -26,8 +26,8 @@ PARAMETERS_1B, PARAMETERS_8B = 1_235_814_400, 8_030_261_248
 def work_of(
     config: ModelConfig, rows: list[int], contexts: list[int], logit_rows: int, *, tied: bool = False
 ) -> StepWork:
-    dims = weight_dims(config, Dtype.BF16)
-    return step_work(passes.apply(forward(config), dims), dims, rows, contexts, logit_rows, tied=tied)
+    dims = least_dims(config, Dtype.BF16)
+    return step_work(passes.apply(forward(config), dims.split), dims.split, rows, contexts, logit_rows, tied=tied)
 
 
 def test_a_decode_step_reads_every_weight_once() -> None:

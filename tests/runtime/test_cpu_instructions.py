@@ -7,7 +7,6 @@ instructions that multiply.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,13 +29,13 @@ def make(monkeypatch: pytest.MonkeyPatch, simd: str, dims: Dims, *, tied: bool =
     if simd:
         use(monkeypatch, simd)
     checkpoint = RandomCheckpoint(dims, tied)
-    return CpuTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims), dims, seed)
+    return CpuTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split), dims, seed)
 
 
 @pytest.fixture(params=[(w, t) for w in WIDTHS for t in (Dtype.F32, Dtype.BF16)], ids=lambda p: f"{p[0]}-{p[1].name}")
 def twins(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuTwins]:
     simd, dtype = request.param
-    made = make(monkeypatch, simd, replace(DIMS, dtype=int(dtype)))
+    made = make(monkeypatch, simd, DIMS.changed(dtype=int(dtype)))
     yield made
     made.backend.close()
 
@@ -50,13 +49,13 @@ def backend(twins: CpuTwins) -> CpuBackend:
 
 def close(twins: CpuTwins, name: str, layer: int, table: StepTable, *operands: int) -> None:
     """Compare an instruction's results. In bfloat16, a difference of one unit in the last place is allowed."""
-    bf16 = twins.dims.dtype == Dtype.BF16
+    bf16 = twins.dims.model.dtype == Dtype.BF16
     twins.compare(record(P[name], *operands), layer, table, atol=1e-3 if bf16 else 2e-5)
 
 
 def test_embed_and_rope(twins: CpuTwins) -> None:
     table = make_table(twins.dims, {0: (37, 20), 1: (390, 4)})
-    table.token_ids[[5, 6, 21]] = 0, twins.dims.vocab - 1, -1 - 1
+    table.token_ids[[5, 6, 21]] = 0, twins.dims.model.vocab - 1, -1 - 1
     twins.reference.write_history(1, 391, np.array([77], np.int32))
     # HISTORY must not be read here: token id 0 is an ordinary id, and only negative ids refer to HISTORY.
     twins.reference.write_history(2, 42, np.array([5], np.int32))
@@ -83,12 +82,12 @@ def test_a_norm_on_the_way_in_has_the_bits_of_its_own_phase(
     """A matmul that normalises its inputs gives the same bits as a separate norm phase, for rows in the middle of a
     batch.
     """
-    dims = replace(DIMS, hidden=301, tokens=125, max_seqs=1, dtype=int(dtype))
+    dims = DIMS.changed(hidden=301, tokens=125, max_seqs=1, dtype=int(dtype))
     twins = make(monkeypatch, simd, dims)
     twins.start_equal()
     backend, table = twins.backend, make_table(dims, {0: (0, 125)})
     backend.buffer(B.X)[:] *= np.linspace(0.1, 30, 125, dtype=np.float32)[:, None]
-    inside = passes.apply(families.forward(RandomCheckpoint(dims).config), dims, "inside")
+    inside = passes.apply(families.forward(RandomCheckpoint(dims).config), dims.split, "inside")
     for scale, name, stored, cols in (
         ("attn_norm", "qkv_rope", (B.Q, B.K_CACHE, B.V_CACHE), 240),
         ("mlp_norm", "gate_up_silu", (B.ACT,), 104),
@@ -143,7 +142,7 @@ def test_matmul_depths(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
     """The down projection agrees with the reference. There are more rows than a tile has. The inner lengths are odd, or
     near a multiple of the chunk after which accumulators are stored.
     """
-    twins = make(monkeypatch, "", replace(DIMS, ffn=k, tokens=120, dtype=int(Dtype.BF16)))
+    twins = make(monkeypatch, "", DIMS.changed(ffn=k, tokens=120, dtype=int(Dtype.BF16)))
     twins.compare(record(P["down_proj"], 0, 120, 0, 72), 0, make_table(twins.dims, {0: (0, 120)}))
     twins.backend.close()
 
@@ -192,9 +191,9 @@ def test_bits_do_not_depend_on_rows_or_tiles(backend: CpuBackend) -> None:
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_bits_do_not_depend_on_the_instructions_that_multiply(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """Fused multiply-adds of 8 lanes, of 16 lanes and of bfloat16 pairs give the same bits, also for subnormals."""
-    dims, rng = replace(DIMS, dtype=int(Dtype.BF16)), np.random.default_rng(rows)
+    dims, rng = DIMS.changed(dtype=int(Dtype.BF16)), np.random.default_rng(rows)
     found: dict[str, np.ndarray] = {}
-    given = rng.integers(0, 1 << 16, (rows, DIMS.q_cols)).astype(np.uint16)
+    given = rng.integers(0, 1 << 16, (rows, DIMS.split.q_cols)).astype(np.uint16)
     given = np.where(given & 0x7F80 == 0x7F80, given & 0x8FFF, given)  # finite
     given[::2] &= 0x83FF  # below 2^-119, so that products and sums are also subnormal
     for simd in WIDTHS[1:]:  # the portable path has no fused multiply-adds
@@ -219,7 +218,7 @@ def test_bits_do_not_depend_on_the_instructions_that_multiply(monkeypatch: pytes
 
 @pytest.fixture(params=WIDTHS)
 def making(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Dims, int], CpuTwins]:
-    return lambda dims, seed: make(monkeypatch, request.param, replace(dims, kv_page=64), seed=seed)
+    return lambda dims, seed: make(monkeypatch, request.param, dims.changed(kv_page=64), seed=seed)
 
 
 @pytest.mark.parametrize("step", [0.0, 0.5], ids=["distinct", "ties"])

@@ -74,7 +74,7 @@ def make(checkpoint: RandomCheckpoint) -> Iterator[Callable[..., CpuBackend]]:
 def in_order(backend: CpuBackend, table: StepTable) -> Array:
     """Execute the program's instructions one by one, and return the logits."""
     p = forward_program(1)
-    for segment, layers in ((p.prologue, 1), (p.body, DIMS.layers), (p.epilogue, 1)):
+    for segment, layers in ((p.prologue, 1), (p.body, DIMS.model.layers), (p.epilogue, 1)):
         for layer in range(layers):
             for words in segment.records:
                 backend.execute(words, layer, table, FORWARD)
@@ -170,8 +170,8 @@ def test_trace_has_one_compute_for_each_instruction(make: Callable[..., CpuBacke
     order = np.lexsort((t["begin"], t["worker"], t["rank"]))
     np.testing.assert_array_equal(order, np.arange(len(t)))
     compute = t[t["kind"] == IntervalKind.COMPUTE]
-    layers = [PROLOGUE, *range(DIMS.layers), EPILOGUE]
-    segments = [p.prologue, *[p.body] * DIMS.layers, p.epilogue]
+    layers = [PROLOGUE, *range(DIMS.model.layers), EPILOGUE]
+    segments = [p.prologue, *[p.body] * DIMS.model.layers, p.epilogue]
     expected = {
         (w, layer, i)
         for layer, s in zip(layers, segments, strict=True)
@@ -261,7 +261,7 @@ def test_programs_whose_weights_are_not_there_are_refused(make: Callable[..., Cp
 
 
 def test_a_model_larger_than_memory_is_refused_before_it_is_read(checkpoint: RandomCheckpoint) -> None:
-    checkpoint.dims = replace(DIMS, hidden=1 << 20, ffn=1 << 22, layers=100)
+    checkpoint.dims = DIMS.changed(hidden=1 << 20, ffn=1 << 22, layers=100)
     checkpoint.rows = None  # type: ignore[method-assign,assignment]
     with pytest.raises(MegakernelError, match=r"but only .* GiB are available"):
         CpuBackend(checkpoint, checkpoint.dims, PAGES, dtype=Dtype.F32)
@@ -269,4 +269,4 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_read(checkpoint: Ran
 
 def test_pages_that_hold_no_whole_vectors_are_refused(checkpoint: RandomCheckpoint) -> None:
     with pytest.raises(MegakernelError, match="a page size that is a multiple of 16"):
-        CpuBackend(checkpoint, replace(DIMS, kv_page=8), PAGES, dtype=Dtype.F32)
+        CpuBackend(checkpoint, DIMS.changed(kv_page=8), PAGES, dtype=Dtype.F32)

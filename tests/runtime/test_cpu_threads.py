@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from cpu_support import Array, RandomCheckpoint, fill
 from handmade import make_dims, make_program, make_queue_program
+from sizes import least_dims
 
 from megakernel.isa import Dims, Dtype, StepTable
-from megakernel.model.checkpoint import weight_dims
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step, check_step
@@ -41,10 +41,10 @@ def table(dims: Dims) -> StepTable:
 
 
 def logits(program: Program, threads: int) -> list[Array]:
-    kind = Dtype(program.dims.dtype)
-    checkpoint = RandomCheckpoint(weight_dims(CONFIG, kind), biased=False)
+    kind = Dtype(program.dims.model.dtype)
+    checkpoint = RandomCheckpoint(least_dims(CONFIG, kind), biased=False)
     backend = CpuBackend(checkpoint, program.dims, PAGES, dtype=kind, threads=threads)
-    if program.dims.tp == 1 and not program.dims.quantised_kv:
+    if program.dims.split.tp == 1 and not program.dims.model.quantised_kv:
         fill(backend)  # also sets K and V of all tokens that precede the step
     out = [backend.launch(program, table(program.dims), trace=n == 1).logits[:3].copy() for n in range(3)]
     backend.close()

@@ -18,9 +18,9 @@ import numpy as np
 from cpu_support import PAGES, RandomCheckpoint
 from handmade import make_dims, make_program
 from hostile_files import decode_step, machines
+from sizes import least_dims
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype
-from megakernel.model.checkpoint import weight_dims
 from megakernel.model.config import ModelConfig
 from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.runtime.cpu.backend import CpuBackend
@@ -35,7 +35,7 @@ sample = SampleRow(4, temperature=0.9, top_p=0.5, top_k=9, seed=5)
 table = build_step(dims, [Chunk(0, 0, [5, 6, 7, 8, 9], [3], [sample])])
 
 def opened():
-    checkpoint = RandomCheckpoint(weight_dims(CONFIG, Dtype.F32), biased=False)
+    checkpoint = RandomCheckpoint(least_dims(CONFIG, Dtype.F32), biased=False)
     return CpuBackend(checkpoint, dims, PAGES, dtype=Dtype.F32, threads=3)
 
 def launched(backend, program):

@@ -34,22 +34,20 @@ from megakernel.serving.text import llm as llm_module
 
 B = Buffer
 P = FORWARD.by_name
-QUANTISED = replace(DIMS, quantised_kv=1)
+QUANTISED = DIMS.changed(quantised_kv=1)
 
 
 @pytest.fixture(params=[(w, t) for w in WIDTHS for t in (Dtype.F32, Dtype.BF16)], ids=lambda p: f"{p[0]}-{p[1].name}")
 def twins(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuTwins]:
     simd, dtype = request.param
     use(monkeypatch, simd)
-    made = CpuTwins(
-        RandomCheckpoint(replace(QUANTISED, dtype=int(dtype))), FORWARD, replace(QUANTISED, dtype=int(dtype))
-    )
+    made = CpuTwins(RandomCheckpoint(QUANTISED.changed(dtype=int(dtype))), FORWARD, QUANTISED.changed(dtype=int(dtype)))
     yield made
     made.backend.close()
 
 
 def close(twins: CpuTwins, name: str, table: StepTable, *operands: int) -> None:
-    twins.compare(record(P[name], *operands), 1, table, atol=1e-3 if twins.dims.dtype == Dtype.BF16 else 2e-5)
+    twins.compare(record(P[name], *operands), 1, table, atol=1e-3 if twins.dims.model.dtype == Dtype.BF16 else 2e-5)
 
 
 # -- stored bytes
@@ -65,14 +63,16 @@ class Columns(RandomCheckpoint):
         if buffer is not B.W_QKV:
             return super().values(buffer, layer)
         d, rng = self.dims, np.random.default_rng(5)
-        rows = rng.standard_normal((d.hidden, d.qkv_cols // d.head_dim, d.head_dim)).astype(np.float32)
+        rows = rng.standard_normal((d.model.hidden, d.split.qkv_cols // d.model.head_dim, d.model.head_dim)).astype(
+            np.float32
+        )
         # The float16 scales of these rows range from subnormal to infinite.
         rows *= np.float32(10.0) ** rng.integers(-9, 8, rows.shape[:2])[..., None]
         # The maximum of 127 makes every scale 1, so that values such as 2.5 are halfway between two integers.
         rows[1] = rng.integers(-254, 255, rows[1].shape) / 2
         rows[1, :, ::32] = 127
         rows[2] = 0
-        return np.ascontiguousarray(rows.reshape(d.hidden, -1).T)
+        return np.ascontiguousarray(rows.reshape(d.model.hidden, -1).T)
 
 
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 80])
@@ -82,13 +82,13 @@ def test_rows_are_stored_as_weights_are_quantised(monkeypatch: pytest.MonkeyPatc
     use(monkeypatch, simd)
     stored = []
     for flag in (0, 1):
-        dims = replace(DIMS, head_dim=head_dim, quantised_kv=flag)
+        dims = DIMS.changed(head_dim=head_dim, quantised_kv=flag)
         checkpoint, table = Columns(dims, biased=False), make_table(dims, {0: (9, 30)})
         backend = CpuBackend(checkpoint, dims, PAGES, dtype=Dtype.F32, threads=1)
-        backend.buffer(B.H)[:] = np.eye(dims.tokens, dims.hidden)
+        backend.buffer(B.H)[:] = np.eye(dims.bucket.tokens, dims.model.hidden)
         backend.buffer(B.H)[3] = np.nan
         backend.buffer(B.ROPE)[:] = np.tile(np.float32([1, 0]), head_dim // 2)
-        forward = passes.apply(families.forward(checkpoint.config), dims)
+        forward = passes.apply(families.forward(checkpoint.config), dims.split)
         for col, cols in ((0, 7 * head_dim), (7 * head_dim, 3 * head_dim)):
             backend.execute(record(forward.by_name["qkv_rope"], 0, 30, col, cols), 1, table, forward)
         stored.append([backend.buffer(buffer, 1).copy() for buffer in (B.K_CACHE, B.V_CACHE)])
@@ -100,7 +100,7 @@ def test_rows_are_stored_as_weights_are_quantised(monkeypatch: pytest.MonkeyPatc
         rows = (whole.transpose(0, 1, 3, 2) if buffer is B.K_CACHE else whole)[page, head, offset]
         got = found[cache_bytes(dims, buffer, page, head, offset)]
         with np.errstate(all="ignore"):
-            expected = quantise(rows.reshape(-1, head_dim), Dtype.Q8_0)[:, : dims.kv_row].reshape(got.shape)
+            expected = quantise(rows.reshape(-1, head_dim), Dtype.Q8_0)[:, : dims.model.kv_row].reshape(got.shape)
         real = np.arange(30) != 3
         np.testing.assert_array_equal(got[real], expected[real], err_msg=buffer.name)
         assert np.isnan(get_rows(found, dims, buffer)[page[3], head, offset[3]]).all(), "NaN stays NaN"
@@ -133,9 +133,9 @@ def test_attention(twins: CpuTwins) -> None:
 @pytest.mark.parametrize("simd", WIDTHS)
 def test_heads_of_part_of_a_block_and_of_several(monkeypatch: pytest.MonkeyPatch, simd: str, head_dim: int) -> None:
     use(monkeypatch, simd)
-    dims = replace(QUANTISED, head_dim=head_dim, kv_page=32)
+    dims = QUANTISED.changed(head_dim=head_dim, kv_page=32)
     checkpoint = RandomCheckpoint(dims)
-    twins = CpuTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims), dims)
+    twins = CpuTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split), dims)
     table = make_table(dims, {0: (250, 20), 1: (299, 1)})
     set_items(table, [Item(0, 0, 20, 0, 2), Item(0, 20, 1, 0, 2)])
     twins.compare(record(twins.forward.by_name["attention"], 0, 1, 2), 1, table)
@@ -156,16 +156,16 @@ BUCKET = {"tokens": ROWS, "logit_rows": ROWS, "max_seqs": 3, "max_context": 400}
 def logits(kind: type[Any], dtype: Dtype = Dtype.F32, tp: int = 1, cut: int = ROWS, **options: Any) -> Array:
     """Return the logits of every row of a prompt of ROWS tokens, computed in steps of `cut` tokens."""
     quantised, threads = options.pop("quantised", True), options.pop("workers", 2)
-    checkpoint = RandomCheckpoint(replace(DIMS, heads=8, dtype=int(dtype)))
+    checkpoint = RandomCheckpoint(DIMS.changed(heads=8, dtype=int(dtype)))
     program = compile_program(checkpoint.config, host(threads), dtype=dtype, tp=tp, quantised_kv=quantised, **BUCKET)
     assert verify(program).ok
     backend = kind(checkpoint, program.dims, PAGES, dtype=dtype, **options)
-    tokens, found = np.random.default_rng(1).integers(0, program.dims.vocab, ROWS).tolist(), []
+    tokens, found = np.random.default_rng(1).integers(0, program.dims.model.vocab, ROWS).tolist(), []
     try:
         for begin in range(0, ROWS, cut):
             n = min(cut, ROWS - begin)
             sample = [SampleRow(i, store=False) for i in range(n)]
-            chunk = Chunk(0, begin, tokens[begin : begin + n], range(program.dims.pages_per_seq), sample)
+            chunk = Chunk(0, begin, tokens[begin : begin + n], range(program.dims.bucket.pages_per_seq), sample)
             found.append(backend.launch(program, build_step(program.dims, [chunk])).logits[:n].copy())
     finally:
         backend.close()
@@ -207,7 +207,7 @@ def test_programs_cut_no_head_and_a_proof_says_so() -> None:
     )
     assert verify(plain).ok and verify(program).ok
     for flag, message in ((1, "its column tile cuts a head"), (2, "out of range")):
-        found = verify(replace(plain, dims=replace(plain.dims, quantised_kv=flag))).violations
+        found = verify(replace(plain, dims=plain.dims.changed(quantised_kv=flag))).violations
         assert any(message in violation for violation in found)
 
 
@@ -262,15 +262,15 @@ def test_bytes_of_the_cache() -> None:
     The KV pool, the cost functions and the roofline formulas agree on this size.
     """
     for head_dim, row in ((8, 10), (24, 26), (64, 68), (80, 86), (128, 136)):
-        dims = replace(DIMS, head_dim=head_dim, quantised_kv=1)
-        whole = replace(dims, quantised_kv=0, dtype=int(Dtype.BF16))
-        assert (kv_bytes(dims), kv_bytes(whole)) == (2 * row, 4 * head_dim)
+        dims = DIMS.changed(head_dim=head_dim, quantised_kv=1)
+        whole = dims.changed(quantised_kv=0, dtype=int(Dtype.BF16))
+        assert (kv_bytes(dims.model), kv_bytes(whole.model)) == (2 * row, 4 * head_dim)
         for buffer in (B.K_CACHE, B.V_CACHE):
             spec = BUFFERS[buffer]
-            assert spec.resolve_dtype(dims).itemsize * np.prod(spec.shape(dims, 7)) == 7 * 2 * 16 * row
-        assert attention_cost(dims, 3, 100.0) == (attention_cost(whole, 3, 100.0)[0], 3 * 100 * 2 * row)
-        forward = passes.apply(families.forward(RandomCheckpoint(dims).config), dims)
-        assert step_work(forward, dims, [1, 1], [50, 70], 2).kv_bytes == 120 * 2 * 2 * 2 * row
+            assert spec.resolve_dtype(dims.model).itemsize * np.prod(spec.shape(dims, 7)) == 7 * 2 * 16 * row
+        assert attention_cost(dims.model, 3, 100.0) == (attention_cost(whole.model, 3, 100.0)[0], 3 * 100 * 2 * row)
+        forward = passes.apply(families.forward(RandomCheckpoint(dims).config), dims.split)
+        assert step_work(forward, dims.split, [1, 1], [50, 70], 2).kv_bytes == 120 * 2 * 2 * 2 * row
         assert memory_fit([dims], 0, 1e9, 5, 100).kv_bytes == 5 * 100 * 2 * 2 * 2 * row
 
 
@@ -286,4 +286,4 @@ def test_cuda_refuses_them_and_auto_takes_another() -> None:
     with pytest.raises(MegakernelError, match=r"a KV cache in q8_0 is not supported on a Hopper GPU"):
         LLM(TINY, backend="cuda", kv_cache_dtype="q8_0", max_context=32, max_seqs=1)
     assert choose_backend("auto", TINY.config, None, "auto", "q8_0") == ("cpu", None)
-    assert "K and V are quantised" in str(refusal(replace(DIMS, dtype=int(Dtype.BF16), quantised_kv=1)))
+    assert "K and V are quantised" in str(refusal(DIMS.changed(dtype=int(Dtype.BF16), quantised_kv=1)))

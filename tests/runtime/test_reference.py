@@ -44,9 +44,9 @@ def test_sequences_share_a_step_and_decode_what_was_sampled() -> None:
     dims = backend.dims
     programs = [
         make_program(checkpoint.config, dims, 2),
-        make_program(checkpoint.config, replace(dims, tokens=5, logit_rows=3, row_block=4), 3),
+        make_program(checkpoint.config, dims.changed(tokens=5, logit_rows=3, row_block=4), 3),
     ]
-    prompts = {slot: prompt(length, dims.vocab, slot) for slot, length in {0: 9, 3: 6, 7: 1}.items()}
+    prompts = {slot: prompt(length, dims.model.vocab, slot) for slot, length in {0: 9, 3: 6, 7: 1}.items()}
     pages = {0: range(8), 3: range(20, 28), 7: range(30, 38)}
     chunks = [Chunk(slot, 0, tokens, pages[slot], [SampleRow(len(tokens) - 1)]) for slot, tokens in prompts.items()]
     done = {slot: list(tokens) for slot, tokens in prompts.items()}
@@ -77,7 +77,7 @@ CONFIG = make_llama(1)[1].config
 def simple(workers: int = 2) -> tuple[ReferenceBackend, Program, StepTable]:
     _, checkpoint, backend = opened()
     dims = backend.dims
-    table = build_step(dims, [Chunk(0, 0, prompt(20, dims.vocab), range(2), [SampleRow(i) for i in (3, 19)])])
+    table = build_step(dims, [Chunk(0, 0, prompt(20, dims.model.vocab), range(2), [SampleRow(i) for i in (3, 19)])])
     return backend, make_program(checkpoint.config, dims, workers), table
 
 
@@ -137,8 +137,8 @@ def test_trace_has_an_interval_for_each_piece_of_work() -> None:
     np.testing.assert_array_equal(got.attention, slot_work(table)[None])
     assert (intervals["kind"] == trace.IntervalKind.COMPUTE).all() and (intervals["launch"] == 1).all()
     assert (intervals["end"] >= intervals["begin"]).all()
-    items = int(table.slot_items[-1]) * program.dims.layers
-    slots = program.dims.attention_slots * program.dims.layers
+    items = int(table.slot_items[-1]) * program.dims.model.layers
+    slots = program.dims.bucket.attention_slots * program.dims.model.layers
     assert len(intervals) == program.instructions - slots + items
     for segment, layer in ((program.prologue, trace.PROLOGUE), (program.body, 1), (program.epilogue, trace.EPILOGUE)):
         mine = intervals[intervals["layer"] == layer]
@@ -155,12 +155,12 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     checkpoint = make_llama(1)[1]
     backend = runtime.create(name, checkpoint, program.dims, PAGES, dtype=Dtype.F32)
     for field in ("max_seqs", "hidden", "kv_page", "max_context", "dtype"):
-        has = getattr(program.dims, field)
-        other = replace(program, dims=replace(program.dims, **{field: 2 * has + 1}))
+        has = program.dims.flat[field]
+        other = replace(program, dims=program.dims.changed(**{field: 2 * has + 1}))
         with pytest.raises(MegakernelError, match=f"{field} = {2 * has + 1}, the backend has {has}"):
             backend.launch(other, table)
     with pytest.raises(MegakernelError, match="another program"):
-        backend.launch(replace(program, dims=replace(program.dims, tokens=16)), table)
+        backend.launch(replace(program, dims=program.dims.changed(tokens=16)), table)
     with pytest.raises(MegakernelError, match="compiled for 2 ranks, the backend has 1"):
         backend.launch(replace(program, ranks=2), table)
     table.block_tables[0, 0] = PAGES
@@ -332,7 +332,7 @@ def execute(backend: ReferenceBackend, table: StepTable, layer: int, phase: str,
     """Run one instruction of a phase of a Llama, which has QKV biases if the backend has them."""
     has_biases = Buffer.B_QKV in backend._arrays[0]
     config = replace(CONFIG, qkv_bias=has_biases)
-    forward = passes.apply(families.forward(config), backend.dims)
+    forward = passes.apply(families.forward(config), backend.dims.split)
     backend.execute(record(forward.by_name[phase], *operands), layer, table, forward)
 
 
@@ -340,23 +340,23 @@ def test_columns_may_be_cut_anywhere() -> None:
     """Column tiles that divide heads and cross the borders of Q, K and V give the results of a single tile."""
     _, checkpoint = make_llama(1, attention_bias=True, mlp_bias=True)
     dims = make_dims(checkpoint.config)
-    table = build_step(dims, [Chunk(0, 0, prompt(20, dims.vocab), range(3, 5))])
+    table = build_step(dims, [Chunk(0, 0, prompt(20, dims.model.vocab), range(3, 5))])
     results = []
     for step in (1000, 10):
         backend = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype.F32)
-        execute(backend, table, 0, "embed", 0, dims.tokens)
-        execute(backend, table, 0, "rope", 0, dims.tokens)
-        execute(backend, table, 1, "attn_norm", 0, dims.tokens)
-        for col in range(0, dims.qkv_cols, step):
-            cols = min(step, dims.qkv_cols - col)
-            execute(backend, table, 1, "qkv_rope", 0, dims.tokens, col, cols)
+        execute(backend, table, 0, "embed", 0, dims.bucket.tokens)
+        execute(backend, table, 0, "rope", 0, dims.bucket.tokens)
+        execute(backend, table, 1, "attn_norm", 0, dims.bucket.tokens)
+        for col in range(0, dims.split.qkv_cols, step):
+            cols = min(step, dims.split.qkv_cols - col)
+            execute(backend, table, 1, "qkv_rope", 0, dims.bucket.tokens, col, cols)
         results.append([backend.buffer(b, 1).copy() for b in (Buffer.Q, Buffer.K_CACHE, Buffer.V_CACHE)])
     for whole, cut in zip(*results, strict=True):
         assert np.allclose(whole, cut, atol=1e-5) and whole.any()
     keys, values = results[0][1:]
-    written = [(p, o) for p in range(PAGES) for o in range(dims.kv_page) if keys[p, :, :, o].any()]
+    written = [(p, o) for p in range(PAGES) for o in range(dims.bucket.kv_page) if keys[p, :, :, o].any()]
     assert written == [(3, o) for o in range(16)] + [(4, o) for o in range(4)]
-    assert written == [(p, o) for p in range(PAGES) for o in range(dims.kv_page) if values[p, :, o].any()]
+    assert written == [(p, o) for p in range(PAGES) for o in range(dims.bucket.kv_page) if values[p, :, o].any()]
 
 
 def test_padding_is_zero_in_attention_and_final_norm() -> None:
@@ -364,8 +364,8 @@ def test_padding_is_zero_in_attention_and_final_norm() -> None:
     table = build_step(dims, [Chunk(0, 0, [1, 2, 3], range(1), [SampleRow(2)])])
     for buffer in (Buffer.X, Buffer.Q, Buffer.ATTN, Buffer.Y):
         backend.buffer(buffer)[...] = 3.0
-    for slot in range(dims.attention_slots):
-        execute(backend, table, 0, "attention", slot, 1, dims.kv_heads)
+    for slot in range(dims.bucket.attention_slots):
+        execute(backend, table, 0, "attention", slot, 1, dims.model.kv_heads)
     execute(backend, table, 0, "final_norm", 0, 4)
     assert not backend.buffer(Buffer.ATTN)[3:].any() and not backend.buffer(Buffer.Y)[1:].any()
     assert backend.buffer(Buffer.Y)[0].any()

@@ -31,13 +31,13 @@ def decode(lengths: list[int], page: int = 16) -> list[Chunk]:
 
 
 def random_chunks(rng: np.random.Generator, dims: Dims) -> list[Chunk]:
-    pages = rng.permutation(dims.max_seqs * dims.pages_per_seq).reshape(dims.max_seqs, -1)
-    chunks, left, samples = [], dims.tokens, dims.logit_rows
-    for slot in rng.permutation(dims.max_seqs)[: rng.integers(0, dims.max_seqs + 1)]:
+    pages = rng.permutation(dims.bucket.max_seqs * dims.bucket.pages_per_seq).reshape(dims.bucket.max_seqs, -1)
+    chunks, left, samples = [], dims.bucket.tokens, dims.bucket.logit_rows
+    for slot in rng.permutation(dims.bucket.max_seqs)[: rng.integers(0, dims.bucket.max_seqs + 1)]:
         length = min(left, int(rng.choice([1, 1, 1, 2, rng.integers(1, 60)])))
         if not length:
             break
-        start = int(rng.choice([0, rng.integers(0, 40), rng.integers(0, dims.max_context - length)]))
+        start = int(rng.choice([0, rng.integers(0, 40), rng.integers(0, dims.bucket.max_context - length)]))
         wanted = rng.permutation(length)[: min(samples, int(rng.integers(0, 3)))]
         rows = [SampleRow(int(i), bias={int(i): 1.0}) for i in wanted]
         chunks.append(Chunk(int(slot), start, rng.integers(0, 100, length).tolist(), pages[slot], rows))
@@ -58,13 +58,13 @@ def test_the_work_of_slots_adds_up_to_the_steps(tp: int) -> None:
     """
     lengths = [1, 17, 128, 700, 3000]
     dims = make_dims(CONFIG, tokens=40, row_block=8, attention_slots=7, items=130, partials=2000, tp=tp, max_seqs=6)
-    pages = range(5 * dims.pages_per_seq, 6 * dims.pages_per_seq)
+    pages = range(5 * dims.bucket.pages_per_seq, 6 * dims.bucket.pages_per_seq)
     rows = decode(lengths)
     decoded, both = (slot_work(build_step(dims, [*rows, *more])) for more in ([], [Chunk(5, 90, [0] * 20, pages)]))
     assert decoded.shape == (tp, 7, 2) and (decoded.sum(axis=(0, 1)) > 0).all()
-    kv_heads = sum(StepTable(dims).rank(rank).dims.rank_kv_heads for rank in range(tp))
-    size = 2 * dims.head_dim * (2 if dims.dtype else 4)
-    flops = 4 * dims.heads * dims.head_dim
+    kv_heads = sum(StepTable(dims).rank(rank).dims.split.rank_kv_heads for rank in range(tp))
+    size = 2 * dims.model.head_dim * (2 if dims.model.dtype else 4)
+    flops = 4 * dims.model.heads * dims.model.head_dim
     assert decoded[..., 0].sum() == pytest.approx(flops * sum(lengths))
     assert decoded[..., 1].sum() == pytest.approx(size * kv_heads * sum(lengths))
     assert both[..., 0].sum() == pytest.approx(flops * (sum(lengths) + sum(range(91, 111))))
@@ -81,7 +81,7 @@ def test_random_steps_are_valid() -> None:
         chunks = random_chunks(rng, dims)
         table = build_step(dims, chunks)
         check_step(table)
-        for t in map(table.rank, range(dims.tp)):
+        for t in map(table.rank, range(dims.split.tp)):
             splits += int((t.item_split >= 0).sum())
             cut_rows += sum(t.item_rows[i] % 8 != 0 and t.item_seq[i] >= 0 for i in live_items(t))
 
@@ -90,8 +90,8 @@ def test_random_steps_are_valid() -> None:
             assert table.token_ids[row] == chunk.tokens[i]
             assert table.positions[row] == chunk.start + i
             assert table.row_seq[row] == chunk.slot
-            page = table.block_tables[chunk.slot, (chunk.start + i) // dims.kv_page]
-            assert page == chunk.pages[(chunk.start + i) // dims.kv_page]
+            page = table.block_tables[chunk.slot, (chunk.start + i) // dims.bucket.kv_page]
+            assert page == chunk.pages[(chunk.start + i) // dims.bucket.kv_page]
     assert splits > 100 and cut_rows > 100
 
 
@@ -116,17 +116,17 @@ def test_items_run_every_kv_block_of_every_row_once(slots: int) -> None:
     cover = naive_cover(table)
     assert sorted(cover) == [(row, head) for row in range(100) for head in range(3)]
     for (row, _), blocks in cover.items():
-        needed = table.positions[row] // dims.kv_block + 1 if table.row_seq[row] >= 0 else 0
+        needed = table.positions[row] // dims.bucket.kv_block + 1 if table.row_seq[row] >= 0 else 0
         assert sorted(blocks)[:needed] == list(range(needed))
         assert len(set(blocks)) == len(blocks)
     for i in live_items(table):
         waits = range(table.item_wait_block[i], table.item_wait_block[i] + table.item_wait_blocks[i])
         held = range(table.item_block[i] * 128, (table.item_block[i] + table.item_blocks[i]) * 128)
-        own = table.item_row[i] // dims.row_block
+        own = table.item_row[i] // dims.bucket.row_block
         assert own in waits
         for row in range(table.item_row[i] + table.item_rows[i]):
             if table.row_seq[row] == table.item_seq[i] >= 0 and table.positions[row] in held:
-                assert row // dims.row_block in waits
+                assert row // dims.bucket.row_block in waits
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
@@ -193,7 +193,7 @@ def gpu_decode(lengths: list[int]) -> list[Chunk]:
 
 def units(table: StepTable) -> list[int]:
     """Return how many units of 16 (query row, head) pairs each attention item has, without padding items."""
-    group = table.dims.group_size
+    group = table.dims.model.group_size
     live = [i for i in live_items(table) if table.item_seq[i] >= 0]
     return [int(table.item_kv_heads[i]) * -(-int(table.item_rows[i]) * group // 16) for i in live]
 
@@ -203,7 +203,7 @@ def slot_times(table: StepTable) -> np.ndarray:
 
     One pass over a KV block computes at most eight groups of 16 (query row, head) pairs, and takes two units of time.
     """
-    out = np.zeros(table.dims.attention_slots)
+    out = np.zeros(table.dims.bucket.attention_slots)
     for slot in range(len(out)):
         for i in range(*table.slot_items[slot : slot + 2]):
             passes = -(-int(table.item_kv_heads[i]) * -(-int(table.item_rows[i]) * 4 // 16) // 8)
@@ -444,7 +444,7 @@ def test_tables_of_sequences_that_go_on(monkeypatch: pytest.MonkeyPatch, tp: int
     dims = make_dims(CONFIG, tokens=8, row_block=8, attention_slots=5, items=64, partials=900, tp=tp, max_seqs=6)
     pages, sampling = Pages(dims), Sampling(7)
     steps, position = Steps(pages, sampling), np.zeros(6, np.int64)
-    pages.ids[:] = np.arange(6 * dims.pages_per_seq).reshape(6, -1)
+    pages.ids[:] = np.arange(6 * dims.bucket.pages_per_seq).reshape(6, -1)
     calls: Counter[str] = Counter()
     for name in ("fill_rows", "move_rows", "deal_items"):
         monkeypatch.setattr(module, name, counted(calls, getattr(module, name)))
@@ -470,7 +470,7 @@ def test_tables_of_sequences_that_go_on(monkeypatch: pytest.MonkeyPatch, tp: int
         expected = build_step(dims, chunks)
         calls.clear()
         calls.update(made)  # only what `steps` called
-        used = who.slot, start // dims.kv_page
+        used = who.slot, start // dims.bucket.kv_page
         np.testing.assert_array_equal(table.block_tables[used], expected.block_tables[used])
         expected.block_tables[:] = table.block_tables
         unread = table.bias_end.max()
@@ -482,9 +482,9 @@ def test_tables_of_sequences_that_go_on(monkeypatch: pytest.MonkeyPatch, tp: int
     for slot in range(6):
         sample(slot, bias={slot: 1.0} if slot == 4 else {})
     three = lineup(0, 1, 4)
-    for _ in range(2 * dims.kv_block):
+    for _ in range(2 * dims.bucket.kv_block):
         step(three)
-    assert calls == {"fill_rows": 2, "move_rows": 2 * dims.kv_block, "deal_items": 2}
+    assert calls == {"fill_rows": 2, "move_rows": 2 * dims.bucket.kv_block, "deal_items": 2}
     pages.ids[1] += 1000  # slot 1 gets a new sequence, which both tables must show
     pages.changed[:, 1] = True
     sample(1, temperature=1.0, frequency_penalty=0.5)

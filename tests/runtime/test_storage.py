@@ -21,7 +21,7 @@ from handmade import record
 from megakernel import LLM, SamplingParams
 from megakernel.cli import main
 from megakernel.errors import MegakernelError
-from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, to_f32
+from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Split, to_f32
 from megakernel.isa.dtypes import BLOCKS
 from megakernel.machine import host
 from megakernel.model.checkpoint import Checkpoint, Part, Rows, Storage, column_share, converted
@@ -36,9 +36,9 @@ from megakernel.scheduler.options import Options
 TYPES = [Dtype.F32, Dtype.BF16]
 # Rows of 301 or 333 weights take two chunks of 256 steps along K, and end with a partial quantisation block. The last
 # panel of 16 columns is partial too.
-ODD = replace(DIMS, hidden=301, ffn=333)
+ODD = DIMS.changed(hidden=301, ffn=333)
 # With these sizes, ranks never divide a quantisation block of 32 weights.
-SHARED = replace(DIMS, heads=8, head_dim=32, ffn=288)
+SHARED = DIMS.changed(heads=8, head_dim=32, ffn=288)
 
 
 class Dequantised:
@@ -53,8 +53,10 @@ class Dequantised:
         }
         self._quantised = quantised
 
-    def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
-        return converted(self._quantised.rows(buffer, layer, split), column_share(buffer, split).size, Dtype.F32)
+    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[Rows]:
+        return converted(
+            self._quantised.rows(buffer, layer, split.split), column_share(buffer, split.split).size, Dtype.F32
+        )
 
 
 class Mixed:
@@ -67,12 +69,12 @@ class Mixed:
         layers = {b: len(s.layers) for b, s in self._all[kinds[0]].storage.items()}
         self.storage = {b: Storage(tuple(tuple(self._parts(b, i)) for i in range(n))) for b, n in layers.items()}
 
-    def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
+    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[Rows]:
         if buffer not in self.storage:
             return self._whole.rows(buffer, layer, split)
         out, begin = [], 0
         for kind, rows in self._parts(buffer, layer):
-            whole = np.concatenate([part.data for part in self._all[kind].rows(buffer, layer, split)])
+            whole = np.concatenate([part.data for part in self._all[kind].rows(buffer, layer, split.split)])
             out.append(Rows(kind, whole[begin : begin + rows]))
             begin += rows
         return out
@@ -88,7 +90,7 @@ def quantised(
     dims: Dims, dtype: Dtype = Dtype.F32, kind: Dtype = Dtype.Q8_0, *, tied: bool = False
 ) -> tuple[Checkpoint, Dequantised]:
     """Return a checkpoint that stores all matrices as `kind`, and the same weights converted to float32."""
-    dims = replace(dims, dtype=int(dtype))
+    dims = dims.changed(dtype=int(dtype))
     checkpoint = stored_as(RandomCheckpoint(dims, tied), kind.name.lower())
     return checkpoint, Dequantised(checkpoint)
 
@@ -119,9 +121,9 @@ def all_logits(
     found = []
     try:
         for rows, program in zip(prompts, programs, strict=True):
-            tokens = np.random.default_rng(rows).integers(0, program.dims.vocab, rows).tolist()
+            tokens = np.random.default_rng(rows).integers(0, program.dims.model.vocab, rows).tolist()
             sample = [SampleRow(i, store=False) for i in range(rows)]
-            chunk = Chunk(0, 0, tokens, range(program.dims.pages_per_seq), sample)
+            chunk = Chunk(0, 0, tokens, range(program.dims.bucket.pages_per_seq), sample)
             found.append(backend.launch(program, build_step(program.dims, [chunk])).logits[:rows].copy())
     finally:
         backend.close()
@@ -182,7 +184,7 @@ def test_quantised_weights_are_other_weights(dtype: Dtype) -> None:
     Weights stored as float32 are not rounded, even if the backend computes in bfloat16.
     """
     blocks, floats = quantised(ODD, dtype)
-    whole = RandomCheckpoint(replace(ODD, dtype=int(dtype)))
+    whole = RandomCheckpoint(ODD.changed(dtype=int(dtype)))
     found = [logits(CpuBackend, c, 2) for c in (blocks, floats, whole, stored_as(whole, "f32"))]
     assert (found[0] != found[2]).mean() > 0.9
     assert (found[2] == found[3]).all() == (dtype is Dtype.F32)
@@ -197,19 +199,19 @@ def test_every_scale_of_a_block(monkeypatch: pytest.MonkeyPatch, simd: str) -> N
     """
     use(monkeypatch, simd)
     scales = np.arange(1 << 16, dtype=np.uint16)
-    dims = replace(DIMS, ffn=32, vocab=len(scales), hidden=32, layers=1)
+    dims = DIMS.changed(ffn=32, vocab=len(scales), hidden=32, layers=1)
     values = np.random.default_rng(3).integers(-128, 128, (len(scales), 32)).astype(np.int8)
     values[:, 0] = -128
     head = np.concatenate([scales[:, None].view(np.uint8), values.view(np.uint8)], axis=1)
 
     class Scales(RandomCheckpoint):
-        def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
+        def rows(self, buffer: Buffer, layer: int, split: Split) -> list[Rows]:
             return [Rows(Dtype.Q8_0, head)] if buffer is Buffer.LM_HEAD else super().rows(buffer, layer, split)
 
     checkpoint = Scales(dims, storage={Buffer.LM_HEAD: Storage(((Part(Dtype.Q8_0, len(head)),),))})
     program = program_of(checkpoint, 5)
     backend = CpuBackend(checkpoint, program.dims, PAGES, dtype=Dtype.F32, threads=1)
-    tile = record(program.forward.by_name["lm_head"], 0, 1, 0, dims.vocab)
+    tile = record(program.forward.by_name["lm_head"], 0, 1, 0, dims.model.vocab)
     with np.errstate(invalid="ignore"):
         expected = to_f32(head, Dtype.Q8_0)
     for step in (0, 31):  # the input is 1 at `step` and 0 elsewhere, so the logits are exact weights
@@ -254,7 +256,7 @@ def test_a_rank_takes_no_part_of_a_block() -> None:
 @pytest.mark.parametrize("kind", [Dtype.F16, *BLOCKS], ids=lambda t: t.name)
 def test_packed_weights_have_the_bytes_of_the_file(kind: Dtype) -> None:
     """Packed weights take the bytes of the file, plus padding for partial panels and partial cache lines."""
-    dims = replace(DIMS, hidden=512, ffn=512)
+    dims = DIMS.changed(hidden=512, ffn=512)
     blocks, _ = quantised(dims, kind=kind, tied=True)
     backend = CpuBackend(blocks, dims, PAGES, dtype=Dtype.F32, threads=1)
     need = 0.0
@@ -272,10 +274,14 @@ def test_a_step_reads_the_bytes_of_the_blocks() -> None:
     read = []
     for checkpoint in (whole, blocks):
         program = program_of(checkpoint, 1)
-        read.append(step_work(program.forward, program.dims, [1], [1], 1).weight_bytes)
+        read.append(step_work(program.forward, program.dims.split, [1], [1], 1).weight_bytes)
     d = SHARED
-    layer = [(d.qkv_cols + 2 * d.ffn, d.hidden), (d.hidden, d.q_cols), (d.hidden, d.ffn)]
-    matrices = [*layer * d.layers, (d.vocab + 1, d.hidden)]  # the LM head and one embedding row
+    layer = [
+        (d.split.qkv_cols + 2 * d.model.ffn, d.model.hidden),
+        (d.model.hidden, d.split.q_cols),
+        (d.model.hidden, d.model.ffn),
+    ]
+    matrices = [*layer * d.model.layers, (d.model.vocab + 1, d.model.hidden)]  # the LM head and one embedding row
     saved = sum(rows * (4 * inner - -(-inner // 32) * 34) for rows, inner in matrices)
     assert read[0] - read[1] == pytest.approx(saved, abs=1)  # each buffer's bytes are rounded
 

@@ -18,12 +18,12 @@ from compiled import compiled as compiled_for
 from cpu_support import Array, RandomCheckpoint, check_stops
 from handmade import make_dims, make_program, make_queue_program
 from mutate import edit, rows_of
+from sizes import least_dims
 from twins import CpuTwins
 
 from megakernel import machine
 from megakernel.errors import MegakernelError
 from megakernel.isa import Buffer, Dims, Dtype, Operation, StepTable, record
-from megakernel.model.checkpoint import weight_dims
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step, check_step
@@ -44,12 +44,12 @@ PAGES = 40
 
 
 def random_checkpoint(config: ModelConfig, dtype: Dtype = Dtype.F32) -> RandomCheckpoint:
-    return RandomCheckpoint(weight_dims(config, dtype), config.tied, config.mlp_bias)
+    return RandomCheckpoint(least_dims(config, dtype), config.tied, config.mlp_bias)
 
 
 @contextmanager
 def cpu(config: ModelConfig, dims: Dims, threads: int = 2, **options: Any) -> Iterator[CpuBackend]:
-    dtype = Dtype(dims.dtype)
+    dtype = Dtype(dims.model.dtype)
     backend = CpuBackend(random_checkpoint(config, dtype), dims, PAGES, dtype=dtype, threads=threads, **options)
     yield backend
     backend.close()
@@ -274,9 +274,9 @@ def test_partial_drains_share_a_queue() -> None:
         trace = backend.launch(program, table, trace=True).trace
     assert trace is not None
     t = trace.intervals
-    ran = t[(t["kind"] == IntervalKind.COMPUTE) & (t["layer"] < dims.layers)]
+    ran = t[(t["kind"] == IntervalKind.COMPUTE) & (t["layer"] < dims.model.layers)]
     numbers = range(len(body.records), len(body.records) + len(whole.queues.records))
-    for layer in range(dims.layers):
+    for layer in range(dims.model.layers):
         claimed = ran[(ran["layer"] == layer) & (ran["instruction"] >= len(body.records))]
         assert set(claimed["instruction"]) == set(numbers)
         done = ran[(ran["layer"] == layer) & (ran["instruction"] == 0)][0]
@@ -355,7 +355,7 @@ def test_copies_to_other_ranks_show_as_stores() -> None:
         t = trace.intervals
         np.testing.assert_array_equal(np.lexsort((t["begin"], t["worker"], t["rank"])), np.arange(len(t)))
         assert set(t["rank"]) == {0, 1}
-        stores = t[(t["kind"] == IntervalKind.STORE) & (t["layer"] < dims.layers)]
+        stores = t[(t["kind"] == IntervalKind.STORE) & (t["layer"] < dims.model.layers)]
         stored = set(record.phase_number(program.body.records[stores["instruction"]]).tolist())
         norms = {phase.number for phase in program.forward.body if phase.operation is Operation.NORM}
         assert stored == (norms if residual == "dealt" else set())

@@ -60,8 +60,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def rank_dims(dims: Dims, tp: int, lowering: tuple[int, int] = (0, 0)) -> Dims:
     """Return `dims` for `tp` ranks, with row blocks so small that each rank owns some if there are enough rows."""
-    block = min(dims.row_block, -(-dims.tokens // tp))
-    return replace(dims, tp=tp, row_block=block, replicated_o=lowering[0], replicated_residual=lowering[1])
+    block = min(dims.bucket.row_block, -(-dims.bucket.tokens // tp))
+    return dims.changed(tp=tp, row_block=block, replicated_o=lowering[0], replicated_residual=lowering[1])
 
 
 class Mixed:
@@ -73,11 +73,13 @@ class Mixed:
 
     def __init__(self, checkpoint: Checkpoint, *programs: Program, seed: int | None = None, noise: float = 0.0) -> None:
         dims = self.dims = programs[0].dims
-        self.backend = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype(dims.dtype), seed=seed)
+        self.backend = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype(dims.model.dtype), seed=seed)
         self.programs = programs
-        for rank, buffer, layer in product(range(dims.tp), (Buffer.K_CACHE, Buffer.V_CACHE), range(dims.layers)):
+        for rank, buffer, layer in product(
+            range(dims.split.tp), (Buffer.K_CACHE, Buffer.V_CACHE), range(dims.model.layers)
+        ):
             self.backend.buffer(buffer, layer, rank)[...] = noise
-        self.prompts = [np.random.default_rng(n).integers(0, dims.vocab, n).tolist() for n in (17, 26)]
+        self.prompts = [np.random.default_rng(n).integers(0, dims.model.vocab, n).tolist() for n in (17, 26)]
         self.tokens: list[int] = []
         self.link_bytes = 0  # bytes that all launches should have stored on other ranks
 
@@ -110,7 +112,9 @@ class Mixed:
             rows = int((table.logit_rows >= 0).sum())
             logits.append(out.logits[:rows].copy())
             self.tokens += out.tokens[:rows].tolist()
-            copied = (self.dims.tp - 1) * int((table.sample_slot >= 0).sum())  # tokens stored in HISTORY of other ranks
+            copied = (self.dims.split.tp - 1) * int(
+                (table.sample_slot >= 0).sum()
+            )  # tokens stored in HISTORY of other ranks
             self.link_bytes += describe(program)["link_bytes"] + 4 * copied
         return np.concatenate(logits)
 
@@ -134,10 +138,12 @@ def by_scheduler(config: ModelConfig, dims: Dims, workers: int = 2) -> Program:
     """Compile a program with the lowering and the bucket (token rows, logit rows, sequences, context) of `dims`. The
     scheduler chooses row blocks and buffer capacities.
     """
-    o, residual = (("sharded", "dealt", "replicated")[i] for i in (2 * dims.replicated_o, 1 + dims.replicated_residual))
-    bucket = {name: getattr(dims, name) for name in ("tokens", "logit_rows", "max_seqs", "max_context", "tp")}
+    o, residual = (
+        ("sharded", "dealt", "replicated")[i] for i in (2 * dims.split.replicated_o, 1 + dims.split.replicated_residual)
+    )
+    bucket = {name: dims.flat[name] for name in ("tokens", "logit_rows", "max_seqs", "max_context", "tp")}
     options = Options(o=o, residual=residual)
-    return compile_program(config, machines.host(workers), dtype=Dtype(dims.dtype), options=options, **bucket)
+    return compile_program(config, machines.host(workers), dtype=Dtype(dims.model.dtype), options=options, **bucket)
 
 
 @pytest.mark.parametrize(("make", "tp"), [(by_hand, 4), (by_scheduler, 2), (by_scheduler, 8)])
@@ -165,7 +171,7 @@ def test_ranks_compute_what_one_computes(shape: str, make: Callable[[ModelConfig
 def test_buckets_may_differ_in_the_residual(replicated_o: int) -> None:
     checkpoint = make_llama(1, **SHAPES["grouped"])[1]
     dims = rank_dims(small(checkpoint), 2, (replicated_o, 0))
-    few = replace(dims, tokens=2, logit_rows=2, row_block=1, replicated_residual=1)
+    few = dims.changed(tokens=2, logit_rows=2, row_block=1, replicated_residual=1)
     many, one = (by_hand(checkpoint.config, d) for d in (dims, few))
     mixed = Mixed(checkpoint, many, many, one)
     assert error(mixed.run(), Mixed(checkpoint, many).run()) < 1e-6
@@ -224,7 +230,7 @@ def written(forward: Forward, table: StepTable, words: NDArray[np.int32]) -> Ite
     d = table.dims
     phase = forward.by_number[int(phase_number(words))]
     for access in accesses(phase, phase.columns(words[None]), d):
-        ranks = {OWN: [d.rank], EVERY: range(d.tp), None: range(d.tp)}
+        ranks = {OWN: [d.split.rank], EVERY: range(d.split.tp), None: range(d.split.tp)}
         to = access.rank if isinstance(access.rank, int | None) else int(access.rank[0])
         if access.kind is not Kind.READ:
             yield from ((rank, access, _index(table, access)) for rank in ranks.get(to, [to]))
@@ -239,9 +245,9 @@ def _index(table: StepTable, access: Access) -> Any:
     if buffer not in (Buffer.K_CACHE, Buffer.V_CACHE):
         return rows, cols
     live = np.flatnonzero(table.row_seq[rows] >= 0) + rows.start
-    page = table.block_tables[table.row_seq[live], table.positions[live] // d.kv_page][:, None]
-    offset = (table.positions[live] % d.kv_page)[:, None]
-    head, element = np.divmod(np.arange(cols.start, cols.stop), d.head_dim)
+    page = table.block_tables[table.row_seq[live], table.positions[live] // d.bucket.kv_page][:, None]
+    offset = (table.positions[live] % d.bucket.kv_page)[:, None]
+    head, element = np.divmod(np.arange(cols.start, cols.stop), d.model.head_dim)
     return (page, head, element, offset) if buffer is Buffer.K_CACHE else (page, head, offset, element)
 
 
@@ -257,7 +263,7 @@ def in_order(
     names = {trace.PROLOGUE: "prologue", trace.EPILOGUE: "epilogue"}
     for (layer, row), rank in reversed(last.items()):
         segment = getattr(program, names.get(layer, "body"))
-        yield rank, min(layer, program.dims.layers - 1), segment.records[row]
+        yield rank, min(layer, program.dims.model.layers - 1), segment.records[row]
 
 
 @pytest.mark.parametrize(("tp", "lowering"), [(1, (0, 0)), *((4, lowering) for lowering in LOWERINGS)])

@@ -59,9 +59,9 @@ def test_the_default_is_close_to_the_fastest_variant(model: str, machine: str, t
 def test_all_buckets_of_an_engine_share_the_lowering_of_o() -> None:
     machine = machines.load("h100")
     choose = fastest("llama-3.2-1b", machine, 4, 64, one_class=True)
-    assert len({choose(tokens=rows, logit_rows=1).dims.replicated_o for rows in (1, 16, 64)}) == 1
+    assert len({choose(tokens=rows, logit_rows=1).dims.split.replicated_o for rows in (1, 16, 64)}) == 1
     alone = [fastest("llama-3.2-1b", machine, 4, rows)(tokens=rows, logit_rows=1) for rows in (16, 64)]
-    assert len({program.dims.replicated_o for program in alone}) == 2
+    assert len({program.dims.split.replicated_o for program in alone}) == 2
 
 
 def test_what_is_said_is_done_and_a_cpu_claims_nothing() -> None:

@@ -30,9 +30,9 @@ def test_workers_are_half_as_many_with_tiles_of_twice_the_rows() -> None:
         compiled(LLAMA_1B, replace(H100, workers=8), 600, 4, 1, replace(PAIRS, pairs=how), max_context=1024)
         for how in ("off", "on")
     )
-    assert (alone.dims.sms, alone.workers, alone.processors, alone.dims.row_block) == (1, 8, 8, 128)
-    assert (pairs.dims.sms, pairs.workers, pairs.processors, pairs.dims.row_block) == (2, 4, 8, 256)
-    assert pairs.dims.attention_slots * 2 == alone.dims.attention_slots
+    assert (alone.dims.worker.sms, alone.workers, alone.processors, alone.dims.bucket.row_block) == (1, 8, 8, 128)
+    assert (pairs.dims.worker.sms, pairs.workers, pairs.processors, pairs.dims.bucket.row_block) == (2, 4, 8, 256)
+    assert pairs.dims.bucket.attention_slots * 2 == alone.dims.bucket.attention_slots
 
 
 def test_the_verifier_proves_them() -> None:
@@ -57,14 +57,14 @@ def test_what_has_no_pairs_is_refused(machine: machines.Machine, options: Option
 def test_a_program_with_other_workers_is_wrong() -> None:
     program = compiled(LLAMA_1B, replace(H100, workers=8), 300, 4, 1, PAIRS, max_context=512)
     for sms in (0, 3):
-        wrong = replace(program, dims=replace(program.dims, sms=sms))
+        wrong = replace(program, dims=program.dims.changed(sms=sms))
         assert f"workers of {sms} SMs are not possible: a worker has one, or two where matrix units compute" in str(
             violation(wrong)
         )
-    alone = replace(program, dims=replace(program.dims, sms=1))
+    alone = replace(program, dims=program.dims.changed(sms=1))
     with pytest.raises(MegakernelError, match="its tile has more than 128 rows"):
         HOPPER.check(alone)
-    dots = replace(program, dims=replace(program.dims, units=int(Units.DOTS)))
+    dots = replace(program, dims=program.dims.changed(units=int(Units.DOTS)))
     assert "workers of 2 SMs" in str(violation(dots))
 
 
@@ -73,7 +73,7 @@ def test_rows_are_dealt_in_whole_boxes() -> None:
     rows = np.array([1, 32, 33, 64, 65, 192, 256])
     np.testing.assert_array_equal(first_rows(rows, program.dims), [1, 32, 32, 32, 64, 96, 128])
     np.testing.assert_array_equal(computed_rows(rows, program.dims), [128, 128, 128, 128, 128, 256, 256])
-    alone = replace(program.dims, sms=1)
+    alone = program.dims.changed(sms=1)
     np.testing.assert_array_equal(first_rows(rows, alone), rows)
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from compiled import LLAMA_70B as LLAMA
+from sizes import least_dims
 
 from megakernel.isa import Buffer, Dtype, Operation, Result
-from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import forward
 from megakernel.scheduler import passes
 
-DIMS = weight_dims(LLAMA, Dtype.BF16)
+DIMS = least_dims(LLAMA, Dtype.BF16)
 
 
 def test_where_the_norms_are_computed_changes_who_computes_them_and_nothing_else() -> None:
-    own, inside = (passes.apply(forward(LLAMA), DIMS, norm) for norm in ("own", "inside"))
+    own, inside = (passes.apply(forward(LLAMA), DIMS.split, norm) for norm in ("own", "inside"))
     scales = [p.weights for p in own.body if p.operation is Operation.NORM]
     assert scales == [Buffer.ATTN_NORM, Buffer.MLP_NORM] == [p.norm for p in inside.body if p.norm is not None]
     kept = [p for p in own.body if p.operation is not Operation.NORM]
@@ -24,7 +24,7 @@ def test_where_the_norms_are_computed_changes_who_computes_them_and_nothing_else
 
 
 def test_the_first_norm_of_the_next_layer_ends_a_layer() -> None:
-    own, ahead = (passes.apply(forward(LLAMA), DIMS, norm) for norm in ("own", "next"))
+    own, ahead = (passes.apply(forward(LLAMA), DIMS.split, norm) for norm in ("own", "next"))
     first, last = ahead.prologue[-1], ahead.body[-1]
     assert [p.weights for p in (first, last)] == [Buffer.ATTN_NORM] * 2 and (first.ahead, last.ahead) == (0, 1)
     assert [p.name for p in (own.body[0], first, last)] == ["attn_norm", "first_norm", "next_norm"]
@@ -33,8 +33,8 @@ def test_the_first_norm_of_the_next_layer_ends_a_layer() -> None:
 
 def test_ranks_add_partial_sums_unless_each_has_all_the_weights() -> None:
     biased = replace(LLAMA, o_bias=True)
-    dims = replace(DIMS, tp=2)
-    shared, whole = (passes.apply(forward(biased), replace(dims, replicated_o=o)) for o in (0, 1))
+    dims = DIMS.changed(tp=2)
+    shared, whole = (passes.apply(forward(biased), dims.changed(replicated_o=o).split) for o in (0, 1))
     names = ["o_partial", "o_reduce", "mlp_norm", "gate_up_silu", "down_partial", "down_reduce"]
     assert [p.name for p in shared.body[3:]] == names
     assert [p.name for p in whole.body[3:]] == ["o_proj", *names[2:]]

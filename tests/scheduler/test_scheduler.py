@@ -305,10 +305,12 @@ WIDE = replace(EVEN, hidden=1024, ffn=4096, heads=32, kv_heads=8, head_dim=32)
 def test_a_steps_bound_counts_what_programs_of_even_shards_send(options: Options, tp: int) -> None:
     program = compiled(EVEN, small_machine(2, 8), 32, 8, tp, replace(options, norm="own"))
     figures = describe(program)
-    layers = program.dims.layers * np.sum(figures["link_bytes_per_layer"])
-    assert tp * step_work(program.forward, program.dims, [32], [32], 0).link_bytes == layers
+    layers = program.dims.model.layers * np.sum(figures["link_bytes_per_layer"])
+    assert tp * step_work(program.forward, program.dims.split, [32], [32], 0).link_bytes == layers
     tokens = 8 * (8 - program.dims.own_logit_rows)  # bytes of sampled ids and logprobs, not part of the bound
-    assert tp * step_work(program.forward, program.dims, [32], [32], 8).link_bytes == figures["link_bytes"] - tokens
+    assert (
+        tp * step_work(program.forward, program.dims.split, [32], [32], 8).link_bytes == figures["link_bytes"] - tokens
+    )
 
 
 @EACH_LOWERING
@@ -319,15 +321,15 @@ def test_link_bytes_of_uneven_shards_are_their_own_sizes(options: Options, tp: i
     link = np.array(describe(program)["link_bytes_per_layer"])
     d, rows = program.dims, np.zeros(tp, dtype=int)
     for token in range(tokens):
-        rows[token // d.row_block % tp] += 1
+        rows[token // d.bucket.row_block % tp] += 1
     if options.residual == "replicated":
         rows[:] = tokens
     for to, start in itertools.product(range(tp), range(tp)):
         peer = program.rank_dims(start)
-        partials = (peer.rank_ffn > 0) + (peer.rank_heads > 0 and options.o == "sharded")
-        values = rows[to] * (partials * d.hidden + (peer.q_cols if options.o == "replicated" else 0))
+        partials = (peer.split.rank_ffn > 0) + (peer.split.rank_heads > 0 and options.o == "sharded")
+        values = rows[to] * (partials * d.model.hidden + (peer.split.q_cols if options.o == "replicated" else 0))
         if options.residual == "dealt":
-            values += 2 * rows[start] * d.hidden
+            values += 2 * rows[start] * d.model.hidden
         assert link[start, to] == (2 * values if start != to else 0)
 
 
@@ -336,10 +338,10 @@ def test_link_bytes_of_a_launch_are_its_layers_and_its_logits() -> None:
     figures = describe(program)
     d, rows = program.dims, 5
     sampled = [len(range(r * d.own_logit_rows, min(rows, (r + 1) * d.own_logit_rows))) for r in range(4)]
-    logits = sum(4 * n * (d.vocab - program.rank_dims(r).rank_vocab) for r, n in enumerate(sampled))
-    gathered = 3 * rows * d.hidden * 2 if figures["lowering"]["residual"] == "dealt" else 0
+    logits = sum(4 * n * (d.model.vocab - program.rank_dims(r).split.rank_vocab) for r, n in enumerate(sampled))
+    gathered = 3 * rows * d.model.hidden * 2 if figures["lowering"]["residual"] == "dealt" else 0
     tokens = 8 * (rows - sampled[0])
-    layers = d.layers * int(np.sum(figures["link_bytes_per_layer"]))
+    layers = d.model.layers * int(np.sum(figures["link_bytes_per_layer"]))
     assert figures["link_bytes"] == layers + logits + gathered + tokens
 
 

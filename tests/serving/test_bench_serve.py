@@ -17,8 +17,7 @@ from engine_support import CONFIG
 from fake_openai import FakeServer, running
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import Dtype
-from megakernel.model.checkpoint import weight_dims
+from megakernel.isa import Dtype, Split
 from megakernel.model.families import forward
 from megakernel.roofline import step_work
 from megakernel.scheduler import passes
@@ -221,8 +220,8 @@ def test_figures() -> None:
 
 
 def test_least_work_is_the_sum_of_its_steps() -> None:
-    dims = weight_dims(CONFIG, Dtype.BF16)
-    model, load = (passes.apply(forward(CONFIG), dims), dims), jobs((5, 4), (9, 2))
+    split = Split(CONFIG.sizes(Dtype.BF16))
+    model, load = (passes.apply(forward(CONFIG), split), split), jobs((5, 4), (9, 2))
     steps = [step_work(*model, [n], [c], 1, tied=True) for n, c in ((5, 5), (9, 9), (1, 6), (1, 7), (1, 8), (1, 10))]
     one = least_work(*model, load, 1, tied=True)
     assert (one.flops, one.kv_bytes) == (sum(s.flops for s in steps), sum(s.kv_bytes for s in steps))

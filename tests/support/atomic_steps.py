@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -78,18 +78,22 @@ class Table:
 def make_table(dims: Dims, seed: int) -> Table:
     """Return a valid step table: sequence lengths, the slot of each attention item, and logit rows are random."""
     rng = np.random.default_rng(seed)
-    live = int(rng.integers(1, dims.tokens + 1))
+    live = int(rng.integers(1, dims.bucket.tokens + 1))
     cuts = sorted({0, live, *rng.integers(0, live + 1, size=int(rng.integers(0, 3))).tolist()})
-    runs = [(a, b, a) for a, b in itertools.pairwise(cuts)] + [(live, dims.tokens, -1)]
+    runs = [(a, b, a) for a, b in itertools.pairwise(cuts)] + [(live, dims.bucket.tokens, -1)]
     slots: list[dict[int, list[Item]]] = []
-    for rank in range(dims.tp):
-        kv_heads = replace(dims, rank=rank).rank_kv_heads
+    for rank in range(dims.split.tp):
+        kv_heads = dims.on(rank).split.rank_kv_heads
         items: list[Item] = []
         splits = 0
         for first, b, start in runs:
             a = first
             while a < b and kv_heads:
-                end = min(b, (a // dims.row_block + 1) * dims.row_block, a + int(rng.integers(1, dims.row_block + 1)))
+                end = min(
+                    b,
+                    (a // dims.bucket.row_block + 1) * dims.bucket.row_block,
+                    a + int(rng.integers(1, dims.bucket.row_block + 1)),
+                )
                 heads = sorted({0, kv_heads, *rng.integers(0, kv_heads + 1, size=1).tolist()})
                 for h, h_end in itertools.pairwise(heads):
                     parts = int(rng.integers(1, 3)) if start >= 0 else 1
@@ -98,9 +102,9 @@ def make_table(dims: Dims, seed: int) -> Table:
                 a = end
         by_slot: dict[int, list[Item]] = defaultdict(list)
         for i in rng.permutation(len(items)):
-            by_slot[int(rng.integers(dims.attention_slots))].append(items[i])
+            by_slot[int(rng.integers(dims.bucket.attention_slots))].append(items[i])
         slots.append(by_slot)
-    return Table(slots, rng.integers(-1, dims.tokens, size=dims.logit_rows).tolist())
+    return Table(slots, rng.integers(-1, dims.bucket.tokens, size=dims.bucket.logit_rows).tolist())
 
 
 # (copy, row, row_end, col, col_end). A copy is a buffer of one layer on one rank; `copy` is its number.
@@ -131,12 +135,12 @@ class Model:
 
     def __init__(self, program: Program, table: Table) -> None:
         self.program, self.table, self.dims = program, table, program.dims
-        self.rank_dims = [replace(program.dims, rank=r) for r in range(program.ranks)]
+        self.rank_dims = [program.dims.on(r) for r in range(program.ranks)]
         self.block = program.ranks * program.counters
         self.totals = program.totals().reshape(-1).astype(np.int64)
         self.copies: dict[tuple[Buffer, int, int], int] = {}
         self.shapes: list[tuple[int, int]] = []
-        layers = self.dims.layers
+        layers = self.dims.model.layers
         runs = [(program.prologue, 0, 0), *((program.body, n, n) for n in range(layers)), (program.epilogue, layers, 0)]
         self.streams = [
             [
@@ -194,17 +198,19 @@ class Model:
                 raise Wild("a DRAIN record names a queue that does not exist")
             if not 0 <= end <= len(self.program.queues.stream(rank * self.program.rank_queues + queue)):
                 raise Wild("a DRAIN record claims more records than its queue has")
-            if block == dims.layers:
+            if block == dims.model.layers:
                 raise Wild("a DRAIN record is in the epilogue")
             step.queue = (queue, end)
         picked: list[int] = []
         if logit_norm:
             row, rows = operands
-            if row < 0 or rows < 1 or row + rows > dims.logit_rows:
+            if row < 0 or rows < 1 or row + rows > dims.bucket.logit_rows:
                 raise Wild("logit rows")
             # A padding row (-1) has the same owners as token row 0.
             picked = [i for i in range(row, row + rows) if rank in dims.owners(max(self.table.logit_rows[i], 0))]
-            members = [self.table.logit_rows[i] // dims.row_block for i in picked if self.table.logit_rows[i] >= 0]
+            members = [
+                self.table.logit_rows[i] // dims.bucket.row_block for i in picked if self.table.logit_rows[i] >= 0
+            ]
             grid = [self._counter(w, rank, block, m) for w in waits if w & rec.INDEXED for m in members]
             step.waits += tuple(grid)
             step.tag += tuple(picked)
@@ -232,13 +238,13 @@ class Model:
     ) -> Iterator[Step]:
         dims = self.rank_dims[rank]
         slot, group_heads, groups = record[rec.OPERAND_WORD : rec.OPERAND_WORD + 3].tolist()
-        if not 0 <= slot < dims.attention_slots or group_heads < 1:
+        if not 0 <= slot < dims.bucket.attention_slots or group_heads < 1:
             raise Wild("attention operands")
         words = rec.waits(record), rec.signals(record)
         waits, signals = ([w for w in found if w & rec.INDEXED] for found in words)
         for it in self.table.slots[rank].get(slot, []):
-            first = (it.row if it.start < 0 else it.start) // dims.row_block
-            member = it.row // dims.row_block
+            first = (it.row if it.start < 0 else it.start) // dims.bucket.row_block
+            member = it.row // dims.bucket.row_block
             heads = range(it.head // group_heads, (it.head + it.heads - 1) // group_heads + 1)
             members = [b * groups + g for b in range(first, member + 1) for g in heads]
             grid = [self._counter(w, rank, block, m) for w in waits for m in members]
@@ -263,7 +269,7 @@ class Model:
             rank = int(rank[0])
         if rank == OWN:
             return [own]
-        return list(range(self.dims.tp)) if rank == EVERY else [int(rank)]
+        return list(range(self.dims.split.tp)) if rank == EVERY else [int(rank)]
 
     def _targets(self, word, rank: int, block: int, member: int = 0) -> list[int]:
         target = int(rec.word_rank(word))
@@ -280,7 +286,7 @@ class Model:
     def _counter(self, word, rank: int, block: int, member: int = 0) -> int:
         block += 1 if word & rec.NEXT else 0
         counter = int(rec.word_counter(word)) + member
-        if not (0 <= counter < self.program.counters and rank < self.program.ranks and block <= self.dims.layers):
+        if not (0 <= counter < self.program.counters and rank < self.program.ranks and block <= self.dims.model.layers):
             raise Wild("a wait or signal names a counter that does not exist")
         return block * self.block + rank * self.program.counters + counter
 
@@ -291,7 +297,7 @@ class Model:
         key = (buffer, layer if BUFFERS[buffer].layered else 0, rank)
         if key not in self.copies:
             if buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
-                shape = (dims.tokens, dims.kv_cols)
+                shape = (dims.bucket.tokens, dims.split.kv_cols)
             else:
                 rows, *cols = BUFFERS[buffer].shape(dims, 0)
                 shape = (rows, cols[0] if cols else 1)
@@ -372,7 +378,7 @@ def in_order(model: Model) -> Data:
                 data.undefined = f"{step.name} {step.tag} reads what nothing wrote"
             data.execute(step, launch)
         for copy in [model.copies.get((buffer, 0, 0)) for buffer in _SAMPLED]:
-            if copy is None or not data.has((copy, 0, model.dims.logit_rows, 0, 1), launch):
+            if copy is None or not data.has((copy, 0, model.dims.bucket.logit_rows, 0, 1), launch):
                 data.undefined = "not every row is sampled"
     return data
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from weights import loaded
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, Space, StepTable, from_f32, to_f32
+from megakernel.isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, Space, Split, StepTable, from_f32, to_f32
 from megakernel.model import families
 from megakernel.model.checkpoint import Rows, Storage, cut
 from megakernel.model.config import ModelConfig
@@ -27,7 +27,7 @@ from megakernel.scheduler import passes
 Array = NDArray[Any]
 
 # No size is a multiple of a tile's size, so every kernel meets partial tiles. Three query heads share a KV head.
-DIMS = Dims(
+DIMS = Dims.of(
     vocab=203,
     hidden=72,
     ffn=104,
@@ -76,13 +76,22 @@ class RandomCheckpoint:
 
     def __post_init__(self) -> None:
         d = self.dims
-        self.dtype = Dtype(d.dtype)
-        sizes = d.vocab, d.hidden, d.ffn, d.layers, d.heads, d.kv_heads, d.head_dim, d.max_context
+        self.dtype = Dtype(d.model.dtype)
+        sizes = (
+            d.model.vocab,
+            d.model.hidden,
+            d.model.ffn,
+            d.model.layers,
+            d.model.heads,
+            d.model.kv_heads,
+            d.model.head_dim,
+            d.bucket.max_context,
+        )
         biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), self.biased)
         self.config = ModelConfig(*sizes, tied=self.tied, **biases)
 
-    def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
-        values, kind = self.values(buffer, layer), BUFFERS[buffer].resolve_dtype(split)
+    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[Rows]:
+        values, kind = self.values(buffer, layer), BUFFERS[buffer].resolve_dtype(split.model)
         rows = from_f32(values, kind).reshape(-1, values.shape[-1] if BUFFERS[buffer].matrix else 1)
         return cut([Rows(kind, rows.view(np.uint8))], buffer, split)
 
@@ -102,7 +111,7 @@ class RandomCheckpoint:
         return to_f32(loaded(self, buffer, layer, self.dtype))
 
 
-FORWARD = passes.apply(families.forward(RandomCheckpoint(DIMS).config), DIMS)
+FORWARD = passes.apply(families.forward(RandomCheckpoint(DIMS).config), DIMS.split)
 
 
 def make_table(dims: Dims, sequences: Mapping[int, tuple[int, int]], seed: int = 0) -> StepTable:
@@ -119,7 +128,7 @@ def make_table(dims: Dims, sequences: Mapping[int, tuple[int, int]], seed: int =
     for sequence, (start, rows) in sequences.items():
         table.row_seq[row : row + rows] = sequence
         table.positions[row : row + rows] = np.arange(start, start + rows)
-        table.token_ids[row : row + rows] = rng.integers(0, dims.vocab, rows)
+        table.token_ids[row : row + rows] = rng.integers(0, dims.model.vocab, rows)
         row += rows
     return table
 
@@ -147,26 +156,26 @@ def set_items(table: StepTable, items: Sequence[Item]) -> None:
     d = table.dims
     for i, item in enumerate(items):
         last = int(table.positions[item.row + item.rows - 1])
-        span = last // d.kv_block + 1 if table.row_seq[item.row] >= 0 else 0
+        span = last // d.bucket.kv_block + 1 if table.row_seq[item.row] >= 0 else 0
         first, end = item.blocks or (0, span)
         table.item_row[i], table.item_rows[i] = item.row, item.rows
         table.item_kv_head[i], table.item_kv_heads[i] = item.head, item.heads
         table.item_seq[i] = table.row_seq[item.row]
         table.item_block[i], table.item_blocks[i] = first, end - first
-        table.item_wait_block[i], table.item_wait_blocks[i] = item.row // d.row_block, 1
+        table.item_wait_block[i], table.item_wait_blocks[i] = item.row // d.bucket.row_block, 1
         table.item_split[i], table.item_splits[i] = item.split, item.splits
         table.item_partial[i], table.item_span[i] = item.partial, span
     slots = [item.slot for item in items]
-    table.slot_items[:] = np.searchsorted(slots, np.arange(d.attention_slots + 1))
+    table.slot_items[:] = np.searchsorted(slots, np.arange(d.bucket.attention_slots + 1))
 
 
 def fill(backend: Any) -> None:
     """Write random numbers to every float buffer of a backend with one rank, except to the weights."""
     rng, dims = np.random.default_rng(4), backend.dims
     for buffer, spec in BUFFERS.items():
-        kind = spec.resolve_dtype(dims)
+        kind = spec.resolve_dtype(dims.model)
         if spec.space is not Space.WEIGHT and kind is not Dtype.I32:
-            for layer in range(dims.layers if spec.layered else 1):
+            for layer in range(dims.model.layers if spec.layered else 1):
                 view = backend.buffer(buffer, layer)
                 view[:] = from_f32(rng.standard_normal(view.shape, dtype=np.float32), kind)
 

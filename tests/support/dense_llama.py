@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from weights import loaded
 
 from megakernel.isa import Buffer as B
-from megakernel.isa import Dtype
 from megakernel.model.checkpoint import Checkpoint
 from megakernel.model.families import weights
 
@@ -23,7 +23,7 @@ def dense_logits(checkpoint: Checkpoint, tokens: Sequence[int]) -> Array:
     c, has = checkpoint.config, weights(checkpoint.config)
 
     def load(buffer: B, layer: int) -> Array:
-        return checkpoint.load(buffer, layer, Dtype.F32).astype(np.float64)
+        return loaded(checkpoint, buffer, layer).astype(np.float64)
 
     def matmul(rows: Array, weight: B, bias: B, layer: int) -> Array:
         """Return rows W^T + b for each matrix of a buffer: [rows, columns], or [matrices, rows, columns]."""

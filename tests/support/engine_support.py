@@ -97,7 +97,7 @@ class FakeBackend:
             raise KeyboardInterrupt
         d = table.dims
         sampled = {int(row) for row, target in zip(table.logit_rows, table.target, strict=True) if target < 0}
-        for row in range(d.tokens):
+        for row in range(d.bucket.tokens):
             slot, position = int(table.row_seq[row]), int(table.positions[row])
             if slot < 0:
                 continue
@@ -108,12 +108,16 @@ class FakeBackend:
             if row - 1 not in sampled or table.row_seq[row - 1] != slot:
                 assert token == self.history[slot][position]
             pages = table.block_tables[slot]
-            before = self.kv[int(pages[(position - 1) // d.kv_page]), (position - 1) % d.kv_page] if position else 0
-            self.kv[int(pages[position // d.kv_page]), position % d.kv_page] = digest([token], before)
-        logits = np.zeros((d.logit_rows, d.vocab), np.float32)
-        tokens = np.zeros(d.logit_rows, np.int32)
-        logprobs = np.zeros(d.logit_rows, np.float32)
-        for i in range(d.logit_rows):
+            before = (
+                self.kv[int(pages[(position - 1) // d.bucket.kv_page]), (position - 1) % d.bucket.kv_page]
+                if position
+                else 0
+            )
+            self.kv[int(pages[position // d.bucket.kv_page]), position % d.bucket.kv_page] = digest([token], before)
+        logits = np.zeros((d.bucket.logit_rows, d.model.vocab), np.float32)
+        tokens = np.zeros(d.bucket.logit_rows, np.int32)
+        logprobs = np.zeros(d.bucket.logit_rows, np.float32)
+        for i in range(d.bucket.logit_rows):
             row = int(table.logit_rows[i])
             if row < 0:
                 continue
@@ -130,8 +134,8 @@ class FakeBackend:
                     seed = int(table.seed_low[i]) & 0xFFFFFFFF
                     token = continuation(self.kv_before(table, row, position), seed, int(table.choice[i]))
                 while bias.get(token) == -np.inf:
-                    token = (token + 1) % d.vocab
-            logits[i] = np.arange(d.vocab) == token
+                    token = (token + 1) % d.model.vocab
+            logits[i] = np.arange(d.model.vocab) == token
             tokens[i], logprobs[i] = token, -position
             if table.sample_slot[i] >= 0:
                 self.history[int(table.sample_slot[i])][position] = token
@@ -144,7 +148,7 @@ class FakeBackend:
 
     def kv_before(self, table: StepTable, row: int, position: int) -> int:
         """Return the KV cache's digest of all tokens before `position` in the sequence of token row `row`."""
-        block, offset = divmod(position - 1, table.dims.kv_page)
+        block, offset = divmod(position - 1, table.dims.bucket.kv_page)
         return self.kv[int(table.block_tables[table.row_seq[row], block]), offset]
 
     def close(self) -> None:

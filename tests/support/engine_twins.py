@@ -101,7 +101,7 @@ def assert_same_table(one: StepTable, other: StepTable) -> None:
         mine, theirs = getattr(one, field.name), getattr(other, field.name)
         if field.name == "block_tables":
             for slot, position in zip(other.row_seq[:rows], other.positions[:rows], strict=True):
-                needed = ceil_div(int(position) + 1, other.dims.kv_page)
+                needed = ceil_div(int(position) + 1, other.dims.bucket.kv_page)
                 np.testing.assert_array_equal(mine[slot, :needed], theirs[slot, :needed])
         elif not field.per_rank:
             end = pairs if field.name in ("bias_ids", "bias_values") else len(theirs)

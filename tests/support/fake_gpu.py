@@ -124,7 +124,7 @@ class Arguments:
         first = view(params.dims, (1,), kinds)[0]
         tp = int(first["tp"])
         self.ranks = [
-            Dims(**{n: (float if k is float else int)(row[n]) for n, k in DIM_FIELDS})
+            Dims.of(**{n: (float if k is float else int)(row[n]) for n, k in DIM_FIELDS})
             for row in view(params.dims, (tp,), kinds)
         ]
         self.dims = d = self.ranks[0]
@@ -141,7 +141,7 @@ class Arguments:
         )
         self.table = StepTable(d, view(params.step_words, StepTable(d).words.shape, np.int32))
         self.counters = [
-            view(int(address), (d.layers + 1, params.counters), np.int32)
+            view(int(address), (d.model.layers + 1, params.counters), np.int32)
             for address in view(params.counter_values, (tp,), np.uint64)
         ]
         self.addresses = view(params.buffers, (tp, len(Buffer)), np.uint64)
@@ -157,14 +157,23 @@ class Arguments:
     def config(self) -> ModelConfig:
         """Rebuild the model's configuration. A bias exists in the model if its buffer has an address."""
         d = self.dims
-        sizes = d.vocab, d.hidden, d.ffn, d.layers, d.heads, d.kv_heads, d.head_dim, d.max_context
+        sizes = (
+            d.model.vocab,
+            d.model.hidden,
+            d.model.ffn,
+            d.model.layers,
+            d.model.heads,
+            d.model.kv_heads,
+            d.model.head_dim,
+            d.bucket.max_context,
+        )
         qkv, o, mlp = (bool(self.addresses[0, b]) for b in (Buffer.B_QKV, Buffer.B_O, Buffer.B_GATE_UP))
         return ModelConfig(*sizes, qkv_bias=qkv, o_bias=o, mlp_bias=mlp)
 
     def buffer(self, rank: int, buffer: Buffer, layer: int, pages: int) -> NDArray[Any]:
         spec = BUFFERS[buffer]
         address = int(self.addresses[rank, buffer]) + layer * int(self.strides[rank, buffer])
-        return view(address, spec.shape(self.ranks[rank], pages), spec.resolve_dtype(self.dims).numpy)
+        return view(address, spec.shape(self.ranks[rank], pages), spec.resolve_dtype(self.dims.model).numpy)
 
 
 def _phase(number: int, words: NDArray[np.int32]) -> Phase:
@@ -218,10 +227,10 @@ class PretendedKernel:
             self._reference = _reference_on(a, self.pages)
         reference = self._reference
         program = self._programs.setdefault(a.program.to_bytes(), a.program)
-        for rank in range(a.dims.tp):
+        for rank in range(a.dims.split.tp):
             reference.buffer(Buffer.HISTORY, rank=rank)[:] = a.buffer(rank, Buffer.HISTORY, 0, self.pages)
         out = reference.launch(program, a.table)
-        for rank in range(a.dims.tp):
+        for rank in range(a.dims.split.tp):
             a.buffer(rank, Buffer.HISTORY, 0, self.pages)[:] = reference.buffer(Buffer.HISTORY, rank=rank)
             own = slice(rank * a.dims.own_logit_rows, (rank + 1) * a.dims.own_logit_rows)
             a.buffer(rank, Buffer.LOGITS, 0, self.pages)[own] = out.logits[own]
@@ -262,7 +271,9 @@ def _reference_on(a: Arguments, pages: int) -> Any:
         def _load(self, checkpoint: Any, buffer: Buffer) -> None:
             layered = BUFFERS[buffer].layered
             for rank, arrays in enumerate(self._arrays):
-                parts = [a.buffer(rank, buffer, layer, 0).copy() for layer in range(a.dims.layers if layered else 1)]
+                parts = [
+                    a.buffer(rank, buffer, layer, 0).copy() for layer in range(a.dims.model.layers if layered else 1)
+                ]
                 arrays[buffer] = parts if layered else parts[0]
 
     checkpoint: Any = SimpleNamespace(config=a.config(), storage={})

@@ -60,7 +60,7 @@ def make(
     backend = ReferenceBackend(checkpoint, program.dims, PAGES, dtype=Dtype.BF16)
     rng = np.random.default_rng(7)
     for rank in range(tp):
-        for layer in range(program.dims.layers):
+        for layer in range(program.dims.model.layers):
             for buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
                 cache = backend.buffer(buffer, layer, rank)
                 cache[:] = (rng.standard_normal(cache.shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
@@ -78,10 +78,10 @@ def results(image: LaunchImage) -> dict[str, Any]:
     """Return copies of all buffers that the host or the next launch may read, by buffer name, rank and layer."""
     d = image.dims
     out: dict[str, Any] = {}
-    for rank in range(d.tp):
+    for rank in range(d.split.tp):
         for buffer in (Buffer.HISTORY, Buffer.LOGITS, Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT, Buffer.X):
             out[f"{buffer.name} {rank}"] = image.buffer(buffer, 0, rank).copy()
-        for layer in range(d.layers):
+        for layer in range(d.model.layers):
             for buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
                 out[f"{buffer.name} {rank} {layer}"] = image.buffer(buffer, layer, rank).copy()
     return out

@@ -19,11 +19,11 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from sizes import least_dims
 
 from megakernel.isa import BUFFERS, DRAIN, JOIN, Dims, Dtype, Forward, Operation, Phase, Result, Rows, ceil_div
 from megakernel.isa.record import ALL_RANKS, OWNER, WORDS, Records, counter_word, encode
 from megakernel.model import families
-from megakernel.model.checkpoint import weight_dims
 from megakernel.model.config import ModelConfig
 from megakernel.program import SEGMENTS, Program, Segment
 from megakernel.scheduler import passes
@@ -46,7 +46,7 @@ def small_dims(**changes: float) -> Dims:
     sizes = {"vocab": 20, "hidden": 16, "ffn": 24, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 4}
     sizes |= {"dtype": int(Dtype.F32), "kv_block": 128, "kv_page": 16, "row_block": 4, "tokens": 7, "logit_rows": 3}
     sizes |= {"max_seqs": 2, "max_context": 128, "items": 8, "attention_slots": 2, "partials": 8, "bias_entries": 1}
-    return Dims(**{"rms_eps": 1e-5} | sizes | changes)  # type: ignore[arg-type]
+    return Dims.of(**{"rms_eps": 1e-5} | sizes | changes)  # type: ignore[arg-type]
 
 
 def rank_dims(tp: int, **changes: int) -> Dims:
@@ -57,8 +57,17 @@ def rank_dims(tp: int, **changes: int) -> Dims:
 
 def llama(d: Dims, norm: str = "own") -> Forward:
     """Return the forward pass of a Llama model with these dimensions and without biases."""
-    config = ModelConfig(d.vocab, d.hidden, d.ffn, d.layers, d.heads, d.kv_heads, d.head_dim, d.max_context)
-    return passes.apply(families.forward(config), d, norm)
+    config = ModelConfig(
+        d.model.vocab,
+        d.model.hidden,
+        d.model.ffn,
+        d.model.layers,
+        d.model.heads,
+        d.model.kv_heads,
+        d.model.head_dim,
+        d.bucket.max_context,
+    )
+    return passes.apply(families.forward(config), d.split, norm)
 
 
 def handmade(
@@ -81,12 +90,12 @@ def make_dims(config: ModelConfig, **overrides: Any) -> Dims:
     """
     sizes = {"kv_page": 16, "row_block": 8, "tokens": 24, "logit_rows": 24, "max_seqs": 8, "items": 64, "partials": 64}
     sizes |= {"max_context": config.max_context, "attention_slots": 3, "bias_entries": 16}
-    return replace(weight_dims(config, Dtype.F32), **sizes | overrides)
+    return least_dims(config, Dtype.F32).changed(**sizes | overrides)
 
 
 def make_program(config: ModelConfig, dims: Dims, workers: int = 1, tile: int = 32, queue: str = "none") -> Program:
     """Return a handmade program for a model's forward pass. `queue` has the same meaning as in `handmade`."""
-    return handmade(dims, workers, tile, queue, passes.apply(families.forward(config), dims))
+    return handmade(dims, workers, tile, queue, passes.apply(families.forward(config), dims.split))
 
 
 def make_queue_program(config: ModelConfig, dims: Dims, workers: int = 1, tile: int = 32) -> Program:
@@ -95,7 +104,7 @@ def make_queue_program(config: ModelConfig, dims: Dims, workers: int = 1, tile: 
     Inside the layers, a worker's stream has only one instruction, which claims from this queue until its end.
     """
     program = make_program(config, dims, workers, tile, "body")
-    return replace(program, body=segment(*(program.body.stream(i)[-1:] for i in range(dims.tp * workers))))
+    return replace(program, body=segment(*(program.body.stream(i)[-1:] for i in range(dims.split.tp * workers))))
 
 
 class _Builder:
@@ -103,23 +112,26 @@ class _Builder:
 
     def __init__(self, dims: Dims, forward: Forward, workers: int, tile: int, queue: str) -> None:
         self.dims, self.forward, self.workers, self.tile, self.queue = dims, forward, workers, tile, queue
-        self.ranks = [replace(dims, rank=rank) for rank in range(dims.tp)]
-        self.blocks = [(row, min(dims.row_block, dims.tokens - row)) for row in range(0, dims.tokens, dims.row_block)]
-        self.streams: list[list[list[Records]]] = [[[] for _ in range(dims.tp * workers)] for _ in SEGMENTS]
-        self.queues: list[list[Records]] = [[] for _ in range(dims.tp)]
+        self.ranks = [dims.on(rank) for rank in range(dims.split.tp)]
+        self.blocks = [
+            (row, min(dims.bucket.row_block, dims.bucket.tokens - row))
+            for row in range(0, dims.bucket.tokens, dims.bucket.row_block)
+        ]
+        self.streams: list[list[list[Records]]] = [[[] for _ in range(dims.split.tp * workers)] for _ in SEGMENTS]
+        self.queues: list[list[Records]] = [[] for _ in range(dims.split.tp)]
         # Keys: (segment, 1 for a counter of the next layer and otherwise 0, rank, counter).
         self.arrivals: Counter[tuple[int, int, int, int]] = Counter()
-        self.everyone = ALL_RANKS if dims.tp > 1 else 0
-        self.dealt = dims.tp > 1 and not dims.replicated_residual
+        self.everyone = ALL_RANKS if dims.split.tp > 1 else 0
+        self.dealt = dims.split.tp > 1 and not dims.split.replicated_residual
         self.segment, self.counters = 0, 0
-        self.turns = [0] * dims.tp
+        self.turns = [0] * dims.split.tp
 
     def grid(self, size: int) -> int:
         first, self.counters = self.counters, self.counters + size
         return first
 
     def arrive(self, counter: int, to: int, count: int, ahead: bool = False) -> None:
-        for rank in range(self.dims.tp) if to == ALL_RANKS else [to]:
+        for rank in range(self.dims.split.tp) if to == ALL_RANKS else [to]:
             self.arrivals[self.segment, int(ahead), rank, counter] += count
 
     def signal(self, counter: int, to: int, ahead: bool = False) -> int:
@@ -154,9 +166,9 @@ class _Builder:
                 for rank, records in enumerate(self.queues):
                     ends_at = (len(records) // 3, len(records))
                     self.add_to_each_worker(rank, *(record(DRAIN, 0, end) for end in ends_at))
-        if self.dims.tp > 1:
+        if self.dims.split.tp > 1:
             self._exit_barrier()
-        totals = np.zeros((3, 2, self.dims.tp, self.counters), dtype=np.int32)
+        totals = np.zeros((3, 2, self.dims.split.tp, self.counters), dtype=np.int32)
         for where, count in self.arrivals.items():
             totals[where] = count
         prologue, body, epilogue = totals
@@ -164,7 +176,7 @@ class _Builder:
             self.dims,
             self.forward,
             "hand",
-            self.dims.tp,
+            self.dims.split.tp,
             self.workers,
             self.counters,
             *(segment(*streams) for streams in self.streams),
@@ -176,13 +188,13 @@ class _Builder:
 
     def _groups(self, phase: Phase) -> int:
         """Return the number of counters per row block: one per KV head if attention follows, otherwise one."""
-        return max(d.rank_kv_heads for d in self.ranks) if phase.result is Result.HEADS else 1
+        return max(d.split.rank_kv_heads for d in self.ranks) if phase.result is Result.HEADS else 1
 
     def _to(self, phase: Phase, following: Phase, d: Dims, row: int) -> int:
         """Return the rank whose counter a finished tile signals, or `everyone` for all ranks."""
         if following.rows is Rows.OWN:
             return d.owner(row) if self.dealt else self.everyone
-        return d.rank if phase.rows is following.rows is Rows.EVERY else self.everyone
+        return d.split.rank if phase.rows is following.rows is Rows.EVERY else self.everyone
 
     def _phase(self, phase: Phase, following: Phase, before: int | None, into: int, ahead: bool) -> None:
         if phase.operation is Operation.ATTENTION:
@@ -197,56 +209,62 @@ class _Builder:
                     waits = [counter_word(before, indexed=True) if logit_norm else counter_word(before + block)]
                 counter = into + block
                 if phase.result is Result.HEADS:
-                    counter, to = into + block * d.rank_kv_heads + self._head_group(d, operands[2]), d.rank
+                    counter, to = into + block * d.split.rank_kv_heads + self._head_group(d, operands[2]), d.split.rank
                 signals = [self.signal(counter, to, ahead)]
-                self.add(d.rank, record(phase, *operands, waits=waits, signals=signals))
+                self.add(d.split.rank, record(phase, *operands, waits=waits, signals=signals))
 
     def _tiles(self, phase: Phase, d: Dims) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield the row block and the operands of each instruction that a rank has in a phase.
 
         All rows that get logits count as one row block.
         """
-        own, logit_rows = d.rank * d.own_logit_rows, d.logit_rows if phase.is_matmul else ceil_div(d.logit_rows, 2)
+        own, logit_rows = (
+            d.split.rank * d.own_logit_rows,
+            d.bucket.logit_rows if phase.is_matmul else ceil_div(d.bucket.logit_rows, 2),
+        )
         runs = [(i, row, rows) for i, (row, rows) in enumerate(self.blocks)]
         if phase.rows is Rows.OWN:
-            runs = [run for run in runs if d.rank in d.owners(run[1])]
+            runs = [run for run in runs if d.split.rank in d.owners(run[1])]
         elif phase.rows is Rows.LOGIT:
-            runs = [(0, row, min(logit_rows, d.logit_rows - row)) for row in range(0, d.logit_rows, logit_rows)]
+            runs = [
+                (0, row, min(logit_rows, d.bucket.logit_rows - row))
+                for row in range(0, d.bucket.logit_rows, logit_rows)
+            ]
         elif phase.rows is Rows.SAMPLED:
-            runs = [(0, own, min(d.own_logit_rows, d.logit_rows - own))] if own < d.logit_rows else []
+            runs = [(0, own, min(d.own_logit_rows, d.bucket.logit_rows - own))] if own < d.bucket.logit_rows else []
         if "col" not in phase.operands:
             yield from ((block, (row, rows)) for block, row, rows in runs)
             return
         reduces = phase.operation is Operation.REDUCE and phase.output is not None
-        width = BUFFERS[phase.output].shape(d, 0)[1] if reduces else phase.width(d)
-        tile = d.head_dim if phase.result is Result.HEADS else self.tile
+        width = BUFFERS[phase.output].shape(d, 0)[1] if reduces else phase.width(d.split)
+        tile = d.model.head_dim if phase.result is Result.HEADS else self.tile
         for block, row, rows in runs:
             for col in range(0, width, tile):
                 yield block, (row, rows, col, min(tile, width - col))
 
     @staticmethod
     def _head_group(d: Dims, col: int) -> int:
-        head = col // d.head_dim
-        if head < d.rank_heads:
-            return (d.first_head + head) // d.group_size - d.first_kv_head
-        return (head - d.rank_heads) % d.rank_kv_heads
+        head = col // d.model.head_dim
+        if head < d.split.rank_heads:
+            return (d.split.first_head + head) // d.model.group_size - d.split.first_kv_head
+        return (head - d.split.rank_heads) % d.split.rank_kv_heads
 
     def _attention(self, phase: Phase, following: Phase, before: int, into: int) -> None:
         owned = self.dealt and following.rows is Rows.OWN
-        for d in self.ranks[: self.dims.head_ranks]:
-            to = OWNER if owned else self.everyone if following.rows is Rows.OWN else d.rank
+        for d in self.ranks[: self.dims.split.head_ranks]:
+            to = OWNER if owned else self.everyone if following.rows is Rows.OWN else d.split.rank
             waits, signals = [counter_word(before, indexed=True)], [counter_word(into, rank=to, indexed=True)]
-            for slot in range(d.attention_slots):
-                operands = slot, 1, d.rank_kv_heads
-                self.add(d.rank, record(phase, *operands, waits=waits, signals=signals))
+            for slot in range(d.bucket.attention_slots):
+                operands = slot, 1, d.split.rank_kv_heads
+                self.add(d.split.rank, record(phase, *operands, waits=waits, signals=signals))
             for i, (row, rows) in enumerate(self.blocks):
-                self.arrive(into + i, d.owner(row) if owned else to, rows * d.rank_kv_heads)
+                self.arrive(into + i, d.owner(row) if owned else to, rows * d.split.rank_kv_heads)
             if self.queue == "attention":
-                self.add_to_each_worker(d.rank, record(DRAIN, 0, d.attention_slots))
+                self.add_to_each_worker(d.split.rank, record(DRAIN, 0, d.bucket.attention_slots))
 
     def _exit_barrier(self) -> None:
         gather, leave = self.grid(1), self.grid(1)
-        for rank in range(self.dims.tp):
+        for rank in range(self.dims.split.tp):
             self.arrive(gather, rank, self.workers)
             self.add_to_each_worker(rank, record(JOIN, signals=[counter_word(gather, rank=rank)]))
             done = [self.signal(leave, ALL_RANKS)]

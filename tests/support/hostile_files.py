@@ -216,9 +216,9 @@ def uses(program: Program, good: Good) -> Iterator[Stage]:
 
     def launch(null: bool) -> None:
         dims = good.program.dims
-        checkpoint = RandomCheckpoint("random", replace(CONFIG, layers=dims.layers))
+        checkpoint = RandomCheckpoint("random", replace(CONFIG, layers=dims.model.layers))
         backend = CpuBackend(
-            checkpoint, dims, PAGES, dtype=Dtype(dims.dtype), threads=2, null=null, deadlock_s=DEADLOCK_S
+            checkpoint, dims, PAGES, dtype=Dtype(dims.model.dtype), threads=2, null=null, deadlock_s=DEADLOCK_S
         )
         for _ in range(2):
             backend.launch(program, decode_step(program.dims, 1, 16))

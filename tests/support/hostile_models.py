@@ -13,9 +13,9 @@ import tokenizers
 from mutants import Kind, Mutant, Rng, Stage, change_json, odd_value, scramble
 from tokenizers import decoders, models, pre_tokenizers
 
-from megakernel.isa import BUFFERS, Buffer, Dtype
+from megakernel.isa import BUFFERS, Buffer, Dtype, Split
 from megakernel.model import open_checkpoint
-from megakernel.model.checkpoint import Checkpoint, rows_of, weight_dims
+from megakernel.model.checkpoint import Checkpoint, rows_of
 from megakernel.model.families import weights
 from megakernel.model.file_checkpoint import Naming, tensors_of
 from megakernel.model.gguf_checkpoint import gguf_naming
@@ -287,7 +287,7 @@ def _weights(name: str) -> Iterator[Stage]:
 
 def _read_all(checkpoint: Checkpoint) -> None:
     config = checkpoint.config
-    split = weight_dims(config, Dtype.F32)
+    split = Split(config.sizes(Dtype.F32))
     for buffer in weights(config):
         for layer in range(config.layers if BUFFERS[buffer].layered else 1):
             if not (buffer is Buffer.LM_HEAD and config.tied):

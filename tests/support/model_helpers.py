@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from sizes import least_dims
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig as HfConfig
@@ -18,7 +19,6 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from megakernel.isa import BUFFERS, Buffer, Dtype
 from megakernel.model import ModelConfig
-from megakernel.model.checkpoint import weight_dims
 from megakernel.model.families import weights
 
 SHAPE: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 2, "vocab_size": 70}
@@ -56,7 +56,7 @@ def byte_model(folder: Path, gain: float = 1.0) -> None:
 
 def weight_count(config: ModelConfig) -> int:
     """Return the number of weights in a model's files. A matrix shared by embedding and LM head counts once."""
-    dims = weight_dims(config, Dtype.F32)
+    dims = least_dims(config, Dtype.F32)
     absent = {Buffer.INV_FREQ} | ({Buffer.LM_HEAD} if config.tied else set())
     held = [BUFFERS[buffer] for buffer in weights(config) if buffer not in absent]
     return sum(math.prod(spec.shape(dims, 0)) * (config.layers if spec.layered else 1) for spec in held)

@@ -143,7 +143,7 @@ def change_owner(program: Program, rng: Rng, place: Place) -> Program | None:
 def change_total(program: Program, rng: Rng) -> Program | None:
     name = str(rng.choice(["totals_first", "totals_middle", "totals_last"]))
     totals = getattr(program, name).copy()
-    if name == "totals_middle" and program.dims.layers == 1:
+    if name == "totals_middle" and program.dims.model.layers == 1:
         return None
     at = np.argwhere(totals > 0) if rng.random() < 0.8 else np.argwhere(totals >= 0)
     if not len(at):
@@ -172,11 +172,11 @@ def _moved_by(program: Program, place: Place | None, amount: int) -> Program | N
 def shrink_buffer(program: Program, rng: Rng) -> Program | None:
     """Reduce one of the sizes in `program.dims`, so that the instructions were compiled for a larger size."""
     name = str(rng.choice(["tokens", "logit_rows", "hidden", "ffn", "vocab", "heads", "head_dim", "row_block"]))
-    old = getattr(program.dims, name)
+    old = program.dims.flat[name]
     new = old - int(rng.integers(1, max(2, old // 2 + 1)))
-    if new < 1 or (name == "heads" and new % program.dims.kv_heads):
+    if new < 1 or (name == "heads" and new % program.dims.model.kv_heads):
         return None
-    return replace(program, dims=replace(program.dims, **{name: new}))
+    return replace(program, dims=program.dims.changed(**{name: new}))
 
 
 def _streams(program: Program, rng: Rng, least: int) -> tuple[str, int, int] | None:

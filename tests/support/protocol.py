@@ -136,7 +136,7 @@ class LaunchImage:
         for rank in range(program.ranks):
             for buffer in buffers_of(program.forward):
                 spec = BUFFERS[buffer]
-                layers = self.dims.layers if spec.layered else 1
+                layers = self.dims.model.layers if spec.layered else 1
                 array = np.stack([backend.buffer(buffer, layer, rank) for layer in range(layers)])
                 if poison and spec.space in (Space.ACTIVATION, Space.OUTPUT) and buffer is not Buffer.SPLITS:
                     array.view(np.uint8).fill(0xFF)
@@ -158,7 +158,7 @@ class LaunchImage:
         """Return a view of a rank's counters, with shape [layers + 1, counters]."""
         start = self._counters[rank]
         count = self.program.total_counters
-        return self.memory[start : start + 4 * count].view(np.int32).reshape(self.dims.layers + 1, -1)
+        return self.memory[start : start + 4 * count].view(np.int32).reshape(self.dims.model.layers + 1, -1)
 
     @property
     def params(self) -> Any:
@@ -202,7 +202,9 @@ class LaunchImage:
         self.params.launch += 1
         message = ctypes.create_string_buffer(_MESSAGE)
         address = self.memory.ctypes.data + self._params
-        build_fibres(ablation, self.dims.sms).mk_protocol_run(address, seed, BUGS.index(bug), block, message, _MESSAGE)
+        build_fibres(ablation, self.dims.worker.sms).mk_protocol_run(
+            address, seed, BUGS.index(bug), block, message, _MESSAGE
+        )
         return message.value.decode()
 
     def run_threads(self, bug: str = "none") -> subprocess.CompletedProcess[str]:
@@ -211,7 +213,7 @@ class LaunchImage:
         with tempfile.NamedTemporaryFile() as file:
             path = Path(file.name)
             self.save(path)
-            command = [str(build_threads(self.dims.sms)), str(path), str(BUGS.index(bug))]
+            command = [str(build_threads(self.dims.worker.sms)), str(path), str(BUGS.index(bug))]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120)
             self.load(path)
         return done
@@ -226,7 +228,7 @@ class LaunchImage:
             records, ranks = self.program.numbered(segment)
             numbers = phase_number(records)
             order = [i for i in np.argsort(numbers, kind="stable") if numbers[i] not in control]
-            for layer in range(self.dims.layers if segment == BODY else 1):
+            for layer in range(self.dims.model.layers if segment == BODY else 1):
                 for i in order:
                     self.execute(records[i], layer, int(ranks[i]), segment)
 
@@ -247,7 +249,7 @@ class LaunchImage:
         params.segments, params.first_rank, params.ranks, params.workers = 1 << segment, rank, 1, 1
         params.layer_begin, params.layer_end = layer, layer + 1
         message = ctypes.create_string_buffer(_MESSAGE)
-        build_fibres(sms=self.dims.sms).mk_protocol_run(ctypes.addressof(params), 0, 0, -1, message, _MESSAGE)
+        build_fibres(sms=self.dims.worker.sms).mk_protocol_run(ctypes.addressof(params), 0, 0, -1, message, _MESSAGE)
         if message.value:
             raise AssertionError(message.value.decode())
 
@@ -256,7 +258,7 @@ class LaunchImage:
         self._blocks = blocks = tp * program.processors
         lists = [program.prologue, program.body, program.epilogue, program.queues]
         self._counters = [image.add(np.zeros(program.total_counters, np.int32)) for _ in range(tp)]
-        queues = max(program.rank_queues, 1) * self.dims.layers
+        queues = max(program.rank_queues, 1) * self.dims.model.layers
         claims = [image.add(np.zeros(queues, np.int32)) for _ in range(tp)]
         strides = np.zeros((tp, len(BUFFERS)), np.int64)
         for (rank, buffer), (shape, dtype) in self._shapes.items():
@@ -274,7 +276,7 @@ class LaunchImage:
             "step_words": image.add(table.words),
             "abort": image.add(np.zeros(1, np.int32)),
             "diagnoses": image.add(np.zeros(blocks * WARPS, stall.NOTE)),
-            "sample_scratch": image.add(np.zeros((blocks, 2, self.dims.vocab), np.float32)),
+            "sample_scratch": image.add(np.zeros((blocks, 2, self.dims.model.vocab), np.float32)),
         }
         struct = STRUCTURES["Params"]
         params = struct()
@@ -283,7 +285,7 @@ class LaunchImage:
         params.counters, params.queues = program.counters, program.rank_queues
         params.synchronise = params.pipelined = 1
         params.mapped, params.mapped_everywhere = map_bits(program.forward, self.dims)
-        params.segments, params.layer_end = 7, self.dims.layers
+        params.segments, params.layer_end = 7, self.dims.model.layers
         at = image.add(np.frombuffer(bytes(params), np.uint8))
         for name, target in pointers.items():
             image.point(at + getattr(struct, name).offset, target)

@@ -49,9 +49,11 @@ class Runner:
         self.machine = machine or host(workers)
         self.limits = {"max_seqs": max_seqs, "max_context": max_context, "tp": tp, "options": Options(**options)}
         dims = self.program(1, 1).dims
-        pages = max_seqs * dims.pages_per_seq
+        pages = max_seqs * dims.bucket.pages_per_seq
         order = np.random.default_rng(0).permutation(pages).tolist()
-        self.pages = [order[s * dims.pages_per_seq : (s + 1) * dims.pages_per_seq] for s in range(max_seqs)]
+        self.pages = [
+            order[s * dims.bucket.pages_per_seq : (s + 1) * dims.bucket.pages_per_seq] for s in range(max_seqs)
+        ]
         self.backend = create(backend, checkpoint, dims, pages, dtype=dtype, threads=2)
 
     def program(self, tokens: int, logit_rows: int, *, workers: int | None = None) -> Program:

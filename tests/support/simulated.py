@@ -145,7 +145,7 @@ def ordered(program: Program, table: StepTable) -> list[Ordered]:
     views = [table.rank(rank) for rank in range(program.ranks)]
     model = Model(program, Table([_items(view) for view in views], table.logit_rows.tolist()))
     out: list[Ordered] = []
-    layers = program.dims.layers
+    layers = program.dims.model.layers
     for layer, block, segment in [(PROLOGUE, 0, 0), *[(n, n, 1) for n in range(layers)], (EPILOGUE, layers, 2)]:
         records, ranks = program.numbered(segment)
         offsets = getattr(program, SEGMENTS[segment]).offsets
@@ -159,7 +159,9 @@ def ordered(program: Program, table: StepTable) -> list[Ordered]:
                 # Attention to a context may be split into parts, which signal only once in total: count the first part.
                 adds = [(c, 0 if item.part else n) for c, n in step.adds]
                 single = item.rows == 1 and item.parts == 1 and item.start >= 0
-                same = (item.row // program.dims.row_block, item.head, item.heads, item.start) if single else None
+                same = (
+                    (item.row // program.dims.bucket.row_block, item.head, item.heads, item.start) if single else None
+                )
                 if same and same == alike:
                     out[-1].adds = [(c, n + m) for (c, n), (_, m) in zip(out[-1].adds, adds, strict=True)]
                 else:
@@ -215,7 +217,7 @@ def _items(view: StepTable) -> dict[int, list[Item]]:
     columns = [getattr(view, f"item_{name}").tolist() for name in names]
     items = []
     for row, rows, head, heads, seq, wait, split, block, splits in zip(*columns, strict=True):
-        start = wait * view.dims.row_block if seq >= 0 else -1
+        start = wait * view.dims.bucket.row_block if seq >= 0 else -1
         items.append(Item(row, rows, head, heads, start, split, int(block > 0), max(splits, 1)))
     ends = view.slot_items.tolist()
     return {slot: items[a:b] for slot, (a, b) in enumerate(pairwise(ends))}
@@ -224,11 +226,11 @@ def _items(view: StepTable) -> dict[int, list[Item]]:
 def step_of(program: Program) -> StepTable:
     """Return the table of a step that uses all token rows for which the program was compiled."""
     d = program.dims
-    n = min(d.tokens, d.max_seqs)
-    rows = [d.tokens // n + (i < d.tokens % n) for i in range(n)]
-    start = d.max_context - max(rows) - 1
-    pages = range(d.pages_per_seq)
-    sample = [[SampleRow(0)] if i < d.logit_rows else [] for i in range(n)]
+    n = min(d.bucket.tokens, d.bucket.max_seqs)
+    rows = [d.bucket.tokens // n + (i < d.bucket.tokens % n) for i in range(n)]
+    start = d.bucket.max_context - max(rows) - 1
+    pages = range(d.bucket.pages_per_seq)
+    sample = [[SampleRow(0)] if i < d.bucket.logit_rows else [] for i in range(n)]
     return build_step(d, [Chunk(i, start, [0] * rows[i], pages, sample[i]) for i in range(n)])
 
 

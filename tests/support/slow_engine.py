@@ -132,10 +132,10 @@ class SlowBatch:
         self.waiting: OrderedDict[SlowSequence, None] = OrderedDict()
         self.running: dict[SlowSequence, None] = {}
         self.counts = Counts()
-        self.max_seqs, self.page = dims.max_seqs, dims.kv_page
+        self.max_seqs, self.page = dims.bucket.max_seqs, dims.bucket.kv_page
         self.step_tokens, self.prefix_cache = step_tokens, prefix_cache
         self.pool = PagePool(pages)
-        self.slots = list(range(dims.max_seqs - 1, -1, -1))
+        self.slots = list(range(dims.bucket.max_seqs - 1, -1, -1))
         self.histories: list[tuple[int, int, list[int]]] = []
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
 
@@ -378,7 +378,7 @@ class SlowEngine:
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
         request = Request(self.requests, prompt, params, stop_ids, self.choices)
         self.requests, self.choices = self.requests + 1, self.choices + params.n
-        context = self.dims.max_context
+        context = self.dims.bucket.max_context
         limit = context if params.max_tokens is None else min(context, len(prompt) + params.max_tokens)
         request.choices = [SlowSequence(request, choice, list(prompt), limit) for choice in range(params.n)]  # type: ignore[misc]
         self.batch.add(request)
@@ -534,7 +534,7 @@ def slow_table(dims: Dims, chunks: Seq[Chunk]) -> StepTable:
     row = logit = pair = 0
     for chunk in chunks:
         first = row
-        needed = ceil_div(chunk.start + len(chunk.tokens), dims.kv_page)
+        needed = ceil_div(chunk.start + len(chunk.tokens), dims.bucket.kv_page)
         table.block_tables[chunk.slot, :needed] = chunk.pages[:needed]
         for place, token in enumerate(chunk.tokens, chunk.start):
             table.token_ids[row] = token if token >= 0 else -1 - chunk.slot

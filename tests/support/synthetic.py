@@ -57,7 +57,7 @@ def llama(layers: int = 2, workers: int = 4, row_blocks: int = 2, tiles: int = 4
     """
     sizes = {"vocab": 256, "ffn": 256, "heads": 2, "kv_heads": 1, "items": 8 * row_blocks}
     d = dims(layers, tokens=32 * row_blocks, slots=2 * row_blocks, **sizes)
-    return handmade.handmade(d, workers, tile=-(-d.hidden // tiles))
+    return handmade.handmade(d, workers, tile=-(-d.model.hidden // tiles))
 
 
 def _simulated(p: Program, target: machine.Machine, costs: Costs, stall: Stall | None = None) -> Trace:

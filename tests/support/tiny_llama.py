@@ -17,7 +17,7 @@ import transformers
 from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedModel
 
-from megakernel.isa import Buffer, Dims, Dtype
+from megakernel.isa import Buffer, Dtype, Split
 from megakernel.model.checkpoint import Rows, vector
 from megakernel.model.config import ModelConfig, Rope, RopeKind
 from megakernel.model.families import FAMILIES
@@ -61,8 +61,8 @@ class TinyCheckpoint(FileCheckpoint):
         super().__init__("tiny", config, _StateDict(model), safetensors_naming(config))
         self._inv_freq = model.model.rotary_emb.inv_freq.numpy().astype(np.float32)
 
-    def rows(self, buffer: Buffer, layer: int, split: Dims) -> list[Rows]:
-        return [vector(self._inv_freq)] if buffer is Buffer.INV_FREQ else super().rows(buffer, layer, split)
+    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[Rows]:
+        return [vector(self._inv_freq)] if buffer is Buffer.INV_FREQ else super().rows(buffer, layer, split.split)
 
 
 def make_llama(seed: int, family: str = "llama", **shape: Any) -> tuple[PreTrainedModel, TinyCheckpoint]:

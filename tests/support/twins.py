@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,15 +26,15 @@ Key = tuple[int, Buffer, int]  # rank, buffer, layer
 
 def cache_slots(view: Array, dims: Dims) -> tuple[int, int, int]:
     """Return (pages, KV heads, tokens per page) of `view`, which is a rank's K_CACHE or V_CACHE."""
-    return view.shape[0], view.shape[1], dims.kv_page
+    return view.shape[0], view.shape[1], dims.bucket.kv_page
 
 
 def get_rows(view: Array, dims: Dims, buffer: Buffer) -> NDArray[np.float32]:
     """Return the dequantised contents of a quantised K_CACHE or V_CACHE, indexed by [page, KV head, token, element]."""
     rows = view[cache_bytes(dims, buffer, *np.indices(cache_slots(view, dims)))]
-    whole = Dtype.Q8_0.row_bytes(dims.head_dim) - dims.kv_row
+    whole = Dtype.Q8_0.row_bytes(dims.model.head_dim) - dims.model.kv_row
     with np.errstate(invalid="ignore"):  # infinite scale times 0
-        return to_f32(np.pad(rows, [(0, 0)] * 3 + [(0, whole)]), Dtype.Q8_0)[..., : dims.head_dim]
+        return to_f32(np.pad(rows, [(0, 0)] * 3 + [(0, whole)]), Dtype.Q8_0)[..., : dims.model.head_dim]
 
 
 def set_rows(view: Array, dims: Dims, buffer: Buffer, rows: NDArray[Any]) -> None:
@@ -44,10 +43,10 @@ def set_rows(view: Array, dims: Dims, buffer: Buffer, rows: NDArray[Any]) -> Non
     A row that begins with NaN gets NaN as its scale.
     """
     slots = cache_slots(view, dims)
-    flat = np.ascontiguousarray(rows, dtype=np.float32).reshape(-1, dims.head_dim)
-    blocks = quantise(np.nan_to_num(flat), Dtype.Q8_0)[:, : dims.kv_row]
+    flat = np.ascontiguousarray(rows, dtype=np.float32).reshape(-1, dims.model.head_dim)
+    blocks = quantise(np.nan_to_num(flat), Dtype.Q8_0)[:, : dims.model.kv_row]
     blocks[np.isnan(flat[:, 0]), 1::34] = 0x7F
-    view[cache_bytes(dims, buffer, *np.indices(slots))] = blocks.reshape(*slots, dims.kv_row)
+    view[cache_bytes(dims, buffer, *np.indices(slots))] = blocks.reshape(*slots, dims.model.kv_row)
 
 
 class Twins(ABC):
@@ -59,12 +58,12 @@ class Twins(ABC):
 
     def __init__(self, checkpoint: RandomCheckpoint, forward: Forward, dims: Dims, seed: int = 0) -> None:
         self.dims, self.forward = dims, forward
-        self.reference = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype(dims.dtype))
+        self.reference = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype(dims.model.dtype))
         rng = np.random.default_rng(seed)
         for key in self.copies():
-            view, kind = self.buffer(*key), BUFFERS[key[1]].resolve_dtype(dims)
+            view, kind = self.buffer(*key), BUFFERS[key[1]].resolve_dtype(dims.model)
             if kind is Dtype.Q8_0:
-                set_rows(view, dims, key[1], rng.standard_normal((*cache_slots(view, dims), dims.head_dim)))
+                set_rows(view, dims, key[1], rng.standard_normal((*cache_slots(view, dims), dims.model.head_dim)))
             elif kind is not Dtype.I32:
                 view[:] = from_f32(rng.standard_normal(view.shape, dtype=np.float32), kind)
 
@@ -72,10 +71,10 @@ class Twins(ABC):
         """Return (rank, buffer, layer) of every buffer to compare. Weights are not compared."""
         return [
             (rank, buffer, layer)
-            for rank in range(self.dims.tp)
+            for rank in range(self.dims.split.tp)
             for buffer, spec in BUFFERS.items()
             if spec.space is not Space.WEIGHT
-            for layer in range(self.dims.layers if spec.layered else 1)
+            for layer in range(self.dims.model.layers if spec.layered else 1)
         ]
 
     def buffer(self, rank: int, buffer: Buffer, layer: int = 0) -> Array:
@@ -84,19 +83,19 @@ class Twins(ABC):
 
     def fill_unused(self, table: StepTable, layer: int, value: float) -> None:
         """Store `value` in those slots of the reference's KV cache that hold no token of the step's sequences."""
-        unused = np.ones((PAGES, self.dims.kv_page), bool)
+        unused = np.ones((PAGES, self.dims.bucket.kv_page), bool)
         for row in np.flatnonzero(table.row_seq >= 0):
             token = np.arange(table.positions[row] + 1)
-            pages = table.block_tables[table.row_seq[row], token // self.dims.kv_page]
-            unused[pages, token % self.dims.kv_page] = False
-        for rank in range(self.dims.tp) if self.dims.quantised_kv else ():
+            pages = table.block_tables[table.row_seq[row], token // self.dims.bucket.kv_page]
+            unused[pages, token % self.dims.bucket.kv_page] = False
+        for rank in range(self.dims.split.tp) if self.dims.model.quantised_kv else ():
             for buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
                 view = self.buffer(rank, buffer, layer)
                 rows = get_rows(view, self.dims, buffer)
                 rows.transpose(0, 2, 1, 3)[unused] = value
                 set_rows(view, self.dims, buffer, rows)
-        stored = from_f32(np.full(1, value, np.float32), Dtype(self.dims.dtype))[0]
-        for rank in () if self.dims.quantised_kv else range(self.dims.tp):
+        stored = from_f32(np.full(1, value, np.float32), Dtype(self.dims.model.dtype))[0]
+        for rank in () if self.dims.model.quantised_kv else range(self.dims.split.tp):
             self.buffer(rank, Buffer.K_CACHE, layer).transpose(0, 3, 1, 2)[unused] = stored
             self.buffer(rank, Buffer.V_CACHE, layer).transpose(0, 2, 1, 3)[unused] = stored
 
@@ -172,15 +171,15 @@ class FibreTwins(Twins):
 
     def __init__(self, checkpoint: RandomCheckpoint, forward: Forward, dims: Dims, seed: int = 0) -> None:
         super().__init__(checkpoint, forward, dims, seed)
-        nothing, totals = segment(*[[]] * dims.tp), np.zeros((dims.tp, dims.row_blocks), np.int32)
-        empty = Program(dims, forward, "none", dims.tp, 1, dims.row_blocks, *[nothing] * 3, *[totals] * 3)
+        nothing, totals = segment(*[[]] * dims.split.tp), np.zeros((dims.split.tp, dims.bucket.row_blocks), np.int32)
+        empty = Program(dims, forward, "none", dims.split.tp, 1, dims.bucket.row_blocks, *[nothing] * 3, *[totals] * 3)
         self.image = LaunchImage(self.reference, empty, StepTable(dims), poison=False)
 
     def other(self, rank: int, buffer: Buffer, layer: int = 0) -> Array:
         return self.image.buffer(buffer, layer, rank)
 
     def execute(self, instruction: Records, layer: int, table: StepTable, rank: int) -> None:
-        for each in range(self.dims.tp):
+        for each in range(self.dims.split.tp):
             self.image.counters(each)[:] = 0
         self.image.execute(instruction, layer, rank, table=table)
 
@@ -194,7 +193,7 @@ class CpuTwins(Twins):
 
     def __init__(self, checkpoint: RandomCheckpoint, forward: Forward, dims: Dims, seed: int = 0) -> None:
         super().__init__(checkpoint, forward, dims, seed)
-        self.backend = CpuBackend(checkpoint, dims, PAGES, dtype=Dtype(dims.dtype), threads=1)
+        self.backend = CpuBackend(checkpoint, dims, PAGES, dtype=Dtype(dims.model.dtype), threads=1)
 
     def copies(self) -> list[Key]:
         return [key for key in super().copies() if key[1] is not Buffer.SPLITS]
@@ -210,7 +209,7 @@ class CpuTwins(Twins):
         """Return the rows of a buffer that a rank uses. Ranks share the output buffers but use separate rows."""
         if BUFFERS[buffer].space is not Space.OUTPUT:
             return slice(None)
-        own = self.dims.own_logit_rows if buffer is Buffer.LOGITS else self.dims.logit_rows if rank == 0 else 0
+        own = self.dims.own_logit_rows if buffer is Buffer.LOGITS else self.dims.bucket.logit_rows if rank == 0 else 0
         return slice(rank * own, (rank + 1) * own)
 
     def execute(self, instruction: Records, layer: int, table: StepTable, rank: int) -> None:
@@ -223,14 +222,14 @@ def sampling_table(twins: Twins, seed: int) -> StepTable:
     Writes a random history of tokens for every row to the reference.
     """
     rng = np.random.default_rng(seed)
-    dims, n = twins.dims, twins.dims.logit_rows
+    dims, n = twins.dims, twins.dims.bucket.logit_rows
     table = make_table(dims, {})
-    table.logit_rows[:] = np.arange(n) % dims.tokens
+    table.logit_rows[:] = np.arange(n) % dims.bucket.tokens
     table.sample_slot[:] = table.history_slot[:] = np.arange(n)
-    table.sample_position[:] = rng.integers(1, dims.max_context, n)
+    table.sample_position[:] = rng.integers(1, dims.bucket.max_context, n)
     table.prompt_length[:] = table.sample_position // 2
     for slot in range(n):
-        tokens = rng.integers(0, min(dims.vocab, 60), dims.max_context).astype(np.int32)
+        tokens = rng.integers(0, min(dims.model.vocab, 60), dims.bucket.max_context).astype(np.int32)
         twins.reference.write_history(slot, 0, tokens)
     table.temperature[:] = rng.choice([0.0, 0.3, 1.0, 2.5], n, p=[0.1, 0.2, 0.4, 0.3])
     table.top_p[:] = rng.choice([1.0, 0.9, 0.5, 1e-6], n)
@@ -241,14 +240,14 @@ def sampling_table(twins: Twins, seed: int) -> StepTable:
     table.repetition_penalty[:] = rng.choice([1.0, 1.3], n)
     table.seed_low[:], table.seed_high[:] = rng.integers(-(2**31), 2**31, (2, n))
     table.choice[:] = rng.integers(0, 5, n)
-    half = dims.bias_entries // 2
+    half = dims.bucket.bias_entries // 2
     table.bias_begin[1], table.bias_end[1] = 0, half
-    table.bias_begin[3], table.bias_end[3] = half, dims.bias_entries
-    table.bias_ids[:] = rng.integers(0, dims.vocab, dims.bias_entries)
+    table.bias_begin[3], table.bias_end[3] = half, dims.bucket.bias_entries
+    table.bias_ids[:] = rng.integers(0, dims.model.vocab, dims.bucket.bias_entries)
     table.bias_ids[1] = table.bias_ids[0]  # two biases of one token add up
-    table.bias_values[:] = rng.choice([3.0, -2.0, -np.inf], dims.bias_entries)
-    table.mask_count[:], table.mask[[0, 2, 3, n - 1]] = dims.mask_rows, np.arange(4) % dims.mask_rows + 1
-    few = rng.integers(0, 2**32, (dims.mask_rows, dims.mask_words), np.uint32)
+    table.bias_values[:] = rng.choice([3.0, -2.0, -np.inf], dims.bucket.bias_entries)
+    table.mask_count[:], table.mask[[0, 2, 3, n - 1]] = dims.bucket.mask_rows, np.arange(4) % dims.bucket.mask_rows + 1
+    few = rng.integers(0, 2**32, (dims.bucket.mask_rows, dims.model.mask_words), np.uint32)
     # Some 32-bit words of the token masks have no bit set, or at most the lowest two. Every seventh word is all ones.
     few[1:] &= rng.choice(np.array([0, 3, 2**32 - 1], np.uint32), few[1:].shape)
     few[1:, ::7] |= np.uint32(2**32 - 1)
@@ -262,10 +261,10 @@ def compare_samples(make: Callable[[Dims, int], Twins], dims: Dims, vocab: int, 
     Rounds the logits to multiples of `step`, so that ties occur, unless `step` is 0.
     """
     n = 24
-    dims = replace(dims, vocab=vocab, logit_rows=n, max_seqs=n, max_context=96, bias_entries=8, mask_rows=3)
+    dims = dims.changed(vocab=vocab, logit_rows=n, max_seqs=n, max_context=96, bias_entries=8, mask_rows=3)
     for seed in range(3):
         twins = make(dims, seed)
-        for rank in range(dims.tp):
+        for rank in range(dims.split.tp):
             logits = twins.buffer(rank, Buffer.LOGITS)
             logits[:] = np.round(3 * logits / step) * step if step else 3 * logits
         table = sampling_table(twins, seed)
@@ -278,13 +277,13 @@ def check_hostile_logits(make: Callable[[Dims, int], Twins], dims: Dims) -> None
 
     The test draws tokens at temperature 1 and greedily.
     """
-    twins = make(replace(dims, logit_rows=4, max_seqs=4, max_context=96, bias_entries=8, mask_rows=3), 0)
+    twins = make(dims.changed(logit_rows=4, max_seqs=4, max_context=96, bias_entries=8, mask_rows=3), 0)
     table = sampling_table(twins, 2)
     for temperature in (1.0, 0.0):
         table.temperature[:], table.top_p[:], table.top_k[:] = temperature, 0.9, 5
         twins.buffer(0, Buffer.LOGITS)[:] = np.array([np.nan, -np.inf, 0.0, 3e38], np.float32)[:, None]
         tokens = twins.run(record(twins.forward.by_name["sample"], 0, 4), 1, table)[0, Buffer.TOKENS_OUT, 0]
-        assert ((tokens >= 0) & (tokens < twins.dims.vocab)).all()
+        assert ((tokens >= 0) & (tokens < twins.dims.model.vocab)).all()
 
 
 def check_attention_splits(twins: CpuTwins) -> None:

@@ -340,7 +340,7 @@ def busiest_role(case: Case) -> float:
 def test_the_time_to_issue_is_part_of_the_waterfall(case: Case) -> None:
     fall, expected = case.summary["waterfall"], busiest_role(case)
     assert fall["times"].get("issue", 0.0) == pytest.approx(expected, rel=1e-9)
-    assert bool(expected) == bool(case.program.dims.ring_pages)
+    assert bool(expected) == bool(case.program.dims.worker.ring_pages)
     before = min(max(t for n, t in fall["times"].items() if n != "issue"), case.summary["step_s"])
     bar = sum(bar["seconds"] for bar in fall["bars"] if bar["name"] == "issue")
     assert bar == pytest.approx(max(0.0, min(expected, case.summary["step_s"]) - before), abs=case.read.tick_s)
@@ -474,7 +474,10 @@ def test_resources(case: Case) -> None:
         for phase, dims, rows, columns in program.by_phase(segment):
             if phase.control:
                 continue
-            work, sent = cost(phase, columns, dims), link_bytes_each(phase, columns, dims) if dims.tp > 1 else None
+            work, sent = (
+                cost(phase, columns, dims),
+                link_bytes_each(phase, columns, dims) if dims.split.tp > 1 else None,
+            )
             for n, row in enumerate(rows.tolist()):
                 each = [work.matrix_flops[n], work.vector_flops[n], work.memory_bytes[n]]
                 to = sent[n].tolist() if sent is not None else []

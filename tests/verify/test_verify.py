@@ -201,7 +201,7 @@ def test_a_reduction_before_the_last_partial(two_ranks: Program) -> None:
     """The owner of a row block waits only for its own partial sums, so the other rank's sums may not be stored yet."""
     two_ranks = edit(two_ranks, "body", rows_of(two_ranks, "body", "o_partial", rank=1), record.SIGNAL_WORD)
     counter = record.word_counter(two_ranks.body.records[rows_of(two_ranks, "body", "o_reduce")[0], record.WAIT_WORD])
-    fewer = with_totals(two_ranks, slice(None), slice(counter, counter + two_ranks.dims.row_blocks), 0.5)
+    fewer = with_totals(two_ranks, slice(None), slice(counter, counter + two_ranks.dims.bucket.row_blocks), 0.5)
     rejects(fewer, "o_reduce.* reads what .*o_partial.*rank 1.* wrote in REDUCE, rows")
 
 
@@ -432,7 +432,7 @@ def test_an_attention_instruction_before_its_inputs_may_deadlock() -> None:
 @pytest.mark.parametrize("queue", ["none", "body"])
 def test_three_layers_stand_for_all(queue: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("megakernel.scheduler.verify.proof")
-    program = handmade(replace(TINY, layers=5), queue=queue)
+    program = handmade(TINY.changed(layers=5), queue=queue)
     rng = np.random.default_rng(1)
     mutants = [mutant for mutate in KINDS.values() for _ in range(7) if (mutant := mutate(program, rng))]
     short = [verify(mutant).ok for mutant in mutants]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..access import EVERY, OWN, Access, Columns, Index, Kind, item_columns
 from ..buffers import Buffer, given, kv_bytes
 from ..context import F32, Context, product
-from ..dims import Dims
+from ..dims import Dims, ModelSizes
 from ..phases import Phase
 from ..ragged import ragged
 from ..step import StepTable
@@ -25,12 +25,12 @@ Floats = NDArray[np.float64]
 def _accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
     zero = np.zeros_like(c["slot"])
     out: int | None = OWN
-    if d.replicated_o and d.tp > 1:
-        out = EVERY if d.replicated_residual else None
+    if d.split.replicated_o and d.split.tp > 1:
+        out = EVERY if d.split.replicated_residual else None
 
     def rows(buffer: Buffer, kind: Kind, rank: int | None = OWN) -> Access:
-        first, end = item_columns(buffer, d, 0, d.rank_kv_heads)
-        return Access(buffer, kind, zero, zero + d.tokens, zero + first, zero + end, Index.ITEM, rank)
+        first, end = item_columns(buffer, d, 0, d.split.rank_kv_heads)
+        return Access(buffer, kind, zero, zero + d.bucket.tokens, zero + first, zero + end, Index.ITEM, rank)
 
     return [
         rows(given(p.inputs), Kind.READ),
@@ -43,15 +43,15 @@ def _accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
 # -- the work of a step
 
 
-def attention_cost(dims: Dims, row_kv_heads: int, kv_tokens: float) -> tuple[float, float]:
+def attention_cost(model: ModelSizes, row_kv_heads: int, kv_tokens: float) -> tuple[float, float]:
     """Return (FLOPs, KV bytes) of one attention item. `row_kv_heads` is the product of the item's
     query rows and KV heads. Each row attends to `kv_tokens` tokens.
 
     FLOPs = 4 x query heads x head_dim x tokens: two products (QK and PV), two FLOPs each. KV bytes
     count one read per row.
     """
-    flops = 4.0 * row_kv_heads * dims.group_size * dims.head_dim * kv_tokens
-    return flops, row_kv_heads * kv_tokens * kv_bytes(dims)
+    flops = 4.0 * row_kv_heads * model.group_size * model.head_dim * kv_tokens
+    return flops, row_kv_heads * kv_tokens * kv_bytes(model)
 
 
 def item_work(view: StepTable) -> tuple[Floats, Floats]:
@@ -64,19 +64,19 @@ def item_work(view: StepTable) -> tuple[Floats, Floats]:
     dims, n = view.dims, int(view.slot_items[-1])
     row, rows = view.item_row[:n].astype(np.int64), view.item_rows[:n].astype(np.int64)
     live = view.item_seq[:n] >= 0
-    begin = view.item_block[:n].astype(np.int64) * dims.kv_block
-    end = begin + view.item_blocks[:n].astype(np.int64) * dims.kv_block
+    begin = view.item_block[:n].astype(np.int64) * dims.bucket.kv_block
+    end = begin + view.item_blocks[:n].astype(np.int64) * dims.bucket.kv_block
     of, nth = ragged(rows)
     sees = np.clip(view.positions[row[of] + nth] + 1 - begin[of], 0, (end - begin)[of])
     pairs = np.bincount(of, weights=sees, minlength=n)
     tokens = np.maximum(np.minimum(view.positions[row + rows - 1].astype(np.int64) + 1, end) - begin, 0)
-    per_pair, per_token = attention_cost(dims, 1, 1.0)
+    per_pair, per_token = attention_cost(dims.model, 1, 1.0)
     first, heads = view.item_kv_head[:n].astype(np.int64), np.where(live, view.item_kv_heads[:n], 0)
     # Several ranks may use the same KV head, each for some of the query heads that share it. So only
     # the query heads of this rank are counted.
-    query_heads = [end - begin for begin, end in map(dims.query_heads, range(dims.rank_kv_heads))]
+    query_heads = [end - begin for begin, end in map(dims.split.query_heads, range(dims.split.rank_kv_heads))]
     before = np.cumsum([0, *query_heads])
-    asked = (before[first + heads] - before[first]) / dims.group_size
+    asked = (before[first + heads] - before[first]) / dims.model.group_size
     return per_pair * asked * pairs, per_token * heads.astype(np.float64) * tokens
 
 
@@ -85,12 +85,12 @@ def slot_work(table: StepTable) -> Floats:
     numbers are the FLOPs of all its items, and the bytes of K and V that they read.
     """
     dims = table.dims
-    out = np.zeros((dims.tp, dims.attention_slots, 2))
-    for rank in range(dims.tp):
+    out = np.zeros((dims.split.tp, dims.bucket.attention_slots, 2))
+    for rank in range(dims.split.tp):
         view = table.rank(rank)
-        slot = np.repeat(np.arange(dims.attention_slots), np.diff(view.slot_items))
+        slot = np.repeat(np.arange(dims.bucket.attention_slots), np.diff(view.slot_items))
         for i, amount in enumerate(item_work(view)):
-            out[rank, :, i] = np.bincount(slot, weights=amount, minlength=dims.attention_slots)
+            out[rank, :, i] = np.bincount(slot, weights=amount, minlength=dims.bucket.attention_slots)
     return out
 
 
@@ -118,7 +118,7 @@ def attend(c: Context, item: int) -> bool:
         for block in range(t.item_block[item], t.item_block[item] + t.item_blocks[item]):
             keys, values = _keys_values(c, t.item_seq[item], head, block, t.positions[rows[-1]] + 1)
             for row in rows:
-                n = t.positions[row] + 1 - block * d.kv_block
+                n = t.positions[row] + 1 - block * d.bucket.kv_block
                 if n > 0:
                     found[row, head, block] = _partial(c, row, head, keys[:n], values[:n])
     if t.item_split[item] >= 0:
@@ -130,9 +130,9 @@ def attend(c: Context, item: int) -> bool:
             return False
         arrivals[t.item_split[item]] = 0
     for row in rows:
-        blocks = range(t.positions[row] // d.kv_block + 1)
+        blocks = range(t.positions[row] // d.bucket.kv_block + 1)
         for head in heads:
-            first, end = d.query_heads(head)
+            first, end = d.split.query_heads(head)
             if t.item_split[item] >= 0:
                 lines = [_partial_index(t, item, row, head, b) for b in blocks]
                 partials = [c.read(Buffer.PARTIALS, (line, slice(end - first))) for line in lines]
@@ -144,21 +144,21 @@ def attend(c: Context, item: int) -> bool:
 
 def _query_columns(d: Dims, head: int) -> slice:
     """The columns of Q for the rank's query heads that share KV head `head`."""
-    first, end = d.query_heads(head)
-    return slice(first * d.head_dim, end * d.head_dim)
+    first, end = d.split.query_heads(head)
+    return slice(first * d.model.head_dim, end * d.model.head_dim)
 
 
 def _store_heads(c: Context, rows: slice, head: int, values: F32) -> None:
     """Store attention's output for one KV head's query heads, for rows of one row block."""
     columns = _query_columns(c.dims, head)
-    index = (rows, slice(c.dims.o_first + columns.start, c.dims.o_first + columns.stop))
-    ranks = c.dims.owners(rows.start) if c.dims.replicated_o else (c.dims.rank,)
+    index = (rows, slice(c.dims.split.o_first + columns.start, c.dims.split.o_first + columns.stop))
+    ranks = c.dims.owners(rows.start) if c.dims.split.replicated_o else (c.dims.split.rank,)
     c.store(c.output, ranks, index, values)
 
 
 def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> tuple[F32, F32]:
     """K and V of a KV block's tokens before `end`, each [tokens, head_dim]."""
-    positions = np.arange(block * c.dims.kv_block, min((block + 1) * c.dims.kv_block, end))
+    positions = np.arange(block * c.dims.bucket.kv_block, min((block + 1) * c.dims.bucket.kv_block, end))
     keys, values = (c.read_cache(b, sequence, head, positions) for b in (Buffer.K_CACHE, Buffer.V_CACHE))
     return keys, values
 
@@ -167,8 +167,8 @@ def _partial(c: Context, row: int, head: int, keys: F32, values: F32) -> F32:
     """Attention of one row's query heads over some tokens: the maximum m, the sum l, and the output
     o, which is not yet divided by l. The shape is [heads, 2 + head_dim].
     """
-    q = c.read(c.inputs, (row, _query_columns(c.dims, head))).reshape(-1, c.dims.head_dim)
-    scores = product(q, keys.T) * np.float32(c.dims.head_dim**-0.5)
+    q = c.read(c.inputs, (row, _query_columns(c.dims, head))).reshape(-1, c.dims.model.head_dim)
+    scores = product(q, keys.T) * np.float32(c.dims.model.head_dim**-0.5)
     m = scores.max(axis=1, keepdims=True)
     p = np.exp(scores - m)
     return np.concatenate([m, p.sum(axis=1, keepdims=True), product(p, values)], axis=1)

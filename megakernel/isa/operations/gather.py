@@ -19,11 +19,11 @@ def _gather(c: Context, row: int, rows: int) -> None:
 GATHER = OperationSpec(
     "output[r] = weights[token id of row r]",
     Cut.RUNS,
-    accesses=lambda p, c, d: [box(given(p.output), Kind.WRITE, c, (0, p.inner(d)))],
-    cost=lambda p, c, d: work(c, memory=c["rows"] * p.inner(d) * p.stored_bits(d) / 8),
+    accesses=lambda p, c, d: [box(given(p.output), Kind.WRITE, c, (0, p.inner(d.split)))],
+    cost=lambda p, c, d: work(c, memory=c["rows"] * p.inner(d.split) * p.stored_bits(d.model) / 8),
     buffers=lambda p, d: {
-        "weights": weights(d.vocab, p.inner(d)),
-        "output": activations(d.tokens, p.inner(d), Dtype.F32),
+        "weights": weights(d.model.vocab, p.inner(d.split)),
+        "output": activations(d.bucket.tokens, p.inner(d.split), Dtype.F32),
     },
     execute=_gather,
 )

@@ -75,10 +75,10 @@ def _part(c: Columns, start: int, width: int) -> tuple[Column, Column]:
 
 def _heads_accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
     return [
-        box(Buffer.ROPE, Kind.READ, c, (0, d.head_dim)),
-        box(Buffer.Q, Kind.WRITE, c, _part(c, 0, d.q_cols)),
-        box(Buffer.K_CACHE, Kind.WRITE, c, _part(c, d.q_cols, d.kv_cols)),
-        box(Buffer.V_CACHE, Kind.WRITE, c, _part(c, d.q_cols + d.kv_cols, d.kv_cols)),
+        box(Buffer.ROPE, Kind.READ, c, (0, d.model.head_dim)),
+        box(Buffer.Q, Kind.WRITE, c, _part(c, 0, d.split.q_cols)),
+        box(Buffer.K_CACHE, Kind.WRITE, c, _part(c, d.split.q_cols, d.split.kv_cols)),
+        box(Buffer.V_CACHE, Kind.WRITE, c, _part(c, d.split.q_cols + d.split.kv_cols, d.split.kv_cols)),
     ]
 
 
@@ -86,26 +86,26 @@ def _store_heads(c: Context, row: int, col: int, t: F32) -> None:
     d = c.dims
     r = slice(row, row + len(t))
     column = np.arange(col, col + t.shape[1])
-    if c.phase.whole_heads(d):
-        assert col % d.head_dim == 0 and len(column) % d.head_dim == 0
-    rotated = int(np.count_nonzero(column < d.q_cols + d.kv_cols))
+    if c.phase.whole_heads(d.model):
+        assert col % d.model.head_dim == 0 and len(column) % d.model.head_dim == 0
+    rotated = int(np.count_nonzero(column < d.split.q_cols + d.split.kv_cols))
     if c.phase.head_norm is not None:
-        heads = t[:, :rotated].reshape(len(t), -1, d.head_dim)
-        kind = (column[: rotated : d.head_dim] >= d.q_cols).astype(int)
-        t[:, :rotated] = rms_norm(heads, c.read(c.phase.head_norm)[kind], d.rms_eps).reshape(len(t), -1)
-    even = column[:rotated:2] % d.head_dim
+        heads = t[:, :rotated].reshape(len(t), -1, d.model.head_dim)
+        kind = (column[: rotated : d.model.head_dim] >= d.split.q_cols).astype(int)
+        t[:, :rotated] = rms_norm(heads, c.read(c.phase.head_norm)[kind], d.model.rms_eps).reshape(len(t), -1)
+    even = column[:rotated:2] % d.model.head_dim
     rope = c.read(Buffer.ROPE, r)
     cos, sin = rope[:, even], rope[:, even + 1]
     a, b = t[:, :rotated:2].copy(), t[:, 1:rotated:2].copy()
     t[:, :rotated:2] = a * cos - b * sin
     t[:, 1:rotated:2] = b * cos + a * sin
 
-    q = column < d.q_cols
+    q = column < d.split.q_cols
     c.write(c.output, (r, column[q]), t[:, q])
     live = np.flatnonzero(c.table.row_seq[r] >= 0)
     sequences, positions = c.table.row_seq[r][live], c.table.positions[r][live]
-    for buffer, first in ((Buffer.K_CACHE, d.q_cols), (Buffer.V_CACHE, d.q_cols + d.kv_cols)):
-        mine = (column >= first) & (column < first + d.kv_cols)
+    for buffer, first in ((Buffer.K_CACHE, d.split.q_cols), (Buffer.V_CACHE, d.split.q_cols + d.split.kv_cols)):
+        mine = (column >= first) & (column < first + d.split.kv_cols)
         c.write_cache(buffer, sequences, positions, column[mine] - first, t[np.ix_(live, mine)])
 
 
@@ -129,12 +129,12 @@ def _partial_accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
     """Return the accesses that store partial sums at each rank that keeps these rows of the residual.
     The rows of an instruction lie in one row block.
     """
-    row, rank = d.reduce_row(d.rank, c["row"]), EVERY if d.replicated_residual else d.owner(c["row"])
+    row, rank = d.reduce_row(d.split.rank, c["row"]), EVERY if d.split.replicated_residual else d.owner(c["row"])
     return [Access(given(p.output), Kind.WRITE, row, row + c["rows"], *tile(c), rank=rank)]
 
 
 def _store_partial(c: Context, row: int, col: int, t: F32) -> None:
-    rows = c.reduce_rows(c.dims.rank, row, len(t))
+    rows = c.reduce_rows(c.dims.split.rank, row, len(t))
     c.store(c.output, c.dims.owners(row), (rows, slice(col, col + t.shape[1])), t)
 
 
@@ -143,9 +143,9 @@ def _store_partial(c: Context, row: int, col: int, t: F32) -> None:
 
 def _logits_accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
     """Return the accesses that store each row of logits at the rank that samples the row."""
-    col, col_end = (d.first_vocab + edge for edge in tile(c))
+    col, col_end = (d.split.first_vocab + edge for edge in tile(c))
     out = []
-    for rank in range(d.tp):
+    for rank in range(d.split.tp):
         first = np.maximum(c["row"], rank * d.own_logit_rows)
         end = np.minimum(c["row"] + c["rows"], (rank + 1) * d.own_logit_rows)
         out.append(Access(given(p.output), Kind.WRITE, first, np.maximum(first, end), col, col_end, rank=rank))
@@ -153,7 +153,7 @@ def _logits_accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
 
 
 def _store_logits(c: Context, row: int, col: int, t: F32) -> None:
-    columns = slice(c.dims.first_vocab + col, c.dims.first_vocab + col + t.shape[1])
+    columns = slice(c.dims.split.first_vocab + col, c.dims.split.first_vocab + col + t.shape[1])
     for i, line in enumerate(t, row):
         c.store(c.output, (i // c.dims.own_logit_rows,), (i, columns), line)
 
@@ -168,7 +168,7 @@ RESULTS: dict[Result, ResultSpec] = {
     Result.RESIDUAL: ResultSpec(
         "output[r] += t, in float32",
         _tile_of(Kind.UPDATE),
-        lambda width, d: activations(d.tokens, width, Dtype.F32),
+        lambda width, d: activations(d.bucket.tokens, width, Dtype.F32),
         _add_residual,
     ),
     Result.PARTIAL: ResultSpec(
@@ -180,7 +180,7 @@ RESULTS: dict[Result, ResultSpec] = {
     Result.GATED: ResultSpec(
         "output[r] = silu(t of the first matrix) * (t of the second), rounded once",
         _tile_of(Kind.WRITE),
-        lambda width, d: activations(d.tokens, width),
+        lambda width, d: activations(d.bucket.tokens, width),
         _store_gated,
     ),
     Result.LOGITS: ResultSpec(
@@ -196,12 +196,14 @@ RESULTS: dict[Result, ResultSpec] = {
 
 
 def _accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
-    return [box(given(p.inputs), Kind.READ, c, (0, p.inner(d))), *RESULTS[p.result].accesses(p, c, d)]
+    return [box(given(p.inputs), Kind.READ, c, (0, p.inner(d.split))), *RESULTS[p.result].accesses(p, c, d)]
 
 
 def weight_bytes(phase: Phase, cols: NDArray[Any], dims: Dims) -> NDArray[np.float64]:
     """Return the number of bytes that the weights for `cols` output columns of a matmul take in memory."""
-    return cols.astype(np.float64) * (phase.matrices(dims) * phase.inner(dims) * phase.stored_bits(dims) / 8)
+    return cols.astype(np.float64) * (
+        phase.matrices(dims.split) * phase.inner(dims.split) * phase.stored_bits(dims.model) / 8
+    )
 
 
 def _cost(p: Phase, c: Columns, d: Dims) -> Cost:
@@ -210,20 +212,20 @@ def _cost(p: Phase, c: Columns, d: Dims) -> Cost:
     """
     # The positions of the tiles' first rows among the rank's rows.
     place = d.reduce_place(c["row"]) if p.rows is Rows.OWN else c["row"]
-    products = c["cols"].astype(np.float64) * p.matrices(d) * p.inner(d)
+    products = c["cols"].astype(np.float64) * p.matrices(d.split) * p.inner(d.split)
     return work(
         c,
         matrix=2.0 * c["rows"] * products,
-        vector=0.0 if p.norm is None else 4.0 * c["rows"] * p.inner(d),
+        vector=0.0 if p.norm is None else 4.0 * c["rows"] * p.inner(d.split),
         memory=np.where(place == 0, weight_bytes(p, c["cols"], d), 0.0),
     )
 
 
 def _buffers(p: Phase, d: Dims) -> dict[str, Contents]:
-    width, inner = weight_rows(p, d), p.inner(d)
-    rows = d.logit_rows if p.rows is Rows.LOGIT else d.tokens
+    width, inner = weight_rows(p, d), p.inner(d.split)
+    rows = d.bucket.logit_rows if p.rows is Rows.LOGIT else d.bucket.tokens
     output = RESULTS[p.result].output(width, d)
-    width = {Result.HEADS: d.qkv_cols, Result.LOGITS: d.rank_vocab}.get(p.result, width)
+    width = {Result.HEADS: d.split.qkv_cols, Result.LOGITS: d.split.rank_vocab}.get(p.result, width)
     matrices = (2,) if p.result is Result.GATED else ()
     out = {
         "weights": weights(*matrices, width, inner),
@@ -234,7 +236,7 @@ def _buffers(p: Phase, d: Dims) -> dict[str, Contents]:
     if p.result is not Result.PARTIAL:  # the reduction adds the bias once, instead of the matmul of each rank
         out["bias"] = vector(*matrices, width)
     if p.result is Result.HEADS:
-        out["head_norm"] = vector(2, d.head_dim)
+        out["head_norm"] = vector(2, d.model.head_dim)
     return out
 
 
@@ -243,8 +245,8 @@ def _matmul(c: Context, row: int, rows: int, col: int, cols: int) -> None:
     a = c.read(c.inputs, slice(row, row + rows))
     if c.phase.norm is not None:
         # A separate norm instruction would store its result in a buffer, so round to the type of that buffer.
-        a = to_f32(from_f32(rms_norm(a, c.read(c.phase.norm), c.dims.rms_eps), Dtype(c.dims.dtype)))
-    count = c.phase.matrices(c.dims)
+        a = to_f32(from_f32(rms_norm(a, c.read(c.phase.norm), c.dims.model.rms_eps), Dtype(c.dims.model.dtype)))
+    count = c.phase.matrices(c.dims.split)
     matrices = [(columns,)] if count == 1 else [(i, columns) for i in range(count)]
     results = [c.biased(product(a, c.weights(matrix).T), matrix) for matrix in matrices]
     RESULTS[c.phase.result].store(c, row, col, *results)

@@ -16,16 +16,16 @@ from .spec import Cut, OperationSpec, activations, box, vector, work
 
 def _accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
     inputs, output = given(p.inputs), given(p.output)
-    rank = OWN if d.replicated_residual or d.tp == 1 else EVERY  # every rank needs each row
+    rank = OWN if d.split.replicated_residual or d.split.tp == 1 else EVERY  # every rank needs each row
     if p.rows is not Rows.LOGIT:
-        whole = (0, p.inner(d))
+        whole = (0, p.inner(d.split))
         return [box(inputs, Kind.READ, c, whole), box(output, Kind.WRITE, c, whole, rank)]
     row = c["row"]
     zero = np.zeros_like(row)
-    inner = zero + p.inner(d)
+    inner = zero + p.inner(d.split)
     index = Index.NONE if rank == OWN else Index.LOGIT_OWNER
     return [
-        Access(inputs, Kind.READ, zero, zero + d.tokens, zero, inner, Index.LOGIT_ROW),
+        Access(inputs, Kind.READ, zero, zero + d.bucket.tokens, zero, inner, Index.LOGIT_ROW),
         Access(output, Kind.WRITE, row, row + c["rows"], zero, inner, index, rank),
     ]
 
@@ -37,16 +37,16 @@ def rms_norm(x: F32, weight: F32, eps: float) -> F32:
 
 def _norm(c: Context, row: int, rows: int) -> None:
     d = c.dims
-    ranks = (d.rank,) if d.replicated_residual else range(d.tp)
+    ranks = (d.split.rank,) if d.split.replicated_residual else range(d.split.tp)
     if c.phase.rows is not Rows.LOGIT:
         r = slice(row, row + rows)
-        c.store(c.output, ranks, r, rms_norm(c.read(c.inputs, r), c.weights(), d.rms_eps))
+        c.store(c.output, ranks, r, rms_norm(c.read(c.inputs, r), c.weights(), d.model.rms_eps))
         return
     for i in range(row, row + rows):
         source = c.table.logit_rows[i]
-        if d.rank in d.owners(max(source, 0)):
-            x = c.read(c.inputs, source) if source >= 0 else np.zeros(c.phase.inner(d), np.float32)
-            c.store(c.output, ranks, i, rms_norm(x, c.weights(), d.rms_eps))
+        if d.split.rank in d.owners(max(source, 0)):
+            x = c.read(c.inputs, source) if source >= 0 else np.zeros(c.phase.inner(d.split), np.float32)
+            c.store(c.output, ranks, i, rms_norm(x, c.weights(), d.model.rms_eps))
 
 
 NORM = OperationSpec(
@@ -55,11 +55,11 @@ NORM = OperationSpec(
     "inputs[logit_rows[i]], or zeros for padding",
     Cut.RUNS,
     _accesses,
-    cost=lambda p, c, d: work(c, vector=4.0 * c["rows"] * p.inner(d)),
+    cost=lambda p, c, d: work(c, vector=4.0 * c["rows"] * p.inner(d.split)),
     buffers=lambda p, d: {
-        "weights": vector(p.inner(d)),
-        "inputs": activations(d.tokens, p.inner(d), Dtype.F32),
-        "output": activations(d.logit_rows if p.rows is Rows.LOGIT else d.tokens, p.inner(d)),
+        "weights": vector(p.inner(d.split)),
+        "inputs": activations(d.bucket.tokens, p.inner(d.split), Dtype.F32),
+        "output": activations(d.bucket.logit_rows if p.rows is Rows.LOGIT else d.bucket.tokens, p.inner(d.split)),
     },
     execute=_norm,
     rows=lambda p: (Rows.EVERY, Rows.OWN, Rows.LOGIT),

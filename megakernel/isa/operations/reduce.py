@@ -12,14 +12,16 @@ from .spec import Cut, OperationSpec, activations, box, partial_sums, tile, vect
 
 
 def _accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
-    rows = [d.reduce_row(rank, c["row"]) for rank in range(p.ranks(d))]
+    rows = [d.reduce_row(rank, c["row"]) for rank in range(p.ranks(d.split))]
     sums = [Access(given(p.inputs), Kind.READ, row, row + c["rows"], *tile(c)) for row in rows]
     return [*sums, box(given(p.output), Kind.UPDATE, c, tile(c))]
 
 
 def _reduce(c: Context, row: int, rows: int, col: int, cols: int) -> None:
     columns = slice(col, col + cols)
-    total, *others = (c.read(c.inputs, (c.reduce_rows(k, row, rows), columns)) for k in range(c.phase.ranks(c.dims)))
+    total, *others = (
+        c.read(c.inputs, (c.reduce_rows(k, row, rows), columns)) for k in range(c.phase.ranks(c.dims.split))
+    )
     for partial in others:
         total = total + partial
     at = slice(row, row + rows), columns
@@ -31,11 +33,11 @@ REDUCE = OperationSpec(
     "partial sum, for all ranks that have a part of `weights`",
     Cut.RUNS,  # of whole rows, because the norm that follows needs every column of a row
     _accesses,
-    cost=lambda p, c, d: work(c, vector=1.0 * c["rows"] * c["cols"] * p.ranks(d)),
+    cost=lambda p, c, d: work(c, vector=1.0 * c["rows"] * c["cols"] * p.ranks(d.split)),
     buffers=lambda p, d: {
-        "weights": weights(weight_rows(p, d), p.inner(d)),
+        "weights": weights(weight_rows(p, d), p.inner(d.split)),
         "inputs": partial_sums(d, weight_rows(p, d)),
-        "output": activations(d.tokens, weight_rows(p, d), Dtype.F32),
+        "output": activations(d.bucket.tokens, weight_rows(p, d), Dtype.F32),
         "bias": vector(weight_rows(p, d)),
     },
     execute=_reduce,

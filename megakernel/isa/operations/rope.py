@@ -20,11 +20,11 @@ def _rope(c: Context, row: int, rows: int) -> None:
 ROPE = OperationSpec(
     "output[r] = cos(a) and sin(a) interleaved, where a = (position of row r) * weights, in float32",
     Cut.RUNS,
-    accesses=lambda p, c, d: [box(given(p.output), Kind.WRITE, c, (0, d.head_dim))],
-    cost=lambda p, c, d: work(c, vector=2.0 * c["rows"] * d.head_dim),
+    accesses=lambda p, c, d: [box(given(p.output), Kind.WRITE, c, (0, d.model.head_dim))],
+    cost=lambda p, c, d: work(c, vector=2.0 * c["rows"] * d.model.head_dim),
     buffers=lambda p, d: {
-        "weights": vector(d.head_dim // 2),
-        "output": activations(d.tokens, d.head_dim, Dtype.F32),
+        "weights": vector(d.model.head_dim // 2),
+        "output": activations(d.bucket.tokens, d.model.head_dim, Dtype.F32),
     },
     execute=_rope,
 )

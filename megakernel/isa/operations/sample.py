@@ -26,7 +26,7 @@ def _sample(c: Context, row: int, rows: int) -> None:
         c.store(Buffer.TOKENS_OUT, (0,), i, token)
         c.store(Buffer.LOGPROBS_OUT, (0,), i, logprob)
         if t.sample_slot[i] >= 0:
-            c.store(Buffer.HISTORY, range(c.dims.tp), (t.sample_slot[i], t.sample_position[i]), token)
+            c.store(Buffer.HISTORY, range(c.dims.split.tp), (t.sample_slot[i], t.sample_position[i]), token)
 
 
 def _choose(c: Context, i: int, z: F32) -> int:
@@ -130,11 +130,11 @@ SAMPLE = OperationSpec(
     "log-softmax to LOGPROBS_OUT on rank 0",
     Cut.ROWS,
     accesses=lambda p, c, d: [
-        box(given(p.inputs), Kind.READ, c, (0, d.vocab)),
+        box(given(p.inputs), Kind.READ, c, (0, d.model.vocab)),
         box(Buffer.TOKENS_OUT, Kind.WRITE, c, (0, 1), 0),
         box(Buffer.LOGPROBS_OUT, Kind.WRITE, c, (0, 1), 0),
     ],
-    cost=lambda p, c, d: work(c, vector=8.0 * c["rows"] * d.vocab),
+    cost=lambda p, c, d: work(c, vector=8.0 * c["rows"] * d.model.vocab),
     buffers=lambda p, d: {"inputs": logits(d)},
     execute=_sample,
     rows=lambda p: (Rows.SAMPLED,),

@@ -135,12 +135,12 @@ def activations(rows: int, cols: int, dtype: Dtype | None = None) -> Contents:
 
 
 def logits(d: Dims) -> Contents:
-    return Space.OUTPUT, Dtype.F32, (d.logit_rows, d.vocab)
+    return Space.OUTPUT, Dtype.F32, (d.bucket.logit_rows, d.model.vocab)
 
 
 def partial_sums(d: Dims, width: int) -> Contents:
     """The sums of all ranks that MATMUL stores with the result PARTIAL, and REDUCE adds."""
-    return activations(d.tp * d.own_rows, width)
+    return activations(d.split.tp * d.own_rows, width)
 
 
 def weight_rows(p: Phase, d: Dims) -> int:

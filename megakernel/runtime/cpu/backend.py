@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,12 +43,17 @@ class CpuBackend:
         null: bool = False,
         deadlock_s: float = 60.0,
     ) -> None:
-        if dims.dtype != dtype or dtype not in (Dtype.F32, Dtype.BF16):
+        if dims.model.dtype != dtype or dtype not in (Dtype.F32, Dtype.BF16):
             raise MegakernelError(
                 f"the cpu backend needs the same dtype as dims, F32 or BF16: dtype is {dtype.name}, and dims have "
-                f"{Dtype(dims.dtype).name}"
+                f"{Dtype(dims.model.dtype).name}"
             )
-        if dims.kv_block % dims.kv_page or dims.kv_page % 16 or dims.head_dim % 8 or dims.head_dim > MOST_HEAD_DIM:
+        if (
+            dims.bucket.kv_block % dims.bucket.kv_page
+            or dims.bucket.kv_page % 16
+            or dims.model.head_dim % 8
+            or dims.model.head_dim > MOST_HEAD_DIM
+        ):
             raise MegakernelError(
                 "the cpu backend needs a page size that is a multiple of 16 and divides the KV block, and a head size "
                 f"that is a multiple of 8 and at most {MOST_HEAD_DIM}"
@@ -75,10 +79,10 @@ class CpuBackend:
     @property
     def link_bytes(self) -> NDArray[np.int64]:
         """For each rank, the bytes that it has stored in other ranks' copies of buffers since the backend was made."""
-        return np.array([self._ranks.link_bytes(rank) for rank in range(self.dims.tp)], np.int64)
+        return np.array([self._ranks.link_bytes(rank) for rank in range(self.dims.split.tp)], np.int64)
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
-        for rank in range(self.dims.tp):
+        for rank in range(self.dims.split.tp):
             write_history(self.buffer(Buffer.HISTORY, rank=rank), slot, start, tokens)
 
     def start(self, program: Program, table: StepTable, *, trace: bool = False) -> _Launch:
@@ -126,7 +130,7 @@ class CpuBackend:
         For attention, this runs all work items that the step table assigns to the record.
         """
         self._ranks.fit(table.dims)
-        self._ranks.execute(replace(table.dims, rank=rank), table.words, instruction, layer, forward)
+        self._ranks.execute(table.dims.on(rank), table.words, instruction, layer, forward)
 
     def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:
         self._ranks.delay(segment, record, layer, seconds)
@@ -159,7 +163,7 @@ class _Launch:
         self._backend._running = None
         seconds = time.perf_counter() - self._begun
         outputs = (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT, Buffer.LOGITS)
-        tokens, logprobs, logits = (self._ranks.buffer(b)[: self._program.dims.logit_rows] for b in outputs)
+        tokens, logprobs, logits = (self._ranks.buffer(b)[: self._program.dims.bucket.logit_rows] for b in outputs)
         return Output(tokens, logprobs, logits, seconds, self._trace() if self._traced else None)
 
     def abort(self) -> None:

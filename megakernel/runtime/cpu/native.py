@@ -28,7 +28,7 @@ class CDims(ctypes.Structure):
 
     @classmethod
     def of(cls, dims: Dims) -> CDims:
-        return cls(*(getattr(dims, name) for name, _ in DIM_FIELDS))
+        return cls(*dims.flat.values())
 
 
 class CPart(ctypes.Structure):

@@ -9,7 +9,6 @@ import math
 import os
 import weakref
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +46,9 @@ class CpuRanks:
         null: bool,
         deadlock_s: float,
     ) -> None:
-        self.dims, self.pages, self.ranks = dims, pages, range(dims.tp)
+        self.dims, self.pages, self.ranks = dims, pages, range(dims.split.tp)
         self._lib = native.library()
-        self._ranks = [replace(dims, rank=rank) for rank in self.ranks]
+        self._ranks = [dims.on(rank) for rank in self.ranks]
         self._model, self._storage = checkpoint.name, checkpoint.storage
         self._weights = families.weights(checkpoint.config)
         # Whether the LM head uses rows of the packed embeddings instead of memory of its own.
@@ -87,13 +86,13 @@ class CpuRanks:
                         address = self._lib.mk_bound(self._engine, home, buffer, layer)
                         self._lib.mk_bind(self._engine, rank, buffer, layer, address)
                     elif BUFFERS[buffer].matrix:
-                        self._pack(rank, buffer, layer, rows_of(checkpoint, buffer, layer, self._ranks[rank]))
+                        self._pack(rank, buffer, layer, rows_of(checkpoint, buffer, layer, self._ranks[rank].split))
                     else:
-                        self._put(rank, buffer, layer, array_of(checkpoint, buffer, layer, self._ranks[rank]))
+                        self._put(rank, buffer, layer, array_of(checkpoint, buffer, layer, self._ranks[rank].split))
 
     def _tie(self, rank: int) -> None:
         """Make the rank's LM head point to the rank's rows of the packed embeddings."""
-        panels = self._ranks[rank].first_vocab // native.CPanel.COLUMNS
+        panels = self._ranks[rank].split.first_vocab // native.CPanel.COLUMNS
         table = self._lib.mk_bound(self._engine, rank, Buffer.EMBED, 0)
         self._lib.mk_bind(self._engine, rank, Buffer.LM_HEAD, 0, table + panels * ctypes.sizeof(native.CPanel))
 
@@ -135,7 +134,7 @@ class CpuRanks:
         return BUFFERS[buffer].shape(self._ranks[rank], self.pages)
 
     def _whole(self, buffer: Buffer) -> tuple[int, ...]:
-        return BUFFERS[buffer].shape(replace(self.dims, tp=1), self.pages)
+        return BUFFERS[buffer].shape(self.dims.changed(tp=1), self.pages)
 
     @property
     def weight_bytes(self) -> int:
@@ -145,7 +144,7 @@ class CpuRanks:
     def _bytes(self, rank: int, buffer: Buffer) -> float:
         """The bytes of a rank's copy of a buffer, all layers together."""
         kept = self._storage.get(buffer)
-        bits = kept.bits(self._whole(buffer)[-1]) if kept else BUFFERS[buffer].resolve_dtype(self.dims).bits
+        bits = kept.bits(self._whole(buffer)[-1]) if kept else BUFFERS[buffer].resolve_dtype(self.dims.model).bits
         return len(_layers(buffer, self.dims)) * math.prod(self._shape(rank, buffer)) * bits / 8
 
     def _check_memory(self) -> None:
@@ -160,7 +159,7 @@ class CpuRanks:
         available = _available_memory()
         if need > available:
             raise MegakernelError(
-                f"{self._model} in {Dtype(self.dims.dtype).name} with {self.pages} KV pages needs "
+                f"{self._model} in {Dtype(self.dims.model.dtype).name} with {self.pages} KV pages needs "
                 f"{need / 2**30:.1f} GiB of memory, but only {available / 2**30:.1f} GiB are available: "
                 "use bf16, weights in q8_0 or q4_0, a smaller model or a shorter context"
             )
@@ -178,13 +177,13 @@ class CpuRanks:
             if spec.space not in spaces:
                 continue
             for rank in self.ranks:
-                shape = (len(_layers(buffer, dims)), *spec.shape(replace(dims, rank=rank), self.pages))
+                shape = (len(_layers(buffer, dims)), *spec.shape(dims.on(rank), self.pages))
                 have = self._arrays.get((rank, buffer))
                 if have is not None:
                     shape = tuple(max(h, s) for h, s in zip(have.shape, shape, strict=True))
                     if have.shape == shape:
                         continue
-                own, kind = self._home(rank, buffer) == rank, spec.resolve_dtype(dims).numpy
+                own, kind = self._home(rank, buffer) == rank, spec.resolve_dtype(dims.model).numpy
                 self.bind(rank, buffer, _aligned(shape, kind) if own else self._arrays[0, buffer])
 
     def bind(self, rank: int, buffer: Buffer, array: NDArray[np.generic]) -> None:
@@ -323,7 +322,7 @@ def _end(lib: ctypes.CDLL, process: int, engine: int, programs: list[int], memor
 
 
 def _layers(buffer: Buffer, dims: Dims) -> range:
-    return range(dims.layers if BUFFERS[buffer].layered else 1)
+    return range(dims.model.layers if BUFFERS[buffer].layered else 1)
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> NDArray[np.generic]:

@@ -50,12 +50,12 @@ class DeviceLogits:
         """Indexes like an array [logit_rows, vocab]; the first index is a row, a slice or a list of rows."""
         d = self._dims
         first, rest = (rows[0], rows[1:]) if isinstance(rows, tuple) else (rows, ())
-        wanted = np.arange(d.logit_rows)[first]
-        got = np.empty((wanted.size, d.vocab), np.float32)
+        wanted = np.arange(d.bucket.logit_rows)[first]
+        got = np.empty((wanted.size, d.model.vocab), np.float32)
         for i, row in enumerate(np.atleast_1d(wanted)):
             # Read each row from the rank that sampled it, because only that rank has its logits.
-            got[i] = self._heap.read_row(int(row) // d.own_logit_rows, Buffer.LOGITS, int(row), d.vocab)
-        shaped = got.reshape(*wanted.shape, d.vocab)
+            got[i] = self._heap.read_row(int(row) // d.own_logit_rows, Buffer.LOGITS, int(row), d.model.vocab)
+        shaped = got.reshape(*wanted.shape, d.model.vocab)
         return shaped[(slice(None),) * wanted.ndim + rest]
 
     def copy(self) -> NDArray[np.float32]:
@@ -82,9 +82,10 @@ class CudaBackend:
     def __init__(
         self, checkpoint: Checkpoint, dims: Dims, pages: int, *, dtype: Dtype, timeout_s: float = _TIMEOUT_S
     ) -> None:
-        if dims.dtype != dtype:
+        if dims.model.dtype != dtype:
             raise MegakernelError(
-                f"cannot create the cuda backend: dtype is {dtype.name}, but dims.dtype is {Dtype(dims.dtype).name}"
+                f"cannot create the cuda backend: dtype is {dtype.name}, but the program's sizes have "
+                f"{Dtype(dims.model.dtype).name}"
             )
         why = refusal(dims)
         if why is not None:
@@ -98,7 +99,7 @@ class CudaBackend:
         self._programs: dict[int, Loaded] = {}
         self._phases: dict[int, Phases] = {}
         self.running: CudaLaunch | None = None
-        self._node = Node(dims.tp)
+        self._node = Node(dims.split.tp)
         self._codes: dict[compile.Build, bytes] = {}
         self._kernels: dict[tuple[compile.Build, int], Kernel] = {}  # the number is a GPU's ordinal
         self._scratch: dict[int, tuple[int, int]] = {}  # for each GPU: address and size of its scratch memory
@@ -199,7 +200,7 @@ class CudaBackend:
         """The kernel for programs with the matmul units and the number of SMs per worker that
         `dims` has.
         """
-        build = compile.Build(trace, Units(dims.units), dims.sms, self.ablation)
+        build = compile.Build(trace, Units(dims.worker.units), dims.worker.sms, self.ablation)
         if (build, gpu.ordinal) not in self._kernels:
             if build not in self._codes:
                 self._codes[build] = compile.cubin(build)
@@ -253,7 +254,7 @@ class CudaBackend:
         scratch memory for sampling.
         """
         params.timeout_ns = round(self.timeout_s * 1e9)
-        need = blocks * 2 * self.dims.vocab * ctypes.sizeof(ctypes.c_float)
+        need = blocks * 2 * self.dims.model.vocab * ctypes.sizeof(ctypes.c_float)
         address, have = self._scratch.get(gpu.ordinal, (0, 0))
         if have < need:
             address = self._heap.keep(gpu, need)
@@ -279,7 +280,7 @@ class CudaBackend:
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
         slots, length = BUFFERS[Buffer.HISTORY].shape(self.dims, self.pages)
         check_history((slots, length), slot, start, len(tokens))
-        for rank in range(self.dims.tp):
+        for rank in range(self.dims.split.tp):
             self._heap.write(rank, Buffer.HISTORY, 0, np.asarray(tokens, np.int32), at=slot * length + start)
 
     def close(self) -> None:

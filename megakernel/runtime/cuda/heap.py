@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ def copy_bytes(buffer: Buffer, dims: Dims, pages: int) -> int:
     is layered.
     """
     spec = BUFFERS[buffer]
-    return math.prod(spec.shape(dims, pages)) * spec.resolve_dtype(dims).itemsize
+    return math.prod(spec.shape(dims, pages)) * spec.resolve_dtype(dims.model).itemsize
 
 
 class Heap:
@@ -54,7 +53,7 @@ class Heap:
         self.fit(dims)
 
     def _ranks(self, dims: Dims) -> Iterator[Dims]:
-        return (replace(dims, rank=rank) for rank in range(dims.tp))
+        return (dims.on(rank) for rank in range(dims.split.tp))
 
     def _most(self, buffer: Buffer, dims: Dims) -> int:
         """The number of bytes of a buffer, with all layers, on the rank whose copy is the largest."""
@@ -70,7 +69,7 @@ class Heap:
             offsets[buffer] = end
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
         made = []
-        for rank in range(self._dims.tp):
+        for rank in range(self._dims.split.tp):
             gpu = self.node.gpu(rank)
             base = gpu.allocate(max(end, _ALIGNMENT))
             made.append((gpu, base))
@@ -113,17 +112,17 @@ class Heap:
         """
         if not BUFFERS[buffer].layered:
             return 0
-        return copy_bytes(buffer, replace(self._dims, rank=rank), self.pages)
+        return copy_bytes(buffer, self._dims.on(rank), self.pages)
 
     # -- for launches
 
     def addresses(self) -> NDArray[np.uint64]:
         """Return [tp, buffers]: the address of each buffer of each rank; 0 for weights that the model does not have."""
-        return np.array([[self._address.get((r, b), 0) for b in Buffer] for r in range(self._dims.tp)], np.uint64)
+        return np.array([[self._address.get((r, b), 0) for b in Buffer] for r in range(self._dims.split.tp)], np.uint64)
 
     def strides(self) -> NDArray[np.uint64]:
         """[tp, buffers]"""
-        return np.array([[self.stride(r, b) for b in Buffer] for r in range(self._dims.tp)], np.uint64)
+        return np.array([[self.stride(r, b) for b in Buffer] for r in range(self._dims.split.tp)], np.uint64)
 
     def maps(self, gpu: Gpu, forward: Forward, dims: Dims) -> int:
         """The address of the tensor maps for a program with the sizes `dims`: [tp, buffers, MAPS,
@@ -139,21 +138,21 @@ class Heap:
         return self._maps[key]
 
     def _encoded(self, forward: Forward, dims: Dims) -> NDArray[np.uint8]:
-        out = np.zeros((dims.tp, len(Buffer), MAPS, MAP_BYTES), np.uint8)
+        out = np.zeros((dims.split.tp, len(Buffer), MAPS, MAP_BYTES), np.uint8)
         for d in self._ranks(dims):
             for (buffer, kind), layout in map_layouts(forward, d, self.pages).items():
-                out[d.rank, buffer, kind] = encode_map(self.address(d.rank, buffer), layout)
+                out[d.split.rank, buffer, kind] = encode_map(self.address(d.split.rank, buffer), layout)
         return out
 
     # -- for the host
 
     def read(self, rank: int, buffer: Buffer, layer: int, dims: Dims) -> NDArray[Any]:
         """Copy a rank's buffer to the host, in the shape that it has for `dims`."""
-        d = replace(dims, rank=rank)
+        d = dims.on(rank)
         spec = BUFFERS[buffer]
         gpu = self.node.gpu(rank)
         data = gpu.download(self.address(rank, buffer, layer), copy_bytes(buffer, d, self.pages))
-        return data.view(spec.resolve_dtype(d).numpy).reshape(spec.shape(d, self.pages))
+        return data.view(spec.resolve_dtype(d.model).numpy).reshape(spec.shape(d, self.pages))
 
     def read_row(self, rank: int, buffer: Buffer, row: int, length: int) -> NDArray[np.float32]:
         """A copy of one row of a float32 matrix."""

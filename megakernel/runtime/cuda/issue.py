@@ -36,18 +36,18 @@ class Roles:
 def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, issue: Issue) -> Roles:
     """Return the issue times of matmul instructions whose tiles have `rows` x `cols` outputs."""
     pages = matmul_pages(phase, rows, cols, dims)
-    columns = phase.matrices(dims) * cols.astype(np.int64)
+    columns = phase.matrices(dims.split) * cols.astype(np.int64)
     consumers: NDArray[np.floating]
-    if dims.units == Units.DOTS:
+    if dims.worker.units == Units.DOTS:
         weight_page, input_page = issue.weight_page, issue.input_page
         units = ceil_div(columns, 2 * PIECES)
         pair = np.where(rows > 1, issue.dot_pairs + (rows - 2) * issue.dot_row, issue.dot_pair)
-        consumers = units * (ceil_div(phase.inner(dims), DOT_PIECE) * pair + issue.dot_unit)
+        consumers = units * (ceil_div(phase.inner(dims.split), DOT_PIECE) * pair + issue.dot_unit)
     else:
         # If a worker has two SMs, each SM loads half of the weight pages and skips the others.
-        weight_page = (issue.tile_page + (dims.sms - 1) * issue.pass_page) / dims.sms
+        weight_page = (issue.tile_page + (dims.worker.sms - 1) * issue.pass_page) / dims.worker.sms
         input_page = issue.tile_page
-        consumers = ceil_div(columns, CHUNK) * ceil_div(phase.inner(dims), K_STEP) * issue.k_step
+        consumers = ceil_div(columns, CHUNK) * ceil_div(phase.inner(dims.split), K_STEP) * issue.k_step
     return Roles(
         pages.weights * weight_page + pages.inputs * issue.pass_page,
         pages.inputs * input_page + pages.weights * issue.pass_page,
@@ -59,7 +59,7 @@ def sample_steps(dims: Dims, issue: Issue) -> int:
     """The number of groups into which a `sample` instruction divides the logits of a row. It loads
     one group while it processes the previous one.
     """
-    return ceil_div(dims.vocab, int(issue.sample_entries))
+    return ceil_div(dims.model.vocab, int(issue.sample_entries))
 
 
 def issued(phase: Phase, columns: dict[str, Column], dims: Dims, issue: Issue) -> Roles | None:
@@ -67,7 +67,7 @@ def issued(phase: Phase, columns: dict[str, Column], dims: Dims, issue: Issue) -
     ring of pages, or if the operation is neither matmul nor sample: the issue times of other
     operations are not modelled.
     """
-    if not dims.ring_pages:
+    if not dims.worker.ring_pages:
         return None
     if phase.is_matmul:
         return matmul_issue(phase, columns["rows"], columns["cols"], dims, issue)

@@ -97,7 +97,7 @@ class Grid:
             pipelined=1,
             segments=ALL_SEGMENTS,
             layer_begin=0,
-            layer_end=program.dims.layers,
+            layer_end=program.dims.model.layers,
         )
         for name in arrays:
             setattr(self.params, name, self._tables[name])
@@ -164,8 +164,8 @@ class Loaded:
         self._heap = heap
         self._generation = heap.generation
         sizes = {
-            "counter_values": (program.dims.layers + 1) * program.counters,
-            "claims": program.dims.layers * program.rank_queues,
+            "counter_values": (program.dims.model.layers + 1) * program.counters,
+            "claims": program.dims.model.layers * program.rank_queues,
         }
         zeros = {name: np.zeros(n, np.int32) for name, n in sizes.items()}
         self._own = [Tables(heap.node.gpu(rank), zeros) for rank in range(program.ranks)]
@@ -179,7 +179,7 @@ class Loaded:
         """Allocate pinned memory for results: for the status and outputs of the first grid, and the status of each
         other grid.
         """
-        heap, rows = self._heap, self.program.dims.logit_rows
+        heap, rows = self._heap, self.program.dims.bucket.logit_rows
         end = heap.address(0, Buffer.LOGPROBS_OUT) + rows * np.dtype(np.float32).itemsize
         sizes = [end - heap.status[0]] + [STATUS_BYTES] * (len(self.grids) - 1)
         return [grid.gpu.pinned(size) for grid, size in zip(self.grids, sizes, strict=True)]
@@ -228,7 +228,7 @@ class Loaded:
 
     def outputs(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Return (tokens, logprobs) of the last launch, as views of the pinned memory."""
-        rows, base = self.program.dims.logit_rows, self._heap.status[0]
+        rows, base = self.program.dims.bucket.logit_rows, self._heap.status[0]
         tokens, logprobs = (
             self._answers[0][self._heap.address(0, b) - base :][: 4 * rows]
             for b in (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT)
@@ -252,7 +252,7 @@ class Loaded:
         for rank, own in enumerate(self._own):
             own.clear()
             gpu = self._heap.node.gpu(rank)
-            gpu.fill(self._heap.address(rank, Buffer.SPLITS), 0, 4 * self.program.dims.items)
+            gpu.fill(self._heap.address(rank, Buffer.SPLITS), 0, 4 * self.program.dims.bucket.items)
             gpu.fill(self._heap.status[rank], 0, STATUS_BYTES)
         for grid in self.grids:
             grid.forget_waits()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...isa import BUFFERS, Buffer, Dims, Forward, Operation, Phase, Result, Units
 from .pages import BOX_ROWS, DOT_PIECE, MAPS, PAGE_ROWS, PIECE_INNER, PIECES, ROW_BYTES, output_columns
@@ -26,7 +26,7 @@ class MapLayout:
 
 
 def layers(buffer: Buffer, dims: Dims) -> int:
-    return dims.layers if BUFFERS[buffer].layered else 1
+    return dims.model.layers if BUFFERS[buffer].layered else 1
 
 
 def map_layouts(forward: Forward, dims: Dims, pages: int) -> dict[tuple[Buffer, int], MapLayout]:
@@ -43,12 +43,12 @@ def map_layouts(forward: Forward, dims: Dims, pages: int) -> dict[tuple[Buffer, 
         if phase.operation is Operation.ATTENTION:
             add(loaded, Buffer.K_CACHE)
             add(loaded, Buffer.V_CACHE)
-        if phase.is_matmul and dims.units == Units.TENSOR:
-            add(loaded, phase.weights, phase.matrices(dims))
+        if phase.is_matmul and dims.worker.units == Units.TENSOR:
+            add(loaded, phase.weights, phase.matrices(dims.split))
             add(loaded, phase.inputs)
             if output_columns(phase, dims):
-                add(stored, phase.output, dims.tp if phase.result is Result.PARTIAL else 1)  # one part per rank
-        if phase.is_matmul and dims.units == Units.DOTS and phase.inner(dims) % PIECE_INNER == 0:
+                add(stored, phase.output, dims.split.tp if phase.result is Result.PARTIAL else 1)  # one part per rank
+        if phase.is_matmul and dims.worker.units == Units.DOTS and phase.inner(dims.split) % PIECE_INNER == 0:
             assert phase.weights is not None
             found[phase.weights, PAGES] = _columns(phase, phase.weights, dims)
     return {key: layout for key, layout in found.items() if math.prod(layout.sizes)}
@@ -60,7 +60,7 @@ def map_bits(forward: Forward, dims: Dims) -> tuple[int, int]:
     buffers that the blocks also store on other ranks, for which they use the maps of all ranks.
     """
     partial = {phase.output for phase in forward if phase.is_matmul and phase.result is Result.PARTIAL}
-    ranks = (replace(dims, rank=rank) for rank in range(dims.tp))
+    ranks = (dims.on(rank) for rank in range(dims.split.tp))
     used = {buffer for d in ranks for buffer, _ in map_layouts(forward, d, 1)}
     own, everywhere = (sum(1 << buffer for buffer in buffers) for buffers in (used, used & partial))
     return own, everywhere
@@ -69,7 +69,7 @@ def map_bits(forward: Forward, dims: Dims) -> tuple[int, int]:
 def _tiles(buffer: Buffer, per_layer: int, rows_of_box: int, dims: Dims, pages: int) -> MapLayout:
     """The map for the tiles of a buffer that has `per_layer` matrices in each layer."""
     spec = BUFFERS[buffer]
-    shape, item = spec.shape(dims, pages), spec.resolve_dtype(dims).itemsize
+    shape, item = spec.shape(dims, pages), spec.resolve_dtype(dims.model).itemsize
     rows, columns = math.prod(shape[:-1]) // per_layer, shape[-1]
     sizes = columns, rows, layers(buffer, dims) * per_layer
     return MapLayout(item, sizes, (columns * item, rows * columns * item), (ROW_BYTES // item, rows_of_box, 1))
@@ -82,8 +82,12 @@ def _columns(phase: Phase, weights: Buffer, dims: Dims) -> MapLayout:
     matrices; otherwise, every other column is taken. TMA limits a box to 256 elements per dimension, so the DOT_PIECE
     elements are divided into rows of PIECE_INNER elements.
     """
-    item, inner, width = BUFFERS[weights].resolve_dtype(dims).itemsize, phase.inner(dims), phase.width(dims)
-    row, two = inner * item, phase.matrices(dims) == 2
+    item, inner, width = (
+        BUFFERS[weights].resolve_dtype(dims.model).itemsize,
+        phase.inner(dims.split),
+        phase.width(dims.split),
+    )
+    row, two = inner * item, phase.matrices(dims.split) == 2
     members, layer = ((width, 2), 2 * width * row) if two else ((2, width // 2), width * row)
     return MapLayout(
         item,

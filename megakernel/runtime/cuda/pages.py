@@ -86,9 +86,9 @@ def output_columns(phase: Phase, dims: Dims) -> int:
     """The number of a matmul's output columns that fit into a page; 0 if its outputs are not stored
     through pages.
     """
-    if phase.result not in BY_PAGES or dims.units != Units.TENSOR or phase.output is None:
+    if phase.result not in BY_PAGES or dims.worker.units != Units.TENSOR or phase.output is None:
         return 0
-    return ROW_BYTES // BUFFERS[phase.output].resolve_dtype(dims).itemsize
+    return ROW_BYTES // BUFFERS[phase.output].resolve_dtype(dims.model).itemsize
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,16 @@ class Pages:
 
 def matmul_pages(phase: Phase, rows: Column, cols: Column, dims: Dims) -> Pages:
     """Return the pages of matmul instructions whose tiles have `rows` x `cols` outputs."""
-    return (_dots if dims.units == Units.DOTS else _tensor)(phase, rows.astype(np.int64), cols.astype(np.int64), dims)
+    return (_dots if dims.worker.units == Units.DOTS else _tensor)(
+        phase, rows.astype(np.int64), cols.astype(np.int64), dims
+    )
 
 
 def _tensor(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> Pages:
-    steps = ceil_div(phase.inner(dims), K_STEP)
-    of_weights = phase.matrices(dims) * ceil_div(cols, PAGE_ROWS)
+    steps = ceil_div(phase.inner(dims.split), K_STEP)
+    of_weights = phase.matrices(dims.split) * ceil_div(cols, PAGE_ROWS)
     weights = steps * of_weights
-    inputs = steps * ceil_div(phase.matrices(dims) * cols, CHUNK)
+    inputs = steps * ceil_div(phase.matrices(dims.split) * cols, CHUNK)
     per_page = output_columns(phase, dims)
     output = ceil_div(cols, per_page) if per_page else np.zeros_like(cols)
     step = np.minimum(1 + of_weights, STEP_PAGES)
@@ -123,7 +125,7 @@ def first_rows(rows: Ints, dims: Dims) -> Ints:
     """Return the number of a tile's rows that the first SM of a worker computes on tensor cores. If
     the worker has two SMs, the first computes half of the tile's boxes of BOX_ROWS rows.
     """
-    return np.minimum(rows, BOX_ROWS * ceil_div(rows, dims.sms * BOX_ROWS))
+    return np.minimum(rows, BOX_ROWS * ceil_div(rows, dims.worker.sms * BOX_ROWS))
 
 
 def computed_rows(rows: Ints, dims: Dims) -> Ints:
@@ -131,23 +133,23 @@ def computed_rows(rows: Ints, dims: Dims) -> Ints:
     rows. An SM always multiplies a multiple of WARPGROUP_ROWS rows. If a worker has two SMs and the
     second SM has fewer rows, it waits for the first SM, so both count with the first SM's rows.
     """
-    return dims.sms * WARPGROUP_ROWS * ceil_div(first_rows(rows, dims), WARPGROUP_ROWS)
+    return dims.worker.sms * WARPGROUP_ROWS * ceil_div(first_rows(rows, dims), WARPGROUP_ROWS)
 
 
 def tile_work(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> tuple[Ints, Ints]:
     """Return the FLOPs of tiles on tensor cores, and the bytes that are loaded for them. The tensor
     cores always multiply whole weight pages by `computed_rows` rows.
     """
-    inner, columns = phase.inner(dims), phase.matrices(dims) * cols
-    computed = computed_rows(rows, dims) * phase.matrices(dims) * PAGE_ROWS * ceil_div(cols, PAGE_ROWS)
+    inner, columns = phase.inner(dims.split), phase.matrices(dims.split) * cols
+    computed = computed_rows(rows, dims) * phase.matrices(dims.split) * PAGE_ROWS * ceil_div(cols, PAGE_ROWS)
     loaded = columns + BOX_ROWS * ceil_div(rows, BOX_ROWS) * ceil_div(columns, CHUNK)
-    return 2 * inner * computed, Dtype(dims.dtype).itemsize * inner * loaded
+    return 2 * inner * computed, Dtype(dims.model.dtype).itemsize * inner * loaded
 
 
 def _dots(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> Pages:
-    weights = 2 * ceil_div(phase.inner(dims), DOT_PIECE) * ceil_div(phase.matrices(dims) * cols, 2 * PIECES)
+    weights = 2 * ceil_div(phase.inner(dims.split), DOT_PIECE) * ceil_div(phase.matrices(dims.split) * cols, 2 * PIECES)
     inputs = dot_input_pages(phase, rows, dims)
-    lap = np.maximum(dims.ring_pages - inputs, 2) // 2 * 2  # an even number, because pages are used in pairs
+    lap = np.maximum(dims.worker.ring_pages - inputs, 2) // 2 * 2  # an even number, because pages are used in pairs
     return Pages(weights, inputs * -(-weights // lap), np.zeros_like(cols), inputs + np.minimum(weights, lap))
 
 
@@ -155,7 +157,7 @@ def dot_input_pages(phase: Phase, rows: Ints, dims: Dims) -> Ints:
     """The number of input pages in each lap (filling of the ring) of a matmul as dot products; 0 if
     the matmul normalises its inputs itself.
     """
-    return ceil_div(rows * ceil_div(phase.inner(dims), DOT_PIECE), PIECES) * (phase.norm is None)
+    return ceil_div(rows * ceil_div(phase.inner(dims.split), DOT_PIECE), PIECES) * (phase.norm is None)
 
 
 def ahead_columns(phase: Phase, dims: Dims) -> int:
@@ -163,16 +165,16 @@ def ahead_columns(phase: Phase, dims: Dims) -> int:
     L2 cache before the ring has room for them. All matrices of the matmul are counted together. The
     columns fill whole pairs of pages. The number is 0 unless a single copy can load a whole page.
     """
-    if phase.inner(dims) % PIECE_INNER:
+    if phase.inner(dims.split) % PIECE_INNER:
         return 0
-    return AHEAD_PAGES // (2 * -(-phase.inner(dims) // DOT_PIECE)) * 2 * PIECES
+    return AHEAD_PAGES // (2 * -(-phase.inner(dims.split) // DOT_PIECE)) * 2 * PIECES
 
 
 def norm_fits(rows: int, inner: int, dims: Dims) -> bool:
     """Whether a matmul can normalise this many rows of its inputs itself."""
-    if dims.units == Units.DOTS:
-        return rows * inner * Dtype(dims.dtype).itemsize <= NORM_BYTES
-    return dims.units == Units.CORE
+    if dims.worker.units == Units.DOTS:
+        return rows * inner * Dtype(dims.model.dtype).itemsize <= NORM_BYTES
+    return dims.worker.units == Units.CORE
 
 
 def chunk_output_pages(phase: Phase, dims: Dims) -> int:
@@ -180,21 +182,21 @@ def chunk_output_pages(phase: Phase, dims: Dims) -> int:
     pages.
     """
     per_page = output_columns(phase, dims)
-    return -(-CHUNK // (phase.matrices(dims) * per_page)) if per_page else 0
+    return -(-CHUNK // (phase.matrices(dims.split) * per_page)) if per_page else 0
 
 
 def kv_pages(dims: Dims) -> int:
     """The number of K and V pages for one KV head and one KV block. Attention holds all of these
     pages at once.
     """
-    return 2 * -(-dims.head_dim // K_STEP)
+    return 2 * -(-dims.model.head_dim // K_STEP)
 
 
 def attention_pages(item_rows: Column, item_kv_heads: Column, item_blocks: Column, dims: Dims) -> Ints:
     """The number of pages that each attention item takes, all of them for inputs. Padding items
     have no KV blocks.
     """
-    tiles = ceil_div(item_rows.astype(np.int64) * dims.group_size, QUERY_TILE)
+    tiles = ceil_div(item_rows.astype(np.int64) * dims.model.group_size, QUERY_TILE)
     units = tiles * item_kv_heads
     # The passes of an item begin at its units 0, UNITS, 2 * UNITS, ... Each pass loads every KV
     # head that its units use, so a KV head is loaded again if two passes use it.

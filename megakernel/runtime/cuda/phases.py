@@ -28,7 +28,7 @@ class Phases:
                 arrays[f"{name}{number} records"], arrays[f"{name}{number} offsets"] = phase.records, phase.offsets
                 plan.append((index, f"{name}{number}"))
         self._tables = Tables(grid.gpu, arrays)
-        layers = range(program.dims.layers)
+        layers = range(program.dims.model.layers)
         order = [
             (index, layer, name)
             for segment in range(PROLOGUE, len(SEGMENTS))

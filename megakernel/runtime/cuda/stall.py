@@ -56,7 +56,7 @@ def waits_of(program: Program, notes: NDArray[Any], ranks: range) -> list[Wait]:
     found = []
     for index in np.flatnonzero(notes["set"]):
         block, warp = divmod(int(index), WARPS)
-        worker, sm = divmod(block, program.dims.sms)
+        worker, sm = divmod(block, program.dims.worker.sms)
         rank, worker = divmod(worker, program.workers)
         n = {name: int(notes[index][name]) for name in NOTE.names or () if name not in ("set", "awaited")}
         found.append(Wait(ranks.start + rank, worker, sm, warp, kind=list(AWAITED)[notes[index]["awaited"]], **n))
@@ -69,7 +69,7 @@ def explain(program: Program, table: StepTable, waits: Sequence[Wait]) -> str:
     """
     if (damaged := next((wait for wait in waits if not _exists(program, wait)), None)) is not None:
         return f"{_describe(program, damaged)}; the program has no such instruction: a block's memory was overwritten"
-    order, sms = _Rehearsal(program, table).run(), program.dims.sms
+    order, sms = _Rehearsal(program, table).run(), program.dims.worker.sms
 
     def age(wait: Wait) -> tuple[int, int, int]:
         return wait.segment, wait.layer, order.get((wait.segment, wait.number), -1)
@@ -123,7 +123,7 @@ class _Rehearsal(Launch):
     """
 
     def __init__(self, program: Program, table: StepTable) -> None:
-        one = replace(program, dims=replace(program.dims, layers=1))
+        one = replace(program, dims=program.dims.changed(layers=1))
         counters = Counters(one)
         counters.launch = 1
         nothing: Any = lambda *_: None  # noqa: E731
@@ -159,7 +159,7 @@ class _Rehearsal(Launch):
 
     def _signal(self, place: Place, word: int, row: int = 0, arrivals: int = 1) -> None:
         super()._signal(place, word, row, arrivals)
-        member = self._counter(place, word) + row // self._program.dims.row_block
+        member = self._counter(place, word) + row // self._program.dims.bucket.row_block
         for rank in range(self._program.ranks):
             self._ready.extend(self._blocked.pop((rank, member), ()))
 
@@ -195,7 +195,7 @@ def _key(place: Place) -> tuple[int, int]:
 
 def _signallers(program: Program, wait: Wait) -> list[str]:
     """Return the names of the phases whose instructions signal the counter for which `wait` waits."""
-    layers, block = program.dims.layers, _block(program, wait)
+    layers, block = program.dims.model.layers, _block(program, wait)
     ways = {PROLOGUE: (block == 0, False), BODY: (block < layers, block > 0), EPILOGUE: (block == layers, False)}
     numbers: set[int] = set()
     for segment, (same, following) in ways.items():
@@ -213,7 +213,7 @@ def _signallers(program: Program, wait: Wait) -> list[str]:
 
 def _block(program: Program, wait: Wait) -> int:
     """Return the number of the counter block that has the counter for which `wait` waits."""
-    return (0, wait.layer, program.dims.layers)[wait.segment]
+    return (0, wait.layer, program.dims.model.layers)[wait.segment]
 
 
 def _exists(program: Program, wait: Wait) -> bool:
@@ -239,5 +239,5 @@ def _describe(program: Program, w: Wait) -> str:
         state = f"{block}it has value {w.value}, expected {w.expected}"
     else:
         state = f"the barrier's phase of parity {w.expected} does not complete"
-    sm = f" SM {w.sm}" if program.dims.sms > 1 else ""
+    sm = f" SM {w.sm}" if program.dims.worker.sms > 1 else ""
     return f"the {role} of rank {w.rank} worker {w.worker}{sm} waits {where} for {what}: {state}"

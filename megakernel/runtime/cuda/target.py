@@ -27,13 +27,13 @@ class _Hopper(Target):
 
     def loads(self, phase: Phase, columns: Columns, dims: Dims) -> Loads:
         found = loads(phase, columns, dims)
-        if not (dims.ring_pages and phase.is_matmul and phase.norm is None):
+        if not (dims.worker.ring_pages and phase.is_matmul and phase.norm is None):
             return found
         return replace(found, read=_through_the_ring(phase, columns, dims))
 
     def violations(self, parts: Sequence[Part]) -> Iterator[str]:
         dims = all_dims(parts[0].program.dims)
-        for part in parts if dims[0].ring_pages else ():
+        for part in parts if dims[0].worker.ring_pages else ():
             yield from _pages(part, dims)
 
 
@@ -54,11 +54,11 @@ def _through_the_ring(phase: Phase, columns: Columns, dims: Dims) -> NDArray[np.
     columns.
     """
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
-    if dims.units == Units.DOTS:
+    if dims.worker.units == Units.DOTS:
         taken = pages.matmul_pages(phase, columns["rows"], columns["cols"], dims).inputs
         laps = taken // np.maximum(pages.dot_input_pages(phase, rows, dims), 1)
-        return (laps * rows * (phase.inner(dims) * itemsize(dims))).astype(np.float64)
-    weights = phase.inner(dims) * phase.matrices(dims) * cols * itemsize(dims)
+        return (laps * rows * (phase.inner(dims.split) * itemsize(dims.model))).astype(np.float64)
+    weights = phase.inner(dims.split) * phase.matrices(dims.split) * cols * itemsize(dims.model)
     return (pages.tile_work(phase, rows, cols, dims)[1] - weights).astype(np.float64)
 
 
@@ -66,7 +66,7 @@ def _pages(part: Part, dims: list[Dims]) -> Iterator[str]:
     """Check that the ring has room for the pages that an instruction holds at once, and that the
     tile of a matmul instruction can be divided into pages.
     """
-    have = dims[0].ring_pages
+    have = dims[0].worker.ring_pages
     if pages.kv_pages(dims[0]) > have:
         what = f"it holds {pages.kv_pages(dims[0])} pages at once, but the ring has {have}"
         yield from each(part, part.rows(part.phases.attention), what)
@@ -82,14 +82,15 @@ def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
     """Check the pages of one rank's instructions of a matmul phase. `rows` are the indices of their records."""
     c = phase.columns(part.records[rows])
     taken = pages.matmul_pages(phase, c["rows"], c["cols"], d)
-    for at in np.nonzero(taken.held > d.ring_pages)[0]:
-        yield f"{part.label(int(rows[at]))}: it holds {taken.held[at]} pages at once, but the ring has {d.ring_pages}"
-    dots = d.units == Units.DOTS
-    most = pages.dot_rows(max(phase.inner(d), 1)) if dots else d.sms * pages.PAGE_ROWS
+    for at in np.nonzero(taken.held > d.worker.ring_pages)[0]:
+        held = f"it holds {taken.held[at]} pages at once"
+        yield f"{part.label(int(rows[at]))}: {held}, but the ring has {d.worker.ring_pages}"
+    dots = d.worker.units == Units.DOTS
+    most = pages.dot_rows(max(phase.inner(d.split), 1)) if dots else d.worker.sms * pages.PAGE_ROWS
     yield from each(part, rows[c["rows"] > most], f"its tile has more than {most} rows")
     if phase.norm is not None:
         sizes, which = np.unique(c["rows"], return_inverse=True)
-        fits = np.array([pages.norm_fits(int(size), phase.inner(d), d) for size in sizes])[which]
+        fits = np.array([pages.norm_fits(int(size), phase.inner(d.split), d) for size in sizes])[which]
         yield from each(part, rows[~fits], "it has more rows than a matmul can normalise")
     per_page = pages.output_columns(phase, d)
     if not per_page or phase.output is None:
@@ -97,6 +98,6 @@ def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
     # The storer stores whole boxes, which must not extend beyond the tile into neighbouring rows or
     # columns.
     width = BUFFERS[phase.output].shape(d, 0)[1]
-    bad = (c["rows"] % pages.BOX_ROWS != 0) & (c["row"] + c["rows"] != d.tokens)
+    bad = (c["rows"] % pages.BOX_ROWS != 0) & (c["row"] + c["rows"] != d.bucket.tokens)
     bad |= (c["cols"] % per_page != 0) & (c["col"] + c["cols"] != width)
     yield from each(part, rows[bad], f"its tile is not made of boxes of {pages.BOX_ROWS} rows x {per_page} columns")

@@ -117,7 +117,7 @@ def _capacity(program: Program) -> int:
     records of a rank's queues.
     """
     lists = segments(program)
-    runs = (1, program.dims.layers, 1)
+    runs = (1, program.dims.model.layers, 1)
     lengths: Any = sum(np.diff(s.offsets) * n for s, n in zip(lists[:3], runs, strict=True))
-    claimed = len(lists[3].records) // max(program.ranks, 1) * program.dims.layers
+    claimed = len(lists[3].records) // max(program.ranks, 1) * program.dims.model.layers
     return min(_MOST, max(1, _PER_INSTRUCTION * (int(lengths.max()) + claimed)))

@@ -8,7 +8,6 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 
 from ...errors import MegakernelError
 from ...isa import BUFFERS, Buffer, Dims, Dtype
@@ -26,38 +25,44 @@ def load_weights(heap: Heap, checkpoint: Checkpoint, dims: Dims) -> None:
     Ranks on one GPU share one copy of the weights that each of them needs whole. A tied LM head
     uses the rows of EMBED.
     """
-    ranks = [replace(dims, rank=rank) for rank in range(dims.tp)]
+    ranks = [dims.on(rank) for rank in range(dims.split.tp)]
     weights = families.weights(checkpoint.config)
     own = [b for b in weights if not (b is Buffer.LM_HEAD and checkpoint.config.tied)]
-    homes = {(d.rank, b): _home(heap, ranks, d, b) for d in ranks for b in own}
+    homes = {(d.split.rank, b): _home(heap, ranks, d, b) for d in ranks for b in own}
     _check_memory(heap, checkpoint, ranks, homes)
     for buffer in own:
         for d in ranks:
-            if homes[d.rank, buffer] == d.rank:
+            if homes[d.split.rank, buffer] == d.split.rank:
                 size = layers(buffer, d) * copy_bytes(buffer, d, 0)
-                heap.bind(d.rank, buffer, heap.keep(heap.node.gpu(d.rank), size))
+                heap.bind(d.split.rank, buffer, heap.keep(heap.node.gpu(d.split.rank), size))
             else:
-                heap.bind(d.rank, buffer, heap.address(homes[d.rank, buffer], buffer))
-        holders = [d for d in ranks if homes[d.rank, buffer] == d.rank]
+                heap.bind(d.split.rank, buffer, heap.address(homes[d.split.rank, buffer], buffer))
+        holders = [d for d in ranks if homes[d.split.rank, buffer] == d.split.rank]
         for d, layer, rows in _read_ahead(checkpoint, buffer, holders):
             begin = 0
             for part in rows:
                 array = part.data.view(part.dtype.numpy)
-                heap.write(d.rank, buffer, layer, array, at=begin)
+                heap.write(d.split.rank, buffer, layer, array, at=begin)
                 begin += array.size
     if checkpoint.config.tied:
         for d in ranks:
-            row = d.hidden * Dtype(d.dtype).itemsize
-            heap.bind(d.rank, Buffer.LM_HEAD, heap.address(d.rank, Buffer.EMBED) + d.first_vocab * row)
+            row = d.model.hidden * Dtype(d.model.dtype).itemsize
+            heap.bind(
+                d.split.rank, Buffer.LM_HEAD, heap.address(d.split.rank, Buffer.EMBED) + d.split.first_vocab * row
+            )
 
 
 def _home(heap: Heap, ranks: list[Dims], d: Dims, buffer: Buffer) -> int:
     """Return the rank whose copy of a weight buffer is used by rank `d.rank`."""
     shape = BUFFERS[buffer].shape
-    whole = shape(replace(d, tp=1, rank=0), 0)
+    whole = shape(d.changed(tp=1, rank=0), 0)
     if shape(d, 0) != whole:
-        return d.rank
-    return next(r.rank for r in ranks if heap.node.gpu(r.rank) is heap.node.gpu(d.rank) and shape(r, 0) == whole)
+        return d.split.rank
+    return next(
+        r.split.rank
+        for r in ranks
+        if heap.node.gpu(r.split.rank) is heap.node.gpu(d.split.rank) and shape(r, 0) == whole
+    )
 
 
 def _read_ahead(checkpoint: Checkpoint, buffer: Buffer, ranks: list[Dims]) -> Iterator[tuple[Dims, int, list[Rows]]]:
@@ -79,10 +84,10 @@ def _read(checkpoint: Checkpoint, buffer: Buffer, layer: int, ranks: list[Dims])
     read: dict[object, list[Rows]] = {}  # ranks that need the same rows share them
     out = []
     for d in ranks:
-        part = *row_shares(buffer, d), column_share(buffer, d)
+        part = *row_shares(buffer, d.split), column_share(buffer, d.split)
         if part not in read:
-            rows = rows_of(checkpoint, buffer, layer, d)
-            read[part] = converted(rows, part[-1].size, BUFFERS[buffer].resolve_dtype(d))
+            rows = rows_of(checkpoint, buffer, layer, d.split)
+            read[part] = converted(rows, part[-1].size, BUFFERS[buffer].resolve_dtype(d.model))
         out.append((d, layer, read[part]))
     return out
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,15 +42,15 @@ class ReferenceBackend:
     def __init__(
         self, checkpoint: Checkpoint, dims: Dims, pages: int, *, dtype: Dtype, seed: int | None = None
     ) -> None:
-        if dtype != dims.dtype:
+        if dtype != dims.model.dtype:
             raise MegakernelError(
                 f"cannot create the reference backend: dtype is {dtype.name}, "
-                f"but dims.dtype is {Dtype(dims.dtype).name}"
+                f"but dims.dtype is {Dtype(dims.model.dtype).name}"
             )
         self.pages = pages
-        self.link_bytes = np.zeros(dims.tp, np.int64)
+        self.link_bytes = np.zeros(dims.split.tp, np.int64)
         self._order = None if seed is None else np.random.default_rng(seed)
-        self._arrays: list[dict[Buffer, Any]] = [{} for _ in range(dims.tp)]
+        self._arrays: list[dict[Buffer, Any]] = [{} for _ in range(dims.split.tp)]
         self._set_dims(dims)
         for buffer in weights(checkpoint.config):
             self._load(checkpoint, buffer)
@@ -65,15 +64,15 @@ class ReferenceBackend:
     def _load(self, checkpoint: Checkpoint, buffer: Buffer) -> None:
         """Load a weight buffer. Matrices that a backend may keep in the types of their file are widened to float32."""
         spec = BUFFERS[buffer]
-        kind = Dtype.F32 if buffer in checkpoint.storage else spec.resolve_dtype(self.dims)
-        whole = spec.shape(replace(self.dims, tp=1, rank=0), 0)
+        kind = Dtype.F32 if buffer in checkpoint.storage else spec.resolve_dtype(self.dims.model)
+        whole = spec.shape(self.dims.changed(tp=1, rank=0), 0)
         for dims, arrays in zip(self._ranks, self._arrays, strict=True):
             shape = spec.shape(dims, 0)
-            if dims.rank and shape == whole:  # every rank has all of it
+            if dims.split.rank and shape == whole:  # every rank has all of it
                 arrays[buffer] = self._arrays[0][buffer]
                 continue
-            layers = range(dims.layers if spec.layered else 1)
-            parts = [array_of(checkpoint, buffer, layer, dims, kind).reshape(shape) for layer in layers]
+            layers = range(dims.model.layers if spec.layered else 1)
+            parts = [array_of(checkpoint, buffer, layer, dims.split, kind).reshape(shape) for layer in layers]
             arrays[buffer] = parts if spec.layered else parts[0]
 
     def _allocate(self, buffer: Buffer) -> None:
@@ -82,7 +81,7 @@ class ReferenceBackend:
 
     def _set_dims(self, dims: Dims) -> None:
         self.dims = dims
-        self._ranks = [replace(dims, rank=rank) for rank in range(dims.tp)]
+        self._ranks = [dims.on(rank) for rank in range(dims.split.tp)]
 
     def _size_for(self, dims: Dims) -> None:
         self._set_dims(dims)
@@ -105,7 +104,7 @@ class ReferenceBackend:
 
     def context(self, phase: Phase, table: StepTable, layer: int) -> Context:
         """The data that an instruction of `phase` can access on the table's rank."""
-        rank = table.dims.rank
+        rank = table.dims.split.rank
 
         def send(buffer: Buffer, to: int, index: Any, values: NDArray[Any]) -> None:
             target = self.buffer(buffer, layer, to)
@@ -113,12 +112,12 @@ class ReferenceBackend:
             self.link_bytes[rank] += target[index].nbytes
 
         def own(buffer: Buffer, ahead: int = 0) -> NDArray[Any]:
-            return self.buffer(buffer, min(layer + ahead, self.dims.layers - 1), rank)
+            return self.buffer(buffer, min(layer + ahead, self.dims.model.layers - 1), rank)
 
         return Context(phase, self._ranks[rank], table, own, send)
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
-        for rank in range(self.dims.tp):
+        for rank in range(self.dims.split.tp):
             write_history(self.buffer(Buffer.HISTORY, rank=rank), slot, start, tokens)
 
     def close(self) -> None:
@@ -145,7 +144,7 @@ class ReferenceBackend:
         except BaseException:
             # An aborted launch left counters and arrivals incomplete, so the next one starts from zero.
             counters.reset()
-            for rank in range(self.dims.tp):
+            for rank in range(self.dims.split.tp):
                 self.buffer(Buffer.SPLITS, rank=rank).fill(0)
             raise
         return Output(
@@ -159,14 +158,14 @@ class ReferenceBackend:
     def _logits(self) -> NDArray[np.float32]:
         """The logits of all rows, each read from the rank that sampled the row."""
         own = self.dims.own_logit_rows
-        parts = [self.buffer(Buffer.LOGITS, rank=r)[r * own : (r + 1) * own] for r in range(self.dims.tp)]
+        parts = [self.buffer(Buffer.LOGITS, rank=r)[r * own : (r + 1) * own] for r in range(self.dims.split.tp)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _poison(self) -> None:
         """Fill activations with NaN, so that a read of anything that this launch has not written becomes visible."""
-        for rank in range(self.dims.tp):
+        for rank in range(self.dims.split.tp):
             for buffer in _PER_LAUNCH:
-                dtype = BUFFERS[buffer].resolve_dtype(self.dims)
+                dtype = BUFFERS[buffer].resolve_dtype(self.dims.model)
                 if dtype is not Dtype.I32:
                     self.buffer(buffer, rank=rank).fill(np.nan if dtype is Dtype.F32 else 0x7FC0)
 

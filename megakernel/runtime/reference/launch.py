@@ -89,7 +89,7 @@ def _chosen(words: NDArray[np.int32], indexed: bool) -> list[int]:
 
 
 def _stream(program: Program, rank: int, worker: int) -> Iterator[Place]:
-    layers = program.dims.layers
+    layers = program.dims.model.layers
     runs = [(program.prologue, tracing.PROLOGUE, 0)]
     runs += [(program.body, layer, layer) for layer in range(layers)]
     runs += [(program.epilogue, tracing.EPILOGUE, layers)]
@@ -133,7 +133,7 @@ class Launch:
         self._program, self._counters = program, counters
         self._tables = [table.rank(rank) for rank in range(program.ranks)]
         self._execute, self._context = execute, context
-        self._claimed = np.zeros((len(program.queues.offsets) - 1, program.dims.layers), np.int64)
+        self._claimed = np.zeros((len(program.queues.offsets) - 1, program.dims.model.layers), np.int64)
         self._intervals: list[tuple[int, ...]] = []
 
     def run(self, order: np.random.Generator | None) -> None:
@@ -180,7 +180,7 @@ class Launch:
     def _run(self, place: Place) -> Iterator[Blocked | None]:
         """Run the waits, work and signals of one instruction."""
         table = self._tables[place.rank]
-        layer = min(place.block, self._program.dims.layers - 1)
+        layer = min(place.block, self._program.dims.model.layers - 1)
         yield from self._wait(place, place.waits(indexed=False))
         if place.phase.operation is Operation.ATTENTION:
             slot = place.operand("slot")
@@ -242,7 +242,7 @@ class Launch:
             return []
         t, row = self._tables[place.rank], place.operand("row")
         rows = t.logit_rows[row : row + place.operand("rows")].tolist()
-        return [r // t.dims.row_block for r in rows if r >= 0 and place.rank in t.dims.owners(r)]
+        return [r // t.dims.bucket.row_block for r in rows if r >= 0 and place.rank in t.dims.owners(r)]
 
     def _signal_rows(self, place: Place, item: int) -> None:
         t = self._tables[place.rank]
@@ -257,8 +257,8 @@ class Launch:
         """
         dims = self._tables[place.rank].dims
         rank = word >> record.RANK_SHIFT & record.RANK_MASK
-        ranks = {record.ALL_RANKS: range(dims.tp), record.OWNER: dims.owners(row)}.get(rank, (rank,))
-        self._counters.values[list(ranks), self._counter(place, word) + row // dims.row_block] += arrivals
+        ranks = {record.ALL_RANKS: range(dims.split.tp), record.OWNER: dims.owners(row)}.get(rank, (rank,))
+        self._counters.values[list(ranks), self._counter(place, word) + row // dims.bucket.row_block] += arrivals
 
     def _counter(self, place: Place, word: int) -> int:
         block = place.block + bool(word & record.NEXT)

@@ -40,7 +40,7 @@ def test_a_long_prompt_is_cut_to_the_step_budget() -> None:
     request = engine.add(list(range(20)), SamplingParams(max_tokens=3))
     finish(engine)
     assert [[count for _, count in step] for step in backend.steps()] == [[8], [8], [4], [1], [1]]
-    assert [table.dims.tokens for table in backend.tables] == [8, 8, 4, 1, 1]
+    assert [table.dims.bucket.tokens for table in backend.tables] == [8, 8, 4, 1, 1]
     assert output_ids(request.choices[0]) == [19, 20, 21]
 
 
@@ -148,7 +148,7 @@ def test_after_warming_up_no_step_compiles() -> None:
         engine.add([1] * length, SamplingParams(max_tokens=length % 7 + 1, prompt_logprobs=0 if length % 5 else None))
     finish(engine)
     assert compiling.call_count == number - 1
-    assert {table.dims.tokens for table in backend.tables} > {20, 5 + 1}
+    assert {table.dims.bucket.tokens for table in backend.tables} > {20, 5 + 1}
 
 
 # -- how a choice ends
@@ -250,7 +250,7 @@ def test_prompt_tokens_are_scored_wherever_the_prompt_is_cut(step_tokens: int) -
     assert [list(top) for top in scored.prompt_top_logprobs] == [[token] for token in prompt[1:]]
     assert [[t.logprob for t in tokens[scored.first + choice]] for choice in (0, 1)] == [[-150.0, -151.0]] * 2
     assert other.choices[0].outputs == 12
-    assert max(table.dims.logit_rows for table in backend.tables) <= 64
+    assert max(table.dims.bucket.logit_rows for table in backend.tables) <= 64
 
 
 # -- refusals
@@ -329,7 +329,10 @@ def test_weight_bytes_counts_every_weight_once() -> None:
     biased = replace(CONFIG, qkv_bias=True, o_bias=True, mlp_bias=True)
     biases = 4 * (32 + 16 + 2 * 24 + 16)
     for config, tied, more in ((CONFIG, True, 0), (CONFIG, False, 4 * embed), (biased, True, biases)):
-        assert weight_bytes(passes.apply(forward(config), engine.dims), engine.dims, tied=tied) == expected + more
+        assert (
+            weight_bytes(passes.apply(forward(config), engine.dims.split), engine.dims.split, tied=tied)
+            == expected + more
+        )
 
 
 # -- text generation with random weights

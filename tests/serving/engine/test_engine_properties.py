@@ -55,7 +55,7 @@ def assert_at_rest(engine: Engine, backend: FakeBackend) -> None:
     stats = engine.stats
     assert engine.idle and not backend.under_way
     assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
-    assert sorted(engine._batch._slots) == list(range(engine.dims.max_seqs))
+    assert sorted(engine._batch._slots) == list(range(engine.dims.bucket.max_seqs))
 
 
 def finish(engine: Engine, backend: FakeBackend) -> None:

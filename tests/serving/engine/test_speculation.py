@@ -478,7 +478,7 @@ def test_times_are_measured_ones_then_lines_between_them_then_predictions() -> N
         return program
 
     programs = Programs(compile, 64, 64)
-    times = StepTimes(programs, lambda program: 1.0 + program.dims.tokens)
+    times = StepTimes(programs, lambda program: 1.0 + program.dims.bucket.tokens)
     assert times.growing(1, 1, 3) == [2.0, 3.0, 4.0, 5.0]
     times.record(programs.get(1, 1), 6.0)
     assert times.growing(1, 1, 3) == [6.0, 9.0, 12.0, 15.0]

@@ -158,7 +158,7 @@ def test_one_client_does_not_fill_the_queue(tmp_path: Path) -> None:
     engine, _ = fake_engine(max_seqs=1)
     row = Board(tmp_path / "board", 1, create=True).row(0, ENGINE_FIELDS)
     with zmq.Context() as context:
-        grammars = Grammars(None, engine.dims.vocab, frozenset())
+        grammars = Grammars(None, engine.dims.model.vocab, frozenset())
         loop = EngineLoop(engine, context, "inproc://requests", row, max_waiting=3, grammars=grammars)
         sent: list[bytes] = []
 

@@ -188,7 +188,7 @@ def test_arguments_in_vllms_names(model: str) -> None:
     how = {"max_model_len": 96, "max_num_seqs": 3, "max_num_batched_tokens": 16, "enable_prefix_caching": False}
     with LLM(model=model, tensor_parallel_size=2, dtype="float", threads=2, enforce_eager=True, **how) as made:
         dims = made.engine.dims
-        assert (dims.tp, dims.max_context, dims.max_seqs) == (2, 96, 3) and made.dtype.name == "F32"
+        assert (dims.split.tp, dims.bucket.max_context, dims.bucket.max_seqs) == (2, 96, 3) and made.dtype.name == "F32"
         assert [made.generate([7] * 40)[0].num_cached_tokens for _ in range(2)] == [0, 0]
     # max_num_seqs exceeds the default of step_tokens. This is no error: step_tokens becomes 700 instead.
     with LLM(model, dtype="half", max_num_seqs=700, max_model_len=64) as made:
