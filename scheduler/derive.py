@@ -64,7 +64,7 @@ class Group:
         return self.index is not Index.NONE
 
 
-class Node(NamedTuple):
+class TaskGroup(NamedTuple):
     """One run of a group. `group` is its index in Dependencies.groups; `copy` says in which run of its segment."""
 
     group: int
@@ -95,7 +95,9 @@ def derive(tasks: Tasks) -> Dependencies:
         for group in _groups(segment, number, ordinal, part, tasks.rank_dims[part.rank])
     ]
     copies = [PROLOGUE, *[BODY] * min(tasks.dims.model.layers, 2), EPILOGUE]
-    nodes = [Node(g, c) for c, copy in enumerate(copies) for g, group in enumerate(groups) if group.segment == copy]
+    nodes = [
+        TaskGroup(g, c) for c, copy in enumerate(copies) for g, group in enumerate(groups) if group.segment == copy
+    ]
     before = [0] * len(nodes)  # for each node, a bit set of the nodes that must precede it
     found = Dependencies(groups)
     for b, producers in enumerate(_candidates(groups, nodes)):
@@ -168,7 +170,7 @@ def _ranks(rank: int | Column | None, d: Dims) -> tuple[int, ...]:
     return tuple(range(d.split.tp)) if rank == EVERY else (d.split.rank if rank == OWN else int(rank),)
 
 
-def _candidates(groups: list[Group], nodes: list[Node]) -> Iterator[list[int]]:
+def _candidates(groups: list[Group], nodes: list[TaskGroup]) -> Iterator[list[int]]:
     """Yield, for each node in order, the list of earlier nodes that may conflict with it. Two nodes may conflict if
     their bounding boxes in some buffer overlap and at least one of the two nodes writes the buffer.
     """
@@ -206,7 +208,7 @@ def _overlapping(hulls: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.stack([node[i[meet]], node[j[meet]]])
 
 
-def _keep(found: Dependencies, copies: list[int], producer: Node, consumer: Node) -> None:
+def _keep(found: Dependencies, copies: list[int], producer: TaskGroup, consumer: TaskGroup) -> None:
     edge = producer.group, consumer.group
     if producer.copy == consumer.copy:
         found.within.add(edge)

@@ -27,7 +27,7 @@ from megakernel.model import load_config
 from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.scheduler import Options
 from megakernel.scheduler.simulate import simulate
-from megakernel.scheduler.simulate.costs import Costs, costs_of
+from megakernel.scheduler.simulate.costs import TaskCosts, costs_of
 from megakernel.timeline import resolve, summarise
 
 CONTEXT = 128
@@ -50,7 +50,7 @@ class Variant:
     options: Options
     pipelined: bool = True
 
-    def costs(self, machine: Machine) -> Costs:
+    def costs(self, machine: Machine) -> TaskCosts:
         costs = costs_of(machine)
         return costs if self.pipelined else costs.unpipelined()
 

@@ -21,14 +21,14 @@ from .config import ModelConfig
 CHUNK = 1 << 15
 
 
-class Part(NamedTuple):
+class StoredRows(NamedTuple):
     """Neighbouring rows of a matrix that have one type."""
 
     dtype: Dtype
     rows: int
 
 
-class Rows(NamedTuple):
+class WeightRows(NamedTuple):
     """Rows of one type: an array of bytes [rows, bytes of a row], in the type's own layout. A row of a
     vector is one element.
     """
@@ -37,9 +37,9 @@ class Rows(NamedTuple):
     data: NDArray[np.uint8]
 
 
-def vector(values: NDArray[np.float32]) -> Rows:
+def vector(values: NDArray[np.float32]) -> WeightRows:
     """The rows of a vector."""
-    return Rows(Dtype.F32, values.reshape(-1, 1).view(np.uint8))
+    return WeightRows(Dtype.F32, values.reshape(-1, 1).view(np.uint8))
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Storage:
     one list if the buffer is not layered.
     """
 
-    layers: tuple[tuple[Part, ...], ...]
+    layers: tuple[tuple[StoredRows, ...], ...]
 
     def bits(self, inner: int) -> float:
         """The mean number of bits per weight over all rows, if a row has `inner` weights. The
@@ -72,7 +72,7 @@ class Checkpoint(Protocol):
     dtype: Dtype
     storage: dict[Buffer, Storage]
 
-    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[Rows]:
+    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
         """The rows of a weight buffer (of one layer if layered) that rank `split.rank` has, in the
         order that `megakernel.isa.buffers` gives, one matrix after another.
 
@@ -126,22 +126,22 @@ def _all(count: int) -> Share:
     return Share(count, 0, count)
 
 
-def cut(whole: Sequence[Rows], buffer: Buffer, split: Split) -> list[Rows]:
+def cut(whole: Sequence[WeightRows], buffer: Buffer, split: Split) -> list[WeightRows]:
     """The part of all rows of a weight buffer that rank `split.rank` has. The result consists of views."""
     out, base = [], 0
     for share in row_shares(buffer, split):
         begin = base + share.first
         for dtype, data in whole:
             part = data[max(begin, 0) : max(begin + share.size, 0)]
-            out += [cut_columns(Rows(dtype, part), buffer, split)] if len(part) else []
+            out += [cut_columns(WeightRows(dtype, part), buffer, split)] if len(part) else []
             begin -= len(data)
         base += share.whole
     return out
 
 
-def cut_columns(part: Rows, buffer: Buffer, split: Split) -> Rows:
+def cut_columns(part: WeightRows, buffer: Buffer, split: Split) -> WeightRows:
     """The columns of some rows that rank `split.rank` has, as a view."""
-    return Rows(part.dtype, part.data[:, column_bytes(part.dtype, buffer, split)])
+    return WeightRows(part.dtype, part.data[:, column_bytes(part.dtype, buffer, split)])
 
 
 def column_bytes(dtype: Dtype, buffer: Buffer, split: Split) -> slice:
@@ -158,7 +158,7 @@ def column_bytes(dtype: Dtype, buffer: Buffer, split: Split) -> slice:
     return slice(begin, begin + dtype.row_bytes(count))
 
 
-def rows_of(checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Split) -> list[Rows]:
+def rows_of(checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
     """`checkpoint.rows`, and a check that these are the rows of a model with the sizes `split`.
     Raises MegakernelError.
     """
@@ -183,7 +183,7 @@ def array_of(
     return floats(rows, shape, BUFFERS[buffer].resolve_dtype(split.model) if dtype is None else dtype)
 
 
-def floats(parts: Iterable[Rows], shape: tuple[int, int], dtype: Dtype) -> NDArray[np.generic]:
+def floats(parts: Iterable[WeightRows], shape: tuple[int, int], dtype: Dtype) -> NDArray[np.generic]:
     """The values of rows of any type as a new array [rows, columns] of the float type `dtype`. Few rows
     are converted at a time.
     """
@@ -201,9 +201,11 @@ def floats(parts: Iterable[Rows], shape: tuple[int, int], dtype: Dtype) -> NDArr
     return out
 
 
-def converted(rows: Sequence[Rows], inner: int, dtype: Dtype) -> list[Rows]:
+def converted(rows: Sequence[WeightRows], inner: int, dtype: Dtype) -> list[WeightRows]:
     """Rows of `inner` weights each, in the float type `dtype`. Parts that have this type are not copied."""
     return [
-        part if part.dtype is dtype else Rows(dtype, floats([part], (len(part.data), inner), dtype).view(np.uint8))
+        part
+        if part.dtype is dtype
+        else WeightRows(dtype, floats([part], (len(part.data), inner), dtype).view(np.uint8))
         for part in rows
     ]

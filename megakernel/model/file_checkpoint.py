@@ -15,10 +15,10 @@ from ..isa import BUFFERS, Buffer, Dtype, Split, all_finite
 from .checkpoint import (
     CHUNK,
     Checkpoint,
-    Part,
-    Rows,
     Share,
     Storage,
+    StoredRows,
+    WeightRows,
     array_of,
     column_share,
     cut_columns,
@@ -88,7 +88,7 @@ class FileCheckpoint:
         if config.tied and Buffer.EMBED in self.storage:
             self.storage[Buffer.LM_HEAD] = self.storage[Buffer.EMBED]
 
-    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[Rows]:
+    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
         if buffer is Buffer.INV_FREQ:
             return [vector(inverse_frequencies(self.config.rope, self.config.head_dim))]
         source = Buffer.EMBED if buffer is Buffer.LM_HEAD and self.config.tied else buffer
@@ -101,7 +101,7 @@ class FileCheckpoint:
             else:  # the bias is absent, which _check has accepted
                 part = vector(np.zeros(share.size, np.float32))
             halved = index < self._naming.halved.get(buffer, 0)
-            out.append(Rows(part.dtype, _interleave(part.data, self.config.head_dim)) if halved else part)
+            out.append(WeightRows(part.dtype, _interleave(part.data, self.config.head_dim)) if halved else part)
         return out
 
     def _layout(self, buffer: Buffer) -> Storage:
@@ -109,29 +109,29 @@ class FileCheckpoint:
         layers = range(self.config.layers if BUFFERS[buffer].layered else 1)
         dtype, shapes = self._tensors.dtype, self._tensors.shapes
         names = (self._naming.names(buffer, layer) for layer in layers)
-        return Storage(tuple(tuple(Part(dtype(name), shapes[name][0]) for name in layer) for layer in names))
+        return Storage(tuple(tuple(StoredRows(dtype(name), shapes[name][0]) for name in layer) for layer in names))
 
-    def _read(self, name: str, share: Share, buffer: Buffer, split: Split, dtype: Dtype | None) -> Rows:
+    def _read(self, name: str, share: Share, buffer: Buffer, split: Split, dtype: Dtype | None) -> WeightRows:
         """A rank's part of a tensor in the float type `dtype`, or as a view of the file if this is the tensor's type
         or None. NaN and infinity are refused: one such weight would make every token meaningless, and a later error
         could not name the weight.
         """
         kind, end = self._tensors.dtype(name), share.first + share.size
 
-        def part(start: int, stop: int) -> Rows:
+        def part(start: int, stop: int) -> WeightRows:
             rows = self._tensors.rows(name, start, stop)
             if not all_finite(rows, kind):
                 raise MegakernelError(
                     f"tensor {name} in {self._tensors.where(name)} contains a NaN or an infinity: fetch the file again"
                 )
-            return cut_columns(Rows(kind, rows.view(np.uint8)), buffer, split)
+            return cut_columns(WeightRows(kind, rows.view(np.uint8)), buffer, split)
 
         if dtype is None or dtype is kind:
             return part(share.first, end)
         column = column_share(buffer, split)
         step = max(1, CHUNK // column.whole)
         parts = (part(start, min(start + step, end)) for start in range(share.first, end, step))
-        return Rows(dtype, floats(parts, (share.size, column.size), dtype).view(np.uint8))
+        return WeightRows(dtype, floats(parts, (share.size, column.size), dtype).view(np.uint8))
 
 
 def _interleave(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:

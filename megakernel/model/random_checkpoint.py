@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..isa import BUFFERS, Buffer, Dtype, Split
-from .checkpoint import Rows, Storage, column_share, converted, cut, row_shares, vector
+from .checkpoint import Storage, WeightRows, column_share, converted, cut, row_shares, vector
 from .config import ModelConfig, Rope, RopeKind
 from .rope import inverse_frequencies
 
@@ -61,17 +61,17 @@ class RandomCheckpoint:
         self._seed = seed
         self._last = threading.local()
 
-    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[Rows]:
+    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
         if buffer is Buffer.INV_FREQ:
             return [vector(inverse_frequencies(self.config.rope, self.config.head_dim))]
         whole = self._whole(Buffer.EMBED if buffer is Buffer.LM_HEAD and self.config.tied else buffer, layer, split)
         rows = cut([whole], buffer, split)
         return converted(rows, column_share(buffer, split).size, BUFFERS[buffer].resolve_dtype(split.model))
 
-    def _whole(self, buffer: Buffer, layer: int, split: Split) -> Rows:
+    def _whole(self, buffer: Buffer, layer: int, split: Split) -> WeightRows:
         """All rows of a buffer. If there are several ranks, each thread keeps the rows for the next rank."""
         key = buffer, layer if BUFFERS[buffer].layered else 0
-        made: tuple[object, Rows] | None = getattr(self._last, "made", None)
+        made: tuple[object, WeightRows] | None = getattr(self._last, "made", None)
         if made is not None and made[0] == key:
             return made[1]
         self._last.made = made = None  # frees memory before more is allocated
@@ -80,7 +80,7 @@ class RandomCheckpoint:
         if buffer in _NORMS:
             rows = vector(generator.random(shape[0], dtype=np.float32) + np.float32(0.5))
         else:
-            rows = Rows(Dtype.BF16, _draw(generator, shape[0] * shape[1]).reshape(shape).view(np.uint8))
+            rows = WeightRows(Dtype.BF16, _draw(generator, shape[0] * shape[1]).reshape(shape).view(np.uint8))
         if split.tp > 1:
             self._last.made = key, rows
         return rows

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import MegakernelError
 from ..isa import BUFFERS, Buffer, Dtype, Split
-from .checkpoint import Checkpoint, Part, Rows, Storage, column_bytes, column_share, converted, row_shares
+from .checkpoint import Checkpoint, Storage, StoredRows, WeightRows, column_bytes, column_share, converted, row_shares
 from .config import ModelConfig
 from .families import weights
 from .quantise import quantise
@@ -64,7 +64,9 @@ def _all_in(config: ModelConfig, kind: Dtype) -> dict[Buffer, Storage]:
     """The `storage` of a checkpoint that stores all matrices of a model in one type."""
     split = Split(config.sizes(Dtype.F32))
     rows = {b: sum(share.whole for share in row_shares(b, split)) for b in weights(config) if BUFFERS[b].matrix}
-    return {b: Storage(((Part(kind, n),),) * (config.layers if BUFFERS[b].layered else 1)) for b, n in rows.items()}
+    return {
+        b: Storage(((StoredRows(kind, n),),) * (config.layers if BUFFERS[b].layered else 1)) for b, n in rows.items()
+    }
 
 
 def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, Storage]) -> dict[str, int]:
@@ -92,7 +94,7 @@ class _Stored:
         self.storage = _all_in(whole.config, dtype)
         self._whole, self._kind = whole, dtype
 
-    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[Rows]:
+    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
         exact = replace(split, model=replace(split.model, dtype=int(Dtype.F32)))  # floats that are not rounded yet
         rows = self._whole.rows(buffer, layer, exact)
         if buffer not in self.storage or {part.dtype for part in rows} == {self._kind}:
@@ -102,4 +104,4 @@ class _Stored:
         if not self._kind.quantised:
             return converted(rows, inner, self._kind)
         floats = (part.data.view(np.float32) for part in converted(rows, inner, Dtype.F32))
-        return [Rows(self._kind, quantise(part, self._kind)) for part in floats]
+        return [WeightRows(self._kind, quantise(part, self._kind)) for part in floats]

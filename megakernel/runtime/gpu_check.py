@@ -30,7 +30,7 @@ _State = dict[_Key, NDArray[np.generic]]
 
 
 @dataclass(frozen=True)
-class Difference:
+class PhaseDifference:
     """An error in the instructions of a phase. If values are wrong, `what` also describes the first
     instruction whose results are wrong even when it runs alone.
     """
@@ -73,7 +73,7 @@ def _padding(d: Dims) -> NDArray[np.bool_]:
 
 def check_instructions(
     gpu: CudaBackend, reference: ReferenceBackend, program: Program, table: StepTable, *, repeats: int = 20
-) -> Iterator[Difference | None]:
+) -> Iterator[PhaseDifference | None]:
     """Execute all phases of a step in order on both backends. For each phase, yield None if it is
     correct, otherwise its Difference.
 
@@ -87,13 +87,13 @@ def check_instructions(
         try:
             wrong = twins.wrong(before, index, layer, phase, repeats)
         except MegakernelError as e:  # the error of a failed launch names the instruction that waited
-            yield Difference(name, layer, str(e))
+            yield PhaseDifference(name, layer, str(e))
             continue
         if wrong is None:
             yield None
             continue
         after = twins.state()
-        yield Difference(name, layer, f"{wrong}; {twins.culprit(before, index, layer, phase)}")
+        yield PhaseDifference(name, layer, f"{wrong}; {twins.culprit(before, index, layer, phase)}")
         twins.restore(after)
 
 

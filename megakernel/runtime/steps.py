@@ -103,7 +103,7 @@ class Lineup:
 
 
 @dataclass(eq=False, slots=True)
-class Rows:
+class StepRows:
     """The rows of a step. Consecutive steps share one Lineup if the same sequences continue."""
 
     lineup: Lineup
@@ -125,7 +125,7 @@ def fits(capacity: str, wanted: int, limit: int) -> None:
         raise MegakernelError(f"the step needs {capacity} = {wanted}, but the program was compiled for at most {limit}")
 
 
-def fill_rows(table: StepTable, rows: Rows, sampling: Sampling) -> None:
+def fill_rows(table: StepTable, rows: StepRows, sampling: Sampling) -> None:
     """Write all fields of `table` except pages and attention items; remaining rows become padding.
 
     Raises MegakernelError if a capacity, a field of Dims, is too small. The error names the field.
@@ -150,7 +150,7 @@ def fill_rows(table: StepTable, rows: Rows, sampling: Sampling) -> None:
     move_rows(table, rows)
 
 
-def move_rows(table: StepTable, rows: Rows) -> None:
+def move_rows(table: StepTable, rows: StepRows) -> None:
     """Write only tokens and positions, into a table that `fill_rows` has filled for the same
     lineup.
     """
@@ -181,7 +181,7 @@ def _fill_bias(table: StepTable, place: Ints, sampling: Sampling) -> None:
     table.bias_ids[:pairs], table.bias_values[:pairs] = sampling.bias_ids[at], sampling.bias_values[at]
 
 
-class Pages:
+class SequencePages:
     """The ids of the KV pages of each slot's sequence. In row `slot` of `ids`, the first
     `count[slot]` are valid.
 
@@ -202,7 +202,7 @@ class _Kept:
     """
 
     table: StepTable
-    rows: Rows | None = None
+    rows: StepRows | None = None
     dealt: Dealt | None = None
 
 
@@ -214,12 +214,12 @@ class Steps:
     a table needs only new tokens and positions. Its attention items stay the same until a row enters its next KV block.
     """
 
-    def __init__(self, pages: Pages, sampling: Sampling) -> None:
+    def __init__(self, pages: SequencePages, sampling: Sampling) -> None:
         self._pages, self._sampling = pages, sampling
         self._kept: list[_Kept | None] = [None, None]
         self._turn = 0  # which of the two tables is written next
 
-    def build(self, dims: Dims, rows: Rows) -> StepTable:
+    def build(self, dims: Dims, rows: StepRows) -> StepTable:
         """The table for a step with these rows. The call after the next one overwrites it.
 
         Raises MegakernelError if a capacity is exceeded; the error names it (a field of Dims).
@@ -249,7 +249,7 @@ class Steps:
         return table
 
 
-def _goes_on(last: Rows, rows: Rows) -> bool:
+def _goes_on(last: StepRows, rows: StepRows) -> bool:
     """Whether the step `rows` continues the step `last`: the sequences are the same, and each has a single token, at
     the position after its token in `last`.
     """
@@ -320,5 +320,5 @@ def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
             )
         table.block_tables[chunk.slot, :needed] = chunk.pages[:needed]
     write_items(table, deal_items(dims, lineup.slot, start, lineup.count))
-    fill_rows(table, Rows(lineup, start, tokens), sampling)
+    fill_rows(table, StepRows(lineup, start, tokens), sampling)
     return table

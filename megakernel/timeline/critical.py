@@ -12,7 +12,7 @@ from .resolve import Resolved
 
 
 @dataclass(frozen=True)
-class Link:
+class ChainLink:
     """One instruction on the critical path. `instruction` is the name of its phase.
 
     `begin_s` and `end_s` bound its part of the path, in seconds since the launch began, and `gap_s` is the time between
@@ -45,7 +45,7 @@ class CriticalPath:
     seconds: float
     by_instruction: dict[str, float]
     gap_s: float
-    links: list[Link]
+    links: list[ChainLink]
 
 
 def critical_path(resolved: Resolved) -> CriticalPath:
@@ -69,7 +69,7 @@ def critical_path(resolved: Resolved) -> CriticalPath:
     node = int(resolved.instance[nodes[np.argmax(resolved.end[nodes])]])
     cut = int(resolved.end[finish[node]])
     total = cut - origin
-    links: list[Link] = []
+    links: list[ChainLink] = []
     spent: dict[str, int] = {}
     gaps = 0
     seen = set()
@@ -89,7 +89,7 @@ def critical_path(resolved: Resolved) -> CriticalPath:
         start = max(int(begin[node]), let_go)
         name = resolved.phase(row).name
         links.append(
-            Link(
+            ChainLink(
                 rank=int(resolved.rows["rank"][row]),
                 worker=int(resolved.rows["worker"][row]),
                 instruction=name,

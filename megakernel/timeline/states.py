@@ -116,7 +116,7 @@ def _idle(resolved: Resolved, free: Spans) -> NDArray[np.int8]:
 
 
 @dataclass(frozen=True)
-class Place:
+class LanePlace:
     """A stretch of one worker's time, in seconds since the trace's first interval.
 
     `interval` is the index of the trace interval that contains the stretch. If nothing was recorded in the stretch,
@@ -130,7 +130,7 @@ class Place:
     interval: int
 
 
-def longest(resolved: Resolved, pieces: Pieces, chosen: NDArray[np.bool_]) -> list[Place]:
+def longest(resolved: Resolved, pieces: Pieces, chosen: NDArray[np.bool_]) -> list[LanePlace]:
     """Return the longest of the chosen pieces of time, at most _MOST_PLACES, the longest first. Pieces of equal length
     are in the order of ranks and workers.
     """
@@ -142,7 +142,7 @@ def longest(resolved: Resolved, pieces: Pieces, chosen: NDArray[np.bool_]) -> li
     ]
 
 
-def ranked(resolved: Resolved, rows: NDArray[np.int64], by: NDArray[np.float64]) -> list[Place]:
+def ranked(resolved: Resolved, rows: NDArray[np.int64], by: NDArray[np.float64]) -> list[LanePlace]:
     """Return the places of those intervals of `rows` that have the largest values in `by`, the largest first."""
     chosen = rows[np.argsort(-by, kind="stable")[:_MOST_PLACES]]
     return [_place(resolved, resolved.lane[i], resolved.begin[i], resolved.end[i], i) for i in chosen.tolist()]
@@ -158,6 +158,6 @@ def _interval_at(pieces: Pieces, row: int) -> int:
     return -1
 
 
-def _place(resolved: Resolved, lane: np.int64, begin: np.int64, end: np.int64, interval: int) -> Place:
+def _place(resolved: Resolved, lane: np.int64, begin: np.int64, end: np.int64, interval: int) -> LanePlace:
     rank, worker = divmod(int(lane), resolved.program.workers)
-    return Place(rank, worker, int(begin) * resolved.tick_s, int(end) * resolved.tick_s, interval)
+    return LanePlace(rank, worker, int(begin) * resolved.tick_s, int(end) * resolved.tick_s, interval)

@@ -13,12 +13,12 @@ from .critical import CriticalPath, critical_path
 from .overlap import Overlap, exposed_communication, overlap
 from .resolve import WORK, Resolved
 from .resources import Resource, resources
-from .states import BLOCKED, BUSY, Pieces, Place, State, longest, pieces
+from .states import BLOCKED, BUSY, LanePlace, Pieces, State, longest, pieces
 from .waterfall import Outliers, Waterfall, outliers, waterfall
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerTimes:
     """How one worker spends the step, as three fractions that add up to 1: `busy`, `wait` and `idle`, as defined in
     `Summary`.
     """
@@ -64,7 +64,7 @@ class WaitTime:
     count: int
     total_s: float
     share: float
-    places: list[Place]
+    places: list[LanePlace]
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Summary:
     instructions: list[PhaseTime]
     families: dict[str, float]
     waits: list[WaitTime]
-    per_worker: list[Worker]
+    per_worker: list[WorkerTimes]
     critical_path: CriticalPath
     waterfall: Waterfall
 
@@ -147,10 +147,10 @@ def summarise(resolved: Resolved) -> Summary:
     )
 
 
-def _workers(resolved: Resolved, found: Pieces) -> list[Worker]:
+def _workers(resolved: Resolved, found: Pieces) -> list[WorkerTimes]:
     busy, wait = (found.per_lane(resolved.lanes, *states) / max(resolved.steps, 1) for states in (BUSY, BLOCKED))
     return [
-        Worker(*divmod(lane, resolved.program.workers), busy=float(b), wait=float(w), idle=float(1.0 - b - w))
+        WorkerTimes(*divmod(lane, resolved.program.workers), busy=float(b), wait=float(w), idle=float(1.0 - b - w))
         for lane, (b, w) in enumerate(zip(busy, wait, strict=True))
     ]
 

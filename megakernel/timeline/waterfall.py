@@ -14,7 +14,7 @@ from ..isa import MAX_PHASES
 from ..trace import IntervalKind
 from .resolve import Resolved
 from .resources import ROOFLINE, Amounts, Resource, issue_seconds
-from .states import Pieces, Place, State, longest, ranked
+from .states import LanePlace, Pieces, State, longest, ranked
 
 FAR = 8  # an outlier takes more than this many times the median of its phase
 
@@ -63,7 +63,7 @@ class Bar:
     name: str
     kind: Cause
     seconds: float
-    places: list[Place]
+    places: list[LanePlace]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ Rates = tuple[tuple[float, float], ...]  # (rows, rate), rows ascending
 
 
 @dataclass(frozen=True)
-class Costs:
+class TaskCosts:
     """What each kind of work costs on a machine. A rate is that of one rank's device unless its comment says that it is
     a worker's. Units are seconds, bytes and FLOPs.
 
@@ -71,7 +71,7 @@ class Costs:
         padded: NDArray[np.float64] = flops * (np.ceil(rows / self.row_quantum) * self.row_quantum / rows)
         return padded
 
-    def paired(self) -> Costs:
+    def paired(self) -> TaskCosts:
         """Return the costs of a worker that is two SMs. Each SM receives all weights of a tile and half of the tile's
         input rows. If the weights and the rows have n bytes each, the two SMs together receive 3 n bytes. But the
         simulator counts only 2 n bytes for the tile, so the load rate is two thirds of that of two SMs.
@@ -85,7 +85,7 @@ class Costs:
             stage_bytes=self.stage_bytes * 4 / 3,  # two pages of inputs instead of one, and still two of weights
         )
 
-    def unpipelined(self) -> Costs:
+    def unpipelined(self) -> TaskCosts:
         """Return the costs of workers that finish each instruction before they start the next."""
         return replace(self, in_flight=1, claim_in_flight=1)
 
@@ -110,7 +110,7 @@ _LATENCY_S = _STORE_S = 0.5e-6
 _CLAIM_S = 0.432e-6
 
 
-def _gpu_costs(machine: Machine) -> Costs:
+def _gpu_costs(machine: Machine) -> TaskCosts:
     if not (machine.cache_bytes and machine.cache_bytes_per_s and machine.worker_bytes_per_s):
         raise MegakernelError(
             f"cannot simulate on {machine.name}: its file needs chip.l2_bytes, l2_bytes_per_clock and"
@@ -118,7 +118,7 @@ def _gpu_costs(machine: Machine) -> Costs:
         )
     matrix = machine.matrix_flops / machine.workers * _MATRIX_FRACTION
     handoff = machine.issue.handoff if machine.issue else 0.0
-    return Costs(
+    return TaskCosts(
         matmul_flops=((1.0, matrix),),
         attention_flops=((1.0, matrix),),
         row_quantum=_ROW_QUANTUM,
@@ -161,12 +161,12 @@ _XEON_FLOPS = 166.8e9
 _XEON_COSTS = {"dispatch_s": 77e-9, "signal_s": 102e-9, "remote_signal_s": 102e-9, "launch_s": 39.7e-6}
 
 
-def _cpu_costs(machine: Machine) -> Costs:
+def _cpu_costs(machine: Machine) -> TaskCosts:
     core, scale = machine.core, 1.0
     if core is None:
         core, scale = _XEON, machine.matrix_flops / machine.workers / _XEON_FLOPS
     seconds = {name: getattr(machine, name) for name in _XEON_COSTS}
-    return Costs(
+    return TaskCosts(
         matmul_flops=_scaled(core.matmul_rows, core.matmul_flops_per_s, scale),
         attention_flops=_scaled(core.attention_rows, core.attention_flops_per_s, scale),
         row_quantum=1,
@@ -193,7 +193,7 @@ def _scaled(rows: tuple[float, ...], rates: tuple[float, ...], scale: float) -> 
     return tuple((row, rate * scale) for row, rate in zip(rows, rates, strict=True))
 
 
-def costs_of(machine: Machine) -> Costs:
+def costs_of(machine: Machine) -> TaskCosts:
     """Return the costs of a machine. For this computer (`host`), they follow from the rates in `machine`, which are
     either measured or nominal.
     """

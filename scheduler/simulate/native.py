@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megakernel.errors import MegakernelError
 from megakernel.library import load
-from megakernel.scheduler.simulate.costs import Costs
+from megakernel.scheduler.simulate.costs import TaskCosts
 from megakernel.trace import DTYPE, Intervals
 
 _I32, _I64, _F64, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
@@ -95,7 +95,7 @@ class _Stall(ctypes.Structure):
     _fields_ = (("segment", _I32), ("number", _I32), ("layer", _I32), ("seconds", _F64))
 
 
-class Result(ctypes.Structure):
+class SimulationResult(ctypes.Structure):
     """mk::simulate::Result."""
 
     _fields_ = (
@@ -112,12 +112,14 @@ def _library() -> ctypes.CDLL:
     lib.mk_simulate.restype = _I32
     lib.mk_simulate.argtypes = [
         ctypes.POINTER(_Program), ctypes.POINTER(_Costs), ctypes.POINTER(_Stall), _POINTER, _I64,
-        ctypes.POINTER(Result),
+        ctypes.POINTER(SimulationResult),
     ]  # fmt: skip
     return lib
 
 
-def run(work: Work, costs: Costs, stall: tuple[int, int, int, float], most: int) -> tuple[Result, Intervals]:
+def run(
+    work: Work, costs: TaskCosts, stall: tuple[int, int, int, float], most: int
+) -> tuple[SimulationResult, Intervals]:
     """Simulate a step. Returns the result and up to `most` intervals of the trace, in the order in which they ended."""
     values = {f.name: getattr(work, f.name) for f in fields(Work)}
     counts = {f"{name}_count": len(values[name]) for name in _COUNTED}
@@ -126,7 +128,7 @@ def run(work: Work, costs: Costs, stall: tuple[int, int, int, float], most: int)
         *(getattr(costs, name) for name in _COSTS), costs.in_flight, costs.claim_in_flight, int(costs.roles)
     )
     intervals = np.empty(most, dtype=DTYPE)
-    result = Result()
+    result = SimulationResult()
     status = _library().mk_simulate(
         ctypes.byref(program),
         ctypes.byref(native),

@@ -17,8 +17,8 @@ from megakernel.isa import StepTable, cost, slot_work
 from megakernel.machine import Machine
 from megakernel.program import Program, check
 from megakernel.runtime.targets import target_of
-from megakernel.scheduler.simulate.costs import Costs, costs_of
-from megakernel.scheduler.simulate.native import Result, Work, run
+from megakernel.scheduler.simulate.costs import TaskCosts, costs_of
+from megakernel.scheduler.simulate.native import SimulationResult, Work, run
 from megakernel.scheduler.simulate.work import make_work
 from megakernel.trace import Trace, TraceHeader
 
@@ -63,7 +63,7 @@ def simulate(
     machine: Machine,
     table: StepTable,
     *,
-    costs: Costs | None = None,
+    costs: TaskCosts | None = None,
     trace: bool = False,
     stall: Stall | None = None,
 ) -> Simulation:
@@ -119,7 +119,7 @@ def _launched(program: Program, work: Work) -> int:
     return counts[0] + layers * (counts[1] + counts[3]) + counts[2]
 
 
-def _check(program: Program, work: Work, result: Result) -> None:
+def _check(program: Program, work: Work, result: SimulationResult) -> None:
     if result.crowded_counter >= 0:
         raise MegakernelError(
             f"counter {result.crowded_counter} gets more arrivals than the program declares:"

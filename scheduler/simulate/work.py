@@ -51,7 +51,7 @@ from megakernel.runtime.cuda.pages import (
 )
 from megakernel.runtime.cuda.params import PAGE_BYTES
 from megakernel.runtime.targets import target_of
-from megakernel.scheduler.simulate.costs import Costs
+from megakernel.scheduler.simulate.costs import TaskCosts
 from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Floats, Int32s, Work
 
 Ints = NDArray[np.int64]
@@ -99,7 +99,7 @@ class _Tasks:
         return out
 
 
-def make_work(program: Program, table: StepTable, costs: Costs) -> Work:
+def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
     """Return one step of `program` as the simulator's input. `table` is a step table with the program's sizes; all
     ranks have the same one.
     """
@@ -219,7 +219,9 @@ class _Keys:
         np.maximum.at(self.bytes[rank], key, size)
 
 
-def _plain(tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Ints, dims: Dims, costs: Costs) -> None:
+def _plain(
+    tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Ints, dims: Dims, costs: TaskCosts
+) -> None:
     """Add the data of one phase's tasks on one rank. Other functions add those of attention and of control
     instructions.
     """
@@ -284,7 +286,7 @@ def _activations(tasks: _Tasks, keys: _Keys, phase: Phase, columns: Columns, tas
         tasks.set(task, write_key=key)
 
 
-def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims, costs: Costs) -> Floats:
+def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims, costs: TaskCosts) -> Floats:
     """Set the bytes that matmul tasks take in the ring of pages, and return the seconds of their arithmetic."""
     taken = matmul_pages(phase, columns["rows"], columns["cols"], dims)
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
@@ -316,7 +318,7 @@ def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Iterator[tu
 
 
 def _attention(
-    tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, first: Ints, view: StepTable, costs: Costs
+    tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, first: Ints, view: StepTable, costs: TaskCosts
 ) -> None:
     """Add the data of one rank's attention tasks. K and V of earlier steps come from memory once per sequence, even if
     several items share them.

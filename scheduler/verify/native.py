@@ -47,7 +47,7 @@ class _Step(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Graph:
+class EventGraph:
     """The graph of an unrolled program: `rows` nodes, called rows, and edges from `source` to `target`.
 
     The rows of instructions come first. They are sorted by run: the prologue, the body once per layer, the epilogue.
@@ -65,7 +65,7 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class Step:
+class OrderStep:
     """The accesses of a step, as the native verifier gets them (mk::verify::Step).
 
     `declares` [phases, buffers] says which phase writes which buffer. `touches` [8, n] describes n accesses: the phase,
@@ -110,7 +110,7 @@ def _checked(count: int) -> int:
     return count
 
 
-def topological_order(graph: Graph, missing: Int32s) -> tuple[Int32s, Int32s]:
+def topological_order(graph: EventGraph, missing: Int32s) -> tuple[Int32s, Int32s]:
     """Return a topological order of the graph's rows, without the rows on or behind a cycle. Also return, for each row,
     the number of incoming edges whose sources are missing from this order.
 
@@ -121,7 +121,9 @@ def topological_order(graph: Graph, missing: Int32s) -> tuple[Int32s, Int32s]:
     return order[: _checked(count)], left
 
 
-def unordered(graph: Graph, order: Int32s, step: Step, ends: Int32s, lasts: Int32s, most: int) -> NDArray[np.void]:
+def unordered(
+    graph: EventGraph, order: Int32s, step: OrderStep, ends: Int32s, lasts: Int32s, most: int
+) -> NDArray[np.void]:
     """Return up to `most` pairs of accesses whose order is wrong or not ensured, as records of FOUND.
 
     Also checks that each row of `lasts` comes after each row of `ends`.

@@ -32,7 +32,7 @@ from megakernel.isa import record as bits
 from megakernel.program import Program
 from megakernel.program.part import Mask, Part
 from megakernel.program.phases import Ints, all_dims
-from megakernel.scheduler.verify.native import Graph, topological_order
+from megakernel.scheduler.verify.native import EventGraph, topological_order
 
 Edges = tuple[Ints, Ints]  # earlier, later
 
@@ -55,7 +55,7 @@ def _ended_before(key: Ints, end: Ints) -> Ints:
 
 
 @dataclass(frozen=True)
-class Grid:
+class CounterGrid:
     """The attention items of one rank. `event`, [row block, head group], has the number of each item's event. A head
     group has `group_heads` KV heads.
     """
@@ -90,7 +90,7 @@ class Events:
 
     def __init__(self, part: Part) -> None:
         self.part, self.count = part, len(part.records)
-        self.items: dict[int, Grid] = {}
+        self.items: dict[int, CounterGrid] = {}
         self.reads: list[Reads] = []
         self.begins: Edges = (np.zeros(0, np.int64),) * 2  # drain, its begin
         counters, waits, signals = part.program.counters, part.waits, part.signals
@@ -134,7 +134,7 @@ class Events:
             columns = attention.columns(part.records[slots[:1]])
             groups, group_heads = int(columns["groups"][0]), int(columns["group_heads"][0])
             event = self._new(dims.bucket.row_blocks, groups)
-            self.items[rank] = Grid(event, group_heads)
+            self.items[rank] = CounterGrid(event, group_heads)
             heads = np.minimum(all_dims(dims)[rank].split.rank_kv_heads - np.arange(groups) * group_heads, group_heads)
             items, arrivals = event.ravel(), (block_rows[:, None] * heads).ravel()
             grid = self._wait[part.waits.indexed & (part.waits.row == slots[0])] + np.arange(items.size)
@@ -255,9 +255,9 @@ class Unrolled:
         self.graph = self._graph(proven)
         self._any_order = self._graph(proven + perhaps)
 
-    def _graph(self, edges: list[Edges]) -> Graph:
+    def _graph(self, edges: list[Edges]) -> EventGraph:
         source, target = (np.concatenate(side).astype(np.int32) for side in zip(*edges, strict=True))
-        return Graph(self.rows, self.first, source, target)
+        return EventGraph(self.rows, self.first, source, target)
 
     def order(self) -> tuple[NDArray[np.int32], list[int]]:
         """Return a topological order of all rows that respects every edge that may exist, and the rows of a cycle if

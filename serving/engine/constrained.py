@@ -10,7 +10,7 @@ import numpy as np
 
 from megakernel.isa import StepTable
 from megakernel.serving.engine.grammars import write_masks
-from megakernel.serving.engine.plan import Part
+from megakernel.serving.engine.plan import PlannedRows
 from megakernel.serving.engine.programs import Programs
 from megakernel.serving.engine.request import Sequence
 from megakernel.serving.engine.scheduler import Batch
@@ -18,7 +18,7 @@ from megakernel.serving.engine.scheduler import Batch
 Forced = dict[Sequence, list[int]]  # a constrained sequence -> the tokens that must come next, often none
 
 
-def follow(part: Part, batch: Batch) -> Forced:
+def follow(part: PlannedRows, batch: Batch) -> Forced:
     """Return what must come next in each constrained sequence for which a planned step samples a token."""
     turns, slots = part.turns, batch.slots
     chosen = turns.alive(slots) & slots.constrained[turns.slot]
@@ -29,7 +29,7 @@ def follow(part: Part, batch: Batch) -> Forced:
     }
 
 
-def force(part: Part, batch: Batch, forced: Forced, programs: Programs, *, room: int) -> dict[int, list[int]]:
+def force(part: PlannedRows, batch: Batch, forced: Forced, programs: Programs, *, room: int) -> dict[int, list[int]]:
     """Return the forced tokens, by chunk, that a planned step computes: at most `room`, and without more padding rows.
 
     The returned tokens have pages already. Forced tokens that do not fit are not lost: logit rows of this step or of
@@ -54,7 +54,7 @@ def force(part: Part, batch: Batch, forced: Forced, programs: Programs, *, room:
     return runs
 
 
-def write(table: StepTable, part: Part, forced: Forced) -> list[Sequence]:
+def write(table: StepTable, part: PlannedRows, forced: Forced) -> list[Sequence]:
     """Write the forced tokens and the masks of permitted tokens into a step table.
 
     A logit row with a forced token outputs that token instead of sampling. A constrained row that samples gets a mask.

@@ -27,10 +27,10 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import Dims, StepTable
 from megakernel.program import Program
 from megakernel.runtime.backend import Backend, Launch, Output
-from megakernel.runtime.steps import Rows, Steps
+from megakernel.runtime.steps import StepRows, Steps
 from megakernel.serving.engine.constrained import follow, force, write
 from megakernel.serving.engine.grammars import Constraint
-from megakernel.serving.engine.plan import VERIFIED_ROWS, Part, Planner, Turns, extended
+from megakernel.serving.engine.plan import VERIFIED_ROWS, PlannedRows, Planner, Turns, extended
 from megakernel.serving.engine.programs import Programs
 from megakernel.serving.engine.request import Objects, Request, Sequence
 from megakernel.serving.engine.sampling import FINISH, SamplingParams
@@ -67,7 +67,7 @@ class Step:
 class _Running:
     """A launch that runs, with the step that it computes."""
 
-    part: Part
+    part: PlannedRows
     verified: bool  # the step verifies proposed or forced tokens, so its results decide where sequences continue
     failing: list[Sequence]  # sequences that end when the launch ends, because their constraint allows no continuation
     program: Program
@@ -248,7 +248,7 @@ class Engine:
         self._reset()
         self.backend.close()
 
-    def _prepare(self) -> tuple[Part | None, tuple[Program, StepTable] | None]:
+    def _prepare(self) -> tuple[PlannedRows | None, tuple[Program, StepTable] | None]:
         """Plan the next step, which follows the running launch if there is one.
 
         Returns the step, or None if no sequence can run. If a launch runs, also returns the step's program and table.
@@ -262,12 +262,12 @@ class Engine:
             self._speculation.read(part)
         return part, self._build(part) if self._running else None
 
-    def _build(self, part: Part) -> tuple[Program, StepTable]:
+    def _build(self, part: PlannedRows) -> tuple[Program, StepTable]:
         """Choose the program of a planned step and build its step table, the inputs of the launch."""
         program = self.programs.get(len(part.tokens), max(len(part.turns.chunk), 1))
-        return program, self._steps.build(program.dims, Rows(*part))
+        return program, self._steps.build(program.dims, StepRows(*part))
 
-    def _start(self, part: Part | None, built: tuple[Program, StepTable] | None, trace: bool) -> None:
+    def _start(self, part: PlannedRows | None, built: tuple[Program, StepTable] | None, trace: bool) -> None:
         """Launch a planned step, unless all its sequences have ended in the meantime.
 
         Forced and proposed tokens, which depend on the results of the previous launch, are added first. `built` is the
@@ -319,7 +319,7 @@ class Engine:
 
     # -- results
 
-    def _advance(self, part: Part, verified: bool, tokens: NDArray[np.int32], now: float) -> _Results:
+    def _advance(self, part: PlannedRows, verified: bool, tokens: NDArray[np.int32], now: float) -> _Results:
         """Append the sampled tokens to their sequences and end those sequences that are complete."""
         turns, slots = part.turns, self._batch.slots
         alive = turns.alive(slots)[turns.chunk]
@@ -353,7 +353,7 @@ class Engine:
         results.finish[at] = slots.append(slot, tokens[at], now)
 
     def _verify(
-        self, part: Part, sampling: NDArray[np.bool_], tokens: NDArray[np.int32], now: float, results: _Results
+        self, part: PlannedRows, sampling: NDArray[np.bool_], tokens: NDArray[np.int32], now: float, results: _Results
     ) -> None:
         """Do the work of `_advance` for a step with proposed or forced tokens.
 

@@ -72,7 +72,7 @@ class Turns(Lineup):
         return kept
 
 
-class Part(NamedTuple):
+class PlannedRows(NamedTuple):
     """Some or all chunks of a step, with their first positions and their tokens."""
 
     turns: Turns
@@ -97,7 +97,7 @@ class Planner:
         self._slots = slots
         self._last: Turns | None = None
 
-    def plan(self, ones: Ints, prompts: Seq[tuple[Sequence, int]]) -> Part:
+    def plan(self, ones: Ints, prompts: Seq[tuple[Sequence, int]]) -> PlannedRows:
         """Plan a step and return its chunks.
 
         `ones` has the slot numbers of the sequences that compute one token each. `prompts` has every other sequence of
@@ -119,9 +119,9 @@ class Planner:
             for (name, more), column in zip(added, turns.rows, strict=True)
         }
         slot, count = np.append(turns.slot, slot), np.append(turns.count, count)
-        return Part(_turns(slots, slot, count, columns), np.append(decoded.start, start), np.concatenate(tokens))
+        return PlannedRows(_turns(slots, slot, count, columns), np.append(decoded.start, start), np.concatenate(tokens))
 
-    def _decode(self, slot: Ints) -> Part:
+    def _decode(self, slot: Ints) -> PlannedRows:
         """Plan a chunk of one token for each slot: compute the sequence's last token and sample the next one."""
         slots, n, start = self._slots, len(slot), self._slots.computed[slot]
         slots.length[slot] += 1
@@ -134,8 +134,8 @@ class Planner:
             turns = self._last = _turns(slots, slot, one, row._asdict())
         known = start < slots.known[slot]
         if not np.count_nonzero(known):
-            return Part(turns, start, turns.after)  # id -1: the running launch has yet to sample the token
-        return Part(turns, start, np.where(known, slots.tokens[slot, start], -1))
+            return PlannedRows(turns, start, turns.after)  # id -1: the running launch has yet to sample the token
+        return PlannedRows(turns, start, np.where(known, slots.tokens[slot, start], -1))
 
     def _prompt(self, chunk: int, sequence: Sequence, count: int, rows: list[_Row]) -> Ints:
         """Plan the next `count` tokens of a sequence as the chunk number `chunk`, and return the tokens.
@@ -160,7 +160,7 @@ class Planner:
         return tokens
 
 
-def extended(part: Part, slots: Slots, runs: Mapping[int, Seq[int]]) -> Part:
+def extended(part: PlannedRows, slots: Slots, runs: Mapping[int, Seq[int]]) -> PlannedRows:
     """Append tokens that were proposed or forced to some one-token chunks of `part`, and return the new part.
 
     `runs` maps a chunk to its tokens. Each of these tokens gets a logit row. If the sequence has no penalties, the step
@@ -195,7 +195,9 @@ def extended(part: Part, slots: Slots, runs: Mapping[int, Seq[int]]) -> Part:
     kept = alive[columns[0]]
     rows = {name: column[kept] for name, column in zip(_Row._fields, columns, strict=True)}
     rows["chunk"] = (np.cumsum(alive) - 1)[rows["chunk"]]
-    return Part(_turns(slots, turns.slot[alive], count[alive], rows), start[alive], tokens[np.repeat(alive, count)])
+    return PlannedRows(
+        _turns(slots, turns.slot[alive], count[alive], rows), start[alive], tokens[np.repeat(alive, count)]
+    )
 
 
 def _turns(slots: Slots, slot: Ints, count: Ints, rows: Mapping[str, NDArray[Any]]) -> Turns:

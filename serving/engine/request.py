@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megakernel.isa import Dims
-from megakernel.runtime.steps import FLOATS, Ints, Pages, SampleRow, Sampling
+from megakernel.runtime.steps import FLOATS, Ints, SampleRow, Sampling, SequencePages
 from megakernel.serving.engine.grammars import Constraint
 from megakernel.serving.engine.pages import ROOT, page_hash
 from megakernel.serving.engine.sampling import SamplingParams
@@ -170,7 +170,7 @@ class Slots:
         self.holds = np.zeros(n, np.bool_)  # whether other choices wait until this one has computed the prompt
         self.constrained = np.zeros(n, np.bool_)  # whether the sequence has a `Constraint`, such as a grammar
         self.first_token_at, self.last_token_at = np.zeros((2, n))
-        self.pages = Pages(dims)
+        self.pages = SequencePages(dims)
         self.sampling = Sampling(2 * n + 1)  # a row per slot, then a row per slot for use before min_tokens
         self._tickets = 0
 

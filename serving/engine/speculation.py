@@ -20,7 +20,7 @@ import numpy as np
 
 from megakernel.errors import MegakernelError
 from megakernel.program import Program
-from megakernel.serving.engine.plan import Part
+from megakernel.serving.engine.plan import PlannedRows
 from megakernel.serving.engine.programs import Programs
 from megakernel.serving.engine.request import Sequence as Choice
 from megakernel.serving.engine.scheduler import Batch
@@ -49,7 +49,7 @@ class Proposer(Protocol):
 
 
 @dataclass(slots=True)
-class Share:
+class AcceptanceShare:
     """Acceptance rate: the probability that a proposed token is right if all tokens before it are.
 
     `tried` and `accepted` are exponentially decayed counts of tokens.
@@ -63,9 +63,9 @@ class Share:
     def value(self) -> float:
         return self.accepted / self.tried
 
-    def young(self) -> Share:
+    def young(self) -> AcceptanceShare:
         """Return an acceptance rate for a new sequence. Its initial value is the value of this rate."""
-        return Share(tried=_BEGIN, accepted=_BEGIN * self.value)
+        return AcceptanceShare(tried=_BEGIN, accepted=_BEGIN * self.value)
 
     def learn(self, proposed: int, accepted: int) -> None:
         """Record that the first `accepted` of `proposed` tokens were right.
@@ -87,7 +87,7 @@ class Draft:
     """
 
     proposer: Proposer
-    share: Share = field(default_factory=Share)
+    share: AcceptanceShare = field(default_factory=AcceptanceShare)
     read: int = 0  # how many of the sequence's tokens the proposer has read
     declined: int = 0
     patience: int = _PATIENCE
@@ -270,16 +270,18 @@ class Speculation:
         check_depth(depth)
         self.times = times
         self._depth, self._proposer = depth, proposer
-        self._share = Share(_SHARED_MEMORY)  # recent acceptance rate of all sequences
+        self._share = AcceptanceShare(_SHARED_MEMORY)  # recent acceptance rate of all sequences
         self._drafts: WeakKeyDictionary[Choice, Draft] = WeakKeyDictionary()
 
-    def read(self, part: Part) -> None:
+    def read(self, part: PlannedRows) -> None:
         """Let the proposers of a planned step's sequences read new tokens. Call this while a launch runs."""
         for sequence in part.turns.sequence[np.unique(part.turns.chunk)]:
             if sequence.constraint is None:
                 self._draft(sequence)
 
-    def propose(self, part: Part, batch: Batch, forced: Mapping[int, list[int]], *, room: int) -> dict[int, list[int]]:
+    def propose(
+        self, part: PlannedRows, batch: Batch, forced: Mapping[int, list[int]], *, room: int
+    ) -> dict[int, list[int]]:
         """Return the proposed tokens that a planned step should verify, by chunk: at most `room` in total.
 
         The step also gets the tokens `forced`. The proposed tokens have pages already.
@@ -312,7 +314,7 @@ class Speculation:
             draft.read += len(new)
         return draft
 
-    def _offers(self, part: Part, batch: Batch) -> list[_Offer]:
+    def _offers(self, part: PlannedRows, batch: Batch) -> list[_Offer]:
         offers: list[_Offer] = []
         for chunk in part.extensible(batch.slots).tolist():
             sequence = part.turns.sequence[chunk]

@@ -19,7 +19,7 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import Buffer, Dtype, Split, from_f32
 from megakernel.isa.dtypes import BLOCKS
 from megakernel.model import Rope, RopeKind, gguf_file, load_config, open_checkpoint
-from megakernel.model.checkpoint import Part, Storage, rows_of
+from megakernel.model.checkpoint import Storage, StoredRows, rows_of
 from megakernel.model.file_checkpoint import tensors_of
 from megakernel.model.gguf_checkpoint import gguf_naming
 from megakernel.model.gguf_file import GgufFile
@@ -69,7 +69,7 @@ def test_blocks_that_the_file_has_are_kept(tmp_path: Path, dtype: Dtype, weights
     tiny_gguf(tmp_path / "m.gguf", raw={"blk.0.ffn_down.weight": (rows, Type[dtype.name])})
     name = dtype.name.lower() if weights == "the same" else weights
     checkpoint = stored_as(open_checkpoint(str(tmp_path / "m.gguf")), name)
-    assert checkpoint.storage[Buffer.W_DOWN] == Storage(((Part(dtype, 256),),))
+    assert checkpoint.storage[Buffer.W_DOWN] == Storage(((StoredRows(dtype, 256),),))
     (part,) = rows_of(checkpoint, Buffer.W_DOWN, 0, Split(checkpoint.config.sizes(Dtype.F32)))
     assert part.dtype is dtype
     np.testing.assert_array_equal(part.data, rows)

@@ -14,7 +14,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from megakernel import LLM, SamplingParams
 from megakernel.isa import Buffer
 from megakernel.model import load_config, open_checkpoint
-from megakernel.model.checkpoint import Rows
+from megakernel.model.checkpoint import WeightRows
 from megakernel.timeline import resolve, summarise
 
 PROMPTS = (
@@ -80,7 +80,7 @@ class _Zeroed:
     def rows(self, buffer, layer, split):
         rows = self._inner.rows(buffer, layer, split)
         zeroed = (buffer, layer) == (Buffer.W_DOWN, self._layer)
-        return [Rows(kind, np.zeros_like(data)) for kind, data in rows] if zeroed else rows
+        return [WeightRows(kind, np.zeros_like(data)) for kind, data in rows] if zeroed else rows
 
 
 def test_zeroing_a_layer_changes_the_text(smollm2, monkeypatch):

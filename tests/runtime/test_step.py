@@ -16,7 +16,7 @@ from megakernel.isa import STEP_FIELDS, Dims, StepTable, Units, slot_work
 from megakernel.model.config import ModelConfig
 from megakernel.runtime import Chunk, SampleRow, build_step, check_step
 from megakernel.runtime import steps as module
-from megakernel.runtime.steps import Lineup, Pages, Rows, Sampling, Steps
+from megakernel.runtime.steps import Lineup, Sampling, SequencePages, StepRows, Steps
 
 CONFIG = ModelConfig(vocab=100, hidden=48, ffn=64, layers=2, heads=6, kv_heads=3, head_dim=16, max_context=4096)
 
@@ -442,7 +442,7 @@ def counted(calls: Counter[str], real: Callable[..., Any]) -> Callable[..., Any]
 def test_tables_of_sequences_that_go_on(monkeypatch: pytest.MonkeyPatch, tp: int) -> None:
     """`Steps` updates two tables in turn and writes only changed fields. Its tables equal those of `build_step`."""
     dims = make_dims(CONFIG, tokens=8, row_block=8, attention_slots=5, items=64, partials=900, tp=tp, max_seqs=6)
-    pages, sampling = Pages(dims), Sampling(7)
+    pages, sampling = SequencePages(dims), Sampling(7)
     steps, position = Steps(pages, sampling), np.zeros(6, np.int64)
     pages.ids[:] = np.arange(6 * dims.bucket.pages_per_seq).reshape(6, -1)
     calls: Counter[str] = Counter()
@@ -460,7 +460,7 @@ def test_tables_of_sequences_that_go_on(monkeypatch: pytest.MonkeyPatch, tp: int
     def step(who: Lineup) -> None:
         start = position[who.slot]
         tokens = np.where(who.slot % 2, -1, start % CONFIG.vocab)
-        table = steps.build(dims, Rows(who, start, tokens))
+        table = steps.build(dims, StepRows(who, start, tokens))
         check_step(table)
         chunks = [
             Chunk(slot, at, [token], pages.ids[slot].tolist(), [samples[slot]])
@@ -498,14 +498,14 @@ def test_tables_of_sequences_that_go_on(monkeypatch: pytest.MonkeyPatch, tp: int
 
 def test_a_table_that_was_not_finished_is_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     dims = make_dims(CONFIG, tokens=1, max_seqs=1)
-    steps, one = Steps(Pages(dims), Sampling(2)), np.ones(1, np.int64)
+    steps, one = Steps(SequencePages(dims), Sampling(2)), np.ones(1, np.int64)
     who = Lineup(one - 1, one, one - 1, one - 1, one - 1, one - 2, one > 0)
     for start in (3, 4, 5):
-        steps.build(dims, Rows(who, one * start, one))
+        steps.build(dims, StepRows(who, one * start, one))
     with monkeypatch.context() as patch:
         patch.setattr(module, "move_rows", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            steps.build(dims, Rows(who, one * 6, one))
-    table = steps.build(dims, Rows(who, one * 6, one))
+            steps.build(dims, StepRows(who, one * 6, one))
+    table = steps.build(dims, StepRows(who, one * 6, one))
     check_step(table)
     same_but_for_items(table, build_step(dims, [Chunk(0, 6, [1], [0], [SampleRow(0)])]))

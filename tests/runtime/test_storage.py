@@ -24,7 +24,7 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Split, to_f32
 from megakernel.isa.dtypes import BLOCKS
 from megakernel.machine import host
-from megakernel.model.checkpoint import Checkpoint, Part, Rows, Storage, column_share, converted
+from megakernel.model.checkpoint import Checkpoint, Storage, StoredRows, WeightRows, column_share, converted
 from megakernel.model.stored import bits_of, stored_as
 from megakernel.program import Program
 from megakernel.roofline import step_work
@@ -48,12 +48,14 @@ class Dequantised:
         self.name, self.dtype = quantised.name, quantised.dtype
         self.config = replace(quantised.config, tied=False)
         self.storage = {
-            buffer: Storage(tuple((Part(Dtype.F32, sum(part.rows for part in layer)),) for layer in storage.layers))
+            buffer: Storage(
+                tuple((StoredRows(Dtype.F32, sum(part.rows for part in layer)),) for layer in storage.layers)
+            )
             for buffer, storage in quantised.storage.items()
         }
         self._quantised = quantised
 
-    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[Rows]:
+    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
         return converted(
             self._quantised.rows(buffer, layer, split.split), column_share(buffer, split.split).size, Dtype.F32
         )
@@ -69,21 +71,21 @@ class Mixed:
         layers = {b: len(s.layers) for b, s in self._all[kinds[0]].storage.items()}
         self.storage = {b: Storage(tuple(tuple(self._parts(b, i)) for i in range(n))) for b, n in layers.items()}
 
-    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[Rows]:
+    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
         if buffer not in self.storage:
             return self._whole.rows(buffer, layer, split)
         out, begin = [], 0
         for kind, rows in self._parts(buffer, layer):
             whole = np.concatenate([part.data for part in self._all[kind].rows(buffer, layer, split.split)])
-            out.append(Rows(kind, whole[begin : begin + rows]))
+            out.append(WeightRows(kind, whole[begin : begin + rows]))
             begin += rows
         return out
 
-    def _parts(self, buffer: Buffer, layer: int) -> list[Part]:
+    def _parts(self, buffer: Buffer, layer: int) -> list[StoredRows]:
         rows = self._all[self._kinds[0]].storage[buffer].layers[layer][0].rows
         third = rows // 3 // 16 * 16 or rows // 3
         turned = self._kinds[layer % len(self._kinds) :] + self._kinds
-        return [Part(turned[0], third), Part(turned[1], third), Part(turned[2], rows - 2 * third)]
+        return [StoredRows(turned[0], third), StoredRows(turned[1], third), StoredRows(turned[2], rows - 2 * third)]
 
 
 def quantised(
@@ -205,10 +207,10 @@ def test_every_scale_of_a_block(monkeypatch: pytest.MonkeyPatch, simd: str) -> N
     head = np.concatenate([scales[:, None].view(np.uint8), values.view(np.uint8)], axis=1)
 
     class Scales(RandomCheckpoint):
-        def rows(self, buffer: Buffer, layer: int, split: Split) -> list[Rows]:
-            return [Rows(Dtype.Q8_0, head)] if buffer is Buffer.LM_HEAD else super().rows(buffer, layer, split)
+        def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
+            return [WeightRows(Dtype.Q8_0, head)] if buffer is Buffer.LM_HEAD else super().rows(buffer, layer, split)
 
-    checkpoint = Scales(dims, storage={Buffer.LM_HEAD: Storage(((Part(Dtype.Q8_0, len(head)),),))})
+    checkpoint = Scales(dims, storage={Buffer.LM_HEAD: Storage(((StoredRows(Dtype.Q8_0, len(head)),),))})
     program = program_of(checkpoint, 5)
     backend = CpuBackend(checkpoint, program.dims, PAGES, dtype=Dtype.F32, threads=1)
     tile = record(program.forward.by_name["lm_head"], 0, 1, 0, dims.model.vocab)

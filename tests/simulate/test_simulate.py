@@ -27,7 +27,7 @@ from megakernel.program import Program
 from megakernel.roofline import step_work
 from megakernel.scheduler import Options, compile_program, describe
 from megakernel.scheduler.simulate import Stall, simulate
-from megakernel.scheduler.simulate.costs import Costs, costs_of
+from megakernel.scheduler.simulate.costs import TaskCosts, costs_of
 from megakernel.scheduler.simulate.work import make_work
 from megakernel.trace import IntervalKind, Intervals
 
@@ -276,7 +276,7 @@ def test_a_claim_comes_when_the_last_page_is_asked_for_where_loads_bind() -> Non
 # -- programs
 
 
-def costs_everywhere() -> Costs:
+def costs_everywhere() -> TaskCosts:
     """Return costs under which every operation takes time, but workers never compete for a shared rate."""
     unshared = {"memory_bytes_per_s": 1e15, "cache_bytes_per_s": 1e15, "egress_bytes_per_s": 1e15, "cache_bytes": 1e30}
     return replace(costs_of(machines.MACHINES["h100"]), switch_bytes_per_s=1e15, worker_bytes_per_s=1e9, **unshared)

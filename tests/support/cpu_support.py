@@ -17,7 +17,7 @@ from weights import loaded
 from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, Space, Split, StepTable, from_f32, to_f32
 from megakernel.model import families
-from megakernel.model.checkpoint import Rows, Storage, cut
+from megakernel.model.checkpoint import Storage, WeightRows, cut
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.runtime import Output
@@ -90,10 +90,10 @@ class RandomCheckpoint:
         biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), self.biased)
         self.config = ModelConfig(*sizes, tied=self.tied, **biases)
 
-    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[Rows]:
+    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
         values, kind = self.values(buffer, layer), BUFFERS[buffer].resolve_dtype(split.model)
         rows = from_f32(values, kind).reshape(-1, values.shape[-1] if BUFFERS[buffer].matrix else 1)
-        return cut([Rows(kind, rows.view(np.uint8))], buffer, split)
+        return cut([WeightRows(kind, rows.view(np.uint8))], buffer, split)
 
     def values(self, buffer: Buffer, layer: int) -> Array:
         """All weights of a buffer, in float32."""

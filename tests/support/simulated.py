@@ -14,15 +14,15 @@ from megakernel.isa import CONTROL, Operation, StepTable
 from megakernel.isa.record import Records
 from megakernel.program import SEGMENTS, Program
 from megakernel.runtime import Chunk, SampleRow, build_step
-from megakernel.scheduler.simulate.costs import Costs
-from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Result, Work, run
+from megakernel.scheduler.simulate.costs import TaskCosts
+from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, SimulationResult, Work, run
 from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Trace
 
 # All rates and capacities are practically unlimited and all delays are 0, so that a test sets only what it measures.
 _RATES = "vector_flops memory_bytes_per_s cache_bytes_per_s cache_bytes worker_bytes_per_s egress_bytes_per_s"
 _RATES += " switch_bytes_per_s ring_bytes"
 _SECONDS = "latency_s store_s dispatch_s claim_s signal_s remote_signal_s launch_s"
-FREE = Costs(
+FREE = TaskCosts(
     matmul_flops=((1.0, 1e30),),
     attention_flops=((1.0, 1e30),),
     **dict.fromkeys(_RATES.split(), 1e30) | dict.fromkeys(_SECONDS.split(), 0.0),  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ def hand_work(
     )
 
 
-def hand_run(work: Work, **changes: float) -> tuple[Result, Intervals]:
+def hand_run(work: Work, **changes: float) -> tuple[SimulationResult, Intervals]:
     """Simulate `work` with the costs of FREE, except for those in `changes`."""
     return run(work, replace(FREE, **changes), (-1, -1, -1, 0.0), 10_000)  # type: ignore[arg-type]
 

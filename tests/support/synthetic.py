@@ -15,7 +15,7 @@ from megakernel.isa import Dims, Dtype
 from megakernel.isa.record import Records
 from megakernel.program import Program
 from megakernel.scheduler.simulate import Stall, simulate
-from megakernel.scheduler.simulate.costs import Costs, costs_of
+from megakernel.scheduler.simulate.costs import TaskCosts, costs_of
 from megakernel.trace import DTYPE, IntervalKind, Role, Trace, TraceHeader
 
 
@@ -60,7 +60,7 @@ def llama(layers: int = 2, workers: int = 4, row_blocks: int = 2, tiles: int = 4
     return handmade.handmade(d, workers, tile=-(-d.model.hidden // tiles))
 
 
-def _simulated(p: Program, target: machine.Machine, costs: Costs, stall: Stall | None = None) -> Trace:
+def _simulated(p: Program, target: machine.Machine, costs: TaskCosts, stall: Stall | None = None) -> Trace:
     """Return a simulated trace of a step that uses all token rows of `p`, without intervals of instruction fetches."""
     target = replace(target, workers=p.workers)
     done = simulate(p, target, step_of(p), costs=costs, trace=True, stall=stall)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedModel
 
 from megakernel.isa import Buffer, Dtype, Split
-from megakernel.model.checkpoint import Rows, vector
+from megakernel.model.checkpoint import WeightRows, vector
 from megakernel.model.config import ModelConfig, Rope, RopeKind
 from megakernel.model.families import FAMILIES
 from megakernel.model.file_checkpoint import FileCheckpoint
@@ -61,7 +61,7 @@ class TinyCheckpoint(FileCheckpoint):
         super().__init__("tiny", config, _StateDict(model), safetensors_naming(config))
         self._inv_freq = model.model.rotary_emb.inv_freq.numpy().astype(np.float32)
 
-    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[Rows]:
+    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
         return [vector(self._inv_freq)] if buffer is Buffer.INV_FREQ else super().rows(buffer, layer, split.split)
 
 

@@ -20,7 +20,7 @@ from ...isa import BUFFERS, MAX_PHASES, Buffer, Dims, Dtype, Forward, Space
 from ...isa.record import Records
 from ...machine import cpu_count
 from ...model import families
-from ...model.checkpoint import Checkpoint, Rows, array_of, converted, rows_of
+from ...model.checkpoint import Checkpoint, WeightRows, array_of, converted, rows_of
 from ...program import SEGMENTS, Program, check_arrays
 from ...settings import SETTINGS
 from ...trace import DTYPE, Intervals
@@ -96,16 +96,16 @@ class CpuRanks:
         table = self._lib.mk_bound(self._engine, rank, Buffer.EMBED, 0)
         self._lib.mk_bind(self._engine, rank, Buffer.LM_HEAD, 0, table + panels * ctypes.sizeof(native.CPanel))
 
-    def _pack(self, rank: int, buffer: Buffer, layer: int, rows: Sequence[Rows]) -> None:
+    def _pack(self, rank: int, buffer: Buffer, layer: int, rows: Sequence[WeightRows]) -> None:
         """Pack and bind the rank's part of a matrix."""
         shape = self._shape(rank, buffer)
-        parts = [Rows(dtype, np.ascontiguousarray(data)) for dtype, data in rows]
+        parts = [WeightRows(dtype, np.ascontiguousarray(data)) for dtype, data in rows]
         ends = np.cumsum([len(data) for _, data in parts])
         if (ends % shape[-2] % native.CPanel.COLUMNS).any():  # a panel of columns would mix rows of two parts
             kinds = {part.dtype for part in parts}
             if len(kinds) > 1:
                 parts = converted(parts, shape[-1], Dtype.F32)
-            parts = [Rows(parts[0].dtype, np.concatenate([data for _, data in parts]))]
+            parts = [WeightRows(parts[0].dtype, np.concatenate([data for _, data in parts]))]
         matrix = native.CMatrix.of(shape, [(dtype, len(data), data.ctypes.data) for dtype, data in parts])
         if self._lib.mk_pack(self._engine, rank, buffer, layer, ctypes.byref(matrix)):
             raise native.error()

@@ -21,9 +21,9 @@ from .driver import Gpu, Kernel, Stopwatch
 from .heap import Heap
 from .limits import refusal
 from .loaded import Loaded
-from .node import Node
+from .node import GpuNode
 from .params import BODY, EPILOGUE, PROLOGUE, Ablation
-from .phases import Phases
+from .phases import PhaseGraph
 from .tracing import Tracing
 from .weights import load_weights
 
@@ -97,9 +97,9 @@ class CudaBackend:
         self._watches: list[Stopwatch] = []
         self.timeout_s = timeout_s
         self._programs: dict[int, Loaded] = {}
-        self._phases: dict[int, Phases] = {}
+        self._phases: dict[int, PhaseGraph] = {}
         self.running: CudaLaunch | None = None
-        self._node = Node(dims.split.tp)
+        self._node = GpuNode(dims.split.tp)
         self._codes: dict[compile.Build, bytes] = {}
         self._kernels: dict[tuple[compile.Build, int], Kernel] = {}  # the number is a GPU's ordinal
         self._scratch: dict[int, tuple[int, int]] = {}  # for each GPU: address and size of its scratch memory
@@ -261,7 +261,7 @@ class CudaBackend:
             self._scratch[gpu.ordinal] = address, need
         params.sample_scratch = address
 
-    def _by_phases(self, loaded: Loaded) -> Phases:
+    def _by_phases(self, loaded: Loaded) -> PhaseGraph:
         key = id(loaded.program)
         known = self._phases.get(key)
         if known is None or known.generation != self._heap.generation:
@@ -271,7 +271,7 @@ class CudaBackend:
             self._provide(grid.gpu, grid.params, grid.blocks)
             if known is not None:
                 known.close()
-            known = Phases(
+            known = PhaseGraph(
                 loaded.program, grid, self._kernel(grid.gpu, loaded.program.dims, trace=False), self._heap.generation
             )
             self._phases[key] = known

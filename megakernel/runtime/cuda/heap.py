@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ...isa import BUFFERS, Buffer, Dims, Forward, Space
 from .driver import Gpu, encode_map
 from .maps import layers, map_layouts
-from .node import Node
+from .node import GpuNode
 from .pages import MAPS
 from .params import MAP_BYTES
 
@@ -36,7 +36,7 @@ def copy_bytes(buffer: Buffer, dims: Dims, pages: int) -> int:
 class Heap:
     """All buffers of all ranks of a model. Activations and outputs grow to the largest program seen."""
 
-    def __init__(self, node: Node, dims: Dims, pages: int) -> None:
+    def __init__(self, node: GpuNode, dims: Dims, pages: int) -> None:
         self.node, self.pages = node, pages
         self.generation = 0  # increases whenever buffers move to new addresses
         self._dims = dims

@@ -8,7 +8,7 @@ from .availability import driver, require
 from .driver import Gpu
 
 
-class Node:
+class GpuNode:
     """The GPUs of a model and the ranks on each: one rank per GPU if there are enough, otherwise all on the first GPU.
 
     Ranks on one GPU are partitions of one grid, so that they run at the same time.

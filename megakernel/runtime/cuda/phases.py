@@ -15,7 +15,7 @@ from .loaded import Grid, Tables
 from .params import BODY, PROLOGUE
 
 
-class Phases:
+class PhaseGraph:
     """One program's phases on one GPU as a CUDA graph. The graph contains
     addresses in the heap; `generation` was the heap's generation when they were recorded.
     """

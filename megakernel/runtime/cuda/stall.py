@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ... import trace as tracing
 from ...isa import StepTable, record
 from ...program import SEGMENTS, Program
-from ..reference.launch import Blocked, Counters, Launch, Place
+from ..reference.launch import Blocked, Counters, ReferenceLaunch, StreamPlace
 from .params import AWAITED, BODY, COUNTER, EPILOGUE, PROLOGUE, SERVICE_WARPS, STRUCTURES, WARPS
 
 NOTE: np.dtype[Any] = np.dtype(STRUCTURES["Diagnosis"])
@@ -114,7 +114,7 @@ def _inside(waits: Sequence[Wait], oldest: Sequence[Wait], sms: int) -> Wait:
     return [*unloaded, *unstored, *unreleased, *storer, *others][0]
 
 
-class _Rehearsal(Launch):
+class _Rehearsal(ReferenceLaunch):
     """A launch of one layer that computes nothing, to find an order in which its instructions can
     run.
 
@@ -153,21 +153,21 @@ class _Rehearsal(Launch):
                 (self._late if state is _LATE else self._ready).append(worker)
         return self._order
 
-    def _run(self, place: Place) -> Iterator[Any]:
+    def _run(self, place: StreamPlace) -> Iterator[Any]:
         yield from super()._run(place)
         self._order.setdefault(_key(place), next(self._clock))
 
-    def _signal(self, place: Place, word: int, row: int = 0, arrivals: int = 1) -> None:
+    def _signal(self, place: StreamPlace, word: int, row: int = 0, arrivals: int = 1) -> None:
         super()._signal(place, word, row, arrivals)
         member = self._counter(place, word) + row // self._program.dims.bucket.row_block
         for rank in range(self._program.ranks):
             self._ready.extend(self._blocked.pop((rank, member), ()))
 
-    def _timed(self, place: Place, work: Any) -> bool:
+    def _timed(self, place: StreamPlace, work: Any) -> bool:
         self._order[_key(place)] = next(self._clock)
         return True
 
-    def _drain(self, place: Place) -> Iterator[Any]:
+    def _drain(self, place: StreamPlace) -> Iterator[Any]:
         while self._left(place):
             if not self._may_claim:
                 yield _LATE
@@ -181,7 +181,7 @@ class _Rehearsal(Launch):
                 self._late.clear()
             yield from self._run(claimed)
 
-    def _attend(self, place: Place, layer: int, item: int) -> bool:
+    def _attend(self, place: StreamPlace, layer: int, item: int) -> bool:
         self._timed(place, None)
         table = self._tables[place.rank]
         split = int(table.item_split[item])
@@ -189,7 +189,7 @@ class _Rehearsal(Launch):
         return split < 0 or self._arrived[place.rank, split] == table.item_splits[item]
 
 
-def _key(place: Place) -> tuple[int, int]:
+def _key(place: StreamPlace) -> tuple[int, int]:
     return {tracing.PROLOGUE: PROLOGUE, tracing.EPILOGUE: EPILOGUE}.get(place.layer, BODY), place.row
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from ...errors import MegakernelError
 from ...isa import BUFFERS, Buffer, Dims, Dtype
 from ...model import families
-from ...model.checkpoint import Checkpoint, Rows, column_share, converted, row_shares, rows_of
+from ...model.checkpoint import Checkpoint, WeightRows, column_share, converted, row_shares, rows_of
 from .heap import Heap, copy_bytes
 from .maps import layers
 
@@ -65,12 +65,14 @@ def _home(heap: Heap, ranks: list[Dims], d: Dims, buffer: Buffer) -> int:
     )
 
 
-def _read_ahead(checkpoint: Checkpoint, buffer: Buffer, ranks: list[Dims]) -> Iterator[tuple[Dims, int, list[Rows]]]:
+def _read_ahead(
+    checkpoint: Checkpoint, buffer: Buffer, ranks: list[Dims]
+) -> Iterator[tuple[Dims, int, list[WeightRows]]]:
     """Yield the rows of a weight buffer in the compute type, for each layer and rank. While the caller copies rows to
     the GPU, other threads read or generate those of the following layers.
     """
     threads = min(_THREADS, os.cpu_count() or 1)
-    waiting: deque[Future[list[tuple[Dims, int, list[Rows]]]]] = deque()
+    waiting: deque[Future[list[tuple[Dims, int, list[WeightRows]]]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for layer in range(layers(buffer, ranks[0])):
             waiting.append(pool.submit(_read, checkpoint, buffer, layer, ranks))
@@ -80,8 +82,10 @@ def _read_ahead(checkpoint: Checkpoint, buffer: Buffer, ranks: list[Dims]) -> It
             yield from waiting.popleft().result()
 
 
-def _read(checkpoint: Checkpoint, buffer: Buffer, layer: int, ranks: list[Dims]) -> list[tuple[Dims, int, list[Rows]]]:
-    read: dict[object, list[Rows]] = {}  # ranks that need the same rows share them
+def _read(
+    checkpoint: Checkpoint, buffer: Buffer, layer: int, ranks: list[Dims]
+) -> list[tuple[Dims, int, list[WeightRows]]]:
+    read: dict[object, list[WeightRows]] = {}  # ranks that need the same rows share them
     out = []
     for d in ranks:
         part = *row_shares(buffer, d.split), column_share(buffer, d.split)

@@ -24,7 +24,7 @@ from ...model.families import weights
 from ...program import Program
 from ..backend import Output
 from ..buffers import allocate, check_program, check_table, write_history
-from .launch import Counters, Launch
+from .launch import Counters, ReferenceLaunch
 
 _PER_LAUNCH = tuple(b for b, spec in BUFFERS.items() if spec.space in (Space.ACTIVATION, Space.OUTPUT))
 
@@ -136,7 +136,7 @@ class ReferenceBackend:
         if id(program) not in self._counters:
             self._counters[id(program)] = Counters(program)
         counters = self._counters[id(program)]
-        launch = Launch(program, table, counters, self.context, self.execute)
+        launch = ReferenceLaunch(program, table, counters, self.context, self.execute)
         begin = time.perf_counter()
         try:
             counters.launch += 1

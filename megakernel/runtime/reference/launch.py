@@ -56,7 +56,7 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Place:
+class StreamPlace:
     """An instruction of a queue, or of a stream, in a certain layer. `block` is the block of counters
     that the instruction uses; each layer has its own.
     """
@@ -88,7 +88,7 @@ def _chosen(words: NDArray[np.int32], indexed: bool) -> list[int]:
     return [int(w) for w in words if w and bool(w & record.INDEXED) == indexed]
 
 
-def _stream(program: Program, rank: int, worker: int) -> Iterator[Place]:
+def _stream(program: Program, rank: int, worker: int) -> Iterator[StreamPlace]:
     layers = program.dims.model.layers
     runs = [(program.prologue, tracing.PROLOGUE, 0)]
     runs += [(program.body, layer, layer) for layer in range(layers)]
@@ -96,7 +96,9 @@ def _stream(program: Program, rank: int, worker: int) -> Iterator[Place]:
     index = rank * program.workers + worker
     for segment, layer, block in runs:
         for i, words in enumerate(segment.stream(index)):
-            yield Place(rank, worker, layer, block, int(segment.offsets[index]) + i, words, _phase(program, words))
+            yield StreamPlace(
+                rank, worker, layer, block, int(segment.offsets[index]) + i, words, _phase(program, words)
+            )
 
 
 def _phase(program: Program, words: NDArray[np.int32]) -> Phase:
@@ -107,7 +109,7 @@ def _phase(program: Program, words: NDArray[np.int32]) -> Phase:
 class Blocked:
     """Describes a stream that cannot continue, and what it waits for."""
 
-    place: Place
+    place: StreamPlace
     counter: int
     value: int
     expected: int
@@ -116,7 +118,7 @@ class Blocked:
         return f"{self.place} waits for counter {self.counter}: {self.value} of {self.expected}"
 
 
-class Launch:
+class ReferenceLaunch:
     """Runs one step of `program`. `context(phase, table, layer)` returns the data that an instruction can access (see
     Context). `table` is the step table of the instruction's rank. `execute` does an instruction's work (see
     ReferenceBackend).
@@ -177,7 +179,7 @@ class Launch:
         for place in _stream(self._program, rank, worker):
             yield from self._run(place)
 
-    def _run(self, place: Place) -> Iterator[Blocked | None]:
+    def _run(self, place: StreamPlace) -> Iterator[Blocked | None]:
         """Run the waits, work and signals of one instruction."""
         table = self._tables[place.rank]
         layer = min(place.block, self._program.dims.model.layers - 1)
@@ -198,31 +200,31 @@ class Launch:
             self._signal(place, word)
         yield None
 
-    def _attend(self, place: Place, layer: int, item: int) -> bool:
+    def _attend(self, place: StreamPlace, layer: int, item: int) -> bool:
         """Run an attention item, and return whether the attention output of its rows is complete afterwards."""
         return self._timed(place, partial(attend, self._context(place.phase, self._tables[place.rank], layer), item))
 
-    def _drain(self, place: Place) -> Iterator[Blocked | None]:
+    def _drain(self, place: StreamPlace) -> Iterator[Blocked | None]:
         """Claim and run records of a queue, until all workers together have claimed the queue's first
         `end` records in this layer.
         """
         while self._left(place):
             yield from self._run(self._claim(place))
 
-    def _left(self, drain: Place) -> bool:
+    def _left(self, drain: StreamPlace) -> bool:
         return bool(self._claimed[self._queue(drain), drain.block] < drain.operand("end"))
 
-    def _claim(self, drain: Place) -> Place:
+    def _claim(self, drain: StreamPlace) -> StreamPlace:
         queues, queue = self._program.queues, self._queue(drain)
         row = int(queues.offsets[queue] + self._claimed[queue, drain.block])
         self._claimed[queue, drain.block] += 1
         words, number = queues.records[row], len(self._program.body.records) + row
         return replace(drain, row=number, words=words, phase=_phase(self._program, words))
 
-    def _queue(self, drain: Place) -> int:
+    def _queue(self, drain: StreamPlace) -> int:
         return drain.rank * self._program.rank_queues + drain.operand("queue")
 
-    def _item_members(self, place: Place, item: int) -> list[int]:
+    def _item_members(self, place: StreamPlace, item: int) -> list[int]:
         """Return the counters for which an attention item waits, as indices into the flattened counter
         grid [row block][group]. There is one for each row block that the item needs and each group of
         its KV heads.
@@ -234,7 +236,7 @@ class Launch:
         blocks = range(t.item_wait_block[item], t.item_wait_block[item] + t.item_wait_blocks[item])
         return [block * place.operand("groups") + group for block in blocks for group in groups]
 
-    def _logit_row_members(self, place: Place) -> list[int]:
+    def _logit_row_members(self, place: StreamPlace) -> list[int]:
         """Return the row blocks for whose counters a norm of logit rows waits: those of its token rows
         that the norm's rank owns. The list is empty for other instructions.
         """
@@ -244,13 +246,13 @@ class Launch:
         rows = t.logit_rows[row : row + place.operand("rows")].tolist()
         return [r // t.dims.bucket.row_block for r in rows if r >= 0 and place.rank in t.dims.owners(r)]
 
-    def _signal_rows(self, place: Place, item: int) -> None:
+    def _signal_rows(self, place: StreamPlace, item: int) -> None:
         t = self._tables[place.rank]
         row, arrivals = int(t.item_row[item]), int(t.item_rows[item] * t.item_kv_heads[item])
         for word in place.signals(indexed=True):
             self._signal(place, word, row, arrivals)
 
-    def _signal(self, place: Place, word: int, row: int = 0, arrivals: int = 1) -> None:
+    def _signal(self, place: StreamPlace, word: int, row: int = 0, arrivals: int = 1) -> None:
         """Add `arrivals` to a counter on the ranks that a signal word names. If the word names a grid
         of counters instead of one counter, add to the grid's counter for the row block of token row
         `row`.
@@ -260,11 +262,11 @@ class Launch:
         ranks = {record.ALL_RANKS: range(dims.split.tp), record.OWNER: dims.owners(row)}.get(rank, (rank,))
         self._counters.values[list(ranks), self._counter(place, word) + row // dims.bucket.row_block] += arrivals
 
-    def _counter(self, place: Place, word: int) -> int:
+    def _counter(self, place: StreamPlace, word: int) -> int:
         block = place.block + bool(word & record.NEXT)
         return block * self._program.counters + (word & record.COUNTER_MASK) - 1
 
-    def _wait(self, place: Place, words: list[int], members: Iterable[int] = (0,)) -> Iterator[Blocked]:
+    def _wait(self, place: StreamPlace, words: list[int], members: Iterable[int] = (0,)) -> Iterator[Blocked]:
         """For each wait word, wait for the counter that the word names. If the word names a grid of
         counters, wait for the counters `members` of this grid. All of them are on the place's rank.
         """
@@ -273,7 +275,7 @@ class Launch:
                 value = int(self._counters.values[place.rank, counter])
                 yield Blocked(place, counter, value, self._counters.expected(place.rank, counter))
 
-    def _timed(self, place: Place, work: Callable[[], bool | None]) -> bool:
+    def _timed(self, place: StreamPlace, work: Callable[[], bool | None]) -> bool:
         begin = time.perf_counter_ns()
         result = work()
         end = time.perf_counter_ns()
