@@ -57,7 +57,7 @@ class Dequantised:
 
     def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
         return converted(
-            self._quantised.rows(buffer, layer, split.split), column_share(buffer, split.split).size, Dtype.F32
+            self._quantised.rows(buffer, layer, split), column_share(buffer, split).size, Dtype.F32
         )
 
 
@@ -76,7 +76,7 @@ class Mixed:
             return self._whole.rows(buffer, layer, split)
         out, begin = [], 0
         for kind, rows in self._parts(buffer, layer):
-            whole = np.concatenate([part.data for part in self._all[kind].rows(buffer, layer, split.split)])
+            whole = np.concatenate([part.data for part in self._all[kind].rows(buffer, layer, split)])
             out.append(WeightRows(kind, whole[begin : begin + rows]))
             begin += rows
         return out

@@ -62,7 +62,7 @@ class TinyCheckpoint(FileCheckpoint):
         self._inv_freq = model.model.rotary_emb.inv_freq.numpy().astype(np.float32)
 
     def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
-        return [vector(self._inv_freq)] if buffer is Buffer.INV_FREQ else super().rows(buffer, layer, split.split)
+        return [vector(self._inv_freq)] if buffer is Buffer.INV_FREQ else super().rows(buffer, layer, split)
 
 
 def make_llama(seed: int, family: str = "llama", **shape: Any) -> tuple[PreTrainedModel, TinyCheckpoint]:
