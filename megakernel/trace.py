@@ -1,7 +1,4 @@
-"""Declares the format of a trace: one 32-byte record per interval. All executors write the same format.
-
-`megakernel.codegen` writes the C++ struct from FIELDS.
-"""
+"""Declares the format of a trace: one 32-byte record per interval. `megakernel.codegen` writes the C++ struct."""
 
 from __future__ import annotations
 
@@ -18,9 +15,8 @@ from .errors import MegakernelError, file_errors, whole_file
 
 
 class Role(IntEnum):
-    """The part of a worker that an interval belongs to. A CPU thread has all roles and reports WORKER.
-
-    LOADER loads weights and waits only for pages; INPUT_LOADER waits for counters and then loads activations.
+    """The part of a worker that an interval belongs to. A CPU thread has all roles and reports WORKER. LOADER loads
+    weights and waits only for pages; INPUT_LOADER waits for counters and then loads activations.
     """
 
     WORKER = 0
@@ -69,12 +65,9 @@ _MAGIC = b"MKTRACE1"
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """The header of a trace. `program` is the hash of the traced program. A tick lasts `tick_s` seconds. `read_s` is
-    the time in seconds that reading the clock takes.
-
-    `clock_error_s` bounds the offset between the clocks of ranks after alignment (0 if the ranks share a clock).
-    `dropped` is the number of intervals that did not fit the buffer. `source` is reference, cpu, cuda, protocol or
-    simulator.
+    """`program` is the hash of the traced program. Reading the clock takes `read_s`. `clock_error_s` bounds the offset
+    between the clocks of ranks after alignment (0 if they share one). `dropped` is the number of intervals that did not
+    fit the buffer. `source` is reference, cpu, cuda, protocol or simulator.
     """
 
     program: str
@@ -101,9 +94,9 @@ def _check(header: TraceHeader, attention: NDArray[np.float64] | None) -> None:
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace. `attention`, an array [launches, ranks, slots, 2], has the work of each attention instruction (slot) in
-    a layer: FLOPs, and bytes of K and V. It depends on the sequences of the step, so the program does not contain it.
-    `attention` is None if the work was not recorded. In a file, the array follows the header, which gives its shape.
+    """A trace. `attention`, [launches, ranks, slots, 2] or None if it was not recorded, has the FLOPs and the bytes of
+    K and V of each attention instruction (slot) in a layer. It depends on the step's sequences, so the program does not
+    contain it. In a file, the array follows the header, which gives its shape.
     """
 
     header: TraceHeader

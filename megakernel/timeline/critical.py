@@ -13,11 +13,10 @@ from .resolve import Resolved
 
 @dataclass(frozen=True)
 class ChainLink:
-    """One instruction on the critical path. `instruction` is the name of its phase.
-
-    `begin_s` and `end_s` bound its part of the path, in seconds since the launch began, and `gap_s` is the time between
-    the end of the previous link and `begin_s`. `after` is "wait" if the previous link released this one, "order" if the
-    previous link is earlier on the same worker, or "start" if there is none. `interval` is the row in the trace.
+    """One instruction on the critical path. `begin_s` and `end_s` bound its part of the path, in seconds since the
+    launch began, and `gap_s` is the time since the end of the previous link. `after` is "wait" if the previous link
+    released this one, "order" if it is earlier on the same worker, or "start" if there is none. `interval` is the row
+    in the trace.
     """
 
     rank: int
@@ -33,13 +32,11 @@ class ChainLink:
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """The path of the last launch, from its begin to its end. `seconds` is the sum of
-    `by_instruction` and `gap_s`, exact to one tick of the trace's clock.
+    """The path of the last launch. `seconds` is the sum of `by_instruction` and `gap_s`, exact to one tick.
 
-    A link ends when it lets the next link continue: after its COMPUTE if the next link is the next instruction of the
-    same worker, or after its STORE if the next link waits for its signal. The next link begins at that time, or when
-    its own COMPUTE begins if that is later. The gaps between links are signals, dispatch, and loads that no other work
-    hid.
+    A link ends when it lets the next one continue: after its COMPUTE if that is the next instruction of the same
+    worker, or after its STORE if that waits for its signal. The next link begins then, or at its own COMPUTE if that is
+    later. The gaps between links are signals, dispatch, and loads that no other work hid.
     """
 
     seconds: float
@@ -49,10 +46,8 @@ class CriticalPath:
 
 
 def critical_path(resolved: Resolved) -> CriticalPath:
-    """Return the critical path of the last launch. To find it, walk back from the launch's last interval.
-
-    Each step goes from an instruction to its releaser or to its predecessor on the same worker, whichever let it
-    continue later.
+    """Return the critical path of the last launch, found by walking back from its last interval. Each step goes to the
+    releaser or to the predecessor on the same worker, whichever let the instruction continue later.
     """
     launch, finish, releaser = resolved.launches - 1, resolved.finish, resolved.releaser
     nodes = finish[finish >= 0]
@@ -110,9 +105,7 @@ def critical_path(resolved: Resolved) -> CriticalPath:
 
 
 def _done(resolved: Resolved) -> NDArray[np.int64]:
-    """Return the time at which each executed instruction lets its worker continue with the next instruction. This is
-    the end of the executed instruction's last interval, not counting stores by a storer warp.
-    """
+    """Return when each executed instruction lets its worker continue: at its last end, a storer's stores excepted."""
     done = np.full(resolved.executions, -1)
     inline = ~resolved.stored()
     np.maximum.at(done, resolved.instance[inline], resolved.end[inline])

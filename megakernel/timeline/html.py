@@ -45,9 +45,8 @@ Columns = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class _Source:
-    """A trace and everything that the page shows of it. `places` has for each phase number the
-    phase's position in the page's list of phases. `peaks` has the peak rate of each of RESOURCES.
-    `curves` are fractions of these peaks, [ranks, RESOURCES, bins].
+    """A trace and what the page shows of it. `places` has the place of each phase number in the page's list of phases,
+    `peaks` the peak rates of RESOURCES, and `curves` fractions of these peaks, [ranks, RESOURCES, bins].
     """
 
     resolved: Resolved
@@ -102,9 +101,7 @@ def _asset(name: str) -> str:
 
 
 def _unit_s(sources: list[_Source]) -> float:
-    """Return the page's unit of time in seconds: the first trace's tick, or the least multiple of that tick with which
-    every time fits 32 bits.
-    """
+    """Return the page's unit of time in seconds: the least multiple of the first trace's tick that fits 32 bits."""
     tick = sources[0].resolved.tick_s
     longest = max(s.resolved.period * s.resolved.tick_s for s in sources)
     return tick * float(np.ceil(longest / tick / 2**32))
@@ -171,9 +168,7 @@ def _bins(resolved: Resolved) -> int:
 
 
 def _join(sources: list[_Source], unit_s: float) -> Columns:
-    """Return the columns of all traces, one trace after another. Intervals, records, lanes and causes are numbered
-    consecutively.
-    """
+    """Return the columns of all traces, one after another. Intervals, records, lanes and causes count throughout."""
     parts = [_columns(s, unit_s) for s in sources]
     shifted = {"record": 0, "releaser": 0, "lane": 0, "causesFirst": 0, "causesLater": 0, "regionStart": 0}
     for source, part in zip(sources, parts, strict=True):
@@ -192,10 +187,8 @@ def _join(sources: list[_Source], unit_s: float) -> Columns:
 
 
 def _columns(source: _Source, unit_s: float) -> Columns:
-    """Return the typed columns of a trace, in the page's order. Most columns have an element per interval, per record
-    (of all segments one after another) or per region.
-
-    In the page, word 0 of a record is not the phase's number, but the phase's position in the page's list.
+    """Return the typed columns of a trace in the page's order, most with an element per interval, per record (of all
+    segments) or per region. Word 0 of a record is here the phase's position in the page's list.
     """
     resolved, cause, rows = source.resolved, source.resolved.causes, source.resolved.rows
     factor = _moments(source, unit_s)[0]
@@ -237,10 +230,8 @@ def _twins(sources: list[_Source]) -> NDArray[np.int32]:
 
 
 def _regions(resolved: Resolved) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the non-empty boxes that each record accesses, in CSR form: the first box of each record, and the boxes.
-
-    A box is (buffer, access kind, row, row_end, col, col_end, index, rank). Its rank says whose copy of the buffer is
-    accessed: a rank number, OWN, EVERY or _OWNERS.
+    """Return the non-empty boxes that each record accesses, in CSR form: the first box of each record, and the boxes. A
+    box is (buffer, access kind, row, row_end, col, col_end, index, rank). Its rank is a number, OWN, EVERY or _OWNERS.
     """
     owner, boxes = [np.zeros(0, np.int64)], [np.zeros((0, 8), np.int64)]
     for phase, dims, mine, columns in by_phase(resolved.program):

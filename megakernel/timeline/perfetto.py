@@ -32,9 +32,8 @@ _BINS = 2048  # number of samples of each resource's rate over the trace
 def write_perfetto(path: Path, resolved: Resolved) -> None:
     """Write the trace: a process per rank, a track per worker, and below it one track per role and kind of interval.
 
-    Timestamps are nanoseconds since the first interval. Flows lead from the releaser of a wait to the work after
-    the wait. Each rank has a counter track per resource, which shows the resource's rate in its
-    unit, FLOP/s or B/s.
+    Timestamps are nanoseconds since the first interval. Flows lead from the releaser of a wait to the work after it.
+    Each rank has a counter track per resource with its rate in FLOP/s or B/s.
     """
     from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
 
@@ -70,9 +69,7 @@ def _packets(resolved: Resolved) -> Iterator[TracePacket]:
 
 
 def _tracks(resolved: Resolved, lane: int) -> Iterator[tuple[str, NDArray[np.int64]]]:
-    """Yield the name and the intervals of each track of a lane. A CPU thread has all roles, so it gets one track per
-    kind of interval; a GPU worker gets one track per role and kind.
-    """
+    """Yield the name and intervals of each track of a lane: one per kind of interval, and for a GPU worker per role."""
     first, end = np.searchsorted(resolved.lane, [lane, lane + 1])
     kind, roles = resolved.rows["kind"][first:end], resolved.rows["role"][first:end]
     for role in Role:
@@ -97,8 +94,8 @@ def _rows(resolved: Resolved, chosen: NDArray[np.int64]) -> list[list[int]]:
 
 
 def _flows(resolved: Resolved) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Return two maps from an interval to flow ids: the flows that start at the interval, and those that end at it. A
-    flow leads from the interval that released a wait to the first work after that wait.
+    """Return two maps from an interval to the flows that start there, and to those that end there. A flow leads from
+    the interval that released a wait to the first work after that wait.
     """
     work = np.flatnonzero(resolved.kind(*WORK))
     work = work[np.argsort(-resolved.begin[work], kind="stable")]

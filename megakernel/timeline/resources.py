@@ -1,5 +1,4 @@
-"""Computes how busy each resource was over time, by spreading the declared work of each instruction over the intervals
-in which it was done."""
+"""Computes how busy each resource was over time, by spreading each instruction's declared work over its intervals."""
 
 from __future__ import annotations
 
@@ -36,11 +35,9 @@ BINS = 96  # the number of equal parts of the trace in `Resource.curve`
 
 @dataclass(frozen=True)
 class Resource:
-    """The use of one resource. `rate` is in units per second and is the mean over the ranks and over the time of all
-    steps. `fraction` is rate / `peak`, and `ranks` has the fraction of each rank.
-
-    `peak` is the peak rate from the function `peaks`. `curve` has, for each of BINS equal parts of the trace, the mean
-    of rate / peak over all ranks.
+    """The use of one resource. `rate` is in units per second, as the mean over ranks and the time of all steps.
+    `fraction` is rate / `peak`, and `ranks` has that of each rank. `curve` has, for each of BINS equal parts of the
+    trace, the mean of rate / peak over ranks.
     """
 
     name: str
@@ -53,20 +50,14 @@ class Resource:
 
 
 def peaks(machine: Machine, workers: int) -> list[float]:
-    """Return the peak rate of each of RESOURCES for `workers` workers of a device. All workers of a device share its
-    rates equally.
-
-    A rate of 0 means that the machine file does not give it.
-    """
+    """Return the peak rates of RESOURCES for `workers` workers, an equal share of a device's, or 0 if unknown."""
     share = min(1.0, workers / machine.workers)
     device = (machine.matrix_flops, machine.vector_flops, machine.memory_bytes_per_s, machine.cache_bytes_per_s)
     return [*(rate * share for rate in device), machine.link_bytes_per_s, machine.link_bytes_per_s]
 
 
 def resources(resolved: Resolved) -> list[Resource]:
-    """Return every resource that the program uses and whose peak rate is known. Attention's use comes from the work
-    items that the trace records.
-    """
+    """Return every resource that the program uses and whose peak rate is known."""
     amounts = curves(resolved, BINS)
     steps_s = max(resolved.steps, 1) * resolved.tick_s
     found = []
@@ -91,13 +82,12 @@ def resources(resolved: Resolved) -> list[Resource]:
 
 
 def curves(resolved: Resolved, bins: int) -> Amounts:
-    """Return the use of each resource over time: [ranks, RESOURCES, bins], in FLOPs or bytes. The bins are equal parts
-    of the trace.
+    """Return the use of each resource in FLOPs or bytes, [ranks, RESOURCES, bins]. Bins are equal parts of the trace.
 
     FLOPs are spread evenly over an instruction's COMPUTE. Link bytes are spread over its STORE if it has one, otherwise
-    over COMPUTE. Memory and cache bytes are spread over the LOADs of a loader. If the worker has no loader, they are
-    spread over COMPUTE, and not over a CPU's LOADs: these are prefetches, which bring only a part of the bytes. All
-    loaded data pass through the cache, including attention's K and V.
+    over COMPUTE. Memory and cache bytes are spread over the LOADs of a loader, or over COMPUTE if there is none: a
+    CPU's LOADs are prefetches, which bring only a part. All loaded data pass through the cache, including attention's K
+    and V.
     """
     declared, link = _declared(resolved)
     matrix, vector, memory, loaded = declared[resolved.record].T
@@ -122,8 +112,8 @@ def curves(resolved: Resolved, bins: int) -> Amounts:
 
 
 def _declared(resolved: Resolved) -> tuple[Amounts, Amounts]:
-    """Return two arrays with the work that each of `Resolved.records` declares. The first, [records, 4], has matrix
-    FLOPs, vector FLOPs, memory bytes and loaded bytes. The second, [records, ranks], has the bytes sent to each rank.
+    """Return the work that each of `Resolved.records` declares: [records, 4] matrix FLOPs, vector FLOPs, memory bytes
+    and loaded bytes, and [records, ranks] bytes sent to each rank.
     """
     count, ranks = len(resolved.records), resolved.program.ranks
     work, link = np.zeros((count, 4)), np.zeros((count, ranks))
@@ -139,9 +129,7 @@ def _declared(resolved: Resolved) -> tuple[Amounts, Amounts]:
 
 
 def issue_seconds(resolved: Resolved) -> Amounts:
-    """Return the time in seconds that each role of a worker takes to issue each of `Resolved.records`: [records,
-    roles]. The time is 0 if it is unknown.
-    """
+    """Return the seconds that each role of a worker takes to issue each record, [records, roles], 0 if unknown."""
     found, issue = np.zeros((len(resolved.records), 3)), resolved.machine.issue
     for phase, dims, rows, columns in by_phase(resolved.program):
         roles = issued(phase, columns, dims, issue) if issue else None
@@ -151,9 +139,7 @@ def issue_seconds(resolved: Resolved) -> Amounts:
 
 
 def _or_else(resolved: Resolved, wanted: NDArray[np.bool_], other: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return a mask of the `wanted` intervals and, for executed instructions that have no wanted interval, of their
-    `other` intervals.
-    """
+    """Return a mask of the `wanted` intervals, and of the `other` ones of instructions that have no wanted interval."""
     has = np.zeros(resolved.executions, dtype=bool)
     has[resolved.instance[wanted]] = True
     chosen: NDArray[np.bool_] = wanted | (other & ~has[resolved.instance])
@@ -163,8 +149,8 @@ def _or_else(resolved: Resolved, wanted: NDArray[np.bool_], other: NDArray[np.bo
 def _spread(
     resolved: Resolved, chosen: NDArray[np.bool_], amount: Amounts, row: NDArray[np.int64], bins: int
 ) -> Amounts:
-    """Return the amount in each time bin of each rank, [ranks, bins]. The amount of an executed instruction is spread
-    evenly over its chosen intervals. `row` has, for each interval, the row of the result to which its share is added.
+    """Return the amount in each time bin, [ranks, bins]. Each executed instruction's is spread evenly over its chosen
+    intervals. `row` has the row of the result to which an interval's share is added.
     """
     i = np.flatnonzero(chosen & (amount > 0))
     begin = resolved.begin[i].astype(np.float64)

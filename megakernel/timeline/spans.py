@@ -1,7 +1,4 @@
-"""Sets of disjoint half-open intervals on one line of integers.
-
-The times of all lanes are on this one line (position = lane * period + tick), so one array operation handles all lanes.
-"""
+"""Sets of disjoint half-open intervals on one line of integers, on which all lanes lie: lane * period + tick."""
 
 from __future__ import annotations
 
@@ -62,9 +59,7 @@ class Spans:
 
 
 def active(groups: list[tuple[Ticks, Ticks]]) -> tuple[Ticks, list[Ticks]]:
-    """Cut time at every begin and end of an interval into pieces. Return the length of each piece, and for each group
-    the number of its intervals that cover each piece.
-    """
+    """Cut time at every edge of an interval. Return each piece's length, and per group how many intervals cover it."""
     edges = np.unique(np.concatenate([moments for group in groups for moments in group]))
     counts = []
     for begin, end in groups:
@@ -76,9 +71,7 @@ def active(groups: list[tuple[Ticks, Ticks]]) -> tuple[Ticks, list[Ticks]]:
 
 
 def disjoint(begin: Ticks, end: Ticks, what: Ticks) -> tuple[Ticks, Ticks, Ticks]:
-    """Sort the intervals by begin, and cut each one to the part that no earlier interval covers. Drop intervals of
-    which nothing is left.
-    """
+    """Sort the intervals by begin, and cut each to what no earlier one covers. Drop those of which nothing is left."""
     order = np.argsort(begin, kind="stable")
     begin, end, what = begin[order], end[order], what[order]
     reach = np.maximum.accumulate(end)
@@ -88,9 +81,8 @@ def disjoint(begin: Ticks, end: Ticks, what: Ticks) -> tuple[Ticks, Ticks, Ticks
 
 
 def overlaps(begin: Ticks, end: Ticks, others: Spans) -> tuple[Ticks, Ticks, Ticks, Ticks]:
-    """Return the intersections of the given intervals, which are disjoint and in order, with those of `others`.
-
-    Each intersection has a begin, an end, and the indices of the two intervals that intersect.
+    """Intersect the given intervals, which are disjoint and in order, with those of `others`. Each intersection has a
+    begin, an end, and the indices of the two intervals.
     """
     first = np.searchsorted(others.end, begin, side="right")
     count = np.maximum(np.searchsorted(others.begin, end, side="left") - first, 0)

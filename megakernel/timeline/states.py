@@ -1,6 +1,4 @@
-"""Determines what each worker does at each moment of a step, and finds the places in a trace where a user should look
-first. All figures of busy, waiting and idle time follow from these states.
-"""
+"""Determines what each worker does at each moment of a step. All figures of busy, waiting and idle time follow."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ _MOST_PLACES = 12
 
 
 class State(IntEnum):
-    """What a worker does at a moment. If it does several things at once, the state is the one that comes first in this
-    list.
-    """
+    """What a worker does at a moment. If it does several things at once, the first of this list counts."""
 
     COMPUTE = 0
     STORE = 1
@@ -38,10 +34,9 @@ BLOCKED = (State.WAIT, State.PAGE)
 
 @dataclass(frozen=True)
 class Pieces:
-    """Disjoint pieces of the workers' time, which together cover every launch of every worker.
-
-    The columns are sorted by (lane, begin). `begin` and `end` are in ticks, as in `Resolved`. `interval` is the index
-    of the interval that the piece is a part of, or -1 in the states IDLE and END.
+    """Disjoint pieces of the workers' time, sorted by (lane, begin), which cover every launch of every worker. `begin`
+    and `end` are in ticks, as in `Resolved`. `interval` is the interval that the piece is a part of, or -1 in IDLE and
+    END.
     """
 
     lane: NDArray[np.int64]
@@ -65,9 +60,7 @@ class Pieces:
 
 
 def pieces(resolved: Resolved) -> Pieces:
-    """Divide the workers' time among the states. Where intervals of several states overlap, the time belongs to the
-    state that comes first in `_states`.
-    """
+    """Divide the workers' time among the states. Where several overlap, the first of `_states` counts."""
     period = resolved.period
     base = resolved.lane * period
     first, last = resolved.launch_spans
@@ -89,9 +82,7 @@ def pieces(resolved: Resolved) -> Pieces:
 
 
 def _states(resolved: Resolved) -> list[tuple[State, NDArray[np.bool_]]]:
-    """Return a mask of the intervals of each state. Where intervals overlap, the state that comes first in the list
-    takes precedence.
-    """
+    """Return a mask of the intervals of each state, in order of precedence."""
     waits = resolved.kind(IntervalKind.COUNTER_WAIT)
     consumers = resolved.rows["role"] == Role.CONSUMER
     return [
@@ -117,10 +108,8 @@ def _idle(resolved: Resolved, free: Spans) -> NDArray[np.int8]:
 
 @dataclass(frozen=True)
 class LanePlace:
-    """A stretch of one worker's time, in seconds since the trace's first interval.
-
-    `interval` is the index of the trace interval that contains the stretch. If nothing was recorded in the stretch,
-    `interval` is the index of a neighbouring interval.
+    """A stretch of one worker's time, in seconds since the trace's first interval. `interval` contains the stretch, or
+    is a neighbour of it if nothing was recorded.
     """
 
     rank: int
@@ -131,9 +120,7 @@ class LanePlace:
 
 
 def longest(resolved: Resolved, pieces: Pieces, chosen: NDArray[np.bool_]) -> list[LanePlace]:
-    """Return the longest of the chosen pieces of time, at most _MOST_PLACES, the longest first. Pieces of equal length
-    are in the order of ranks and workers.
-    """
+    """Return the longest of the chosen pieces of time, at most _MOST_PLACES, the longest first."""
     rows = np.flatnonzero(chosen)
     rows = rows[np.argsort(-pieces.length[rows], kind="stable")[:_MOST_PLACES]]
     return [
@@ -149,9 +136,7 @@ def ranked(resolved: Resolved, rows: NDArray[np.int64], by: NDArray[np.float64])
 
 
 def _interval_at(pieces: Pieces, row: int) -> int:
-    """Return the interval of a piece. A piece without a recorded interval gets the next interval of the same worker,
-    or, at the end of a step, the previous one.
-    """
+    """Return a piece's interval, or if it has none, the next one of the same worker or else the previous one."""
     for at in (row, row + 1, row - 1):
         if 0 <= at < len(pieces.lane) and pieces.lane[at] == pieces.lane[row] and pieces.interval[at] >= 0:
             return int(pieces.interval[at])

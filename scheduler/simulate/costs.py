@@ -1,8 +1,6 @@
-"""The simulator's costs: the rates that machines reach in practice, latencies, and memory on the chip.
-
-For GPUs, the fractions of peak rates and the latencies are measurements that others have published; comments below name
-the sources. For a CPU, `megakernel doctor --calibrate` measures them. None of them was fitted to the time of a step.
-docs/simulator.md compares predictions with measurements.
+"""The simulator's costs: the rates that machines reach in practice, latencies, and memory on the chip. GPUs have
+published measurements, whose sources are named below, and CPUs those of `megakernel doctor --calibrate`. None was
+fitted to the time of a step. docs/simulator.md compares predictions with measurements.
 """
 
 from __future__ import annotations
@@ -22,11 +20,9 @@ Rates = tuple[tuple[float, float], ...]  # (rows, rate), rows ascending
 
 @dataclass(frozen=True)
 class TaskCosts:
-    """What each kind of work costs on a machine. A rate is that of one rank's device unless its comment says that it is
-    a worker's. Units are seconds, bytes and FLOPs.
-
-    A field of type `Rates` lists pairs (rows of a tile, a worker's rate for such a tile). For other numbers of rows,
-    the rate is interpolated linearly in log(rows).
+    """What each kind of work costs on a machine, in seconds, bytes and FLOPs. A rate is that of one rank's device
+    unless its comment says otherwise. A field of type `Rates` lists pairs (rows of a tile, a worker's rate for such a
+    tile), and the rate is linear in log(rows) between them.
     """
 
     matmul_flops: Rates  # of one worker
@@ -61,9 +57,7 @@ class TaskCosts:
         return self._padded(flops, rows) / _at(self.matmul_flops, rows)
 
     def attention_s(self, flops: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the seconds that attention items take on one worker. `rows` counts the (query row, head) pairs of one
-        KV head.
-        """
+        """Return the seconds of attention items on one worker. `rows` counts (query row, head) pairs of a KV head."""
         return self._padded(flops, rows) / _at(self.attention_flops, rows)
 
     def _padded(self, flops: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -72,9 +66,9 @@ class TaskCosts:
         return padded
 
     def paired(self) -> TaskCosts:
-        """Return the costs of a worker that is two SMs. Each SM receives all weights of a tile and half of the tile's
-        input rows. If the weights and the rows have n bytes each, the two SMs together receive 3 n bytes. But the
-        simulator counts only 2 n bytes for the tile, so the load rate is two thirds of that of two SMs.
+        """Return the costs of a worker that is two SMs. Each receives all weights of a tile and half of its input rows:
+        3 n bytes together if weights and rows have n bytes each. But the simulator counts only 2 n bytes for the tile,
+        so the load rate is two thirds of that of two SMs.
         """
         return replace(
             self,
@@ -194,7 +188,5 @@ def _scaled(rows: tuple[float, ...], rates: tuple[float, ...], scale: float) -> 
 
 
 def costs_of(machine: Machine) -> TaskCosts:
-    """Return the costs of a machine. For this computer (`host`), they follow from the rates in `machine`, which are
-    either measured or nominal.
-    """
+    """Return the costs of a machine. Those of this computer (`host`) follow from rates either measured or nominal."""
     return _cpu_costs(machine) if machine.target == CPU else _gpu_costs(machine)

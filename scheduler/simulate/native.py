@@ -40,9 +40,7 @@ EVERY_RANK = -1
 
 @dataclass(frozen=True)
 class Work:
-    """The input of the native simulator (mk::simulate::Program). The records of all streams and queues are in one list,
-    and each record refers to its tasks.
-    """
+    """The input of the native simulator (mk::simulate::Program). All streams' and queues' records are in one list."""
 
     ranks: int
     workers: int

@@ -1,9 +1,8 @@
 """Prepares the simulator's input: the waits, signals, loads, arithmetic and stores of each task of a program.
 
-A task is an instruction or an attention work item. Consecutive items of one attention instruction that have a single
-row each may form one task (see `_starts_task`). All data follow from the program's phases: loads and stores from the
-declared accesses, arithmetic from the declared costs, and attention from the step table. The last-level cache of a rank
-holds named entries: a weight tile, one KV head of a sequence in one layer, or a row block of an activation buffer.
+A task is an instruction or an attention work item, or several consecutive items (see `_starts_task`). The last-level
+cache of a rank holds named entries: a weight tile, one KV head of a sequence in one layer, or a row block of an
+activation buffer.
 """
 
 from __future__ import annotations
@@ -100,9 +99,7 @@ class _Tasks:
 
 
 def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
-    """Return one step of `program` as the simulator's input. `table` is a step table with the program's sizes; all
-    ranks have the same one.
-    """
+    """Return one step of `program` as the simulator's input. All ranks have the same step table `table`."""
     records, ranks, number, offsets = _records(program)
     numbers = rec.phase_number(records)
     views = [table.rank(rank) for rank in range(program.ranks)]
@@ -165,8 +162,8 @@ def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
 
 
 def _records(program: Program) -> tuple[Records, Ints, Int32s, list[Int32s]]:
-    """Return the records of all streams and queues, the rank of each record, the number of each record as in a trace,
-    and the offsets of the streams in each list of records.
+    """Return the records of all streams and queues, their ranks, their numbers as in a trace, and the offsets of the
+    streams in each list of records.
     """
     every, ranks, number, offsets = [], [], [], []
     start = 0
@@ -182,9 +179,7 @@ def _records(program: Program) -> tuple[Records, Ints, Int32s, list[Int32s]]:
 
 
 class _Keys:
-    """Assigns a number, the key, to each entry of the last-level cache. Keys are the same on all ranks. `bytes`,
-    [ranks, keys], has the size of the entry with each key on each rank.
-    """
+    """Numbers the entries of the last-level cache, alike on all ranks. `bytes`, [ranks, keys], has their sizes."""
 
     def __init__(self, program: Program, views: list[StepTable], records: Records, numbers: Int32s) -> None:
         dims = program.dims
@@ -222,9 +217,7 @@ class _Keys:
 def _plain(
     tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Ints, dims: Dims, costs: TaskCosts
 ) -> None:
-    """Add the data of one phase's tasks on one rank. Other functions add those of attention and of control
-    instructions.
-    """
+    """Add the data of one phase's tasks on one rank, except those of attention."""
     columns = phase.columns(records)
     rows = columns["rows"].astype(np.float64)
     work, loaded = cost(phase, columns, dims), target_of(dims).loads(phase, columns, dims)
@@ -258,8 +251,8 @@ def _plain(
 
 
 def _activations(tasks: _Tasks, keys: _Keys, phase: Phase, columns: Columns, task: Ints, dims: Dims) -> None:
-    """Add the bytes that tasks store on each rank, and the cache entries of what they read and write. The entries are
-    the row blocks of the first buffer that the phase reads, and of the first one that it writes.
+    """Add the bytes that tasks store on each rank, and the cache entries of what they read and write: the row blocks of
+    the first buffer that the phase reads, and of the first one that it writes.
     """
     reads: list[Buffer] = []
     writes: list[Buffer] = []
@@ -307,9 +300,7 @@ def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims
 
 
 def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Iterator[tuple[int, Floats]]:
-    """Yield pairs of a rank and the bytes that each task stores on that rank, for one access. `size` has the bytes of
-    each task.
-    """
+    """Yield a rank and the bytes that each task stores on it for one access. `size` has the bytes of each task."""
     for to in range(dims.split.tp):
         if isinstance(rank, np.ndarray):
             yield to, np.where(rank == to, size, 0.0)
@@ -320,9 +311,7 @@ def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Iterator[tu
 def _attention(
     tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, first: Ints, view: StepTable, costs: TaskCosts
 ) -> None:
-    """Add the data of one rank's attention tasks. K and V of earlier steps come from memory once per sequence, even if
-    several items share them.
-    """
+    """Add one rank's attention tasks. K and V come from memory once per sequence, even if items share them."""
     dims = view.dims
     task, item, _ = _items(phase, records, first, view)
     if not len(item):
@@ -365,8 +354,8 @@ def _attention(
 
 
 def _items(phase: Phase, records: Records, first: Ints, view: StepTable) -> tuple[Ints, Ints, Ints]:
-    """Return three columns, task, item and record, with one entry for each item of the given attention records. `first`
-    has the first task of each record.
+    """Return three columns, task, item and record, with one entry per item of the attention records. `first` has the
+    first task of each record.
     """
     slot = phase.columns(records)["slot"]
     begin, count = view.slot_items[slot].astype(np.int64), np.diff(view.slot_items)[slot].astype(np.int64)
@@ -377,9 +366,8 @@ def _items(phase: Phase, records: Records, first: Ints, view: StepTable) -> tupl
 
 
 def _starts_task(view: StepTable) -> NDArray[np.bool_]:
-    """Return, for each item, whether it starts a task. If not, it belongs to the task of the previous item of the same
-    attention instruction. Each of these two items then has one row and all of its context, their rows are in the same
-    row block, and they wait for the same counters.
+    """Return whether each item starts a task. If not, it belongs to the previous item's task: both then have one row
+    and all of its context, in the same row block, and wait for the same counters.
     """
     single = (view.item_rows == 1) & (view.item_split < 0) & (view.item_seq >= 0)
     same = single[1:] & single[:-1]
@@ -392,9 +380,7 @@ def _starts_task(view: StepTable) -> NDArray[np.bool_]:
 
 
 def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
-    """Add the waits and signals that do not depend on the step table. Every task of an attention instruction waits, and
-    the instruction's last task signals.
-    """
+    """Add the waits and signals that do not depend on the step table. An attention instruction's last task signals."""
     waits, signals = rec.waits(records), rec.signals(records)
     record, slot = np.nonzero((waits != 0) & (waits & rec.INDEXED == 0))
     of, nth = ragged(np.diff(first_task)[record])
@@ -408,8 +394,8 @@ def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
 
 
 def _item_words(tasks: _Tasks, phase: Phase, records: Records, first: Ints, view: StepTable) -> None:
-    """Add the waits and signals of attention items. An attention record names a grid of counters in its first wait word
-    and another grid in its first signal word, and each item selects counters of these grids.
+    """Add the waits and signals of attention items. The first wait word and the first signal word of an attention
+    record each name a grid of counters, of which each item selects some.
     """
     dims = view.dims
     task, item, record = _items(phase, records, first, view)
