@@ -52,9 +52,6 @@ DTYPE = np.dtype([(name, kind) for name, kind, _ in FIELDS])
 PROLOGUE, EPILOGUE = 0xFFFE, 0xFFFF
 Intervals = NDArray[np.void]
 
-if DTYPE.itemsize != 32:
-    raise AssertionError("a trace record is 32 bytes")
-
 # Limits of the times in a header, in seconds. No clock has a tick of less than a femtosecond, and reading a clock takes
 # less than a second.
 _LEAST_TICK_S, _MOST_S = 1e-15, 1.0

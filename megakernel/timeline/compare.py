@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import MegakernelError
 from ..isa import Phase
@@ -18,6 +17,7 @@ from ..isa import record as rec
 from ..program import Program
 from ..trace import IntervalKind
 from .resolve import Resolved
+from .spans import Floats, Ints
 from .summary import Summary
 
 
@@ -66,13 +66,13 @@ class _Executed:
     the launch began.
     """
 
-    key: NDArray[np.int64]
-    place: NDArray[np.int64]
-    layer: NDArray[np.int64]
-    seconds: NDArray[np.float64]
-    begin: NDArray[np.float64]
-    end: NDArray[np.float64]
-    launch: NDArray[np.int64]
+    key: Ints
+    place: Ints
+    layer: Ints
+    seconds: Floats
+    begin: Floats
+    end: Floats
+    launch: Ints
 
 
 def compare(first: Resolved, second: Resolved) -> Comparison:
@@ -102,7 +102,7 @@ def compare(first: Resolved, second: Resolved) -> Comparison:
     )
 
 
-def in_common(programs: Sequence[Program]) -> tuple[list[Phase], list[NDArray[np.int64]]]:
+def in_common(programs: Sequence[Program]) -> tuple[list[Phase], list[Ints]]:
     """Return the programs' phases, one per name, and per program an array from phase number to place in that list."""
     forwards = [program.forward.by_number.values() for program in programs]
     phases = {phase.name: phase for forward in forwards for phase in forward}
@@ -110,7 +110,7 @@ def in_common(programs: Sequence[Program]) -> tuple[list[Phase], list[NDArray[np
     return list(phases.values()), [np.array([-1, *(place[phase.name] for phase in forward)]) for forward in forwards]
 
 
-def match(one: NDArray[np.int64], two: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def match(one: Ints, two: Ints) -> tuple[Ints, Ints]:
     """Return where the rows that both arrays contain are in each. Of a repeated row, the first occurrence counts."""
     both, at = np.unique(np.concatenate([one, two]), axis=0, return_inverse=True)
     found = np.full((2, len(both)), -1, dtype=np.int64)
@@ -121,7 +121,7 @@ def match(one: NDArray[np.int64], two: NDArray[np.int64]) -> tuple[NDArray[np.in
     return found[0][shared][order], found[1][shared][order]
 
 
-def identity(resolved: Resolved, rows: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+def identity(resolved: Resolved, rows: Ints, places: Ints) -> Ints:
     """Return the identity of each instruction in `rows`, [rows, words]. `places` is this program's of `in_common`."""
     words = resolved.records[resolved.record[rows]]
     operands = words[:, rec.OPERAND_WORD : rec.OPERAND_WORD + rec.OPERANDS]
@@ -129,7 +129,7 @@ def identity(resolved: Resolved, rows: NDArray[np.int64], places: NDArray[np.int
     return np.concatenate([np.stack([c[rows].astype(np.int64) for c in own], axis=1), operands], axis=1)
 
 
-def _executed(resolved: Resolved, places: NDArray[np.int64]) -> _Executed:
+def _executed(resolved: Resolved, places: Ints) -> _Executed:
     """Return all executed instructions that have a COMPUTE interval and are not control instructions."""
     chosen = np.flatnonzero(resolved.kind(IntervalKind.COMPUTE) & ~resolved.control)
     instances, first, at = np.unique(resolved.instance[chosen], return_index=True, return_inverse=True)

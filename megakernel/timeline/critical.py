@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..trace import IntervalKind
+from ..trace import IntervalKind, Role
 from .resolve import Resolved
+from .spans import Ints
 
 
 @dataclass(frozen=True)
@@ -104,15 +104,15 @@ def critical_path(resolved: Resolved) -> CriticalPath:
     return CriticalPath(total * tick, by_instruction, gaps * tick, links)
 
 
-def _done(resolved: Resolved) -> NDArray[np.int64]:
+def _done(resolved: Resolved) -> Ints:
     """Return when each executed instruction lets its worker continue: at its last end, a storer's stores excepted."""
     done = np.full(resolved.executions, -1)
-    inline = ~resolved.stored()
+    inline = ~resolved.kind(IntervalKind.STORE) | (resolved.rows["role"] != Role.STORER)
     np.maximum.at(done, resolved.instance[inline], resolved.end[inline])
     return np.where(done < 0, resolved.end[resolved.finish], done)
 
 
-def _starts(resolved: Resolved) -> NDArray[np.int64]:
+def _starts(resolved: Resolved) -> Ints:
     """Return when the COMPUTE of each executed instruction begins, or its last interval if it has no COMPUTE."""
     begin = np.full(resolved.executions, np.iinfo(np.int64).max)
     compute = resolved.kind(IntervalKind.COMPUTE)
@@ -122,9 +122,7 @@ def _starts(resolved: Resolved) -> NDArray[np.int64]:
     return begin
 
 
-def _previous_on_lane(
-    resolved: Resolved, nodes: NDArray[np.int64], begin: NDArray[np.int64], done: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def _previous_on_lane(resolved: Resolved, nodes: Ints, begin: Ints, done: Ints) -> Ints:
     """For each executed instruction, return the previous one on the same lane (worker) in the same launch, or -1."""
     instance = resolved.instance[nodes]
     order = np.lexsort((instance, done[instance], begin[instance], resolved.lane[nodes]))

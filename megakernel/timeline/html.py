@@ -21,6 +21,7 @@ from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Role
 from .compare import Comparison, identity, in_common, match
 from .resolve import Resolved, by_phase
 from .resources import RESOURCES, curves, peaks
+from .spans import Floats, Ints
 from .summary import Summary
 from .waterfall import FAR
 
@@ -51,12 +52,12 @@ class _Source:
 
     resolved: Resolved
     summary: Summary
-    places: NDArray[np.int64]
+    places: Ints
     peaks: list[float]
-    curves: NDArray[np.float64]
+    curves: Floats
 
     @staticmethod
-    def of(resolved: Resolved, summary: Summary, places: NDArray[np.int64]) -> _Source:
+    def of(resolved: Resolved, summary: Summary, places: Ints) -> _Source:
         bin_s = resolved.period * resolved.tick_s / _bins(resolved)
         peak = peaks(resolved.machine, resolved.program.processors)
         # If the peak rate of a resource is unknown (0), divide by infinity, so that the fraction is 0.
@@ -229,7 +230,7 @@ def _twins(sources: list[_Source]) -> NDArray[np.int32]:
     return twin
 
 
-def _regions(resolved: Resolved) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _regions(resolved: Resolved) -> tuple[Ints, Ints]:
     """Return the non-empty boxes that each record accesses, in CSR form: the first box of each record, and the boxes. A
     box is (buffer, access kind, row, row_end, col, col_end, index, rank). Its rank is a number, OWN, EVERY or _OWNERS.
     """

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..isa import MAX_PHASES, cost
 from ..trace import IntervalKind
 from .resolve import WAIT, Resolved, by_phase
-from .spans import Spans, active
+from .spans import Ints, Mask, Spans, active
 
 
 @dataclass(frozen=True)
@@ -24,9 +23,9 @@ class Overlap:
     phases: float | None
 
 
-def lane_spans(resolved: Resolved, chosen: NDArray[np.bool_]) -> Spans:
+def lane_spans(resolved: Resolved, chosen: Mask, lane: Ints | None = None) -> Spans:
     """Return the union of the chosen intervals. On its time line, each lane starts where the previous one ends."""
-    base = resolved.lane[chosen] * resolved.period
+    base = (resolved.lane if lane is None else lane)[chosen] * resolved.period
     return Spans.union(base + resolved.begin[chosen], base + resolved.end[chosen])
 
 
@@ -52,13 +51,7 @@ def loads_under_compute(resolved: Resolved) -> float | None:
     return _covered(resolved, load, begin, end, resolved.kind(IntervalKind.COMPUTE))
 
 
-def _covered(
-    resolved: Resolved,
-    chosen: NDArray[np.bool_],
-    begin: NDArray[np.int64],
-    end: NDArray[np.int64],
-    cover: NDArray[np.bool_],
-) -> float | None:
+def _covered(resolved: Resolved, chosen: Mask, begin: Ints, end: Ints, cover: Mask) -> float | None:
     """Return the fraction of [begin, end), one per interval of `chosen`, with `cover` active in the same lane."""
     total = int((end - begin).sum())
     base = resolved.lane[chosen] * resolved.period
@@ -98,7 +91,7 @@ def across_workers(resolved: Resolved) -> float | None:
     matrix = np.isin(resolved.number, list(compute_bound(resolved)))
     memory = ~matrix & ~resolved.control
     chosen = (compute & memory, compute & matrix, compute)
-    length, (m, c, workers) = active([lane_spans(resolved, k).moments(resolved.period) for k in chosen])
+    length, (m, c, workers) = active([lane_spans(resolved, k) for k in chosen], resolved.period)
     total = int(length[m > 0].sum())
     return float(length[(m > 0) & (c > 0) & (workers > 1)].sum()) / total if total else None
 
@@ -116,10 +109,8 @@ def across_ranks(resolved: Resolved) -> float | None:
     """
     if resolved.program.ranks == 1:
         return None
-    compute = resolved.kind(IntervalKind.COMPUTE)
-    base = resolved.rows["rank"][compute].astype(np.int64) * resolved.period
-    by_rank = Spans.union(base + resolved.begin[compute], base + resolved.end[compute])
-    return _phases_together(resolved, by_rank)
+    rank = resolved.rows["rank"].astype(np.int64)
+    return _phases_together(resolved, lane_spans(resolved, resolved.kind(IntervalKind.COMPUTE), rank))
 
 
 def _phases_together(resolved: Resolved, busy: Spans) -> float | None:
@@ -127,18 +118,12 @@ def _phases_together(resolved: Resolved, busy: Spans) -> float | None:
     compute = resolved.kind(IntervalKind.COMPUTE)
     phase = ((resolved.segment * (resolved.program.dims.model.layers + 1) + resolved.block) << 8) + resolved.number
     # Give each (layer, phase) pair a section of its own on one time line.
-    base = np.unique(phase[compute], return_inverse=True)[1] * resolved.period
-    by_phase = Spans.union(base + resolved.begin[compute], base + resolved.end[compute])
-    length, (kinds, who) = active([s.moments(resolved.period) for s in (by_phase, busy)])
+    by_phase = lane_spans(resolved, compute, np.unique(phase, return_inverse=True)[1])
+    length, (kinds, who) = active([by_phase, busy], resolved.period)
     total = int(length[who > 0].sum())
     return float(length[(kinds > 1) & (who > 1)].sum()) / total if total else None
 
 
 def overlap(resolved: Resolved) -> Overlap:
-    return Overlap(
-        inside_worker=inside_worker(resolved),
-        loads_under_compute=loads_under_compute(resolved),
-        across_workers=across_workers(resolved),
-        across_ranks=across_ranks(resolved),
-        phases=phases(resolved),
-    )
+    measures = inside_worker, loads_under_compute, across_workers, across_ranks, phases
+    return Overlap(*(measure(resolved) for measure in measures))

@@ -17,8 +17,9 @@ from ..isa.ragged import ragged
 from ..isa.record import Records
 from ..machine import MACHINES, Machine
 from ..program import Program
-from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Role, Trace
-from .waits import Causes, Ints, Signals, Waits, causes
+from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Trace
+from .spans import Floats, Ints, Mask
+from .waits import Causes, Signals, Waits, causes
 
 _SLOT = rec.OPERAND_WORD + Operation.ATTENTION.layout.operands.index("slot")
 WORK = (IntervalKind.COMPUTE, IntervalKind.STORE)
@@ -121,12 +122,12 @@ class Resolved:
         return np.flatnonzero(np.isin(self.number, self.program.forward.numbers(Operation.ATTENTION)))
 
     @property
-    def control(self) -> NDArray[np.bool_]:
+    def control(self) -> Mask:
         """Return a mask of the intervals that belong to control instructions, which compute nothing."""
         return np.isin(self.number, [phase.number for phase in CONTROL])
 
     @property
-    def attention(self) -> tuple[Ints, NDArray[np.float64]] | None:
+    def attention(self) -> tuple[Ints, Floats] | None:
         """Return the n intervals of attention instructions, and the FLOPs and the bytes of K and V of each, [n, 2]. The
         result is None if the trace lacks these figures.
         """
@@ -187,7 +188,7 @@ class Resolved:
                 result[w] = interval[before[np.argmax(end[before])]]
         return result
 
-    def _arrivals(self) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+    def _arrivals(self) -> tuple[Ints, Ints, Mask]:
         """Return three arrays with one entry per signal, sorted by counter and time: the number of the counter, the
         interval at whose end the signal was sent, and whether it may belong to another counter.
         """
@@ -209,13 +210,8 @@ class Resolved:
         )
         return block * self.program.counters + counter
 
-    def kind(self, *kinds: IntervalKind) -> NDArray[np.bool_]:
+    def kind(self, *kinds: IntervalKind) -> Mask:
         return np.isin(self.rows["kind"], kinds)
-
-    def stored(self) -> NDArray[np.bool_]:
-        """Return a mask of the STORE intervals of storers. Such a store delays no other role of its worker."""
-        chosen: NDArray[np.bool_] = self.kind(IntervalKind.STORE) & (self.rows["role"] == Role.STORER)
-        return chosen
 
     def phase(self, i: int) -> Phase:
         return self.program.forward.by_number[int(self.number[i])]

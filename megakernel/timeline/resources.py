@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..isa import cost
 from ..isa.link import link_bytes_each
@@ -14,8 +13,7 @@ from ..runtime.cuda.issue import issued
 from ..runtime.targets import target_of
 from ..trace import IntervalKind
 from .resolve import Resolved, by_phase
-
-Amounts = NDArray[np.float64]
+from .spans import Floats, Ints, Mask
 
 # The resources with the unit of their rate. The cache is the last-level one (a GPU's L2). A link has a direction: bytes
 # that a rank sends, and bytes that it receives.
@@ -81,7 +79,7 @@ def resources(resolved: Resolved) -> list[Resource]:
     return found
 
 
-def curves(resolved: Resolved, bins: int) -> Amounts:
+def curves(resolved: Resolved, bins: int) -> Floats:
     """Return the use of each resource in FLOPs or bytes, [ranks, RESOURCES, bins]. Bins are equal parts of the trace.
 
     FLOPs are spread evenly over an instruction's COMPUTE. Link bytes are spread over its STORE if it has one, otherwise
@@ -111,7 +109,7 @@ def curves(resolved: Resolved, bins: int) -> Amounts:
     return out
 
 
-def _declared(resolved: Resolved) -> tuple[Amounts, Amounts]:
+def _declared(resolved: Resolved) -> tuple[Floats, Floats]:
     """Return the work that each of `Resolved.records` declares: [records, 4] matrix FLOPs, vector FLOPs, memory bytes
     and loaded bytes, and [records, ranks] bytes sent to each rank.
     """
@@ -128,7 +126,7 @@ def _declared(resolved: Resolved) -> tuple[Amounts, Amounts]:
     return work, link
 
 
-def issue_seconds(resolved: Resolved) -> Amounts:
+def issue_seconds(resolved: Resolved) -> Floats:
     """Return the seconds that each role of a worker takes to issue each record, [records, roles], 0 if unknown."""
     found, issue = np.zeros((len(resolved.records), 3)), resolved.machine.issue
     for phase, dims, rows, columns in by_phase(resolved.program):
@@ -138,17 +136,15 @@ def issue_seconds(resolved: Resolved) -> Amounts:
     return found
 
 
-def _or_else(resolved: Resolved, wanted: NDArray[np.bool_], other: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _or_else(resolved: Resolved, wanted: Mask, other: Mask) -> Mask:
     """Return a mask of the `wanted` intervals, and of the `other` ones of instructions that have no wanted interval."""
     has = np.zeros(resolved.executions, dtype=bool)
     has[resolved.instance[wanted]] = True
-    chosen: NDArray[np.bool_] = wanted | (other & ~has[resolved.instance])
+    chosen: Mask = wanted | (other & ~has[resolved.instance])
     return chosen
 
 
-def _spread(
-    resolved: Resolved, chosen: NDArray[np.bool_], amount: Amounts, row: NDArray[np.int64], bins: int
-) -> Amounts:
+def _spread(resolved: Resolved, chosen: Mask, amount: Floats, row: Ints, bins: int) -> Floats:
     """Return the amount in each time bin, [ranks, bins]. Each executed instruction's is spread evenly over its chosen
     intervals. `row` has the row of the result to which an interval's share is added.
     """

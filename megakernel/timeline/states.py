@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..trace import IntervalKind, Role
 from .resolve import Resolved
-from .spans import Spans, Ticks, disjoint, overlaps
+from .spans import Floats, Ints, Mask, Spans, disjoint, overlaps
 
 _MOST_PLACES = 12
 
@@ -39,21 +39,21 @@ class Pieces:
     END.
     """
 
-    lane: NDArray[np.int64]
-    begin: Ticks
-    end: Ticks
+    lane: Ints
+    begin: Ints
+    end: Ints
     state: NDArray[np.int8]
-    interval: NDArray[np.int64]
+    interval: Ints
 
     @property
-    def length(self) -> Ticks:
+    def length(self) -> Ints:
         return self.end - self.begin
 
-    def of(self, *states: State) -> NDArray[np.bool_]:
-        chosen: NDArray[np.bool_] = np.isin(self.state, states)
+    def of(self, *states: State) -> Mask:
+        chosen: Mask = np.isin(self.state, states)
         return chosen
 
-    def per_lane(self, lanes: int, *states: State) -> Ticks:
+    def per_lane(self, lanes: int, *states: State) -> Ints:
         """Return the number of ticks that each lane spends in any of the given states."""
         here = self.of(*states)
         return np.bincount(self.lane[here], self.length[here], minlength=lanes).astype(np.int64)
@@ -81,7 +81,7 @@ def pieces(resolved: Resolved) -> Pieces:
     return Pieces(lane, begin - lane * period, end - lane * period, states[order], interval[order])
 
 
-def _states(resolved: Resolved) -> list[tuple[State, NDArray[np.bool_]]]:
+def _states(resolved: Resolved) -> list[tuple[State, Mask]]:
     """Return a mask of the intervals of each state, in order of precedence."""
     waits = resolved.kind(IntervalKind.COUNTER_WAIT)
     consumers = resolved.rows["role"] == Role.CONSUMER
@@ -119,7 +119,7 @@ class LanePlace:
     interval: int
 
 
-def longest(resolved: Resolved, pieces: Pieces, chosen: NDArray[np.bool_]) -> list[LanePlace]:
+def longest(resolved: Resolved, pieces: Pieces, chosen: Mask) -> list[LanePlace]:
     """Return the longest of the chosen pieces of time, at most _MOST_PLACES, the longest first."""
     rows = np.flatnonzero(chosen)
     rows = rows[np.argsort(-pieces.length[rows], kind="stable")[:_MOST_PLACES]]
@@ -129,7 +129,7 @@ def longest(resolved: Resolved, pieces: Pieces, chosen: NDArray[np.bool_]) -> li
     ]
 
 
-def ranked(resolved: Resolved, rows: NDArray[np.int64], by: NDArray[np.float64]) -> list[LanePlace]:
+def ranked(resolved: Resolved, rows: Ints, by: Floats) -> list[LanePlace]:
     """Return the places of those intervals of `rows` that have the largest values in `by`, the largest first."""
     chosen = rows[np.argsort(-by, kind="stable")[:_MOST_PLACES]]
     return [_place(resolved, resolved.lane[i], resolved.begin[i], resolved.end[i], i) for i in chosen.tolist()]

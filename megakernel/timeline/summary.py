@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..isa import MAX_PHASES
 from ..trace import IntervalKind
@@ -13,6 +12,7 @@ from .critical import CriticalPath, critical_path
 from .overlap import Overlap, exposed_communication, overlap
 from .resolve import WORK, Resolved
 from .resources import Resource, resources
+from .spans import Ints
 from .states import BLOCKED, BUSY, LanePlace, Pieces, State, longest, pieces
 from .waterfall import Outliers, Waterfall, outliers, waterfall
 
@@ -174,7 +174,7 @@ def _instructions(resolved: Resolved, far: Outliers) -> list[PhaseTime]:
     return sorted(found, key=lambda item: item.outliers_s - item.total_s)
 
 
-def _blocked(resolved: Resolved, found: Pieces) -> tuple[NDArray[np.int64], list[str]]:
+def _blocked(resolved: Resolved, found: Pieces) -> tuple[Ints, list[str]]:
     """Return the cause of each piece of time as an index into the returned names, or -1 if it is not a wait."""
     names = [*resolved.causes.names, "a page", "a signal of no phase"]
     of_interval = resolved.cause.copy()
@@ -186,7 +186,7 @@ def _blocked(resolved: Resolved, found: Pieces) -> tuple[NDArray[np.int64], list
     return which, names
 
 
-def _waits(resolved: Resolved, found: Pieces, which: NDArray[np.int64], names: list[str]) -> list[WaitTime]:
+def _waits(resolved: Resolved, found: Pieces, which: Ints, names: list[str]) -> list[WaitTime]:
     chosen = np.flatnonzero(which >= 0)
     total = max(int(found.length[chosen].sum()), 1)
     interval = found.interval[chosen]

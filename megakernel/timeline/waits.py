@@ -14,8 +14,7 @@ from ..isa import record as rec
 from ..isa.ragged import ragged
 from ..isa.record import Records
 from ..program import Program
-
-Ints = NDArray[np.int64]
+from .spans import Ints, Mask
 
 _GROUPS = rec.OPERAND_WORD + Operation.ATTENTION.layout.operands.index("groups")
 
@@ -49,7 +48,7 @@ class Signals:
     rank: Ints
     counter: Ints
     ahead: Ints  # 1 if the counter belongs to the next block, else 0
-    maybe: NDArray[np.bool_]  # whether the step table selects one of several counters
+    maybe: Mask  # whether the step table selects one of several counters
 
     @staticmethod
     def of(program: Program, records: Records) -> Signals:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..isa import MAX_PHASES
 from ..trace import IntervalKind
 from .resolve import Resolved
-from .resources import ROOFLINE, Amounts, Resource, issue_seconds
+from .resources import ROOFLINE, Resource, issue_seconds
+from .spans import Floats, Ints, Mask
 from .states import LanePlace, Pieces, State, longest, ranked
 
 FAR = 8  # an outlier takes more than this many times the median of its phase
@@ -24,9 +24,9 @@ class Outliers:
     phase's median, and `chosen` is a mask of the COMPUTE intervals that are longer than FAR * median.
     """
 
-    median: NDArray[np.float64]
-    beyond: NDArray[np.float64]
-    chosen: NDArray[np.bool_]
+    median: Floats
+    beyond: Floats
+    chosen: Mask
 
 
 def outliers(resolved: Resolved) -> Outliers:
@@ -76,12 +76,7 @@ class Waterfall:
 
 
 def waterfall(
-    resolved: Resolved,
-    pieces: Pieces,
-    used: list[Resource],
-    causes: NDArray[np.int64],
-    names: list[str],
-    outliers: Outliers,
+    resolved: Resolved, pieces: Pieces, used: list[Resource], causes: Ints, names: list[str], outliers: Outliers
 ) -> Waterfall:
     """Divide the step of an average worker among causes. `causes` has an index into `names` for each piece that is a
     wait, and -1 for all others. `used` is the result of `resources`.
@@ -109,7 +104,7 @@ def waterfall(
             bars.append(Bar(name, Cause.RESOURCE, min(needed, step) - reached, places))
             reached = min(needed, step)
 
-    def mean_s(chosen: NDArray[np.bool_]) -> float:
+    def mean_s(chosen: Mask) -> float:
         return float(pieces.length[chosen].sum()) / lanes * tick
 
     computed = mean_s(compute)
@@ -123,18 +118,15 @@ def waterfall(
     others = [("stores", Cause.WORK, pieces.of(State.STORE)), ("loads", Cause.WORK, pieces.of(State.LOAD))]
     waits = [(f"waits for {name}", Cause.WAIT, causes == number) for number, name in enumerate(names)]
     waits.sort(key=lambda wait: -int(pieces.length[wait[2]].sum()))
-    others += waits
-    others += [
-        ("imbalance", Cause.IDLE, pieces.of(State.END)),
-        ("dispatch and gaps", Cause.IDLE, pieces.of(State.IDLE)),
-    ]
+    idle = [("imbalance", State.END), ("dispatch and gaps", State.IDLE)]
+    others += [*waits, *((name, Cause.IDLE, pieces.of(state)) for name, state in idle)]
     beside = step - computed
     part = (step - max(reached, computed)) / beside if beside > 0 else 0.0
     bars += [Bar(n, kind, part * mean_s(c), longest(resolved, pieces, c)) for n, kind, c in others if c.any()]
     return Waterfall(least, bound, least > step, times, bars)
 
 
-def _issue(resolved: Resolved, rows: NDArray[np.int64]) -> tuple[Amounts, float]:
+def _issue(resolved: Resolved, rows: Ints) -> tuple[float]:
     """Return the seconds to issue each of `rows`, and the seconds per launch in which a worker's busiest role issues,
     as the mean over the workers of the busiest rank.
     """

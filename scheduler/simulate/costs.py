@@ -6,6 +6,7 @@ fitted to the time of a step. docs/simulator.md compares predictions with measur
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from megakernel.machine import CPU, HOST, Core, Issue, Machine
 from megakernel.runtime.cuda.pages import QUERY_TILE, STEP_PAGES
 from megakernel.runtime.cuda.params import CLAIM_SLOTS, PAGE_BYTES, SLOTS
 
+Floats = NDArray[np.float64]
 Rates = tuple[tuple[float, float], ...]  # (rows, rate), rows ascending
 
 
@@ -52,18 +54,20 @@ class TaskCosts:
     roles: bool  # whether a worker has separate loaders and a storer
     issue: Issue | None = None  # issue times in seconds; None if the rates include them
 
-    def matmul_s(self, flops: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    def matmul_s(self, flops: Floats, rows: Floats) -> Floats:
         """Return the seconds that matrix work takes on one worker."""
-        return self._padded(flops, rows) / _at(self.matmul_flops, rows)
+        return self._seconds(self.matmul_flops, flops, rows)
 
-    def attention_s(self, flops: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    def attention_s(self, flops: Floats, rows: Floats) -> Floats:
         """Return the seconds of attention items on one worker. `rows` counts (query row, head) pairs of a KV head."""
-        return self._padded(flops, rows) / _at(self.attention_flops, rows)
+        return self._seconds(self.attention_flops, flops, rows)
 
-    def _padded(self, flops: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _seconds(self, rates: Rates, flops: Floats, rows: Floats) -> Floats:
         rows = np.maximum(rows, 1)
-        padded: NDArray[np.float64] = flops * (np.ceil(rows / self.row_quantum) * self.row_quantum / rows)
-        return padded
+        known, rate = np.array(rates).T
+        padded = flops * (np.ceil(rows / self.row_quantum) * self.row_quantum / rows)
+        seconds: Floats = padded / np.interp(np.log(rows), np.log(known), rate)
+        return seconds
 
     def paired(self) -> TaskCosts:
         """Return the costs of a worker that is two SMs. Each receives all weights of a tile and half of its input rows:
@@ -84,10 +88,9 @@ class TaskCosts:
         return replace(self, in_flight=1, claim_in_flight=1)
 
 
-def _at(rates: Rates, rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    known, rate = np.array(rates).T
-    between: NDArray[np.float64] = np.interp(np.log(np.maximum(rows, 1)), np.log(known), rate)
-    return between
+def _same(machine: Machine) -> dict[str, Any]:
+    names = ("cache_bytes_per_s", "cache_bytes", "worker_bytes_per_s", "switch_bytes_per_s")
+    return {name: getattr(machine, name) for name in names}
 
 
 # -- GPUs. A large matmul takes 1 / 0.75 of the time that it would take at the datasheet's rate. Source: *How to Scale
@@ -118,11 +121,7 @@ def _gpu_costs(machine: Machine) -> TaskCosts:
         row_quantum=_ROW_QUANTUM,
         vector_flops=machine.vector_flops / machine.workers,
         memory_bytes_per_s=machine.memory_bytes_per_s * _MEMORY_FRACTION,
-        cache_bytes_per_s=machine.cache_bytes_per_s,
-        cache_bytes=machine.cache_bytes,
-        worker_bytes_per_s=machine.worker_bytes_per_s,
         egress_bytes_per_s=machine.link_bytes_per_s * _LINK_FRACTION,
-        switch_bytes_per_s=machine.switch_bytes_per_s,
         latency_s=_LATENCY_S,
         store_s=_STORE_S,
         dispatch_s=machine.dispatch_s,
@@ -136,6 +135,7 @@ def _gpu_costs(machine: Machine) -> TaskCosts:
         claim_in_flight=CLAIM_SLOTS,
         roles=True,
         issue=machine.issue,
+        **_same(machine),
     )
 
 
@@ -166,11 +166,7 @@ def _cpu_costs(machine: Machine) -> TaskCosts:
         row_quantum=1,
         vector_flops=core.vector_flops_per_s * scale,
         memory_bytes_per_s=machine.memory_bytes_per_s,
-        cache_bytes_per_s=machine.cache_bytes_per_s,
-        cache_bytes=machine.cache_bytes,
-        worker_bytes_per_s=machine.worker_bytes_per_s,
         egress_bytes_per_s=machine.link_bytes_per_s,
-        switch_bytes_per_s=machine.switch_bytes_per_s,
         latency_s=0.0,
         store_s=0.0,
         claim_s=0.0,
@@ -179,6 +175,7 @@ def _cpu_costs(machine: Machine) -> TaskCosts:
         in_flight=1,
         claim_in_flight=1,
         roles=False,
+        **_same(machine),
         **(_XEON_COSTS if machine.name == HOST else seconds),
     )
 

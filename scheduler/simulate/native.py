@@ -98,8 +98,7 @@ class SimulationResult(ctypes.Structure):
 
     _fields_ = (
         *((name, _F64) for name in ("step_s", "memory_bytes", "cache_bytes", "link_bytes")),
-        ("events", _I64),
-        ("intervals", _I64),
+        *((name, _I64) for name in ("events", "intervals")),
         *((name, _I32) for name in ("stuck_stream", "stuck_record", "stuck_layer", "crowded_counter")),
     )  # fmt: skip
 
@@ -127,14 +126,8 @@ def run(
     )
     intervals = np.empty(most, dtype=DTYPE)
     result = SimulationResult()
-    status = _library().mk_simulate(
-        ctypes.byref(program),
-        ctypes.byref(native),
-        ctypes.byref(_Stall(*stall)),
-        intervals.ctypes.data if most else None,
-        most,
-        ctypes.byref(result),
-    )
+    to = intervals.ctypes.data if most else None
+    status = _library().mk_simulate(program, native, _Stall(*stall), to, most, result)
     if status == -2:
         raise MegakernelError(
             "a record of the program names a counter, a task or a queue that does not exist: verify the program"

@@ -54,6 +54,7 @@ from megakernel.scheduler.simulate.costs import TaskCosts
 from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Floats, Int32s, Work
 
 Ints = NDArray[np.int64]
+_Items = tuple[Ints, Ints, Ints]  # one entry per item of attention records: its task, itself, and its record
 Column = NDArray[np.integer[Any]]
 _LISTS = (*SEGMENTS, "queues")
 
@@ -123,8 +124,10 @@ def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
     for phase, view, chosen in groups:
         mine, first = records[chosen], first_task[chosen]
         if phase.operation is Operation.ATTENTION:
-            _attention(tasks, keys, phase, mine, first, view, costs)
-            _item_words(tasks, phase, mine, first, view)
+            items = _items(phase, mine, first, view)
+            if len(items[0]):
+                _attention(tasks, keys, phase, mine, items, view, costs)
+                _item_words(tasks, phase, mine, items, view)
         else:
             _plain(tasks, keys, phase, mine, first, view.dims, costs)
         if phase.operation is Operation.NORM and phase.rows is Rows.LOGIT:
@@ -193,10 +196,8 @@ class _Keys:
         self._kv, self._heads = count, max(view.dims.split.rank_kv_heads for view in views)
         count += dims.bucket.max_seqs * self._heads
         self.layered = self._blocks = count
-        self._row_block, self._row_blocks = (
-            dims.bucket.row_block,
-            max(dims.bucket.row_blocks, -(-dims.bucket.logit_rows // dims.bucket.row_block)),
-        )
+        self._row_block = dims.bucket.row_block
+        self._row_blocks = max(dims.bucket.row_blocks, -(-dims.bucket.logit_rows // self._row_block))
         self.count = count + len(BUFFERS) * self._row_blocks
         self.bytes = np.zeros((program.ranks, self.count))
 
@@ -309,13 +310,11 @@ def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Iterator[tu
 
 
 def _attention(
-    tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, first: Ints, view: StepTable, costs: TaskCosts
+    tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, items: _Items, view: StepTable, costs: TaskCosts
 ) -> None:
     """Add one rank's attention tasks. K and V come from memory once per sequence, even if items share them."""
     dims = view.dims
-    task, item, _ = _items(phase, records, first, view)
-    if not len(item):
-        return
+    task, item, _ = items
     items_of = np.bincount(task - task[0])[task - task[0]]
     row, rows = view.item_row[item].astype(np.int64), view.item_rows[item].astype(np.int64)
     heads, sequence = view.item_kv_heads[item].astype(np.int64), view.item_seq[item].astype(np.int64)
@@ -323,9 +322,8 @@ def _attention(
     flops, kv_bytes = (amount[item] for amount in item_work(view))
     compute_s = costs.attention_s(flops, (rows * dims.model.group_size).astype(np.float64))
     # The bytes of an item's q. Its output has the same size.
-    size: Floats = (rows * heads).astype(np.float64) * (
-        dims.model.group_size * dims.model.head_dim * itemsize(dims.model)
-    )
+    per_head = dims.model.group_size * dims.model.head_dim * itemsize(dims.model)
+    size: Floats = (rows * heads).astype(np.float64) * per_head
     whole = live & (view.item_split[item] < 0)
     shared = whole & (items_of == 1)
     key = np.where(shared, keys.kv(np.maximum(sequence, 0), view.item_kv_head[item].astype(np.int64)), -1)
@@ -353,10 +351,8 @@ def _attention(
     )
 
 
-def _items(phase: Phase, records: Records, first: Ints, view: StepTable) -> tuple[Ints, Ints, Ints]:
-    """Return three columns, task, item and record, with one entry per item of the attention records. `first` has the
-    first task of each record.
-    """
+def _items(phase: Phase, records: Records, first: Ints, view: StepTable) -> _Items:
+    """Return the items of attention records. `first` has the first task of each record."""
     slot = phase.columns(records)["slot"]
     begin, count = view.slot_items[slot].astype(np.int64), np.diff(view.slot_items)[slot].astype(np.int64)
     record, nth = ragged(count)
@@ -393,14 +389,12 @@ def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
     tasks.signal(first_task[record + 1] - 1, to, rec.word_counter(word), word & rec.NEXT != 0, 1)
 
 
-def _item_words(tasks: _Tasks, phase: Phase, records: Records, first: Ints, view: StepTable) -> None:
+def _item_words(tasks: _Tasks, phase: Phase, records: Records, items: _Items, view: StepTable) -> None:
     """Add the waits and signals of attention items. The first wait word and the first signal word of an attention
     record each name a grid of counters, of which each item selects some.
     """
     dims = view.dims
-    task, item, record = _items(phase, records, first, view)
-    if not len(item):
-        return
+    task, item, record = items
     columns = phase.columns(records)
     wait, signal = records[record, rec.WAIT_WORD], records[record, rec.SIGNAL_WORD]
     groups, group_heads = columns["groups"][record], columns["group_heads"][record]
