@@ -52,8 +52,7 @@ DTYPE = np.dtype([(name, kind) for name, kind, _ in FIELDS])
 PROLOGUE, EPILOGUE = 0xFFFE, 0xFFFF
 Intervals = NDArray[np.void]
 
-# Limits of the times in a header, in seconds. No clock has a tick of less than a femtosecond, and reading a clock takes
-# less than a second.
+# Limits of the times in a header, in seconds: no clock ticks faster, or takes longer to read.
 _LEAST_TICK_S, _MOST_S = 1e-15, 1.0
 _MOST_WORK = 1e30  # limit of the FLOPs or bytes of an attention slot, so that sums of them stay finite
 

@@ -61,9 +61,8 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Executed:
-    """n executed instructions. `key` has their identities [n, words], `place` the phase's place in the list of
-    `in_common`. `layer` is -1 outside the layers, `seconds` the time in COMPUTE, `begin` and `end` are seconds since
-    the launch began.
+    """n executed instructions: `key` has identities [n, words], `place` the phase's in the list of `in_common`, `layer`
+    -1 outside the layers, `seconds` the time in COMPUTE, and `begin` and `end` seconds since the launch began.
     """
 
     key: Ints
@@ -187,9 +186,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Launches:
-    """The differences between launches of one program. `step_s` has each launch's step, and `median` is the index of
-    the median one. `differences` are sorted by maximum minus minimum, the largest first.
-    """
+    """Launches of one program. `median` is the index of the median step. `differences` have the largest range first."""
 
     step_s: list[float]
     median: int

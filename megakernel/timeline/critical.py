@@ -46,9 +46,7 @@ class CriticalPath:
 
 
 def critical_path(resolved: Resolved) -> CriticalPath:
-    """Return the critical path of the last launch, found by walking back from its last interval. Each step goes to the
-    releaser or to the predecessor on the same worker, whichever let the instruction continue later.
-    """
+    """Return the last launch's critical path. Each step back goes to the releaser or predecessor that let go later."""
     launch, finish, releaser = resolved.launches - 1, resolved.finish, resolved.releaser
     nodes = finish[finish >= 0]
     nodes = nodes[resolved.launch[nodes] == launch]

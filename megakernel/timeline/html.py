@@ -188,9 +188,7 @@ def _join(sources: list[_Source], unit_s: float) -> Columns:
 
 
 def _columns(source: _Source, unit_s: float) -> Columns:
-    """Return the typed columns of a trace in the page's order, most with an element per interval, per record (of all
-    segments) or per region. Word 0 of a record is here the phase's position in the page's list.
-    """
+    """Return a trace's columns in the page's order. Word 0 of a record is its phase's place in the page's list."""
     resolved, cause, rows = source.resolved, source.resolved.causes, source.resolved.rows
     factor = _moments(source, unit_s)[0]
     region_start, regions = _regions(resolved)

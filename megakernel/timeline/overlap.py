@@ -59,9 +59,7 @@ def _covered(resolved: Resolved, chosen: Mask, begin: Ints, end: Ints, cover: Ma
 
 
 def exposed_communication(resolved: Resolved) -> float:
-    """Return the fraction of the workers' time lost to waiting for other ranks: sum over workers of |counter waits that
-    another rank ended, without COMPUTE of the worker| / (workers x time of all steps).
-    """
+    """Return |counter waits that another rank ended, without COMPUTE of the worker| / (workers x time of all steps)."""
     rank, releaser = resolved.rows["rank"], resolved.releaser
     remote = (releaser >= 0) & (rank[releaser] != rank)
     compute = resolved.kind(IntervalKind.COMPUTE)
@@ -97,16 +95,12 @@ def across_workers(resolved: Resolved) -> float | None:
 
 
 def phases(resolved: Resolved) -> float | None:
-    """Return |two or more workers compute, in two or more (layer, phase) pairs| / |some worker computes|. It is 0 for a
-    program with a grid barrier after every phase.
-    """
+    """Return |two or more workers compute, in two or more (layer, phase) pairs| / |some worker computes|."""
     return _phases_together(resolved, lane_spans(resolved, resolved.kind(IntervalKind.COMPUTE)))
 
 
 def across_ranks(resolved: Resolved) -> float | None:
-    """Return |two or more ranks compute, in two or more (layer, phase) pairs| / |some worker computes|, or None for a
-    program with one rank. It tends to 0 if ranks wait for each other after every phase.
-    """
+    """Return |two or more ranks compute, in two or more (layer, phase) pairs| / |some worker computes|."""
     if resolved.program.ranks == 1:
         return None
     rank = resolved.rows["rank"].astype(np.int64)

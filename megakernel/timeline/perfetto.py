@@ -92,9 +92,7 @@ def _rows(resolved: Resolved, chosen: Ints) -> list[list[int]]:
 
 
 def _flows(resolved: Resolved) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Return two maps from an interval to the flows that start there, and to those that end there. A flow leads from
-    the interval that released a wait to the first work after that wait.
-    """
+    """Return flows from the releaser of a wait to the first work after it, by the interval of each end."""
     work = np.flatnonzero(resolved.kind(*WORK))
     work = work[np.argsort(-resolved.begin[work], kind="stable")]
     first = dict(zip(resolved.instance[work].tolist(), work.tolist(), strict=True))
@@ -141,10 +139,7 @@ def _process(uuid: int, rank: int, ranks: int, clock_error_s: float) -> TracePac
 
 
 def _counter(resolved: Resolved, uuid: int, parent: int, resource: int, amount: Floats) -> Iterator[TracePacket]:
-    """Yield a track for a resource's rate, and a sample for each change of the rate.
-
-    The trace is divided into parts of equal length, and `amount` has the FLOPs or bytes of each part.
-    """
+    """Yield a track of a resource's rate. `amount` has the FLOPs or bytes of each of equal parts of the trace."""
     name, unit = RESOURCES[resource]
     track = _track(uuid, parent, name, resource)
     track.track_descriptor.counter.unit_name = unit

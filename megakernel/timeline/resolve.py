@@ -128,9 +128,7 @@ class Resolved:
 
     @property
     def attention(self) -> tuple[Ints, Floats] | None:
-        """Return the n intervals of attention instructions, and the FLOPs and the bytes of K and V of each, [n, 2]. The
-        result is None if the trace lacks these figures.
-        """
+        """Return the intervals of attention, and the FLOPs and bytes of K and V of each, [n, 2], if recorded."""
         if self.trace.attention is None:
             return None
         i = self.of_attention

@@ -15,8 +15,7 @@ from ..trace import IntervalKind
 from .resolve import Resolved, by_phase
 from .spans import Floats, Ints, Mask
 
-# The resources with the unit of their rate. The cache is the last-level one (a GPU's L2). A link has a direction: bytes
-# that a rank sends, and bytes that it receives.
+# The resources with the unit of their rate. The cache is the last-level one. A rank sends on a link, and it receives.
 RESOURCES = (
     ("matrix", "FLOP/s"),
     ("vector", "FLOP/s"),
@@ -25,8 +24,7 @@ RESOURCES = (
     ("link out", "B/s"),
     ("link in", "B/s"),
 )
-# The resources that limit every program. The cache is not one of them, because a program's use of it depends on the
-# program's tile sizes.
+# The resources that limit every program. A program's use of the cache depends on its tile sizes.
 ROOFLINE = ("matrix", "vector", "memory", "link out", "link in")
 BINS = 96  # the number of equal parts of the trace in `Resource.curve`
 
@@ -110,9 +108,7 @@ def curves(resolved: Resolved, bins: int) -> Floats:
 
 
 def _declared(resolved: Resolved) -> tuple[Floats, Floats]:
-    """Return the work that each of `Resolved.records` declares: [records, 4] matrix FLOPs, vector FLOPs, memory bytes
-    and loaded bytes, and [records, ranks] bytes sent to each rank.
-    """
+    """Return each record's matrix, vector FLOPs, memory and loaded bytes, [records, 4], and bytes to each rank."""
     count, ranks = len(resolved.records), resolved.program.ranks
     work, link = np.zeros((count, 4)), np.zeros((count, ranks))
     for phase, dims, rows, columns in by_phase(resolved.program):

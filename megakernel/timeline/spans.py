@@ -80,9 +80,7 @@ def disjoint(begin: Ints, end: Ints, what: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def overlaps(begin: Ints, end: Ints, others: Spans) -> tuple[Ints, Ints, Ints, Ints]:
-    """Intersect the given intervals, which are disjoint and in order, with those of `others`. Each intersection has a
-    begin, an end, and the indices of the two intervals.
-    """
+    """Intersect disjoint intervals, in order, with `others`. Return begins, ends, and the indices of both sides."""
     first = np.searchsorted(others.end, begin, side="right")
     count = np.maximum(np.searchsorted(others.begin, end, side="left") - first, 0)
     at, nth = ragged(count)

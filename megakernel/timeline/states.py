@@ -108,9 +108,7 @@ def _idle(resolved: Resolved, free: Spans) -> NDArray[np.int8]:
 
 @dataclass(frozen=True)
 class LanePlace:
-    """A stretch of one worker's time, in seconds since the trace's first interval. `interval` contains the stretch, or
-    is a neighbour of it if nothing was recorded.
-    """
+    """A stretch of a worker's time, in seconds since the first interval. `interval` contains it, or is a neighbour."""
 
     rank: int
     worker: int

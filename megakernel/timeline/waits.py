@@ -96,9 +96,7 @@ def causes(program: Program) -> Causes:
     into = ((signalling < 2) & ~ahead, signalling == 1, (signalling == 2) | ahead)
 
     def waited(block: Ints, stands: Ints) -> Ints:
-        """Return the set of phases that each wait word waits for, [records, WAITS]. `block` is _FIRST, _MIDDLE or _LAST
-        per record, and `stands` has the phases that its signals stand for.
-        """
+        """Return the phases that each wait word waits for, [records, WAITS]. `block` is per record."""
         sets = np.zeros((3, program.ranks, program.counters), dtype=np.int64)
         for signalled, some in zip(sets, into, strict=True):
             np.bitwise_or.at(signalled, (signals.rank[some], signals.counter[some]), stands[signals.record[some]])

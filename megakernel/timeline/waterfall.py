@@ -126,7 +126,7 @@ def waterfall(
     return Waterfall(least, bound, least > step, times, bars)
 
 
-def _issue(resolved: Resolved, rows: Ints) -> tuple[float]:
+def _issue(resolved: Resolved, rows: Ints) -> tuple[Floats, float]:
     """Return the seconds to issue each of `rows`, and the seconds per launch in which a worker's busiest role issues,
     as the mean over the workers of the busiest rank.
     """

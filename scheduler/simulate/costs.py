@@ -47,8 +47,7 @@ class TaskCosts:
     ring_bytes: float  # bytes that a worker can load ahead of its arithmetic
     stage_bytes: float  # bytes of one set of pages; its arithmetic starts when the whole set has arrived
 
-    # The maximum number of instructions of one worker that may be under way, from their set-up to the end of their
-    # store. With 1, instructions do not overlap.
+    # The most instructions of a worker between their set-up and the end of their store. With 1, none overlap.
     in_flight: int
     claim_in_flight: int  # like in_flight, while the next instruction comes from a queue
     roles: bool  # whether a worker has separate loaders and a storer

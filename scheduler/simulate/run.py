@@ -102,12 +102,9 @@ def simulate(
 def _launched(program: Program, work: Work) -> int:
     """Return the number of tasks in one launch."""
     per_record = work.records["end_task"] - work.records["first_task"]
-    counts = [
-        int(per_record[offsets[0] : offsets[-1]].sum())
-        for offsets in (work.prologue, work.body, work.epilogue, work.queue_records)
-    ]
-    layers = program.dims.model.layers
-    return counts[0] + layers * (counts[1] + counts[3]) + counts[2]
+    lists = work.prologue, work.body, work.epilogue, work.queue_records
+    first, body, last, queues = (int(per_record[offsets[0] : offsets[-1]].sum()) for offsets in lists)
+    return first + program.dims.model.layers * (body + queues) + last
 
 
 def _check(program: Program, work: Work, result: SimulationResult) -> None:

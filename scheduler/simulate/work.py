@@ -165,9 +165,7 @@ def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
 
 
 def _records(program: Program) -> tuple[Records, Ints, Int32s, list[Int32s]]:
-    """Return the records of all streams and queues, their ranks, their numbers as in a trace, and the offsets of the
-    streams in each list of records.
-    """
+    """Return the records of all streams and queues, their ranks, their numbers as in a trace, and streams' offsets."""
     every, ranks, number, offsets = [], [], [], []
     start = 0
     for name in _LISTS:
@@ -285,15 +283,13 @@ def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims
     taken = matmul_pages(phase, columns["rows"], columns["cols"], dims)
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
     if dims.worker.units == Units.DOTS:
-        # A matmul by dot products may fill the ring of pages several times. The input rows are loaded once per filling
-        # and stay in their pages until it ends.
+        # This may fill the ring of pages several times. Input rows stay in their pages for a whole filling.
         held = dot_input_pages(phase, rows, dims)
         ahead = ahead_columns(phase, dims) * phase.inner(dims.split) * itemsize(dims.model)
         tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held, ahead_bytes=float(ahead))
         weights = phase.inner(dims.split) * phase.matrices(dims.split) * cols
         return (2 * rows * weights).astype(np.float64) / costs.vector_flops
-    # In the ring of pages, the pages of the next instruction come after the output pages of this instruction's last
-    # chunk of columns.
+    # The next instruction's pages come after the output pages of the last chunk of columns.
     last = np.minimum(taken.output, chunk_output_pages(phase, dims))
     tasks.set(task, ring_bytes=PAGE_BYTES * (taken.weights + taken.inputs), output_bytes=PAGE_BYTES * last)
     flops = tile_work(phase, rows, cols, dims)[0]
@@ -390,9 +386,7 @@ def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
 
 
 def _item_words(tasks: _Tasks, phase: Phase, records: Records, items: _Items, view: StepTable) -> None:
-    """Add the waits and signals of attention items. The first wait word and the first signal word of an attention
-    record each name a grid of counters, of which each item selects some.
-    """
+    """Add the waits and signals of attention items, which select counters of the grids that their record names."""
     dims = view.dims
     task, item, record = items
     columns = phase.columns(records)

@@ -7,21 +7,13 @@ let pieceStart, pieceBegin, pieceEnd, pieceOf, piecePart, pieceWhole; // pieceWh
 function cutPieces() {
   pieceStart = new Uint32Array(lanes + 1);
   const b = [], e = [], of = [];
-  const byBegin = (x, y) => begin[x] - begin[y];
   for (let l = 0; l < lanes; l++) {
-    const work = [], stores = [], consumersWait = [], othersWait = [], pages = [];
-    const roles = rolesOf(l);
-    for (const r of roles) {
-      const waits = r === CONSUMER ? consumersWait : othersWait;
-      for (let n = groupStart[l * ROLES + r]; n < groupStart[l * ROLES + r + 1]; n++) {
-        const i = order[n], shape = shapeOf[i];
-        if (shape === SHAPE.work) work.push(i);
-        else if (shape === SHAPE.store) stores.push(i);
-        else if (shape === SHAPE.wait) (kind[i] === PAGE_WAIT ? pages : waits).push(i);
-      }
+    const lists = [[], [], [], [], []];
+    for (let n = groupStart[l * ROLES]; n < groupStart[(l + 1) * ROLES]; n++) {
+      const i = order[n], shape = shapeOf[i], wait = kind[i] === PAGE_WAIT ? 4 : role[i] === CONSUMER ? 2 : 3;
+      if (shape !== SHAPE.load) lists[shape === SHAPE.work ? 0 : shape === SHAPE.store ? 1 : wait].push(i);
     }
-    const lists = [work, stores, consumersWait, othersWait, pages];
-    if (roles.length > 1) for (const list of lists) list.sort(byBegin);
+    if (rolesOf(l).length > 1) for (const list of lists) list.sort((x, y) => begin[x] - begin[y]);
     const found = [];
     let taken = [];
     for (const list of lists) {
@@ -40,7 +32,7 @@ function cutPieces() {
       }
       taken = taken.length ? merged(taken, own) : own;
     }
-    if (found.length > work.length) found.sort((x, y) => x[0] - y[0]);
+    if (found.length > lists[0].length) found.sort((x, y) => x[0] - y[0]);
     for (const [t, stop, i] of found) { b.push(t); e.push(stop); of.push(i); }
     pieceStart[l + 1] = b.length;
   }

@@ -272,13 +272,10 @@ function drawText(i, r) {
   setFont(point, wait ? "italic " : "");
   const text = texts.find((t) => textWidth(t) <= room);
   if (!text) return;
-  if (wait) plate(x, y, textWidth(text), point);
+  if (wait) {
+    // A patch behind a wait's label, so that the hatching does not cross the letters.
+    ctx.fillStyle = colours.waitFill; ctx.fillRect(x - 3 * k, y - point * 0.7, textWidth(text) + 6 * k, point * 1.35);
+    ctx.fillStyle = colours.text;
+  }
   ctx.fillText(text, x, y - (two ? point * 0.62 : 0));
-}
-/** A patch behind a wait's label, so that the hatching does not cross the letters. */
-function plate(x, y, width, point) {
-  const ink = ctx.fillStyle;
-  ctx.fillStyle = colours.waitFill;
-  ctx.fillRect(x - 3 * size.k, y - point * 0.7, width + 6 * size.k, point * 1.35);
-  ctx.fillStyle = ink;
 }

@@ -43,7 +43,6 @@ const rolesOf = (l) => [...meta.roles.keys()].filter((r) => groupStart[l * ROLES
 function layRows(room, k) {
   rows = [];
   laneRow.fill(-1); roleRow.fill(-1);
-  const workers = (s, from, to) => { for (let l = from; l < to; l++) addWorker(s, l); };
   const most = Math.max(...sources.map((s) => s.ranks));
   if (ranked) {
     for (let r = 0; r < most; r++) {
@@ -52,7 +51,7 @@ function layRows(room, k) {
         const header = { key, type: "rank", size: isOpen ? ROW.open : ROW.rank, source: s, lane0: from, lane1: from + s.workers, role: -1, depth: 0, text: `${s.letter} rank ${r}`.trim(), openable: true, isOpen };
         rows.push(header);
         if (!isOpen) continue;
-        workers(s, from, from + s.workers);
+        for (let l = from; l < from + s.workers; l++) addWorker(s, l);
         for (let n = rows.indexOf(header) + 1; n < rows.length; n++) rows[n].header = header;
       }
     }
