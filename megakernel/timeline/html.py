@@ -77,7 +77,10 @@ def page(*shown: tuple[Resolved, Summary], comparison: Comparison | None = None)
     """Return the page of one trace, or of two traces, one below the other, and their comparison."""
     phases, places = in_common([resolved.program for resolved, _ in shown])
     sources = [_Source.of(*each, own) for each, own in zip(shown, places, strict=True)]
-    unit_s = _unit_s(sources)
+    # The unit of time is the least multiple of the first trace's tick with which every time fits 32 bits.
+    tick = sources[0].resolved.tick_s
+    longest = max(s.resolved.period * s.resolved.tick_s for s in sources)
+    unit_s = tick * float(np.ceil(longest / tick / 2**32))
     columns = _join(sources, unit_s)
     meta = _meta(sources, phases, unit_s) | {
         "columns": [[name, a.dtype.str[1:], a.size] for name, a in columns.items()],
@@ -99,13 +102,6 @@ def page(*shown: tuple[Resolved, Summary], comparison: Comparison | None = None)
 
 def _asset(name: str) -> str:
     return (files(__package__) / "viewer" / name).read_text(encoding="utf-8")
-
-
-def _unit_s(sources: list[_Source]) -> float:
-    """Return the page's unit of time in seconds: the least multiple of the first trace's tick that fits 32 bits."""
-    tick = sources[0].resolved.tick_s
-    longest = max(s.resolved.period * s.resolved.tick_s for s in sources)
-    return tick * float(np.ceil(longest / tick / 2**32))
 
 
 def _meta(sources: list[_Source], phases: list[Phase], unit_s: float) -> dict[str, Any]:

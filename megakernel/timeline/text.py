@@ -12,7 +12,7 @@ from .compare import Comparison, Launches
 from .resolve import WAIT, WORK, Resolved
 from .spans import Spans
 from .summary import Summary
-from .waterfall import Bar, Cause
+from .waterfall import Cause
 
 _LANES = 16  # maximum number of lanes in the map; if a program has more, the map shows evenly spaced ones
 _WAITS = 6  # maximum number of rows of the table of waits
@@ -166,7 +166,8 @@ _CAUSES = 6  # maximum number of waits that get their own row in the waterfall
 
 def _waterfall(s: Summary, width: int) -> Table:
     """Return a table of the waterfall's bars. Each bar begins where the previous one ends."""
-    rows = [(_bar_name(bar), bar.seconds) for bar in s.waterfall.bars]
+    names = {Cause.LEAST: "least time, bound by {}", Cause.RESOURCE: "{} needs more"}
+    rows = [(names.get(bar.kind, "{}").format(bar.name), bar.seconds) for bar in s.waterfall.bars]
     waits = [n for n, bar in enumerate(s.waterfall.bars) if bar.kind is Cause.WAIT]
     if len(waits) > _CAUSES:
         first, last = waits[_CAUSES - 1], waits[-1] + 1
@@ -184,12 +185,6 @@ def _waterfall(s: Summary, width: int) -> Table:
         least = seconds(s.waterfall.least_s)
         table.caption = f"The least time is {least}: the machine's description or the clock is wrong."
     return table
-
-
-def _bar_name(bar: Bar) -> str:
-    if bar.kind is Cause.LEAST:
-        return f"least time, bound by {bar.name}"
-    return f"{bar.name} needs more" if bar.kind is Cause.RESOURCE else bar.name
 
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"

@@ -32,9 +32,7 @@ TASK = np.dtype([
         "unused",
     )),
 ])  # the layout of mk::simulate::Task  # fmt: skip
-
-# the layout of mk::simulate::Signal
-SIGNAL = np.dtype([(name, np.int32) for name in ("rank", "counter", "next", "arrivals")])
+SIGNAL = np.dtype([(name, np.int32) for name in ("rank", "counter", "next", "arrivals")])  # mk::simulate::Signal
 EVERY_RANK = -1
 
 

@@ -1,7 +1,8 @@
 // Input from keyboard and pointer: it moves the view and selects intervals.
 
+const shownSpan = (span) => Math.min(Math.max(span, 20), meta.span * 1.02);
 function setView(t0, t1) {
-  const span = Math.min(Math.max(t1 - t0, 20), meta.span * 1.02), margin = meta.span * 0.01;
+  const span = shownSpan(t1 - t0), margin = meta.span * 0.01;
   t0 = Math.min(Math.max(t0, -margin), meta.span + margin - span);
   view.t0 = t0; view.t1 = t0 + span;
   request();
@@ -23,8 +24,7 @@ function showLinked() {
 const fit = () => { view.scroll = 0; setView(-meta.span * 0.005, meta.span * 1.01); };
 const pan = (part) => setView(view.t0 + part * (view.t1 - view.t0), view.t1 + part * (view.t1 - view.t0));
 function zoom(factor, at = (view.t0 + view.t1) / 2) {
-  const span = Math.min(Math.max((view.t1 - view.t0) * factor, 20), meta.span * 1.02);
-  const left = at - ((at - view.t0) / (view.t1 - view.t0)) * span;
+  const span = shownSpan((view.t1 - view.t0) * factor), left = at - ((at - view.t0) / (view.t1 - view.t0)) * span;
   setView(left, left + span);
 }
 function scrollRows(by) {
