@@ -308,10 +308,9 @@ class Batch:
     def _admit(self) -> None:
         """Admit waiting sequences in turn while there is a free slot and enough pages for the next one's tokens.
 
-        One page is reserved for each running sequence that will need one. At most MOST_MASKS
-        constrained sequences run, because a step table has no more masks. A sequence that was just
-        preempted is not admitted before the running launch has sampled its token, because the
-        launch stores that token in the sequence's old slot.
+        One page is reserved for each running sequence that will need one. At most MOST_MASKS constrained sequences run,
+        because a step table has no more masks. A sequence that was just preempted is not admitted before the running
+        launch has sampled its token, because the launch stores that token in the sequence's old slot.
         """
         if not self.waiting or not self._slots:
             return
