@@ -17,21 +17,8 @@ import zmq
 from megakernel.errors import MegakernelError
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.engine.tokens import Token, Tokens
+from megakernel.serving.server import messages
 from megakernel.serving.server.board import ENGINE_FIELDS, Board
-from megakernel.serving.server.messages import (
-    Abort,
-    Dead,
-    Description,
-    Hello,
-    Look,
-    Refused,
-    Seen,
-    Stop,
-    Submit,
-    decode_to_frontend,
-    encode,
-    prompt_bytes,
-)
 from megakernel.serving.text.codec import Transcript
 
 if TYPE_CHECKING:  # so that `AsyncLLM` needs no packages for metrics
@@ -205,7 +192,7 @@ class EngineClient:
     A client belongs to one event loop.
     """
 
-    def __init__(self, description: Description, name: str) -> None:
+    def __init__(self, description: messages.Description, name: str) -> None:
         self.dead: EngineDead | None = None
         self.row = Board(description.board, description.rows).row(0, ENGINE_FIELDS)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -223,7 +210,7 @@ class EngineClient:
         """Begin to read messages on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._requests.fileno(), self._read)
-        self._send(Hello())
+        self._send(messages.Hello())
 
     def close(self) -> None:
         """Abort the remaining answers and close the socket."""
@@ -252,20 +239,20 @@ class EngineClient:
         self._next += answers.choices
         for number in range(answers.first, self._next):
             self._choices[number] = answers
-        self._send(Submit(answers.first, [prompt_bytes(prompt) for prompt in prompts], params, client))
+        self._send(messages.Submit(answers.first, list(map(messages.prompt_bytes, prompts)), params, client))
         return answers
 
     def stop(self, answers: Answers, number: int) -> None:
         """End one choice whose reader found a stop string. Does nothing if the choice has ended."""
         if self._choices.pop(answers.first + number, None):
             answers.open -= 1
-            self._send(Stop(answers.first, *divmod(number, answers.n)))
+            self._send(messages.Stop(answers.first, *divmod(number, answers.n)))
 
     def abort(self, answers: Answers) -> None:
         """Abort all choices that were submitted together. Does nothing if they have ended."""
         if answers.open:
             self._drop(answers)
-            self._send(Abort(answers.first))
+            self._send(messages.Abort(answers.first))
 
     def fail_all(self, error: MegakernelError) -> None:
         """Abort everything. All readers get `error`."""
@@ -297,14 +284,14 @@ class EngineClient:
         number, self._next = self._next, self._next + 1
         future: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
         self._asked[number] = future
-        self._send(Look(number, what))
+        self._send(messages.Look(number, what))
         try:
             return await future
         finally:
             del self._asked[number]
 
-    def _send(self, message: Hello | Submit | Stop | Abort | Look) -> None:
-        self._requests.send(encode(message))
+    def _send(self, message: messages.ToEngine) -> None:
+        self._requests.send(messages.encode(message))
         # ZeroMQ's file descriptor signals an arriving message only once, and sending may consume that signal. So read
         # after each send: otherwise a message that has arrived could stay unread.
         assert self._loop is not None
@@ -316,21 +303,21 @@ class EngineClient:
             return
         for _ in range(_AT_ONCE):
             try:
-                message = decode_to_frontend(self._requests.recv(zmq.NOBLOCK))
+                message = messages.decode_to_frontend(self._requests.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
             match message:
                 case Tokens():
                     self._deliver(message)
-                case Refused(first, why, later):
+                case messages.Refused(first, why, later):
                     if answers := self._choices.get(first):
                         self._drop(answers)
                         answers.fail(Overloaded(why) if later else MegakernelError(why))
-                case Seen(number, content):
+                case messages.Seen(number, content):
                     future = self._asked.get(number)
                     if future is not None and not future.done():
                         future.set_result(content)
-                case Dead(why):
+                case messages.Dead(why):
                     self.die(why)
         assert self._loop is not None
         self._loop.call_soon(self._read)
