@@ -113,8 +113,7 @@ class Grammar(Constraint):
 
     def fail(self) -> None:
         """Record the library's reason why there is no valid continuation."""
-        why = self.matcher.get_error() or "the grammar allows no token"
-        self.error = " ".join(why.split("<state>")[0].split())[:500]
+        self.error = _shortened(self.matcher.get_error() or "the grammar allows no token")
 
     @staticmethod
     def write(masks: NDArray[np.int32], rows: Mapping[int, Grammar]) -> None:
@@ -258,5 +257,8 @@ class _Vocabulary:
 
 
 def _refused(why: str) -> MegakernelError:
-    short = " ".join(why.split("<state>")[0].split())
-    return MegakernelError(f"structured outputs: {short[:_SHOWN]}")
+    return MegakernelError(f"structured outputs: {_shortened(why)}")
+
+
+def _shortened(why: str) -> str:
+    return " ".join(why.split("<state>")[0].split())[:_SHOWN]

@@ -30,25 +30,16 @@ _PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over `steps` steps.
-
-    wall_s     wall time in seconds
-    bound_s    minimum time that the hardware's ceilings allow, in seconds
-    flops      floating-point operations
-    bytes      bytes of weights and KV cache
-    rows       token rows that were computed
-    tokens     tokens that were sampled
-    sequences  number of sequences in a step
-    """
+    """Sums over `steps` steps."""
 
     steps: int = 0
-    wall_s: float = 0.0
-    bound_s: float = 0.0
-    flops: float = 0.0
-    bytes: float = 0.0
-    rows: int = 0
-    tokens: int = 0
-    sequences: int = 0
+    wall_s: float = 0.0  # wall time in seconds
+    bound_s: float = 0.0  # minimum time that the hardware's ceilings allow, in seconds
+    flops: float = 0.0  # floating-point operations
+    bytes: float = 0.0  # bytes of weights and KV cache
+    rows: int = 0  # token rows that were computed
+    tokens: int = 0  # tokens that were sampled
+    sequences: int = 0  # number of sequences in a step
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))

@@ -107,33 +107,22 @@ class Sequence:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A prompt with its parameters and choices.
-
-    first            number of the first choice; the choices are numbered from it on, and their tokens carry the numbers
-    reader           number of the reader who gets the tokens
-    client           name of the client; clients take turns in having their requests admitted
-    stop_ids         token ids that end a choice
-    seed             the user's seed, or a random one
-    prompt_logprobs  element i is the log-probability of prompt token i + 1
-    cached_tokens    prompt tokens that were in the prefix cache; None before the request is admitted
-    held             choices that wait until the first has computed the prompt, so that they share its pages
-    scored           number of prompt tokens whose log-probabilities are computed or planned
-    """
+    """A prompt with its parameters and choices."""
 
     id: int
     prompt_ids: list[int]
     params: SamplingParams
-    stop_ids: frozenset[int]
-    first: int = 0
-    reader: int = 0
-    client: str = ""
+    stop_ids: frozenset[int]  # token ids that end a choice
+    first: int = 0  # number of the first choice, from which the choices are numbered; their tokens carry the numbers
+    reader: int = 0  # number of the reader who gets the tokens
+    client: str = ""  # name of the client; clients take turns in having their requests admitted
     choices: list[Sequence] = field(default_factory=list)
-    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)  # element i is the log-probability of prompt token i + 1
     prompt_top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    cached_tokens: int | None = None
-    held: list[Sequence] = field(default_factory=list)
-    scored: int = 0
-    seed: int = 0
+    cached_tokens: int | None = None  # prompt tokens that were in the prefix cache; None before the request is admitted
+    held: list[Sequence] = field(default_factory=list)  # choices that wait until the first has computed the prompt
+    scored: int = 0  # number of prompt tokens whose log-probabilities are computed or planned
+    seed: int = 0  # the user's seed, or a random one
     added_at: float = field(default_factory=perf_counter)
 
     def __post_init__(self) -> None:

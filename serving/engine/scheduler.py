@@ -29,18 +29,12 @@ SCORED_ROWS = 64  # maximum logit rows for prompt scoring; each row has a logit 
 
 @dataclass(frozen=True)
 class Counts:
-    """Token counts of some steps.
+    """Token counts of some steps."""
 
-    generated  tokens that the steps generated
-    turns      pairs of a step and a sequence that got at least one token in that step
-    proposed   tokens that were proposed and verified
-    accepted   proposed tokens that were right
-    """
-
-    generated: int = 0
-    turns: int = 0
-    proposed: int = 0
-    accepted: int = 0
+    generated: int = 0  # tokens that the steps generated
+    turns: int = 0  # pairs of a step and a sequence that got at least one token in that step
+    proposed: int = 0  # tokens that were proposed and verified
+    accepted: int = 0  # proposed tokens that were right
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*map(int.__add__, astuple(self), astuple(other)))

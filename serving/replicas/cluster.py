@@ -173,9 +173,7 @@ def join(address: str | None, cpus: int) -> list[ClusterNode]:
     else:
         host, _, port = address.rpartition(":")
         try:
-            if (
-                host
-            ):  # Ray would retry for a minute if nothing listened there. With "auto", it finds the address itself.
+            if host:  # Ray would retry for a minute if nothing listened there; with "auto", it finds the address itself
                 socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
         except (OSError, OverflowError) as e:
             raise MegakernelError(f"no Ray cluster answers at {address}: {getattr(e, 'strerror', None) or e}") from e

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import shutil
 import signal
 import socket
@@ -50,26 +51,19 @@ logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
 
 class Start(msgspec.Struct, frozen=True):
-    """The configuration that a frontend gets from its parent.
-
-    number       index of the frontend's row on the board, the counters in shared memory
-    identity     name of the frontend in its messages to the engine
-    listener     file descriptor of the listening socket that all frontends share
-    parent       file descriptor of a socket whose other end closes when the parent ends
-    tool_parser  name of the model's tool call format; if None, the chat template determines the format
-    """
+    """The configuration that a frontend gets from its parent."""
 
     description: Description
-    number: int
-    identity: str
+    number: int  # index of the frontend's row on the board, the counters in shared memory
+    identity: str  # name of the frontend in its messages to the engine
     names: list[str] | None
     access: AccessRules
     limits: Limits
     drain_seconds: float
     log_level: int
-    listener: int
-    parent: int
-    tool_parser: str | None = None
+    listener: int  # file descriptor of the listening socket that all frontends share
+    parent: int  # file descriptor of a socket whose other end closes when the parent ends
+    tool_parser: str | None = None  # name of the model's tool call format; None: the chat template decides
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -100,9 +94,7 @@ def url(sock: socket.socket) -> str:
 
 def allow_connections() -> None:
     """Raise this process's limit of open files from the soft limit, often 1,024, to the hard limit."""
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
+    with contextlib.suppress(ValueError, OSError):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

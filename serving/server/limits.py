@@ -76,18 +76,12 @@ def _marks(text: bytes) -> int:
 
 @dataclass(frozen=True)
 class AccessRules:
-    """The conditions that a request must meet before its body is read. `/health` and `/chat` never need a key.
+    """The conditions that a request must meet before its body is read. `/health` and `/chat` never need a key."""
 
-    keys          API keys, one of which the request must carry; if empty, no key is needed
-    open_metrics  whether `/metrics` is readable without a key
-    hosts         allowed values of the Host header, in lower case and without the port; None allows any
-    origins       websites whose pages may read the answers in a browser (CORS); `*` means any website
-    """
-
-    keys: tuple[str, ...] = ()
-    open_metrics: bool = False
-    hosts: frozenset[str] | None = None
-    origins: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()  # API keys, one of which the request must carry; if empty, no key is needed
+    open_metrics: bool = False  # whether `/metrics` is readable without a key
+    hosts: frozenset[str] | None = None  # allowed Host headers, in lower case and without the port; None allows any
+    origins: tuple[str, ...] = ()  # websites whose pages may read the answers in a browser (CORS); `*`: any
 
     def check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
         """Raise a 403 for a Host header that is not allowed, and a 401 for a missing or wrong key."""

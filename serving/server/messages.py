@@ -107,22 +107,15 @@ ToFrontend = Tokens | Refused | Dead | Seen
 
 
 class Description(msgspec.Struct, frozen=True):
-    """What a frontend must know about the model, and where the frontend finds the engine.
+    """What a frontend must know about the model, and where the frontend finds the engine."""
 
-    source   where the tokenizer is, as `load_tokenizer` takes it
-    name     the model's name
-    kv_page  tokens per KV page
-    folder   the folder with the socket and the board; only this server's processes can enter it
-    rows     the rows of the board: one for the engine, then one for each frontend
-    """
-
-    source: str
-    name: str
+    source: str  # where the tokenizer is, as `load_tokenizer` takes it
+    name: str  # the model's name
     vocab: int
     max_context: int
-    kv_page: int
-    folder: str
-    rows: int
+    kv_page: int  # tokens per KV page
+    folder: str  # the folder with the socket and the board; only this server's processes can enter it
+    rows: int  # the rows of the board: one for the engine, then one for each frontend
 
     @property
     def requests(self) -> str:

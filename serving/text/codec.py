@@ -155,8 +155,5 @@ class Codec:
 
         `special` keeps special tokens in the text, whatever `params` say.
         """
-        return [Transcript(params, self._decoder(params, special)) for _ in range(params.n)]
-
-    def _decoder(self, params: SamplingParams, special: bool) -> TextStream | None:
-        skip = params.skip_special_tokens and not special
-        return self.tokenizer.stream(skip_special=skip) if self.tokenizer else None
+        tokenizer, skip = self.tokenizer, params.skip_special_tokens and not special
+        return [Transcript(params, tokenizer and tokenizer.stream(skip_special=skip)) for _ in range(params.n)]

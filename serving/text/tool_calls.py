@@ -17,20 +17,14 @@ _MOST_CALLS = 16  # maximum number of calls in an answer, if a grammar constrain
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes tool calls: `begin`, then JSON objects, then `end`.
-
-    arguments  the JSON key for a call's arguments
-    each       whether every call has its own `begin` and `end`; otherwise all calls share one pair
-    between    the text that separates two calls
-    bare       whether the model may omit `begin` if its answer consists of calls only
-    """
+    """How a model writes tool calls: `begin`, then JSON objects, then `end`."""
 
     begin: str
     end: str
-    between: str
-    arguments: str
-    each: bool = False
-    bare: bool = False
+    between: str  # the text that separates two calls
+    arguments: str  # the JSON key for a call's arguments
+    each: bool = False  # whether every call has its own `begin` and `end`; otherwise all calls share one pair
+    bare: bool = False  # whether the model may omit `begin` if its answer consists of calls only
 
 
 FORMATS = {

@@ -138,14 +138,8 @@ class StructuredOutputs(Strict):
 
 
 # The older fields of vLLM and SGLang that name a form of the answer, with their names in StructuredOutputsParams.
-_FORMS = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "regex": "regex",
-    "ebnf": "grammar",
-}
+_FORMS = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
+_FORMS |= {"regex": "regex", "ebnf": "grammar"}
 
 
 class Body(Strict):
