@@ -12,6 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 
 import numpy as np
@@ -61,9 +62,7 @@ class Words(Constraint):
         self._last: list[int] = []
 
     def copy(self) -> Words:
-        other = object.__new__(Words)
-        other.__dict__.update(self.__dict__)
-        return other
+        return copy(self)
 
     def follow(self, output: Ids) -> list[int]:
         self._last = output[max(0, len(output) - self._longest) :].tolist()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -52,13 +53,7 @@ class PagePool:
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the cached pages of the longest matching prefix. The caller must `share` these pages to use them."""
-        found: list[int] = []
-        for key in hashes:
-            page = self._page.get(key)
-            if page is None:
-                break
-            found.append(page)
-        return found
+        return [self._page[key] for key in takewhile(self._page.__contains__, hashes)]
 
     def unused(self, pages: Sequence[int]) -> int:
         """Return how many of `pages` have no user."""

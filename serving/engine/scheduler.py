@@ -324,20 +324,17 @@ class Batch:
             self._pool.share(shared)
             pages = shared + self._pool.take(own)
             slots.seat(self._slots.pop(), sequence, pages, len(shared))
-            self._count_prefix(sequence)
+            request, cached = sequence.request, int(slots.computed[sequence.slot])
+            if request.cached_tokens is None:
+                request.cached_tokens = cached
+            if not request.scores_prompt(sequence.choice):
+                self._prefix_queries += len(sequence.saved)
+                self._prefix_hits += cached
             self._write_history(sequence.slot, 0)
             spare -= taken + (len(pages) * self._page < sequence.length_limit - 1)
 
     def _write_history(self, slot: int, start: int) -> None:
         self._histories.append((slot, start, self.slots.known_tokens(slot)[start:].copy()))
-
-    def _count_prefix(self, sequence: Sequence) -> None:
-        request, cached = sequence.request, int(self.slots.computed[sequence.slot])
-        if request.cached_tokens is None:
-            request.cached_tokens = cached
-        if not request.scores_prompt(sequence.choice):
-            self._prefix_queries += len(sequence.saved)
-            self._prefix_hits += cached
 
     def _prefix(self, sequence: Sequence) -> list[int]:
         """Return the cached pages that hold the beginning of the sequence's tokens.

@@ -93,7 +93,7 @@ def create_app(service: Service) -> FastAPI:
         """Convert a text or a conversation to token ids."""
         service.model(body.model)
         if isinstance(body, requests.TokenizeText):
-            tokens = await service.encode(body.prompt, body.add_special_tokens is not False)
+            [tokens] = await service.encode_prompts([body.prompt], body.add_special_tokens is not False)
         else:
             tokens = await service.encode_chat(body)
         service.check_count(tokens)

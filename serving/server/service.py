@@ -90,18 +90,12 @@ class Service:
             )
         return name
 
-    async def encode(self, text: str, add_special: bool = True) -> list[int]:
-        self._check_text(text)
-        return await self._turns.run(partial(self._encode, text, add_special))
-
     def _encode(self, text: str, add_special: bool) -> list[int]:
         if add_special or self.tokenizer is None:
             return self.codec.encode(text)
         return self.tokenizer.encode(text, add_special=False)
 
-    async def encode_prompts(
-        self, prompts: Sequence[str] | Sequence[list[int]], add_special: bool = True
-    ) -> list[list[int]]:
+    async def encode_prompts(self, prompts: Sequence[str] | Sequence[list[int]], add_special: bool) -> list[list[int]]:
         """Return the token ids of each prompt of a completion request."""
         self._check_text(*(prompt for prompt in prompts if isinstance(prompt, str)))
         return [
@@ -189,8 +183,8 @@ class Service:
         if most == -1:
             most = max(1, self.max_context - (wanted or 1))
         if most == 0:
-            name = "truncate_prompt_tokens"
-            raise APIError(400, f"{name} must be -1 or at least 1, not 0", param=name)
+            told = "truncate_prompt_tokens must be -1 or at least 1, not 0"
+            raise APIError(400, told, param="truncate_prompt_tokens")
         return prompt[-most:]
 
     def answers(self, prompts: list[list[int]], params: SamplingParams, *, special: bool = False) -> Answers:

@@ -49,16 +49,18 @@ class AsyncLLM:
         ids = await asyncio.to_thread(self._llm.encode, asked[0])
         self._llm.check(ids, params)
         number, self._requests = self._requests, self._requests + 1
-        answers = self._started().submit([ids], params, "", self._llm.codec.transcripts(params))
+        if self._client is None:
+            self._client = EngineClient(self._host.description, "frontend")
+            self._client.start()
+        answers = self._client.submit([ids], params, "", self._llm.codec.transcripts(params))
         try:
             while not answers.finished:
                 await answers.take()
                 times = zip(answers.transcripts, answers.times, strict=True)
                 choices = [completion(one, answers.submitted_at, *at) for one, at in times]
-                text = asked[0] if isinstance(asked[0], str) else None
                 name = str(number) if request_id is None else request_id
                 scores = answers.scores.get(0, ([], []))
-                yield request_output(name, text, ids, choices, self._llm.tokenizer, params, scores, answers.cached)
+                yield request_output(name, asked[0], ids, choices, self._llm.tokenizer, params, scores, answers.cached)
         finally:
             answers.close()
 
@@ -77,9 +79,3 @@ class AsyncLLM:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _started(self) -> EngineClient:
-        if self._client is None:
-            self._client = EngineClient(self._host.description, "frontend")
-            self._client.start()
-        return self._client

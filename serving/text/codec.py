@@ -156,4 +156,4 @@ class Codec:
         `special` keeps special tokens in the text, whatever `params` say.
         """
         tokenizer, skip = self.tokenizer, params.skip_special_tokens and not special
-        return [Transcript(params, tokenizer and tokenizer.stream(skip_special=skip)) for _ in range(params.n)]
+        return [Transcript(params, tokenizer.stream(skip_special=skip) if tokenizer else None) for _ in range(params.n)]

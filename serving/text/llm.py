@@ -212,8 +212,16 @@ class LLM:
             for request in requests:
                 self.engine.abort(request)
             raise
-        made = zip(requests, texts, asked, strict=True)
-        return [_output(request, prompt, transcripts, self.tokenizer) for request, transcripts, prompt in made]
+        return list(map(self._output, requests, asked, texts))
+
+    def _output(self, request: Request, prompt: str | list[int], transcripts: Sequence[Transcript]) -> RequestOutput:
+        made = zip(transcripts, request.choices, strict=True)
+        choices = [
+            completion(text, request.added_at, one.first_token_at, one.last_token_at, "abort") for text, one in made
+        ]
+        scores, cached = (request.prompt_logprobs, request.prompt_top_logprobs), request.cached_tokens or 0
+        name, ids = str(request.id), request.prompt_ids
+        return request_output(name, prompt, ids, choices, self.tokenizer, request.params, scores, cached)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -320,19 +328,3 @@ def progress(prompts: int, wanted: bool) -> Iterator[Callable[[Step, int], None]
             bar.update(task, advance=finished, rate=f"{tokens / elapsed:,.0f} tokens/s" if elapsed else "")
 
         yield advance
-
-
-def _output(
-    request: Request, prompt: str | list[int], transcripts: Sequence[Transcript], tokenizer: Tokenizer | None
-) -> RequestOutput:
-    made = zip(transcripts, request.choices, strict=True)
-    return request_output(
-        str(request.id),
-        prompt if isinstance(prompt, str) else None,
-        request.prompt_ids,
-        [completion(text, request.added_at, one.first_token_at, one.last_token_at, "abort") for text, one in made],
-        tokenizer,
-        request.params,
-        (request.prompt_logprobs, request.prompt_top_logprobs),
-        request.cached_tokens or 0,
-    )

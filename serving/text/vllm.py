@@ -147,7 +147,7 @@ def in_vllm_names(choice: Completion, index: int, tokenizer: Tokenizer | None, c
 
 def request_output(
     name: str,
-    prompt: str | None,
+    prompt: str | list[int],
     ids: list[int],
     choices: list[Completion],
     tokenizer: Tokenizer | None,
@@ -166,7 +166,7 @@ def request_output(
     return RequestOutput(
         **vars(choices[0]),
         request_id=name,
-        prompt=prompt,
+        prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=ids,
         choices=choices,
         outputs=[in_vllm_names(choice, i, tokenizer, params.logprobs) for i, choice in enumerate(choices)],
@@ -205,11 +205,8 @@ def own_names(given: Mapping[str, Any]) -> dict[str, Any]:
             if value is not None:
                 own[_NAMES[name]] = value
         elif name not in _HARMLESS and value is not None:
-            remedy = (
-                "give SamplingParams a seed"
-                if name == "seed"
-                else f"the vLLM arguments that it takes are {', '.join(_NAMES)}"
-            )
+            known = f"the vLLM arguments that it takes are {', '.join(_NAMES)}"
+            remedy = "give SamplingParams a seed" if name == "seed" else known
             raise MegakernelError(f"LLM does not take {name}={value!r}: {remedy}")
     return own
 
@@ -265,8 +262,7 @@ def _plain(message: Any) -> dict[str, Any]:
         raise MegakernelError('a message must be {"role": ..., "content": ...}')
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
-        wrong = next((part for part in content if not isinstance(part, Mapping) or part.get("type") != "text"), None)
-        if wrong is not None:
+        if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
             raise MegakernelError(
                 'the parts of a message must be {"type": "text", "text": ...}: the models accept text only'
             )

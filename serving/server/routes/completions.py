@@ -21,26 +21,19 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
     prompts = await service.encode_prompts(body.prompts, body.add_special_tokens is not False)
     prompts = [service.truncated(prompt, body, body.max_tokens) for prompt in prompts]
     service.room(prompts, body.max_tokens)
+    scored = (body.prompt_logprobs, body.logprobs if body.echo else None)  # top tokens at each prompt position
     params = body.sampling(
         _DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1),
         body.structured(),
         n=body.n or 1,
         logprobs=body.logprobs,
-        prompt_logprobs=max(asked) if (asked := _scored(body)) else None,
+        prompt_logprobs=max((count for count in scored if count is not None), default=None),
     )
     given = body.prompts if body.truncate_prompt_tokens is None else prompts
     texts = await _texts(service, given, prompts) if body.echo else []
     answers = service.answers(prompts, params)
     completion = _Completion(service, body, model, prompts, texts, answers)
     return await service.respond(answers, completion, bool(body.stream))
-
-
-def _scored(body: CompletionRequest) -> list[int]:
-    """Return how many top tokens the request wants at each prompt position: the value of `prompt_logprobs`, and with
-    `echo` also the value of `logprobs`. Values that are not given are left out, so the list has 0 to 2 numbers.
-    """
-    asked = (body.prompt_logprobs, body.logprobs if body.echo else None)
-    return [count for count in asked if count is not None]
 
 
 async def _texts(service: Service, given: Sequence[str] | Sequence[list[int]], prompts: list[list[int]]) -> list[str]:
