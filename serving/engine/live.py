@@ -2,8 +2,7 @@
 
 The main figure is sum(bound) / sum(wall). A step's bound is the least time that its tokens and its KV cache need at the
 measured ceilings (`megakernel.roofline`). Its wall time runs from the end of the previous step, or from the arrival of
-work, to its own end, so it includes the host's work between steps.
-"""
+work, to its own end, so it includes the host's work between steps."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ class Live:
 
     `stats` is the engine's current state. `tied` says that the LM head uses the embedding table as its weights.
     `max_seqs` is how many sequences may run at once, and `about` describes the engine for people. While the attribute
-    `tracing` is True, the engine's thread is asked to trace the next step.
-    """
+    `tracing` is True, the engine's thread is asked to trace the next step."""
 
     def __init__(self, ceilings: Ceilings, stats: Stats, *, tied: bool, max_seqs: int, about: dict[str, Any]) -> None:
         self.ceilings = ceilings
@@ -112,11 +110,8 @@ class Live:
         return fraction_error(totals.bound_s / totals.wall_s, self.ceilings) if totals.steps else None
 
     def trace(self, wait_s: float) -> tuple[Program, Trace] | None:
-        """Have the next step traced, and return its program and trace.
-
-        If no traced step ends within `wait_s` seconds, the result is the previously traced step, or None if no step was
-        traced.
-        """
+        """Have the next step traced, and return its program and trace. If no traced step ends within `wait_s` seconds,
+        the result is the previously traced step, or None if no step was traced."""
         self._trace_made.clear()
         self.tracing = True
         self._trace_made.wait(wait_s)
@@ -124,11 +119,8 @@ class Live:
         return self._traced
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the whole record as JSON values.
-
-        It has the current state, the rates over the last WINDOW_S seconds of work, the totals, the latencies, and the
-        latest steps one by one.
-        """
+        """Return the whole record as JSON values. It has the current state, the rates over the last WINDOW_S seconds of
+        work, the totals, the latencies, and the latest steps one by one."""
         with self._lock:
             steps, totals = list(self._steps), self._totals
             ttft, itl = np.array(self._ttft), np.array(self._itl)

@@ -2,8 +2,7 @@
 
 A page that finished steps have filled is identified by the hash of all tokens up to its end, so sequences with the same
 prefix share pages. A shared page is never written again. A page without users stays in the cache until the memory is
-needed for other tokens; the least recently used page is taken first.
-"""
+needed for other tokens; the least recently used page is taken first."""
 
 from __future__ import annotations
 
@@ -67,10 +66,8 @@ class PagePool:
             self._users[page] += 1
 
     def learn(self, key: bytes, page: int) -> None:
-        """Cache a full `page` under the hash `key` of its prefix.
-
-        If a page with the same hash is cached already, the cache keeps that page and ignores the new one.
-        """
+        """Cache a full `page` under the hash `key` of its prefix. If a page with the same hash is cached already, the
+        cache keeps that page and ignores the new one."""
         if key not in self._page and page not in self._hash:
             self._page[key], self._hash[page] = page, key
 

@@ -1,8 +1,6 @@
-"""The engine's view of a request: a prompt, the sequences (choices) that continue it, and their state while they run.
-
-A sequence runs in a slot. `Slots` then holds its state, as arrays with one element per slot, because every step changes
-the state of all running sequences. Before and after, the sequence itself holds its tokens.
-"""
+"""The engine's view of a request: a prompt, the sequences (choices) that continue it, and their state while they run. A
+sequence runs in a slot. `Slots` then holds its state, as arrays with one element per slot, because every step changes
+the state of all running sequences. Before and after, the sequence itself holds its tokens."""
 
 from __future__ import annotations
 
@@ -25,10 +23,8 @@ Objects = NDArray[np.object_]
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
-    """One choice of a request. `slot` is its slot, or -1 while it does not run.
-
-    `sampling` is True if the sequence was preempted while the running launch still samples its next token.
-    """
+    """One choice of a request. `slot` is its slot, or -1 while it does not run. `sampling` is True if the sequence was
+    preempted while the running launch still samples its next token."""
 
     request: Request
     choice: int
@@ -89,10 +85,8 @@ class Sequence:
         return self._hashes[:count]
 
     def sample_row(self, *, early: bool) -> SampleRow:
-        """Return the sampling parameters of the sequence as a row for the step table.
-
-        If `early` is set, the row is for the tokens before min_tokens is reached, and forbids stop ids.
-        """
+        """Return the sampling parameters of the sequence as a row for the step table. If `early` is set, the row is for
+        the tokens before min_tokens is reached, and forbids stop ids."""
         p = self.request.params
         return SampleRow(
             index=0,
@@ -138,11 +132,9 @@ class Request:
 
 
 class Slots:
-    """Arrays with the state of the running sequences. `order` lists their slots in order of admission.
-
-    Steps are planned before earlier steps have ended. So `length` also counts tokens that planned steps have yet to
-    sample, and `computed` counts tokens whose K and V will be in the pages once all planned steps have run.
-    """
+    """Arrays with the state of the running sequences. `order` lists their slots in order of admission. Steps are
+    planned before earlier steps have ended. So `length` also counts tokens that planned steps have yet to sample, and
+    `computed` counts tokens whose K and V will be in the pages once all planned steps have run."""
 
     def __init__(self, dims: Dims) -> None:
         n = dims.bucket.max_seqs
@@ -220,10 +212,8 @@ class Slots:
         self.pages.changed[:, slots] = True
 
     def pending(self, slots: Ints) -> Ints:
-        """Return, for each slot, how many of its tokens no planned step computes yet.
-
-        The number is 0 for a sequence that has reached its length limit.
-        """
+        """Return, for each slot, how many of its tokens no planned step computes yet. The number is 0 for a sequence
+        that has reached its length limit."""
         length = self.length[slots]
         return np.where(length < self.limit[slots], length - self.computed[slots], 0)
 
@@ -232,27 +222,21 @@ class Slots:
         return self.pages.count[slots] * self.page < self.length[slots]
 
     def place(self, slots: Ints, position: Ints) -> Ints:
-        """Return the index of the row of `sampling` that applies to each slot's token at `position`.
-
-        Each slot has a separate row for the tokens before min_tokens is reached.
-        """
+        """Return the index of the row of `sampling` that applies to each slot's token at `position`. Each slot has a
+        separate row for the tokens before min_tokens is reached."""
         early = position < self.early_until[slots]
         return slots + len(self.ticket) * early if np.count_nonzero(early) else slots
 
     def full_pages(self, slots: Ints) -> Ints:
-        """Return, for each slot, how many pages the launches so far have filled.
-
-        A page that ends with the last known token does not count: a step that computes this token may be planned, but
-        it never starts if the sequence ends.
-        """
+        """Return, for each slot, how many pages the launches so far have filled. A page that ends with the last known
+        token does not count: a step that computes this token may be planned, but it never starts if the sequence
+        ends."""
         full: Ints = np.minimum(self.computed[slots], self.known[slots] - 1) // self.page
         return full
 
     def append(self, slots: Ints, tokens: Ints, now: float) -> NDArray[Any]:
-        """Append one known token to each of `slots`.
-
-        Returns an index into FINISH for each slot: whether and why its sequence ends.
-        """
+        """Append one known token to each of `slots`. Returns an index into FINISH for each slot: whether and why its
+        sequence ends."""
         known = self.known[slots]
         self.tokens[slots, known] = tokens
         self.known[slots] = known = known + 1

@@ -1,7 +1,5 @@
-"""The sampling parameters of a request, among them the format that its text must match, with vLLM's names.
-
-They are checked once, when they are made.
-"""
+"""The sampling parameters of a request, among them the format that its text must match, with vLLM's names. They are
+checked once, when they are made."""
 
 from __future__ import annotations
 
@@ -41,8 +39,7 @@ class StructuredOutputsParams:
     grammar      a context-free grammar, in Lark's notation or in GBNF (EBNF)
     json_object  True: any JSON object
 
-    Raises MegakernelError with the reason if the fields are invalid.
-    """
+    Raises MegakernelError with the reason if the fields are invalid."""
 
     json: str | Mapping[str, Any] | None = None
     regex: str | None = None
@@ -70,11 +67,8 @@ class StructuredOutputsParams:
             raise MegakernelError(f"structured outputs: {given[0]} has more than {MOST_GRAMMAR_CHARACTERS} characters")
 
     def source(self) -> tuple[str, str]:
-        """Return the pair (notation, grammar).
-
-        The notation GRAMMAR means Lark or GBNF; the worker process finds out which. COMPLETE means that the grammar
-        library can read the grammar as it is.
-        """
+        """Return the pair (notation, grammar). The notation GRAMMAR means Lark or GBNF; the worker process finds out
+        which. COMPLETE means that the grammar library can read the grammar as it is."""
         try:
             found = (GRAMMAR, self.grammar) if self.grammar is not None else (COMPLETE, self._text())
         except (ValueError, RecursionError) as e:
@@ -120,8 +114,7 @@ class SamplingParams:
     bad_words           texts that are never generated, neither at the beginning of a word nor within one
     structured_outputs  a grammar or schema that the whole text must match
 
-    Raises MegakernelError, which names the field and its value, if a value is out of range.
-    """
+    Raises MegakernelError, which names the field and its value, if a value is out of range."""
 
     temperature: float = 1.0
     top_p: float = 1.0

@@ -5,8 +5,7 @@ only when a sequence arrives, leaves, fills a page or computes its prompt.
 
 A running sequence has KV pages for its prompt and the tokens generated so far. If it needs another page and none is
 free, the youngest running sequence is preempted: it frees its pages and waits again, but keeps its generated tokens.
-When it is admitted again, it recomputes them with bit-identical results.
-"""
+When it is admitted again, it recomputes them with bit-identical results."""
 
 from __future__ import annotations
 
@@ -67,11 +66,9 @@ class Stats:
 
 
 class Waiting:
-    """A queue of waiting sequences. Sequences that `push` has put at the front come first.
-
-    Then clients take turns, with one sequence per turn, and the sequences of one client keep their order. So a client
-    with one request waits for at most one sequence of every other client, however many requests they have sent.
-    """
+    """A queue of waiting sequences. Sequences that `push` has put at the front come first. Then clients take turns,
+    with one sequence per turn, and the sequences of one client keep their order. So a client with one request waits for
+    at most one sequence of every other client, however many requests they have sent."""
 
     def __init__(self) -> None:
         self._head = _Queue()
@@ -152,11 +149,9 @@ class Batch:
         )
 
     def add(self, request: Request) -> None:
-        """Queue a request's choices.
-
-        If the prompt is longer than a page, only the first choice is queued. The other choices wait until the first one
-        has computed the prompt, because they can then share at least one of the prompt's pages.
-        """
+        """Queue a request's choices. If the prompt is longer than a page, only the first choice is queued. The other
+        choices wait until the first one has computed the prompt, because they can then share at least one of the
+        prompt's pages."""
         now = len(request.choices) if len(request.prompt_ids) <= self._page else 1
         self.waiting.append(request.client, request.choices[:now])
         request.held = request.choices[now:]
@@ -165,11 +160,9 @@ class Batch:
         return -(-tokens // self._page)
 
     def plan(self) -> tuple[Ints, list[tuple[Sequence, int]]]:
-        """Plan the next step, in which some sequences compute one token and others several.
-
-        Returns the slots of the sequences that compute one token, and a list of (sequence, number of tokens) for the
-        other sequences. All these sequences have a slot and the pages that they need.
-        """
+        """Plan the next step, in which some sequences compute one token and others several. Returns the slots of the
+        sequences that compute one token, and a list of (sequence, number of tokens) for the other sequences. All these
+        sequences have a slot and the pages that they need."""
         slots, order = self.slots, self.slots.order
         for sequence in slots.sequence[order[slots.full_pages(order) > slots.known_pages[order]]]:
             self._publish(sequence)
@@ -178,18 +171,14 @@ class Batch:
         return self._deal()
 
     def take_histories(self) -> list[tuple[int, int, NDArray[np.int32]]]:
-        """Return and forget the tokens that the host must write to the buffer HISTORY before the step starts.
-
-        Each entry is (slot, first position, tokens).
-        """
+        """Return and forget the tokens that the host must write to the buffer HISTORY before the step starts. Each
+        entry is (slot, first position, tokens)."""
         histories, self._histories = self._histories, []
         return histories
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """End a sequence. Does nothing if it has ended already.
-
-        The sequence may be running, queued, or waiting for its request's first choice to compute the prompt.
-        """
+        """End a sequence. Does nothing if it has ended already. The sequence may be running, queued, or waiting for its
+        request's first choice to compute the prompt."""
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason = reason
@@ -204,11 +193,9 @@ class Batch:
             self.unhold(sequence.request)
 
     def grant(self, sequence: Sequence, tokens: list[int]) -> list[int]:
-        """Give a running sequence pages for proposed `tokens`, which follow its last known token.
-
-        Returns as many of `tokens`, from the first on, as the free pages allow. If the sequence has penalties, the host
-        writes them to the buffer HISTORY before the step, because penalties read that buffer.
-        """
+        """Give a running sequence pages for proposed `tokens`, which follow its last known token. Returns as many of
+        `tokens`, from the first on, as the free pages allow. If the sequence has penalties, the host writes them to the
+        buffer HISTORY before the step, because penalties read that buffer."""
         slots, slot = self.slots, sequence.slot
         known, held = int(slots.known[slot]), int(slots.pages.count[slot])
         wanted = self.pages_for(known + len(tokens)) - held
@@ -232,10 +219,8 @@ class Batch:
             self._write_history(slot, tokens - 1)
 
     def unhold(self, request: Request) -> None:
-        """Move a request's held choices to the front of the queue.
-
-        These choices waited until the request's first choice had computed the prompt or had ended.
-        """
+        """Move a request's held choices to the front of the queue. These choices waited until the request's first
+        choice had computed the prompt or had ended."""
         for sequence in reversed(request.held):
             self.waiting.push(sequence)
         request.held = []
@@ -274,10 +259,8 @@ class Batch:
         slots.known_pages[slot] = max(known, full)
 
     def _grow(self) -> None:
-        """Give every running sequence a page for its next token if it needs one, oldest first.
-
-        If no page is free, the youngest sequences are preempted.
-        """
+        """Give every running sequence a page for its next token if it needs one, oldest first. If no page is free, the
+        youngest sequences are preempted."""
         slots = self.slots
         order = slots.order
         short = order[slots.crowded(order)]
@@ -304,8 +287,7 @@ class Batch:
 
         One page is reserved for each running sequence that will need one. At most MOST_MASKS constrained sequences run,
         because a step table has no more masks. A sequence that was just preempted is not admitted before the running
-        launch has sampled its token, because the launch stores that token in the sequence's old slot.
-        """
+        launch has sampled its token, because the launch stores that token in the sequence's old slot."""
         if not self.waiting or not self._slots:
             return
         slots, running = self.slots, self.slots.order
@@ -337,11 +319,9 @@ class Batch:
         self._histories.append((slot, start, self.slots.known_tokens(slot)[start:].copy()))
 
     def _prefix(self, sequence: Sequence) -> list[int]:
-        """Return the cached pages that hold the beginning of the sequence's tokens.
-
-        A page with the last token is never returned, because a step must compute that token's logits. If the request
-        asks for log-probabilities of the prompt, no page is returned, because the logits of all tokens are needed.
-        """
+        """Return the cached pages that hold the beginning of the sequence's tokens. A page with the last token is never
+        returned, because a step must compute that token's logits. If the request asks for log-probabilities of the
+        prompt, no page is returned, because the logits of all tokens are needed."""
         request = sequence.request
         if request.scores_prompt(sequence.choice) or not self._prefix_cache:
             return []
@@ -349,10 +329,8 @@ class Batch:
         return self._pool.find(sequence.page_hashes(page, (len(sequence.saved) - 1) // page))
 
     def _deal(self) -> tuple[Ints, list[tuple[Sequence, int]]]:
-        """Divide the step's token budget among the running sequences, and return the result as `plan` does.
-
-        Each decoding sequence gets one token. The rest goes to prompts, in the order of admission.
-        """
+        """Divide the step's token budget among the running sequences, and return the result as `plan` does. Each
+        decoding sequence gets one token. The rest goes to prompts, in the order of admission."""
         slots, order = self.slots, self.slots.order
         tokens, rows = self._step_tokens, max(self._max_seqs, SCORED_ROWS)
         pending = slots.pending(order)

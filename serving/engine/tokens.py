@@ -15,10 +15,8 @@ _NO_TOP: dict[int, float] = {}
 
 
 class Token(msgspec.Struct, gc=False):
-    """One generated token. `choice` is the number of its choice, and `at` the time at which the token's step ended.
-
-    If requested, `top_logprobs` holds the log-probabilities of the most likely ids and of this token's id.
-    """
+    """One generated token. `choice` is the number of its choice, and `at` the time at which the token's step ended. If
+    requested, `top_logprobs` holds the log-probabilities of the most likely ids and of this token's id."""
 
     choice: int
     token_id: int

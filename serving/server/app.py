@@ -113,11 +113,8 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/health", responses={200: {"content": None}, 503: _ERROR})
     async def health() -> Response:
-        """Return an empty answer with status 200 while the engine works.
-
-        Return 503 if the engine has stopped, or if it has had work but completed no step for longer than the stall
-        timeout.
-        """
+        """Return an empty answer with status 200 while the engine works. Return 503 if the engine has stopped, or if it
+        has had work but completed no step for longer than the stall timeout."""
         if service.engine.dead:
             raise service.engine.dead
         stalled = service.engine.stalled_for()
@@ -185,11 +182,8 @@ def _page(name: str) -> str:
 
 
 def _correct(schema: dict[str, Any], service: Service) -> None:
-    """Correct the OpenAPI schema that FastAPI makes.
-
-    Limit token ids to the vocabulary, remove status 422, which this server does not use, and add the API key if the
-    server requires one.
-    """
+    """Correct the OpenAPI schema that FastAPI makes. Limit token ids to the vocabulary, remove status 422, which this
+    server does not use, and add the API key if the server requires one."""
     _bound(schema, service.description.vocab)
     for name in ("HTTPValidationError", "ValidationError"):
         schema["components"]["schemas"].pop(name, None)

@@ -1,8 +1,6 @@
-"""A frontend's client of the engine in another process, and the answers that it reads, for an asyncio event loop.
-
-The client reads up to 64 messages before other tasks of the event loop run, so a frontend that lags behind gets several
-tokens of a choice together.
-"""
+"""A frontend's client of the engine in another process, and the answers that it reads, for an asyncio event loop. The
+client reads up to 64 messages before other tasks of the event loop run, so a frontend that lags behind gets several
+tokens of a choice together."""
 
 from __future__ import annotations
 
@@ -39,10 +37,7 @@ class Overloaded(MegakernelError):
 @dataclass(slots=True)
 class Delta:
     """The new text and tokens of one choice. `index` is the number of the choice among the choices of all prompts, and
-    `prompt` is the number of its prompt.
-
-    `text` contains only text that later tokens cannot change.
-    """
+    `prompt` is the number of its prompt. `text` contains only text that later tokens cannot change."""
 
     index: int
     prompt: int
@@ -97,10 +92,8 @@ class Answers:
         return not self._left
 
     async def take(self) -> list[Delta]:
-        """Wait for new tokens. Returns at most one delta per choice, which has all that is new since the last call.
-
-        If the engine cannot answer, `take` and `collect` raise the error that `EngineClient.submit` describes.
-        """
+        """Wait for new tokens. Returns at most one delta per choice, which has all that is new since the last call. If
+        the engine cannot answer, `take` and `collect` raise the error that `EngineClient.submit` describes."""
         deltas: dict[int, Delta] = {}
         while not deltas:
             await self._take(deltas)
@@ -148,10 +141,7 @@ class Answers:
 
     def _with_scores(self, taken: dict[int, list[Token]]) -> dict[int, list[Token]]:
         """Return the tokens of those choices whose prompt's log-probabilities have arrived. Keep all other tokens for a
-        later call.
-
-        The engine sends the log-probabilities of a prompt when the first choice of that prompt begins.
-        """
+        later call. The engine sends the log-probabilities of a prompt when the first choice of that prompt begins."""
         for index, tokens in taken.items():
             self._held.setdefault(index, []).extend(tokens)
         known = [index for index in self._held if index // self.n in self.scores]
@@ -187,10 +177,8 @@ class Answers:
 
 
 class EngineClient:
-    """Connects the frontend `name` to the engine at the addresses in `description`.
-
-    A client belongs to one event loop.
-    """
+    """Connects the frontend `name` to the engine at the addresses in `description`. A client belongs to one event
+    loop."""
 
     def __init__(self, description: messages.Description, name: str) -> None:
         self.dead: EngineDead | None = None
@@ -228,11 +216,9 @@ class EngineClient:
         transcripts: list[Transcript],
         metrics: Metrics | None = None,
     ) -> Answers:
-        """Submit a client's prompts. `transcripts` has a new transcript for each choice, prompt by prompt.
-
-        Raises EngineDead if the engine is known to be dead. `Answers.take` may raise an error later: Overloaded,
-        EngineDead, or another MegakernelError if a prompt can never run or if a constraint allows no next token.
-        """
+        """Submit a client's prompts. `transcripts` has a new transcript for each choice, prompt by prompt. Raises
+        EngineDead if the engine is known to be dead. `Answers.take` may raise an error later: Overloaded, EngineDead,
+        or another MegakernelError if a prompt can never run or if a constraint allows no next token."""
         if self.dead is not None:
             raise self.dead
         answers = Answers(self, self._next, prompts, params, transcripts, metrics)
@@ -276,9 +262,7 @@ class EngineClient:
 
     async def look(self, what: str) -> bytes | None:
         """Ask the engine's process for `what`: ROOFLINE (the record of steps, JSON) or TIMELINE (a traced step, HTML).
-
-        Returns None for TIMELINE if no step has been traced.
-        """
+        Returns None for TIMELINE if no step has been traced."""
         if self.dead is not None:
             raise self.dead
         number, self._next = self._next, self._next + 1

@@ -1,8 +1,5 @@
 """The frontend process: `python -m megakernel.serving.server.frontend`. It reads its configuration, a `Start`, from
-standard input.
-
-The process ends on SIGTERM, or when its parent process has ended.
-"""
+standard input. The process ends on SIGTERM, or when its parent process has ended."""
 
 from __future__ import annotations
 
@@ -67,10 +64,8 @@ class Start(msgspec.Struct, frozen=True):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a bound TCP socket. For port 0, the system chooses a free port.
-
-    Raises MegakernelError if the address cannot be bound.
-    """
+    """Return a bound TCP socket. For port 0, the system chooses a free port. Raises MegakernelError if the address
+    cannot be bound."""
     try:
         [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -104,11 +99,9 @@ class _HeadTooLarge(Exception):
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """The HTTP/1.1 protocol of one connection, with errors as JSON and a limit on the size of a header.
-
-    It closes the connection if no complete header arrives within `timeout_keep_alive` seconds. The time counts from the
-    end of the last answer, or from the beginning of a new connection.
-    """
+    """The HTTP/1.1 protocol of one connection, with errors as JSON and a limit on the size of a header. It closes the
+    connection if no complete header arrives within `timeout_keep_alive` seconds. The time counts from the end of the
+    last answer, or from the beginning of a new connection."""
 
     _head = 0  # bytes of the current header so far
 
@@ -156,11 +149,8 @@ class HttpProtocol(HttpToolsProtocol):
 
 class FrontendServer(uvicorn.Server):
     """The server of one frontend. It serves until the process gets SIGTERM or `end` is called, and then finishes its
-    requests.
-
-    `on_ready` is called on the event loop when connections are accepted. Requests that are not finished `drain_seconds`
-    after the shutdown began get a 503.
-    """
+    requests. `on_ready` is called on the event loop when connections are accepted. Requests that are not finished
+    `drain_seconds` after the shutdown began get a 503."""
 
     def __init__(self, service: Service, *, on_ready: Callable[[], None], drain_seconds: float) -> None:
         config = uvicorn.Config(

@@ -2,8 +2,7 @@
 
 The comment beside each limit gives its reason. All work on the event loop delays every client, and so does every C call
 that does not release Python's global lock (GIL). So the server checks the size of a body before it reads the body, the
-number of JSON values before it parses them, and the size of a text before it tokenizes the text.
-"""
+number of JSON values before it parses them, and the size of a text before it tokenizes the text."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ CHAT_PAGE, _HEALTH, _METRICS = "/chat", "/health", "/metrics"
 @dataclass(frozen=True)
 class Limits:
     """Limits of a server. `max_waiting` is the number of choices of one client that may wait for their first engine
-    step.
-    """
+    step."""
 
     max_waiting: int = 65536
     max_body: int = 16 << 20  # bytes
@@ -49,19 +47,13 @@ class Limits:
 
 def max_values(context: int) -> int:
     """Return the maximum number of JSON values in one body. It is also the maximum number of tokens in all prompts of a
-    body together.
-
-    The result is larger than the context length, so that one prompt may always fill the context.
-    """
+    body together. The result is larger than the context length, so that one prompt may always fill the context."""
     return max(MAX_VALUES, context + 4096)
 
 
 def has_more_values(body: bytes, most: int) -> bool:
-    """Whether a JSON body has more than `most` values. The body is not parsed.
-
-    Every array element and every object member follows a comma, `[` or `{`. So the function counts these characters
-    outside of strings.
-    """
+    """Whether a JSON body has more than `most` values. The body is not parsed. Every array element and every object
+    member follows a comma, `[` or `{`. So the function counts these characters outside of strings."""
     if _marks(body) < most:
         return False
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
@@ -115,10 +107,8 @@ class AccessRules:
 
 def local_names(host: str, address: str) -> frozenset[str] | None:
     """Return the Host names that a server on a loopback address accepts, or None if other machines can reach `address`.
-
     A malicious web page can make its own domain name resolve to 127.0.0.1 and then read from a local server (DNS
-    rebinding). The browser still sends that domain name in the Host header, so the server can refuse the request.
-    """
+    rebinding). The browser still sends that domain name in the Host header, so the server can refuse the request."""
     if not ip_address(address).is_loopback:
         return None
     return frozenset({"localhost", "127.0.0.1", "::1", address, host.lower()})

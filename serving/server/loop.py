@@ -2,8 +2,7 @@
 
 The thread takes the messages that came since the last step, runs a step, and sends each frontend its tokens in one
 message. Sending never blocks. If a frontend reads slowly, its tokens are kept in memory. Their number is bounded,
-because `max_tokens` limits the tokens of each answer, and the number of waiting answers is limited too.
-"""
+because `max_tokens` limits the tokens of each answer, and the number of waiting answers is limited too."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ class EngineLoop:
     most twice as many of all clients together, so that no client alone fills the queue. Further requests are refused.
     The callbacks in `on_step` run in the engine's thread after each step. They get the step and its wall time in
     seconds, which begins when the previous step ended or, after a pause, when the step began. `on_death` runs in that
-    thread when the engine has failed.
-    """
+    thread when the engine has failed."""
 
     def __init__(
         self,

@@ -2,8 +2,7 @@
 
 A job is the work that one `Submit` message asks for. A frontend numbers the choices (completions) of all its jobs. The
 choices of one job have consecutive numbers from `Submit.first` on, prompt by prompt. After each step, the engine's
-process sends a frontend at most one `Tokens` message.
-"""
+process sends a frontend at most one `Tokens` message."""
 
 from __future__ import annotations
 
@@ -29,11 +28,9 @@ class Hello(_Record):
 
 
 class Submit(_Record):
-    """Asks the engine to continue each of `prompts` with `params`. A prompt is the bytes of its int32 token ids.
-
-    The job's choices are numbered from `first` on. `client` names the client that sent the job: when many requests
-    wait, the engine admits requests of different clients in turn.
-    """
+    """Asks the engine to continue each of `prompts` with `params`. A prompt is the bytes of its int32 token ids. The
+    job's choices are numbered from `first` on. `client` names the client that sent the job: when many requests wait,
+    the engine admits requests of different clients in turn."""
 
     first: int
     prompts: list[bytes]

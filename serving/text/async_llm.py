@@ -18,10 +18,8 @@ _MOST_WAITING = 65536
 
 
 class AsyncLLM:
-    """A model whose engine runs in its own thread. The arguments are those of `LLM`.
-
-    An instance belongs to the first event loop that uses it.
-    """
+    """A model whose engine runs in its own thread. The arguments are those of `LLM`. An instance belongs to the first
+    event loop that uses it."""
 
     def __init__(self, model: Any, **how: Any) -> None:
         self._llm = LLM(model, **how)
@@ -38,10 +36,8 @@ class AsyncLLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         """Continue a prompt. Yields the whole answer so far whenever new tokens arrive; the last answer is `finished`.
-
         The request is aborted if the caller stops iterating. Raises MegakernelError if the prompt or a parameter is
-        invalid.
-        """
+        invalid."""
         params = sampling_params or SamplingParams()
         asked = as_prompts(prompt)
         if len(asked) != 1:
@@ -65,10 +61,8 @@ class AsyncLLM:
             answers.close()
 
     def close(self) -> None:
-        """Abort all requests and free the weights and the KV pool.
-
-        Call this method in the event loop's thread, or after the event loop has ended.
-        """
+        """Abort all requests and free the weights and the KV pool. Call this method in the event loop's thread, or
+        after the event loop has ended."""
         if self._client is not None:
             self._client.close()
         self._host.close()

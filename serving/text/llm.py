@@ -62,8 +62,7 @@ class LLM:
     speculate    maximum tokens that speculative decoding proposes per sequence and step; 0 turns it off. The
                  generated tokens are the same with any value
 
-    `vllm` takes arguments with vLLM's names, such as tensor_parallel_size and max_model_len.
-    """
+    `vllm` takes arguments with vLLM's names, such as tensor_parallel_size and max_model_len."""
 
     def __init__(
         self,
@@ -163,8 +162,7 @@ class LLM:
 
         A prompt is text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. `on_token` is called with each token
         and the text that it completes, `on_step` after each step. Without these callbacks, `use_tqdm` shows a progress
-        bar on a terminal. Raises MegakernelError before anything runs if a prompt or a parameter is invalid.
-        """
+        bar on a terminal. Raises MegakernelError before anything runs if a prompt or a parameter is invalid."""
         asked = as_prompts(prompts)
         ids = [self.encode(prompt) for prompt in asked]
         given = SamplingParams() if sampling_params is None else sampling_params
@@ -246,10 +244,8 @@ class LLM:
         on_token: Callable[[Token, str], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, `[{"role": ..., "content": ...}, ...]`, or several, with the model's chat template.
-
         With `continue_final_message` an answer continues the last message. `chat_template_kwargs` are additional
-        variables for the template.
-        """
+        variables for the template."""
         values = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
         prompts = [
             self.codec.chat_ids(conversation, values, continue_final=continue_final_message)
@@ -266,10 +262,8 @@ class LLM:
         return self.codec.encode(prompt)
 
     def trace_steps(self, prompt: str | Sequence[int], decode_steps: int = 1) -> tuple[list[Step], list[Step]]:
-        """Run a prompt and return its prefill steps and its decode steps, each with its trace in `output.trace`.
-
-        Before the traced run, the prompt runs once without tracing, so that caches and threads are warm.
-        """
+        """Run a prompt and return its prefill steps and its decode steps, each with its trace in `output.trace`. Before
+        the traced run, the prompt runs once without tracing, so that caches and threads are warm."""
         ids = self.encode(prompt)
         params = SamplingParams(temperature=0.0, max_tokens=decode_steps + 1, ignore_eos=True)
         self.generate([ids], params, use_tqdm=False)
@@ -308,10 +302,8 @@ def parse_dtype(name: str) -> Dtype | None:
 
 @contextmanager
 def progress(prompts: int, wanted: bool) -> Iterator[Callable[[Step, int], None]]:
-    """Show on standard error how many prompts are finished, if this is `wanted` and it is a terminal.
-
-    Yields a function. Call this function after each step, with the step and the number of prompts that it finished.
-    """
+    """Show on standard error how many prompts are finished, if this is `wanted` and it is a terminal. Yields a
+    function. Call this function after each step, with the step and the number of prompts that it finished."""
     console = Console(stderr=True)
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(

@@ -35,10 +35,8 @@ FORMATS = {
 
 
 def tool_format(name: str | None, template: str | None) -> ToolFormat:
-    """Return the format called `name`.
-
-    If `name` is None, return the format that the chat template shows, or `hermes` if the template shows none.
-    """
+    """Return the format called `name`. If `name` is None, return the format that the chat template shows, or `hermes`
+    if the template shows none."""
     if name is not None:
         if name not in FORMATS:
             raise MegakernelError(f"unknown tool call parser {name!r}: choose from {', '.join(FORMATS)}")
@@ -76,11 +74,9 @@ def _told(message: dict[str, Any], form: ToolFormat) -> dict[str, Any]:
 
 
 def calls_grammar(functions: Mapping[str, Any], form: ToolFormat, tokenizer: Tokenizer, *, several: bool) -> str:
-    """Return the grammar, in Lark's notation, of an answer that consists of a call of one of `functions`.
-
-    If `several` is set, the answer may have more calls. `functions` maps names to JSON schemas of parameters. Each
-    schema is a rule of its own, so that references within the schema stay valid.
-    """
+    """Return the grammar, in Lark's notation, of an answer that consists of a call of one of `functions`. If `several`
+    is set, the answer may have more calls. `functions` maps names to JSON schemas of parameters. Each schema is a rule
+    of its own, so that references within the schema stay valid."""
     rules = []
     for number, (name, parameters) in enumerate(functions.items()):
         head = f'{{"name": {json.dumps(name)}, {json.dumps(form.arguments)}: '
@@ -110,10 +106,8 @@ class CallDelta:
 
 
 class ToolReader:
-    """Splits a streamed answer into content and calls of the functions `names`, at most `most` calls.
-
-    Text that begins like a call but turns out to be no call is content.
-    """
+    """Splits a streamed answer into content and calls of the functions `names`, at most `most` calls. Text that begins
+    like a call but turns out to be no call is content."""
 
     def __init__(self, form: ToolFormat, names: Collection[str], most: int | None = None) -> None:
         self.calls = 0
@@ -126,10 +120,8 @@ class ToolReader:
         self._space = ""  # white space that becomes content if more content follows
 
     def add(self, text: str, last: bool = False) -> tuple[str, list[CallDelta]]:
-        """Read more text. Returns the text that is now known to be content, and new pieces of calls.
-
-        With the `last` text, everything that was held back is returned.
-        """
+        """Read more text. Returns the text that is now known to be content, and new pieces of calls. With the `last`
+        text, everything that was held back is returned."""
         self._held += text
         content: list[str] = []
         deltas: list[CallDelta] = []
@@ -214,11 +206,8 @@ _TOKEN = re.compile(r'[^][{}:,"]*("[^"\\]*(?:\\.[^"\\]*)*"|[][{},]|:\s*(?=\S))',
 
 @dataclass(slots=True)
 class _Object:
-    """A JSON object that may describe a call, read while it streams.
-
-    A JSON parser would not do: the arguments are passed on as they are written, and models write line breaks into
-    strings, which JSON forbids.
-    """
+    """A JSON object that may describe a call, read while it streams. A JSON parser would not do: the arguments are
+    passed on as they are written, and models write line breaks into strings, which JSON forbids."""
 
     keys: tuple[str, ...]  # names of the member that has the arguments
     text: str = ""

@@ -15,10 +15,8 @@ from megakernel.serving.text.codec import Transcript
 
 
 class Logprob(NamedTuple):
-    """One token's log-probability.
-
-    `rank` is 1 for the most likely token. It is None for a token that is not among the requested top tokens.
-    """
+    """One token's log-probability. `rank` is 1 for the most likely token. It is None for a token that is not among the
+    requested top tokens."""
 
     logprob: float
     rank: int | None
@@ -29,9 +27,7 @@ def by_id(
     tokenizer: Tokenizer | None, top: Mapping[int, float], count: int, token: int, logprob: float
 ) -> dict[int, Logprob]:
     """Return the entries of one position: that of the chosen `token`, then those of the `count` most likely tokens.
-
-    `top` begins with the most likely tokens, in order; it may also hold the chosen token.
-    """
+    `top` begins with the most likely tokens, in order; it may also hold the chosen token."""
 
     def text(token: int) -> str | None:
         return None if tokenizer is None else tokenizer.token_bytes(token).decode("utf-8", "replace")
@@ -48,8 +44,7 @@ class Completion:
     `top_logprobs`, if requested, holds for each token the log-probabilities of the most likely ids and of the chosen
     id. `finish_reason` is `stop`, `length` or `abort`. `stop_reason` is the stop string or the id of `stop_token_ids`
     that ended the choice, and None for other ends. `ttft_s` is the time from the call to the first token, and `tpot_s`
-    the mean time per later token, both in seconds. Each is None if there is no such token.
-    """
+    the mean time per later token, both in seconds. Each is None if there is no such token."""
 
     token_ids: list[int]
     text: str | None
@@ -63,10 +58,8 @@ class Completion:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One choice with vLLM's names.
-
-    `logprobs`, if requested, has for each token an entry for the chosen id and then entries for the most likely ids.
-    """
+    """One choice with vLLM's names. `logprobs`, if requested, has for each token an entry for the chosen id and then
+    entries for the most likely ids."""
 
     index: int
     text: str
@@ -83,11 +76,9 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput(Completion):
-    """A prompt and its choices: `outputs` with vLLM's names, `choices` with this package's.
-
-    The output also has the attributes of its first choice. prompt_token_logprobs[i] is the log-probability of prompt
-    token i given the tokens before it, None for the first token. `prompt_logprobs` holds the same in vLLM's format.
-    """
+    """A prompt and its choices: `outputs` with vLLM's names, `choices` with this package's. The output also has the
+    attributes of its first choice. prompt_token_logprobs[i] is the log-probability of prompt token i given the tokens
+    before it, None for the first token. `prompt_logprobs` holds the same in vLLM's format."""
 
     request_id: str
     prompt: str | None
@@ -110,11 +101,9 @@ class RequestOutput(Completion):
 def completion(
     transcript: Transcript, added_at: float, first_at: float, last_at: float, reason: str | None = None
 ) -> Completion:
-    """Copy the tokens and text that a choice has so far. Later tokens do not change the copy.
-
-    The times are those at which the request was added and the choice got its first and its last token. `reason` is the
-    finish reason of a choice that has not ended.
-    """
+    """Copy the tokens and text that a choice has so far. Later tokens do not change the copy. The times are those at
+    which the request was added and the choice got its first and its last token. `reason` is the finish reason of a
+    choice that has not ended."""
     later = len(transcript.token_ids) - 1
     return Completion(
         token_ids=list(transcript.token_ids),
@@ -155,11 +144,9 @@ def request_output(
     scores: tuple[Sequence[float], Sequence[dict[int, float]]],
     cached: int,
 ) -> RequestOutput:
-    """Return the result of a prompt.
-
-    If prompt log-probabilities were requested, `scores` holds two lists for the prompt's tokens from the second on:
-    the log-probabilities of the tokens, and the most likely ids at their positions.
-    """
+    """Return the result of a prompt. If prompt log-probabilities were requested, `scores` holds two lists for the
+    prompt's tokens from the second on: the log-probabilities of the tokens, and the most likely ids at their
+    positions."""
     logprobs, tops = scores
     scored, count = params.prompt_logprobs is not None, params.prompt_logprobs or 0
     later = [by_id(tokenizer, *one) for one in zip(tops, repeat(count), ids[1:], logprobs, strict=False)]
@@ -195,10 +182,8 @@ _HARMLESS = {
 
 
 def own_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate the arguments `given` for vLLM's `LLM` into this package's names.
-
-    Raises MegakernelError for an unknown argument, because it might change a result.
-    """
+    """Translate the arguments `given` for vLLM's `LLM` into this package's names. Raises MegakernelError for an unknown
+    argument, because it might change a result."""
     own = {}
     for name, value in given.items():
         if name in _NAMES:
@@ -212,11 +197,8 @@ def own_names(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_prompts(prompts: Any) -> list[str | list[int]]:
-    """Return a list of prompts, whether one prompt or several are given.
-
-    Each prompt is text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. A sequence of whole numbers is one
-    prompt of token ids.
-    """
+    """Return a list of prompts, whether one prompt or several are given. Each prompt is text, token ids, {"prompt":
+    text} or {"prompt_token_ids": ids}. A sequence of whole numbers is one prompt of token ids."""
     if isinstance(prompts, (str, Mapping)):
         return [_one(prompts)]
     parts = list(prompts)
@@ -247,10 +229,8 @@ def _one(prompt: Any) -> str | list[int]:
 
 
 def as_conversations(messages: Any) -> list[list[dict[str, Any]]]:
-    """Return a list of conversations, whether one conversation or several are given.
-
-    The text parts of a message are joined into one text.
-    """
+    """Return a list of conversations, whether one conversation or several are given. The text parts of a message are
+    joined into one text."""
     several = list(messages)
     if several and isinstance(several[0], Mapping):
         several = [several]

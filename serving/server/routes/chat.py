@@ -85,10 +85,8 @@ class _Chat(AnswerFormat):
         return bodies.ChatMessage(content=text or None if calls else text, tool_calls=calls or None)
 
     def _tool_events(self, delta: Delta, reader: ToolReader) -> bytes:
-        """Return the events for the new tokens of a choice that may call tools.
-
-        There is no event for new text that may still turn out to be part of a tool call.
-        """
+        """Return the events for the new tokens of a choice that may call tools. There is no event for new text that may
+        still turn out to be part of a tool call."""
         text, found = reader.add(delta.text, delta.finish_reason is not None)
         # Many clients read only one call per event, so each piece of a call gets an event of its own.
         pieces = [bodies.ChatDelta(content=text)] if text else []
@@ -103,10 +101,8 @@ class _Chat(AnswerFormat):
         return b"".join(events)
 
     def _event(self, delta: Delta) -> bytes:
-        """Return the events for a delta.
-
-        The first event of each choice contains the role and, with `echo`, the text of the last assistant message.
-        """
+        """Return the events for a delta. The first event of each choice contains the role and, with `echo`, the text of
+        the last assistant message."""
         if delta.index in self._readers:
             return self._later_event(delta)
         self._readers[delta.index] = self._tools.reader(self._service.codec)
@@ -149,10 +145,8 @@ def _call_delta(call: CallDelta) -> bodies.ToolCallDelta:
 
 
 class Tools:
-    """The tools of a request and the field `tool_choice`, which says which of them the model may or must call.
-
-    The constructor raises an HTTP error 400 if the tools and the choice contradict each other.
-    """
+    """The tools of a request and the field `tool_choice`, which says which of them the model may or must call. The
+    constructor raises an HTTP error 400 if the tools and the choice contradict each other."""
 
     def __init__(self, given: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> None:
         self.functions = {tool.function.name: tool.function.parameters for tool in given or ()}
@@ -170,11 +164,9 @@ class Tools:
         self._several = parallel is not False and named is None
 
     def structured(self, asked: StructuredOutputsParams | None, codec: Codec) -> StructuredOutputsParams | None:
-        """Return the format that the answer must match.
-
-        This is a grammar of tool calls if the request requires a tool call, and otherwise `asked`, the format that the
-        request's other fields set. Raises an HTTP error 400 if the request requires a tool call and also sets `asked`.
-        """
+        """Return the format that the answer must match. This is a grammar of tool calls if the request requires a tool
+        call, and otherwise `asked`, the format that the request's other fields set. Raises an HTTP error 400 if the
+        request requires a tool call and also sets `asked`."""
         if not self._required or codec.tokenizer is None:
             return asked
         if asked:

@@ -54,8 +54,7 @@ class _Completion(AnswerFormat):
         answers: Answers,
     ) -> None:
         """Prepare the answer to a request. `texts` has the texts of the prompts if `echo` is set, and is empty
-        otherwise.
-        """
+        otherwise."""
         super().__init__(service, "cmpl", body, model, prompts, answers)
         self._body, self._texts = body, texts
         self._offsets: dict[int, int] = {}  # for each choice that has begun: the text offset of its next token
@@ -87,8 +86,7 @@ class _Completion(AnswerFormat):
 
     def _choice(self, delta: Delta) -> bodies.CompletionChoice:
         """Return a whole choice, or one chunk of a choice. With `echo`, the first chunk of a choice begins with the
-        prompt.
-        """
+        prompt."""
         text, generated, reason = delta.text, delta.tokens, delta.finish_reason
         if self._body.max_tokens == 0:
             text, generated, reason = "", [], "length"
@@ -118,8 +116,7 @@ class _Completion(AnswerFormat):
 
     def _prompt_scores(self, index: int) -> list[bodies.Score]:
         """Return the prompt's tokens with their log-probabilities. The first token has no log-probability, because no
-        token precedes it.
-        """
+        token precedes it."""
         prompt, (logprobs, tops) = self._prompts[index], self._answers.scores[index]
         count = self._body.logprobs or 0
         later = zip(prompt[1:], logprobs, tops, strict=True)

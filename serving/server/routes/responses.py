@@ -152,11 +152,8 @@ class ResponsesRequest(requests.Sampled):
         )
 
     def conversation(self) -> requests.Conversation:
-        """Return the input items as the conversation that a chat template reads.
-
-        A function call is added to the assistant message that precedes it, or to a new assistant message if none
-        precedes it.
-        """
+        """Return the input items as the conversation that a chat template reads. A function call is added to the
+        assistant message that precedes it, or to a new assistant message if none precedes it."""
         said: list[dict[str, Any]] = []
         if self.instructions:
             said.append({"role": "system", "content": self.instructions})
@@ -257,9 +254,7 @@ _REPEATED = ("instructions", "max_output_tokens", "temperature", "top_p", "top_l
 
 class Items:
     """The output items of one answer, in order. The last item is open while it may still grow; all others are closed.
-
-    Methods that change an item return the stream events that report the change.
-    """
+    Methods that change an item return the stream events that report the change."""
 
     def __init__(self, *, scored: bool) -> None:
         """Create an empty list of items. `scored` says whether text comes with log-probabilities."""
