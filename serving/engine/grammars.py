@@ -32,8 +32,7 @@ _SHOWN = 500  # characters of the library's reason that an error shows
 
 
 class Constraint(ABC):
-    """Tracks the output of one sequence. If the output has no valid continuation, `error` says why. Otherwise `error`
-    is empty."""
+    """Tracks the output of one sequence. `error` says why the output has no valid continuation, or is empty."""
 
     error = ""
 
@@ -149,8 +148,7 @@ class Grammars:
         return None if wanted is None else self._kept(wanted.source())
 
     def get(self, params: SamplingParams) -> Constraint | None:
-        """Return a new constraint on the output, or None if `params` ask for no constraint. Raises MegakernelError with
-        the reason if the constraint is invalid."""
+        """Return a new constraint on the output, or None for no constraint. Raises MegakernelError if it is invalid."""
         if params.structured_outputs is not None:
             return self._grammar(params.structured_outputs)
         if not params.constrained:

@@ -212,8 +212,7 @@ class Slots:
         self.pages.changed[:, slots] = True
 
     def pending(self, slots: Ints) -> Ints:
-        """Return, for each slot, how many of its tokens no planned step computes yet. The number is 0 for a sequence
-        that has reached its length limit."""
+        """Return, for each slot, how many tokens no planned step computes yet: 0 at the sequence's length limit."""
         length = self.length[slots]
         return np.where(length < self.limit[slots], length - self.computed[slots], 0)
 
@@ -235,8 +234,7 @@ class Slots:
         return full
 
     def append(self, slots: Ints, tokens: Ints, now: float) -> NDArray[Any]:
-        """Append one known token to each of `slots`. Returns an index into FINISH for each slot: whether and why its
-        sequence ends."""
+        """Append one known token to each of `slots`. Returns, as indices into FINISH, whether and why they end."""
         known = self.known[slots]
         self.tokens[slots, known] = tokens
         self.known[slots] = known = known + 1

@@ -171,14 +171,12 @@ class Batch:
         return self._deal()
 
     def take_histories(self) -> list[tuple[int, int, NDArray[np.int32]]]:
-        """Return and forget the tokens that the host must write to the buffer HISTORY before the step starts. Each
-        entry is (slot, first position, tokens)."""
+        """Return and forget the (slot, first position, tokens) that the host must write to HISTORY before the step."""
         histories, self._histories = self._histories, []
         return histories
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """End a sequence. Does nothing if it has ended already. The sequence may be running, queued, or waiting for its
-        request's first choice to compute the prompt."""
+        """End a sequence, whether it runs or waits. Does nothing if it has ended already."""
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason = reason

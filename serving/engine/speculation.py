@@ -248,8 +248,7 @@ class _Offer:
 
 
 class Speculation:
-    """Proposes up to `depth` tokens for each sequence of a step. The function `proposer` makes the `Proposer` of a
-    sequence."""
+    """Proposes up to `depth` tokens for each sequence of a step. `proposer` makes the `Proposer` of a sequence."""
 
     def __init__(
         self, depth: int, times: StepTimes, proposer: Callable[[Choice], Proposer] = lambda _: Lookup()

@@ -128,8 +128,7 @@ class Front:
 
 
 async def relay(parts: Any, scope: Scope, receive: Receive, send: Send) -> None:
-    """Pass the `parts` of a replica's answer on to the client. If the replica is lost, the client gets the HTTP status
-    503, or an error event if a stream has begun."""
+    """Pass a replica's answer on to the client. If the replica is lost, the client gets a 503, or an error event."""
     headers: Headers | None = None
     part: tuple[int, Headers] | bytes = b""
     last = b""

@@ -72,8 +72,7 @@ class ServerProcess:
     async def ask(
         self, method: str, target: str, headers: Headers, body: bytes
     ) -> AsyncGenerator[tuple[int, Headers] | bytes]:
-        """Pass a request to the server. Yields the status and headers, then the pieces of the body as they arrive.
-        Closing the generator aborts the request."""
+        """Pass on a request. Yields status and headers, then pieces of the body. Closing the generator aborts it."""
         session = self._session = self._session or aiohttp.ClientSession(
             auto_decompress=False,
             connector=aiohttp.TCPConnector(limit=0),

@@ -48,8 +48,7 @@ class Row:
 
 
 class Board:
-    """A table of `rows` rows of numbers in the memory-mapped file `path`. The engine's process sets `create` and
-    thereby creates the file."""
+    """A table of `rows` rows of numbers in the memory-mapped file `path`, which the engine's process creates."""
 
     def __init__(self, path: Path, rows: int, *, create: bool = False) -> None:
         if create:

@@ -1,6 +1,5 @@
-"""A frontend's client of the engine in another process, and the answers that it reads, for an asyncio event loop. The
-client reads up to 64 messages before other tasks of the event loop run, so a frontend that lags behind gets several
-tokens of a choice together."""
+"""A frontend's client of the engine in another process, and the answers that it reads, for an asyncio event loop. It
+reads up to 64 messages at once, so a frontend that lags behind gets several tokens of a choice together."""
 
 from __future__ import annotations
 
@@ -177,8 +176,7 @@ class Answers:
 
 
 class EngineClient:
-    """Connects the frontend `name` to the engine at the addresses in `description`. A client belongs to one event
-    loop."""
+    """Connects the frontend `name` to the engine at the addresses in `description`, on one event loop."""
 
     def __init__(self, description: messages.Description, name: str) -> None:
         self.dead: EngineDead | None = None

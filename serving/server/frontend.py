@@ -64,8 +64,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a bound TCP socket. For port 0, the system chooses a free port. Raises MegakernelError if the address
-    cannot be bound."""
+    """Return a bound TCP socket; the system chooses port 0. Raises MegakernelError if the address cannot be bound."""
     try:
         [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -28,8 +28,7 @@ class ClientGone(Exception):
 
 class Gate:
     """ASGI middleware that refuses clients without access, and bodies that are too large, too slow or too complex. It
-    reads a body only for the paths in `takes_body`, and only after the access check. The application gets the whole
-    body in one message."""
+    reads a body only for the paths in `takes_body`, after the access check. The application gets it in one message."""
 
     def __init__(
         self, app: ASGIApp, *, access: AccessRules, limits: Limits, max_values: int, takes_body: Collection[str]

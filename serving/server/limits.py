@@ -35,8 +35,7 @@ CHAT_PAGE, _HEALTH, _METRICS = "/chat", "/health", "/metrics"
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a server. `max_waiting` is the number of choices of one client that may wait for their first engine
-    step."""
+    """Limits of a server. At most `max_waiting` choices of one client may wait for their first engine step."""
 
     max_waiting: int = 65536
     max_body: int = 16 << 20  # bytes

@@ -34,9 +34,8 @@ _MARK = secrets.token_hex(16)  # a placeholder that `_text_event` replaces by th
 
 
 class Service:
-    """The objects that the endpoints of one frontend process share: the engine, the tokenizer, access control and
-    limits. Requests may use any of `names` for the model. A request that names no model is answered with the first
-    one."""
+    """What the endpoints of one frontend process share: the engine, the tokenizer, access control and limits. Requests
+    may use any of `names` for the model. A request that names no model is answered with the first one."""
 
     def __init__(
         self,
@@ -49,12 +48,9 @@ class Service:
         limits: Limits | None = None,
         tool_parser: str | None = None,
     ) -> None:
-        """Create the objects of one frontend. `number` is the index of the frontend's row on the board (the counters in
-        shared memory).
-
-        `identity` is the frontend's name in its messages to the engine. No later frontend gets the same name.
-
-        `tool_parser` names the model's tool call format. If it is None, the chat template determines the format."""
+        """`number` is the index of the frontend's row on the board (the counters in shared memory). `identity` is its
+        name in its messages to the engine; no later frontend gets the same name. `tool_parser` names the model's tool
+        call format. If it is None, the chat template determines the format."""
         self.description = description
         self.codec = Codec(description.name, tokenizer, tool_parser)
         self.access, self.limits = access or AccessRules(), limits or Limits()
@@ -179,9 +175,8 @@ class Service:
         return prompt[-most:]
 
     def answers(self, prompts: list[list[int]], params: SamplingParams, *, special: bool = False) -> Answers:
-        """Submit prompts to the engine, and return their choices. `special` keeps the text of special tokens in the
-        answers. Raises EngineDead if the engine has stopped, and MegakernelError if there are stop strings but no
-        tokenizer."""
+        """Submit prompts to the engine, and return their choices. `special` keeps the text of special tokens. Raises
+        EngineDead if the engine has stopped, and MegakernelError if there are stop strings but no tokenizer."""
         self.codec.check(params)
         transcripts = [one for _ in prompts for one in self.codec.transcripts(params, special=special)]
         return self.engine.submit(prompts, params, CLIENT.get(), transcripts, self.metrics)
@@ -258,8 +253,7 @@ class AnswerFormat(ABC):
         raise NotImplementedError
 
     def _text_event(self, index: int, text: str) -> bytes:
-        """Return the chunk that `_text_chunk` makes, as an event. To be fast, this method only replaces the text in a
-        cached chunk."""
+        """Return `_text_chunk` as an event. To be fast, only the text in a cached chunk is replaced."""
         if (around := self._around.get(index)) is None:
             around = self._around[index] = event(self._text_chunk(index, _MARK)).split(f'"{_MARK}"'.encode())
         before, after = around

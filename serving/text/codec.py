@@ -141,7 +141,6 @@ class Codec:
             raise MegakernelError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
 
     def transcripts(self, params: SamplingParams, *, special: bool = False) -> list[Transcript]:
-        """Return one transcript per choice, which collects the choice's tokens and text. `special` keeps special tokens
-        in the text, whatever `params` say."""
+        """Return a transcript for each choice. `special` keeps special tokens in the text, whatever `params` say."""
         tokenizer, skip = self.tokenizer, params.skip_special_tokens and not special
         return [Transcript(params, tokenizer.stream(skip_special=skip) if tokenizer else None) for _ in range(params.n)]

@@ -35,8 +35,7 @@ FORMATS = {
 
 
 def tool_format(name: str | None, template: str | None) -> ToolFormat:
-    """Return the format called `name`. If `name` is None, return the format that the chat template shows, or `hermes`
-    if the template shows none."""
+    """Return the format called `name`; None: the one that the chat template shows, or else `hermes`."""
     if name is not None:
         if name not in FORMATS:
             raise MegakernelError(f"unknown tool call parser {name!r}: choose from {', '.join(FORMATS)}")

@@ -58,8 +58,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One choice with vLLM's names. `logprobs`, if requested, has for each token an entry for the chosen id and then
-    entries for the most likely ids."""
+    """One choice with vLLM's names. `logprobs`, if requested, has the chosen id first, then the most likely ids."""
 
     index: int
     text: str
@@ -182,8 +181,7 @@ _HARMLESS = {
 
 
 def own_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate the arguments `given` for vLLM's `LLM` into this package's names. Raises MegakernelError for an unknown
-    argument, because it might change a result."""
+    """Translate arguments of vLLM's `LLM` into this package's names. Raises MegakernelError for unknown ones."""
     own = {}
     for name, value in given.items():
         if name in _NAMES:
@@ -229,8 +227,7 @@ def _one(prompt: Any) -> str | list[int]:
 
 
 def as_conversations(messages: Any) -> list[list[dict[str, Any]]]:
-    """Return a list of conversations, whether one conversation or several are given. The text parts of a message are
-    joined into one text."""
+    """Return a list of the conversation or conversations, with the text parts of each message joined."""
     several = list(messages)
     if several and isinstance(several[0], Mapping):
         several = [several]

@@ -211,8 +211,7 @@ def scores(tokens: Iterable[Token]) -> list[Score]:
 
 
 def completion_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], offset: int) -> CompletionLogprobs:
-    """Return the tokens' log-probabilities in the format of /v1/completions. `offset` is the first token's position in
-    the text, in characters."""
+    """Return log-probabilities in the format of /v1/completions. The text of the first token begins at `offset`."""
     out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for token, logprob, top in tokens:
         text = _text(tokenizer, token)
@@ -229,8 +228,7 @@ def completion_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], offset
 
 
 def chat_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], count: int) -> ChatLogprobs:
-    """Return the tokens' log-probabilities in the format of /v1/chat/completions. Each position also lists the `count`
-    most likely tokens."""
+    """Return log-probabilities in the format of /v1/chat/completions, with `count` top tokens at each position."""
     content = []
     for token, logprob, top in tokens:
         best = [_chat_token(tokenizer, other, value) for other, value in list((top or {}).items())[:count]]
@@ -272,6 +270,5 @@ def _chat_token(tokenizer: Tokenizer | None, token: int, logprob: float) -> TopL
 
 
 def _text(tokenizer: Tokenizer | None, token: int) -> str:
-    """Return the text of a single token, with U+FFFD for incomplete characters. Without a tokenizer, the text is
-    `token_id:N`, as in vLLM."""
+    """Return a token's text, with U+FFFD for incomplete characters; without a tokenizer `token_id:N`, as in vLLM."""
     return f"token_id:{token}" if tokenizer is None else tokenizer.token_bytes(token).decode("utf-8", "replace")

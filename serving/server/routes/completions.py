@@ -53,8 +53,7 @@ class _Completion(AnswerFormat):
         texts: list[str],
         answers: Answers,
     ) -> None:
-        """Prepare the answer to a request. `texts` has the texts of the prompts if `echo` is set, and is empty
-        otherwise."""
+        """`texts` has the texts of the prompts if `echo` is set, and is empty otherwise."""
         super().__init__(service, "cmpl", body, model, prompts, answers)
         self._body, self._texts = body, texts
         self._offsets: dict[int, int] = {}  # for each choice that has begun: the text offset of its next token
@@ -85,8 +84,7 @@ class _Completion(AnswerFormat):
         return self._usage(0 if self._body.max_tokens == 0 else self._answers.completion_tokens)
 
     def _choice(self, delta: Delta) -> bodies.CompletionChoice:
-        """Return a whole choice, or one chunk of a choice. With `echo`, the first chunk of a choice begins with the
-        prompt."""
+        """Return a choice, or one chunk of it. With `echo`, the first chunk of a choice begins with the prompt."""
         text, generated, reason = delta.text, delta.tokens, delta.finish_reason
         if self._body.max_tokens == 0:
             text, generated, reason = "", [], "length"

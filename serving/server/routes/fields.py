@@ -120,8 +120,7 @@ class Strict(BaseModel):
 
 
 def _check(where: str, name: str, value: Any) -> None:
-    """Raise an error unless `value` is a neutral value of a refused field. The types must be equal too: if false is
-    neutral, 0 is not accepted."""
+    """Raise an error unless `value` is a neutral value of a refused field, of the same type: 0 is not false."""
     if any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL.get(name, [])):
         return
     said = name if len(name) <= 60 else f"{name[:60]}..."

@@ -47,8 +47,7 @@ def _whole(value: Any) -> Any:
 
 
 def _whole_list(value: Any) -> Any:
-    """Return a list with `_whole` applied to its items. Prompts may be long, so a list without floats is returned
-    without copying it."""
+    """Return a list with `_whole` applied to its items. Prompts may be long, so a list without floats is not copied."""
     return [_whole(item) for item in value] if isinstance(value, list) and float in set(map(type, value)) else value
 
 
