@@ -48,7 +48,6 @@ class Sequence:
         return self.tokens_from(0)
 
     def tokens_from(self, start: int) -> list[int]:
-        """Return the tokens from position `start` on."""
         if self.slot < 0:
             return self.saved[start:]
         return self.slots.known_tokens(self.slot)[start:].tolist()  # type: ignore[no-any-return]
@@ -206,7 +205,6 @@ class Slots:
         self.pages.changed[:, slot] = True
 
     def add_page(self, slots: Ints, pages: list[int]) -> None:
-        """Append one page to each of `slots`."""
         self.pages.ids[slots, self.pages.count[slots]] = pages
         self.pages.count[slots] += 1
         self.pages.changed[:, slots] = True

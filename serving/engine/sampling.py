@@ -20,8 +20,7 @@ MAX_BIAS = 300  # the OpenAI API's limit
 MAX_STOP_IDS = 128
 MAX_BAD_WORDS, MAX_BAD_CHARACTERS = 256, 256  # each bad word is compared with the end of the text after each token
 _LEAST, _MOST = 2.0**-126, (2 - 2**-23) * 2.0**127  # range of positive float32 numbers, the type in step tables
-# The maximum length of a schema or grammar. A schema becomes a grammar of about the same length, and the largest common
-# ones have thousands of characters.
+# The maximum length of a schema or grammar. The largest common ones have thousands of characters.
 MOST_GRAMMAR_CHARACTERS = 1 << 20
 GRAMMAR, COMPLETE = "grammar", "complete"
 # The white space in JSON is what Python's json module writes, because models know this form, and because fixed white

@@ -47,7 +47,6 @@ class Counts:
         return self.generated / self.turns if self.turns else 1.0
 
     def figures(self) -> dict[str, float]:
-        """Return the figures that benchmarks report."""
         return {"proposed": self.proposed, "accepted": self.accepted, "tokens_per_step": self.tokens_per_step}
 
 
@@ -86,7 +85,6 @@ class Waiting:
             yield from queue
 
     def append(self, client: str, sequences: Iterable[Sequence]) -> None:
-        """Append sequences to the client's queue."""
         self._queues.setdefault(client, _Queue()).update(dict.fromkeys(sequences))
 
     def push(self, sequence: Sequence) -> None:

@@ -93,7 +93,6 @@ class Draft:
 
     @property
     def due(self) -> bool:
-        """Whether a probe is due."""
         return self.declined >= self.patience
 
     def decline(self) -> None:
@@ -101,11 +100,10 @@ class Draft:
         self.declined += 1
 
     def verify(self) -> None:
-        """Record that a proposal is verified."""
         self.probing, self.declined = self.due, 0
 
     def learn(self, proposed: int, accepted: int) -> None:
-        """Update the acceptance rate (see `Share.learn`) and the rate of probes."""
+        """Update the acceptance rate (see `AcceptanceShare.learn`) and the rate of probes."""
         self.share.learn(proposed, accepted)
         if self.probing and accepted:
             self.declined = self.patience
@@ -122,9 +120,7 @@ class Lookup:
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, int], int] = {}  # pair of tokens -> end index of the pair's last occurrence
-
-        # For the pair that ends at index i, _before[i] is the end index of the same pair's previous occurrence. It is 0
-        # if there is none.
+        # For the pair that ends at index i, _before[i] is the end index of its previous occurrence; 0: there is none.
         self._before = [0, 0]
 
     def read(self, tokens: Sequence[int]) -> None:

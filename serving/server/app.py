@@ -58,7 +58,6 @@ def create_app(service: Service) -> FastAPI:
 
     @app.exception_handler(404)
     async def nothing_there(request: Request, error: Exception) -> Response:
-        """Answer 404 with a list of the routes that exist."""
         listed = [f"{'/'.join(r.methods or ())} {r.path}" for r in app.routes if isinstance(r, APIRoute)]
         where = shortened(f"{request.method} {request.url.path}")
         return APIError(404, f"there is no route {where}: this server has {', '.join(listed)}").response()
@@ -148,7 +147,6 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/timeline", include_in_schema=False)
     async def timeline() -> Response:
-        """A traced step as a page."""
         traced = await service.engine.look(TIMELINE)
         if traced is None:
             return PlainTextResponse("No step has run recently. Send a request, then reload this page.\n", 404)

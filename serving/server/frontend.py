@@ -29,21 +29,17 @@ from megakernel.serving.server.messages import Description
 from megakernel.serving.server.service import Service
 
 _BACKLOG = 4096
-# Seconds until the server closes an idle connection. This is longer than clients and proxies usually keep one, so that
-# they close it first.
+# Seconds until an idle connection is closed: longer than clients and proxies usually keep one, so they close it first.
 _IDLE = 75
 _UNREAD = 60_000  # milliseconds until a connection is dropped if the client does not read its answer
 _MOST_HEAD = 1 << 16  # maximum bytes of a request's header: of its request line and all header fields
-# Each header field counts as _FIELD bytes more than it has, because short fields take as long to parse as long ones.
-# HTTP/2 adds the same number.
+# A header field counts as so many bytes more, as in HTTP/2, because short ones take as long to parse as long ones.
 _FIELD = 32
-# The number of new objects that triggers a garbage collection. Python's default is 700. With 50,000, one collection
-# paused every request for 95 ms.
+# New objects that trigger a garbage collection. Python's default is 700. With 50,000, one paused requests for 95 ms.
 _GC_THRESHOLD = 5_000
 READY = b"R"  # the message of a frontend to its parent when the frontend accepts connections
 
-# uvicorn warns about every request that is not valid HTTP, so any client could fill the log. For this reason, only
-# errors are logged.
+# uvicorn warns about every request that is not valid HTTP, so any client could fill the log.
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
 
@@ -114,8 +110,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().data_received(data)
         if waiting is None:
             return
-        # If no answer is pending, either the header is still incomplete, or the data is the rest of a refused body. In
-        # both cases, the timer continues.
+        # If no answer is pending, the header is incomplete, or this is the rest of a refused body: the timer continues.
         idle = self.cycle is None or self.cycle.response_complete
         if idle and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = waiting

@@ -195,8 +195,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._rest):
-            # The middleware changes only the start of a response. So the many parts of a stream bypass the middleware,
-            # to save time.
+            # The middleware changes only a response's start. So the many parts of a stream bypass it, to save time.
             await while_connected(receive, self._send(scope.get(_DIRECT, send)))
 
     async def _send(self, send: Send) -> None:

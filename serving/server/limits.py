@@ -85,7 +85,6 @@ class AccessRules:
             self._authorise(headers.get(b"authorization", b""))
 
     def guards(self, path: str) -> bool:
-        """Whether a path requires a key."""
         return bool(self.keys) and path not in (_HEALTH, CHAT_PAGE) and not (self.open_metrics and path == _METRICS)
 
     def _authorise(self, header: bytes) -> None:

@@ -217,8 +217,7 @@ class AnswerFormat(ABC):
         self, service: Service, kind: str, body: Sampled, model: str, prompts: list[list[int]], answers: Answers
     ) -> None:
         self._service, self._prompts, self._answers = service, prompts, answers
-        # `_tokenizer` converts the tokens of log-probabilities to text. If it is None, they are written as
-        # `token_id:N`.
+        # `_tokenizer` converts the tokens of log-probabilities to text; without it, they are written as `token_id:N`.
         choices = body if isinstance(body, Choices) else None
         self._tokenizer = None if choices and choices.return_tokens_as_token_ids else service.tokenizer
         self._head: dict[str, Any] = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time())}

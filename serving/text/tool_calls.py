@@ -198,8 +198,7 @@ class ToolReader:
         self._object = None
 
 
-# The text up to a token of JSON that matters here, and the token: a whole string, a bracket, a comma, or a colon with
-# the white space up to the value.
+# Text up to a token of JSON that matters here: a whole string, bracket, comma, or colon with white space after it.
 _TOKEN = re.compile(r'[^][{}:,"]*("[^"\\]*(?:\\.[^"\\]*)*"|[][{},]|:\s*(?=\S))', re.DOTALL)
 
 

@@ -171,8 +171,7 @@ _NAMES = {
     "max_num_batched_tokens": "step_tokens",
     "enable_prefix_caching": "prefix_cache",
 }
-# Arguments that are ignored, because they change no result. They say, for example, how memory is divided, how a step is
-# launched, or what is reported.
+# Arguments that change no result: they say, for example, how a step is launched or what is reported.
 _HARMLESS = {
     *("trust_remote_code", "gpu_memory_utilization", "enforce_eager", "disable_log_stats", "swap_space"),
     *("cpu_offload_gb", "download_dir", "disable_custom_all_reduce", "enable_chunked_prefill", "tokenizer_mode"),

@@ -102,8 +102,7 @@ class Strict(BaseModel):
     of object. If it is empty, every undeclared field is ignored, and otherwise only those in `ignored`, which gives the
     reasons."""
 
-    # With strict=True, the string "5" is not accepted as a number, and 1 is not accepted as true. Infinity and NaN are
-    # refused, because JSON has neither.
+    # With strict=True, the string "5" is no number, and 1 is not true. JSON has neither infinity nor NaN.
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, json_schema_extra=_describe)
     where: ClassVar[str] = ""
     ignored: ClassVar[Mapping[str, str]] = IGNORED
