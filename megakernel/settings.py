@@ -1,7 +1,6 @@
 """Defines every setting that more than one verb (subcommand of `megakernel`) uses: flag, environment variable, default.
 
-Flags and their help, `docs/settings.md` and `megakernel doctor` are generated from SETTINGS.
-"""
+Flags and their help, `docs/settings.md` and `megakernel doctor` are generated from SETTINGS."""
 
 from __future__ import annotations
 
@@ -182,8 +181,7 @@ class Setting:
     `default`. A setting may lack `flag` or `env`.
 
     `default` is written as a user would type it, or, with `described`, says in words what happens without a value.
-    `read` parses a value, and raises ArgumentTypeError for an invalid one. With `several`, the flag takes a list.
-    """
+    `read` parses a value, and raises ArgumentTypeError for an invalid one. With `several`, the flag takes a list."""
 
     flag: str | None
     env: str | None
@@ -205,8 +203,7 @@ class Setting:
     def value(self) -> Any:
         """The parsed value of the environment variable or of the default; None if the default is only described.
 
-        Raises MegakernelError if the environment variable has an invalid value.
-        """
+        Raises MegakernelError if the environment variable has an invalid value."""
         if self.described and self.text == self.default:
             return None
         try:

@@ -35,8 +35,7 @@ class Options:
     matmul         dot products (for few rows) or matrix units; `with_matmul` resolves auto. It has no effect on a CPU
     overlap_ranks  if off, instructions wait for whole phases of other ranks instead of row blocks
     panel          the number of row blocks that share one pass over the weights, which form a panel; 0: the cost model
-                   chooses
-    """
+                   chooses"""
 
     o: str = "auto"
     residual: str = "auto"

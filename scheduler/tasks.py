@@ -15,8 +15,7 @@ class PhaseTasks:
     """All instructions of one phase on one rank, as operand columns of equal length.
 
     `block` is the row block that contains a task's rows; tasks of one block have the same dependencies. Blocks divide
-    the token rows or, in the epilogue, the logit rows.
-    """
+    the token rows or, in the epilogue, the logit rows."""
 
     phase: Phase
     columns: dict[str, Column]
@@ -32,8 +31,7 @@ class Tasks:
     """All instructions of a step, in three segments. Each segment lists its phases in program order, and for each phase
     the tasks of all ranks.
 
-    `machine` is the machine as the scheduler sees it: with the workers and the tiles of this program.
-    """
+    `machine` is the machine as the scheduler sees it: with the workers and the tiles of this program."""
 
     dims: Dims
     forward: Forward

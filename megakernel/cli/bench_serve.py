@@ -165,8 +165,7 @@ async def _ceilings(args: argparse.Namespace, servers: list[ServerClient]) -> Ce
 
 def _workload(args: argparse.Namespace, server: ServerClient) -> tuple[str, ModelConfig, Workload]:
     """Return the model's name, its sizes and the requests. Without --model, the server must report
-    the name of a model whose sizes are known.
-    """
+    the name of a model whose sizes are known."""
     from ..model import PACKAGES, load_config, load_tokenizer
 
     name = args.model or server.model or ""

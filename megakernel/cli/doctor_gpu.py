@@ -86,8 +86,7 @@ def _notes(smi: list[dict[str, str]]) -> Iterator[str]:
 @dataclass(frozen=True)
 class Case:
     """A model's sizes, and the number of tokens of a step that contains every operation. `matmul` (dot
-    products or tensor cores) and `norm` are options of the compiler; `tp` is the number of ranks.
-    """
+    products or tensor cores) and `norm` are options of the compiler; `tp` is the number of ranks."""
 
     name: str
     config: ModelConfig
@@ -172,8 +171,7 @@ def _compile(case: Case) -> Program:
 
 def _step(program: Program, seed: int) -> Any:
     """Return a step with two sequences. One is a decode with such a long context that its attention is split; the other
-    is a short prompt.
-    """
+    is a short prompt."""
     import numpy as np
 
     from ..runtime import Chunk, SampleRow, build_step

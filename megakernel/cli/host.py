@@ -24,8 +24,7 @@ def measured_ceilings(llm: LLM) -> Ceilings:
 
 def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
     """Return the rates that this machine reaches with `threads` threads. They are measured now if `anew` is true or if
-    there is no earlier measurement.
-    """
+    there is no earlier measurement."""
     from megakernel.serving.bench import ceilings
 
     with output.busy("measuring this machine's ceilings"):

@@ -27,8 +27,7 @@ AddVerb = Callable[[str, str, str], argparse.ArgumentParser]
 
 def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool = False) -> None:
     """Add a setting's flag. With `optional`, a missing flag gives None instead of the default, for verbs that
-    can take a file instead of the flag.
-    """
+    can take a file instead of the flag."""
     setting = SETTINGS[name]
     assert setting.flag is not None
     parser.add_argument(
@@ -76,9 +75,7 @@ def add_model_run(parser: argparse.ArgumentParser) -> None:
 def add_count(
     parser: argparse._ActionsContainer, flag: str, default: int | None, what: str, metavar: str = "N"
 ) -> None:
-    """Add a flag for an integer of at least 1. If there is no default, `what` must say what a missing
-    flag means.
-    """
+    """Add a flag for an integer of at least 1. If there is no default, `what` must say what a missing flag means."""
     said = what if default is None else f"{what} (default: {default})"
     parser.add_argument(flag, type=positive, default=default, metavar=metavar, help=said)
 
@@ -150,8 +147,7 @@ def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) ->
     """Return the model's sizes, and the formats in which a backend for `machine` would store it.
 
     No weights are read or downloaded. The weights of a model that is not on this computer count as bf16. Raises
-    MegakernelError if the model was not made for `context` tokens.
-    """
+    MegakernelError if the model was not made for `context` tokens."""
     from megakernel.serving.text.llm import parse_dtype
 
     from ..isa import Dtype
@@ -181,8 +177,7 @@ _UNLESS = {"dataset": _SHAREGPT, "random_input_len": 1024, "random_output_len": 
 
 def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
     """Add the flags that choose the requests. `args.unless` has the defaults of flags that are not given. A verb may
-    change these defaults before it calls `workload`.
-    """
+    change these defaults before it calls `workload`."""
     parser.set_defaults(unless=_UNLESS | {"num_prompts": prompts})
     parser.add_argument(
         "--dataset",

@@ -94,8 +94,7 @@ def busy(what: str) -> Iterator[None]:
 @contextmanager
 def progress(what: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on a terminal while the block runs. The block moves the bar when it calls the yielded
-    function with (done, total). Without a terminal, these calls do nothing.
-    """
+    function with (done, total). Without a terminal, these calls do nothing."""
     counted = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     bar = Progress(
         TextColumn("{task.description}"),

@@ -79,8 +79,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 def compile_for(args: argparse.Namespace, **sizes: Any) -> Compilation:
     """Compile the program that the flags of `add_machine` describe. `sizes` are arguments of
-    `compile_program`; if there are none, the flags of `_add_bucket` give the sizes.
-    """
+    `compile_program`; if there are none, the flags of `_add_bucket` give the sizes."""
     from megakernel.scheduler.tune import Fastest
 
     from .. import machine as machines

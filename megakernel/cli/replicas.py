@@ -19,8 +19,7 @@ _OWN = ("replicas", "ray address", "routing", "host", "port")  # settings that r
 
 def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
     """Start a cluster on this machine and serve until a signal arrives. On an existing cluster, return as soon as the
-    replicas serve.
-    """
+    replicas serve."""
     from megakernel.serving.replicas.placement import Plan, place, prepare
     from megakernel.serving.server.frontend import listen, url
     from megakernel.serving.server.limits import local_names
@@ -78,8 +77,7 @@ def _flag(name: str) -> str:
 
 def _until_signal(undeploy: Any) -> int:
     """Wait for SIGTERM or Ctrl-C, then finish the running requests. A second signal ends the process at once. Return
-    the exit status.
-    """
+    the exit status."""
     asked = threading.Event()
     got = signal.SIGTERM
 

@@ -33,16 +33,14 @@ def this_machine(simd: str) -> str:
 
 def recall(machine: str, threads: int) -> Measured | None:
     """Return the earlier measurement for this number of threads, or None if there is none. A damaged file counts as
-    missing, and one line of the log reports it.
-    """
+    missing, and one line of the log reports it."""
     found = _read().get(machine, {}).get(str(threads))
     return None if found is None else _measured(found, threads)
 
 
 def keep(machine: str, found: Measured) -> None:
     """Save a measurement, and keep those of other machines. If the folder cannot be written, one line of the log says
-    so.
-    """
+    so."""
     everything = _read()
     everything.setdefault(machine, {})[str(found.threads)] = asdict(found)
     try:

@@ -35,8 +35,7 @@ class Point:
     """A point of the figure. `flops_per_s` is what the machine allows or what was achieved.
 
     `flops_per_byte` counts bytes of main memory. A point for an instruction has the colour of the instruction's
-    `family`.
-    """
+    `family`."""
 
     label: str
     flops_per_byte: float
@@ -50,8 +49,7 @@ def write_plot(path: Path, hardware: Hardware, points: Sequence[Point], title: s
 
     The rate `roof` is drawn as the roofline, and other rates as dashed lines. The labels of the points are listed on
     the right, the highest rate first. Raises MegakernelError without matplotlib, for a point that a logarithmic scale
-    lacks, and for a file that cannot be written.
-    """
+    lacks, and for a file that cannot be written."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure

@@ -3,8 +3,7 @@ simulated step is fastest.
 
 The cost model adds up the times of phases that run one after another. So it cannot predict what a queue gains, or which
 exchanges between ranks take no extra time because other work runs meanwhile. The simulator can predict both, and takes
-less than a second for a step of a few layers.
-"""
+less than a second for a step of a few layers."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class Fastest:
     queue, because a CPU thread runs whichever stream is ready.
 
     With `one_class`, the O projection is either sharded for all buckets or replicated for all. An engine requires this.
-    It also requires the same matmul units for all buckets, which it sets in `options`.
-    """
+    It also requires the same matmul units for all buckets, which it sets in `options`."""
 
     def __init__(
         self,
@@ -89,8 +87,7 @@ class Fastest:
 
     def seconds(self, options: Options, tokens: int, known: dict[Options | str, float]) -> float:
         """Return the predicted seconds of a step, or infinity if these options cannot be combined. `known` has the
-        earlier predictions, both by options and by the hash of the program.
-        """
+        earlier predictions, both by options and by the hash of the program."""
         if options not in known:
             try:
                 program = self.compile(options, tokens, min(tokens, _LOGIT_ROWS))
@@ -118,8 +115,7 @@ class Fastest:
 
     def _choose(self, best: Options, tokens: int, known: dict[Options | str, float]) -> Options:
         """Return the best options found by improving one choice after another, until every choice has been tried since
-        the last improvement.
-        """
+        the last improvement."""
         best_s, since = self.seconds(best, tokens, known), 0
         choices = self.open(tokens)
         for changes in itertools.cycle(choices):
@@ -137,8 +133,7 @@ class Fastest:
 
     def open(self, tokens: int) -> list[list[dict[str, Any]]]:
         """Return the choices that the options leave open, each as a list of possible changes. Options that depend on
-        each other form one choice.
-        """
+        each other form one choice."""
         open_ = {name for name in CHOICES if getattr(self._options, name) == "auto"}
         open_ |= {"interleave"} if self._options.interleave else set()
         if self._tp == 1:

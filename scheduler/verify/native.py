@@ -69,8 +69,7 @@ class OrderStep:
     """The accesses of a step, as the native verifier gets them (mk::verify::Step).
 
     `declares` [phases, buffers] says which phase writes which buffer. `touches` [8, n] describes n accesses: the phase,
-    the place (a buffer on a rank), the kind, the event (an instruction), and four bounds of rows and columns.
-    """
+    the place (a buffer on a rank), the kind, the event (an instruction), and four bounds of rows and columns."""
 
     ranks: int
     segment: Int32s
@@ -114,8 +113,7 @@ def topological_order(graph: EventGraph, missing: Int32s) -> tuple[Int32s, Int32
     """Return a topological order of the graph's rows, without the rows on or behind a cycle. Also return, for each row,
     the number of incoming edges whose sources are missing from this order.
 
-    `missing` has the number of incoming edges of each row.
-    """
+    `missing` has the number of incoming edges of each row."""
     order, left = np.empty(graph.rows, dtype=np.int32), missing.copy()
     count = _library().mk_verify_order(ctypes.byref(graph.native()), left.ctypes.data, order.ctypes.data)
     return order[: _checked(count)], left
@@ -126,8 +124,7 @@ def unordered(
 ) -> NDArray[np.void]:
     """Return up to `most` pairs of accesses whose order is wrong or not ensured, as records of FOUND.
 
-    Also checks that each row of `lasts` comes after each row of `ends`.
-    """
+    Also checks that each row of `lasts` comes after each row of `ends`."""
     found = np.zeros(most, dtype=FOUND)
     count = _library().mk_verify_data(
         ctypes.byref(graph.native()),

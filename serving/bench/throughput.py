@@ -28,8 +28,7 @@ def measure(
     """Return the figures of `runs` runs. A few short requests come first, to fill caches and compile programs.
 
     If the prompts are random, each run has different ones. `on_progress` gets (tokens so far, tokens in total), and
-    `after_run` is called after each run.
-    """
+    `after_run` is called after each run."""
     total = runs * sum(job.output_tokens for job in load.jobs)
     made = 0
 

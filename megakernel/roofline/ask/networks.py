@@ -1,8 +1,7 @@
 """Questions about collectives and the networks that carry them.
 
 The formulas are exact: they keep the factor (N - 1) / N that the book drops. docs/roofline.md lists the differences.
-Link rates are in one direction.
-"""
+Link rates are in one direction."""
 
 from __future__ import annotations
 
@@ -36,16 +35,14 @@ def level_seconds(array_bytes: float, levels: Sequence[Level], inner: int = 1) -
 
     A level connects D children (GPUs, or groups of GPUs). Each child has S GPUs and a link of W bytes/s. The level
     takes B (D - 1) S / (D max(Y, S) W) seconds, where B is `array_bytes`, the size of the whole array, and Y = `inner`
-    is the number of shards along another axis. The slowest level determines the time of the collective.
-    """
+    is the number of shards along another axis. The slowest level determines the time of the collective."""
     shares = level_shares(array_bytes, levels, inner)
     return [share * (level.degree - 1) / level.degree for share, level in zip(shares, levels, strict=True)]
 
 
 def level_shares(array_bytes: float, levels: Sequence[Level], inner: int = 1) -> list[float]:
     """Return the seconds that each network level of an all-reduce with in-network reduction takes: the link of each
-    child (see `level_seconds`) carries the child's share of the array once in each direction.
-    """
+    child (see `level_seconds`) carries the child's share of the array once in each direction."""
     return [array_bytes * x.child_gpus / (max(inner, x.child_gpus) * x.child_bytes_per_s) for x in levels]
 
 
@@ -133,8 +130,7 @@ def levels(machine: Hardware, gpus: int) -> Figures:
 def switches(machine: Hardware, gpus: int) -> Figures:
     """The network is built from whole SuperPOD units. Half of each leaf switch's ports go up to spine switches. These
     two levels suffice if a spine switch has a port for each leaf switch. Otherwise, half of each spine switch's ports
-    go up to a core layer.
-    """
+    go up to a core layer."""
     fabric = machine.fabric
     if fabric is None:
         raise MegakernelError(f"the network between nodes of {machine.name} is not described")
