@@ -107,10 +107,7 @@ def run(args: argparse.Namespace) -> int:
             + (f", {program.ranks} ranks" if program.ranks > 1 else ""),
         ),
         ("step", f"{tokens} tokens of {sequences} sequences, {each}{context} KV tokens afterwards"),
-        (
-            "predicted",
-            f"{done.step_s * 1e3:.3f} ms, the launch included, {done.tokens_per_s:,.0f} tokens/s",
-        ),
+        ("predicted", f"{done.step_s * 1e3:.3f} ms, the launch included, {done.tokens_per_s:,.0f} tokens/s"),
         (
             "moved",
             f"{output.bytes_text(done.memory_bytes)} between memory and cache, including repeated loads and"

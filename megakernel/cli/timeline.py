@@ -75,15 +75,7 @@ def write_files(
 def run(args: argparse.Namespace) -> int:
     from ..machine import MACHINES
     from ..program import load_program
-    from ..timeline import (
-        compare,
-        compare_launches,
-        render,
-        render_comparison,
-        render_launches,
-        resolve,
-        summarise,
-    )
+    from ..timeline import compare, compare_launches, render, render_comparison, render_launches, resolve, summarise
     from ..trace import Trace
 
     machine = None

@@ -21,13 +21,7 @@ _IN_NETWORK_ON, _IN_NETWORK_BUS_BYTES_PER_S = "h100", 480e9
 LEAF_SWITCHES_PER_UNIT = {"h100": 8, "b200": 8, "gb200-nvl72": 18}
 SWITCH_PORTS = 64
 # How many of a GPU's links go to each switch of its node.
-LINKS_PER_SWITCH = {
-    "a100": (2,) * 6,
-    "h100": (5, 4, 4, 5),
-    "h800": (3,) * 4,
-    "b200": (9, 9),
-    "gb200-nvl72": (1,) * 18,
-}
+LINKS_PER_SWITCH = {"a100": (2,) * 6, "h100": (5, 4, 4, 5), "h800": (3,) * 4, "b200": (9, 9), "gb200-nvl72": (1,) * 18}
 
 
 def level_seconds(array_bytes: float, levels: Sequence[Level], inner: int = 1) -> list[float]:

@@ -37,11 +37,7 @@ def load(task: Task) -> tuple[Callable[[Timed, Settings], float], dict[str, Any]
 
     `load` is called in the peer's own process (see `process`)."""
     model = _Model(task)
-    return model.seconds, {
-        "program": f"llama-cpp-python {model.version}",
-        "weights": task.weights,
-        "kv_cache": "f16",
-    }
+    return model.seconds, {"program": f"llama-cpp-python {model.version}", "weights": task.weights, "kv_cache": "f16"}
 
 
 class _Model:
