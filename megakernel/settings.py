@@ -1,5 +1,4 @@
 """Defines every setting that more than one verb (subcommand of `megakernel`) uses: flag, environment variable, default.
-
 Flags and their help, `docs/settings.md` and `megakernel doctor` are generated from SETTINGS."""
 
 from __future__ import annotations
@@ -178,10 +177,9 @@ _TYPES: dict[str, Callable[[str], Any]] = {
 @dataclass(frozen=True)
 class Setting:
     """A setting of the command line. The flag `flag` overrides the environment variable `env`, which overrides
-    `default`. A setting may lack `flag` or `env`.
-
-    `default` is written as a user would type it, or, with `described`, says in words what happens without a value.
-    `read` parses a value, and raises ArgumentTypeError for an invalid one. With `several`, the flag takes a list."""
+    `default`. A setting may lack `flag` or `env`. `default` is written as a user would type it, or, with `described`,
+    says in words what happens without a value. `read` parses a value, and raises ArgumentTypeError for an invalid one.
+    With `several`, the flag takes a list."""
 
     flag: str | None
     env: str | None
@@ -201,9 +199,8 @@ class Setting:
         return self.env is not None and self.env.endswith(("_KEY", "_TOKEN"))
 
     def value(self) -> Any:
-        """The parsed value of the environment variable or of the default; None if the default is only described.
-
-        Raises MegakernelError if the environment variable has an invalid value."""
+        """The parsed value of the environment variable or of the default; None if the default is only described. Raises
+        MegakernelError if the environment variable has an invalid value."""
         if self.described and self.text == self.default:
             return None
         try:

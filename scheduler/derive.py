@@ -42,10 +42,9 @@ class Touch:
 @dataclass(frozen=True, eq=False)
 class Group:
     """A group of tasks: those of one phase in one row block. `index` is NONE for a real group. For a virtual group,
-    which has no tasks, `index` says how the step table selects the rows that the group touches.
-
-    `tasks` is the index of the group's PhaseTasks in the segment. `ordinal` numbers the segment's phases in program
-    order and is the same on every rank."""
+    which has no tasks, `index` says how the step table selects the rows that the group touches. `tasks` is the index of
+    the group's PhaseTasks in the segment. `ordinal` numbers the segment's phases in program order and is the same on
+    every rank."""
 
     segment: int
     tasks: int
@@ -189,9 +188,8 @@ def _candidates(groups: list[Group], nodes: list[TaskGroup]) -> Iterator[list[in
 
 def _overlapping(hulls: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the pairs of nodes whose boxes overlap, where at least one of the two nodes writes: [2, pairs]. Each row
-    of `hulls` is a box (row, row_end, col, col_end, node, writes). The rows are sorted.
-
-    A box covers few rows of its buffer, so all boxes that may overlap it lie in a short range of the sorted boxes."""
+    of `hulls` is a box (row, row_end, col, col_end, node, writes). The rows are sorted. A box covers few rows of its
+    buffer, so all boxes that may overlap it lie in a short range of the sorted boxes."""
     row, row_end, col, col_end, node, writes = hulls.T
     first = np.searchsorted(row, row - (row_end - row).max(), side="right")
     count = np.searchsorted(row, row_end) - first

@@ -42,9 +42,8 @@ def disassemble(program: Program) -> Iterator[str]:
 def _segment(
     title: str, segment: Segment, of: tuple[str, int], totals: Totals, forward: Forward, start: int = 0
 ) -> Iterator[str]:
-    """Yield the lines of one part of a program: the prologue, body or epilogue of all workers, or all queues.
-
-    `of` is ("worker", workers per rank), or for queues ("queue", queues per rank)."""
+    """Yield the lines of one part of a program: the prologue, body or epilogue of all workers, or all queues. `of` is
+    ("worker", workers per rank), or for queues ("queue", queues per rank)."""
     name, each = of
     if each:
         yield f"{title}:"

@@ -127,10 +127,8 @@ def _with_queue(body: _Placed, ranks: int, workers: int, phases: list[int] | Non
 
 def _with_barrier(epilogue: Segment, counters: tuple[int, int], workers: int) -> Segment:
     """Return the epilogue with a barrier: at its end, every stream waits until every instruction of every rank has
-    ended.
-
-    All workers of a rank signal a first counter. One worker of the rank waits for that counter and then signals a
-    second counter on all ranks. Every worker waits for the second counter."""
+    ended. All workers of a rank signal a first counter. One worker of the rank waits for that counter and then signals
+    a second counter on all ranks. Every worker waits for the second counter."""
     gather, leave = counters
     none = np.zeros(0, np.int32)
     ends = []

@@ -137,10 +137,8 @@ def _column_tiles(phase: Phase, rows: _Blocks, cols: int, unit: int, d: Dims, ma
 
 def _attention(phase: Phase, heads: PhaseTasks | None, d: Dims) -> PhaseTasks:
     """Return the attention tasks of a rank: one instruction per attention slot. `heads` are the tasks that compute q, k
-    and v.
-
-    KV heads are divided into groups, and a task of `heads` signals every group to which it contributes. The groups are
-    as small as possible, but large enough that these signals fit into the record of the task."""
+    and v. KV heads are divided into groups, and a task of `heads` signals every group to which it contributes. The
+    groups are as small as possible, but large enough that these signals fit into the record of the task."""
     slot = np.arange(d.bucket.attention_slots if heads else 0, dtype=np.int32)
     columns = {name: np.zeros_like(slot) for name in phase.operands} | {"slot": slot}
     if heads:

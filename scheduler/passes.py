@@ -1,7 +1,5 @@
-"""The passes of the compiler. Each turns a forward pass into another one with the same results.
-
-A family's forward pass says what one device computes. The passes decide where norms are computed and how ranks share
-the work."""
+"""The passes of the compiler. Each turns a forward pass into another one with the same results. A family's forward pass
+says what one device computes. The passes decide where norms are computed and how ranks share the work."""
 
 from __future__ import annotations
 
@@ -15,9 +13,8 @@ def apply(
     forward: Forward, part: Split, norm: str = "own", weight_bits: Mapping[Buffer, float] | None = None
 ) -> Forward:
     """Apply all passes to a family's forward pass. The ranks share the work as `part` says, and norms are computed
-    where `norm` says (see `Options`).
-
-    `weight_bits` gives the bits per weight of each buffer that is not stored in the compute type."""
+    where `norm` says (see `Options`). `weight_bits` gives the bits per weight of each buffer that is not stored in the
+    compute type."""
     return _stored(split(_NORMS[norm](forward), part), weight_bits or {})
 
 
@@ -50,9 +47,8 @@ _NORMS: dict[str, Callable[[Forward], Forward]] = {"own": lambda f: f, "next": n
 
 
 def split(forward: Forward, part: Split) -> Forward:
-    """Divide the phases among `part.tp` ranks.
-
-    What is added to the residual is first summed over the ranks, unless every rank has all the weights."""
+    """Divide the phases among `part.tp` ranks. What is added to the residual is first summed over the ranks, unless
+    every rank has all the weights."""
     attended = {phase.output for phase in forward if phase.operation is Operation.ATTENTION}
 
     def divided(phase: Phase) -> list[Phase]:

@@ -124,11 +124,9 @@ def _workers(
     pipelined: bool,
 ) -> list[NDArray[np.int64]]:
     """Return the worker of each task. Tasks are assigned in the order of their keys, each one to the worker that is
-    free first. Attention tasks go to the workers in turn.
-
-    `parts` has the tasks of one rank, with the panel and the key of each task. If `pipelined`, a phase begins while
-    workers still finish the previous phase, so each worker's load from that phase counts. Otherwise a phase starts when
-    the previous phase has ended, so all workers are free."""
+    free first. Attention tasks go to the workers in turn. `parts` has the tasks of one rank, with the panel and the key
+    of each task. If `pipelined`, a phase begins while workers still finish the previous phase, so each worker's load
+    from that phase counts. Otherwise a phase starts when the previous phase has ended, so all workers are free."""
     load = np.zeros(machine.workers)
     out = [np.arange(len(tasks)) % machine.workers for tasks, _, _ in parts]
     costs = [seconds(tasks.phase, tasks.columns, dims, machine) for tasks, _, _ in parts]

@@ -59,10 +59,8 @@ class Join:
 @dataclass(frozen=True)
 class Sync:
     """The result of `synchronise`. `waits` and `signals` have the wait and signal words of each phase of each segment,
-    [n, 8]. The totals are those of a counter block (see Program).
-
-    `barrier` has the two counters of the barrier at the end of a launch: one that the workers of a rank signal, and one
-    that the ranks signal."""
+    [n, 8]. The totals are those of a counter block (see Program). `barrier` has the two counters of the barrier at the
+    end of a launch: one that the workers of a rank signal, and one that the ranks signal."""
 
     waits: list[list[Words]]
     signals: list[list[Words]]
@@ -121,10 +119,9 @@ class _Builder:
         return (*phase, group.block) if self.by_blocks else phase
 
     def _targets(self, producer: int, successors: Iterable[int]) -> list[tuple[int, frozenset[int]]]:
-        """Return pairs of a rank to signal and the successors on that rank.
-
-        If siblings among the successors are on several ranks, all ranks are signalled: the pair of ALL_RANKS then has
-        all siblings. Without `by_blocks`, one successor on another rank than the producer's suffices."""
+        """Return pairs of a rank to signal and the successors on that rank. If siblings among the successors are on
+        several ranks, all ranks are signalled: the pair of ALL_RANKS then has all siblings. Without `by_blocks`, one
+        successor on another rank than the producer's suffices."""
         by_kind: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for g in successors:
             by_kind[self._kind(g)].append(g)
@@ -139,10 +136,8 @@ class _Builder:
 
     def attention_grids(self) -> None:
         """Create the two counter grids of attention. The tasks that produce the items' inputs signal the first grid,
-        and the items signal the second grid.
-
-        The first grid is on the rank that runs the items. The second grid is on the rank that receives the attention
-        output of the rows."""
+        and the items signal the second grid. The first grid is on the rank that runs the items. The second grid is on
+        the rank that receives the attention output of the rows."""
         items = [g for g, group in enumerate(self.groups) if group.index is Index.ITEM]
         if not items:
             return

@@ -107,9 +107,8 @@ def latency(
 
 
 def speculated(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the output row about speculation, which says how many tokens were proposed and how many accepted.
-
-    The list is empty if no token was proposed."""
+    """Return the output row about speculation, which says how many tokens were proposed and how many accepted. The list
+    is empty if no token was proposed."""
     if not figures["proposed"]:
         return []
     right = f"{figures['accepted']:,} of {figures['proposed']:,} proposed tokens were right"
@@ -190,9 +189,8 @@ def run_throughput(args: argparse.Namespace) -> int:
 
 
 def _batch(load: Workload, most: int) -> tuple[int, int, int]:
-    """Return the number of sequences, the number of tokens per prompt, and the number of decode steps.
-
-    Raises MegakernelError if the prompts or the answers differ in length."""
+    """Return the number of sequences, the number of tokens per prompt, and the number of decode steps. Raises
+    MegakernelError if the prompts or the answers differ in length."""
     lengths = {(job.prompt_tokens, job.output_tokens) for job in load.jobs}
     if len(lengths) > 1:
         raise MegakernelError(

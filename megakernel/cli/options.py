@@ -144,10 +144,9 @@ def add_paper_model(parser: argparse.ArgumentParser) -> None:
 
 
 def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) -> PaperModel:
-    """Return the model's sizes, and the formats in which a backend for `machine` would store it.
-
-    No weights are read or downloaded. The weights of a model that is not on this computer count as bf16. Raises
-    MegakernelError if the model was not made for `context` tokens."""
+    """Return the model's sizes, and the formats in which a backend for `machine` would store it. No weights are read or
+    downloaded. The weights of a model that is not on this computer count as bf16. Raises MegakernelError if the model
+    was not made for `context` tokens."""
     from megakernel.serving.text.llm import parse_dtype
 
     from ..isa import Dtype

@@ -62,9 +62,8 @@ class Partner(Protocol):
     def reply(
         self, messages: Messages, answer: PartialAnswer, show: Callable[[str], None], max_tokens: int | None
     ) -> None:
-        """Answer the last message: add each piece of text to `answer` and pass it to `show`.
-
-        KeyboardInterrupt ends the answer, and `answer` keeps the pieces so far."""
+        """Answer the last message: add each piece of text to `answer` and pass it to `show`. KeyboardInterrupt ends the
+        answer, and `answer` keeps the pieces so far."""
 
 
 class LocalModel:
@@ -168,9 +167,8 @@ class RemoteModel:
 
     @contextmanager
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
-        """Yield the response to a request.
-
-        Raises MegakernelError with the server's own message if it reports an error, or if it does not respond."""
+        """Yield the response to a request. Raises MegakernelError with the server's own message if it reports an error,
+        or if it does not respond."""
         data = None if body is None else json.dumps(body).encode()
         try:
             with urlopen(Request(self._url + path, data, self._headers), timeout=_SILENCE_S) as reply:

@@ -49,10 +49,8 @@ def register(add: AddVerb) -> None:
 
 
 def decode_step(dims: Dims, tokens: int, context: int) -> StepTable:
-    """Return a step of `tokens` rows, spread over as many sequences as the program allows.
-
-    Each sequence has `context` KV tokens afterwards. The program's number of logit rows limits how many sequences get
-    logits."""
+    """Return a step of `tokens` rows, spread over as many sequences as the program allows. Each sequence has `context`
+    KV tokens afterwards. The program's number of logit rows limits how many sequences get logits."""
     from ..runtime import Chunk, SampleRow, build_step
 
     pages = range(-(-context // dims.bucket.kv_page))
@@ -122,9 +120,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
-    """Return the program, the machine with the program's number of workers, and whether embeddings are tied.
-
-    A program file does not say whether embeddings are tied; the result is then True."""
+    """Return the program, the machine with the program's number of workers, and whether embeddings are tied. A program
+    file does not say whether embeddings are tied; the result is then True."""
     from .. import machine as machines
     from ..program import load_program
 

@@ -119,9 +119,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _traced(args: argparse.Namespace) -> tuple[Program, list[Trace], Machine]:
-    """Return a program, its traces, and the machine as one rank sees it, with the rank's share of the rates.
-
-    The traces are those of the last step of a prompt, or of decode steps that ran the same program."""
+    """Return a program, its traces, and the machine as one rank sees it, with the rank's share of the rates. The traces
+    are those of the last step of a prompt, or of decode steps that ran the same program."""
     from megakernel.serving.bench.ceilings import share_of
 
     with open_llm(args, max_seqs=1) as llm:

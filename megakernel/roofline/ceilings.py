@@ -39,10 +39,8 @@ class Ceilings:
 @dataclass(frozen=True)
 class Measured:
     """The best rates that this number of threads reached on this CPU. `probes` is the number of measurements, and
-    `date` is the day of the last one.
-
-    `others` is the fraction of all cores' time that other programs used during the quietest measurement; None if
-    unknown."""
+    `date` is the day of the last one. `others` is the fraction of all cores' time that other programs used during the
+    quietest measurement; None if unknown."""
 
     threads: int
     read_bytes_per_s: float

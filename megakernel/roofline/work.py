@@ -41,7 +41,6 @@ class StepWork:
 @dataclass(frozen=True)
 class Achieved:
     """The rates of a measured step. `fraction` is the least possible time (see `bound`) divided by the measured time.
-
     `error` is None unless the fraction is above 1. In that case `error` says that the ceilings or the time were
     measured wrongly, and the fraction means nothing."""
 

@@ -118,9 +118,8 @@ def _block_rows(dims: Dims, blocks: Ints) -> tuple[Ints, Ints]:
 
 
 def _items(out: _Touches, events: Events, phase: int, kind: int, dims: Dims, access: Access) -> None:
-    """Add the accesses of attention items to `out`, one access for each event (row block, group of KV heads).
-
-    An item also reads K and V of other row blocks, after it has waited for the counters of those blocks. Such a read is
+    """Add the accesses of attention items to `out`, one access for each event (row block, group of KV heads). An item
+    also reads K and V of other row blocks, after it has waited for the counters of those blocks. Such a read is
     recorded only once, with the event of the row block that is read. No write has to wait for it, because K and V have
     a copy per layer, so nothing overwrites them."""
     grid = events.items[dims.split.rank]

@@ -219,9 +219,8 @@ class Events:
 
 
 class Unrolled:
-    """All executions (runs) of a program's segments as one graph. Its nodes, called rows, are events and counters.
-
-    Run 0 is the prologue, runs 1..layers execute the body, once per layer, and the last run is the epilogue."""
+    """All executions (runs) of a program's segments as one graph. Its nodes, called rows, are events and counters. Run
+    0 is the prologue, runs 1..layers execute the body, once per layer, and the last run is the epilogue."""
 
     def __init__(self, program: Program, events: list[Events], layers: int) -> None:
         prologue, body, epilogue = events
@@ -278,10 +277,9 @@ class Unrolled:
         return path[seen[row] :]
 
     def ends(self) -> Edges:
-        """Return two arrays: for every stream, the last row that does work or is waited for, and the last row.
-
-        These two rows differ if a stream ends with a join that signals nothing. Such a join only waits, so it may end
-        at any time, and the condition that it waited for stays true."""
+        """Return two arrays: for every stream, the last row that does work or is waited for, and the last row. These
+        two rows differ if a stream ends with a join that signals nothing. Such a join only waits, so it may end at any
+        time, and the condition that it waited for stays true."""
         last = np.nonzero(np.append(self._stream[1:] != self._stream[:-1], True))[0]
         lasts = self._chain[last]
         run = np.searchsorted(self.first, lasts, side="right") - 1

@@ -89,9 +89,8 @@ class Report:
 
 
 def verify(program: Program) -> Report:
-    """Prove that `program` is right for every valid step table.
-
-    Stages run in turn until one finds violations. The report lists the violations of that stage, if any."""
+    """Prove that `program` is right for every valid step table. Stages run in turn until one finds violations. The
+    report lists the violations of that stage, if any."""
     start = time.perf_counter()
     violations = next(filter(None, map(list, _stages(program))), [])
     if len(violations) > _MOST:

@@ -18,7 +18,6 @@ from megakernel.serving.text.llm import LLM
 @dataclass(frozen=True)
 class Stretch:
     """The prefill or decode part of one run. Its steps computed `rows` token rows and generated `tokens` tokens.
-
     `step_s` holds the duration of each step in seconds, including the host's work between steps."""
 
     rows: int
@@ -47,9 +46,8 @@ class Run:
 def measure(
     llm: LLM, prompt_ids: list[int], decode_steps: int, runs: int, on_run: Callable[[int], None] | None = None
 ) -> list[Run]:
-    """Measure `runs` runs, each of which continues `prompt_ids` greedily for `decode_steps` steps after the prefill.
-
-    A warm-up run comes first, and its figures are not returned. `on_run` is called with the number of finished runs,
+    """Measure `runs` runs, each of which continues `prompt_ids` greedily for `decode_steps` steps after the prefill. A
+    warm-up run comes first, and its figures are not returned. `on_run` is called with the number of finished runs,
     including the warm-up."""
     params = SamplingParams(temperature=0.0, max_tokens=decode_steps + 1, ignore_eos=True)
     done: list[Run] = []

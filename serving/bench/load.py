@@ -58,12 +58,10 @@ async def alternate(
     runs: int,
     on_done: Callable[[int, int], None] | None = None,
 ) -> list[list[dict[str, Any]]]:
-    """Run the workload `runs` times on each server, in alternation. Returns a list of each server's runs.
-
-    If the prompts are random token ids, each run of a server has different ids, so that no prefix cache helps.
-
-    The entry `server` of a run's figures holds what the server itself reports at its path `/roofline` about the steps
-    of the run. The entry is None if the server has no such path or counted no steps."""
+    """Run the workload `runs` times on each server, in alternation. Returns a list of each server's runs. If the
+    prompts are random token ids, each run of a server has different ids, so that no prefix cache helps. The entry
+    `server` of a run's figures holds what the server itself reports at its path `/roofline` about the steps of the run.
+    The entry is None if the server has no such path or counted no steps."""
     some = workload.again(runs).jobs[: load.warm_up]
     short = [replace(job, output_tokens=min(job.output_tokens, _WARM_UP_TOKENS)) for job in some]
     for server in servers:
@@ -91,7 +89,6 @@ def _shifted(on_done: OnDone, before: int, total: int, done: int, _: int) -> Non
 
 def _steps(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the figures of the steps that a server ran between two answers, `before` and `after`, of its `/roofline`.
-
     The result is None if the server ran no steps or if an answer has no figures of steps."""
     if not before or not after or "total" not in before or "total" not in after:
         return None
@@ -110,9 +107,8 @@ async def describe(server: ServerClient) -> dict[str, Any]:
 
 
 async def drive(server: ServerClient, workload: Workload, load: Load, on_done: OnDone | None = None) -> list[Outcome]:
-    """Send every job once, from this process. Returns the outcomes in the order of the jobs.
-
-    Raises MegakernelError if no request receives anything for _STALL_S."""
+    """Send every job once, from this process. Returns the outcomes in the order of the jobs. Raises MegakernelError if
+    no request receives anything for _STALL_S."""
     jobs, most = workload.jobs, load.max_concurrency or len(workload.jobs)
     slots = asyncio.Semaphore(most)
     _allow_connections(min(most, len(jobs)))
@@ -180,9 +176,8 @@ def _allow_connections(count: int) -> None:
 async def _drive_from(
     server: ServerClient, workload: Workload, load: Load, on_done: OnDone | None
 ) -> tuple[list[Outcome], float]:
-    """Call `drive` in up to `load.processes` processes. Returns the outcomes and the CPU seconds of the clients.
-
-    Each of n processes sends every n-th job, at 1/n of the rate and with 1/n of the requests in flight."""
+    """Call `drive` in up to `load.processes` processes. Returns the outcomes and the CPU seconds of the clients. Each
+    of n processes sends every n-th job, at 1/n of the rate and with 1/n of the requests in flight."""
     n = min(load.processes, len(workload.jobs), load.max_concurrency or len(workload.jobs))
     if n == 1:
         before = time.process_time()

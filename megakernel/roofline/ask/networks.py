@@ -1,7 +1,5 @@
-"""Questions about collectives and the networks that carry them.
-
-The formulas are exact: they keep the factor (N - 1) / N that the book drops. docs/roofline.md lists the differences.
-Link rates are in one direction."""
+"""Questions about collectives and the networks that carry them. The formulas are exact: they keep the factor (N - 1) /
+N that the book drops. docs/roofline.md lists the differences. Link rates are in one direction."""
 
 from __future__ import annotations
 
@@ -25,11 +23,10 @@ LINKS_PER_SWITCH = {"a100": (2,) * 6, "h100": (5, 4, 4, 5), "h800": (3,) * 4, "b
 
 
 def level_seconds(array_bytes: float, levels: Sequence[Level], inner: int = 1) -> list[float]:
-    """Return the seconds that each network level of an all-gather (or reduce-scatter) takes, innermost level first.
-
-    A level connects D children (GPUs, or groups of GPUs). Each child has S GPUs and a link of W bytes/s. The level
-    takes B (D - 1) S / (D max(Y, S) W) seconds, where B is `array_bytes`, the size of the whole array, and Y = `inner`
-    is the number of shards along another axis. The slowest level determines the time of the collective."""
+    """Return the seconds that each network level of an all-gather (or reduce-scatter) takes, innermost level first. A
+    level connects D children (GPUs, or groups of GPUs). Each child has S GPUs and a link of W bytes/s. The level takes
+    B (D - 1) S / (D max(Y, S) W) seconds, where B is `array_bytes`, the size of the whole array, and Y = `inner` is the
+    number of shards along another axis. The slowest level determines the time of the collective."""
     shares = level_shares(array_bytes, levels, inner)
     return [share * (level.degree - 1) / level.degree for share, level in zip(shares, levels, strict=True)]
 

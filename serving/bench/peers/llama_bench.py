@@ -17,9 +17,8 @@ _SAID = 120  # maximum characters of an output that an error quotes
 
 
 def tool(given: Path, batched: bool) -> Path:
-    """Return the path of the benchmark program in the folder `given`, or in the folder of the program `given`.
-
-    Raises MegakernelError if the folder has no such program."""
+    """Return the path of the benchmark program in the folder `given`, or in the folder of the program `given`. Raises
+    MegakernelError if the folder has no such program."""
     folder = given if given.is_dir() else given.parent
     path = folder / _BATCHED if batched else folder / "llama-bench" if given.is_dir() else given
     if not path.is_file() or not os.access(path, os.X_OK):
