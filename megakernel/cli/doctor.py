@@ -12,7 +12,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import machine
 from ..errors import MegakernelError
+from ..model.cache import cache_folder
 from ..settings import SETTINGS, Setting
 from . import doctor_gpu, output
 from .host import host_ceilings
@@ -41,8 +43,6 @@ def register(add: AddVerb) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from .. import machine
-    from ..model.cache import cache_folder
     from ..model.stored import KV_TYPES, WEIGHT_TYPES
     from ..runtime.cpu import native
 

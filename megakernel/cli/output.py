@@ -7,15 +7,14 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from ..program import Program
+from ..program import Program
 
 # Text may contain a user's own words, so nothing in the text is interpreted as markup. In a file or a pipe, lines may
 # have up to _WIDE characters.

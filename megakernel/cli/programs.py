@@ -6,16 +6,15 @@ import argparse
 import sys
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from .. import machine as machines
 from ..errors import MegakernelError
+from ..machine import Machine
+from ..model import ModelConfig
+from ..program import Program, load_program
 from . import output
 from .options import AddVerb, add_count, add_lowering, add_paper_model, add_setting, lowering, paper_model
-
-if TYPE_CHECKING:
-    from ..machine import Machine
-    from ..model import ModelConfig
-    from ..program import Program
 
 # An engine's default number of sequences; programs rarely need more logit rows than this.
 _SEQUENCES = 64
@@ -82,8 +81,6 @@ def compile_for(args: argparse.Namespace, **sizes: Any) -> Compilation:
     `compile_program`; if there are none, the flags of `_add_bucket` give the sizes."""
     from megakernel.scheduler.tune import Fastest
 
-    from .. import machine as machines
-
     machine = machines.load(args.machine, args.workers)
     config, dtype, bits = paper_model(args, machine, args.context or 0)
     sizes = {"max_context": args.context or config.max_context} | (sizes or _bucket(args))
@@ -104,8 +101,6 @@ def _bucket(args: argparse.Namespace) -> dict[str, int]:
 
 def load(args: argparse.Namespace) -> Program:
     """Load the program in FILE, or compile one for `--model`."""
-    from ..program import load_program
-
     return load_program(args.file) if args.file else compile_for(args).program
 
 

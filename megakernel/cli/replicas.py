@@ -11,6 +11,7 @@ from typing import Any
 
 from .. import machine
 from ..errors import MegakernelError
+from ..settings import SETTINGS
 from . import output
 from .options import fetch
 
@@ -68,8 +69,6 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
 
 
 def _flag(name: str) -> str:
-    from ..settings import SETTINGS
-
     flag = SETTINGS[name].flag
     assert flag is not None
     return flag.lstrip("-")

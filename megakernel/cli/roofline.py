@@ -8,7 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import machine as machines
 from ..errors import MegakernelError, file_errors
+from ..isa import OperationFamily
+from ..machine import Machine
 from . import output, roofline_ask
 from .host import hardware_of
 from .options import AddVerb, PaperModel, add_count, add_paper_model, add_setting, paper_model
@@ -16,7 +19,6 @@ from .options import AddVerb, PaperModel, add_count, add_paper_model, add_settin
 if TYPE_CHECKING:
     from megakernel.scheduler.tasks import Tasks
 
-    from ..machine import Machine
     from ..roofline import PhasePart, StepRoofline
     from ..roofline.plot import Point
 
@@ -51,7 +53,6 @@ def run(args: argparse.Namespace) -> int:
     from megakernel.scheduler.describe import lowering
     from megakernel.serving.engine.memory import weight_bytes
 
-    from .. import machine as machines
     from ..roofline import memory_fit, step_roofline
     from ..roofline.program_step import RATE
 
@@ -131,8 +132,6 @@ def _parts(tasks: Tasks) -> list[PhasePart]:
 
 def _bytes_per_weight(step: StepRoofline, rows: int) -> float:
     """Return the mean bytes per weight of all matmuls. Their number of weights is their FLOPs / (2 x rows)."""
-    from ..isa import OperationFamily
-
     matmuls = [c for c in step.instructions if c.matrix_flops and c.family is OperationFamily.MATMUL]
     return 2 * rows * sum(c.memory_bytes for c in matmuls) / sum(c.matrix_flops for c in matmuls)
 

@@ -7,7 +7,12 @@ from dataclasses import asdict, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from .. import machine as machines
 from ..errors import MegakernelError
+from ..isa import Dims, StepTable
+from ..machine import HOST, Machine
+from ..program import Program, load_program
+from ..runtime import Chunk, SampleRow, build_step
 from ..settings import SETTINGS
 from . import output
 from .host import host_machine
@@ -16,9 +21,6 @@ from .programs import add_machine, add_source, compile_for
 from .timeline import add_files, write_files
 
 if TYPE_CHECKING:
-    from ..isa import Dims, StepTable
-    from ..machine import Machine
-    from ..program import Program
     from ..roofline.fit import Fit
 
 _CONTEXT = 128
@@ -51,8 +53,6 @@ def register(add: AddVerb) -> None:
 def decode_step(dims: Dims, tokens: int, context: int) -> StepTable:
     """Return a step of `tokens` rows, spread over as many sequences as the program allows. Each sequence has `context`
     KV tokens afterwards. The program's number of logit rows limits how many sequences get logits."""
-    from ..runtime import Chunk, SampleRow, build_step
-
     pages = range(-(-context // dims.bucket.kv_page))
     sampled = [SampleRow(0, prompt_length=context)]
     many = min(tokens, dims.bucket.max_seqs)
@@ -122,9 +122,6 @@ def run(args: argparse.Namespace) -> int:
 def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
     """Return the program, the machine with the program's number of workers, and whether embeddings are tied. A program
     file does not say whether embeddings are tied; the result is then True."""
-    from .. import machine as machines
-    from ..program import load_program
-
     if args.file:
         if args.weights != SETTINGS["weights"].default:
             raise MegakernelError(
@@ -146,15 +143,11 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
 
 def _measured(machine: Machine, ranks: int) -> Machine:
     """Return `machine`, with measured rates if it is this machine."""
-    from ..machine import HOST
-
     return host_machine(machine.workers, ranks) if machine.name == HOST else machine
 
 
 def _check_size(name: str, workers: int, ranks: int) -> None:
     """Raise MegakernelError if the machine has fewer workers or devices than the program needs."""
-    from .. import machine as machines
-
     hardware = machines.hardware(name)
     if workers > hardware.chip.sms:
         raise MegakernelError(f"{name} has {hardware.chip.sms} workers per rank, not {workers}: lower --workers")
