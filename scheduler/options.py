@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from megakernel.errors import MegakernelError
 
@@ -53,8 +53,6 @@ class Options:
         return "" if self.queue in ("auto", "none") else self.queue
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in CHOICES and value not in CHOICES[field.name]:
-                known = " or ".join(CHOICES[field.name])
-                raise MegakernelError(f"cannot compile with {field.name} = {value!r}: it must be {known}")
+        for name, known in CHOICES.items():
+            if (value := getattr(self, name)) not in known:
+                raise MegakernelError(f"cannot compile with {name} = {value!r}: it must be {' or '.join(known)}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from ..errors import MegakernelError
+from ..roofline import Ceilings
 from . import output, versus
 from .host import measured_ceilings
 from .options import (
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from megakernel.serving import LLM
     from megakernel.serving.bench import Workload
     from megakernel.serving.bench.peers import Contest, Timed
-
-    from ..roofline import Ceilings
 
 _PHASES: tuple[Timed, ...] = ("decode", "prefill")
 # The defaults if `--vs` asks for a comparison: a batch of prompts of equal length, which other programs can run too,

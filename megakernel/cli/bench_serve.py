@@ -18,6 +18,8 @@ from ..errors import MegakernelError
 from ..isa import Split
 from ..model import PACKAGES, ModelConfig, load_config, load_tokenizer, local_checkpoint
 from ..model.families import forward
+from ..model.stored import bits_of, storage_of
+from ..roofline import Ceilings, machine_ceilings
 from ..settings import above_zero
 from . import output
 from .host import host_ceilings
@@ -25,8 +27,6 @@ from .options import AddVerb, add_count, add_setting, add_workload, fetch, workl
 
 if TYPE_CHECKING:
     from megakernel.serving.bench import ServerClient, Workload
-
-    from ..roofline import Ceilings
 
 _LIMITS = ("ttft", "tpot", "e2e")
 _rate = above_zero("a rate above 0", math.inf)
@@ -95,8 +95,6 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
     from megakernel.serving.bench import Load, ServerClient, against_roofline, alternate, describe, least_work
     from megakernel.serving.text.llm import DTYPES
 
-    from ..model.stored import bits_of, storage_of
-
     key = os.environ.get("OPENAI_API_KEY")
     servers = [ServerClient(url, model=args.served_model_name, api_key=key) for url in (args.base_url, args.vs) if url]
     for server in servers:
@@ -149,8 +147,6 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 async def _ceilings(args: argparse.Namespace, servers: list[ServerClient]) -> Ceilings | None:
     """Return the ceilings of the machine that the user names, or else those that a server reports, or else None."""
-    from ..roofline import Ceilings, machine_ceilings
-
     if args.machine == "host":
         return host_ceilings(machine.cpu_count())
     if args.machine:

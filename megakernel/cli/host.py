@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 from .. import machine as machines
 from ..machine import Hardware, Machine
+from ..roofline import Ceilings
 from . import output
 
 if TYPE_CHECKING:
     from megakernel.serving import LLM
-
-    from ..roofline import Ceilings
 
 
 def measured_ceilings(llm: LLM) -> Ceilings:

@@ -13,6 +13,8 @@ from ..errors import MegakernelError
 from ..isa import Buffer, Dtype
 from ..machine import Machine
 from ..model import PACKAGES, ModelConfig, cached, load_config, local_checkpoint, pull
+from ..model.stored import bits_of, storage_of
+from ..runtime.registry import backend_for
 from ..settings import SETTINGS, positive
 from . import output
 
@@ -30,7 +32,6 @@ def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool
     """Add a setting's flag. With `optional`, a missing flag gives None instead of the default, for verbs that
     can take a file instead of the flag."""
     setting = SETTINGS[name]
-    assert setting.flag is not None
     parser.add_argument(
         setting.flag,
         default=None if optional else setting.value(),
@@ -45,9 +46,7 @@ def add_lowering(parser: argparse.ArgumentParser) -> None:
     for name in ("o lowering", "residual", "norm", "queue", "matmul", "pairs"):
         add_setting(parser, name)
     for name in ("no interleave", "no rank overlap"):
-        setting = SETTINGS[name]
-        assert setting.flag is not None
-        parser.add_argument(setting.flag, action="store_true", help=setting.what)
+        parser.add_argument(SETTINGS[name].flag, action="store_true", help=SETTINGS[name].what)
 
 
 def lowering(args: argparse.Namespace) -> Options:
@@ -134,20 +133,11 @@ class PaperModel(NamedTuple):
     weight_bits: dict[Buffer, float]
 
 
-def add_paper_model(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `paper_model` reads, other than the model, the machine and the context."""
-    for name in ("dtype", "weights"):
-        add_setting(parser, name)
-
-
 def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) -> PaperModel:
     """Return the model's sizes, and the formats in which a backend for `machine` would store it. No weights are read or
     downloaded. The weights of a model that is not on this computer count as bf16. Raises MegakernelError if the model
     was not made for `context` tokens."""
     from megakernel.serving.text.llm import parse_dtype
-
-    from ..model.stored import bits_of, storage_of
-    from ..runtime.registry import backend_for
 
     backend, checkpoint = backend_for(machine.target), local_checkpoint(args.model)
     config = load_config(args.model) if checkpoint is None else checkpoint.config

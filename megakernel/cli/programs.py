@@ -14,7 +14,7 @@ from ..machine import Machine
 from ..model import ModelConfig
 from ..program import Program, load_program
 from . import output
-from .options import AddVerb, add_count, add_lowering, add_paper_model, add_setting, lowering, paper_model
+from .options import AddVerb, add_count, add_lowering, add_setting, lowering, paper_model
 
 # An engine's default number of sequences; programs rarely need more logit rows than this.
 _SEQUENCES = 64
@@ -55,9 +55,8 @@ def register(add: AddVerb) -> None:
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say what a program is compiled for, and how."""
-    for name in ("machine", "tp"):
+    for name in ("machine", "tp", "dtype", "weights"):
         add_setting(parser, name)
-    add_paper_model(parser)
     add_lowering(parser)
     add_count(parser, "--workers", None, "workers per rank (default: the machine's)")
 

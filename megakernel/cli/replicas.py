@@ -50,10 +50,11 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
             nodes = cluster.join(address, machine.cpu_count())
             on_gpus = given["backend"] == "cuda" or (given["backend"] == "auto" and any(node.gpus for node in nodes))
             share = place(nodes, given["replicas"], given["tp"], given["threads"], on_gpus=on_gpus)
+            settings["threads"] = share.threads
             plan = Plan(
                 replicas=given["replicas"],
                 share=share,
-                settings={_flag(name): value for name, value in (settings | {"threads": share.threads}).items()},
+                settings={SETTINGS[name].flag.lstrip("-"): value for name, value in settings.items()},
                 # Twice the maximum number of sequences, so that a request is ready whenever a sequence ends.
                 at_once=2 * given["max num seqs"],
                 slack=given["max num seqs"] // 4 + 1 if given["routing"] == "prefix" else None,
@@ -66,12 +67,6 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
         return _until_signal(cluster.undeploy) if address is None else 0
     finally:
         cluster.leave()
-
-
-def _flag(name: str) -> str:
-    flag = SETTINGS[name].flag
-    assert flag is not None
-    return flag.lstrip("-")
 
 
 def _until_signal(undeploy: Any) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, replace
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 from .. import machine as machines
 from ..errors import MegakernelError
 from ..isa import Dims, StepTable
 from ..machine import HOST, Machine
 from ..program import Program, load_program
+from ..roofline import memory_fit
+from ..roofline.fit import Fit
 from ..runtime import Chunk, SampleRow, build_step
 from ..settings import SETTINGS
 from . import output
@@ -19,9 +20,6 @@ from .host import host_machine
 from .options import AddVerb, add_count
 from .programs import add_machine, add_source, compile_for
 from .timeline import add_files, write_files
-
-if TYPE_CHECKING:
-    from ..roofline.fit import Fit
 
 _CONTEXT = 128
 
@@ -85,8 +83,7 @@ def run(args: argparse.Namespace) -> int:
         done = simulate(program, machine, table, costs=costs, trace=True)
     seconds = perf_counter() - begin
     trace = done.trace
-    if trace is None:
-        raise AssertionError("simulate returned no trace")
+    assert trace is not None
     with output.busy("adding up"):
         step = resolve(program, trace, machine)
         summary = summarise(step)
@@ -158,8 +155,6 @@ def _check_size(name: str, workers: int, ranks: int) -> None:
 def _fit(program: Program, machine: Machine, tied: bool, sequences: int, context: int) -> Fit:
     """Return the memory that the step needs on each rank, and print a warning if a rank has less."""
     from megakernel.serving.engine.memory import weight_bytes
-
-    from ..roofline import memory_fit
 
     ranks = [program.rank_dims(rank) for rank in range(program.ranks)]
     weights = max(weight_bytes(program.forward, dims.split, tied=tied) for dims in ranks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -78,13 +77,14 @@ def _measured(found: Any, threads: int) -> Measured | None:
         date.fromisoformat(one.date)
         rates = (one.read_bytes_per_s, one.cache_bytes_per_s, one.flops)
         known = one.others is None or 0 <= one.others <= 1
-        if one.threads == threads and one.probes >= 1 and known and all(map(_is_rate, rates)):
+        if (
+            one.threads == threads
+            and one.probes >= 1
+            and known
+            and all(isinstance(rate, float) and 1 < rate < _MOST for rate in rates)
+        ):
             return one
     except (ValueError, TypeError):
         pass
     _damaged("a measurement in it is impossible")
     return None
-
-
-def _is_rate(value: object) -> bool:
-    return isinstance(value, float) and math.isfinite(value) and 1 < value < _MOST

@@ -62,17 +62,12 @@ class Fastest:
     ) -> None:
         self._config, self.machine, self._tp, self._options = config, machine, tp, options
         self._fixed, self._chosen = fixed, dict[int, Options]()
-        if one_class:
-            self._options = self._settled(options)
+        if one_class and tp > 1 and options.o == "auto":
+            program = self.compile(options, 1, 1)  # the bucket does not affect the cost model's choice
+            self._options = replace(options, o=lowering(program.dims, program.forward)["o"])
 
     def __call__(self, *, tokens: int, logit_rows: int) -> Program:
         return self.compile(self.options(tokens), tokens, logit_rows)
-
-    def _settled(self, options: Options) -> Options:
-        """Return `options`, with `o` chosen by the cost model if it is auto. The bucket does not affect this choice."""
-        if self._tp == 1 or options.o != "auto":
-            return options
-        return replace(options, o=_o(self.compile(options, 1, 1)))
 
     def compile(self, options: Options, tokens: int, logit_rows: int) -> Program:
         return compile_program(
@@ -150,10 +145,6 @@ class Fastest:
         if not self._options.panel and 1 < blocks <= _ONE_PANEL:
             choices.append([{"panel": 0}, {"panel": blocks}])
         return [changes for changes in choices if len(changes) > 1]
-
-
-def _o(program: Program) -> str:
-    return lowering(program.dims, program.forward)["o"]
 
 
 def _products(names: list[str]) -> list[dict[str, Any]]:
