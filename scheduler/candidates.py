@@ -177,7 +177,6 @@ class Candidate:
         return sum(slowest.values())
 
     def tasks(self) -> Tasks:
-        """Return the tasks of all ranks."""
         ranks = range(self.dims.split.tp)
 
         def of_ranks(layers: Iterable[list[PhaseTasks]]) -> list[PhaseTasks]:
@@ -187,7 +186,7 @@ class Candidate:
             of_ranks(self._lower(phases, rank) for rank in ranks)
             for phases in (self.forward.prologue, self.forward.epilogue)
         )
-        return Tasks(self.dims, self.forward, self.machine, prologue, of_ranks(map(self._layer, ranks)), epilogue)
+        return Tasks(self.dims, self.forward, self.machine, (prologue, of_ranks(map(self._layer, ranks)), epilogue))
 
 
 def _best(candidates: list[Candidate]) -> Candidate:

@@ -34,13 +34,7 @@ class Tasks:
     dims: Dims
     forward: Forward
     machine: Machine
-    prologue: list[PhaseTasks]
-    body: list[PhaseTasks]
-    epilogue: list[PhaseTasks]
-
-    @property
-    def segments(self) -> tuple[list[PhaseTasks], list[PhaseTasks], list[PhaseTasks]]:
-        return self.prologue, self.body, self.epilogue
+    segments: tuple[list[PhaseTasks], list[PhaseTasks], list[PhaseTasks]]  # prologue, body, epilogue
 
     @cached_property
     def rank_dims(self) -> list[Dims]:

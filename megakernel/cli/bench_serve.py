@@ -181,7 +181,6 @@ def _workload(args: argparse.Namespace, server: ServerClient) -> tuple[str, Mode
 
 
 def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the run with the median throughput."""
     middle = median(one["tokens_per_s"] for one in runs)
     return min(runs, key=lambda one: abs(float(one["tokens_per_s"]) - middle))
 

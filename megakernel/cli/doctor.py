@@ -118,7 +118,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _calibrate(path: Path, ceilings: Ceilings) -> None:
-    """Calibrate this machine and write the machine file `path`."""
     from megakernel.serving.bench.calibration import calibrate, write_machine
 
     alone = host_ceilings(1, anew=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -125,18 +125,12 @@ def prompt_ids(llm: LLM, count: int) -> list[int]:
     return (ids * (count // len(ids) + 1))[:count]
 
 
-class PaperModel(NamedTuple):
-    """What the compiler needs to know about a model: its sizes, its compute dtype and its bits per weight."""
-
-    config: ModelConfig
-    dtype: Dtype
-    weight_bits: dict[Buffer, float]
-
-
-def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) -> PaperModel:
-    """Return the model's sizes, and the formats in which a backend for `machine` would store it. No weights are read or
-    downloaded. The weights of a model that is not on this computer count as bf16. Raises MegakernelError if the model
-    was not made for `context` tokens."""
+def paper_model(
+    args: argparse.Namespace, machine: Machine, context: int = 0
+) -> tuple[ModelConfig, Dtype, dict[Buffer, float]]:
+    """Return the model's sizes, and the compute type and bits per weight with which a backend for `machine` would store
+    it. No weights are read or downloaded. The weights of a model that is not on this computer count as bf16. Raises
+    MegakernelError if the model was not made for `context` tokens."""
     from megakernel.serving.text.llm import parse_dtype
 
     backend, checkpoint = backend_for(machine.target), local_checkpoint(args.model)
@@ -152,7 +146,7 @@ def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) ->
     if dtype is None:
         dtype = Dtype.BF16 if checkpoint is None else checkpoint.dtype
     storage = storage_of(checkpoint, config, args.weights) if backend.stores else {}
-    return PaperModel(config, dtype, bits_of(config, storage))
+    return config, dtype, bits_of(config, storage)
 
 
 _SHAREGPT = "sharegpt"

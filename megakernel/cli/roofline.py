@@ -6,21 +6,17 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import machine as machines
 from ..errors import MegakernelError, file_errors
 from ..isa import OperationFamily
-from ..machine import Machine
 from ..roofline import PhasePart, StepRoofline, memory_fit, step_roofline
 from ..roofline.plot import Mark, Point, write_plot
 from ..roofline.program_step import RATE
 from . import output, roofline_ask
 from .host import hardware_of
-from .options import AddVerb, PaperModel, add_count, add_setting, paper_model
-
-if TYPE_CHECKING:
-    from megakernel.scheduler.tasks import Tasks
+from .options import AddVerb, add_count, add_setting, paper_model
 
 _CONTEXT = 128
 
@@ -49,6 +45,8 @@ def register(add: AddVerb) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from megakernel.scheduler import Options
+    from megakernel.scheduler.candidates import fastest
     from megakernel.scheduler.describe import lowering
     from megakernel.serving.engine.memory import weight_bytes
 
@@ -61,9 +59,11 @@ def run(args: argparse.Namespace) -> int:
         raise MegakernelError(f"{hardware.name} has {hardware.node.gpus} devices in a node: lower --tp")
     context = args.context
     machine = machines.load(args.machine)
-    model = paper_model(args, machine, context)
-    config, dtype = model.config, model.dtype
-    tasks = _tasks(args, model, machine, context)
+    config, dtype, bits = paper_model(args, machine, context)
+    options = Options(o=args.o_lowering, residual=args.residual, norm=args.norm)
+    rows = dict.fromkeys(("tokens", "logit_rows", "max_seqs"), args.tokens)
+    how = {"dtype": dtype, "max_context": context, "tp": args.tp, "options": options, "weight_bits": bits}
+    tasks = fastest(config, machine, **how, **rows)
     forward, ranks = tasks.forward, tasks.rank_dims
     parts = [
         PhasePart(each.phase, each.columns, ranks[each.rank], runs)
@@ -104,19 +104,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show_step(facts, step)
     return 0
-
-
-def _tasks(args: argparse.Namespace, model: PaperModel, machine: Machine, context: int) -> Tasks:
-    """Return the instructions that the compiler would generate."""
-    from megakernel.scheduler import Options
-    from megakernel.scheduler.candidates import fastest
-
-    config, dtype, bits = model
-    options = Options(o=args.o_lowering, residual=args.residual, norm=args.norm)
-    rows = dict.fromkeys(("tokens", "logit_rows", "max_seqs"), args.tokens)
-    return fastest(
-        config, machine, dtype=dtype, **rows, max_context=context, tp=args.tp, options=options, weight_bits=bits
-    )
 
 
 def _bytes_per_weight(step: StepRoofline, rows: int) -> float:

@@ -125,22 +125,18 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
                 f"{args.file} is already compiled for one type of weights: leave --weights out, or give "
                 "--model instead of FILE"
             )
-        program = load_program(args.file)
+        program, tied = load_program(args.file), True
         workers = args.workers or program.processors
         _check_size(args.machine, workers, program.ranks)
-        return program, _measured(machines.load(args.machine, workers), program.ranks), True
-    _check_size(args.machine, args.workers or 1, args.tp)
-    tokens = args.tokens or 1
-    args.context = args.context or _CONTEXT
-    with output.busy("compiling"):
-        compiled = compile_for(args, tokens=tokens, logit_rows=tokens, max_seqs=tokens)
-    program, machine = compiled.program, compiled.machine
-    return program, _measured(replace(machine, workers=program.processors), program.ranks), compiled.config.tied
-
-
-def _measured(machine: Machine, ranks: int) -> Machine:
-    """Return `machine`, with measured rates if it is this machine."""
-    return host_machine(machine.workers, ranks) if machine.name == HOST else machine
+        machine = machines.load(args.machine, workers)
+    else:
+        _check_size(args.machine, args.workers or 1, args.tp)
+        tokens = args.tokens or 1
+        args.context = args.context or _CONTEXT
+        with output.busy("compiling"):
+            program, config, machine = compile_for(args, tokens=tokens, logit_rows=tokens, max_seqs=tokens)
+        machine, tied = replace(machine, workers=program.processors), config.tied
+    return program, host_machine(machine.workers, program.ranks) if machine.name == HOST else machine, tied
 
 
 def _check_size(name: str, workers: int, ranks: int) -> None:

@@ -21,7 +21,6 @@ log = logging.getLogger(__name__)
 
 
 def path() -> Path:
-    """The path of the file with the measured ceilings."""
     return cache_folder() / "ceilings.json"
 
 

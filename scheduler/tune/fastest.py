@@ -95,7 +95,6 @@ class Fastest:
         return known[options]
 
     def options(self, tokens: int) -> Options:
-        """The options for a bucket."""
         if self._options.queue != "auto" or not TARGETS[self.machine.target].pages:
             return self._options
         if tokens not in self._chosen:

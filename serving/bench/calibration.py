@@ -234,7 +234,6 @@ def _null_program(workers: int, layers: int) -> Program:
 
 
 def _instructions(workers: int, layers: int) -> int:
-    """Return the number of instructions of each worker."""
     return _null_program(workers, layers).instructions // workers
 
 

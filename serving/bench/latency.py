@@ -43,9 +43,7 @@ class Run:
     counts: Counts  # token counts of prefill and decode together
 
 
-def measure(
-    llm: LLM, prompt_ids: list[int], decode_steps: int, runs: int, on_run: Callable[[int], None] | None = None
-) -> list[Run]:
+def measure(llm: LLM, prompt_ids: list[int], decode_steps: int, runs: int, on_run: Callable[[int], None]) -> list[Run]:
     """Measure `runs` runs, each of which continues `prompt_ids` greedily for `decode_steps` steps after the prefill. A
     warm-up run comes first, and its figures are not returned. `on_run` is called with the number of finished runs,
     including the warm-up."""
@@ -55,8 +53,7 @@ def measure(
         run = _one(llm, prompt_ids, params)
         if number:
             done.append(run)
-        if on_run:
-            on_run(number + 1)
+        on_run(number + 1)
     return done
 
 

@@ -100,7 +100,6 @@ def _steps(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[
 
 
 async def describe(server: ServerClient) -> dict[str, Any]:
-    """Return a server's address, model and version."""
     version = await server.get_json("/version") or {}
     props = await server.get_json("/props") or {}  # of llama-server
     return {"url": server.url, "model": server.model, "version": version.get("version") or props.get("build_info")}

@@ -66,7 +66,6 @@ class _Model:
         return {"prefill": prefill, "decode": decode, "batch": prefill + decode}[phase]
 
     def _open(self, settings: Settings) -> None:
-        """Create a llama.cpp context with these settings."""
         if self._context:
             self._c.llama_batch_free(self._batch)
             self._c.llama_free(self._context)
