@@ -96,10 +96,9 @@ class StepRoofline:
         return self.t_math_s, self.t_vector_s, self.t_memory_s, self.t_comms_s
 
 
-def bound_name(math_s: float, vector_s: float, memory_s: float, comms_s: float) -> str:
-    """The name of the longest of the four times; among equals the first in BOUNDS."""
-    times = (math_s, vector_s, memory_s, comms_s)
-    return BOUNDS[max(range(4), key=lambda i: times[i])]
+def bound_name(*seconds: float) -> str:
+    """The name of the longest of the four times, which are in the order of BOUNDS; among equals the first."""
+    return BOUNDS[seconds.index(max(seconds))]
 
 
 def step_roofline(parts: Sequence[PhasePart], hardware: Hardware, context: float) -> StepRoofline:

@@ -27,8 +27,7 @@ _WARM_UP_TOKENS = 4  # output tokens of each warm-up request
 _STALL_S = 1800.0  # a server counts as dead after so many seconds without an event from any request
 _SPARE_FILES = 64  # descriptors that a process needs besides its connections
 _LOOK_S = 0.2  # interval between two progress reports
-OnDone = Callable[[int, int], None]
-"""Called with (answered requests, all requests)."""
+OnDone = Callable[[int, int], None]  # called with (answered requests, all requests)
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ async def alternate(
     workload: Workload,
     load: Load,
     runs: int,
-    on_done: Callable[[int, int], None] | None = None,
+    on_done: OnDone | None = None,
 ) -> list[list[dict[str, Any]]]:
     """Run the workload `runs` times on each server, in alternation. Returns a list of each server's runs. If the
     prompts are random token ids, each run of a server has different ids, so that no prefix cache helps. The entry

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from megakernel.errors import MegakernelError
 
-Pair = tuple[int, int]  # tokens of the prompt, tokens of the answer
-
 
 @dataclass(frozen=True)
 class LoadJob:
@@ -127,5 +125,5 @@ def _from_csv(name: str, text: str, source: str, count: int, vocab: int, seed: i
     return Workload(name, _jobs([pairs[order[i % len(pairs)]] for i in range(count)], vocab, rng), vocab, seed)
 
 
-def _jobs(pairs: Sequence[Pair], vocab: int, rng: np.random.Generator) -> list[LoadJob]:
+def _jobs(pairs: Sequence[tuple[int, int]], vocab: int, rng: np.random.Generator) -> list[LoadJob]:
     return [LoadJob(rng.integers(0, vocab, prompt, dtype=np.int32), prompt, output) for prompt, output in pairs]
