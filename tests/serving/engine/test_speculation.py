@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -474,7 +475,7 @@ def test_many_sequences_share_the_rows_that_pay() -> None:
 def test_times_are_measured_ones_then_lines_between_them_then_predictions() -> None:
     def compile(*, tokens: int, logit_rows: int) -> Any:
         program = type("Program", (), {})()
-        program.dims = type("Dims", (), {"tokens": tokens, "logit_rows": logit_rows})()
+        program.dims = SimpleNamespace(bucket=SimpleNamespace(tokens=tokens, logit_rows=logit_rows))
         return program
 
     programs = Programs(compile, 64, 64)
