@@ -212,8 +212,8 @@ def _run_artificial(readers: list[tuple[int, int]], blocks: int) -> Program:
     write, read = forward.body
     writers = _column_tasks(write, list(range(12)), [1] * 12, [c * blocks // 12 for c in range(12)])
     reads = _column_tasks(read, [c for c, _ in readers], [n for _, n in readers], list(range(len(readers))))
-    sample = replace(llama.epilogue[2], phase=forward.epilogue[0])
-    program = build_program(replace(llama, forward=forward, body=[writers, reads], epilogue=[sample]))
+    sample = replace(llama.segments[2][2], phase=forward.epilogue[0])
+    program = build_program(replace(llama, forward=forward, segments=(llama.segments[0], [writers, reads], [sample])))
     check(program, seed=3)
     return program
 
