@@ -32,8 +32,8 @@ from .rope import inverse_frequencies
 
 
 class TensorFile(Protocol):
-    """A file, or several, with named tensors that are read by rows. A row is the part of a tensor
-    at one index of the first axis.
+    """A file, or several, with named tensors that are read by rows. A row is the part of a tensor at one index of the
+    first axis.
     """
 
     @property
@@ -46,8 +46,8 @@ class TensorFile(Protocol):
         """The type of the elements that `rows` returns."""
 
     def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
-        """Return rows [start, end) of a tensor as a 2-D array, in which a vector is one column.
-        bfloat16 values are returned as uint16, and quantised blocks as bytes.
+        """Return rows [start, end) of a tensor as a 2-D array, in which a vector is one column. bfloat16 values are
+        returned as uint16, and quantised blocks as bytes.
         """
 
 
@@ -55,10 +55,9 @@ class TensorFile(Protocol):
 class Naming:
     """The names of the tensors of each buffer in a file format, in the order of the buffer's rows. `{}` is the layer.
 
-    `halved` says how many of a buffer's tensors, counted from the first, have the rows of a RoPE
-    pair half a head apart. In all other tensors these rows are adjacent. With `biases_optional`, a
-    bias that is absent counts as zero. Tensors whose names end with one of `ignored` are not read,
-    because they only repeat what the config says.
+    `halved` says how many of a buffer's tensors, counted from the first, have the rows of a RoPE pair half a head
+    apart. In all other tensors these rows are adjacent. With `biases_optional`, a bias that is absent counts as zero.
+    Tensors whose names end with one of `ignored` are not read, because they only repeat what the config says.
     """
 
     parts: Mapping[Buffer, tuple[str, ...]]
@@ -71,9 +70,7 @@ class Naming:
 
 
 class FileCheckpoint:
-    """A Checkpoint that reads from a TensorFile. The constructor checks every name and shape, but
-    reads no weights.
-    """
+    """A Checkpoint that reads from a TensorFile. The constructor checks every name and shape, but reads no weights."""
 
     def __init__(self, name: str, config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
         self.name = name
@@ -112,9 +109,9 @@ class FileCheckpoint:
         return Storage(tuple(tuple(StoredRows(dtype(name), shapes[name][0]) for name in layer) for layer in names))
 
     def _read(self, name: str, share: Share, buffer: Buffer, split: Split, dtype: Dtype | None) -> WeightRows:
-        """A rank's part of a tensor in the float type `dtype`, or as a view of the file if this is the tensor's type
-        or None. NaN and infinity are refused: one such weight would make every token meaningless, and a later error
-        could not name the weight.
+        """A rank's part of a tensor in the float type `dtype`, or as a view of the file if this is the tensor's type or
+        None. NaN and infinity are refused: one such weight would make every token meaningless, and a later error could
+        not name the weight.
         """
         kind, end = self._tensors.dtype(name), share.first + share.size
 
@@ -135,8 +132,8 @@ class FileCheckpoint:
 
 
 def _interleave(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
-    """Reorder the rows of each head from Hugging Face's order, so that RoPE pairs are adjacent: row
-    i becomes row 2i, and row i + head_dim/2 becomes row 2i + 1.
+    """Reorder the rows of each head from Hugging Face's order, so that RoPE pairs are adjacent: row i becomes row 2i,
+    and row i + head_dim/2 becomes row 2i + 1.
     """
     heads = rows.reshape(-1, 2, head_dim // 2, rows.shape[1])
     return np.ascontiguousarray(heads.transpose(0, 2, 1, 3)).reshape(rows.shape)
@@ -149,8 +146,8 @@ def _halve(rows: NDArray[np.generic], head_dim: int) -> NDArray[np.generic]:
 
 
 def tensors_of(checkpoint: Checkpoint, naming: Naming, dtype: Dtype) -> Iterator[tuple[str, NDArray[np.generic]]]:
-    """Yield the tensors of `expected_shapes`, in order, as a file with this naming stores them.
-    bfloat16 values are uint16.
+    """Yield the tensors of `expected_shapes`, in order, as a file with this naming stores them. bfloat16 values are
+    uint16.
     """
     split, head_dim = Split(checkpoint.config.sizes(dtype)), checkpoint.config.head_dim
     shapes = expected_shapes(checkpoint.config, naming)
@@ -182,9 +179,7 @@ def _expected_buffers(config: ModelConfig) -> list[Buffer]:
 
 
 def _check(config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
-    """Check that every tensor which the config requires is present with the right shape, and that
-    there are no others.
-    """
+    """Check that every tensor which the config requires is present with the right shape, and that there are no others."""
     expected = expected_shapes(config, naming)
     biases = [p.bias for p in forward(config) if p.bias is not None]
     optional = {

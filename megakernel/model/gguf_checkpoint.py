@@ -13,9 +13,8 @@ from .hf_config import Keys
 from .limits import check_config
 
 ROPE_FREQS = "rope_freqs.weight"
-# Metadata keys, without the architecture's prefix. The keys in `_READ` are read, and those in
-# `_HARMLESS` never change a forward pass. Any other key with this prefix is refused by name, unless
-# its value is empty, zero or false.
+# Metadata keys, without the architecture's prefix. The keys in `_READ` are read, and those in `_HARMLESS` never change
+# a forward pass. Any other key with this prefix is refused by name, unless its value is empty, zero or false.
 _READ = {
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
     "attention.value_length", "block_count", "context_length", "embedding_length", "feed_forward_length",

@@ -1,8 +1,8 @@
 """Reads GGUF files, versions 2 and 3: metadata, tensor table, and dequantised rows.
 
-ggml's `docs/gguf.md` describes the layout. The reader of the `gguf` package trusts every count and
-length, and keeps an array for each string. This reader first checks each count and length against a
-limit or the file's size. Only dequantisation uses the package.
+ggml's `docs/gguf.md` describes the layout. The reader of the `gguf` package trusts every count and length, and keeps an
+array for each string. This reader first checks each count and length against a limit or the file's size. Only
+dequantisation uses the package.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class _Cursor:
         return self.bytes(size).decode("utf-8")
 
     def count(self, number: int) -> int:
-        """Add `number`, the number of metadata elements that follow, to the total, and return `number`.
-        Raises MegakernelError if the total is too large.
+        """Add `number`, the number of metadata elements that follow, to the total, and return `number`. Raises
+        MegakernelError if the total is too large.
         """
         self._elements += number
         if self._elements > MOST_METADATA_ELEMENTS:
@@ -111,9 +111,7 @@ _KEPT = {GGMLQuantizationType[kind.name]: kind for kind in Dtype if kind is not 
 
 
 class GgufFile:
-    """A GGUF file as a TensorFile. The values of `metadata` are numbers, strings, and lists of
-    either.
-    """
+    """A GGUF file as a TensorFile. The values of `metadata` are numbers, strings, and lists of either."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -175,8 +173,8 @@ class GgufFile:
         check_ranges(self.path, ranges, start, len(self._bytes))
 
     def _tensor_entry(self, cursor: _Cursor) -> tuple[str, GGMLQuantizationType, int, int]:
-        """Read one entry of the tensor table: return the tensor's name, type, offset and size in
-        bytes, and add its shape to `shapes`, slowest axis first.
+        """Read one entry of the tensor table: return the tensor's name, type, offset and size in bytes, and add its
+        shape to `shapes`, slowest axis first.
         """
         name, axes = cursor.string(), cursor.u32()
         if name in self.shapes or not 1 <= axes <= 4:

@@ -14,9 +14,8 @@ from .gguf_file import GgufFile
 from .limits import MOST_TOKEN_CHARACTERS
 from .tokenizer import Tokenizer
 
-# The published rules that split a text into pieces before BPE. Qwen2's rule is Llama 3's, except
-# that each digit is a piece. Tekken, Mistral's rule, also splits between a lower-case and an
-# upper-case letter.
+# The published rules that split a text into pieces before BPE. Qwen2's rule is Llama 3's, except that each digit is a
+# piece. Tekken, Mistral's rule, also splits between a lower-case and an upper-case letter.
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -109,8 +108,8 @@ def _byte_level(file: GgufFile, tokens: list[str], merges: Any, pre: Any) -> Bac
 
 def _splitter(file: GgufFile, pre: Any) -> pre_tokenizers.PreTokenizer:
     if pre == "smollm":
-        # First make each digit a piece, then apply GPT-2's rule. The vocabulary was trained like
-        # this, so it has no merges that contain several digits.
+        # First make each digit a piece, then apply GPT-2's rule. The vocabulary was trained like this, so it has no
+        # merges that contain several digits.
         return pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )

@@ -23,19 +23,19 @@ from .rope import inverse_frequencies
 
 
 def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path | None = None) -> None:
-    """Write a checkpoint as a GGUF file, with matrices in the type `kind`, quantised as with
-    `--weights`, and vectors in float32.
+    """Write a checkpoint as a GGUF file, with matrices in the type `kind`, quantised as with `--weights`, and vectors
+    in float32.
 
-    `tokenizer` is a GGUF file whose tokenizer is copied. Without it, the new file has no tokenizer
-    and works with token ids only. Raises MegakernelError.
+    `tokenizer` is a GGUF file whose tokenizer is copied. Without it, the new file has no tokenizer and works with token
+    ids only. Raises MegakernelError.
     """
     stored = Type[kind.name]
     compute = Dtype.BF16 if kind is Dtype.BF16 else Dtype.F32
     config = checkpoint.config
     family = FAMILIES[config.family]
     naming = gguf_naming(config)
-    # llama.cpp refuses a file with tensors that the file's architecture does not have. The
-    # architecture "llama" also has the tensors of Mistral models, so their files name it too.
+    # llama.cpp refuses a file with tensors that the file's architecture does not have. The architecture "llama" also
+    # has the tensors of Mistral models, so their files name it too.
     writer = gguf.GGUFWriter(path, "llama" if family.interleaved else family.gguf[0])
     _add_config(writer, config)
     _add_tokenizer(writer, config.vocab, tokenizer)
@@ -89,8 +89,8 @@ def _add_tokenizer(writer: Any, vocab: int, source: Path | None) -> None:
 
 
 def _rope_factors(config: ModelConfig) -> NDArray[np.float32] | None:
-    """Return the divisor of each RoPE pair's frequency, or None if the frequencies are not scaled or
-    all scaled by the same number.
+    """Return the divisor of each RoPE pair's frequency, or None if the frequencies are not scaled or all scaled by the
+    same number.
     """
     if config.rope.kind not in (RopeKind.LLAMA3, RopeKind.FACTORS):
         return None

@@ -20,8 +20,8 @@ _READ = {
     "tie_word_embeddings", "vocab_size",
 }  # fmt: skip
 
-# Keys that are known not to change the forward pass: keys for bookkeeping or for training, and
-# defaults of text generation.
+# Keys that are known not to change the forward pass: keys for bookkeeping or for training, and defaults of text
+# generation.
 _HARMLESS = {
     "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "attention_dropout", "attn_implementation",
     "chunk_size_feed_forward", "dtype", "embd_pdrop", "finetuning_task", "hidden_dropout", "id2label",
@@ -39,8 +39,7 @@ _ROPE_KEYS = {
 
 
 def read_hf_config(folder: Path) -> ModelConfig:
-    """Read `folder/config.json`, and add the end-of-text ids of `generation_config.json` if that
-    file exists.
+    """Read `folder/config.json`, and add the end-of-text ids of `generation_config.json` if that file exists.
 
     A key that is neither read nor known to be harmless is refused by name, unless its value is null or false, because
     it may change the result. Raises MegakernelError.

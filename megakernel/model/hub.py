@@ -29,11 +29,11 @@ def is_hub_spec(spec: str) -> bool:
 
 
 def fetch(spec: str, *, weights: bool) -> Path:
-    """Download the files of ORG/NAME[@REV] that are not in the cache, and return their local
-    folder. The files are the configuration, the tokenizer and, with `weights`, the safetensors.
+    """Download the files of ORG/NAME[@REV] that are not in the cache, and return their local folder. The files are the
+    configuration, the tokenizer and, with `weights`, the safetensors.
 
-    Honours HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. Without a network, the cached files
-    are used. Raises MegakernelError, which names a remedy.
+    Honours HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. Without a network, the cached files are used. Raises
+    MegakernelError, which names a remedy.
     """
     match = _SPEC.fullmatch(spec)
     if match is None:
@@ -61,8 +61,7 @@ def fetch(spec: str, *, weights: bool) -> Path:
     except HFValidationError as e:
         raise MegakernelError(f"{spec!r} is not a valid hub name: {str(e).splitlines()[0]}") from e
     except Exception as e:
-        # The type of the exception depends on the client's version, because versions use different
-        # HTTP libraries.
+        # The type of the exception depends on the client's version, because versions use different HTTP libraries.
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         return _from_cache(repo, revision, patterns, weights, f"the hub failed ({reason})")
 

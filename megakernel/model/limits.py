@@ -10,8 +10,8 @@ from .config import ModelConfig, RopeKind
 
 # The instruction set stores sizes as int32. Products of two sizes are computed in 64 bits.
 _LARGEST = 2**31 - 1
-# The maximum number of tokens of a vocabulary, which is the size of arrays such as a row of logits. The
-# largest published vocabularies have 2^18 tokens.
+# The maximum number of tokens of a vocabulary, which is the size of arrays such as a row of logits. The largest
+# published vocabularies have 2^18 tokens.
 MOST_VOCABULARY = 1 << 24
 # The largest published chat templates have 20,000 characters. Jinja parses in linear time.
 MOST_TEMPLATE_CHARACTERS = 1 << 20
@@ -32,8 +32,8 @@ MOST_METADATA_ELEMENTS = 1 << 22
 MOST_STRING_BYTES = 1 << 22
 # The largest alignment of tensors in a GGUF file, in bytes.
 MOST_ALIGNMENT = 1 << 20
-# The maximum length of a token in a SentencePiece vocabulary, because each token is split at every
-# place to derive merges. Published tokens have up to 512 characters.
+# The maximum length of a token in a SentencePiece vocabulary, because each token is split at every place to derive
+# merges. Published tokens have up to 512 characters.
 MOST_TOKEN_CHARACTERS = 1 << 12
 
 

@@ -36,8 +36,8 @@ def open_checkpoint(spec: str) -> Checkpoint:
 
 
 def local_checkpoint(spec: str) -> Checkpoint | None:
-    """Like `open_checkpoint`, but returns None for a folder or a hub model whose weights are not on
-    this machine. For a hub model, only the configuration and the tokenizer are downloaded.
+    """Like `open_checkpoint`, but returns None for a folder or a hub model whose weights are not on this machine. For a
+    hub model, only the configuration and the tokenizer are downloaded.
     """
     if spec.startswith(_RANDOM):
         return open_checkpoint(spec)
@@ -60,9 +60,7 @@ def load_config(spec: str) -> ModelConfig:
 
 
 def load_tokenizer(spec: str) -> Tokenizer | None:
-    """The tokenizer of the model that `spec` names; None if it has none, so that it works with
-    token ids only.
-    """
+    """The tokenizer of the model that `spec` names; None if it has none, so that it works with token ids only."""
     if spec.startswith(_RANDOM):
         _random(spec)
         return None
@@ -103,9 +101,7 @@ def _random(spec: str) -> tuple[ModelConfig, int]:
 
 
 def _resolve(spec: str, *, weights: bool) -> Path:
-    """The local folder or file that `spec` names, downloaded if necessary. `spec` must not begin
-    with `random:`.
-    """
+    """The local folder or file that `spec` names, downloaded if necessary. `spec` must not begin with `random:`."""
     if spec in PACKAGES:
         return cached(spec) or pull(spec).path
     path = Path(spec).expanduser()

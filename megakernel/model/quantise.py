@@ -13,12 +13,10 @@ F32 = NDArray[np.float32]
 
 
 def quantise(a: F32, dtype: Dtype) -> NDArray[np.uint8]:
-    """Quantise rows `[n, weights]` to rows of blocks `[n, bytes]`. Zeros fill up the last block of
-    a row.
+    """Quantise rows `[n, weights]` to rows of blocks `[n, bytes]`. Zeros fill up the last block of a row.
 
-    Types with 32 weights per block are rounded as in the gguf package. Types with 256 weights per
-    block derive each scale from the range of its weights, without llama.cpp's search for better
-    scales.
+    Types with 32 weights per block are rounded as in the gguf package. Types with 256 weights per block derive each
+    scale from the range of its weights, without llama.cpp's search for better scales.
     """
     block = BLOCKS[dtype]
     out = np.empty((len(a), dtype.row_bytes(a.shape[1])), np.uint8)

@@ -1,9 +1,9 @@
 """Reads the weights in Hugging Face folders: `model.safetensors`, or shards with
 `model.safetensors.index.json`.
 
-A file has an 8-byte little-endian header length, a JSON header with the dtype, shape and
-data_offsets of each tensor, and the data (huggingface.co/docs/safetensors). This module does not
-use the package safetensors to read files, because NumPy has no bfloat16.
+A file has an 8-byte little-endian header length, a JSON header with the dtype, shape and data_offsets of each tensor,
+and the data (huggingface.co/docs/safetensors). This module does not use the package safetensors to read files, because
+NumPy has no bfloat16.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class _Tensor(NamedTuple):
 
 
 class SafetensorsFiles:
-    """A TensorFile for the only file or all shards of a folder. The constructor checks the headers
-    and maps the data into memory.
+    """A TensorFile for the only file or all shards of a folder. The constructor checks the headers and maps the data
+    into memory.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -114,8 +114,8 @@ def _header(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _entry(path: Path, name: str, entry: Any, data_start: int) -> tuple[tuple[int, ...], _Tensor]:
-    """Check one header entry, and return the tensor's shape and place. Its byte range must have the
-    size that shape and dtype require.
+    """Check one header entry, and return the tensor's shape and place. Its byte range must have the size that shape and
+    dtype require.
     """
 
     def whole(values: Any) -> bool:
@@ -155,8 +155,7 @@ def safetensors_naming(config: ModelConfig) -> Naming:
 
 
 def _check_tied(config: ModelConfig, tensors: SafetensorsFiles) -> None:
-    """Check that a model with tied embeddings has no LM head of its own, or an LM head that equals
-    the embeddings.
+    """Check that a model with tied embeddings has no LM head of its own, or an LM head that equals the embeddings.
 
     If the two differ, the file is refused, because programs disagree about which one to use.
     """

@@ -31,15 +31,13 @@ def quantised_kv(name: str) -> bool:
 
 
 def stored_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
-    """`checkpoint` with its matrices stored in the type `name`; `auto` keeps them as they are. Raises
-    MegakernelError.
-    """
+    """`checkpoint` with its matrices stored in the type `name`; `auto` keeps them as they are. Raises MegakernelError."""
     return checkpoint if name == "auto" else _Stored(checkpoint, _weight_type(name))
 
 
 def storage_of(checkpoint: Checkpoint | None, config: ModelConfig, name: str) -> dict[Buffer, Storage]:
-    """The matrices that are not kept in memory in the compute type with `--weights NAME`, and their
-    types. Without a checkpoint (None), `auto` means the compute type.
+    """The matrices that are not kept in memory in the compute type with `--weights NAME`, and their types. Without a
+    checkpoint (None), `auto` means the compute type.
 
     Raises MegakernelError.
     """
@@ -70,8 +68,7 @@ def _all_in(config: ModelConfig, kind: Dtype) -> dict[Buffer, Storage]:
 
 
 def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, Storage]) -> dict[str, int]:
-    """The bytes that all matrices of a model take in memory, by the name of their type. Tied
-    embeddings count once.
+    """The bytes that all matrices of a model take in memory, by the name of their type. Tied embeddings count once.
 
     `storage` lists the matrices that are not in the compute type `dtype`.
     """
@@ -85,9 +82,7 @@ def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, St
 
 
 class _Stored:
-    """The checkpoint that `stored_as` returns. It does not convert rows that already have the
-    requested type.
-    """
+    """The checkpoint that `stored_as` returns. It does not convert rows that already have the requested type."""
 
     def __init__(self, whole: Checkpoint, dtype: Dtype) -> None:
         self.name, self.config, self.dtype = whole.name, whole.config, whole.dtype

@@ -19,8 +19,7 @@ from .limits import MOST_VOCABULARY
 
 
 class Tokenizer:
-    """Converts between text and token ids. A token in `eos_ids` ends a text. `vocab_size` includes
-    added tokens.
+    """Converts between text and token ids. A token in `eos_ids` ends a text. `vocab_size` includes added tokens.
 
     `special` has the texts of the special tokens `bos_token` and `eos_token`, if the model has them.
     """
@@ -33,9 +32,7 @@ class Tokenizer:
         template: ChatTemplate | None = None,
         special: Mapping[str, str] | None = None,
     ) -> None:
-        """`special` maps the names of special tokens that a template may use (bos_token, eos_token)
-        to their texts.
-        """
+        """`special` maps the names of special tokens that a template may use (bos_token, eos_token) to their texts."""
         self._backend = backend
         self._template = template
         self.special = dict(special or {})
@@ -66,8 +63,8 @@ class Tokenizer:
         continue_final: bool = False,
         add_special: bool = False,
     ) -> list[int]:
-        """Return the ids of a conversation, which end where the assistant's answer begins. Messages
-        have `role` and `content`.
+        """Return the ids of a conversation, which end where the assistant's answer begins. Messages have `role` and
+        `content`.
 
         `values` are further template variables. With `continue_final`, the ids end with the last message's text, which
         the answer then continues.
@@ -92,9 +89,7 @@ class Tokenizer:
         return TextStream(self._known[skip_special].__getitem__, self._strip)
 
     def token_bytes(self, token: int, *, skip_special: bool = False) -> bytes:
-        """The bytes that `token` adds to a text. They may end inside a character, which the next
-        token completes.
-        """
+        """The bytes that `token` adds to a text. They may end inside a character, which the next token completes."""
         if (added := self._added.get(token)) is not None:
             return b"" if skip_special and added.special else added.content.encode()
         piece = self._backend.id_to_token(token)
@@ -127,8 +122,8 @@ class Tokenizer:
 
 
 def _up_to_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Cut a rendered conversation off at the end of its last message's text. The template may have
-    stripped whitespace from that text.
+    """Cut a rendered conversation off at the end of its last message's text. The template may have stripped whitespace
+    from that text.
     """
     content = str(messages[-1]["content"]) if messages else ""
     core = content.strip()
@@ -193,8 +188,8 @@ def open_hf_tokenizer(folder: Path, eos_ids: Iterable[int]) -> Tokenizer | None:
 
 
 def _check_ids(declared: dict[str, Any], path: Path) -> None:
-    """Refuse token ids that are not below MOST_VOCABULARY, because the package `tokenizers` allocates
-    memory in proportion to the largest id.
+    """Refuse token ids that are not below MOST_VOCABULARY, because the package `tokenizers` allocates memory in
+    proportion to the largest id.
     """
     model, added = declared.get("model"), declared.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -226,11 +221,11 @@ def _hf_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
 
 
 def _decoder(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
-    """Return a function that maps an entry of the vocabulary to its bytes, and whether the first
-    space of a text is dropped.
+    """Return a function that maps an entry of the vocabulary to its bytes, and whether the first space of a text is
+    dropped.
 
-    A vocabulary uses one of two alphabets: GPT-2's, where a printable character stands for each
-    byte, or SentencePiece's, where "▁" stands for a space and "<0x0A>" for a byte.
+    A vocabulary uses one of two alphabets: GPT-2's, where a printable character stands for each byte, or
+    SentencePiece's, where "▁" stands for a space and "<0x0A>" for a byte.
     """
     declared = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
     steps = declared.get("decoders", [declared])
@@ -245,11 +240,11 @@ def _decoder(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], boo
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: the byte for which each character stands. It is the inverse of
-    `bytes_to_unicode` (Radford et al. 2019).
+    """GPT-2's alphabet: the byte for which each character stands. It is the inverse of `bytes_to_unicode` (Radford et
+    al. 2019).
 
-    Printable Latin-1 characters stand for their own byte. The characters from U+0100 on stand for
-    the other bytes, in order.
+    Printable Latin-1 characters stand for their own byte. The characters from U+0100 on stand for the other bytes, in
+    order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -38,12 +38,12 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Family:
-    """A model family. `name` is the `model_type` of config.json, and `architecture` is the class
-    that config.json lists. `gguf` has the names of the architecture in GGUF files.
+    """A model family. `name` is the `model_type` of config.json, and `architecture` is the class that config.json
+    lists. `gguf` has the names of the architecture in GGUF files.
 
-    `weights` maps each buffer to its tensor names. `interleaved` says that the rows of a RoPE pair
-    are adjacent in GGUF files. `read` returns the ModelConfig fields that follow from the family,
-    or from the config.json keys that only this family has, which `keys` lists.
+    `weights` maps each buffer to its tensor names. `interleaved` says that the rows of a RoPE pair are adjacent in GGUF
+    files. `read` returns the ModelConfig fields that follow from the family, or from the config.json keys that only
+    this family has, which `keys` lists.
     """
 
     name: str

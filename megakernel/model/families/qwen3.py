@@ -39,8 +39,8 @@ WEIGHTS = llama.WEIGHTS | {
 
 
 def read(config: Reader) -> dict[str, Any]:
-    """Read `attention_bias`, which adds a bias to all attention projections. The entries of config.json about
-    sliding windows are treated as in Qwen2.
+    """Read `attention_bias`, which adds a bias to all attention projections. The entries of config.json about sliding
+    windows are treated as in Qwen2.
     """
     attention = config.flag("attention_bias")
     return qwen2.read(config) | {"qkv_bias": attention, "o_bias": attention}
