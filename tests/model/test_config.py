@@ -188,5 +188,5 @@ def test_frequencies_are_those_of_transformers(head_dim: int, scaling: dict[str,
 )
 def test_sizes_have_limits(key: str, number: int) -> None:
     """Sizes that are too large are refused while the file is read, before any memory is allocated for them."""
-    with pytest.raises(MegakernelError, match=r"must be at most|not a whole number"):
+    with pytest.raises(MegakernelError, match=r"must be between 1 and|not a whole number"):
         parse(**{key: number})

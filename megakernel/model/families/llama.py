@@ -17,10 +17,7 @@ def forward(c: ModelConfig) -> Forward:
     qkv_bias, o_bias = (B.B_QKV if c.qkv_bias else None), (B.B_O if c.o_bias else None)
     up_bias, down_bias = (B.B_GATE_UP, B.B_DOWN) if c.mlp_bias else (None, None)
     return Forward.of(
-        [
-            gather("embed", table=B.EMBED, output=B.X),
-            rope("rope", frequencies=B.INV_FREQ, output=B.ROPE),
-        ],
+        [gather("embed", table=B.EMBED, output=B.X), rope("rope", frequencies=B.INV_FREQ, output=B.ROPE)],
         [
             norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
             qkv("qkv_rope", inputs=B.H, weights=B.W_QKV, bias=qkv_bias, output=B.Q),
@@ -71,11 +68,5 @@ def read(config: Reader) -> dict[str, Any]:
 
 
 LLAMA = Family(
-    "llama",
-    "LlamaForCausalLM",
-    ("llama",),
-    forward,
-    WEIGHTS,
-    read,
-    frozenset({"attention_bias", "mlp_bias"}),
+    "llama", "LlamaForCausalLM", ("llama",), forward, WEIGHTS, read, frozenset({"attention_bias", "mlp_bias"})
 )
