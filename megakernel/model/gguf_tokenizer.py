@@ -10,7 +10,7 @@ from tokenizers.models import BPE
 
 from ..errors import MegakernelError
 from .chat_template import ChatTemplate
-from .gguf_file import GgufFile
+from .gguf_checkpoint import GgufFile
 from .limits import MOST_TOKEN_CHARACTERS
 from .tokenizer import Tokenizer
 
@@ -94,10 +94,7 @@ def open_gguf_tokenizer(file: GgufFile, eos_ids: tuple[int, ...]) -> Tokenizer:
 def _byte_level(file: GgufFile, tokens: list[str], merges: Any, pre: Any) -> Backend:
     if not _strings(merges):
         raise MegakernelError(f"{file.path}: the tokenizer's merges are missing or not strings")
-    pairs = []
-    for merge in merges:
-        left, _, right = merge.partition(" ")
-        pairs.append((left, right))
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     backend = _bpe(file, tokens, pairs, ignore_merges=pre in _WHOLE_PIECES)
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()  # as in the tokenizer.json of Qwen2

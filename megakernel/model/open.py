@@ -14,7 +14,7 @@ from .random_checkpoint import KNOWN_SHAPES, RandomCheckpoint
 from .safetensors_checkpoint import INDICES, open_folder
 
 if TYPE_CHECKING:
-    from .gguf_file import GgufFile
+    from .gguf_checkpoint import GgufFile
     from .tokenizer import Tokenizer
 
 # The module that reads a kind of model is imported only where it is used, so that other kinds of models run without
@@ -84,8 +84,7 @@ def _open(path: Path, name: str) -> Checkpoint:
 
 
 def _gguf(path: Path) -> tuple[GgufFile, ModelConfig]:
-    from .gguf_checkpoint import gguf_config
-    from .gguf_file import GgufFile
+    from .gguf_checkpoint import GgufFile, gguf_config
 
     file = GgufFile(path)
     return file, gguf_config(file)

@@ -18,11 +18,10 @@ from weights import loaded
 from megakernel.errors import MegakernelError
 from megakernel.isa import Buffer, Dtype, Split, from_f32
 from megakernel.isa.dtypes import BLOCKS
-from megakernel.model import Rope, RopeKind, gguf_file, load_config, open_checkpoint
+from megakernel.model import Rope, RopeKind, gguf_checkpoint, load_config, open_checkpoint
 from megakernel.model.checkpoint import Storage, StoredRows, rows_of
 from megakernel.model.file_checkpoint import tensors_of
-from megakernel.model.gguf_checkpoint import gguf_naming
-from megakernel.model.gguf_file import GgufFile
+from megakernel.model.gguf_checkpoint import GgufFile, gguf_naming
 from megakernel.model.quantise import quantise
 from megakernel.model.rope import inverse_frequencies
 from megakernel.model.stored import stored_as
@@ -257,8 +256,8 @@ def test_elements_of_metadata_have_a_limit(tmp_path: Path, monkeypatch: pytest.M
     file = GgufFile(path)
     lists = sum(len(value) for value in file.metadata.values() if isinstance(value, list))
     announced = len(file.metadata) + len(file.shapes) + lists
-    monkeypatch.setattr(gguf_file, "MOST_METADATA_ELEMENTS", announced)
+    monkeypatch.setattr(gguf_checkpoint, "MOST_METADATA_ELEMENTS", announced)
     GgufFile(path)
-    monkeypatch.setattr(gguf_file, "MOST_METADATA_ELEMENTS", announced - 1)
+    monkeypatch.setattr(gguf_checkpoint, "MOST_METADATA_ELEMENTS", announced - 1)
     with pytest.raises(MegakernelError, match=f"more than the limit of {announced - 1}"):
         GgufFile(path)

@@ -21,7 +21,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from megakernel.errors import MegakernelError
 from megakernel.model import load_tokenizer
 from megakernel.model.chat_template import ChatTemplate
-from megakernel.model.gguf_file import GgufFile
+from megakernel.model.gguf_checkpoint import GgufFile
 from megakernel.model.tokenizer import Tokenizer, byte_alphabet
 
 SAMPLES = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...isa import Buffer, Forward
-from ..config import ModelConfig
-from .family import Family, Reader, Weight
+from ..config import Keys, ModelConfig
+from .family import Family, Weight
 from .verbs import add_matmul, attention, gather, last_norm, logits, norm, qkv, rope, sample, silu_matmul
 
 B = Buffer
@@ -61,7 +61,7 @@ WEIGHTS: dict[Buffer, Weight] = {
 }
 
 
-def read(config: Reader) -> dict[str, Any]:
+def read(config: Keys) -> dict[str, Any]:
     """Read which matmuls have biases: `attention_bias` means those of attention, `mlp_bias` those of the MLP."""
     attention = config.flag("attention_bias")
     return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": config.flag("mlp_bias")}

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from ...isa import Buffer, Forward, Result
-from ..config import ModelConfig
+from ..config import Keys, ModelConfig
 from . import llama, qwen2
-from .family import Family, Reader, Weight
+from .family import Family, Weight
 
 B = Buffer
 
@@ -29,7 +29,7 @@ WEIGHTS = llama.WEIGHTS | {
 }
 
 
-def read(config: Reader) -> dict[str, Any]:
+def read(config: Keys) -> dict[str, Any]:
     """Read `attention_bias`, which adds a bias to all attention projections, and Qwen2's keys of sliding windows."""
     attention = config.flag("attention_bias")
     return qwen2.read(config) | {"qkv_bias": attention, "o_bias": attention}
