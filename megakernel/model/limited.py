@@ -59,9 +59,7 @@ class LimitedProcess:
         return process
 
     def _exchange(self, process: subprocess.Popen[str], values: object) -> tuple[str, str]:
-        """Send `values` to `process`, and return the answer. A process that has ended, or whose answer is incomplete,
-        is not used again.
-        """
+        """Send `values`, and return the answer. A process that has ended or was interrupted is not used again."""
         assert process.stdin is not None and process.stdout is not None
         self._process = None
         try:

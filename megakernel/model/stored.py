@@ -77,7 +77,7 @@ def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, St
 
 
 class _Stored:
-    """The checkpoint that `stored_as` returns. It does not convert rows that already have the requested type."""
+    """The checkpoint that `stored_as` returns."""
 
     def __init__(self, whole: Checkpoint, dtype: Dtype) -> None:
         self.name, self.config, self.dtype = whole.name, whole.config, whole.dtype
