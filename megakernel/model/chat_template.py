@@ -40,9 +40,7 @@ class ChatTemplate:
             raise self._error("broken", str(e)) from e
 
     def render(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
-        """Return the text of the prompt, which ends where the assistant's answer begins. `values` are template
-        variables, which are added to the default variables or replace them.
-        """
+        """The prompt's text up to the assistant's answer. `values` replace the default variables or add to them."""
         values = {"messages": list(messages), "add_generation_prompt": True, "tools": None, **values}
         try:
             kind, text = self._process.ask(values)

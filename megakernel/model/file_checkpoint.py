@@ -44,9 +44,7 @@ class TensorFile(Protocol):
         """The type of the elements that `rows` returns."""
 
     def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
-        """Return rows [start, end) of a tensor as a 2-D array, in which a vector is one column. bfloat16 values are
-        returned as uint16, and quantised blocks as bytes.
-        """
+        """Rows [start, end) as a 2-D array. A vector is one column, bfloat16 is uint16, quantised blocks are bytes."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +99,8 @@ class FileCheckpoint:
 
     def _layout(self, buffer: Buffer) -> Storage:
         """The type and the number of rows of each tensor that the buffer consists of."""
-        layers = range(self.config.layers if BUFFERS[buffer].layered else 1)
-        dtype, shapes = self._tensors.dtype, self._tensors.shapes
-        names = (self._naming.names(buffer, layer) for layer in layers)
+        dtype, shapes, layers = self._tensors.dtype, self._tensors.shapes, self.config.layers
+        names = (self._naming.names(buffer, layer) for layer in range(layers if BUFFERS[buffer].layered else 1))
         return Storage(tuple(tuple(StoredRows(dtype(name), shapes[name][0]) for name in layer) for layer in names))
 
     def _read(self, name: str, share: Share, buffer: Buffer, split: Split, dtype: Dtype | None) -> WeightRows:
@@ -178,8 +175,7 @@ def _check(config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
         for layer in range(config.layers)
         for name in naming.names(buffer, layer)
     }
-    missing = [name for name in expected if name not in tensors.shapes and name not in optional]
-    if missing:
+    if missing := [name for name in expected if name not in tensors.shapes and name not in optional]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         file = next(map(tensors.where, tensors.shapes), "the checkpoint")
         raise MegakernelError(f"{file} has no tensor {missing[0]}{more}, which the config asks for")

@@ -72,16 +72,12 @@ def open_gguf_tokenizer(file: GgufFile, eos_ids: tuple[int, ...]) -> Tokenizer:
     bos = special.get("bos_token") if get("add_bos_token", model == "llama" or pre in _WHOLE_PIECES) else None
     eos = special.get("eos_token") if get("add_eos_token", False) else None
     if bos or eos:
-        template = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
+        parts = [part for part in (bos, "$A", eos) if part]
         ids = [(token, tokens.index(token)) for token in (bos, eos) if token]
-        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+        backend.post_processor = processors.TemplateProcessing(single=parts, special_tokens=ids)
     chat = file.metadata.get("tokenizer.chat_template")
-    return Tokenizer(
-        backend,
-        eos_ids=eos_ids,
-        template=ChatTemplate(chat, str(file.path)) if isinstance(chat, str) else None,
-        special=special,
-    )
+    template = ChatTemplate(chat, str(file.path)) if isinstance(chat, str) else None
+    return Tokenizer(backend, eos_ids=eos_ids, template=template, special=special)
 
 
 def _byte_level(file: GgufFile, tokens: list[str], merges: Any, pre: Any) -> Backend:

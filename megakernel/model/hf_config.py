@@ -45,8 +45,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
     it may change the result. Raises MegakernelError.
     """
     path = folder / "config.json"
-    raw = read_json(path)
-    config = parse_hf_config(raw, str(path))
+    config = parse_hf_config(read_json(path), str(path))
     extra = folder / "generation_config.json"
     if not extra.exists():
         return config
@@ -142,8 +141,7 @@ def _rope(keys: Keys) -> Rope:
     if kind is None:
         known = ", ".join(k.value for k in _ROPE_KEYS)
         raise MegakernelError(f"{where}: rope_type {name!r} is not supported, only {known}")
-    missing = sorted(_ROPE_KEYS[kind] - set(table))
-    if missing:
+    if missing := sorted(_ROPE_KEYS[kind] - set(table)):
         raise MegakernelError(f"{where}: rope_type {name!r} needs {missing[0]}")
     if table.get("partial_rotary_factor") not in (None, 1):
         raise MegakernelError(f"{where}: partial_rotary_factor = {table['partial_rotary_factor']} is not supported")
@@ -164,11 +162,5 @@ def _rope(keys: Keys) -> Rope:
     factor = inside.number("factor", 1.0)
     if kind is RopeKind.LINEAR:
         return Rope(theta, kind, factor)
-    return Rope(
-        theta,
-        kind,
-        factor,
-        inside.number("low_freq_factor", 1.0),
-        inside.number("high_freq_factor", 1.0),
-        int(inside.number("original_max_position_embeddings", 1.0)),
-    )
+    low, high = inside.number("low_freq_factor", 1.0), inside.number("high_freq_factor", 1.0)
+    return Rope(theta, kind, factor, low, high, int(inside.number("original_max_position_embeddings", 1.0)))

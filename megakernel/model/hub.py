@@ -43,9 +43,8 @@ def fetch(spec: str, *, weights: bool) -> Path:
         return _from_cache(repo, revision, patterns, weights, "HF_HUB_OFFLINE is set")
     try:
         info = HfApi(endpoint=endpoint).model_info(repo, revision=revision, files_metadata=True)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
         if weights:
-            _check_weights(repo, sizes)
+            _check_weights(repo, {file.rfilename: file.size or 0 for file in info.siblings or []})
         return Path(snapshot_download(repo, revision=info.sha, allow_patterns=patterns, endpoint=endpoint))
     except MegakernelError:
         raise

@@ -36,9 +36,7 @@ def open_checkpoint(spec: str) -> Checkpoint:
 
 
 def local_checkpoint(spec: str) -> Checkpoint | None:
-    """Like `open_checkpoint`, but returns None for a folder or a hub model whose weights are not on this machine. For a
-    hub model, only the configuration and the tokenizer are downloaded.
-    """
+    """`open_checkpoint`, or None if the weights are not here. Only the small files of a hub model are downloaded."""
     if spec.startswith(_RANDOM):
         return open_checkpoint(spec)
     path = _resolve(spec, weights=False)

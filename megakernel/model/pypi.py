@@ -73,9 +73,7 @@ class Pulled(NamedTuple):
 
 
 def cached(name: str) -> Path | None:
-    """The model's file if an earlier pull has stored it, otherwise None. Only files with the right hash get this name,
-    so it is enough to check the size.
-    """
+    """The model's file if it is in the cache. The size is enough, as only files with the right hash get this name."""
     package = _package(name)
     path = cache_folder() / package.file
     try:

@@ -49,9 +49,7 @@ def _steps(a: F32, scale: F32) -> F32:
 
 
 def _with_minimum(a: F32, bits: int) -> NDArray[np.uint8]:
-    """Quantise to Q4_K or Q5_K. A weight is (d * scale) * q - dmin * minimum. Scales and minima have 6 bits, and q has
-    `bits` bits.
-    """
+    """Quantise to Q4_K or Q5_K. A weight is (d * scale) * q - dmin * minimum; scales and minima have 6 bits."""
     low = np.minimum(a.min(axis=-1), 0)
     high = np.maximum(a.max(axis=-1), 0)
     top = (1 << bits) - 1

@@ -33,9 +33,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> NDArray[np.float32]:
 
 
 def _llama3(rope: Rope, frequencies: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Scale frequencies as Llama 3 does: those of long wavelengths are divided by `factor`, those of short wavelengths
-    are kept, and those between are interpolated.
-    """
+    """Divide frequencies of long wavelengths by `factor`, keep those of short ones, and interpolate in between."""
     context, factor = rope.original_context, np.float32(rope.factor)
     low, high = rope.low_freq_factor, rope.high_freq_factor
     # Torch computes number / tensor as the reciprocal of the tensor times the number, and so does this code.

@@ -113,9 +113,8 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], str, lis
         raise MegakernelError(f"{path} is damaged: the header's entry of tensor {name} is malformed")
     shape, offsets, dtype = tuple(entry["shape"]), entry["data_offsets"], entry.get("dtype")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        known = ", ".join(_DTYPES)
         raise MegakernelError(
-            f"tensor {name} in {path} has type {dtype!s:.60}, which is not supported: use one of {known}"
+            f"tensor {name} in {path} has type {dtype!s:.60}, which is not supported: use one of {', '.join(_DTYPES)}"
         )
     size = math.prod(shape) * _DTYPES[dtype].itemsize
     if len(offsets) != 2 or offsets[1] - offsets[0] != size or size == 0:

@@ -185,9 +185,7 @@ def test_folder_without_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
-    """A weight that is NaN or infinite is refused, and the error names its tensor. The largest finite values are
-    accepted.
-    """
+    """NaN and infinity are refused, and the error names the tensor. The largest finite values are accepted."""
     saved(tmp_path, dtype)
     name = "model.layers.1.mlp.down_proj.weight"
     weight = load_file(tmp_path / "model.safetensors")[name]

@@ -137,9 +137,7 @@ BYTES = sorted(byte_alphabet())
 def byte_gguf(
     path: Path, *, merges: list[str], special: tuple[str, str, str] = ("<s>", "</s>", "<user>"), **metadata: Any
 ) -> Path:
-    """Write a GGUF file whose vocabulary has all bytes, the results of `merges`, and three special tokens: BOS, EOS and
-    another one.
-    """
+    """Write a GGUF file whose vocabulary has all bytes, the results of `merges`, and BOS, EOS and another token."""
     tokens = [*BYTES, *(m.replace(" ", "") for m in merges), *special]
     kinds = [1] * (len(tokens) - 3) + [3, 3, 4]
     given = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "merges": merges, "token_type": kinds}
