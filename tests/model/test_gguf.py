@@ -225,7 +225,7 @@ def test_scales_that_are_no_numbers_are_refused_by_name(path: Path, kind: Dtype)
     for at in (None, *block.scales):
         if at is not None:
             rows[-1, -1, at : at + 2] = np.frombuffer(np.float16(-np.inf).tobytes(), np.uint8)
-            tiny_gguf(path, raw={name: (rows.reshape(256, -1), Type[kind.name])})
+        tiny_gguf(path, raw={name: (rows.reshape(256, -1), Type[kind.name])})
         checkpoint = open_checkpoint(str(path))
         if at is None:
             loaded(checkpoint, Buffer.W_DOWN)
