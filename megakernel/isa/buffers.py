@@ -61,10 +61,9 @@ class BufferSpec:
     A `layered` buffer has one copy per layer: the layer is a further axis in front of `shape`. The number of pages in
     the KV pool is known only when a program is bound, so it is an argument of `shape`.
 
-    Quantised K and V are Q8_0, and their shape is in bytes. In each KV page, the head_dim elements
-    of a head are divided into blocks of KV_UNIT elements; the last block may have fewer. A block
-    has the scales of all tokens of the page, then the values, ordered by element in K and by token
-    in V.
+    Quantised K and V are Q8_0, and their shape is in bytes. In each KV page, the head_dim elements of a head are
+    divided into blocks of KV_UNIT elements; the last block may have fewer. A block has the scales of all tokens of the
+    page, then the values, ordered by element in K and by token in V.
     """
 
     buffer: Buffer

@@ -240,9 +240,7 @@ class Dims:
 
     @property
     def own_rows(self) -> int:
-        """Return the maximum number of token rows that a rank owns. In REDUCE, each rank has a slot of
-        this many rows.
-        """
+        """The maximum number of token rows that a rank owns. In REDUCE, each rank has a slot of this many rows."""
         return (
             self.bucket.tokens
             if self.split.replicated_residual
@@ -251,9 +249,7 @@ class Dims:
 
     @property
     def own_logit_rows(self) -> int:
-        """Return the number of consecutive logit rows that each rank samples. Rank i // own_logit_rows
-        samples row i.
-        """
+        """The number of consecutive logit rows that each rank samples. Rank i // own_logit_rows samples row i."""
         return ceil_div(self.bucket.logit_rows, self.split.tp)
 
     def owner(self, row: Int) -> Int:
@@ -261,9 +257,7 @@ class Dims:
         return row // self.bucket.row_block % self.split.tp
 
     def reduce_place(self, row: Int) -> Int:
-        """Return the row of a partial sum for token row `row`, counted from the beginning of a rank's slot
-        in REDUCE.
-        """
+        """The row of a partial sum for token row `row`, counted from the beginning of a rank's slot in REDUCE."""
         if self.split.replicated_residual:
             return row
         return row // self.bucket.row_block // self.split.tp * self.bucket.row_block + row % self.bucket.row_block

@@ -57,8 +57,7 @@ class Dtype(IntEnum):
 
 
 class Block(NamedTuple):
-    """A block of neighbouring weights of a row, which are quantised together. csrc/cpu/packed.h
-    explains its bytes.
+    """A block of neighbouring weights of a row, which are quantised together. csrc/cpu/packed.h explains its bytes.
 
     `scales` has the byte offset of the block's float16 scale and, if the type has a float16
     minimum, also the byte offset of this minimum. All other bytes of a block are integers.
@@ -83,8 +82,7 @@ _INFINITY = {Dtype.F32: 0x7F800000, Dtype.BF16: 0x7F80, Dtype.F16: 0x7C00}
 
 
 def all_finite(a: NDArray[np.generic], dtype: Dtype) -> bool:
-    """Whether an array of `dtype` (elements, or rows of quantised blocks) contains neither NaN nor
-    infinity.
+    """Whether an array of `dtype` (elements, or rows of quantised blocks) contains neither NaN nor infinity.
 
     If the bits of floats are read as integers, NaN and infinity are greater than all finite floats
     with the same sign. So the maxima of the positive and of the negative floats show whether the

@@ -108,9 +108,7 @@ class Phase:
         return Dtype(model.dtype).bits if self.weight_bits is None else self.weight_bits
 
     def ranks(self, split: Split) -> int:
-        """The number n of ranks that hold a part of the inner dimension of the weights. These are
-        ranks 0 to n - 1.
-        """
+        """The number n of ranks that hold a part of the inner dimension of the weights. These are ranks 0 to n - 1."""
         return sum(self.inner(part) > 0 for part in split.ranks)
 
     def _shape(self, split: Split) -> tuple[int, ...]:
@@ -205,9 +203,7 @@ class Forward:
         return {phase.name: phase for phase in self.by_number.values()}
 
     def numbers(self, operation: Operation, result: Result | None = None) -> list[int]:
-        """The numbers of the phases with this operation. For matmuls, `result` selects those with
-        this result.
-        """
+        """The numbers of the phases with this operation. For matmuls, `result` selects those with this result."""
         return [p.number for p in self.by_number.values() if p.operation is operation and result in (None, p.result)]
 
     def __iter__(self) -> Iterator[Phase]:

@@ -5,11 +5,10 @@ words 1-15    operands, in the order that the operation declares
 words 16-23   waits, 0 = none
 words 24-31   signals, 0 = none
 
-A wait or signal word names a counter. Bits 0-23 are the counter's index + 1. In signals, bits 24-27
-are the rank: ALL_RANKS means every rank, and OWNER, in indexed signals only, means the owner of the
-row block. Bit 28, NEXT, means the counter in the next layer's block of counters. Bit 29, INDEXED,
-means that the word names the first counter of a grid of counters, and that the step table selects
-one of them; the operation's declaration says how.
+A wait or signal word names a counter. Bits 0-23 are the counter's index + 1. In signals, bits 24-27 are the rank:
+ALL_RANKS means every rank, and OWNER, in indexed signals only, means the owner of the row block. Bit 28, NEXT, means
+the counter in the next layer's block of counters. Bit 29, INDEXED, means that the word names the first counter of a
+grid of counters, and that the step table selects one of them; the operation's declaration says how.
 """
 
 from __future__ import annotations

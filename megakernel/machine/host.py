@@ -33,9 +33,8 @@ def processor() -> str:
 
 
 def table(cores: int) -> dict[str, Any]:
-    """Return the table of a machine file for this machine with `cores` cores. A core counts as an SM
-    with one vector unit. The rates are nominal, because they only guide where the compiler places
-    work.
+    """Return the table of a machine file for this machine with `cores` cores. A core counts as an SM with one vector
+    unit. The rates are nominal, because they only guide where the compiler places work.
     """
     return {
         "chip": {

@@ -89,9 +89,7 @@ def _raise(name: str, found: str | None) -> None:
 
 
 def _arrays(program: Program) -> Iterator[str]:
-    """Check the arrays' shapes, and the offsets of the streams in them. All indexing relies on
-    these.
-    """
+    """Check the arrays' shapes, and the offsets of the streams in them. All indexing relies on these."""
     if program.ranks < 1 or program.workers < 1 or program.dims.model.layers < 1 or program.counters < 1:
         yield "ranks, workers, layers and counters must all be at least 1"
         return
@@ -333,9 +331,8 @@ def _boxes(found: list[Use]) -> Iterator[str]:
 
 
 def _check_owners(use: Use) -> Iterator[str]:
-    """Check that a rank uses only its own row blocks of the residual. Also check that each
-    instruction on the residual or on partial sums has rows of only one row block, because partial
-    sums are stored by row block.
+    """Check that a rank uses only its own row blocks of the residual. Also check that each instruction on the residual
+    or on partial sums has rows of only one row block, because partial sums are stored by row block.
     """
     d, phases = use.dims, use.part.phases
     residual = any(a.buffer in phases.residual and a.index is Index.NONE for a in use.accesses)

@@ -9,10 +9,9 @@ A signal word with the NEXT bit names a counter in the next block: in run l of t
 l + 1. So block l has the counters that run l - 1 signals for run l. The prologue signals block 0
 with words without this bit, and the epilogue uses block `dims.layers`.
 
-The total of a counter is the number of arrivals that it gets per launch. The first and the last
-block may have other totals than the middle blocks: in block 0, the prologue takes the place of the
-previous layer, and no run of the body uses the last block. Totals are therefore stored separately
-for the first block, the middle blocks and the last block.
+The total of a counter is the number of arrivals that it gets per launch. The first and the last block may have other
+totals than the middle blocks: in block 0, the prologue takes the place of the previous layer, and no run of the body
+uses the last block. Totals are therefore stored separately for the first block, the middle blocks and the last block.
 
 A rank may also have queues: records that belong to the body but to no worker. In each run of the body, `drain`
 instructions claim these records in order. In traces and messages, record i of the queues is instruction
@@ -20,9 +19,8 @@ len(body.records) + i.
 
 `forward` has the phases that records name by number.
 
-With more than one rank, a program ends in a barrier over all ranks: every stream's last instruction
-waits until all other work of every rank is done. The barrier is the only thing that orders
-consecutive launches.
+With more than one rank, a program ends in a barrier over all ranks: every stream's last instruction waits until all
+other work of every rank is done. The barrier is the only thing that orders consecutive launches.
 """
 
 from __future__ import annotations
@@ -72,9 +70,7 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """An immutable program. `machine` is a name for people. `counters` is the number of counters in
-    a block.
-    """
+    """An immutable program. `machine` is a name for people. `counters` is the number of counters in a block."""
 
     dims: Dims
     forward: Forward
@@ -92,9 +88,7 @@ class Program:
 
     @property
     def instructions(self) -> int:
-        """The number of instructions that all ranks together execute in one launch. The body counts
-        once per layer.
-        """
+        """The number of instructions that all ranks together execute in one launch. The body counts once per layer."""
         body = len(self.body.records) + len(self.queues.records)
         return len(self.prologue.records) + self.dims.model.layers * body + len(self.epilogue.records)
 
@@ -139,10 +133,9 @@ class Program:
         """Return segment `index` as a list of phases. Each phase is a Segment with all of the
         phase's instructions, in the streams of all ranks.
 
-        A program can be run without counters: the phases run one after another, with a barrier over
-        all ranks after each phase, and the body is repeated for each layer. The program with its
-        counters must give the same results as this run. Joins and drains are removed, and a queue's
-        instructions are divided among the workers of its rank.
+        A program can be run without counters: the phases run one after another, with a barrier over all ranks after
+        each phase, and the body is repeated for each layer. The program with its counters must give the same results as
+        this run. Joins and drains are removed, and a queue's instructions are divided among the workers of its rank.
         """
         records, ranks = self.numbered(index)
         segment: Segment = getattr(self, SEGMENTS[index])

@@ -31,9 +31,7 @@ def allocate(buffer: Buffer, dims: Dims, pages: int) -> NDArray[np.generic]:
 
 
 def write_history(history: NDArray[np.int32], slot: int, start: int, tokens: NDArray[np.int32]) -> None:
-    """Set HISTORY[slot, start : start + len(tokens)]. Raises MegakernelError if HISTORY has no
-    room for the tokens.
-    """
+    """Set HISTORY[slot, start : start + len(tokens)]. Raises MegakernelError if HISTORY has no room for the tokens."""
     check_history(history.shape, slot, start, len(tokens))
     history[slot, start : start + len(tokens)] = tokens
 

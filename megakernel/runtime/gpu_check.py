@@ -1,10 +1,9 @@
 """Compares every instruction of a program on the GPU with the reference, phase by phase, from the same poisoned state.
 
-Before all instructions of a phase run together, the GPU receives the reference's buffers, with NaN
-wherever nothing has been written. This reveals an element that is not written, or wrongly written,
-and a value that changes between runs. If the results of a phase are wrong, its instructions run one
-by one, to find the first whose results are wrong even then. Running every instruction of every
-phase alone would take a quarter of an hour.
+Before all instructions of a phase run together, the GPU receives the reference's buffers, with NaN wherever nothing has
+been written. This reveals an element that is not written, or wrongly written, and a value that changes between runs. If
+the results of a phase are wrong, its instructions run one by one, to find the first whose results are wrong even then.
+Running every instruction of every phase alone would take a quarter of an hour.
 """
 
 from __future__ import annotations

@@ -125,9 +125,8 @@ def backend_for(target: str) -> Registered:
 def choose_backend(
     name: str, config: ModelConfig, dtype: Dtype | None, weights: str = "auto", kv_cache: str = "auto"
 ) -> tuple[str, Dtype | None]:
-    """Return the backend's name, where `auto` is replaced by the chosen one, and the compute type,
-    where None means the checkpoint's own. `weights` and `kv_cache` are the values of `--weights`
-    and `--kv-cache-dtype`.
+    """Return the backend's name, where `auto` is replaced by the chosen one, and the compute type, where None means the
+    checkpoint's own. `weights` and `kv_cache` are the values of `--weights` and `--kv-cache-dtype`.
 
     Raises MegakernelError if `name` is unknown or cannot run this model here.
     """
@@ -157,7 +156,5 @@ def create(
 
 
 def rank_machine(name: str, threads: int | None, ranks: int) -> Machine:
-    """The machine for which a program is compiled: the share of this machine that each of `ranks`
-    ranks has.
-    """
+    """The machine for which a program is compiled: the share of this machine that each of `ranks` ranks has."""
     return registered(name).machine(threads, ranks)

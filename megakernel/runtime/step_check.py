@@ -77,9 +77,7 @@ def _check_rows(t: StepTable) -> None:
 
 
 def _check_pages(t: StepTable, seq: NDArray[Any], start: NDArray[Any], last: NDArray[Any]) -> None:
-    """Check that sequences `seq`, which write positions `start` to `last` and read all earlier ones, have
-    valid pages.
-    """
+    """Check that sequences `seq`, which write positions `start` to `last` and read earlier ones, have valid pages."""
     index = np.arange(t.dims.bucket.pages_per_seq)
     tables = t.block_tables[seq]
     used = index <= (last // t.dims.bucket.kv_page)[:, None]

@@ -151,9 +151,7 @@ def fill_rows(table: StepTable, rows: StepRows, sampling: Sampling) -> None:
 
 
 def move_rows(table: StepTable, rows: StepRows) -> None:
-    """Write only tokens and positions, into a table that `fill_rows` has filled for the same
-    lineup.
-    """
+    """Write only tokens and positions, into a table that `fill_rows` has filled for the same lineup."""
     live, lineup, position = len(rows.tokens), rows.lineup, rows.start
     if live > len(lineup.slot):
         first = np.cumsum(lineup.count) - lineup.count
@@ -280,10 +278,9 @@ class Chunk:
 def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
     """The step table that runs `chunks`, each in its own slot; `check_step` lists its invariants.
 
-    Chunks get token rows in order, and their samples get logit rows in order. All other rows are
-    padding. Raises MegakernelError if one chunk or all chunks together exceed a capacity, which the
-    error names (a field of Dims). A token outside the vocabulary is an error too, because it would read beyond
-    the embedding table.
+    Chunks get token rows in order, and their samples get logit rows in order. All other rows are padding. Raises
+    MegakernelError if one chunk or all chunks together exceed a capacity, which the error names (a field of Dims). A
+    token outside the vocabulary is an error too, because it would read beyond the embedding table.
     """
     lengths = [len(chunk.tokens) for chunk in chunks]
     if not all(lengths):

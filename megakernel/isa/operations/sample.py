@@ -115,9 +115,7 @@ def kept(z: F32, *, min_p: float, top_k: int, top_p: float) -> NDArray[np.intp]:
 
 
 def draw(z: F32, ids: NDArray[np.intp], u: float) -> int:
-    """Draw a token: the first of `ids`, in ascending order, at which the cumulative softmax of z
-    exceeds u.
-    """
+    """Draw a token: the first of `ids`, in ascending order, at which the cumulative softmax of z exceeds u."""
     ids = np.sort(ids)
     mass = np.cumsum(np.exp(z[ids] - z[ids].max()), dtype=np.float64)
     return int(ids[np.searchsorted(mass, u * mass[-1], side="right")])

@@ -69,8 +69,7 @@ class CpuBackend:
         self._ranks = CpuRanks(checkpoint, dims, pages, threads=self.threads, null=null, deadlock_s=deadlock_s)
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
-        """A view of a rank's copy of a buffer, in the buffer's declared shape. Packed matrices have
-        no view.
+        """A view of a rank's copy of a buffer, in the buffer's declared shape. Packed matrices have no view.
 
         The view may have more rows than a program uses. All ranks share one copy of the output buffers.
         """

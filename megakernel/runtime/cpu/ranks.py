@@ -193,8 +193,7 @@ class CpuRanks:
             self._lib.mk_bind(self._engine, rank, buffer, layer, array[layer].ctypes.data)
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
-        """A view of a rank's copy of a buffer, in the buffer's declared shape. Packed matrices have
-        no view.
+        """A view of a rank's copy of a buffer, in the buffer's declared shape. Packed matrices have no view.
 
         The view may have more rows than the current program.
         """
@@ -334,9 +333,7 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> NDArray[np.
 
 
 def _available_memory() -> int:
-    """Return the number of bytes that can be allocated without swapping and within a cgroup v2 memory
-    limit.
-    """
+    """Return the number of bytes that can be allocated without swapping and within a cgroup v2 memory limit."""
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024

@@ -113,9 +113,7 @@ class CudaBackend:
     # -- methods that only tests and checks use
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0, dims: Dims | None = None) -> NDArray[Any]:
-        """Copy a rank's buffer to the host, in the shape that it has for `dims` (by default the
-        backend's).
-        """
+        """Copy a rank's buffer to the host, in the shape that it has for `dims` (by default the backend's)."""
         return self._heap.read(rank, buffer, layer, dims or self.dims)
 
     def set_buffer(self, buffer: Buffer, array: NDArray[Any], layer: int = 0, rank: int = 0) -> None:
@@ -149,9 +147,7 @@ class CudaBackend:
         self._tracing.delay = (segment, layer, record, round(seconds * 1e9))
 
     def time_launches(self) -> None:
-        """From now on, measure the GPU time of each launch. This time does not include copies to
-        and from the host.
-        """
+        """From now on, measure the GPU time of each launch. This time does not include copies to and from the host."""
         self._watches = self._watches or [Stopwatch(gpu) for gpu in self._node.gpus]
 
     # -- launches

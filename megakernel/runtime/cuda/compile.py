@@ -191,8 +191,7 @@ def _with_nvrtc(defines: list[str]) -> Cubin:
     try:
         options = [*_NVRTC_ARCH, *_FLAGS, *defines, f"-I{folder}"]
         status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        # Allocate at least two bytes: CPython shares one object for all uses of b" ", and NVRTC
-        # would overwrite it.
+        # Allocate at least two bytes: CPython shares one object for all uses of b" ", and NVRTC would overwrite it.
         log = b" " * max(2, check(nvrtc.nvrtcGetProgramLogSize(program)))
         check(nvrtc.nvrtcGetProgramLog(program, log))
         said = log.rstrip(b" \0").decode(errors="replace")

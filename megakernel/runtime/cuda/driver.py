@@ -1,8 +1,7 @@
 """A thin layer over cuda-python's bindings of the CUDA driver, with the parts that this package
 needs: a GPU, its memory, a kernel.
 
-Addresses are ints, because device memory of all GPUs and pinned host memory share one address
-space.
+Addresses are ints, because device memory of all GPUs and pinned host memory share one address space.
 """
 
 from __future__ import annotations
@@ -97,9 +96,7 @@ class Gpu:
         return int(free), int(total)
 
     def reach(self, other: Gpu) -> None:
-        """Let kernels of this GPU access all memory of `other`, including memory that is allocated
-        later.
-        """
+        """Let kernels of this GPU access all memory of `other`, including memory that is allocated later."""
         self.use()
         d = self.driver
         if not check("asking the GPU", d.cuDeviceCanAccessPeer(self._device, other._device)):
@@ -155,9 +152,7 @@ class Gpu:
         return out
 
     def send(self, address: int, array: NDArray[Any]) -> None:
-        """Begin to copy to the device. If the array is in pinned memory, the call does not wait for
-        the copy.
-        """
+        """Begin to copy to the device. If the array is in pinned memory, the call does not wait for the copy."""
         answer = self.driver.cuMemcpyHtoDAsync(address, array.ctypes.data, array.nbytes, self.stream)
         check("copying to the GPU", answer)
 

@@ -1,7 +1,6 @@
 """Device memory of all ranks: the symmetric heap, and the weights, which are not part of it.
 
-A buffer in the heap lies at the same offset on each rank, and every GPU of the node can access the
-heaps of all ranks.
+A buffer in the heap lies at the same offset on each rank, and every GPU of the node can access the heaps of all ranks.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ _READ = (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT)
 
 
 def copy_bytes(buffer: Buffer, dims: Dims, pages: int) -> int:
-    """The number of bytes in rank `dims.rank`'s copy of a buffer; for one layer only, if the buffer
-    is layered.
-    """
+    """The number of bytes in rank `dims.rank`'s copy of a buffer; for one layer only, if the buffer is layered."""
     spec = BUFFERS[buffer]
     return math.prod(spec.shape(dims, pages)) * spec.resolve_dtype(dims.model).itemsize
 
@@ -46,8 +43,7 @@ class Heap:
         self._kept: list[tuple[Gpu, int]] = []
         # The device addresses of tensor maps, by GPU and contents.
         self._maps: dict[tuple[int, bytes], int] = {}
-        # For each rank, the address of STATUS_BYTES zeroed bytes on its GPU. TOKENS_OUT and
-        # LOGPROBS_OUT follow them.
+        # For each rank, the address of STATUS_BYTES zeroed bytes on its GPU. TOKENS_OUT and LOGPROBS_OUT follow them.
         self.status: dict[int, int] = {}
         self._kept += self._place({b: self._most(b, dims) for b in _in(Space.STATE)})
         self.fit(dims)
@@ -107,9 +103,7 @@ class Heap:
         return self._address[rank, buffer] + layer * self.stride(rank, buffer)
 
     def stride(self, rank: int, buffer: Buffer) -> int:
-        """The number of bytes from a buffer's copy for one layer to that for the next; 0 if all
-        layers share one copy.
-        """
+        """The bytes from a buffer's copy for one layer to that for the next; 0 if all layers share one copy."""
         if not BUFFERS[buffer].layered:
             return 0
         return copy_bytes(buffer, self._dims.on(rank), self.pages)

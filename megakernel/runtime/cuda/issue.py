@@ -63,9 +63,8 @@ def sample_steps(dims: Dims, issue: Issue) -> int:
 
 
 def issued(phase: Phase, columns: dict[str, Column], dims: Dims, issue: Issue) -> Roles | None:
-    """Return the issue times of a phase's instructions. Return None if the program does not use a
-    ring of pages, or if the operation is neither matmul nor sample: the issue times of other
-    operations are not modelled.
+    """Return the issue times of a phase's instructions. Return None if the program does not use a ring of pages, or if
+    the operation is neither matmul nor sample: the issue times of other operations are not modelled.
     """
     if not dims.worker.ring_pages:
         return None

@@ -149,9 +149,8 @@ class Grid:
 
 
 class Loaded:
-    """A program on the GPUs. It keeps the object `program` alive, because the backend finds a
-    Loaded by the id of its `program`. `launches` counts the launches since the counters were last
-    reset to zero.
+    """A program on the GPUs. It keeps the object `program` alive, because the backend finds a Loaded by the id of its
+    `program`. `launches` counts the launches since the counters were last reset to zero.
     """
 
     def __init__(self, heap: Heap, program: Program) -> None:

@@ -13,9 +13,8 @@ PARTS, PAGES = range(MAPS)  # a buffer has two maps: boxes of BOX_ROWS rows, and
 
 @dataclass(frozen=True)
 class MapLayout:
-    """A tensor map without its address. The innermost dimension comes first. `sizes` and `box`
-    count elements; `strides` count bytes and omit the first dimension. If `swizzled`, a box has the
-    128-byte swizzle in shared memory.
+    """A tensor map without its address. The innermost dimension comes first. `sizes` and `box` count elements;
+    `strides` count bytes and omit the first dimension. If `swizzled`, a box has the 128-byte swizzle in shared memory.
     """
 
     item: int  # bytes of an element

@@ -1,11 +1,10 @@
 """Pages of shared memory: which pages an instruction takes, who fills them, and who releases them.
 
-Each thread block has one ring of pages. All operands that the CUDA interpreter loads for matmuls
-and attention pass through this ring, and so do the outputs that it stores as whole tiles. An
-instruction takes consecutive pages of the ring, and its operands determine what each page contains.
-The next instruction continues with the next page of the ring. The ring must have at least as many
-pages as an instruction holds at once. A page has PAGE_BYTES: PAGE_ROWS rows of ROW_BYTES. TMA loads
-and stores a page in boxes of BOX_ROWS rows.
+Each thread block has one ring of pages. All operands that the CUDA interpreter loads for matmuls and attention pass
+through this ring, and so do the outputs that it stores as whole tiles. An instruction takes consecutive pages of the
+ring, and its operands determine what each page contains. The next instruction continues with the next page of the ring.
+The ring must have at least as many pages as an instruction holds at once. A page has PAGE_BYTES: PAGE_ROWS rows of
+ROW_BYTES. TMA loads and stores a page in boxes of BOX_ROWS rows.
 
 tensor  Matmuls on tensor cores (`dims.units` is TENSOR). The output columns of all matrices, side
         by side, are divided into chunks of CHUNK, and the inner length into k steps of K_STEP. For
@@ -68,9 +67,7 @@ Ints = NDArray[np.int64]
 
 
 class Stream(Enum):
-    """What a page is used for. The value names the warps that fill the page and the warps that
-    release it.
-    """
+    """What a page is used for. The value names the warps that fill the page and the warps that release it."""
 
     WEIGHTS = "weight loader", "consumers"
     INPUTS = "input loader", "consumers"
@@ -83,9 +80,7 @@ BY_PAGES = (Result.RESIDUAL, Result.PARTIAL, Result.GATED)
 
 
 def output_columns(phase: Phase, dims: Dims) -> int:
-    """The number of a matmul's output columns that fit into a page; 0 if its outputs are not stored
-    through pages.
-    """
+    """The number of a matmul's output columns that fit into a page; 0 if its outputs are not stored through pages."""
     if phase.result not in BY_PAGES or dims.worker.units != Units.TENSOR or phase.output is None:
         return 0
     return ROW_BYTES // BUFFERS[phase.output].resolve_dtype(dims.model).itemsize
@@ -178,24 +173,18 @@ def norm_fits(rows: int, inner: int, dims: Dims) -> bool:
 
 
 def chunk_output_pages(phase: Phase, dims: Dims) -> int:
-    """The number of output pages for a whole chunk of columns; 0 if outputs are not stored through
-    pages.
-    """
+    """The number of output pages for a whole chunk of columns; 0 if outputs are not stored through pages."""
     per_page = output_columns(phase, dims)
     return -(-CHUNK // (phase.matrices(dims.split) * per_page)) if per_page else 0
 
 
 def kv_pages(dims: Dims) -> int:
-    """The number of K and V pages for one KV head and one KV block. Attention holds all of these
-    pages at once.
-    """
+    """The number of K and V pages for one KV head and one KV block. Attention holds all of these pages at once."""
     return 2 * -(-dims.model.head_dim // K_STEP)
 
 
 def attention_pages(item_rows: Column, item_kv_heads: Column, item_blocks: Column, dims: Dims) -> Ints:
-    """The number of pages that each attention item takes, all of them for inputs. Padding items
-    have no KV blocks.
-    """
+    """The number of pages that each attention item takes, all of them for inputs. Padding items have no KV blocks."""
     tiles = ceil_div(item_rows.astype(np.int64) * dims.model.group_size, QUERY_TILE)
     units = tiles * item_kv_heads
     # The passes of an item begin at its units 0, UNITS, 2 * UNITS, ... Each pass loads every KV

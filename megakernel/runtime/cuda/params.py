@@ -78,9 +78,8 @@ class Field:
         return f"{kind} {self.name}{f'[{self.count}]' if self.count > 1 else ''};"
 
 
-# For a pointer, `what` begins with the shape of the data behind the pointer. In this shape, `tp` is
-# the number of all ranks of the model, and `blocks` is the number of thread blocks of this grid
-# only.
+# For a pointer, `what` begins with the shape of the data behind the pointer. In this shape, `tp` is the number of all
+# ranks of the model, and `blocks` is the number of thread blocks of this grid only.
 STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
     "Delay": (
         "Delays one instruction by `ns` nanoseconds, for tests of the trace. Only traced launches apply it.",

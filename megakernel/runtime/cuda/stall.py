@@ -115,8 +115,7 @@ def _inside(waits: Sequence[Wait], oldest: Sequence[Wait], sms: int) -> Wait:
 
 
 class _Rehearsal(ReferenceLaunch):
-    """A launch of one layer that computes nothing, to find an order in which its instructions can
-    run.
+    """A launch of one layer that computes nothing, to find an order in which its instructions can run.
 
     A worker claims an instruction from a queue only when nothing else can run. So all work that may
     have to precede the claim comes before the claimed instruction in the order.

@@ -1,10 +1,9 @@
 """Converts the intervals of a traced launch from the GPUs' clocks to the common trace.
 
-A thread block stamps its intervals with its SM's cycle counter, which is cheap to read and precise.
-But each SM's counter starts at a different time, and its rate may differ between launches. When a
-block begins and when it ends, it therefore reads both the GPU's global timer, right after that timer
-has advanced, and its SM's counter. The two pairs of values give the conversion from cycles to
-nanoseconds.
+A thread block stamps its intervals with its SM's cycle counter, which is cheap to read and precise. But each SM's
+counter starts at a different time, and its rate may differ between launches. When a block begins and when it ends, it
+therefore reads both the GPU's global timer, right after that timer has advanced, and its SM's counter. The two pairs of
+values give the conversion from cycles to nanoseconds.
 """
 
 from __future__ import annotations

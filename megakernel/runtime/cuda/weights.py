@@ -22,8 +22,7 @@ _THREADS = 8  # number of threads, each of which reads one tensor at a time
 def load_weights(heap: Heap, checkpoint: Checkpoint, dims: Dims) -> None:
     """Copy all weights of the model to the GPUs, and set their addresses in the heap.
 
-    Ranks on one GPU share one copy of the weights that each of them needs whole. A tied LM head
-    uses the rows of EMBED.
+    Ranks on one GPU share one copy of the weights that each of them needs whole. A tied LM head uses the rows of EMBED.
     """
     ranks = [dims.on(rank) for rank in range(dims.split.tp)]
     weights = families.weights(checkpoint.config)

@@ -225,9 +225,8 @@ class ReferenceLaunch:
         return drain.rank * self._program.rank_queues + drain.operand("queue")
 
     def _item_members(self, place: StreamPlace, item: int) -> list[int]:
-        """Return the counters for which an attention item waits, as indices into the flattened counter
-        grid [row block][group]. There is one for each row block that the item needs and each group of
-        its KV heads.
+        """Return the counters for which an attention item waits, as indices into the flattened counter grid [row
+        block][group]. There is one for each row block that the item needs and each group of its KV heads.
         """
         t = self._tables[place.rank]
         first = int(t.item_kv_head[item])
