@@ -126,8 +126,7 @@ class Split:
     @property
     def rank_vocab(self) -> int:
         return min(
-            self.model.vocab - self.first_vocab,
-            SHARD_UNIT * share(shard_units(self.model.vocab), self.tp, self.rank),
+            self.model.vocab - self.first_vocab, SHARD_UNIT * share(shard_units(self.model.vocab), self.tp, self.rank)
         )
 
     @property

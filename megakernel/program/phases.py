@@ -14,20 +14,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import (
-    BUFFERS,
-    CONTROL,
-    DRAIN,
-    MAX_PHASES,
-    OPERATIONS,
-    Buffer,
-    Dims,
-    Forward,
-    Operation,
-    Phase,
-    Result,
-    Rows,
-)
+from ..isa import BUFFERS, CONTROL, DRAIN, MAX_PHASES, OPERATIONS, Buffer, Dims, Forward, Operation, Phase, Result, Rows
 from ..isa import record as bits
 from ..isa.operations.spec import FIELDS, OPTIONAL, Contents, contents
 from .program import SEGMENTS

@@ -37,14 +37,7 @@ class CpuRanks:
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        dims: Dims,
-        pages: int,
-        *,
-        threads: int,
-        null: bool,
-        deadlock_s: float,
+        self, checkpoint: Checkpoint, dims: Dims, pages: int, *, threads: int, null: bool, deadlock_s: float
     ) -> None:
         self.dims, self.pages, self.ranks = dims, pages, range(dims.split.tp)
         self._lib = native.library()
@@ -58,12 +51,7 @@ class CpuRanks:
         if not null:
             self._check_memory()
         self._engine: int | None = self._lib.mk_create(
-            ctypes.byref(native.CDims.of(dims)),
-            threads,
-            cpu_count(),
-            native.requested_simd(),
-            null,
-            deadlock_s,
+            ctypes.byref(native.CDims.of(dims)), threads, cpu_count(), native.requested_simd(), null, deadlock_s
         )
         if self._engine is None:
             raise native.error()
