@@ -61,9 +61,7 @@ class Context:
         return values if self.phase.bias is None else values + self.read(self.phase.bias, index)
 
     def reduce_rows(self, rank: int, row: int, rows: int) -> slice:
-        """The rows of REDUCE that hold the partial sums of `rank` for the token rows [row, row + rows),
-        which must lie in one row block. These rows of REDUCE are on the rank that adds the sums up.
-        """
+        """The rows of REDUCE with the partial sums of `rank` for rows [row, row + rows), all in one row block."""
         start = self.dims.reduce_row(rank, row)
         return slice(start, start + rows)
 
@@ -94,9 +92,7 @@ class Context:
     def write_cache(
         self, buffer: Buffer, sequences: NDArray[Any], positions: NDArray[Any], columns: NDArray[Any], values: F32
     ) -> None:
-        """Store K or V, [tokens, columns]. `columns` are elements of a token's row, which has all KV heads of the rank.
-        They must be those of whole heads if the cache is quantised.
-        """
+        """Store K or V, [tokens, columns], in these columns of the rank's KV heads: whole heads if quantised."""
         d, (page, offset) = self.dims, (each[:, None] for each in self._places(sequences, positions))
         head, element = np.divmod(columns, d.model.head_dim)
         if not d.model.quantised_kv:

@@ -1,6 +1,4 @@
-"""The sizes for which a program is compiled, in four records: the model's, a rank's split of it, the bucket's and a
-worker's. One flat C++ struct is generated from them.
-"""
+"""The sizes for which a program is compiled, in four records, from which one flat C++ struct is generated."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ class ModelSizes:
 
     @property
     def kv_row(self) -> int:
-        """Return the length of a row in the KV cache, which has K or V of one token and one head. The
-        length is in elements, or in bytes if the cache is quantised.
-        """
+        """The length of a head's row in the KV cache, in elements, or in bytes if the cache is quantised."""
         return self.head_dim + self.quantised_kv * KV_SCALE * ceil_div(self.head_dim, KV_UNIT)
 
     @property
@@ -161,9 +157,7 @@ class Split:
         return max((self.first_kv_head + kv_head) * self.model.group_size - self.first_head, 0)
 
     def query_head_end(self, kv_head: int) -> int:
-        """Return one past the last query head that uses KV head `kv_head`. Both are numbered from the
-        rank's first head.
-        """
+        """Return one past the last query head that uses KV head `kv_head`."""
         return min((self.first_kv_head + kv_head + 1) * self.model.group_size - self.first_head, self.rank_heads)
 
     # -- The methods below have no counterpart in C++.
@@ -289,9 +283,7 @@ class Dims:
 
     @staticmethod
     def of(**sizes: float) -> Dims:
-        """Return the Dims with these sizes, which are named as in DIM_FIELDS. Raises TypeError if a size is missing
-        that has no default.
-        """
+        """Return the Dims with these sizes, named as in DIM_FIELDS. Raises TypeError if one is missing."""
         of = {record: {n: sizes.pop(n) for n in names if n in sizes} for record, names in _RECORDS.items()}
         if sizes:
             raise TypeError(f"there are no sizes {', '.join(sizes)}")

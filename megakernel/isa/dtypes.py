@@ -49,9 +49,7 @@ class Dtype(IntEnum):
         return 8.0 * (block.bytes / block.weights if block else self.itemsize)
 
     def row_bytes(self, elements: int) -> int:
-        """The number of bytes that a row of a matrix takes. A last block that is only partly filled
-        takes as many bytes as a whole block.
-        """
+        """The number of bytes that a row of a matrix takes. A partly filled last block counts as a whole block."""
         block = BLOCKS.get(self)
         return -(-elements // block.weights) * block.bytes if block else elements * self.itemsize
 
@@ -118,9 +116,7 @@ def to_f32(a: NDArray[np.generic], dtype: Dtype | None = None) -> NDArray[np.flo
 
 
 def from_f32(a: NDArray[np.float32], dtype: Dtype) -> NDArray[np.generic]:
-    """Round float32 values to `dtype`, to nearest, ties to even; NaN stays NaN. Whole blocks of 32 weights can also be
-    quantised, as in the gguf package.
-    """
+    """Round float32 values to `dtype`, to nearest, ties to even; NaN stays NaN. Whole blocks can also be quantised."""
     if dtype is Dtype.F32:
         return np.ascontiguousarray(a, dtype=np.float32)
     if dtype is Dtype.F16:

@@ -71,9 +71,7 @@ class Phase:
 
     @property
     def reads_weights(self) -> bool:
-        """Whether the phase reads a weight matrix. A reduction has `weights` too, but only adds the
-        products that a matmul made with them.
-        """
+        """Whether the phase reads a weight matrix. A reduction has `weights` too, but adds products made with them."""
         return self.operation in (Operation.MATMUL, Operation.GATHER)
 
     @property
@@ -117,9 +115,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class PhaseField:
-    """A field of the C++ struct `Phase`, which describes a phase as one rank sees it. `kind` is its
-    C++ type: an enum of isa.h, or int32_t.
-    """
+    """A field of the C++ struct `Phase`, which describes a phase as one rank sees it. `kind` is its C++ type."""
 
     name: str
     kind: str
@@ -210,9 +206,7 @@ class Forward:
         return iter(self.phases)
 
     def words(self, dims: Dims) -> NDArray[np.int32]:
-        """The words of the C++ structs `Phase` as rank `dims.rank` sees them, [MAX_PHASES + 1,
-        fields]; zeros for unused numbers.
-        """
+        """The C++ structs `Phase` as rank `dims.rank` sees them: [MAX_PHASES + 1, fields]; zeros for unused numbers."""
         out = np.zeros((MAX_PHASES + 1, len(PHASE_FIELDS)), dtype=np.int32)
         for number, phase in self.by_number.items():
             out[number] = [field.value(phase, dims) for field in PHASE_FIELDS]

@@ -51,9 +51,7 @@ def signals(records: Records) -> Records:
 
 
 def encode(phase: int, operands: Sequence[int] = (), waits: ArrayLike = (), signals: ArrayLike = ()) -> Records:
-    """Make one record, [WORDS], of the phase with this number. `waits` and `signals` are words as
-    `counter_word` encodes them.
-    """
+    """Make one record, [WORDS], of phase number `phase`. Waits and signals are encoded as by `counter_word`."""
     words = np.zeros(WORDS, dtype=np.int32)
     words[0] = phase
     for first, values in ((OPERAND_WORD, operands), (WAIT_WORD, waits), (SIGNAL_WORD, signals)):

@@ -20,9 +20,7 @@ from .dims import Dims
 
 @dataclass(frozen=True)
 class StepField:
-    """A field of the step table. Its length in words is the product of the Dims that `of` names,
-    plus `plus`. With `per_rank`, each rank has that many words.
-    """
+    """A field of the step table. Its words (of each rank if `per_rank`) are the product of sizes `of`, plus `plus`."""
 
     name: str
     of: tuple[str, ...]
@@ -119,9 +117,7 @@ STEP_FIELDS: tuple[StepField, ...] = (
 
 @functools.cache
 def _layout(dims: Dims) -> tuple[dict[str, tuple[int, int, bool]], int]:
-    """Return (fields, words). `fields` maps a field's name to (first word, end, whether the words
-    are floats), as rank `dims.rank` sees the field. `words` is the number of words in a table.
-    """
+    """Return ({field: (first word, end, whether floats)} as rank `dims.rank` sees them, words of the table)."""
     fields, offset = {}, 0
     for field in STEP_FIELDS:
         length = field.length(dims)

@@ -48,9 +48,7 @@ OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5, "fp32": 4.0}
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP/s by operand type; None if the chip lacks the type. bf16, fp8 (or int8) and fp4 are rates of the matrix
-    unit.
-    """
+    """FLOP/s by operand type: of the matrix unit for bf16, fp8 (or int8) and fp4. None if the chip lacks the type."""
 
     bf16: float
     fp32: float  # multiply-adds of the vector lanes
@@ -86,9 +84,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Fabric:
-    """A fat tree of switches between nodes. A unit is a group of nodes that share leaf switches. A leaf switch has as
-    many cables up as down.
-    """
+    """A fat tree between nodes. The nodes of a unit share leaf switches, which have as many cables up as down."""
 
     nodes_per_unit: int
 
@@ -227,9 +223,7 @@ class Hardware:
 
     @property
     def switch_bytes_per_s(self) -> float:
-        """The rate of a node's switches in one direction. In a node without switches, it is the sum of the rates at
-        which the GPUs send.
-        """
+        """The rate of a node's switches in one direction; without switches, the rate of all GPUs together."""
         if not self.node.switches:
             return self.node.gpus * self.link.egress_bytes_per_s
         return self.node.switches * self.node.switch_ports * self.link.port_bytes_per_s

@@ -51,9 +51,7 @@ class Checks:
         return uses(self.parts)
 
     def stages(self, of_target: Callable[[list[Part]], Iterable[str]] = lambda parts: ()) -> Iterator[Iterable[str]]:
-        """Yield the violations that each stage finds. Each stage relies on the previous ones. `of_target` is one of
-        them: the checks of what a target requires, besides those of all targets.
-        """
+        """Yield each stage's violations. A stage relies on earlier ones. `of_target` checks what a target requires."""
         yield _layout(self.program)
         yield check_phases(self.program.forward, self.program.dims)
         yield _records(self.program, self.parts)
@@ -65,9 +63,7 @@ _FOUND: WeakKeyDictionary[Program, str | None] = WeakKeyDictionary()
 
 
 def violation(program: Program) -> str | None:
-    """Describe the first violation in the program's sizes, phases or records, and its place. Returns None if there is
-    none. Only the first call for a program takes time.
-    """
+    """Describe a program's first violation and its place; None if there is none. Only the first call takes time."""
     if program not in _FOUND:
         _FOUND[program] = next((found for stage in Checks(program).stages() for found in stage), None)
     return _FOUND[program]
@@ -181,9 +177,7 @@ def _segment(name: str, segment: Segment, streams: int) -> Iterator[str]:
 
 
 def _records(program: Program, parts: list[Part]) -> Iterator[str]:
-    """Check each record by itself, except the buffer regions that it accesses. Then check all attention instructions
-    together, and all drains together.
-    """
+    """Check each record except the regions that it accesses, then all attention instructions and drains together."""
     dims = all_dims(program.dims)
     for number, part in enumerate(parts):
         yield from _headers(part, number)
@@ -285,9 +279,7 @@ def _attention(program: Program, body: Part, dims: list[Dims]) -> Iterator[str]:
 
 
 def _drains(program: Program, body: Part) -> Iterator[str]:
-    """Check that drains name queues of their own rank, do not claim more records than exist, and together claim all of
-    them.
-    """
+    """Check that drains name queues of their rank, claim only records that exist, and together claim all of them."""
     rows = body.rows(DRAIN)
     lengths = np.diff(program.queues.offsets).astype(np.int64)
     columns = DRAIN.columns(body.records[rows])
@@ -306,9 +298,7 @@ def _drains(program: Program, body: Part) -> Iterator[str]:
 
 
 def _boxes(found: list[Use]) -> Iterator[str]:
-    """Check that all regions that instructions read or write lie inside their buffers, and that each
-    rank uses only its own rows of the residual.
-    """
+    """Check that accessed regions lie inside their buffers, and that ranks use only their own rows of the residual."""
     every = [(use, access) for use in found for access in use.accesses]
     if not every:
         return

@@ -1,6 +1,4 @@
-"""Loads and checks program files. A file may come from anyone, so the type and range of every field are checked before
-use.
-"""
+"""Loads program files. A file may come from anyone, so every field's type and range are checked before use."""
 
 from __future__ import annotations
 

@@ -57,9 +57,7 @@ TOTALS = ("totals_first", "totals_middle", "totals_last")
 
 @dataclass(frozen=True)
 class Segment:
-    """The records of all ranks' workers, one stream after another. The stream of a worker is
-    records[offsets[s]:offsets[s+1]], where s = rank * workers per rank + worker.
-    """
+    """All ranks' streams. Worker w of rank r has records[offsets[s]:offsets[s+1]], s = r * workers per rank + w."""
 
     records: Records
     offsets: NDArray[np.int32]
@@ -107,9 +105,7 @@ class Program:
         return self.dims.on(rank)
 
     def numbered(self, index: int) -> tuple[Records, NDArray[np.int64]]:
-        """Return the records of segment `index`, in the order in which traces number them (the
-        records of queues follow those of the body), and the rank of each record.
-        """
+        """Return segment `index` as traces number it (queues follow the body), and the rank of each record."""
         segment: Segment = getattr(self, SEGMENTS[index])
         ranks = np.repeat(np.arange(self.ranks * self.workers) // self.workers, np.diff(segment.offsets))
         if SEGMENTS[index] != "body":
@@ -119,9 +115,7 @@ class Program:
         return np.concatenate([segment.records, self.queues.records]), ranks
 
     def by_phase(self, index: int) -> Iterator[tuple[Phase, Dims, NDArray[np.int64], dict[str, Column]]]:
-        """For each rank and each phase that has records in segment `index`, yield the phase, the
-        rank's sizes, the records' indices in `numbered`, and their operands.
-        """
+        """For each rank and phase with records in segment `index`: phase, sizes, indices in `numbered`, operands."""
         records, ranks = self.numbered(index)
         numbers = phase_number(records)
         for rank in range(self.ranks):

@@ -59,9 +59,7 @@ class _Cut(Enum):
 
 @dataclass(frozen=True)
 class _Tiles:
-    """The query tiles, one array element for each. A tile consists of consecutive rows of one
-    chunk, or of padding (`seq` is -1), inside one row block.
-    """
+    """The query tiles, as arrays: consecutive rows of one chunk, or padding (`seq` is -1), in one row block."""
 
     row: Ints
     rows: Ints

@@ -141,9 +141,7 @@ def _check_items(t: StepTable) -> None:
 
 
 def _check_splits(t: StepTable, n: int, whole: NDArray[Any]) -> NDArray[Any]:
-    """Check the items of splits. Returns a mask with all unsplit items and the first item of each
-    split, which together must partition the rows x KV heads.
-    """
+    """Check splits. Return a mask of unsplit and first items, which must partition rows x KV heads."""
     d = t.dims
     once = np.ones(n, bool)
     taken = np.zeros(d.bucket.partials, bool)

@@ -195,9 +195,7 @@ class SequencePages:
 
 @dataclass
 class _Kept:
-    """One of the two step tables, with the rows and the attention items that it contains. `rows` is None if the last
-    attempt to write the table failed.
-    """
+    """One of the two step tables, and what it contains. `rows` is None if the last attempt to write it failed."""
 
     table: StepTable
     rows: StepRows | None = None
@@ -248,9 +246,7 @@ class Steps:
 
 
 def _goes_on(last: StepRows, rows: StepRows) -> bool:
-    """Whether the step `rows` continues the step `last`: the sequences are the same, and each has a single token, at
-    the position after its token in `last`.
-    """
+    """Whether each sequence of `last` continues in `rows`, by the one token after its last."""
     return (
         rows.lineup is last.lineup
         and len(rows.tokens) == len(rows.start)

@@ -70,9 +70,7 @@ def philox(counter: Four, key: tuple[int, int]) -> Four:
 
 
 def uniform(seed_low: int, seed_high: int, position: int, choice: int) -> float:
-    """The random number that samples the token at `position` in completion `choice` of a request. It is in
-    [0, 1) and a multiple of 2^-24. The halves of the seed may be signed int32.
-    """
+    """The random number in [0, 1), a multiple of 2^-24, for a position and a completion of a request with this seed."""
     first = philox((position & _WORD, choice & _WORD, 0, 0), (seed_low & _WORD, seed_high & _WORD))[0]
     return float(first >> 8) * 2.0**-24
 

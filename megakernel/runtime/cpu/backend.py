@@ -113,9 +113,7 @@ class CpuBackend:
         self._ranks.close()
 
     def _load(self, program: Program) -> int:
-        """Return the handle of a program. The first call for a program checks it, copies it into the native
-        library, and enlarges the activation buffers if the program has more rows.
-        """
+        """Return a program's handle. The first call checks and copies the program, and enlarges buffers for it."""
         if id(program) not in self._programs:
             self._ranks.fit(program.dims)
             self._programs[id(program)] = program, self._ranks.load(program)
@@ -151,9 +149,7 @@ class _Launch:
         self._ranks.start(handle, self._table.words, self._traced)
 
     def wait(self) -> Output:
-        """Wait until the launch ends, and return its output. Call this once. The output's `seconds` is the time from
-        the start of the launch until this process noticed the end. Ctrl-C aborts the launch within a second.
-        """
+        """Wait for the end and return the output, with the time until the end was noticed. Call it once."""
         try:
             self._finish()
         except BaseException:
@@ -166,9 +162,7 @@ class _Launch:
         return Output(tokens, logprobs, logits, seconds, self._trace() if self._traced else None)
 
     def abort(self) -> None:
-        """Stop the launch soon and return when it has stopped; its output is lost. Does nothing if the launch
-        has ended.
-        """
+        """Stop the launch, and return when it has stopped; its output is lost. Does nothing if it has ended."""
         if self._backend._running is not self:
             return
         try:

@@ -1,6 +1,4 @@
-"""Python's side of the ranks that the native library executes: it packs their weights, allocates
-NumPy arrays for all other buffers, loads programs and launches them.
-"""
+"""Python's side of the native library's ranks: it packs weights, allocates other buffers, loads and starts programs."""
 
 from __future__ import annotations
 
@@ -110,9 +108,7 @@ class CpuRanks:
         return 0 if self._shared(buffer) else rank
 
     def _shared(self, buffer: Buffer) -> bool:
-        """Whether all ranks use one copy of a buffer. They do for a weight that each of them needs whole, and for an
-        output, because only one rank reads and writes each of its rows.
-        """
+        """Whether ranks share one copy: of a weight that each needs whole, or an output, whose rows have one writer."""
         space, whole = BUFFERS[buffer].space, self._whole(buffer)
         return space is Space.OUTPUT or (
             space is Space.WEIGHT and all(self._shape(rank, buffer) == whole for rank in self.ranks)
@@ -155,9 +151,7 @@ class CpuRanks:
     # -- buffers
 
     def fit(self, dims: Dims) -> None:
-        """Make the activation and output buffers large enough for programs with the sizes `dims`.
-        Their contents may be lost.
-        """
+        """Make room for programs with the sizes `dims`. Activations and outputs may be lost."""
         self._grow((Space.ACTIVATION, Space.OUTPUT), dims)
 
     def _grow(self, spaces: Collection[Space], dims: Dims) -> None:
@@ -261,9 +255,7 @@ class CpuRanks:
         return int(self._lib.mk_link_bytes(self._engine, rank))
 
     def intervals(self) -> tuple[Intervals, int]:
-        """The intervals of the last traced launch in nanoseconds, sorted by rank, worker and begin;
-        and the number of intervals that did not fit into the trace.
-        """
+        """The last trace's intervals in ns, sorted by rank, worker and begin, and the number that found no room."""
         dropped = ctypes.c_int64()
         count = self._lib.mk_intervals(self._engine, None, ctypes.byref(dropped))
         intervals = np.zeros(max(count, 0), dtype=DTYPE)
@@ -285,9 +277,7 @@ class CpuRanks:
         )
 
     def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:
-        """Stall one instruction in every traced launch (segment 0: prologue, 1: body, 2: epilogue); 0 seconds
-        turns it off.
-        """
+        """Stall one instruction of a segment (its index) in every traced launch; 0 seconds turn it off."""
         self._lib.mk_delay(self._engine, segment, record, layer, round(seconds * 1e9))
 
     def close(self) -> None:

@@ -112,9 +112,7 @@ def require() -> None:
 
 
 def machine(ranks: int) -> Machine:
-    """One rank's share of this machine: a whole GPU if there are enough for all ranks, otherwise an equal part of the
-    first GPU's SMs.
-    """
+    """One rank's share of this machine: a GPU if there are enough, otherwise an equal part of the first GPU's SMs."""
     require()
     devices = driver().usable
     device = devices[0]

@@ -37,9 +37,7 @@ _SLOW = re.compile(r"\(C75\d\d\)[^\n]*")
 
 @dataclass(frozen=True)
 class Build:
-    """A variant of the interpreter: whether it traces, the units that compute its programs' matmuls, the SMs of a
-    worker, and the work that it leaves out.
-    """
+    """A variant of the interpreter: whether it traces, its matmul units, the SMs of a worker, what it leaves out."""
 
     trace: bool
     units: Units
@@ -67,9 +65,7 @@ class Compiler:
     nvcc: str | None = None
 
     def compile(self, build: Build) -> Cubin:
-        """Compile one cubin. Raises MegakernelError with the compiler's first error. A note that warns
-        of slow code counts as an error.
-        """
+        """Compile one cubin. Raises MegakernelError with the first error, or with a note that warns of slow code."""
         cubin = _with_nvcc(self.nvcc, build.defines) if self.nvcc else _with_nvrtc(build.defines)
         if slow := _SLOW.search(cubin.log):
             raise MegakernelError(f"{self.version} compiled csrc/cuda into slow code: {slow[0]}")
@@ -149,9 +145,7 @@ def key(with_: Compiler, build: Build) -> str:
 
 
 def _store(path: Path, code: bytes) -> None:
-    """Store a cubin completely or not at all, even if other processes store the same one. If the
-    cache cannot be written, the next start compiles again.
-    """
+    """Store a cubin completely or not at all. If the cache cannot be written, the next start compiles again."""
     part = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

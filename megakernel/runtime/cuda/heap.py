@@ -74,9 +74,7 @@ class Heap:
         return made
 
     def fit(self, dims: Dims) -> None:
-        """Make room for programs with the sizes `dims`. Activations and outputs may be lost, and
-        their addresses may change.
-        """
+        """Make room for programs with the sizes `dims`. Activations and outputs may be lost and move."""
         # The buffers that the host reads after each launch come first, so that one copy transfers them.
         buffers = (*_READ, *(b for b in _in(Space.ACTIVATION, Space.OUTPUT) if b not in _READ))
         sizes = {b: max(self._most(b, dims), self._sizes.get(b, 0)) for b in buffers}

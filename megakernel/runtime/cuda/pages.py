@@ -88,9 +88,7 @@ def output_columns(phase: Phase, dims: Dims) -> int:
 
 @dataclass(frozen=True)
 class Pages:
-    """The number of pages that each instruction takes for `weights`, `inputs` and `output`, and the
-    maximum number of pages that it holds at once (`held`).
-    """
+    """The pages that each instruction takes, by use, and the most that it holds at once (`held`)."""
 
     weights: Ints
     inputs: Ints
@@ -117,9 +115,7 @@ def _tensor(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> Pages:
 
 
 def first_rows(rows: Ints, dims: Dims) -> Ints:
-    """Return the number of a tile's rows that the first SM of a worker computes on tensor cores. If
-    the worker has two SMs, the first computes half of the tile's boxes of BOX_ROWS rows.
-    """
+    """Return a tile's rows on the worker's first SM, which of two computes half of the boxes of BOX_ROWS rows."""
     return np.minimum(rows, BOX_ROWS * ceil_div(rows, dims.worker.sms * BOX_ROWS))
 
 
@@ -132,9 +128,7 @@ def computed_rows(rows: Ints, dims: Dims) -> Ints:
 
 
 def tile_work(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> tuple[Ints, Ints]:
-    """Return the FLOPs of tiles on tensor cores, and the bytes that are loaded for them. The tensor
-    cores always multiply whole weight pages by `computed_rows` rows.
-    """
+    """Return the FLOPs of tiles on tensor cores (of whole weight pages by `computed_rows`), and the bytes loaded."""
     inner, columns = phase.inner(dims.split), phase.matrices(dims.split) * cols
     computed = computed_rows(rows, dims) * phase.matrices(dims.split) * PAGE_ROWS * ceil_div(cols, PAGE_ROWS)
     loaded = columns + BOX_ROWS * ceil_div(rows, BOX_ROWS) * ceil_div(columns, CHUNK)
@@ -149,9 +143,7 @@ def _dots(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> Pages:
 
 
 def dot_input_pages(phase: Phase, rows: Ints, dims: Dims) -> Ints:
-    """The number of input pages in each lap (filling of the ring) of a matmul as dot products; 0 if
-    the matmul normalises its inputs itself.
-    """
+    """The input pages in each lap of a matmul as dot products; 0 if the matmul normalises its inputs itself."""
     return ceil_div(rows * ceil_div(phase.inner(dims.split), DOT_PIECE), PIECES) * (phase.norm is None)
 
 
@@ -198,7 +190,5 @@ def attention_pages(item_rows: Column, item_kv_heads: Column, item_blocks: Colum
 
 
 def dot_rows(inner: int) -> int:
-    """The maximum number of rows of an instruction that computes a matmul as dot products, if a row
-    has at most `inner` (> 0) elements.
-    """
+    """The most rows of a matmul as dot products whose input rows have at most `inner` (> 0) elements."""
     return DOT_INPUT_PAGES * PIECES // -(-inner // DOT_PIECE)

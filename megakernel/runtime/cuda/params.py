@@ -62,9 +62,7 @@ _SCALARS: dict[str, tuple[str, Any]] = {
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a struct. `kind` is a scalar (i4, u4, u8), the name of another struct, or the C
-    type of a pointer. `count` > 1 declares an array.
-    """
+    """A field. `kind` is a scalar (i4, u4, u8), another struct or a C pointer type; `count` > 1 declares an array."""
 
     name: str
     kind: str

@@ -62,9 +62,7 @@ def _through_the_ring(phase: Phase, columns: Columns, dims: Dims) -> NDArray[np.
 
 
 def _pages(part: Part, dims: list[Dims]) -> Iterator[str]:
-    """Check that the ring has room for the pages that an instruction holds at once, and that the
-    tile of a matmul instruction can be divided into pages.
-    """
+    """Check that the ring has room for what an instruction holds at once, and that tiles can be divided into pages."""
     have = dims[0].worker.ring_pages
     if pages.kv_pages(dims[0]) > have:
         what = f"it holds {pages.kv_pages(dims[0])} pages at once, but the ring has {have}"

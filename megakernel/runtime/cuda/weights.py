@@ -1,6 +1,4 @@
-"""Copies a checkpoint to the GPUs: each rank's part of each tensor, row-major, in the shapes of
-`isa.BUFFERS`.
-"""
+"""Copies a checkpoint to the GPUs: each rank's part of each tensor, row-major, shaped as in `isa.BUFFERS`."""
 
 from __future__ import annotations
 
@@ -67,9 +65,7 @@ def _home(heap: Heap, ranks: list[Dims], d: Dims, buffer: Buffer) -> int:
 def _read_ahead(
     checkpoint: Checkpoint, buffer: Buffer, ranks: list[Dims]
 ) -> Iterator[tuple[Dims, int, list[WeightRows]]]:
-    """Yield the rows of a weight buffer in the compute type, for each layer and rank. While the caller copies rows to
-    the GPU, other threads read or generate those of the following layers.
-    """
+    """Yield a weight buffer's rows for each layer and rank, while other threads read those of later layers."""
     threads = min(_THREADS, os.cpu_count() or 1)
     waiting: deque[Future[list[tuple[Dims, int, list[WeightRows]]]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
