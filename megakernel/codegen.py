@@ -84,7 +84,7 @@ _DERIVED = (
     *("q_cols", "kv_cols", "qkv_cols", "o_cols", "o_first"),
 )
 _FUNCTIONS = ("query_head", "query_head_end", "owner", "reduce_place", "reduce_row")
-_HELPERS = ("ceil_div", "shard_units", "share", "start")
+_HELPERS = ("ceil_div", "start", "shard")
 
 
 _SIGNS: dict[type[ast.operator | ast.cmpop], str] = {

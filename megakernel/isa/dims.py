@@ -52,9 +52,7 @@ class ModelSizes:
     head_dim: int
     rms_eps: float
     dtype: int  # Dtype of activations, and of K and V unless quantised_kv; sums are in float32
-    # 1: K and V are stored in Q8_0, where each token's row of a head is quantised by itself. This field
-    # also determines the bits of the results.
-    quantised_kv: int = 0
+    quantised_kv: int = 0  # 1: K and V are stored in Q8_0, each token's row of a head by itself; determines result bits
 
     @property
     def mask_words(self) -> int:
@@ -89,7 +87,7 @@ class Split:
 
     @property
     def rank_heads(self) -> int:
-        return share(self.model.heads, self.tp, self.rank)
+        return start(self.model.heads, self.tp, self.rank + 1) - self.first_head
 
     @property
     def first_head(self) -> int:
@@ -101,29 +99,25 @@ class Split:
 
     @property
     def rank_kv_heads(self) -> int:
-        return (
-            ceil_div(self.first_head + self.rank_heads, self.model.group_size) - self.first_kv_head
-            if self.rank_heads
-            else 0
-        )
+        if self.rank_heads < 1:
+            return 0
+        return ceil_div(self.first_head + self.rank_heads, self.model.group_size) - self.first_kv_head
 
     @property
     def first_ffn(self) -> int:
-        return min(self.model.ffn, SHARD_UNIT * start(shard_units(self.model.ffn), self.tp, self.rank))
+        return shard(self.model.ffn, self.tp, self.rank)
 
     @property
     def rank_ffn(self) -> int:
-        return min(self.model.ffn - self.first_ffn, SHARD_UNIT * share(shard_units(self.model.ffn), self.tp, self.rank))
+        return shard(self.model.ffn, self.tp, self.rank + 1) - self.first_ffn
 
     @property
     def first_vocab(self) -> int:
-        return min(self.model.vocab, SHARD_UNIT * start(shard_units(self.model.vocab), self.tp, self.rank))
+        return shard(self.model.vocab, self.tp, self.rank)
 
     @property
     def rank_vocab(self) -> int:
-        return min(
-            self.model.vocab - self.first_vocab, SHARD_UNIT * share(shard_units(self.model.vocab), self.tp, self.rank)
-        )
+        return shard(self.model.vocab, self.tp, self.rank + 1) - self.first_vocab
 
     @property
     def head_ranks(self) -> int:
@@ -234,11 +228,9 @@ class Dims:
     @property
     def own_rows(self) -> int:
         """The maximum number of token rows that a rank owns. In REDUCE, each rank has a slot of this many rows."""
-        return (
-            self.bucket.tokens
-            if self.split.replicated_residual
-            else ceil_div(self.bucket.row_blocks, self.split.tp) * self.bucket.row_block
-        )
+        if self.split.replicated_residual:
+            return self.bucket.tokens
+        return ceil_div(self.bucket.row_blocks, self.split.tp) * self.bucket.row_block
 
     @property
     def own_logit_rows(self) -> int:
@@ -301,16 +293,14 @@ def ceil_div(a: Int, b: int) -> Int:
     return -(-a // b)
 
 
-def shard_units(columns: int) -> int:
-    return ceil_div(columns, SHARD_UNIT)
-
-
-def share(units: int, ranks: int, rank: int) -> int:
-    return units // ranks + (rank < units % ranks)
-
-
 def start(units: int, ranks: int, rank: int) -> int:
+    """Return the first unit of a rank's share; for `rank` = `ranks`, the number of units."""
     return rank * (units // ranks) + min(rank, units % ranks)
+
+
+def shard(columns: int, ranks: int, rank: int) -> int:
+    """Return the first column of a rank's shard; for `rank` = `ranks`, the number of columns."""
+    return min(columns, SHARD_UNIT * start(ceil_div(columns, SHARD_UNIT), ranks, rank))
 
 
 _RECORDS = {

@@ -131,6 +131,10 @@ def _buffer(name: str) -> Callable[[Phase, Dims], int]:
     return value
 
 
+def _reduced_ranks(phase: Phase, dims: Dims) -> int:
+    return phase.ranks(dims.split) if phase.operation is Operation.REDUCE else 0
+
+
 PHASE_FIELDS: tuple[PhaseField, ...] = (
     PhaseField("operation", "Operation", "", lambda p, d: p.operation),
     PhaseField("rows", "Rows", "", lambda p, d: p.rows),
@@ -142,20 +146,12 @@ PHASE_FIELDS: tuple[PhaseField, ...] = (
     PhaseField("inputs", "Buffer", "", _buffer("inputs")),
     PhaseField("output", "Buffer", "", _buffer("output")),
     PhaseField(
-        "ahead",
-        "int32_t",
-        "a phase in layer i uses the weights of layer i + ahead, or of the last layer if i + ahead exceeds it",
-        lambda p, d: p.ahead,
+        "ahead", "int32_t", "weights are of the layer that is so much later, or of the last", lambda p, d: p.ahead
     ),
     PhaseField("inner", "int32_t", "length of each dot product (K)", lambda p, d: p.inner(d.split)),
     PhaseField("width", "int32_t", "output columns", lambda p, d: p.width(d.split)),
     PhaseField("matrices", "int32_t", "number of weight matrices", lambda p, d: p.matrices(d.split)),
-    PhaseField(
-        "ranks",
-        "int32_t",
-        "for a reduction: number of ranks whose partial sums are added",
-        lambda p, d: p.ranks(d.split) if p.operation is Operation.REDUCE else 0,
-    ),
+    PhaseField("ranks", "int32_t", "number of ranks whose partial sums a reduction adds", _reduced_ranks),
 )
 
 # The control phases: every program contains them, under these numbers.
