@@ -119,10 +119,7 @@ def _c(node: ast.expr) -> str:
 
 
 def _function(source: Callable[..., Any]) -> tuple[str, str]:
-    """Translate a Python function to C++, and return its (parameters, body).
-
-    The function may consist only of `return` statements, each with or without an `if`.
-    """
+    """Translate a function of only `return` statements, each with or without an `if`, to C++: (parameters, body)."""
     definition = ast.parse(textwrap.dedent(inspect.getsource(source))).body[0]
     assert isinstance(definition, ast.FunctionDef)
     parameters = ", ".join(f"int32_t {a.arg}" for a in definition.args.args if a.arg != "self")
@@ -147,10 +144,7 @@ def _method(name: str) -> str:
 
 
 def _sizes() -> list[str]:
-    """Return the C++ lines of `Sizes`: Dims with fields for its derived sizes, and with methods that return them.
-
-    The methods have the same names as in Dims.
-    """
+    """Return the C++ lines of `Sizes`: Dims with fields for its derived sizes, and with methods that return them."""
     return [
         "// Dims and all sizes derived from it. The derived sizes need integer divisions, so they are computed once.",
         "struct Sizes : Dims {",

@@ -112,8 +112,7 @@ class Context:
 
 
 def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, token: Any) -> tuple[Any, ...]:
-    """An index that selects the bytes of quantised rows of K or V, in the order of their Q8_0 blocks. Its shape is
-    [..., kv_row].
+    """An index, [..., kv_row], of the bytes of quantised rows of K or V, in the order of their Q8_0 blocks.
 
     `page`, `head` and `token`, the token's place in the page, must have the same shape, or broadcast to a common one.
     """
@@ -130,9 +129,5 @@ def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, token: Any) -> tu
 
 
 def product(a: F32, b: F32) -> F32:
-    """a @ b, added in float64 and rounded once.
-
-    The order of additions depends on the BLAS library and on the other rows in the batch.
-    A different order changes fewer than one in ten million of the rounded numbers.
-    """
+    """a @ b, added in float64 and rounded once, so that BLAS's order of additions changes hardly any number."""
     return (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)

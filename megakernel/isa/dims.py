@@ -169,11 +169,6 @@ class Split:
         """The split as each rank sees it."""
         return [self.on(rank) for rank in range(self.tp)]
 
-    @property
-    def whole(self) -> Split:
-        """The model as a single rank has it."""
-        return Split(self.model)
-
 
 @dataclass(frozen=True)
 class Bucket:

@@ -171,10 +171,7 @@ class Curve:
     bus_bytes_per_s: tuple[float, ...]
 
     def at(self, message_bytes: float) -> float:
-        """Return the bytes/s at one message size, interpolated linearly in the logarithms of size and bandwidth.
-
-        Below the first point the time is constant; above the last point the bandwidth is constant.
-        """
+        """The bytes/s at a message size, interpolated in logarithms; below the curve, the time is constant."""
         points = list(zip(self.message_bytes, self.bus_bytes_per_s, strict=True))
         if message_bytes <= points[0][0]:
             return points[0][1] * message_bytes / points[0][0]
@@ -240,10 +237,7 @@ class Hardware:
         return self.flops_per_s(dtype) / self.chip.hbm_bytes_per_s
 
     def critical_rows(self, dtype: str = "bf16", weight_bytes: float | None = None) -> float:
-        """The rows of a matmul above which its arithmetic takes longer than reading its weights once: C b / (2 W).
-
-        C is the FLOP rate, W the memory rate, and b the bytes per weight: `weight_bytes`, or else those of `dtype`.
-        """
+        """The rows above which a matmul's arithmetic takes longer than reading its weights: intensity * bytes / 2."""
         return self.intensity(dtype) * (OPERAND_BYTES[dtype] if weight_bytes is None else weight_bytes) / 2
 
     def levels(self, gpus: int) -> tuple[Level, ...]:

@@ -19,7 +19,7 @@ from ..isa import record as bits
 from ..isa.step import step_words
 from .part import Part, Use, each, extent, uses
 from .phases import MOST, all_dims, check_phases
-from .program import SEGMENTS, Program, Segment
+from .program import SEGMENTS, TOTALS, Program, Segment
 
 # The maximum number of workers, because a trace stores the number of a worker in 16 bits.
 MOST_WORKERS = 1 << 16
@@ -95,7 +95,7 @@ def _arrays(program: Program) -> Iterator[str]:
         yield f"{len(program.queues.offsets) - 1} queues cannot be divided equally among {program.ranks} ranks"
         return
     yield from _segment("queues", program.queues, len(program.queues.offsets) - 1)
-    for name in ("totals_first", "totals_middle", "totals_last"):
+    for name in TOTALS:
         if getattr(program, name).shape != (program.ranks, program.counters):
             yield f"{name}: shape {getattr(program, name).shape}, not ({program.ranks}, {program.counters})"
 
@@ -132,23 +132,14 @@ def _sizes(d: Dims) -> Iterator[str]:
         return
     more = ("max_seqs", "max_context", "attention_slots", "items", "partials", "bias_entries", "mask_rows", "kv_block")
     high = [name for name in (*counts, *more) if d.flat[name] > MOST]
-    if (
-        high
-        or max(
-            d.model.heads * d.model.head_dim,
-            d.split.tp * (d.bucket.tokens + d.bucket.row_block),
-            d.bucket.tokens + d.bucket.row_block,
-        )
-        > MOST
-    ):
+    rows = max(d.split.tp, 1) * (d.bucket.tokens + d.bucket.row_block)
+    if high or max(d.model.heads * d.model.head_dim, rows) > MOST:
         yield f"{', '.join(high) or 'a product of sizes'} must be at most {MOST}"
         return
     if (words := step_words(d)) > MOST_STEP_WORDS:
         yield f"a step table of {words} words is longer than {MOST_STEP_WORDS}"
-    known = (
-        d.model.dtype in (Dtype.F32, Dtype.BF16) and d.worker.units in list(Units) and d.split.replicated_o in (0, 1)
-    )
-    known = known and d.split.replicated_residual in (0, 1) and d.model.quantised_kv in (0, 1)
+    known = d.model.dtype in (Dtype.F32, Dtype.BF16) and d.worker.units in list(Units)
+    known &= {d.split.replicated_o, d.split.replicated_residual, d.model.quantised_kv} <= {0, 1}
     if not known or d.worker.ring_pages < 0 or (d.worker.ring_pages and d.worker.units == Units.CORE):
         ring = f"a ring of {d.worker.ring_pages} pages"
         yield f"dtype {d.model.dtype}, units {d.worker.units}, {ring} or a flag is out of range"

@@ -29,7 +29,7 @@ MOST = (1 << 28) - 1
 @lru_cache(maxsize=64)
 def all_dims(dims: Dims) -> list[Dims]:
     """Return the sizes as each rank sees them: one Dims per rank, with the sizes of the rank's shards and buffers."""
-    return [dims.on(rank) for rank in range(dims.split.tp)]
+    return dims.ranks
 
 
 class Phases:

@@ -75,8 +75,7 @@ def deal_items(dims: Dims, seq: Ints, start: Ints, count: Ints) -> Dealt:
     Chunks are in row order. If `dims.items` is too small, tiles are cut more coarsely; if `dims.partials` is too small,
     fewer parts are split. Raises MegakernelError if not even one item per chunk and row block fits.
     """
-    ranks = (dims if rank == dims.split.rank else dims.on(rank) for rank in range(dims.split.tp))
-    by_heads = {rank.split.rank_kv_heads: rank for rank in ranks if rank.split.rank_kv_heads}
+    by_heads = {rank.split.rank_kv_heads: rank for rank in dims.ranks if rank.split.rank_kv_heads}
     return {heads: _deal(rank, seq, start, count) for heads, rank in by_heads.items()}
 
 
@@ -227,10 +226,7 @@ def _ends(dims: Dims, line: _Line, cut: _Cut) -> _Ends:
 
 
 def _unsplit(dims: Dims, tiles: _Tiles, line: _Line, ends: _Ends) -> _Ends:
-    """Move ends to the borders of their parts where the PARTIALS buffer has no room for the results of a split.
-
-    The first splits keep their partial results in the buffer, as many as have room.
-    """
+    """Move ends to the borders of their parts where PARTIALS has no room for the results of further splits."""
     number = line.first_part[ends.tile] + ends.part
     split = (ends.grain > 0) & (ends.grain < line.grains[ends.tile]) & line.divided.by_blocks[ends.tile]
     numbers = np.unique(number[split])

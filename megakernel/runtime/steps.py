@@ -117,19 +117,13 @@ class StepRows:
 
 
 def fits(capacity: str, wanted: int, limit: int) -> None:
-    """Raise MegakernelError if a step needs more than its program was compiled for.
-
-    `capacity` names what is needed, `wanted` is the number needed, and `limit` the number that the program has.
-    """
+    """Raise MegakernelError, which names `capacity`, if a step needs more than its program was compiled for."""
     if wanted > limit:
         raise MegakernelError(f"the step needs {capacity} = {wanted}, but the program was compiled for at most {limit}")
 
 
 def fill_rows(table: StepTable, rows: StepRows, sampling: Sampling) -> None:
-    """Write all fields of `table` except pages and attention items; remaining rows become padding.
-
-    Raises MegakernelError if a capacity, a field of Dims, is too small. The error names the field.
-    """
+    """Write all fields except pages and attention items. Raises MegakernelError naming an exceeded capacity."""
     dims, live, lineup = table.dims, len(rows.tokens), rows.lineup
     fits("tokens", live, dims.bucket.tokens)
     fits("logit_rows", len(lineup.chunk), dims.bucket.logit_rows)
@@ -216,10 +210,7 @@ class Steps:
         self._turn = 0  # which of the two tables is written next
 
     def build(self, dims: Dims, rows: StepRows) -> StepTable:
-        """The table for a step with these rows. The call after the next one overwrites it.
-
-        Raises MegakernelError if a capacity is exceeded; the error names it (a field of Dims).
-        """
+        """The step's table, until the call after the next. Raises MegakernelError naming an exceeded capacity."""
         last, kept = self._kept[1 - self._turn], self._kept[self._turn]
         changed = self._pages.changed[self._turn]
         if kept is None or kept.table.dims is not dims:

@@ -55,10 +55,9 @@ def attention_cost(model: ModelSizes, row_kv_heads: int, kv_tokens: float) -> tu
 
 
 def item_work(view: StepTable) -> tuple[Floats, Floats]:
-    """Return two arrays [items] for the attention items of the view's rank: the FLOPs of each item,
-    and the bytes of K and V that it reads. Both are zero for padding items.
+    """Return the FLOPs of each attention item of the view's rank, and the bytes of K and V that it reads: two [items].
 
-    A row attends to earlier tokens and to itself. An item reads K and V once, however many rows the item has.
+    Both are zero for padding items. An item reads K and V once, however many rows it has.
     """
     dims, n = view.dims, int(view.slot_items[-1])
     row, rows = view.item_row[:n].astype(np.int64), view.item_rows[:n].astype(np.int64)

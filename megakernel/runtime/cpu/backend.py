@@ -122,10 +122,7 @@ class CpuBackend:
     # -- for tests
 
     def execute(self, instruction: Records, layer: int, table: StepTable, forward: Forward, rank: int = 0) -> None:
-        """Run one record's work on a rank's buffers, without waits and signals.
-
-        For attention, this runs all work items that the step table assigns to the record.
-        """
+        """Run one record's work (for attention, all of its items) on a rank's buffers, without waits and signals."""
         self._ranks.fit(table.dims)
         self._ranks.execute(table.dims.on(rank), table.words, instruction, layer, forward)
 

@@ -12,13 +12,8 @@ from ...errors import MegakernelError
 from ...isa import DIM_FIELDS, Dims, Dtype
 from ...library import load
 
-_POINTER, _I32, _I64, _DOUBLE, _TEXT = (
-    ctypes.c_void_p,
-    ctypes.c_int32,
-    ctypes.c_int64,
-    ctypes.c_double,
-    ctypes.c_char_p,
-)
+_POINTER, _TEXT = ctypes.c_void_p, ctypes.c_char_p
+_I32, _I64, _DOUBLE = ctypes.c_int32, ctypes.c_int64, ctypes.c_double
 
 
 class CDims(ctypes.Structure):

@@ -175,10 +175,7 @@ class CpuRanks:
             self._lib.mk_bind(self._engine, rank, buffer, layer, array[layer].ctypes.data)
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
-        """A view of a rank's copy of a buffer, in the buffer's declared shape. Packed matrices have no view.
-
-        The view may have more rows than the current program.
-        """
+        """A view of a rank's copy of a buffer, perhaps with more rows than a program uses; none of packed matrices."""
         view: NDArray[Any] = self._arrays[rank, buffer][layer]
         return view
 
@@ -234,8 +231,7 @@ class CpuRanks:
     def wait(self) -> bool:
         """Wait at most 50 ms, and return whether the launch has ended.
 
-        Raises MegakernelError if the launch was aborted or made no progress. The error names the
-        blocked wait. The caller must then call `reset` for the launch's program.
+        If it was aborted or made no progress, raises MegakernelError, which names the blocked wait; then call `reset`.
         """
         status = self._lib.mk_launch_wait(self._engine, _SLICE_MS)
         if status < 0:

@@ -323,8 +323,7 @@ class CudaLaunch:
         return self._backend.outcome(self._loaded, seconds, traced=self._table if self.traced else None)
 
     def abort(self) -> None:
-        """Stop the launch soon and return when it has stopped; its output is lost. Does nothing if the launch has
-        ended.
+        """Stop the launch, and return when it has stopped; its output is lost. Does nothing if it has ended.
 
         Raises MegakernelError if the launch does not stop. In that case its GPUs can neither be used nor released.
         """

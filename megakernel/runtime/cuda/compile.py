@@ -115,10 +115,7 @@ def nvcc(path: str) -> Compiler:
 
 
 def cubin(build: Build) -> bytes:
-    """The interpreter's code, which comes from the cache or is compiled now.
-
-    Compiling takes about half a minute, so on a terminal a line announces it.
-    """
+    """The interpreter's code, from the cache or compiled now. This takes half a minute, which a terminal announces."""
     with_ = compiler()
     path = cache_folder() / "cubin" / f"{key(with_, build)}.cubin"
     try:

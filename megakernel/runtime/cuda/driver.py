@@ -158,11 +158,7 @@ class Gpu:
         check("copying from the GPU", answer)
 
     def interrupt(self, address: int) -> None:
-        """Set an int32 of the device to 1 while a kernel runs.
-
-        The number is copied by the copy engine. A fill might run as a kernel, and the persistent kernel
-        leaves no SM free for that.
-        """
+        """Set an int32 to 1 while a kernel runs, by the copy engine: a fill might need an SM, and none is free."""
         self.use()
         source = self._one.ctypes.data
         check("stopping the launch", self.driver.cuMemcpyHtoDAsync(address, source, self._one.nbytes, self._side))
@@ -305,10 +301,9 @@ class Prepared:
 
 
 def encode_map(address: int, layout: MapLayout) -> NDArray[np.uint8]:
-    """Return a tensor map for memory at an address.
+    """Return a tensor map for memory at an address. Reads outside the tensor give zeros, writes there do nothing.
 
-    Reads outside the tensor give zeros, and writes there do nothing. The driver is called through
-    ctypes, because cuda-python would place the map at an address that the driver refuses.
+    ctypes calls the driver, because cuda-python would place the map at an address that the driver refuses.
     """
     lib = ctypes.CDLL("libcuda.so.1")
     raw = np.zeros(MAP_BYTES + _MAP_ALIGNMENT, np.uint8)

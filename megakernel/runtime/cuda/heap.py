@@ -6,7 +6,6 @@ A buffer in the heap lies at the same offset on each rank, and every GPU of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -48,18 +47,12 @@ class Heap:
         self._kept += self._place({b: self._most(b, dims) for b in _in(Space.STATE)})
         self.fit(dims)
 
-    def _ranks(self, dims: Dims) -> Iterator[Dims]:
-        return (dims.on(rank) for rank in range(dims.split.tp))
-
     def _most(self, buffer: Buffer, dims: Dims) -> int:
         """The number of bytes of a buffer, with all layers, on the rank whose copy is the largest."""
-        return layers(buffer, dims) * max(copy_bytes(buffer, d, self.pages) for d in self._ranks(dims))
+        return layers(buffer, dims) * max(copy_bytes(buffer, d, self.pages) for d in dims.ranks)
 
     def _place(self, sizes: dict[Buffer, int], head: int = 0) -> list[tuple[Gpu, int]]:
-        """Allocate memory for buffers of these sizes on every rank. Return the GPU and the address for each rank.
-
-        The buffers lie at the same offsets on all ranks, and begin after `head` bytes.
-        """
+        """Allocate memory for buffers of these sizes after `head` bytes. Return each rank's GPU and address."""
         offsets, end = {}, head
         for buffer, size in sizes.items():
             offsets[buffer] = end
@@ -117,8 +110,7 @@ class Heap:
         return np.array([[self.stride(r, b) for b in Buffer] for r in range(self._dims.split.tp)], np.uint64)
 
     def maps(self, gpu: Gpu, forward: Forward, dims: Dims) -> int:
-        """The address of the tensor maps for a program with the sizes `dims`: [tp, buffers, MAPS,
-        MAP_BYTES]. Unused maps are zero.
+        """The address of a program's tensor maps, [tp, buffers, MAPS, MAP_BYTES]; unused maps are zero.
 
         The copy engine caches maps, so this memory is not written again while the heap exists.
         """
@@ -131,7 +123,7 @@ class Heap:
 
     def _encoded(self, forward: Forward, dims: Dims) -> NDArray[np.uint8]:
         out = np.zeros((dims.split.tp, len(Buffer), MAPS, MAP_BYTES), np.uint8)
-        for d in self._ranks(dims):
+        for d in dims.ranks:
             for (buffer, kind), layout in map_layouts(forward, d, self.pages).items():
                 out[d.split.rank, buffer, kind] = encode_map(self.address(d.split.rank, buffer), layout)
         return out

@@ -120,9 +120,9 @@ def first_rows(rows: Ints, dims: Dims) -> Ints:
 
 
 def computed_rows(rows: Ints, dims: Dims) -> Ints:
-    """Return the number of rows for which a worker's tensor cores need time if the tile has `rows`
-    rows. An SM always multiplies a multiple of WARPGROUP_ROWS rows. If a worker has two SMs and the
-    second SM has fewer rows, it waits for the first SM, so both count with the first SM's rows.
+    """Return the rows for which a worker's tensor cores need time: multiples of WARPGROUP_ROWS on each SM.
+
+    If the second SM of a worker has fewer rows, it waits for the first SM, so both count with the first SM's rows.
     """
     return dims.worker.sms * WARPGROUP_ROWS * ceil_div(first_rows(rows, dims), WARPGROUP_ROWS)
 
@@ -148,9 +148,9 @@ def dot_input_pages(phase: Phase, rows: Ints, dims: Dims) -> Ints:
 
 
 def ahead_columns(phase: Phase, dims: Dims) -> int:
-    """Return the number of columns of a matmul as dot products whose weights are prefetched into the
-    L2 cache before the ring has room for them. All matrices of the matmul are counted together. The
-    columns fill whole pairs of pages. The number is 0 unless a single copy can load a whole page.
+    """Return how many columns of a matmul as dot products, of all its matrices, are prefetched into the L2 cache.
+
+    They fill whole pairs of pages. The number is 0 unless a single copy can load a whole page.
     """
     if phase.inner(dims.split) % PIECE_INNER:
         return 0

@@ -80,7 +80,7 @@ class ReferenceBackend:
 
     def _set_dims(self, dims: Dims) -> None:
         self.dims = dims
-        self._ranks = [dims.on(rank) for rank in range(dims.split.tp)]
+        self._ranks = dims.ranks
 
     def _size_for(self, dims: Dims) -> None:
         self._set_dims(dims)

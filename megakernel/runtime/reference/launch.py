@@ -242,10 +242,7 @@ class ReferenceLaunch:
             self._signal(place, word, row, arrivals)
 
     def _signal(self, place: StreamPlace, word: int, row: int = 0, arrivals: int = 1) -> None:
-        """Add `arrivals` to a counter on the ranks that a signal word names. If the word names a grid
-        of counters instead of one counter, add to the grid's counter for the row block of token row
-        `row`.
-        """
+        """Add `arrivals` to a word's counter, or to its grid's counter for token row `row`, on the ranks it names."""
         dims = self._tables[place.rank].dims
         rank = word >> record.RANK_SHIFT & record.RANK_MASK
         ranks = {record.ALL_RANKS: range(dims.split.tp), record.OWNER: dims.owners(row)}.get(rank, (rank,))
