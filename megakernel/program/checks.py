@@ -1,8 +1,7 @@
 """Checks a program before anything executes it. The checks look at each record, not at the order of records.
 
-Code that reads a program without violations never reads outside the program's arrays.
-`scheduler.verify` begins with the same checks and also proves that the program computes what its
-phases define, and that it ends.
+Code that reads a program without violations never reads outside the program's arrays. `scheduler.verify` begins with
+the same checks and also proves that the program computes what its phases define, and that it ends.
 """
 
 from __future__ import annotations

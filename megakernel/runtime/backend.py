@@ -46,8 +46,7 @@ class Backend(Protocol):
     """An executor with one model's weights and one KV pool.
 
     `megakernel.runtime.create` makes one. Programs of different buckets (numbers of token rows and similar sizes) may
-    be launched in any order. A program must agree with the backend in every model dimension, page size and
-    limit.
+    be launched in any order. A program must agree with the backend in every model dimension, page size and limit.
     """
 
     name: str

@@ -174,8 +174,7 @@ def _fill_bias(table: StepTable, place: Ints, sampling: Sampling) -> None:
 
 
 class SequencePages:
-    """The ids of the KV pages of each slot's sequence. In row `slot` of `ids`, the first
-    `count[slot]` are valid.
+    """The ids of the KV pages of each slot's sequence. In row `slot` of `ids`, the first `count[slot]` are valid.
 
     Whoever changes the row of a slot must set `changed[:, slot]`, one flag for each of the two
     tables that `Steps` writes in turn.
@@ -250,9 +249,8 @@ class Chunk:
     """Consecutive tokens of one sequence: a part of its prompt, or its newest token, perhaps
     followed by tokens proposed for speculative decoding.
 
-    `slot` is the sequence's row in the block table and in HISTORY. A token of -1 stands for the
-    token in HISTORY[slot][position]. `pages` are the sequence's page ids from its start, enough for
-    `start + len(tokens)`.
+    `slot` is the sequence's row in the block table and in HISTORY. A token of -1 stands for the token in
+    HISTORY[slot][position]. `pages` are the sequence's page ids from its start, enough for `start + len(tokens)`.
     """
 
     slot: int

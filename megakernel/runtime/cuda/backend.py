@@ -65,12 +65,11 @@ class DeviceLogits:
 class CudaBackend:
     """One model's weights and KV pool on this machine's GPUs.
 
-    `dims` gives the model, ranks, page size and limits; its fields for a program's sizes (the
-    bucket) are not used. A wait that exceeds `timeout_s` seconds ends the launch with an error that
-    names the wait. If a launch takes several times as long and does not stop, its GPUs are lost:
-    until the process ends, every later call raises an error. With `by_phases`, a step runs as a
-    CUDA graph with one kernel launch per phase; the results are bit-identical. With `pipelined`
-    off, a block fetches an instruction only when the previous instruction has ended.
+    `dims` gives the model, ranks, page size and limits; its fields for a program's sizes (the bucket) are not used. A
+    wait that exceeds `timeout_s` seconds ends the launch with an error that names the wait. If a launch takes several
+    times as long and does not stop, its GPUs are lost: until the process ends, every later call raises an error. With
+    `by_phases`, a step runs as a CUDA graph with one kernel launch per phase; the results are bit-identical. With
+    `pipelined` off, a block fetches an instruction only when the previous instruction has ended.
 
     Two switches for benchmarks make results meaningless: with `synchronised` off, no instruction
     waits for another; `ablation` selects a build of the kernel that leaves out the copies or the
