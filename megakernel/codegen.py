@@ -58,10 +58,7 @@ _COMMON = (
 )
 _CUDA = (
     (params, "threads pages page_bytes slots claim_slots"),
-    (
-        pages,
-        "tile_rows=page_rows tile_inner=k_step box_rows chunk piece=dot_piece pieces piece_inner dot_input_pages",
-    ),
+    (pages, "tile_rows=page_rows tile_inner=k_step box_rows chunk piece=dot_piece pieces piece_inner dot_input_pages"),
     (pages, "ahead_pages norm_bytes maps"),
     (pages, "consumer_warps=units query_tile"),
     (params, "shared_bytes map_bytes clock_stamps prologue body epilogue queues"),
@@ -87,7 +84,7 @@ _DERIVED = (
     *("q_cols", "kv_cols", "qkv_cols", "o_cols", "o_first"),
 )
 _FUNCTIONS = ("query_head", "query_head_end", "owner", "reduce_place", "reduce_row")
-_HELPERS = ("ceil_div", "shard_units", "share", "start")
+_HELPERS = ("ceil_div", "start", "shard")
 
 
 _SIGNS: dict[type[ast.operator | ast.cmpop], str] = {
@@ -122,10 +119,7 @@ def _c(node: ast.expr) -> str:
 
 
 def _function(source: Callable[..., Any]) -> tuple[str, str]:
-    """Translate a Python function to C++, and return its (parameters, body).
-
-    The function may consist only of `return` statements, each with or without an `if`.
-    """
+    """Translate a function of only `return` statements, each with or without an `if`, to C++: (parameters, body)."""
     definition = ast.parse(textwrap.dedent(inspect.getsource(source))).body[0]
     assert isinstance(definition, ast.FunctionDef)
     parameters = ", ".join(f"int32_t {a.arg}" for a in definition.args.args if a.arg != "self")
@@ -150,10 +144,7 @@ def _method(name: str) -> str:
 
 
 def _sizes() -> list[str]:
-    """Return the C++ lines of `Sizes`: Dims with fields for its derived sizes, and with methods that return them.
-
-    The methods have the same names as in Dims.
-    """
+    """Return the C++ lines of `Sizes`: Dims with fields for its derived sizes, and with methods that return them."""
     return [
         "// Dims and all sizes derived from it. The derived sizes need integer divisions, so they are computed once.",
         "struct Sizes : Dims {",

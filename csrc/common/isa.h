@@ -38,7 +38,7 @@ enum class Buffer : int32_t {
   EMBED = 0,  // token embeddings
   INV_FREQ = 1,  // RoPE inverse frequencies, including RoPE scaling
   ATTN_NORM = 2,  // RMS norm scales before attention
-  W_QKV = 3,  // QKV projection: q heads, then k heads, then v heads
+  W_QKV = 3,  // QKV projection: q heads, k heads, v heads
   B_QKV = 4,  // bias of W_QKV
   W_O = 5,  // attention output projection
   B_O = 6,  // bias of W_O
@@ -48,7 +48,7 @@ enum class Buffer : int32_t {
   W_DOWN = 10,  // down projection
   B_DOWN = 11,  // bias of W_DOWN
   FINAL_NORM = 12,  // RMS norm scales before the LM head
-  LM_HEAD = 13,  // LM head; the rows of EMBED if embeddings are tied
+  LM_HEAD = 13,  // LM head; rows of EMBED if embeddings are tied
   ROPE = 14,  // cos and sin of each RoPE pair, interleaved
   X = 15,  // residual stream
   H = 16,  // normalised residual
@@ -57,14 +57,14 @@ enum class Buffer : int32_t {
   ACT = 19,  // silu(gate) * up
   Y = 20,  // rows that get logits, after the final norm
   LOGITS = 21,  // raw logits
-  PARTIALS = 22,  // partial softmax (maximum, sum, output) per query row, KV head and KV block
-  SPLITS = 23,  // number of finished items of each split; the item that finishes last resets the number to 0
+  PARTIALS = 22,  // partial softmax (m, l, o)
+  SPLITS = 23,  // finished items of each split; the last resets it to 0
   K_CACHE = 24,  // keys [element][token]; Q8_0 if quantised_kv
   V_CACHE = 25,  // values [token][element]; Q8_0 if quantised_kv
-  HISTORY = 26,  // token ids of the request in each slot
+  HISTORY = 26,  // token ids of each slot's request
   TOKENS_OUT = 27,  // sampled (or scored) token ids
-  LOGPROBS_OUT = 28,  // log-softmax of raw logits at the token in TOKENS_OUT
-  REDUCE = 29,  // partial sums of a projection: own_rows rows from each rank, in the order of the ranks
+  LOGPROBS_OUT = 28,  // log-softmax of raw logits at TOKENS_OUT
+  REDUCE = 29,  // partial sums of a projection: own_rows rows from each rank in turn
   QK_NORM = 30,  // RMS norm scales of q heads and k heads
 };
 constexpr int32_t kBuffers = 31;
@@ -89,11 +89,11 @@ struct Phase {
   Buffer head_norm;  // scales of the RMS norms of q heads and k heads
   Buffer inputs;
   Buffer output;
-  int32_t ahead;  // a phase in layer i uses the weights of layer i + ahead, or of the last layer if i + ahead exceeds it
+  int32_t ahead;  // weights are of the layer that is so much later, or of the last
   int32_t inner;  // length of each dot product (K)
   int32_t width;  // output columns
   int32_t matrices;  // number of weight matrices
-  int32_t ranks;  // for a reduction: number of ranks whose partial sums are added
+  int32_t ranks;  // number of ranks whose partial sums a reduction adds
 };
 static_assert(sizeof(Phase) == 56);
 
@@ -107,9 +107,8 @@ struct Attention { int32_t slot; int32_t group_heads; int32_t groups; };
 MK_DIMS_FN inline int32_t lower_of(int32_t a, int32_t b) { return a < b ? a : b; }
 MK_DIMS_FN inline int32_t higher_of(int32_t a, int32_t b) { return a < b ? b : a; }
 MK_DIMS_FN inline int32_t ceil_div(int32_t a, int32_t b) { return ((a + b - 1) / b); }
-MK_DIMS_FN inline int32_t shard_units(int32_t columns) { return ceil_div(columns, kShardUnit); }
-MK_DIMS_FN inline int32_t share(int32_t units, int32_t ranks, int32_t rank) { return ((units / ranks) + (rank < (units % ranks))); }
 MK_DIMS_FN inline int32_t start(int32_t units, int32_t ranks, int32_t rank) { return ((rank * (units / ranks)) + lower_of(rank, (units % ranks))); }
+MK_DIMS_FN inline int32_t shard(int32_t columns, int32_t ranks, int32_t rank) { return lower_of(columns, (kShardUnit * start(ceil_div(columns, kShardUnit), ranks, rank))); }
 
 struct Dims {
   int32_t vocab;
@@ -143,19 +142,19 @@ struct Dims {
   int32_t sms;
   MK_DIMS_FN int32_t row_blocks() const { return ceil_div(tokens, row_block); }
   MK_DIMS_FN int32_t pages_per_seq() const { return ceil_div(max_context, kv_page); }
-  MK_DIMS_FN int32_t own_rows() const { return (replicated_residual ? tokens : (ceil_div(row_blocks(), tp) * row_block)); }
+  MK_DIMS_FN int32_t own_rows() const { if (replicated_residual) return tokens; return (ceil_div(row_blocks(), tp) * row_block); }
   MK_DIMS_FN int32_t own_logit_rows() const { return ceil_div(logit_rows, tp); }
   MK_DIMS_FN int32_t mask_words() const { return ceil_div(vocab, 32); }
   MK_DIMS_FN int32_t kv_row() const { return (head_dim + ((quantised_kv * kKvScale) * ceil_div(head_dim, kKvUnit))); }
   MK_DIMS_FN int32_t group_size() const { return (heads / kv_heads); }
-  MK_DIMS_FN int32_t rank_heads() const { return share(heads, tp, rank); }
+  MK_DIMS_FN int32_t rank_heads() const { return (start(heads, tp, (rank + 1)) - first_head()); }
   MK_DIMS_FN int32_t first_head() const { return start(heads, tp, rank); }
   MK_DIMS_FN int32_t first_kv_head() const { return (first_head() / group_size()); }
-  MK_DIMS_FN int32_t rank_kv_heads() const { return (rank_heads() ? (ceil_div((first_head() + rank_heads()), group_size()) - first_kv_head()) : 0); }
-  MK_DIMS_FN int32_t first_ffn() const { return lower_of(ffn, (kShardUnit * start(shard_units(ffn), tp, rank))); }
-  MK_DIMS_FN int32_t rank_ffn() const { return lower_of((ffn - first_ffn()), (kShardUnit * share(shard_units(ffn), tp, rank))); }
-  MK_DIMS_FN int32_t first_vocab() const { return lower_of(vocab, (kShardUnit * start(shard_units(vocab), tp, rank))); }
-  MK_DIMS_FN int32_t rank_vocab() const { return lower_of((vocab - first_vocab()), (kShardUnit * share(shard_units(vocab), tp, rank))); }
+  MK_DIMS_FN int32_t rank_kv_heads() const { if ((rank_heads() < 1)) return 0; return (ceil_div((first_head() + rank_heads()), group_size()) - first_kv_head()); }
+  MK_DIMS_FN int32_t first_ffn() const { return shard(ffn, tp, rank); }
+  MK_DIMS_FN int32_t rank_ffn() const { return (shard(ffn, tp, (rank + 1)) - first_ffn()); }
+  MK_DIMS_FN int32_t first_vocab() const { return shard(vocab, tp, rank); }
+  MK_DIMS_FN int32_t rank_vocab() const { return (shard(vocab, tp, (rank + 1)) - first_vocab()); }
   MK_DIMS_FN int32_t head_ranks() const { return lower_of(heads, tp); }
   MK_DIMS_FN int32_t q_cols() const { return (rank_heads() * head_dim); }
   MK_DIMS_FN int32_t kv_cols() const { return (rank_kv_heads() * head_dim); }
@@ -253,17 +252,17 @@ struct StepView {
   const int32_t* positions;  // absolute position of the row in its sequence
   const int32_t* row_seq;  // index of the row's sequence in block_tables; -1: padding, whose K and V are not stored
   const int32_t* block_tables;  // KV page ids of each sequence
-  const int32_t* slot_items;  // attention slot s runs items slot_items[s] to slot_items[s+1] - 1
+  const int32_t* slot_items;  // slot s runs items slot_items[s] to slot_items[s+1] - 1
   const int32_t* item_row;  // first token row of the item
   const int32_t* item_rows;  // number of token rows, at consecutive positions
   const int32_t* item_kv_head;  // first KV head of the item
   const int32_t* item_kv_heads;  // number of KV heads
   const int32_t* item_seq;  // index of the rows' sequence in block_tables; -1: padding, whose output is zero
   const int32_t* item_block;  // first KV block (of kv_block tokens) of the item
-  const int32_t* item_blocks;  // number of KV blocks; an item that is not split has all blocks up to the position of its last row
+  const int32_t* item_blocks;  // number of KV blocks; without a split, all blocks up to the position of the item's last row
   const int32_t* item_wait_block;  // first row block whose q, k and v the item waits for
   const int32_t* item_wait_blocks;  // number of row blocks that the item waits for, including the block of its own rows
-  const int32_t* item_split;  // index in SPLITS of the item's split (the items that divide the rows' KV blocks); -1: not split
+  const int32_t* item_split;  // index in SPLITS of the item's split (items that divide the rows' KV blocks); -1: not split
   const int32_t* item_splits;  // number of items in the split
   const int32_t* item_partial;  // index in PARTIALS of the split's first row, first KV head and KV block 0; for row r, head h, block b add (r * item_kv_heads + h) * item_span + b
   const int32_t* item_span;  // number of KV blocks of all items of the split

@@ -53,11 +53,11 @@ static_assert(sizeof(Delay) == 16, "size differs from the Delay that Python pass
 // The wait in which a warp was stuck when its launch was aborted.
 struct Diagnosis {
   int32_t set;  // 0: the warp was not stuck, and the other fields are unset
-  int32_t segment;  // segment of the instruction that the warp was executing; -1: between two instructions
+  int32_t segment;  // segment of the instruction that the warp executed; -1: between two instructions
   int32_t layer;  // layer of the instruction, in the body
   int32_t number;  // index of the instruction's record, as in a trace
   int32_t awaited;  // the kind of counter or barrier waited for, an Awaited
-  int32_t index;  // index of the counter in its counter block, or ring slot of the barrier's page or instruction
+  int32_t index;  // index of the counter in its block, or ring slot of the page or instruction
   int32_t value;  // value of the counter; unused for a barrier
   int32_t expected;  // the counter value waited for, or the parity of the barrier phase waited for
 };
@@ -67,14 +67,14 @@ static_assert(sizeof(Diagnosis) == 32, "size differs from the Diagnosis that Pyt
 struct Params {
   const Dims* dims;  // [tp]: one Dims per rank, which differ in Dims.rank
   const Phase* phases;  // [tp][kMaxPhases + 1]: each rank's phases, indexed by phase number
-  const int32_t* records[4];  // [n][kWords]: one list of records each for prologue, body, epilogue and queues
-  const int32_t* offsets[4];  // [tp * workers + 1]; for queues [tp * queues + 1]: where each worker or queue begins in `records`
-  const int32_t* totals[3];  // [tp][counters]: signals per launch to each counter of the first, a middle and the last counter block
+  const int32_t* records[4];  // [n][kWords]: those of prologue, body, epilogue and queues
+  const int32_t* offsets[4];  // [tp * (workers or queues) + 1]: where each begins in `records`
+  const int32_t* totals[3];  // [tp][counters]: signals per launch: first, middle, last block
   int32_t* const* counter_values;  // [tp]: each rank's counters, [layers + 1][counters]
   int32_t* const* claims;  // [tp]: each rank's claim counters, [layers][queues]
   void* const* buffers;  // [tp][kBuffers]
-  const uint64_t* layer_stride;  // [tp][kBuffers]: bytes between layers; 0 if all layers share one copy
-  const TensorMap* maps;  // [tp][kBuffers][kMaps]: set only for buffers that are copied through tensor maps
+  const uint64_t* layer_stride;  // [tp][kBuffers]: bytes between layers; 0 if they share one copy
+  const TensorMap* maps;  // [tp][kBuffers][kMaps]: set only for buffers copied through tensor maps
   uint64_t mapped;  // bit b is set if blocks use their own rank's tensor maps of buffer b
   uint64_t mapped_everywhere;  // bit b is set if blocks use every rank's tensor maps of buffer b
   const int32_t* step_words;  // the step table
@@ -93,7 +93,7 @@ struct Params {
   int32_t workers;  // number of workers per rank
   int32_t counters;  // number of counters per counter block
   int32_t queues;  // number of queues per rank
-  int32_t synchronise;  // 0: instructions neither wait for counters nor signal them, for launches of a single phase
+  int32_t synchronise;  // 0: instructions neither wait nor signal, for launches of a single phase
   int32_t pipelined;  // 0: a block fetches an instruction only after its previous instruction has ended
   int32_t segments;  // bit s is set if segment s is run
   int32_t layer_begin;  // first layer of the body to run

@@ -1,6 +1,4 @@
-"""Declares phases, instructions and step tables. All other code reads these declarations, and none
-repeats them.
-"""
+"""Declares phases, instructions and step tables. All other code reads these declarations, and none repeats them."""
 
 from .access import EVERY, OWN, Access, Columns, Index, Kind, item_columns
 from .buffers import BUFFERS, Buffer, Space, itemsize, kv_bytes, weight_shape

@@ -1,6 +1,4 @@
-"""Describes the data that instructions read and write: boxes, which are ranges of rows and columns of
-a buffer. They are arrays with one box per instruction.
-"""
+"""The data that instructions read and write: boxes (ranges of rows and columns of a buffer), one per instruction."""
 
 from __future__ import annotations
 

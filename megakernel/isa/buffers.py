@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
-from .dims import Dims, ModelSizes, Split
+from .dims import Bucket, Dims, ModelSizes, Split
 from .dtypes import Dtype
 
 
@@ -53,27 +53,29 @@ class Buffer(IntEnum):
     QK_NORM = 30
 
 
+Part = Callable[[ModelSizes, Split], tuple[int, ...]]
+Sizes = Callable[[ModelSizes, Split, Bucket], tuple[int, ...]]
+
+
 @dataclass(frozen=True)
 class BufferSpec:
-    """The shape of one rank's copy in elements, row-major. A dtype of None means the program's compute dtype (f32 or
-    bf16).
+    """The shape of one rank's copy in elements, row-major. The dtype None means the compute dtype (f32 or bf16).
 
     A `layered` buffer has one copy per layer: the layer is a further axis in front of `shape`. The number of pages in
     the KV pool is known only when a program is bound, so it is an argument of `shape`.
 
-    Quantised K and V are Q8_0, and their shape is in bytes. In each KV page, the head_dim elements
-    of a head are divided into blocks of KV_UNIT elements; the last block may have fewer. A block
-    has the scales of all tokens of the page, then the values, ordered by element in K and by token
-    in V.
+    Quantised K and V are Q8_0, and their shape is in bytes. In each KV page, the head_dim elements of a head are
+    divided into blocks of KV_UNIT elements; the last block may have fewer. A block has the scales of all tokens of the
+    page, then the values, ordered by element in K and by token in V.
     """
 
     buffer: Buffer
     space: Space
-    dtype: Dtype | None  # None means the compute dtype
+    dtype: Dtype | None
     shape: Callable[[Dims, int], tuple[int, ...]]
     what: str
     layered: bool = False
-    part: Callable[[Split], tuple[int, ...]] | None = None  # a weight's shape, which depends on nothing but the split
+    part: Part | None = None  # a weight's shape, which depends on nothing but the split
 
     @property
     def matrix(self) -> bool:
@@ -86,10 +88,19 @@ class BufferSpec:
         return Dtype(model.dtype) if self.dtype is None else self.dtype
 
 
-def _weight(
-    buffer: Buffer, dtype: Dtype | None, part: Callable[[Split], tuple[int, ...]], what: str, layered: bool = False
-) -> BufferSpec:
-    return BufferSpec(buffer, Space.WEIGHT, dtype, lambda d, p: part(d.split), what, layered, part)
+def _weight(buffer: Buffer, dtype: Dtype | None, part: Part, what: str, layered: bool = False) -> BufferSpec:
+    return BufferSpec(buffer, Space.WEIGHT, dtype, lambda d, p: part(d.model, d.split), what, layered, part)
+
+
+def _use(buffer: Buffer, space: Space, dtype: Dtype | None, shape: Sizes, what: str) -> BufferSpec:
+    return BufferSpec(buffer, space, dtype, lambda d, p: shape(d.model, d.split, d.bucket), what)
+
+
+def _cache(buffer: Buffer, page: Callable[[ModelSizes, Bucket], tuple[int, int]], what: str) -> BufferSpec:
+    """Declare K or V, [pages, KV heads, *page]."""
+    return BufferSpec(
+        buffer, Space.STATE, None, lambda d, p: (p, d.split.rank_kv_heads, *page(d.model, d.bucket)), what, layered=True
+    )
 
 
 _A, _S, _O = Space.ACTIVATION, Space.STATE, Space.OUTPUT
@@ -100,99 +111,47 @@ _B = Buffer
 # row i of Hugging Face's order, and row 2i+1 is row i + head_dim/2. Attention scores do not depend on this order.
 _SPECS: tuple[BufferSpec, ...] = (
     # -- weights
-    _weight(_B.EMBED, None, lambda s: (s.model.vocab, s.model.hidden), "token embeddings"),
-    _weight(_B.INV_FREQ, _F, lambda s: (s.model.head_dim // 2,), "RoPE inverse frequencies, including RoPE scaling"),
-    _weight(_B.ATTN_NORM, _F, lambda s: (s.model.hidden,), "RMS norm scales before attention", True),
-    _weight(
-        _B.W_QKV,
-        None,
-        lambda s: (s.qkv_cols, s.model.hidden),
-        "QKV projection: q heads, then k heads, then v heads",
-        True,
-    ),
-    _weight(_B.B_QKV, _F, lambda s: (s.qkv_cols,), "bias of W_QKV", True),
-    _weight(_B.W_O, None, lambda s: (s.model.hidden, s.o_cols), "attention output projection", True),
-    _weight(_B.B_O, _F, lambda s: (s.model.hidden,), "bias of W_O", True),
-    _weight(_B.MLP_NORM, _F, lambda s: (s.model.hidden,), "RMS norm scales before the MLP", True),
-    _weight(_B.W_GATE_UP, None, lambda s: (2, s.rank_ffn, s.model.hidden), "gate projection, then up projection", True),
-    _weight(_B.B_GATE_UP, _F, lambda s: (2, s.rank_ffn), "bias of W_GATE_UP", True),
-    _weight(_B.W_DOWN, None, lambda s: (s.model.hidden, s.rank_ffn), "down projection", True),
-    _weight(_B.B_DOWN, _F, lambda s: (s.model.hidden,), "bias of W_DOWN", True),
-    _weight(_B.FINAL_NORM, _F, lambda s: (s.model.hidden,), "RMS norm scales before the LM head"),
-    _weight(
-        _B.LM_HEAD, None, lambda s: (s.rank_vocab, s.model.hidden), "LM head; the rows of EMBED if embeddings are tied"
-    ),
+    _weight(_B.EMBED, None, lambda m, s: (m.vocab, m.hidden), "token embeddings"),
+    _weight(_B.INV_FREQ, _F, lambda m, s: (m.head_dim // 2,), "RoPE inverse frequencies, including RoPE scaling"),
+    _weight(_B.ATTN_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales before attention", True),
+    _weight(_B.W_QKV, None, lambda m, s: (s.qkv_cols, m.hidden), "QKV projection: q heads, k heads, v heads", True),
+    _weight(_B.B_QKV, _F, lambda m, s: (s.qkv_cols,), "bias of W_QKV", True),
+    _weight(_B.W_O, None, lambda m, s: (m.hidden, s.o_cols), "attention output projection", True),
+    _weight(_B.B_O, _F, lambda m, s: (m.hidden,), "bias of W_O", True),
+    _weight(_B.MLP_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales before the MLP", True),
+    _weight(_B.W_GATE_UP, None, lambda m, s: (2, s.rank_ffn, m.hidden), "gate projection, then up projection", True),
+    _weight(_B.B_GATE_UP, _F, lambda m, s: (2, s.rank_ffn), "bias of W_GATE_UP", True),
+    _weight(_B.W_DOWN, None, lambda m, s: (m.hidden, s.rank_ffn), "down projection", True),
+    _weight(_B.B_DOWN, _F, lambda m, s: (m.hidden,), "bias of W_DOWN", True),
+    _weight(_B.FINAL_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales before the LM head"),
+    _weight(_B.LM_HEAD, None, lambda m, s: (s.rank_vocab, m.hidden), "LM head; rows of EMBED if embeddings are tied"),
     # -- activations
-    BufferSpec(
-        _B.ROPE, _A, _F, lambda d, p: (d.bucket.tokens, d.model.head_dim), "cos and sin of each RoPE pair, interleaved"
-    ),
-    BufferSpec(_B.X, _A, _F, lambda d, p: (d.bucket.tokens, d.model.hidden), "residual stream"),
-    BufferSpec(_B.H, _A, None, lambda d, p: (d.bucket.tokens, d.model.hidden), "normalised residual"),
-    BufferSpec(_B.Q, _A, None, lambda d, p: (d.bucket.tokens, d.split.q_cols), "rotated queries"),
-    BufferSpec(
-        _B.ATTN, _A, None, lambda d, p: (d.bucket.tokens, d.split.o_cols), "attention output, one head after another"
-    ),
-    BufferSpec(_B.ACT, _A, None, lambda d, p: (d.bucket.tokens, d.split.rank_ffn), "silu(gate) * up"),
-    BufferSpec(
-        _B.Y, _A, None, lambda d, p: (d.bucket.logit_rows, d.model.hidden), "rows that get logits, after the final norm"
-    ),
-    BufferSpec(_B.LOGITS, _O, _F, lambda d, p: (d.bucket.logit_rows, d.model.vocab), "raw logits"),
-    BufferSpec(
-        _B.PARTIALS,
-        _A,
-        _F,
-        lambda d, p: (d.bucket.partials, d.model.group_size, d.model.head_dim + 2),
-        "partial softmax (maximum, sum, output) per query row, KV head and KV block",
-    ),
-    BufferSpec(
-        _B.SPLITS,
-        _A,
-        _I,
-        lambda d, p: (d.bucket.items,),
-        "number of finished items of each split; the item that finishes last resets the number to 0",
-    ),
+    _use(_B.ROPE, _A, _F, lambda m, s, b: (b.tokens, m.head_dim), "cos and sin of each RoPE pair, interleaved"),
+    _use(_B.X, _A, _F, lambda m, s, b: (b.tokens, m.hidden), "residual stream"),
+    _use(_B.H, _A, None, lambda m, s, b: (b.tokens, m.hidden), "normalised residual"),
+    _use(_B.Q, _A, None, lambda m, s, b: (b.tokens, s.q_cols), "rotated queries"),
+    _use(_B.ATTN, _A, None, lambda m, s, b: (b.tokens, s.o_cols), "attention output, one head after another"),
+    _use(_B.ACT, _A, None, lambda m, s, b: (b.tokens, s.rank_ffn), "silu(gate) * up"),
+    _use(_B.Y, _A, None, lambda m, s, b: (b.logit_rows, m.hidden), "rows that get logits, after the final norm"),
+    _use(_B.LOGITS, _O, _F, lambda m, s, b: (b.logit_rows, m.vocab), "raw logits"),
+    _use(_B.PARTIALS, _A, _F, lambda m, s, b: (b.partials, m.group_size, m.head_dim + 2), "partial softmax (m, l, o)"),
+    _use(_B.SPLITS, _A, _I, lambda m, s, b: (b.items,), "finished items of each split; the last resets it to 0"),
     # -- state
-    BufferSpec(
-        _B.K_CACHE,
-        _S,
-        None,
-        lambda d, p: (p, d.split.rank_kv_heads, d.model.kv_row, d.bucket.kv_page),
-        "keys [element][token]; Q8_0 if quantised_kv",
-        True,
-    ),
-    BufferSpec(
-        _B.V_CACHE,
-        _S,
-        None,
-        lambda d, p: (p, d.split.rank_kv_heads, d.bucket.kv_page, d.model.kv_row),
-        "values [token][element]; Q8_0 if quantised_kv",
-        True,
-    ),
-    BufferSpec(
-        _B.HISTORY,
-        _S,
-        _I,
-        lambda d, p: (d.bucket.max_seqs, d.bucket.max_context + 1),
-        "token ids of the request in each slot",
-    ),
+    _cache(_B.K_CACHE, lambda m, b: (m.kv_row, b.kv_page), "keys [element][token]; Q8_0 if quantised_kv"),
+    _cache(_B.V_CACHE, lambda m, b: (b.kv_page, m.kv_row), "values [token][element]; Q8_0 if quantised_kv"),
+    _use(_B.HISTORY, _S, _I, lambda m, s, b: (b.max_seqs, b.max_context + 1), "token ids of each slot's request"),
     # -- outputs
-    BufferSpec(_B.TOKENS_OUT, _O, _I, lambda d, p: (d.bucket.logit_rows,), "sampled (or scored) token ids"),
-    BufferSpec(
-        _B.LOGPROBS_OUT,
-        _O,
-        _F,
-        lambda d, p: (d.bucket.logit_rows,),
-        "log-softmax of raw logits at the token in TOKENS_OUT",
-    ),
+    _use(_B.TOKENS_OUT, _O, _I, lambda m, s, b: (b.logit_rows,), "sampled (or scored) token ids"),
+    _use(_B.LOGPROBS_OUT, _O, _F, lambda m, s, b: (b.logit_rows,), "log-softmax of raw logits at TOKENS_OUT"),
     # -- between ranks
     BufferSpec(
         _B.REDUCE,
         _A,
         None,
         lambda d, p: (d.split.tp * d.own_rows if d.split.tp > 1 else 0, d.model.hidden),
-        "partial sums of a projection: own_rows rows from each rank, in the order of the ranks",
+        "partial sums of a projection: own_rows rows from each rank in turn",
     ),
-    _weight(_B.QK_NORM, _F, lambda s: (2, s.model.head_dim), "RMS norm scales of q heads and k heads", True),
+    _weight(_B.QK_NORM, _F, lambda m, s: (2, m.head_dim), "RMS norm scales of q heads and k heads", True),
 )
 
 BUFFERS: dict[Buffer, BufferSpec] = {spec.buffer: spec for spec in _SPECS}
@@ -220,4 +179,4 @@ def weight_shape(buffer: Buffer, split: Split) -> tuple[int, ...]:
     """The shape of a rank's part of a weight buffer, of one layer if it is layered."""
     part = BUFFERS[buffer].part
     assert part is not None, f"{buffer.name} is not a weight"
-    return part(split)
+    return part(split.model, split)

@@ -61,9 +61,7 @@ class Context:
         return values if self.phase.bias is None else values + self.read(self.phase.bias, index)
 
     def reduce_rows(self, rank: int, row: int, rows: int) -> slice:
-        """The rows of REDUCE that hold the partial sums of `rank` for the token rows [row, row + rows),
-        which must lie in one row block. These rows of REDUCE are on the rank that adds the sums up.
-        """
+        """The rows of REDUCE with the partial sums of `rank` for rows [row, row + rows), all in one row block."""
         start = self.dims.reduce_row(rank, row)
         return slice(start, start + rows)
 
@@ -94,9 +92,7 @@ class Context:
     def write_cache(
         self, buffer: Buffer, sequences: NDArray[Any], positions: NDArray[Any], columns: NDArray[Any], values: F32
     ) -> None:
-        """Store K or V, [tokens, columns]. `columns` are elements of a token's row, which has all KV heads of the rank.
-        They must be those of whole heads if the cache is quantised.
-        """
+        """Store K or V, [tokens, columns], in these columns of the rank's KV heads: whole heads if quantised."""
         d, (page, offset) = self.dims, (each[:, None] for each in self._places(sequences, positions))
         head, element = np.divmod(columns, d.model.head_dim)
         if not d.model.quantised_kv:
@@ -116,8 +112,7 @@ class Context:
 
 
 def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, token: Any) -> tuple[Any, ...]:
-    """An index that selects the bytes of quantised rows of K or V, in the order of their Q8_0 blocks. Its shape is
-    [..., kv_row].
+    """An index, [..., kv_row], of the bytes of quantised rows of K or V, in the order of their Q8_0 blocks.
 
     `page`, `head` and `token`, the token's place in the page, must have the same shape, or broadcast to a common one.
     """
@@ -134,9 +129,5 @@ def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, token: Any) -> tu
 
 
 def product(a: F32, b: F32) -> F32:
-    """a @ b, added in float64 and rounded once.
-
-    The order of additions depends on the BLAS library and on the other rows in the batch.
-    A different order changes fewer than one in ten million of the rounded numbers.
-    """
+    """a @ b, added in float64 and rounded once, so that BLAS's order of additions changes hardly any number."""
     return (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)

@@ -1,6 +1,4 @@
-"""The sizes for which a program is compiled, in four records: the model's, a rank's split of it, the bucket's and a
-worker's. One flat C++ struct is generated from them.
-"""
+"""The sizes for which a program is compiled, in four records, from which one flat C++ struct is generated."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ class ModelSizes:
     head_dim: int
     rms_eps: float
     dtype: int  # Dtype of activations, and of K and V unless quantised_kv; sums are in float32
-    # 1: K and V are stored in Q8_0, where each token's row of a head is quantised by itself. This field
-    # also determines the bits of the results.
-    quantised_kv: int = 0
+    quantised_kv: int = 0  # 1: K and V are stored in Q8_0, each token's row of a head by itself; determines result bits
 
     @property
     def mask_words(self) -> int:
@@ -65,9 +61,7 @@ class ModelSizes:
 
     @property
     def kv_row(self) -> int:
-        """Return the length of a row in the KV cache, which has K or V of one token and one head. The
-        length is in elements, or in bytes if the cache is quantised.
-        """
+        """The length of a head's row in the KV cache, in elements, or in bytes if the cache is quantised."""
         return self.head_dim + self.quantised_kv * KV_SCALE * ceil_div(self.head_dim, KV_UNIT)
 
     @property
@@ -93,7 +87,7 @@ class Split:
 
     @property
     def rank_heads(self) -> int:
-        return share(self.model.heads, self.tp, self.rank)
+        return start(self.model.heads, self.tp, self.rank + 1) - self.first_head
 
     @property
     def first_head(self) -> int:
@@ -105,30 +99,25 @@ class Split:
 
     @property
     def rank_kv_heads(self) -> int:
-        return (
-            ceil_div(self.first_head + self.rank_heads, self.model.group_size) - self.first_kv_head
-            if self.rank_heads
-            else 0
-        )
+        if self.rank_heads < 1:
+            return 0
+        return ceil_div(self.first_head + self.rank_heads, self.model.group_size) - self.first_kv_head
 
     @property
     def first_ffn(self) -> int:
-        return min(self.model.ffn, SHARD_UNIT * start(shard_units(self.model.ffn), self.tp, self.rank))
+        return shard(self.model.ffn, self.tp, self.rank)
 
     @property
     def rank_ffn(self) -> int:
-        return min(self.model.ffn - self.first_ffn, SHARD_UNIT * share(shard_units(self.model.ffn), self.tp, self.rank))
+        return shard(self.model.ffn, self.tp, self.rank + 1) - self.first_ffn
 
     @property
     def first_vocab(self) -> int:
-        return min(self.model.vocab, SHARD_UNIT * start(shard_units(self.model.vocab), self.tp, self.rank))
+        return shard(self.model.vocab, self.tp, self.rank)
 
     @property
     def rank_vocab(self) -> int:
-        return min(
-            self.model.vocab - self.first_vocab,
-            SHARD_UNIT * share(shard_units(self.model.vocab), self.tp, self.rank),
-        )
+        return shard(self.model.vocab, self.tp, self.rank + 1) - self.first_vocab
 
     @property
     def head_ranks(self) -> int:
@@ -162,9 +151,7 @@ class Split:
         return max((self.first_kv_head + kv_head) * self.model.group_size - self.first_head, 0)
 
     def query_head_end(self, kv_head: int) -> int:
-        """Return one past the last query head that uses KV head `kv_head`. Both are numbered from the
-        rank's first head.
-        """
+        """Return one past the last query head that uses KV head `kv_head`."""
         return min((self.first_kv_head + kv_head + 1) * self.model.group_size - self.first_head, self.rank_heads)
 
     # -- The methods below have no counterpart in C++.
@@ -181,11 +168,6 @@ class Split:
     def ranks(self) -> list[Split]:
         """The split as each rank sees it."""
         return [self.on(rank) for rank in range(self.tp)]
-
-    @property
-    def whole(self) -> Split:
-        """The model as a single rank has it."""
-        return Split(self.model)
 
 
 @dataclass(frozen=True)
@@ -240,20 +222,14 @@ class Dims:
 
     @property
     def own_rows(self) -> int:
-        """Return the maximum number of token rows that a rank owns. In REDUCE, each rank has a slot of
-        this many rows.
-        """
-        return (
-            self.bucket.tokens
-            if self.split.replicated_residual
-            else ceil_div(self.bucket.row_blocks, self.split.tp) * self.bucket.row_block
-        )
+        """The maximum number of token rows that a rank owns. In REDUCE, each rank has a slot of this many rows."""
+        if self.split.replicated_residual:
+            return self.bucket.tokens
+        return ceil_div(self.bucket.row_blocks, self.split.tp) * self.bucket.row_block
 
     @property
     def own_logit_rows(self) -> int:
-        """Return the number of consecutive logit rows that each rank samples. Rank i // own_logit_rows
-        samples row i.
-        """
+        """The number of consecutive logit rows that each rank samples. Rank i // own_logit_rows samples row i."""
         return ceil_div(self.bucket.logit_rows, self.split.tp)
 
     def owner(self, row: Int) -> Int:
@@ -261,9 +237,7 @@ class Dims:
         return row // self.bucket.row_block % self.split.tp
 
     def reduce_place(self, row: Int) -> Int:
-        """Return the row of a partial sum for token row `row`, counted from the beginning of a rank's slot
-        in REDUCE.
-        """
+        """The row of a partial sum for token row `row`, counted from the beginning of a rank's slot in REDUCE."""
         if self.split.replicated_residual:
             return row
         return row // self.bucket.row_block // self.split.tp * self.bucket.row_block + row % self.bucket.row_block
@@ -296,9 +270,7 @@ class Dims:
 
     @staticmethod
     def of(**sizes: float) -> Dims:
-        """Return the Dims with these sizes, which are named as in DIM_FIELDS. Raises TypeError if a size is missing
-        that has no default.
-        """
+        """Return the Dims with these sizes, named as in DIM_FIELDS. Raises TypeError if one is missing."""
         of = {record: {n: sizes.pop(n) for n in names if n in sizes} for record, names in _RECORDS.items()}
         if sizes:
             raise TypeError(f"there are no sizes {', '.join(sizes)}")
@@ -316,16 +288,14 @@ def ceil_div(a: Int, b: int) -> Int:
     return -(-a // b)
 
 
-def shard_units(columns: int) -> int:
-    return ceil_div(columns, SHARD_UNIT)
-
-
-def share(units: int, ranks: int, rank: int) -> int:
-    return units // ranks + (rank < units % ranks)
-
-
 def start(units: int, ranks: int, rank: int) -> int:
+    """Return the first unit of a rank's share; for `rank` = `ranks`, the number of units."""
     return rank * (units // ranks) + min(rank, units % ranks)
+
+
+def shard(columns: int, ranks: int, rank: int) -> int:
+    """Return the first column of a rank's shard; for `rank` = `ranks`, the number of columns."""
+    return min(columns, SHARD_UNIT * start(ceil_div(columns, SHARD_UNIT), ranks, rank))
 
 
 _RECORDS = {

@@ -49,16 +49,13 @@ class Dtype(IntEnum):
         return 8.0 * (block.bytes / block.weights if block else self.itemsize)
 
     def row_bytes(self, elements: int) -> int:
-        """The number of bytes that a row of a matrix takes. A last block that is only partly filled
-        takes as many bytes as a whole block.
-        """
+        """The number of bytes that a row of a matrix takes. A partly filled last block counts as a whole block."""
         block = BLOCKS.get(self)
         return -(-elements // block.weights) * block.bytes if block else elements * self.itemsize
 
 
 class Block(NamedTuple):
-    """A block of neighbouring weights of a row, which are quantised together. csrc/cpu/packed.h
-    explains its bytes.
+    """A block of neighbouring weights of a row, which are quantised together. csrc/cpu/packed.h explains its bytes.
 
     `scales` has the byte offset of the block's float16 scale and, if the type has a float16
     minimum, also the byte offset of this minimum. All other bytes of a block are integers.
@@ -83,8 +80,7 @@ _INFINITY = {Dtype.F32: 0x7F800000, Dtype.BF16: 0x7F80, Dtype.F16: 0x7C00}
 
 
 def all_finite(a: NDArray[np.generic], dtype: Dtype) -> bool:
-    """Whether an array of `dtype` (elements, or rows of quantised blocks) contains neither NaN nor
-    infinity.
+    """Whether an array of `dtype` (elements, or rows of quantised blocks) contains neither NaN nor infinity.
 
     If the bits of floats are read as integers, NaN and infinity are greater than all finite floats
     with the same sign. So the maxima of the positive and of the negative floats show whether the
@@ -120,9 +116,7 @@ def to_f32(a: NDArray[np.generic], dtype: Dtype | None = None) -> NDArray[np.flo
 
 
 def from_f32(a: NDArray[np.float32], dtype: Dtype) -> NDArray[np.generic]:
-    """Round float32 values to `dtype`, to nearest, ties to even; NaN stays NaN. Whole blocks of 32 weights can also be
-    quantised, as in the gguf package.
-    """
+    """Round float32 values to `dtype`, to nearest, ties to even; NaN stays NaN. Whole blocks can also be quantised."""
     if dtype is Dtype.F32:
         return np.ascontiguousarray(a, dtype=np.float32)
     if dtype is Dtype.F16:

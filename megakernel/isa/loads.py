@@ -20,9 +20,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Loads:
-    """The bytes that each instruction loads: its `weights`, which it may load before its waits end,
-    and its inputs (`read`), which it loads after its waits have ended.
-    """
+    """The bytes that each instruction loads: `weights`, perhaps before its waits end, and inputs (`read`) later."""
 
     weights: Floats
     read: Floats
@@ -33,9 +31,7 @@ class Loads:
 
 
 def loads(phase: Phase, columns: Columns, dims: Dims) -> Loads:
-    """Return the loads of instructions on rank `dims.rank`. The loads of attention instructions depend on the step
-    table; this function returns 0 for them.
-    """
+    """Return the loads of instructions on rank `dims.rank`; 0 for attention, whose loads depend on the step table."""
     if phase.operation is Operation.ATTENTION:
         none = np.zeros(len(next(iter(columns.values()))))
         return Loads(none, none)

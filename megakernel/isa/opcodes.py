@@ -12,9 +12,7 @@ from enum import Enum, IntEnum
 
 
 class OperationFamily(Enum):
-    """A family is a kind of operation. Its value is the colour of these operations in every chart.
-    The colours are from the Okabe-Ito palette, which colour-blind people can tell apart.
-    """
+    """A kind of operation, with its colour in every chart, from the Okabe-Ito palette for colour-blind people."""
 
     GATHER = "#999999"
     NORM = "#F0E442"

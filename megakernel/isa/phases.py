@@ -71,9 +71,7 @@ class Phase:
 
     @property
     def reads_weights(self) -> bool:
-        """Whether the phase reads a weight matrix. A reduction has `weights` too, but only adds the
-        products that a matmul made with them.
-        """
+        """Whether the phase reads a weight matrix. A reduction has `weights` too, but adds products made with them."""
         return self.operation in (Operation.MATMUL, Operation.GATHER)
 
     @property
@@ -108,9 +106,7 @@ class Phase:
         return Dtype(model.dtype).bits if self.weight_bits is None else self.weight_bits
 
     def ranks(self, split: Split) -> int:
-        """The number n of ranks that hold a part of the inner dimension of the weights. These are
-        ranks 0 to n - 1.
-        """
+        """The number n of ranks that hold a part of the inner dimension of the weights. These are ranks 0 to n - 1."""
         return sum(self.inner(part) > 0 for part in split.ranks)
 
     def _shape(self, split: Split) -> tuple[int, ...]:
@@ -119,9 +115,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class PhaseField:
-    """A field of the C++ struct `Phase`, which describes a phase as one rank sees it. `kind` is its
-    C++ type: an enum of isa.h, or int32_t.
-    """
+    """A field of the C++ struct `Phase`, which describes a phase as one rank sees it. `kind` is its C++ type."""
 
     name: str
     kind: str
@@ -137,6 +131,10 @@ def _buffer(name: str) -> Callable[[Phase, Dims], int]:
     return value
 
 
+def _reduced_ranks(phase: Phase, dims: Dims) -> int:
+    return phase.ranks(dims.split) if phase.operation is Operation.REDUCE else 0
+
+
 PHASE_FIELDS: tuple[PhaseField, ...] = (
     PhaseField("operation", "Operation", "", lambda p, d: p.operation),
     PhaseField("rows", "Rows", "", lambda p, d: p.rows),
@@ -148,20 +146,12 @@ PHASE_FIELDS: tuple[PhaseField, ...] = (
     PhaseField("inputs", "Buffer", "", _buffer("inputs")),
     PhaseField("output", "Buffer", "", _buffer("output")),
     PhaseField(
-        "ahead",
-        "int32_t",
-        "a phase in layer i uses the weights of layer i + ahead, or of the last layer if i + ahead exceeds it",
-        lambda p, d: p.ahead,
+        "ahead", "int32_t", "weights are of the layer that is so much later, or of the last", lambda p, d: p.ahead
     ),
     PhaseField("inner", "int32_t", "length of each dot product (K)", lambda p, d: p.inner(d.split)),
     PhaseField("width", "int32_t", "output columns", lambda p, d: p.width(d.split)),
     PhaseField("matrices", "int32_t", "number of weight matrices", lambda p, d: p.matrices(d.split)),
-    PhaseField(
-        "ranks",
-        "int32_t",
-        "for a reduction: number of ranks whose partial sums are added",
-        lambda p, d: p.ranks(d.split) if p.operation is Operation.REDUCE else 0,
-    ),
+    PhaseField("ranks", "int32_t", "number of ranks whose partial sums a reduction adds", _reduced_ranks),
 )
 
 # The control phases: every program contains them, under these numbers.
@@ -205,18 +195,14 @@ class Forward:
         return {phase.name: phase for phase in self.by_number.values()}
 
     def numbers(self, operation: Operation, result: Result | None = None) -> list[int]:
-        """The numbers of the phases with this operation. For matmuls, `result` selects those with
-        this result.
-        """
+        """The numbers of the phases with this operation. For matmuls, `result` selects those with this result."""
         return [p.number for p in self.by_number.values() if p.operation is operation and result in (None, p.result)]
 
     def __iter__(self) -> Iterator[Phase]:
         return iter(self.phases)
 
     def words(self, dims: Dims) -> NDArray[np.int32]:
-        """The words of the C++ structs `Phase` as rank `dims.rank` sees them, [MAX_PHASES + 1,
-        fields]; zeros for unused numbers.
-        """
+        """The C++ structs `Phase` as rank `dims.rank` sees them: [MAX_PHASES + 1, fields]; zeros for unused numbers."""
         out = np.zeros((MAX_PHASES + 1, len(PHASE_FIELDS)), dtype=np.int32)
         for number, phase in self.by_number.items():
             out[number] = [field.value(phase, dims) for field in PHASE_FIELDS]

@@ -5,11 +5,10 @@ words 1-15    operands, in the order that the operation declares
 words 16-23   waits, 0 = none
 words 24-31   signals, 0 = none
 
-A wait or signal word names a counter. Bits 0-23 are the counter's index + 1. In signals, bits 24-27
-are the rank: ALL_RANKS means every rank, and OWNER, in indexed signals only, means the owner of the
-row block. Bit 28, NEXT, means the counter in the next layer's block of counters. Bit 29, INDEXED,
-means that the word names the first counter of a grid of counters, and that the step table selects
-one of them; the operation's declaration says how.
+A wait or signal word names a counter. Bits 0-23 are the counter's index + 1. In signals, bits 24-27 are the rank:
+ALL_RANKS means every rank, and OWNER, in indexed signals only, means the owner of the row block. Bit 28, NEXT, means
+the counter in the next layer's block of counters. Bit 29, INDEXED, means that the word names the first counter of a
+grid of counters, and that the step table selects one of them; the operation's declaration says how.
 """
 
 from __future__ import annotations
@@ -52,9 +51,7 @@ def signals(records: Records) -> Records:
 
 
 def encode(phase: int, operands: Sequence[int] = (), waits: ArrayLike = (), signals: ArrayLike = ()) -> Records:
-    """Make one record, [WORDS], of the phase with this number. `waits` and `signals` are words as
-    `counter_word` encodes them.
-    """
+    """Make one record, [WORDS], of phase number `phase`. Waits and signals are encoded as by `counter_word`."""
     words = np.zeros(WORDS, dtype=np.int32)
     words[0] = phase
     for first, values in ((OPERAND_WORD, operands), (WAIT_WORD, waits), (SIGNAL_WORD, signals)):

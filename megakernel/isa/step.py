@@ -20,9 +20,7 @@ from .dims import Dims
 
 @dataclass(frozen=True)
 class StepField:
-    """A field of the step table. Its length in words is the product of the sizes that `of` names,
-    plus `plus`. With `per_rank`, each rank has that many words.
-    """
+    """A field of the step table. Its words (of each rank if `per_rank`) are the product of sizes `of`, plus `plus`."""
 
     name: str
     of: tuple[str, ...]
@@ -38,6 +36,11 @@ class StepField:
 
 _T, _L, _I, _B = ("tokens",), ("logit_rows",), ("items",), ("bias_entries",)
 
+
+def _item(name: str, what: str) -> StepField:
+    return StepField(name, _I, what, per_rank=True)
+
+
 STEP_FIELDS: tuple[StepField, ...] = (
     # -- Token rows. The rows after those of the step's tokens are padding: sequence -1, token 0, position 0.
     StepField("token_ids", _T, "token id; the value -1 - s means the token HISTORY[s][position]"),
@@ -47,48 +50,25 @@ STEP_FIELDS: tuple[StepField, ...] = (
     # -- Attention items. An item has consecutive rows of one sequence inside one row block, some KV heads and some KV
     # blocks. Each rank has items of its own, and numbers its KV heads from 0.
     StepField(
-        "slot_items",
-        ("attention_slots",),
-        "attention slot s runs items slot_items[s] to slot_items[s+1] - 1",
-        plus=1,
-        per_rank=True,
+        "slot_items", ("attention_slots",), "slot s runs items slot_items[s] to slot_items[s+1] - 1", False, 1, True
     ),
-    StepField("item_row", _I, "first token row of the item", per_rank=True),
-    StepField("item_rows", _I, "number of token rows, at consecutive positions", per_rank=True),
-    StepField("item_kv_head", _I, "first KV head of the item", per_rank=True),
-    StepField("item_kv_heads", _I, "number of KV heads", per_rank=True),
-    StepField(
-        "item_seq", _I, "index of the rows' sequence in block_tables; -1: padding, whose output is zero", per_rank=True
-    ),
-    StepField("item_block", _I, "first KV block (of kv_block tokens) of the item", per_rank=True),
-    StepField(
-        "item_blocks",
-        _I,
-        "number of KV blocks; an item that is not split has all blocks up to the position of its last row",
-        per_rank=True,
-    ),
-    StepField("item_wait_block", _I, "first row block whose q, k and v the item waits for", per_rank=True),
-    StepField(
-        "item_wait_blocks",
-        _I,
-        "number of row blocks that the item waits for, including the block of its own rows",
-        per_rank=True,
-    ),
-    StepField(
-        "item_split",
-        _I,
-        "index in SPLITS of the item's split (the items that divide the rows' KV blocks); -1: not split",
-        per_rank=True,
-    ),
-    StepField("item_splits", _I, "number of items in the split", per_rank=True),
-    StepField(
+    _item("item_row", "first token row of the item"),
+    _item("item_rows", "number of token rows, at consecutive positions"),
+    _item("item_kv_head", "first KV head of the item"),
+    _item("item_kv_heads", "number of KV heads"),
+    _item("item_seq", "index of the rows' sequence in block_tables; -1: padding, whose output is zero"),
+    _item("item_block", "first KV block (of kv_block tokens) of the item"),
+    _item("item_blocks", "number of KV blocks; without a split, all blocks up to the position of the item's last row"),
+    _item("item_wait_block", "first row block whose q, k and v the item waits for"),
+    _item("item_wait_blocks", "number of row blocks that the item waits for, including the block of its own rows"),
+    _item("item_split", "index in SPLITS of the item's split (items that divide the rows' KV blocks); -1: not split"),
+    _item("item_splits", "number of items in the split"),
+    _item(
         "item_partial",
-        _I,
         "index in PARTIALS of the split's first row, first KV head and KV block 0; for row r, head h, block b add "
         "(r * item_kv_heads + h) * item_span + b",
-        per_rank=True,
     ),
-    StepField("item_span", _I, "number of KV blocks of all items of the split", per_rank=True),
+    _item("item_span", "number of KV blocks of all items of the split"),
     # -- logit rows
     StepField("logit_rows", _L, "token row whose logits are computed; -1: padding"),
     StepField("sample_slot", _L, "HISTORY slot to which the token is written; -1: none"),
@@ -119,9 +99,7 @@ STEP_FIELDS: tuple[StepField, ...] = (
 
 @functools.cache
 def _layout(dims: Dims) -> tuple[dict[str, tuple[int, int, bool]], int]:
-    """Return (fields, words). `fields` maps a field's name to (first word, end, whether the words
-    are floats), as rank `dims.rank` sees the field. `words` is the number of words in a table.
-    """
+    """Return ({field: (first word, end, whether floats)} as rank `dims.rank` sees them, words of the table)."""
     fields, offset = {}, 0
     for field in STEP_FIELDS:
         length = field.length(dims)

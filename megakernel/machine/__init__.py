@@ -1,6 +1,4 @@
-"""Describes hardware. `Machine` has what the compiler needs to know about one device; `Hardware` has everything that is
-known about a machine.
-"""
+"""Describes hardware: a `Machine` is what the compiler needs of a device, `Hardware` all that is known of a machine."""
 
 from .device import CPU, MACHINES, Machine, hardware, host, host_hardware, load
 from .files import HOST

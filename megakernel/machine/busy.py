@@ -35,9 +35,7 @@ def now(stat: Path = _STAT) -> Moment | None:
 
 
 def others(begin: Moment | None, end: Moment | None) -> float | None:
-    """The fraction of all cores' time that other programs used between two moments; None if
-    unknown. It includes time that other virtual machines stole.
-    """
+    """The fraction of all cores' time that other programs and virtual machines used in between; None if unknown."""
     if begin is None or end is None or end.total_s <= begin.total_s:
         return None
     mine = end.idle_s - begin.idle_s + end.own_s - begin.own_s

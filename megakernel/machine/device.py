@@ -75,9 +75,7 @@ MACHINES: dict[str, Machine] = {h.name: _machine(h) for h in map(read, names()) 
 
 
 def host(workers: int | None = None) -> Machine:
-    """This machine's CPU with one worker per core. Its rates are nominal and only guide where the
-    compiler places work; `doctor` measures the real ones.
-    """
+    """This machine's CPU with one worker per core, at nominal rates, which only guide the placement of work."""
     return _machine(read(HOST, workers))
 
 

@@ -14,16 +14,9 @@ from .host import cpu_count, table
 
 HOST = "host"
 KNOWN_FOLDER = Path(__file__).with_name("known")
-_SECTIONS: dict[str, tuple[str, type]] = {
-    "chip": ("chip", Chip),
-    "flops_per_s": ("rates", Rates),
-    "link": ("link", Link),
-    "node": ("node", Node),
-    "fabric": ("fabric", Fabric),
-    "costs": ("costs", Costs),
-    "tiles": ("tiles", Tiles),
-    "issue": ("issue", Issue),
-    "core": ("core", Core),
+_SECTIONS: dict[str, type] = {
+    "flops_per_s" if kind is Rates else kind.__name__.lower(): kind
+    for kind in (Chip, Rates, Link, Node, Fabric, Costs, Tiles, Issue, Core)
 }
 _OTHER = {"base", "curve", "source"}
 _OPTIONAL = {"fabric", "costs", "tiles", "issue", "core"}
@@ -110,9 +103,9 @@ def _base(base: object, path: Path, above: tuple[Path, ...]) -> Table:
 
 def _hardware(name: str, table: Table, where: str) -> Hardware:
     built: dict[str, Any] = {}
-    for section, (attribute, kind) in _SECTIONS.items():
+    for section, kind in _SECTIONS.items():
         if section in table:
-            built[attribute] = _section(kind, table[section], f"machine file {where}: {section}")
+            built[kind.__name__.lower()] = _section(kind, table[section], f"machine file {where}: {section}")
         elif section not in _OPTIONAL:
             raise MegakernelError(f"machine file {where}: section [{section}] is missing: add it, or name a base")
     curves = table.get("curve", [])

@@ -48,9 +48,7 @@ OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5, "fp32": 4.0}
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP/s by operand type; None if the chip lacks the type. bf16, fp8 (or int8) and fp4 are rates of the matrix
-    unit.
-    """
+    """FLOP/s by operand type: of the matrix unit for bf16, fp8 (or int8) and fp4. None if the chip lacks the type."""
 
     bf16: float
     fp32: float  # multiply-adds of the vector lanes
@@ -86,9 +84,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Fabric:
-    """A fat tree of switches between nodes. A unit is a group of nodes that share leaf switches. A leaf switch has as
-    many cables up as down.
-    """
+    """A fat tree between nodes. The nodes of a unit share leaf switches, which have as many cables up as down."""
 
     nodes_per_unit: int
 
@@ -175,10 +171,7 @@ class Curve:
     bus_bytes_per_s: tuple[float, ...]
 
     def at(self, message_bytes: float) -> float:
-        """Return the bytes/s at one message size, interpolated linearly in the logarithms of size and bandwidth.
-
-        Below the first point the time is constant; above the last point the bandwidth is constant.
-        """
+        """The bytes/s at a message size, interpolated in logarithms; below the curve, the time is constant."""
         points = list(zip(self.message_bytes, self.bus_bytes_per_s, strict=True))
         if message_bytes <= points[0][0]:
             return points[0][1] * message_bytes / points[0][0]
@@ -227,9 +220,7 @@ class Hardware:
 
     @property
     def switch_bytes_per_s(self) -> float:
-        """The rate of a node's switches in one direction. In a node without switches, it is the sum of the rates at
-        which the GPUs send.
-        """
+        """The rate of a node's switches in one direction; without switches, the rate of all GPUs together."""
         if not self.node.switches:
             return self.node.gpus * self.link.egress_bytes_per_s
         return self.node.switches * self.node.switch_ports * self.link.port_bytes_per_s
@@ -246,10 +237,7 @@ class Hardware:
         return self.flops_per_s(dtype) / self.chip.hbm_bytes_per_s
 
     def critical_rows(self, dtype: str = "bf16", weight_bytes: float | None = None) -> float:
-        """The rows of a matmul above which its arithmetic takes longer than reading its weights once: C b / (2 W).
-
-        C is the FLOP rate, W the memory rate, and b the bytes per weight: `weight_bytes`, or else those of `dtype`.
-        """
+        """The rows above which a matmul's arithmetic takes longer than reading its weights: intensity * bytes / 2."""
         return self.intensity(dtype) * (OPERAND_BYTES[dtype] if weight_bytes is None else weight_bytes) / 2
 
     def levels(self, gpus: int) -> tuple[Level, ...]:

@@ -12,9 +12,7 @@ _GHZ = 1e9  # the assumed clock in Hz, to which figures per clock refer
 
 
 def cpu_count() -> int:
-    """The number of cores that this process may use: its affinity mask, reduced by a cgroup v2 CPU quota if there is
-    one.
-    """
+    """The number of cores that this process may use: its affinity mask, within its cgroup v2 CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -33,9 +31,8 @@ def processor() -> str:
 
 
 def table(cores: int) -> dict[str, Any]:
-    """Return the table of a machine file for this machine with `cores` cores. A core counts as an SM
-    with one vector unit. The rates are nominal, because they only guide where the compiler places
-    work.
+    """Return the table of a machine file for this machine with `cores` cores. A core counts as an SM with one vector
+    unit. The rates are nominal, because they only guide where the compiler places work.
     """
     return {
         "chip": {

@@ -4,13 +4,4 @@ from .checks import check, check_arrays
 from .file import load_program, program_from_bytes
 from .program import SEGMENTS, VERSION, Program, Segment
 
-__all__ = [
-    "SEGMENTS",
-    "VERSION",
-    "Program",
-    "Segment",
-    "check",
-    "check_arrays",
-    "load_program",
-    "program_from_bytes",
-]
+__all__ = ["SEGMENTS", "VERSION", "Program", "Segment", "check", "check_arrays", "load_program", "program_from_bytes"]

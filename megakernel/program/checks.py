@@ -1,8 +1,7 @@
 """Checks a program before anything executes it. The checks look at each record, not at the order of records.
 
-Code that reads a program without violations never reads outside the program's arrays.
-`scheduler.verify` begins with the same checks and also proves that the program computes what its
-phases define, and that it ends.
+Code that reads a program without violations never reads outside the program's arrays. `scheduler.verify` begins with
+the same checks and also proves that the program computes what its phases define, and that it ends.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ..isa import record as bits
 from ..isa.step import step_words
 from .part import Part, Use, each, extent, uses
 from .phases import MOST, all_dims, check_phases
-from .program import SEGMENTS, Program, Segment
+from .program import SEGMENTS, TOTALS, Program, Segment
 
 # The maximum number of workers, because a trace stores the number of a worker in 16 bits.
 MOST_WORKERS = 1 << 16
@@ -51,9 +50,7 @@ class Checks:
         return uses(self.parts)
 
     def stages(self, of_target: Callable[[list[Part]], Iterable[str]] = lambda parts: ()) -> Iterator[Iterable[str]]:
-        """Yield the violations that each stage finds. Each stage relies on the previous ones. `of_target` is one of
-        them: the checks of what a target requires, besides those of all targets.
-        """
+        """Yield each stage's violations. A stage relies on earlier ones. `of_target` checks what a target requires."""
         yield _layout(self.program)
         yield check_phases(self.program.forward, self.program.dims)
         yield _records(self.program, self.parts)
@@ -65,9 +62,7 @@ _FOUND: WeakKeyDictionary[Program, str | None] = WeakKeyDictionary()
 
 
 def violation(program: Program) -> str | None:
-    """Describe the first violation in the program's sizes, phases or records, and its place. Returns None if there is
-    none. Only the first call for a program takes time.
-    """
+    """Describe a program's first violation and its place; None if there is none. Only the first call takes time."""
     if program not in _FOUND:
         _FOUND[program] = next((found for stage in Checks(program).stages() for found in stage), None)
     return _FOUND[program]
@@ -89,9 +84,7 @@ def _raise(name: str, found: str | None) -> None:
 
 
 def _arrays(program: Program) -> Iterator[str]:
-    """Check the arrays' shapes, and the offsets of the streams in them. All indexing relies on
-    these.
-    """
+    """Check the arrays' shapes, and the offsets of the streams in them. All indexing relies on these."""
     if program.ranks < 1 or program.workers < 1 or program.dims.model.layers < 1 or program.counters < 1:
         yield "ranks, workers, layers and counters must all be at least 1"
         return
@@ -101,7 +94,7 @@ def _arrays(program: Program) -> Iterator[str]:
         yield f"{len(program.queues.offsets) - 1} queues cannot be divided equally among {program.ranks} ranks"
         return
     yield from _segment("queues", program.queues, len(program.queues.offsets) - 1)
-    for name in ("totals_first", "totals_middle", "totals_last"):
+    for name in TOTALS:
         if getattr(program, name).shape != (program.ranks, program.counters):
             yield f"{name}: shape {getattr(program, name).shape}, not ({program.ranks}, {program.counters})"
 
@@ -138,23 +131,14 @@ def _sizes(d: Dims) -> Iterator[str]:
         return
     more = ("max_seqs", "max_context", "attention_slots", "items", "partials", "bias_entries", "mask_rows", "kv_block")
     high = [name for name in (*counts, *more) if d.flat[name] > MOST]
-    if (
-        high
-        or max(
-            d.model.heads * d.model.head_dim,
-            d.split.tp * (d.bucket.tokens + d.bucket.row_block),
-            d.bucket.tokens + d.bucket.row_block,
-        )
-        > MOST
-    ):
+    rows = max(d.split.tp, 1) * (d.bucket.tokens + d.bucket.row_block)
+    if high or max(d.model.heads * d.model.head_dim, rows) > MOST:
         yield f"{', '.join(high) or 'a product of sizes'} must be at most {MOST}"
         return
     if (words := step_words(d)) > MOST_STEP_WORDS:
         yield f"a step table of {words} words is longer than {MOST_STEP_WORDS}"
-    known = (
-        d.model.dtype in (Dtype.F32, Dtype.BF16) and d.worker.units in list(Units) and d.split.replicated_o in (0, 1)
-    )
-    known = known and d.split.replicated_residual in (0, 1) and d.model.quantised_kv in (0, 1)
+    known = d.model.dtype in (Dtype.F32, Dtype.BF16) and d.worker.units in list(Units)
+    known &= {d.split.replicated_o, d.split.replicated_residual, d.model.quantised_kv} <= {0, 1}
     if not known or d.worker.ring_pages < 0 or (d.worker.ring_pages and d.worker.units == Units.CORE):
         ring = f"a ring of {d.worker.ring_pages} pages"
         yield f"dtype {d.model.dtype}, units {d.worker.units}, {ring} or a flag is out of range"
@@ -183,9 +167,7 @@ def _segment(name: str, segment: Segment, streams: int) -> Iterator[str]:
 
 
 def _records(program: Program, parts: list[Part]) -> Iterator[str]:
-    """Check each record by itself, except the buffer regions that it accesses. Then check all attention instructions
-    together, and all drains together.
-    """
+    """Check each record except the regions that it accesses, then all attention instructions and drains together."""
     dims = all_dims(program.dims)
     for number, part in enumerate(parts):
         yield from _headers(part, number)
@@ -287,9 +269,7 @@ def _attention(program: Program, body: Part, dims: list[Dims]) -> Iterator[str]:
 
 
 def _drains(program: Program, body: Part) -> Iterator[str]:
-    """Check that drains name queues of their own rank, do not claim more records than exist, and together claim all of
-    them.
-    """
+    """Check that drains name queues of their rank, claim only records that exist, and together claim all of them."""
     rows = body.rows(DRAIN)
     lengths = np.diff(program.queues.offsets).astype(np.int64)
     columns = DRAIN.columns(body.records[rows])
@@ -308,9 +288,7 @@ def _drains(program: Program, body: Part) -> Iterator[str]:
 
 
 def _boxes(found: list[Use]) -> Iterator[str]:
-    """Check that all regions that instructions read or write lie inside their buffers, and that each
-    rank uses only its own rows of the residual.
-    """
+    """Check that accessed regions lie inside their buffers, and that ranks use only their own rows of the residual."""
     every = [(use, access) for use in found for access in use.accesses]
     if not every:
         return
@@ -333,9 +311,8 @@ def _boxes(found: list[Use]) -> Iterator[str]:
 
 
 def _check_owners(use: Use) -> Iterator[str]:
-    """Check that a rank uses only its own row blocks of the residual. Also check that each
-    instruction on the residual or on partial sums has rows of only one row block, because partial
-    sums are stored by row block.
+    """Check that a rank uses only its own row blocks of the residual. Also check that each instruction on the residual
+    or on partial sums has rows of only one row block, because partial sums are stored by row block.
     """
     d, phases = use.dims, use.part.phases
     residual = any(a.buffer in phases.residual and a.index is Index.NONE for a in use.accesses)

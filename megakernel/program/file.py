@@ -1,6 +1,4 @@
-"""Loads and checks program files. A file may come from anyone, so the type and range of every field are checked before
-use.
-"""
+"""Loads program files. A file may come from anyone, so every field's type and range are checked before use."""
 
 from __future__ import annotations
 
@@ -83,25 +81,9 @@ def _decode(data: bytes) -> Program:
             raise ValueError(
                 f"{name} has {len(arrays[name])} words, not one for each of {counters} counters of {ranks} ranks"
             )
-    prologue, body, epilogue, queues = (
-        Segment(arrays[f"{name}.records"], arrays[f"{name}.offsets"]) for name in _SEGMENTS
-    )
-    first, middle, last = (arrays[name].reshape(ranks, counters) for name in TOTALS)
-    return Program(
-        dims,
-        forward,
-        fields["machine"],
-        ranks,
-        workers,
-        counters,
-        prologue,
-        body,
-        epilogue,
-        first,
-        middle,
-        last,
-        queues,
-    )
+    segments: dict[str, Any] = {n: Segment(arrays[f"{n}.records"], arrays[f"{n}.offsets"]) for n in _SEGMENTS}
+    totals: dict[str, Any] = {name: arrays[name].reshape(ranks, counters) for name in TOTALS}
+    return Program(dims, forward, fields["machine"], ranks, workers, counters, **segments, **totals)
 
 
 def _dims(sizes: Any) -> Dims:

@@ -18,9 +18,8 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Word:
-    """The wait words, or the signal words, of some records, as arrays with one entry for each word
-    that is not empty: the `row` of the record, the `slot` of the word in the record, and the fields
-    of the word.
+    """The wait words, or the signal words, of some records, as arrays with one entry for each word that is not empty:
+    the `row` of the record, the `slot` of the word in the record, and the fields of the word.
     """
 
     row: Ints

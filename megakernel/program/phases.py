@@ -14,20 +14,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import (
-    BUFFERS,
-    CONTROL,
-    DRAIN,
-    MAX_PHASES,
-    OPERATIONS,
-    Buffer,
-    Dims,
-    Forward,
-    Operation,
-    Phase,
-    Result,
-    Rows,
-)
+from ..isa import BUFFERS, CONTROL, DRAIN, MAX_PHASES, OPERATIONS, Buffer, Dims, Forward, Operation, Phase, Result, Rows
 from ..isa import record as bits
 from ..isa.operations.spec import FIELDS, OPTIONAL, Contents, contents
 from .program import SEGMENTS
@@ -42,13 +29,11 @@ MOST = (1 << 28) - 1
 @lru_cache(maxsize=64)
 def all_dims(dims: Dims) -> list[Dims]:
     """Return the sizes as each rank sees them: one Dims per rank, with the sizes of the rank's shards and buffers."""
-    return [dims.on(rank) for rank in range(dims.split.tp)]
+    return dims.ranks
 
 
 class Phases:
-    """Properties of a program's phases that the checks of records need. The arrays are indexed by the number
-    of the phase.
-    """
+    """What the checks of records need to know of a program's phases. Arrays are indexed by the phase's number."""
 
     def __init__(self, forward: Forward) -> None:
         self.by_number = forward.by_number
@@ -82,9 +67,7 @@ def phases_of(forward: Forward) -> Phases:
 
 @lru_cache(maxsize=64)
 def check_phases(forward: Forward, dims: Dims) -> tuple[str, ...]:
-    """Return the first violation in each phase. If no single phase has a violation, return the
-    violations that concern several phases together.
-    """
+    """Return the first violation in each phase; if there is none, the violations of several phases together."""
     found = []
     for segment, phases in enumerate(forward.segments):
         for phase in phases:
@@ -175,9 +158,7 @@ def _together(forward: Forward) -> Iterator[str]:
 
 
 def _is_reduced(forward: Forward, p: Phase) -> bool:
-    """Whether the inputs of `p` hold partial sums to add. The last phase before `p` that writes these
-    inputs, in the same segment, must store partial sums of the same weights.
-    """
+    """Whether the last phase of its segment to write the inputs of `p` stored partial sums of the same weights."""
     segment = next(s for s in forward.segments if p in s)
     before = [q for q in segment[: segment.index(p)] if q.output is p.inputs]
     return bool(before) and before[-1].result is Result.PARTIAL and before[-1].weights is p.weights

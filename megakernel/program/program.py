@@ -9,10 +9,9 @@ A signal word with the NEXT bit names a counter in the next block: in run l of t
 l + 1. So block l has the counters that run l - 1 signals for run l. The prologue signals block 0
 with words without this bit, and the epilogue uses block `dims.layers`.
 
-The total of a counter is the number of arrivals that it gets per launch. The first and the last
-block may have other totals than the middle blocks: in block 0, the prologue takes the place of the
-previous layer, and no run of the body uses the last block. Totals are therefore stored separately
-for the first block, the middle blocks and the last block.
+The total of a counter is the number of arrivals that it gets per launch. The first and the last block may have other
+totals than the middle blocks: in block 0, the prologue takes the place of the previous layer, and no run of the body
+uses the last block. Totals are therefore stored separately for the first block, the middle blocks and the last block.
 
 A rank may also have queues: records that belong to the body but to no worker. In each run of the body, `drain`
 instructions claim these records in order. In traces and messages, record i of the queues is instruction
@@ -20,9 +19,8 @@ len(body.records) + i.
 
 `forward` has the phases that records name by number.
 
-With more than one rank, a program ends in a barrier over all ranks: every stream's last instruction
-waits until all other work of every rank is done. The barrier is the only thing that orders
-consecutive launches.
+With more than one rank, a program ends in a barrier over all ranks: every stream's last instruction waits until all
+other work of every rank is done. The barrier is the only thing that orders consecutive launches.
 """
 
 from __future__ import annotations
@@ -59,9 +57,7 @@ TOTALS = ("totals_first", "totals_middle", "totals_last")
 
 @dataclass(frozen=True)
 class Segment:
-    """The records of all ranks' workers, one stream after another. The stream of a worker is
-    records[offsets[s]:offsets[s+1]], where s = rank * workers per rank + worker.
-    """
+    """All ranks' streams. Worker w of rank r has records[offsets[s]:offsets[s+1]], s = r * workers per rank + w."""
 
     records: Records
     offsets: NDArray[np.int32]
@@ -72,9 +68,7 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """An immutable program. `machine` is a name for people. `counters` is the number of counters in
-    a block.
-    """
+    """An immutable program. `machine` is a name for people. `counters` is the number of counters in a block."""
 
     dims: Dims
     forward: Forward
@@ -92,9 +86,7 @@ class Program:
 
     @property
     def instructions(self) -> int:
-        """The number of instructions that all ranks together execute in one launch. The body counts
-        once per layer.
-        """
+        """The number of instructions that all ranks together execute in one launch. The body counts once per layer."""
         body = len(self.body.records) + len(self.queues.records)
         return len(self.prologue.records) + self.dims.model.layers * body + len(self.epilogue.records)
 
@@ -113,9 +105,7 @@ class Program:
         return self.dims.on(rank)
 
     def numbered(self, index: int) -> tuple[Records, NDArray[np.int64]]:
-        """Return the records of segment `index`, in the order in which traces number them (the
-        records of queues follow those of the body), and the rank of each record.
-        """
+        """Return segment `index` as traces number it (queues follow the body), and the rank of each record."""
         segment: Segment = getattr(self, SEGMENTS[index])
         ranks = np.repeat(np.arange(self.ranks * self.workers) // self.workers, np.diff(segment.offsets))
         if SEGMENTS[index] != "body":
@@ -125,9 +115,7 @@ class Program:
         return np.concatenate([segment.records, self.queues.records]), ranks
 
     def by_phase(self, index: int) -> Iterator[tuple[Phase, Dims, NDArray[np.int64], dict[str, Column]]]:
-        """For each rank and each phase that has records in segment `index`, yield the phase, the
-        rank's sizes, the records' indices in `numbered`, and their operands.
-        """
+        """For each rank and phase with records in segment `index`: phase, sizes, indices in `numbered`, operands."""
         records, ranks = self.numbered(index)
         numbers = phase_number(records)
         for rank in range(self.ranks):
@@ -139,10 +127,9 @@ class Program:
         """Return segment `index` as a list of phases. Each phase is a Segment with all of the
         phase's instructions, in the streams of all ranks.
 
-        A program can be run without counters: the phases run one after another, with a barrier over
-        all ranks after each phase, and the body is repeated for each layer. The program with its
-        counters must give the same results as this run. Joins and drains are removed, and a queue's
-        instructions are divided among the workers of its rank.
+        A program can be run without counters: the phases run one after another, with a barrier over all ranks after
+        each phase, and the body is repeated for each layer. The program with its counters must give the same results as
+        this run. Joins and drains are removed, and a queue's instructions are divided among the workers of its rank.
         """
         records, ranks = self.numbered(index)
         segment: Segment = getattr(self, SEGMENTS[index])

@@ -3,17 +3,15 @@
 An attention slot is the list of work items of one attention instruction. Each rank has its own items,
 for the KV heads that its query heads use.
 
-Rows are first grouped into query tiles, and the KV heads of a tile into parts. All work is then
-laid out on one line: tile after tile, and within a tile part after part. The line is divided into
-equal lengths, one per slot. If a slot's share ends inside a tile, the tile is cut there, either between
-two parts or inside a part. A cut inside a part lies between two rows or between two KV blocks. A
-part that is cut between KV blocks is called a split. So there are at most as many items as tiles, plus
-three per slot.
+Rows are first grouped into query tiles, and the KV heads of a tile into parts. All work is then laid out on one line:
+tile after tile, and within a tile part after part. The line is divided into equal lengths, one per slot. If a slot's
+share ends inside a tile, the tile is cut there, either between two parts or inside a part. A cut inside a part lies
+between two rows or between two KV blocks. A part that is cut between KV blocks is called a split. So there are at most
+as many items as tiles, plus three per slot.
 
-A CPU core processes one KV head after another, so a part is one head. An SM computes `pages.UNITS`
-units side by side. A unit has `pages.QUERY_TILE` (query row, query head) pairs. In a full tile for an
-SM, one KV head has enough pairs to fill all units. In a tile with fewer rows, a part has several KV
-heads.
+A CPU core processes one KV head after another, so a part is one head. An SM computes `pages.UNITS` units side by side.
+A unit has `pages.QUERY_TILE` (query row, query head) pairs. In a full tile for an SM, one KV head has enough pairs to
+fill all units. In a tile with fewer rows, a part has several KV heads.
 """
 
 from __future__ import annotations
@@ -61,9 +59,7 @@ class _Cut(Enum):
 
 @dataclass(frozen=True)
 class _Tiles:
-    """The query tiles, one array element for each. A tile consists of consecutive rows of one
-    chunk, or of padding (`seq` is -1), inside one row block.
-    """
+    """The query tiles, as arrays: consecutive rows of one chunk, or padding (`seq` is -1), in one row block."""
 
     row: Ints
     rows: Ints
@@ -74,14 +70,12 @@ class _Tiles:
 
 
 def deal_items(dims: Dims, seq: Ints, start: Ints, count: Ints) -> Dealt:
-    """Compute every rank's items. Chunk i has `count[i]` rows of sequence `seq[i]`, which begin at
-    position `start[i]`.
+    """Compute every rank's items. Chunk i has `count[i]` rows of sequence `seq[i]`, which begin at position `start[i]`.
 
     Chunks are in row order. If `dims.items` is too small, tiles are cut more coarsely; if `dims.partials` is too small,
     fewer parts are split. Raises MegakernelError if not even one item per chunk and row block fits.
     """
-    ranks = (dims if rank == dims.split.rank else dims.on(rank) for rank in range(dims.split.tp))
-    by_heads = {rank.split.rank_kv_heads: rank for rank in ranks if rank.split.rank_kv_heads}
+    by_heads = {rank.split.rank_kv_heads: rank for rank in dims.ranks if rank.split.rank_kv_heads}
     return {heads: _deal(rank, seq, start, count) for heads, rank in by_heads.items()}
 
 
@@ -154,10 +148,9 @@ def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
     """Divide tiles into parts for SMs. Parts are cut between KV blocks, never between rows: an SM takes
     as long for a part of a KV block, or of its units, as for all of it.
 
-    A part gets at most the number of KV heads that fill all units. This number is reduced until one KV
-    block of the part is a small fraction of a slot's share, because cuts between large blocks would make
-    the shares unequal. But PASS_HEADS heads, which keep memory busy, are always allowed if there are
-    enough blocks for all slots.
+    A part gets at most the number of KV heads that fill all units. This number is reduced until one KV block of the
+    part is a small fraction of a slot's share, because cuts between large blocks would make the shares unequal. But
+    PASS_HEADS heads, which keep memory busy, are always allowed if there are enough blocks for all slots.
     """
     heads, blocks = dims.split.rank_kv_heads, np.maximum(tiles.blocks, 1)
     units = -(-tiles.rows * dims.model.group_size // pages.QUERY_TILE)  # of one head
@@ -233,10 +226,7 @@ def _ends(dims: Dims, line: _Line, cut: _Cut) -> _Ends:
 
 
 def _unsplit(dims: Dims, tiles: _Tiles, line: _Line, ends: _Ends) -> _Ends:
-    """Move ends to the borders of their parts where the PARTIALS buffer has no room for the results of a split.
-
-    The first splits keep their partial results in the buffer, as many as have room.
-    """
+    """Move ends to the borders of their parts where PARTIALS has no room for the results of further splits."""
     number = line.first_part[ends.tile] + ends.part
     split = (ends.grain > 0) & (ends.grain < line.grains[ends.tile]) & line.divided.by_blocks[ends.tile]
     numbers = np.unique(number[split])

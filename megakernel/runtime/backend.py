@@ -1,5 +1,4 @@
-"""Defines the interface between an engine and a backend. A backend loads weights once, keeps the KV cache, and executes
-each step as one launch."""
+"""The interface between an engine and a backend, which keeps weights and KV cache and runs each step as one launch."""
 
 from __future__ import annotations
 
@@ -37,22 +36,17 @@ class Launch(Protocol):
     """A running launch."""
 
     def wait(self) -> Output:
-        """Wait until the launch ends, and return its output. May be called only once. Ctrl-C aborts the
-        launch within a second, and the next launch works.
-        """
+        """Wait for the end and return the output. Call it once. Ctrl-C aborts the launch within a second."""
 
     def abort(self) -> None:
-        """Stop the launch soon and return when it has stopped; its output is lost. Does nothing if the launch
-        has ended.
-        """
+        """Stop the launch, and return when it has stopped; its output is lost. Does nothing if it has ended."""
 
 
 class Backend(Protocol):
     """An executor with one model's weights and one KV pool.
 
     `megakernel.runtime.create` makes one. Programs of different buckets (numbers of token rows and similar sizes) may
-    be launched in any order. A program must agree with the backend in every model dimension, page size and
-    limit.
+    be launched in any order. A program must agree with the backend in every model dimension, page size and limit.
     """
 
     name: str

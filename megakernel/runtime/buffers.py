@@ -1,6 +1,4 @@
-"""Functions that all backends share: they allocate buffers, write prompts into HISTORY, and reject programs and step
-tables that do not fit a backend.
-"""
+"""What backends share: allocating buffers, writing HISTORY, and rejecting programs and step tables that do not fit."""
 
 from __future__ import annotations
 
@@ -22,18 +20,14 @@ _BUCKET = {
 
 
 def allocate(buffer: Buffer, dims: Dims, pages: int) -> NDArray[np.generic]:
-    """Return a zeroed array for a buffer, in the buffer's dtype (uint16 for bfloat16). If the buffer is layered, the
-    first axis of the array is the layer.
-    """
+    """Return a zeroed array for a buffer, [layers, ...] if layered, in its dtype (uint16 for bfloat16)."""
     spec = BUFFERS[buffer]
     layers = (dims.model.layers,) if spec.layered else ()
     return np.zeros(layers + spec.shape(dims, pages), dtype=spec.resolve_dtype(dims.model).numpy)
 
 
 def write_history(history: NDArray[np.int32], slot: int, start: int, tokens: NDArray[np.int32]) -> None:
-    """Set HISTORY[slot, start : start + len(tokens)]. Raises MegakernelError if HISTORY has no
-    room for the tokens.
-    """
+    """Set HISTORY[slot, start : start + len(tokens)]. Raises MegakernelError if HISTORY has no room for the tokens."""
     check_history(history.shape, slot, start, len(tokens))
     history[slot, start : start + len(tokens)] = tokens
 

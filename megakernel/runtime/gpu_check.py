@@ -1,10 +1,9 @@
 """Compares every instruction of a program on the GPU with the reference, phase by phase, from the same poisoned state.
 
-Before all instructions of a phase run together, the GPU receives the reference's buffers, with NaN
-wherever nothing has been written. This reveals an element that is not written, or wrongly written,
-and a value that changes between runs. If the results of a phase are wrong, its instructions run one
-by one, to find the first whose results are wrong even then. Running every instruction of every
-phase alone would take a quarter of an hour.
+Before all instructions of a phase run together, the GPU receives the reference's buffers, with NaN wherever nothing has
+been written. This reveals an element that is not written, or wrongly written, and a value that changes between runs. If
+the results of a phase are wrong, its instructions run one by one, to find the first whose results are wrong even then.
+Running every instruction of every phase alone would take a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ _State = dict[_Key, NDArray[np.generic]]
 
 @dataclass(frozen=True)
 class PhaseDifference:
-    """An error in the instructions of a phase. If values are wrong, `what` also describes the first
-    instruction whose results are wrong even when it runs alone.
-    """
+    """An error in a phase; `what` also describes the first instruction that is wrong even when it runs alone."""
 
     phase: str
     layer: int
@@ -60,9 +57,7 @@ def prepare(reference: ReferenceBackend, seed: int) -> None:
 
 
 def _padding(d: Dims) -> NDArray[np.bool_]:
-    """A mask of the rows of REDUCE that hold no token's partial sums. A GPU stores a tile as boxes of a fixed number of
-    rows, and the rows of zeros that fill the last box go there.
-    """
+    """A mask of the rows of REDUCE without a token, where a GPU stores the zeros that fill a tile's last box."""
     rows = np.arange(d.bucket.tokens)
     kept = rows if d.split.replicated_residual else rows[d.owner(rows) == d.split.rank]
     padding = np.ones(d.split.tp * d.own_rows, bool)
@@ -114,9 +109,7 @@ class _Twins:
             self._reference.buffer(*key)[:] = array
 
     def wrong(self, before: _State, index: int, layer: int, work: Segment, repeats: int) -> str | None:
-        """Run the records `work` on both backends, from the reference's present state `before`.
-        Returns a description of the first error, or None.
-        """
+        """Run `work` on both backends from the state `before`. Returns a description of the first error, or None."""
         for stream in range(len(work.offsets) - 1):
             for words in work.stream(stream):
                 rank = stream // self._program.workers

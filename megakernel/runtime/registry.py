@@ -47,9 +47,7 @@ class Registered:
     arithmetic: bool = True
 
     def refuses(self, weights: str, kv_cache: str = "auto") -> str | None:
-        """Return the reason why matrices, or K and V, cannot be stored as `--weights` and `--kv-cache-dtype` request;
-        None if they can.
-        """
+        """Return why `--weights` or `--kv-cache-dtype` cannot be what is requested; None if they can."""
         if not self.stores and weights != "auto":
             return f"weights in {weights} are not supported on {self.what}: use --weights auto"
         if not self.stores and kv_cache != "auto":
@@ -58,9 +56,7 @@ class Registered:
 
 
 def _host_share(threads: int | None, ranks: int) -> Machine:
-    """One rank's share of this machine. It has one worker per thread, but at most one per core,
-    because two workers on one core would only wait for each other.
-    """
+    """One rank's share of this machine, with at most one worker per core: two on one core would only wait."""
     cores = cpu_count()
     return host(max(1, min(threads or cores, cores) // ranks))
 
@@ -125,9 +121,8 @@ def backend_for(target: str) -> Registered:
 def choose_backend(
     name: str, config: ModelConfig, dtype: Dtype | None, weights: str = "auto", kv_cache: str = "auto"
 ) -> tuple[str, Dtype | None]:
-    """Return the backend's name, where `auto` is replaced by the chosen one, and the compute type,
-    where None means the checkpoint's own. `weights` and `kv_cache` are the values of `--weights`
-    and `--kv-cache-dtype`.
+    """Return the backend's name, where `auto` is replaced by the chosen one, and the compute type, where None means the
+    checkpoint's own. `weights` and `kv_cache` are the values of `--weights` and `--kv-cache-dtype`.
 
     Raises MegakernelError if `name` is unknown or cannot run this model here.
     """
@@ -157,7 +152,5 @@ def create(
 
 
 def rank_machine(name: str, threads: int | None, ranks: int) -> Machine:
-    """The machine for which a program is compiled: the share of this machine that each of `ranks`
-    ranks has.
-    """
+    """The machine for which a program is compiled: the share of this machine that each of `ranks` ranks has."""
     return registered(name).machine(threads, ranks)

@@ -77,9 +77,7 @@ def _check_rows(t: StepTable) -> None:
 
 
 def _check_pages(t: StepTable, seq: NDArray[Any], start: NDArray[Any], last: NDArray[Any]) -> None:
-    """Check that sequences `seq`, which write positions `start` to `last` and read all earlier ones, have
-    valid pages.
-    """
+    """Check that sequences `seq`, which write positions `start` to `last` and read earlier ones, have valid pages."""
     index = np.arange(t.dims.bucket.pages_per_seq)
     tables = t.block_tables[seq]
     used = index <= (last // t.dims.bucket.kv_page)[:, None]
@@ -143,9 +141,7 @@ def _check_items(t: StepTable) -> None:
 
 
 def _check_splits(t: StepTable, n: int, whole: NDArray[Any]) -> NDArray[Any]:
-    """Check the items of splits. Returns a mask with all unsplit items and the first item of each
-    split, which together must partition the rows x KV heads.
-    """
+    """Check splits. Return a mask of unsplit and first items, which must partition rows x KV heads."""
     d = t.dims
     once = np.ones(n, bool)
     taken = np.zeros(d.bucket.partials, bool)

@@ -117,19 +117,13 @@ class StepRows:
 
 
 def fits(capacity: str, wanted: int, limit: int) -> None:
-    """Raise MegakernelError if a step needs more than its program was compiled for.
-
-    `capacity` names what is needed, `wanted` is the number needed, and `limit` the number that the program has.
-    """
+    """Raise MegakernelError, which names `capacity`, if a step needs more than its program was compiled for."""
     if wanted > limit:
         raise MegakernelError(f"the step needs {capacity} = {wanted}, but the program was compiled for at most {limit}")
 
 
 def fill_rows(table: StepTable, rows: StepRows, sampling: Sampling) -> None:
-    """Write all fields of `table` except pages and attention items; remaining rows become padding.
-
-    Raises MegakernelError if a capacity, a field of Dims, is too small. The error names the field.
-    """
+    """Write all fields except pages and attention items. Raises MegakernelError naming an exceeded capacity."""
     dims, live, lineup = table.dims, len(rows.tokens), rows.lineup
     fits("tokens", live, dims.bucket.tokens)
     fits("logit_rows", len(lineup.chunk), dims.bucket.logit_rows)
@@ -151,9 +145,7 @@ def fill_rows(table: StepTable, rows: StepRows, sampling: Sampling) -> None:
 
 
 def move_rows(table: StepTable, rows: StepRows) -> None:
-    """Write only tokens and positions, into a table that `fill_rows` has filled for the same
-    lineup.
-    """
+    """Write only tokens and positions, into a table that `fill_rows` has filled for the same lineup."""
     live, lineup, position = len(rows.tokens), rows.lineup, rows.start
     if live > len(lineup.slot):
         first = np.cumsum(lineup.count) - lineup.count
@@ -182,8 +174,7 @@ def _fill_bias(table: StepTable, place: Ints, sampling: Sampling) -> None:
 
 
 class SequencePages:
-    """The ids of the KV pages of each slot's sequence. In row `slot` of `ids`, the first
-    `count[slot]` are valid.
+    """The ids of the KV pages of each slot's sequence. In row `slot` of `ids`, the first `count[slot]` are valid.
 
     Whoever changes the row of a slot must set `changed[:, slot]`, one flag for each of the two
     tables that `Steps` writes in turn.
@@ -197,9 +188,7 @@ class SequencePages:
 
 @dataclass
 class _Kept:
-    """One of the two step tables, with the rows and the attention items that it contains. `rows` is None if the last
-    attempt to write the table failed.
-    """
+    """One of the two step tables, and what it contains. `rows` is None if the last attempt to write it failed."""
 
     table: StepTable
     rows: StepRows | None = None
@@ -220,10 +209,7 @@ class Steps:
         self._turn = 0  # which of the two tables is written next
 
     def build(self, dims: Dims, rows: StepRows) -> StepTable:
-        """The table for a step with these rows. The call after the next one overwrites it.
-
-        Raises MegakernelError if a capacity is exceeded; the error names it (a field of Dims).
-        """
+        """The step's table, until the call after the next. Raises MegakernelError naming an exceeded capacity."""
         last, kept = self._kept[1 - self._turn], self._kept[self._turn]
         changed = self._pages.changed[self._turn]
         if kept is None or kept.table.dims is not dims:
@@ -250,9 +236,7 @@ class Steps:
 
 
 def _goes_on(last: StepRows, rows: StepRows) -> bool:
-    """Whether the step `rows` continues the step `last`: the sequences are the same, and each has a single token, at
-    the position after its token in `last`.
-    """
+    """Whether each sequence of `last` continues in `rows`, by the one token after its last."""
     return (
         rows.lineup is last.lineup
         and len(rows.tokens) == len(rows.start)
@@ -265,9 +249,8 @@ class Chunk:
     """Consecutive tokens of one sequence: a part of its prompt, or its newest token, perhaps
     followed by tokens proposed for speculative decoding.
 
-    `slot` is the sequence's row in the block table and in HISTORY. A token of -1 stands for the
-    token in HISTORY[slot][position]. `pages` are the sequence's page ids from its start, enough for
-    `start + len(tokens)`.
+    `slot` is the sequence's row in the block table and in HISTORY. A token of -1 stands for the token in
+    HISTORY[slot][position]. `pages` are the sequence's page ids from its start, enough for `start + len(tokens)`.
     """
 
     slot: int
@@ -280,10 +263,9 @@ class Chunk:
 def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
     """The step table that runs `chunks`, each in its own slot; `check_step` lists its invariants.
 
-    Chunks get token rows in order, and their samples get logit rows in order. All other rows are
-    padding. Raises MegakernelError if one chunk or all chunks together exceed a capacity, which the
-    error names (a field of Dims). A token outside the vocabulary is an error too, because it would read beyond
-    the embedding table.
+    Chunks get token rows in order, and their samples get logit rows in order. All other rows are padding. Raises
+    MegakernelError if one chunk or all chunks together exceed a capacity, which the error names (a field of Dims). A
+    token outside the vocabulary is an error too, because it would read beyond the embedding table.
     """
     lengths = [len(chunk.tokens) for chunk in chunks]
     if not all(lengths):

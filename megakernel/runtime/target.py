@@ -38,9 +38,7 @@ class Target:
         return self.units[0] if len(self.units) == 1 else Units[name.upper()]
 
     def tile_rows(self, units: Units, inner: int) -> int:
-        """The maximum number of rows in a tile, if a row of its inputs has at most `inner`
-        elements.
-        """
+        """The maximum number of rows in a tile, if a row of its inputs has at most `inner` elements."""
         return _ANY
 
     def norm_fits(self, rows: int, inner: int, dims: Dims) -> bool:

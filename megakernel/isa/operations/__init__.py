@@ -18,9 +18,7 @@ OPERATIONS: dict[Operation, OperationSpec] = {
 
 
 def accesses(phase: Phase, columns: Columns, dims: Dims) -> list[Access]:
-    """Return the accesses of instructions of `phase` on rank `dims.rank`: which regions of buffers they read and write.
-    `columns` has the instructions' operands.
-    """
+    """Return the regions of buffers that instructions of `phase` with operands `columns` access on rank `dims.rank`."""
     return OPERATIONS[phase.operation].accesses(phase, columns, dims)
 
 

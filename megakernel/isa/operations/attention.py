@@ -55,11 +55,9 @@ def attention_cost(model: ModelSizes, row_kv_heads: int, kv_tokens: float) -> tu
 
 
 def item_work(view: StepTable) -> tuple[Floats, Floats]:
-    """Return two arrays [items] for the attention items of the view's rank: the FLOPs of each item,
-    and the bytes of K and V that it reads. Both are zero for padding items.
+    """Return the FLOPs of each attention item of the view's rank, and the bytes of K and V that it reads: two [items].
 
-    A row attends to earlier tokens and to itself. An item reads K and V once, however many rows the
-    item has.
+    Both are zero for padding items. An item reads K and V once, however many rows it has.
     """
     dims, n = view.dims, int(view.slot_items[-1])
     row, rows = view.item_row[:n].astype(np.int64), view.item_rows[:n].astype(np.int64)
@@ -81,9 +79,7 @@ def item_work(view: StepTable) -> tuple[Floats, Floats]:
 
 
 def slot_work(table: StepTable) -> Floats:
-    """Return the work of each attention slot (list of items) in one layer: [ranks, slots, 2]. The two
-    numbers are the FLOPs of all its items, and the bytes of K and V that they read.
-    """
+    """Return (FLOPs, bytes of K and V read) of each attention slot's items in one layer: [ranks, slots, 2]."""
     dims = table.dims
     out = np.zeros((dims.split.tp, dims.bucket.attention_slots, 2))
     for rank in range(dims.split.tp):
@@ -103,9 +99,7 @@ def _attention(c: Context, slot: int, group_heads: int, groups: int) -> None:
 
 
 def attend(c: Context, item: int) -> bool:
-    """Run one attention item. Returns True when the item's rows of ATTN are final. If several
-    items share the context of the same rows, only the item that runs last returns True.
-    """
+    """Run one attention item. Return whether its rows of ATTN are final, as after the last item of a split."""
     d, t = c.dims, c.table
     rows = range(t.item_row[item], t.item_row[item] + t.item_rows[item])
     heads = range(t.item_kv_head[item], t.item_kv_head[item] + t.item_kv_heads[item])
@@ -164,9 +158,7 @@ def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> 
 
 
 def _partial(c: Context, row: int, head: int, keys: F32, values: F32) -> F32:
-    """Attention of one row's query heads over some tokens: the maximum m, the sum l, and the output
-    o, which is not yet divided by l. The shape is [heads, 2 + head_dim].
-    """
+    """Attention of one row's heads over some tokens: maximum m, sum l and undivided output o, [heads, 2 + head_dim]."""
     q = c.read(c.inputs, (row, _query_columns(c.dims, head))).reshape(-1, c.dims.model.head_dim)
     scores = product(q, keys.T) * np.float32(c.dims.model.head_dim**-0.5)
     m = scores.max(axis=1, keepdims=True)
@@ -180,9 +172,7 @@ def _partial_index(t: StepTable, item: int, row: int, head: int, block: int) -> 
 
 
 def _merge(partials: list[F32]) -> F32:
-    """Merge the partial results of all KV blocks into attention's output, [heads, head_dim]:
-    rescale to the common maximum, add, divide.
-    """
+    """Merge the partial results of all KV blocks (rescale to one maximum, add, divide): [heads, head_dim]."""
     total = partials[0]
     for partial in partials[1:]:
         m = np.maximum(total[:, :1], partial[:, :1])

@@ -65,9 +65,7 @@ def _tile_of(kind: Kind) -> Callable[[Phase, Columns, Dims], list[Access]]:
 
 
 def _part(c: Columns, start: int, width: int) -> tuple[Column, Column]:
-    """Return the part of each column tile that lies inside [start, start + width): its first column
-    and its end, both relative to `start`. The two are equal if the part is empty.
-    """
+    """Return the first column and the end of each tile's part inside [start, start + width), relative to `start`."""
     col, end = tile(c)
     low = np.clip(col - start, 0, width)
     return low, np.maximum(np.clip(end - start, 0, width), low)
@@ -126,9 +124,7 @@ def _store_gated(c: Context, row: int, col: int, gate: F32, up: F32) -> None:
 
 
 def _partial_accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
-    """Return the accesses that store partial sums at each rank that keeps these rows of the residual.
-    The rows of an instruction lie in one row block.
-    """
+    """The accesses that store partial sums, of rows in one row block, at each rank that keeps these rows."""
     row, rank = d.reduce_row(d.split.rank, c["row"]), EVERY if d.split.replicated_residual else d.owner(c["row"])
     return [Access(given(p.output), Kind.WRITE, row, row + c["rows"], *tile(c), rank=rank)]
 

@@ -70,9 +70,7 @@ def philox(counter: Four, key: tuple[int, int]) -> Four:
 
 
 def uniform(seed_low: int, seed_high: int, position: int, choice: int) -> float:
-    """The random number that samples the token at `position` in completion `choice` of a request. It is in
-    [0, 1) and a multiple of 2^-24. The halves of the seed may be signed int32.
-    """
+    """The random number in [0, 1), a multiple of 2^-24, for a position and a completion of a request with this seed."""
     first = philox((position & _WORD, choice & _WORD, 0, 0), (seed_low & _WORD, seed_high & _WORD))[0]
     return float(first >> 8) * 2.0**-24
 
@@ -115,9 +113,7 @@ def kept(z: F32, *, min_p: float, top_k: int, top_p: float) -> NDArray[np.intp]:
 
 
 def draw(z: F32, ids: NDArray[np.intp], u: float) -> int:
-    """Draw a token: the first of `ids`, in ascending order, at which the cumulative softmax of z
-    exceeds u.
-    """
+    """Draw a token: the first of `ids`, in ascending order, at which the cumulative softmax of z exceeds u."""
     ids = np.sort(ids)
     mass = np.cumsum(np.exp(z[ids] - z[ids].max()), dtype=np.float64)
     return int(ids[np.searchsorted(mass, u * mass[-1], side="right")])

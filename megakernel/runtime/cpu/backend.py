@@ -69,8 +69,7 @@ class CpuBackend:
         self._ranks = CpuRanks(checkpoint, dims, pages, threads=self.threads, null=null, deadlock_s=deadlock_s)
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
-        """A view of a rank's copy of a buffer, in the buffer's declared shape. Packed matrices have
-        no view.
+        """A view of a rank's copy of a buffer, in the buffer's declared shape. Packed matrices have no view.
 
         The view may have more rows than a program uses. All ranks share one copy of the output buffers.
         """
@@ -114,9 +113,7 @@ class CpuBackend:
         self._ranks.close()
 
     def _load(self, program: Program) -> int:
-        """Return the handle of a program. The first call for a program checks it, copies it into the native
-        library, and enlarges the activation buffers if the program has more rows.
-        """
+        """Return a program's handle. The first call checks and copies the program, and enlarges buffers for it."""
         if id(program) not in self._programs:
             self._ranks.fit(program.dims)
             self._programs[id(program)] = program, self._ranks.load(program)
@@ -125,10 +122,7 @@ class CpuBackend:
     # -- for tests
 
     def execute(self, instruction: Records, layer: int, table: StepTable, forward: Forward, rank: int = 0) -> None:
-        """Run one record's work on a rank's buffers, without waits and signals.
-
-        For attention, this runs all work items that the step table assigns to the record.
-        """
+        """Run one record's work (for attention, all of its items) on a rank's buffers, without waits and signals."""
         self._ranks.fit(table.dims)
         self._ranks.execute(table.dims.on(rank), table.words, instruction, layer, forward)
 
@@ -152,9 +146,7 @@ class _Launch:
         self._ranks.start(handle, self._table.words, self._traced)
 
     def wait(self) -> Output:
-        """Wait until the launch ends, and return its output. Call this once. The output's `seconds` is the time from
-        the start of the launch until this process noticed the end. Ctrl-C aborts the launch within a second.
-        """
+        """Wait for the end and return the output, with the time until the end was noticed. Call it once."""
         try:
             self._finish()
         except BaseException:
@@ -167,9 +159,7 @@ class _Launch:
         return Output(tokens, logprobs, logits, seconds, self._trace() if self._traced else None)
 
     def abort(self) -> None:
-        """Stop the launch soon and return when it has stopped; its output is lost. Does nothing if the launch
-        has ended.
-        """
+        """Stop the launch, and return when it has stopped; its output is lost. Does nothing if it has ended."""
         if self._backend._running is not self:
             return
         try:

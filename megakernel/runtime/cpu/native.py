@@ -12,13 +12,8 @@ from ...errors import MegakernelError
 from ...isa import DIM_FIELDS, Dims, Dtype
 from ...library import load
 
-_POINTER, _I32, _I64, _DOUBLE, _TEXT = (
-    ctypes.c_void_p,
-    ctypes.c_int32,
-    ctypes.c_int64,
-    ctypes.c_double,
-    ctypes.c_char_p,
-)
+_POINTER, _TEXT = ctypes.c_void_p, ctypes.c_char_p
+_I32, _I64, _DOUBLE = ctypes.c_int32, ctypes.c_int64, ctypes.c_double
 
 
 class CDims(ctypes.Structure):
@@ -44,9 +39,7 @@ class CMatrix(ctypes.Structure):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], parts: Sequence[tuple[Dtype, int, int]]) -> CMatrix:
-        """Describe a buffer of `shape` [rows, k], or several such matrices side by side. `parts` has the type, the
-        number of rows and the address of each part.
-        """
+        """Describe matrices of `shape` [..., rows, k] by (type, number of rows, address) of each part."""
         matrices, rows, k = (1, *shape)[-3:]
         made = (CPart * len(parts))(*(CPart(*part) for part in parts))
         matrix = cls(matrices, rows, k, len(parts), ctypes.addressof(made))
@@ -55,9 +48,7 @@ class CMatrix(ctypes.Structure):
 
 
 class CPanel(ctypes.Structure):
-    """`mk::Panel` of csrc/cpu/packed.h: one panel (16 columns) of a packed matrix. The native
-    library finds a packed matrix through a table of its panels.
-    """
+    """`mk::Panel` of csrc/cpu/packed.h: 16 columns of a packed matrix, which is found through a table of its panels."""
 
     COLUMNS = 16
     _fields_ = (("data", _POINTER), ("dtype", _I64))
@@ -123,9 +114,7 @@ def error() -> MegakernelError:
 
 
 def requested_simd() -> bytes:
-    """The value of MEGAKERNEL_SIMD (portable, avx2, avx512 or avx512bf16). Empty means the widest
-    that the processor has.
-    """
+    """The value of MEGAKERNEL_SIMD (portable, avx2, avx512 or avx512bf16). Empty means the widest possible."""
     return os.environ.get("MEGAKERNEL_SIMD", "").encode()
 
 
@@ -143,9 +132,7 @@ def clock_cost() -> float:
 
 
 def probe_read(threads: int, size: int, seconds: float = 1.0) -> float:
-    """Measure how fast `threads` threads together read `size` bytes of memory (use 8 x the
-    last-level cache), and return the bytes per second of the best of several passes.
-    """
+    """Measure the bytes per second at which threads read `size` bytes of memory, in the best of several passes."""
     return _checked(library().mk_probe_read(requested_simd(), threads, size, seconds))
 
 

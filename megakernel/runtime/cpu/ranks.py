@@ -1,6 +1,4 @@
-"""Python's side of the ranks that the native library executes: it packs their weights, allocates
-NumPy arrays for all other buffers, loads programs and launches them.
-"""
+"""Python's side of the native library's ranks: it packs weights, allocates other buffers, loads and starts programs."""
 
 from __future__ import annotations
 
@@ -37,14 +35,7 @@ class CpuRanks:
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        dims: Dims,
-        pages: int,
-        *,
-        threads: int,
-        null: bool,
-        deadlock_s: float,
+        self, checkpoint: Checkpoint, dims: Dims, pages: int, *, threads: int, null: bool, deadlock_s: float
     ) -> None:
         self.dims, self.pages, self.ranks = dims, pages, range(dims.split.tp)
         self._lib = native.library()
@@ -58,12 +49,7 @@ class CpuRanks:
         if not null:
             self._check_memory()
         self._engine: int | None = self._lib.mk_create(
-            ctypes.byref(native.CDims.of(dims)),
-            threads,
-            cpu_count(),
-            native.requested_simd(),
-            null,
-            deadlock_s,
+            ctypes.byref(native.CDims.of(dims)), threads, cpu_count(), native.requested_simd(), null, deadlock_s
         )
         if self._engine is None:
             raise native.error()
@@ -122,9 +108,7 @@ class CpuRanks:
         return 0 if self._shared(buffer) else rank
 
     def _shared(self, buffer: Buffer) -> bool:
-        """Whether all ranks use one copy of a buffer. They do for a weight that each of them needs whole, and for an
-        output, because only one rank reads and writes each of its rows.
-        """
+        """Whether ranks share one copy: of a weight that each needs whole, or an output, whose rows have one writer."""
         space, whole = BUFFERS[buffer].space, self._whole(buffer)
         return space is Space.OUTPUT or (
             space is Space.WEIGHT and all(self._shape(rank, buffer) == whole for rank in self.ranks)
@@ -167,9 +151,7 @@ class CpuRanks:
     # -- buffers
 
     def fit(self, dims: Dims) -> None:
-        """Make the activation and output buffers large enough for programs with the sizes `dims`.
-        Their contents may be lost.
-        """
+        """Make room for programs with the sizes `dims`. Activations and outputs may be lost."""
         self._grow((Space.ACTIVATION, Space.OUTPUT), dims)
 
     def _grow(self, spaces: Collection[Space], dims: Dims) -> None:
@@ -193,11 +175,7 @@ class CpuRanks:
             self._lib.mk_bind(self._engine, rank, buffer, layer, array[layer].ctypes.data)
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
-        """A view of a rank's copy of a buffer, in the buffer's declared shape. Packed matrices have
-        no view.
-
-        The view may have more rows than the current program.
-        """
+        """A view of a rank's copy of a buffer, perhaps with more rows than a program uses; none of packed matrices."""
         view: NDArray[Any] = self._arrays[rank, buffer][layer]
         return view
 
@@ -253,8 +231,7 @@ class CpuRanks:
     def wait(self) -> bool:
         """Wait at most 50 ms, and return whether the launch has ended.
 
-        Raises MegakernelError if the launch was aborted or made no progress. The error names the
-        blocked wait. The caller must then call `reset` for the launch's program.
+        If it was aborted or made no progress, raises MegakernelError, which names the blocked wait; then call `reset`.
         """
         status = self._lib.mk_launch_wait(self._engine, _SLICE_MS)
         if status < 0:
@@ -274,9 +251,7 @@ class CpuRanks:
         return int(self._lib.mk_link_bytes(self._engine, rank))
 
     def intervals(self) -> tuple[Intervals, int]:
-        """The intervals of the last traced launch in nanoseconds, sorted by rank, worker and begin;
-        and the number of intervals that did not fit into the trace.
-        """
+        """The last trace's intervals in ns, sorted by rank, worker and begin, and the number that found no room."""
         dropped = ctypes.c_int64()
         count = self._lib.mk_intervals(self._engine, None, ctypes.byref(dropped))
         intervals = np.zeros(max(count, 0), dtype=DTYPE)
@@ -298,9 +273,7 @@ class CpuRanks:
         )
 
     def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:
-        """Stall one instruction in every traced launch (segment 0: prologue, 1: body, 2: epilogue); 0 seconds
-        turns it off.
-        """
+        """Stall one instruction of a segment (its index) in every traced launch; 0 seconds turn it off."""
         self._lib.mk_delay(self._engine, segment, record, layer, round(seconds * 1e9))
 
     def close(self) -> None:
@@ -334,9 +307,7 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> NDArray[np.
 
 
 def _available_memory() -> int:
-    """Return the number of bytes that can be allocated without swapping and within a cgroup v2 memory
-    limit.
-    """
+    """Return the number of bytes that can be allocated without swapping and within a cgroup v2 memory limit."""
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024

@@ -9,10 +9,5 @@ from ..target import Target
 # a head if the head is normalised or its K and V are quantised.
 MOST_HEAD_DIM = 496
 CPU = Target(
-    "cpu",
-    units=(Units.CORE,),
-    row_unit={Units.CORE: 1},
-    col_unit={Units.CORE: None},
-    pages=False,
-    any_split=False,
+    "cpu", units=(Units.CORE,), row_unit={Units.CORE: 1}, col_unit={Units.CORE: None}, pages=False, any_split=False
 )

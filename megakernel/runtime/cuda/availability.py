@@ -25,9 +25,7 @@ _SMS, _MAJOR, _MINOR = 16, 75, 76
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU as the driver describes it. `ordinal` is its number among the GPUs that
-    CUDA_VISIBLE_DEVICES makes visible.
-    """
+    """A GPU as the driver describes it. `ordinal` numbers the GPUs that CUDA_VISIBLE_DEVICES makes visible."""
 
     ordinal: int
     name: str
@@ -38,9 +36,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Driver:
-    """The GPUs as the driver reports them. `missing` says in one sentence why no GPU is usable;
-    None if one is.
-    """
+    """The GPUs as the driver reports them. `missing` says in one sentence why no GPU is usable; None if one is."""
 
     version: int  # the driver's CUDA version, 1000 * major + 10 * minor; 0 without a driver
     devices: tuple[Device, ...]  # all GPUs, usable or not
@@ -116,9 +112,7 @@ def require() -> None:
 
 
 def machine(ranks: int) -> Machine:
-    """One rank's share of this machine: a whole GPU if there are enough for all ranks, otherwise an equal part of the
-    first GPU's SMs.
-    """
+    """One rank's share of this machine: a GPU if there are enough, otherwise an equal part of the first GPU's SMs."""
     require()
     devices = driver().usable
     device = devices[0]

@@ -65,12 +65,11 @@ class DeviceLogits:
 class CudaBackend:
     """One model's weights and KV pool on this machine's GPUs.
 
-    `dims` gives the model, ranks, page size and limits; its fields for a program's sizes (the
-    bucket) are not used. A wait that exceeds `timeout_s` seconds ends the launch with an error that
-    names the wait. If a launch takes several times as long and does not stop, its GPUs are lost:
-    until the process ends, every later call raises an error. With `by_phases`, a step runs as a
-    CUDA graph with one kernel launch per phase; the results are bit-identical. With `pipelined`
-    off, a block fetches an instruction only when the previous instruction has ended.
+    `dims` gives the model, ranks, page size and limits; its fields for a program's sizes (the bucket) are not used. A
+    wait that exceeds `timeout_s` seconds ends the launch with an error that names the wait. If a launch takes several
+    times as long and does not stop, its GPUs are lost: until the process ends, every later call raises an error. With
+    `by_phases`, a step runs as a CUDA graph with one kernel launch per phase; the results are bit-identical. With
+    `pipelined` off, a block fetches an instruction only when the previous instruction has ended.
 
     Two switches for benchmarks make results meaningless: with `synchronised` off, no instruction
     waits for another; `ablation` selects a build of the kernel that leaves out the copies or the
@@ -113,9 +112,7 @@ class CudaBackend:
     # -- methods that only tests and checks use
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0, dims: Dims | None = None) -> NDArray[Any]:
-        """Copy a rank's buffer to the host, in the shape that it has for `dims` (by default the
-        backend's).
-        """
+        """Copy a rank's buffer to the host, in the shape that it has for `dims` (by default the backend's)."""
         return self._heap.read(rank, buffer, layer, dims or self.dims)
 
     def set_buffer(self, buffer: Buffer, array: NDArray[Any], layer: int = 0, rank: int = 0) -> None:
@@ -123,9 +120,7 @@ class CudaBackend:
         self._heap.write(rank, buffer, layer, array)
 
     def execute(self, program: Program, index: int, work: Segment, layer: int, table: StepTable) -> None:
-        """Run the records `work` in their streams, without waits and signals. All records belong to
-        segment `index` and to one phase. `layer` matters only in the body.
-        """
+        """Run `work`, records of one phase in segment `index`, without waits and signals. Only the body has layers."""
         parts = [_nothing(program.ranks * program.workers)] * len(SEGMENTS)
         parts[index] = work
         one = replace(program, prologue=parts[PROLOGUE], body=parts[BODY], epilogue=parts[EPILOGUE])
@@ -143,15 +138,11 @@ class CudaBackend:
                 loaded.close()
 
     def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:
-        """Stall one instruction in every traced launch (segment 0: prologue, 1: body, 2: epilogue).
-        0 seconds turn this off.
-        """
+        """Stall one instruction of a segment (its index) in every traced launch; 0 seconds turn it off."""
         self._tracing.delay = (segment, layer, record, round(seconds * 1e9))
 
     def time_launches(self) -> None:
-        """From now on, measure the GPU time of each launch. This time does not include copies to
-        and from the host.
-        """
+        """From now on, measure the GPU time of each launch. This time does not include copies to and from the host."""
         self._watches = self._watches or [Stopwatch(gpu) for gpu in self._node.gpus]
 
     # -- launches
@@ -170,9 +161,7 @@ class CudaBackend:
         return self.start(program, table, trace=trace).wait()
 
     def _loaded(self, program: Program) -> Loaded:
-        """Return the loaded form of a program. The first call for a program checks it, copies it to the
-        GPUs, and enlarges the activation buffers to the program's bucket.
-        """
+        """Return a program as loaded: the first call checks and copies it, and enlarges activation buffers."""
         if self._closed:
             self._node.gpus[0].check()
             raise MegakernelError("the backend is closed: make another one")
@@ -197,9 +186,7 @@ class CudaBackend:
                 )
 
     def _kernel(self, gpu: Gpu, dims: Dims, *, trace: bool) -> Kernel:
-        """The kernel for programs with the matmul units and the number of SMs per worker that
-        `dims` has.
-        """
+        """The kernel for programs with the matmul units and the SMs per worker of `dims`."""
         build = compile.Build(trace, Units(dims.worker.units), dims.worker.sms, self.ablation)
         if (build, gpu.ordinal) not in self._kernels:
             if build not in self._codes:
@@ -250,9 +237,7 @@ class CudaBackend:
         return Output(tokens, logprobs, DeviceLogits(self._heap, loaded.program.dims), seconds, trace)
 
     def _provide(self, gpu: Gpu, params: Any, blocks: int) -> None:
-        """Set the launch parameters that come from the backend: the watchdog's time limit, and
-        scratch memory for sampling.
-        """
+        """Set the launch parameters of the backend: the watchdog's limit, and scratch memory for sampling."""
         params.timeout_ns = round(self.timeout_s * 1e9)
         need = blocks * 2 * self.dims.model.vocab * ctypes.sizeof(ctypes.c_float)
         address, have = self._scratch.get(gpu.ordinal, (0, 0))
@@ -318,9 +303,7 @@ class CudaLaunch:
             raise
 
     def wait(self) -> Output:
-        """Wait until the launch ends, and return its output. Call it once. The output's `seconds` is
-        the time from the start of the launch until the host noticed its end. Ctrl-C aborts the launch within a second.
-        """
+        """Wait for the end and return the output, with the time until the end was noticed. Call it once."""
         try:
             ended = self._answered(_PATIENCE * self._backend.timeout_s)
             seconds = time.perf_counter() - self._begin
@@ -339,8 +322,7 @@ class CudaLaunch:
         return self._backend.outcome(self._loaded, seconds, traced=self._table if self.traced else None)
 
     def abort(self) -> None:
-        """Stop the launch soon and return when it has stopped; its output is lost. Does nothing if the launch has
-        ended.
+        """Stop the launch, and return when it has stopped; its output is lost. Does nothing if it has ended.
 
         Raises MegakernelError if the launch does not stop. In that case its GPUs can neither be used nor released.
         """
@@ -350,9 +332,7 @@ class CudaLaunch:
         self._backend.ended(self._loaded, failed=True)
 
     def _answered(self, limit_s: float) -> bool:
-        """Wait until the launch has ended, and return True. Return False if the launch has not ended
-        `limit_s` seconds after its start.
-        """
+        """Wait for the end, and return whether it came within `limit_s` seconds after the launch's start."""
         while not self._loaded.answered():
             seconds = time.perf_counter() - self._begin
             if seconds > limit_s:

@@ -37,9 +37,7 @@ _SLOW = re.compile(r"\(C75\d\d\)[^\n]*")
 
 @dataclass(frozen=True)
 class Build:
-    """A variant of the interpreter: whether it traces, the units that compute its programs' matmuls, the SMs of a
-    worker, and the work that it leaves out.
-    """
+    """A variant of the interpreter: whether it traces, its matmul units, the SMs of a worker, what it leaves out."""
 
     trace: bool
     units: Units
@@ -67,9 +65,7 @@ class Compiler:
     nvcc: str | None = None
 
     def compile(self, build: Build) -> Cubin:
-        """Compile one cubin. Raises MegakernelError with the compiler's first error. A note that warns
-        of slow code counts as an error.
-        """
+        """Compile one cubin. Raises MegakernelError with the first error, or with a note that warns of slow code."""
         cubin = _with_nvcc(self.nvcc, build.defines) if self.nvcc else _with_nvrtc(build.defines)
         if slow := _SLOW.search(cubin.log):
             raise MegakernelError(f"{self.version} compiled csrc/cuda into slow code: {slow[0]}")
@@ -119,10 +115,7 @@ def nvcc(path: str) -> Compiler:
 
 
 def cubin(build: Build) -> bytes:
-    """The interpreter's code, which comes from the cache or is compiled now.
-
-    Compiling takes about half a minute, so on a terminal a line announces it.
-    """
+    """The interpreter's code, from the cache or compiled now. This takes half a minute, which a terminal announces."""
     with_ = compiler()
     path = cache_folder() / "cubin" / f"{key(with_, build)}.cubin"
     try:
@@ -149,9 +142,7 @@ def key(with_: Compiler, build: Build) -> str:
 
 
 def _store(path: Path, code: bytes) -> None:
-    """Store a cubin completely or not at all, even if other processes store the same one. If the
-    cache cannot be written, the next start compiles again.
-    """
+    """Store a cubin completely or not at all. If the cache cannot be written, the next start compiles again."""
     part = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -191,8 +182,7 @@ def _with_nvrtc(defines: list[str]) -> Cubin:
     try:
         options = [*_NVRTC_ARCH, *_FLAGS, *defines, f"-I{folder}"]
         status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        # Allocate at least two bytes: CPython shares one object for all uses of b" ", and NVRTC
-        # would overwrite it.
+        # Allocate at least two bytes: CPython shares one object for all uses of b" ", and NVRTC would overwrite it.
         log = b" " * max(2, check(nvrtc.nvrtcGetProgramLogSize(program)))
         check(nvrtc.nvrtcGetProgramLog(program, log))
         said = log.rstrip(b" \0").decode(errors="replace")

@@ -1,8 +1,7 @@
 """A thin layer over cuda-python's bindings of the CUDA driver, with the parts that this package
 needs: a GPU, its memory, a kernel.
 
-Addresses are ints, because device memory of all GPUs and pinned host memory share one address
-space.
+Addresses are ints, because device memory of all GPUs and pinned host memory share one address space.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ _NOT_READY, _OUT_OF_MEMORY, _PEER_ENABLED, _TOO_LARGE = 600, 2, 704, 720
 
 
 def check(what: str, answer: tuple[Any, ...]) -> Any:
-    """Return the value of a driver call. If the call failed, raise MegakernelError, which says what
-    failed (`what`) and how.
-    """
+    """Return the value of a driver call. Raises MegakernelError, which says what (`what`) failed and how."""
     status, *values = answer
     if int(status) != 0:
         raise MegakernelError(f"{what} failed: the CUDA driver answers {status.name}{_remedy(int(status))}")
@@ -72,9 +69,7 @@ class Gpu:
         check("using the GPU", self.driver.cuCtxSetCurrent(self.context))
 
     def lose(self) -> None:
-        """Make every later use of the GPU an error. The GPU's work may never end, and most driver calls
-        would wait for that end. The GPU's memory is not released.
-        """
+        """Make every later use of the GPU an error: most driver calls would wait for work that may never end."""
         _lost.add(self.ordinal)
 
     def check(self) -> None:
@@ -97,9 +92,7 @@ class Gpu:
         return int(free), int(total)
 
     def reach(self, other: Gpu) -> None:
-        """Let kernels of this GPU access all memory of `other`, including memory that is allocated
-        later.
-        """
+        """Let kernels of this GPU access all memory of `other`, including memory that is allocated later."""
         self.use()
         d = self.driver
         if not check("asking the GPU", d.cuDeviceCanAccessPeer(self._device, other._device)):
@@ -155,33 +148,23 @@ class Gpu:
         return out
 
     def send(self, address: int, array: NDArray[Any]) -> None:
-        """Begin to copy to the device. If the array is in pinned memory, the call does not wait for
-        the copy.
-        """
+        """Begin to copy to the device. If the array is in pinned memory, the call does not wait for the copy."""
         answer = self.driver.cuMemcpyHtoDAsync(address, array.ctypes.data, array.nbytes, self.stream)
         check("copying to the GPU", answer)
 
     def fetch(self, array: NDArray[Any], address: int, stream: Any = None) -> None:
-        """Begin to copy from the device, after the work that is already in `stream`. The default is the
-        stream of launches.
-        """
+        """Begin to copy from the device, after the work already in `stream`, by default that of launches."""
         answer = self.driver.cuMemcpyDtoHAsync(array.ctypes.data, address, array.nbytes, stream or self.stream)
         check("copying from the GPU", answer)
 
     def interrupt(self, address: int) -> None:
-        """Set an int32 of the device to 1 while a kernel runs.
-
-        The number is copied by the copy engine. A fill might run as a kernel, and the persistent kernel
-        leaves no SM free for that.
-        """
+        """Set an int32 to 1 while a kernel runs, by the copy engine: a fill might need an SM, and none is free."""
         self.use()
         source = self._one.ctypes.data
         check("stopping the launch", self.driver.cuMemcpyHtoDAsync(address, source, self._one.nbytes, self._side))
 
     def peek(self, pinned: NDArray[np.uint8], address: int) -> None:
-        """Copy from the device into `pinned`, even while a kernel runs there. `pinned` stays zero
-        if the copy does not arrive within a second.
-        """
+        """Copy to `pinned`, even while a kernel runs. `pinned` stays zero if that takes more than a second."""
         self.use()
         pinned[:] = 0
         self.fetch(pinned, address, self._side)
@@ -192,9 +175,7 @@ class Gpu:
     # -- order
 
     def mark(self) -> None:
-        """Record an event in `stream`. The method `done` then tells whether all work put into the stream so far has
-        ended.
-        """
+        """Record an event in `stream`; `done` then tells whether all work put into the stream so far has ended."""
         check("recording an event", self.driver.cuEventRecord(self._done, self.stream))
 
     def done(self) -> bool:
@@ -303,9 +284,7 @@ class Kernel:
 
 
 class Prepared:
-    """Launches a kernel of `blocks` blocks repeatedly. Each launch is a single call from Python,
-    and takes the contents that `params` has at that time.
-    """
+    """Launches a kernel of `blocks` blocks repeatedly, with one call and the present contents of `params`."""
 
     def __init__(self, kernel: Kernel, blocks: int, params: ctypes.Structure) -> None:
         self._driver, self._stream = kernel.gpu.driver, kernel.gpu.stream
@@ -314,9 +293,7 @@ class Prepared:
         self._arguments = ctypes.addressof(self._held[1])
 
     def begin(self, *, together: bool) -> None:
-        """Begin a launch. With `together`, the launch is cooperative, and fails unless all blocks
-        can be resident at once. Without it, blocks must never wait for each other.
-        """
+        """Begin a launch; with `together`, of blocks that may wait for each other, all resident at once."""
         d, shape = self._driver, (self._blocks, 1, 1, THREADS, 1, 1)
         arguments = (self._function, *shape, SHARED_BYTES, self._stream, self._arguments)
         answer = d.cuLaunchCooperativeKernel(*arguments) if together else d.cuLaunchKernel(*arguments, 0)
@@ -324,10 +301,9 @@ class Prepared:
 
 
 def encode_map(address: int, layout: MapLayout) -> NDArray[np.uint8]:
-    """Return a tensor map for memory at an address.
+    """Return a tensor map for memory at an address. Reads outside the tensor give zeros, writes there do nothing.
 
-    Reads outside the tensor give zeros, and writes there do nothing. The driver is called through
-    ctypes, because cuda-python would place the map at an address that the driver refuses.
+    ctypes calls the driver, because cuda-python would place the map at an address that the driver refuses.
     """
     lib = ctypes.CDLL("libcuda.so.1")
     raw = np.zeros(MAP_BYTES + _MAP_ALIGNMENT, np.uint8)

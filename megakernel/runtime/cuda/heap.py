@@ -1,13 +1,11 @@
 """Device memory of all ranks: the symmetric heap, and the weights, which are not part of it.
 
-A buffer in the heap lies at the same offset on each rank, and every GPU of the node can access the
-heaps of all ranks.
+A buffer in the heap lies at the same offset on each rank, and every GPU of the node can access the heaps of all ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,9 +24,7 @@ _READ = (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT)
 
 
 def copy_bytes(buffer: Buffer, dims: Dims, pages: int) -> int:
-    """The number of bytes in rank `dims.rank`'s copy of a buffer; for one layer only, if the buffer
-    is layered.
-    """
+    """The number of bytes in rank `dims.rank`'s copy of a buffer; for one layer only, if the buffer is layered."""
     spec = BUFFERS[buffer]
     return math.prod(spec.shape(dims, pages)) * spec.resolve_dtype(dims.model).itemsize
 
@@ -46,24 +42,17 @@ class Heap:
         self._kept: list[tuple[Gpu, int]] = []
         # The device addresses of tensor maps, by GPU and contents.
         self._maps: dict[tuple[int, bytes], int] = {}
-        # For each rank, the address of STATUS_BYTES zeroed bytes on its GPU. TOKENS_OUT and
-        # LOGPROBS_OUT follow them.
+        # For each rank, the address of STATUS_BYTES zeroed bytes on its GPU. TOKENS_OUT and LOGPROBS_OUT follow them.
         self.status: dict[int, int] = {}
         self._kept += self._place({b: self._most(b, dims) for b in _in(Space.STATE)})
         self.fit(dims)
 
-    def _ranks(self, dims: Dims) -> Iterator[Dims]:
-        return (dims.on(rank) for rank in range(dims.split.tp))
-
     def _most(self, buffer: Buffer, dims: Dims) -> int:
         """The number of bytes of a buffer, with all layers, on the rank whose copy is the largest."""
-        return layers(buffer, dims) * max(copy_bytes(buffer, d, self.pages) for d in self._ranks(dims))
+        return layers(buffer, dims) * max(copy_bytes(buffer, d, self.pages) for d in dims.ranks)
 
     def _place(self, sizes: dict[Buffer, int], head: int = 0) -> list[tuple[Gpu, int]]:
-        """Allocate memory for buffers of these sizes on every rank. Return the GPU and the address for each rank.
-
-        The buffers lie at the same offsets on all ranks, and begin after `head` bytes.
-        """
+        """Allocate memory for buffers of these sizes after `head` bytes. Return each rank's GPU and address."""
         offsets, end = {}, head
         for buffer, size in sizes.items():
             offsets[buffer] = end
@@ -78,9 +67,7 @@ class Heap:
         return made
 
     def fit(self, dims: Dims) -> None:
-        """Make room for programs with the sizes `dims`. Activations and outputs may be lost, and
-        their addresses may change.
-        """
+        """Make room for programs with the sizes `dims`. Activations and outputs may be lost and move."""
         # The buffers that the host reads after each launch come first, so that one copy transfers them.
         buffers = (*_READ, *(b for b in _in(Space.ACTIVATION, Space.OUTPUT) if b not in _READ))
         sizes = {b: max(self._most(b, dims), self._sizes.get(b, 0)) for b in buffers}
@@ -107,9 +94,7 @@ class Heap:
         return self._address[rank, buffer] + layer * self.stride(rank, buffer)
 
     def stride(self, rank: int, buffer: Buffer) -> int:
-        """The number of bytes from a buffer's copy for one layer to that for the next; 0 if all
-        layers share one copy.
-        """
+        """The bytes from a buffer's copy for one layer to that for the next; 0 if all layers share one copy."""
         if not BUFFERS[buffer].layered:
             return 0
         return copy_bytes(buffer, self._dims.on(rank), self.pages)
@@ -125,8 +110,7 @@ class Heap:
         return np.array([[self.stride(r, b) for b in Buffer] for r in range(self._dims.split.tp)], np.uint64)
 
     def maps(self, gpu: Gpu, forward: Forward, dims: Dims) -> int:
-        """The address of the tensor maps for a program with the sizes `dims`: [tp, buffers, MAPS,
-        MAP_BYTES]. Unused maps are zero.
+        """The address of a program's tensor maps, [tp, buffers, MAPS, MAP_BYTES]; unused maps are zero.
 
         The copy engine caches maps, so this memory is not written again while the heap exists.
         """
@@ -139,7 +123,7 @@ class Heap:
 
     def _encoded(self, forward: Forward, dims: Dims) -> NDArray[np.uint8]:
         out = np.zeros((dims.split.tp, len(Buffer), MAPS, MAP_BYTES), np.uint8)
-        for d in self._ranks(dims):
+        for d in dims.ranks:
             for (buffer, kind), layout in map_layouts(forward, d, self.pages).items():
                 out[d.split.rank, buffer, kind] = encode_map(self.address(d.split.rank, buffer), layout)
         return out

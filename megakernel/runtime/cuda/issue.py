@@ -19,9 +19,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Roles:
-    """The time that each role needs for each instruction, in cycles or seconds, as in the `Issue` from
-    which it is computed. The roles work at the same time.
-    """
+    """The time that each role needs for each instruction, in the unit of its `Issue`. Roles work at the same time."""
 
     weight_loader: Floats
     input_loader: Floats
@@ -56,17 +54,12 @@ def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, issue: Is
 
 
 def sample_steps(dims: Dims, issue: Issue) -> int:
-    """The number of groups into which a `sample` instruction divides the logits of a row. It loads
-    one group while it processes the previous one.
-    """
+    """The number of groups of a row's logits; `sample` loads one while it processes the previous one."""
     return ceil_div(dims.model.vocab, int(issue.sample_entries))
 
 
 def issued(phase: Phase, columns: dict[str, Column], dims: Dims, issue: Issue) -> Roles | None:
-    """Return the issue times of a phase's instructions. Return None if the program does not use a
-    ring of pages, or if the operation is neither matmul nor sample: the issue times of other
-    operations are not modelled.
-    """
+    """Return the issue times of matmul or sample instructions; None without a ring of pages or for other operations."""
     if not dims.worker.ring_pages:
         return None
     if phase.is_matmul:

@@ -58,9 +58,7 @@ class Tables:
 
 
 class Grid:
-    """A program for the ranks of one GPU, which run as one grid. `params` holds the arguments of
-    its launches; `refresh` updates them.
-    """
+    """A program for the ranks of one GPU, which run as one grid. `params` are the arguments of its launches."""
 
     def __init__(self, heap: Heap, program: Program, gpu: Gpu, ranks: range, arrivals: Mapping[str, Any]) -> None:
         self.gpu, self.ranks, self._heap, self._program = gpu, ranks, heap, program
@@ -133,9 +131,7 @@ class Grid:
         prepared.begin(together=True)
 
     def waits(self) -> list[stall.Wait]:
-        """Return what the warps waited for when the last launch failed. If a launch still runs, return
-        the waits that its watchdog has reported so far.
-        """
+        """Return what warps waited for in the last launch, as far as the watchdog has reported it."""
         self.gpu.peek(self._notes, self._tables["diagnoses"])
         return stall.waits_of(self._program, self._notes.view(stall.NOTE), self.ranks)
 
@@ -149,9 +145,8 @@ class Grid:
 
 
 class Loaded:
-    """A program on the GPUs. It keeps the object `program` alive, because the backend finds a
-    Loaded by the id of its `program`. `launches` counts the launches since the counters were last
-    reset to zero.
+    """A program on the GPUs. It keeps the object `program` alive, because the backend finds a Loaded by the id of its
+    `program`. `launches` counts the launches since the counters were last reset to zero.
     """
 
     def __init__(self, heap: Heap, program: Program) -> None:
@@ -176,9 +171,7 @@ class Loaded:
         self._answers = self._answer_memory()
 
     def _answer_memory(self) -> list[NDArray[np.uint8]]:
-        """Allocate pinned memory for results: for the status and outputs of the first grid, and the status of each
-        other grid.
-        """
+        """Allocate pinned memory for each grid's status, and for the first grid's outputs."""
         heap, rows = self._heap, self.program.dims.bucket.logit_rows
         end = heap.address(0, Buffer.LOGPROBS_OUT) + rows * np.dtype(np.float32).itemsize
         sizes = [end - heap.status[0]] + [STATUS_BYTES] * (len(self.grids) - 1)
@@ -195,9 +188,7 @@ class Loaded:
         self._generation = self._heap.generation
 
     def synchronise(self, wanted: bool) -> None:
-        """Set whether launches wait and signal from now on. A launch without signals leaves the counters unchanged, so
-        a change of mode resets them.
-        """
+        """Set whether launches wait and signal. A change resets the counters, which launches without signals leave."""
         if wanted != self._synchronises:
             self.reset()
             for grid in self.grids:
@@ -275,9 +266,7 @@ def segments(program: Program) -> list[Segment]:
 
 
 def _check_records(program: Program) -> None:
-    """Raise MegakernelError if a record refers to something outside the program's tables, or if no GPU
-    can execute the record.
-    """
+    """Raise MegakernelError if a record refers outside the program's tables or is more than a GPU can execute."""
 
     def bad(where: str, wrong: Any, what: str) -> None:
         if wrong.any():

@@ -13,9 +13,8 @@ PARTS, PAGES = range(MAPS)  # a buffer has two maps: boxes of BOX_ROWS rows, and
 
 @dataclass(frozen=True)
 class MapLayout:
-    """A tensor map without its address. The innermost dimension comes first. `sizes` and `box`
-    count elements; `strides` count bytes and omit the first dimension. If `swizzled`, a box has the
-    128-byte swizzle in shared memory.
+    """A tensor map without its address. The innermost dimension comes first. `sizes` and `box` count elements;
+    `strides` count bytes and omit the first dimension. If `swizzled`, a box has the 128-byte swizzle in shared memory.
     """
 
     item: int  # bytes of an element
@@ -55,13 +54,9 @@ def map_layouts(forward: Forward, dims: Dims, pages: int) -> dict[tuple[Buffer, 
 
 
 def map_bits(forward: Forward, dims: Dims) -> tuple[int, int]:
-    """Return two bit masks in which bit b stands for buffer b. The first mask has the buffers that a
-    rank's thread blocks copy with tensor maps. The second has those of these
-    buffers that the blocks also store on other ranks, for which they use the maps of all ranks.
-    """
+    """Masks (bit b: buffer b) of the buffers copied with tensor maps, and of those also stored on other ranks."""
     partial = {phase.output for phase in forward if phase.is_matmul and phase.result is Result.PARTIAL}
-    ranks = (dims.on(rank) for rank in range(dims.split.tp))
-    used = {buffer for d in ranks for buffer, _ in map_layouts(forward, d, 1)}
+    used = {buffer for d in dims.ranks for buffer, _ in map_layouts(forward, d, 1)}
     own, everywhere = (sum(1 << buffer for buffer in buffers) for buffers in (used, used & partial))
     return own, everywhere
 
@@ -82,11 +77,8 @@ def _columns(phase: Phase, weights: Buffer, dims: Dims) -> MapLayout:
     matrices; otherwise, every other column is taken. TMA limits a box to 256 elements per dimension, so the DOT_PIECE
     elements are divided into rows of PIECE_INNER elements.
     """
-    item, inner, width = (
-        BUFFERS[weights].resolve_dtype(dims.model).itemsize,
-        phase.inner(dims.split),
-        phase.width(dims.split),
-    )
+    item = BUFFERS[weights].resolve_dtype(dims.model).itemsize
+    inner, width = phase.inner(dims.split), phase.width(dims.split)
     row, two = inner * item, phase.matrices(dims.split) == 2
     members, layer = ((width, 2), 2 * width * row) if two else ((2, width // 2), width * row)
     return MapLayout(

@@ -1,11 +1,10 @@
 """Pages of shared memory: which pages an instruction takes, who fills them, and who releases them.
 
-Each thread block has one ring of pages. All operands that the CUDA interpreter loads for matmuls
-and attention pass through this ring, and so do the outputs that it stores as whole tiles. An
-instruction takes consecutive pages of the ring, and its operands determine what each page contains.
-The next instruction continues with the next page of the ring. The ring must have at least as many
-pages as an instruction holds at once. A page has PAGE_BYTES: PAGE_ROWS rows of ROW_BYTES. TMA loads
-and stores a page in boxes of BOX_ROWS rows.
+Each thread block has one ring of pages. All operands that the CUDA interpreter loads for matmuls and attention pass
+through this ring, and so do the outputs that it stores as whole tiles. An instruction takes consecutive pages of the
+ring, and its operands determine what each page contains. The next instruction continues with the next page of the ring.
+The ring must have at least as many pages as an instruction holds at once. A page has PAGE_BYTES: PAGE_ROWS rows of
+ROW_BYTES. TMA loads and stores a page in boxes of BOX_ROWS rows.
 
 tensor  Matmuls on tensor cores (`dims.units` is TENSOR). The output columns of all matrices, side
         by side, are divided into chunks of CHUNK, and the inner length into k steps of K_STEP. For
@@ -68,9 +67,7 @@ Ints = NDArray[np.int64]
 
 
 class Stream(Enum):
-    """What a page is used for. The value names the warps that fill the page and the warps that
-    release it.
-    """
+    """What a page is used for. The value names the warps that fill the page and the warps that release it."""
 
     WEIGHTS = "weight loader", "consumers"
     INPUTS = "input loader", "consumers"
@@ -83,9 +80,7 @@ BY_PAGES = (Result.RESIDUAL, Result.PARTIAL, Result.GATED)
 
 
 def output_columns(phase: Phase, dims: Dims) -> int:
-    """The number of a matmul's output columns that fit into a page; 0 if its outputs are not stored
-    through pages.
-    """
+    """The number of a matmul's output columns that fit into a page; 0 if its outputs are not stored through pages."""
     if phase.result not in BY_PAGES or dims.worker.units != Units.TENSOR or phase.output is None:
         return 0
     return ROW_BYTES // BUFFERS[phase.output].resolve_dtype(dims.model).itemsize
@@ -93,9 +88,7 @@ def output_columns(phase: Phase, dims: Dims) -> int:
 
 @dataclass(frozen=True)
 class Pages:
-    """The number of pages that each instruction takes for `weights`, `inputs` and `output`, and the
-    maximum number of pages that it holds at once (`held`).
-    """
+    """The pages that each instruction takes, by use, and the most that it holds at once (`held`)."""
 
     weights: Ints
     inputs: Ints
@@ -122,24 +115,20 @@ def _tensor(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> Pages:
 
 
 def first_rows(rows: Ints, dims: Dims) -> Ints:
-    """Return the number of a tile's rows that the first SM of a worker computes on tensor cores. If
-    the worker has two SMs, the first computes half of the tile's boxes of BOX_ROWS rows.
-    """
+    """Return a tile's rows on the worker's first SM, which of two computes half of the boxes of BOX_ROWS rows."""
     return np.minimum(rows, BOX_ROWS * ceil_div(rows, dims.worker.sms * BOX_ROWS))
 
 
 def computed_rows(rows: Ints, dims: Dims) -> Ints:
-    """Return the number of rows for which a worker's tensor cores need time if the tile has `rows`
-    rows. An SM always multiplies a multiple of WARPGROUP_ROWS rows. If a worker has two SMs and the
-    second SM has fewer rows, it waits for the first SM, so both count with the first SM's rows.
+    """Return the rows for which a worker's tensor cores need time: multiples of WARPGROUP_ROWS on each SM.
+
+    If the second SM of a worker has fewer rows, it waits for the first SM, so both count with the first SM's rows.
     """
     return dims.worker.sms * WARPGROUP_ROWS * ceil_div(first_rows(rows, dims), WARPGROUP_ROWS)
 
 
 def tile_work(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> tuple[Ints, Ints]:
-    """Return the FLOPs of tiles on tensor cores, and the bytes that are loaded for them. The tensor
-    cores always multiply whole weight pages by `computed_rows` rows.
-    """
+    """Return the FLOPs of tiles on tensor cores (of whole weight pages by `computed_rows`), and the bytes loaded."""
     inner, columns = phase.inner(dims.split), phase.matrices(dims.split) * cols
     computed = computed_rows(rows, dims) * phase.matrices(dims.split) * PAGE_ROWS * ceil_div(cols, PAGE_ROWS)
     loaded = columns + BOX_ROWS * ceil_div(rows, BOX_ROWS) * ceil_div(columns, CHUNK)
@@ -154,16 +143,14 @@ def _dots(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> Pages:
 
 
 def dot_input_pages(phase: Phase, rows: Ints, dims: Dims) -> Ints:
-    """The number of input pages in each lap (filling of the ring) of a matmul as dot products; 0 if
-    the matmul normalises its inputs itself.
-    """
+    """The input pages in each lap of a matmul as dot products; 0 if the matmul normalises its inputs itself."""
     return ceil_div(rows * ceil_div(phase.inner(dims.split), DOT_PIECE), PIECES) * (phase.norm is None)
 
 
 def ahead_columns(phase: Phase, dims: Dims) -> int:
-    """Return the number of columns of a matmul as dot products whose weights are prefetched into the
-    L2 cache before the ring has room for them. All matrices of the matmul are counted together. The
-    columns fill whole pairs of pages. The number is 0 unless a single copy can load a whole page.
+    """Return how many columns of a matmul as dot products, of all its matrices, are prefetched into the L2 cache.
+
+    They fill whole pairs of pages. The number is 0 unless a single copy can load a whole page.
     """
     if phase.inner(dims.split) % PIECE_INNER:
         return 0
@@ -178,24 +165,18 @@ def norm_fits(rows: int, inner: int, dims: Dims) -> bool:
 
 
 def chunk_output_pages(phase: Phase, dims: Dims) -> int:
-    """The number of output pages for a whole chunk of columns; 0 if outputs are not stored through
-    pages.
-    """
+    """The number of output pages for a whole chunk of columns; 0 if outputs are not stored through pages."""
     per_page = output_columns(phase, dims)
     return -(-CHUNK // (phase.matrices(dims.split) * per_page)) if per_page else 0
 
 
 def kv_pages(dims: Dims) -> int:
-    """The number of K and V pages for one KV head and one KV block. Attention holds all of these
-    pages at once.
-    """
+    """The number of K and V pages for one KV head and one KV block. Attention holds all of these pages at once."""
     return 2 * -(-dims.model.head_dim // K_STEP)
 
 
 def attention_pages(item_rows: Column, item_kv_heads: Column, item_blocks: Column, dims: Dims) -> Ints:
-    """The number of pages that each attention item takes, all of them for inputs. Padding items
-    have no KV blocks.
-    """
+    """The number of pages that each attention item takes, all of them for inputs. Padding items have no KV blocks."""
     tiles = ceil_div(item_rows.astype(np.int64) * dims.model.group_size, QUERY_TILE)
     units = tiles * item_kv_heads
     # The passes of an item begin at its units 0, UNITS, 2 * UNITS, ... Each pass loads every KV
@@ -209,7 +190,5 @@ def attention_pages(item_rows: Column, item_kv_heads: Column, item_blocks: Colum
 
 
 def dot_rows(inner: int) -> int:
-    """The maximum number of rows of an instruction that computes a matmul as dot products, if a row
-    has at most `inner` (> 0) elements.
-    """
+    """The most rows of a matmul as dot products whose input rows have at most `inner` (> 0) elements."""
     return DOT_INPUT_PAGES * PIECES // -(-inner // DOT_PIECE)

@@ -62,9 +62,7 @@ _SCALARS: dict[str, tuple[str, Any]] = {
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a struct. `kind` is a scalar (i4, u4, u8), the name of another struct, or the C
-    type of a pointer. `count` > 1 declares an array.
-    """
+    """A field. `kind` is a scalar (i4, u4, u8), another struct or a C pointer type; `count` > 1 declares an array."""
 
     name: str
     kind: str
@@ -78,9 +76,8 @@ class Field:
         return f"{kind} {self.name}{f'[{self.count}]' if self.count > 1 else ''};"
 
 
-# For a pointer, `what` begins with the shape of the data behind the pointer. In this shape, `tp` is
-# the number of all ranks of the model, and `blocks` is the number of thread blocks of this grid
-# only.
+# For a pointer, `what` begins with the shape of the data behind the pointer. In this shape, `tp` is the number of all
+# ranks of the model, and `blocks` is the number of thread blocks of this grid only.
 STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
     "Delay": (
         "Delays one instruction by `ns` nanoseconds, for tests of the trace. Only traced launches apply it.",
@@ -95,17 +92,11 @@ STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
         "The wait in which a warp was stuck when its launch was aborted.",
         (
             Field("set", "i4", "0: the warp was not stuck, and the other fields are unset"),
-            Field(
-                "segment", "i4", "segment of the instruction that the warp was executing; -1: between two instructions"
-            ),
+            Field("segment", "i4", "segment of the instruction that the warp executed; -1: between two instructions"),
             Field("layer", "i4", "layer of the instruction, in the body"),
             Field("number", "i4", "index of the instruction's record, as in a trace"),
             Field("awaited", "i4", "the kind of counter or barrier waited for, an Awaited"),
-            Field(
-                "index",
-                "i4",
-                "index of the counter in its counter block, or ring slot of the barrier's page or instruction",
-            ),
+            Field("index", "i4", "index of the counter in its block, or ring slot of the page or instruction"),
             Field("value", "i4", "value of the counter; unused for a barrier"),
             Field("expected", "i4", "the counter value waited for, or the parity of the barrier phase waited for"),
         ),
@@ -115,37 +106,14 @@ STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
         (
             Field("dims", "const Dims*", "[tp]: one Dims per rank, which differ in Dims.rank"),
             Field("phases", "const Phase*", "[tp][kMaxPhases + 1]: each rank's phases, indexed by phase number"),
-            Field(
-                "records",
-                "const int32_t*",
-                "[n][kWords]: one list of records each for prologue, body, epilogue and queues",
-                4,
-            ),
-            Field(
-                "offsets",
-                "const int32_t*",
-                "[tp * workers + 1]; for queues [tp * queues + 1]: where each worker or queue begins in `records`",
-                4,
-            ),
-            Field(
-                "totals",
-                "const int32_t*",
-                "[tp][counters]: signals per launch to each counter of the first, a middle and the last counter block",
-                3,
-            ),
+            Field("records", "const int32_t*", "[n][kWords]: those of prologue, body, epilogue and queues", 4),
+            Field("offsets", "const int32_t*", "[tp * (workers or queues) + 1]: where each begins in `records`", 4),
+            Field("totals", "const int32_t*", "[tp][counters]: signals per launch: first, middle, last block", 3),
             Field("counter_values", "int32_t* const*", "[tp]: each rank's counters, [layers + 1][counters]"),
             Field("claims", "int32_t* const*", "[tp]: each rank's claim counters, [layers][queues]"),
             Field("buffers", "void* const*", "[tp][kBuffers]"),
-            Field(
-                "layer_stride",
-                "const uint64_t*",
-                "[tp][kBuffers]: bytes between layers; 0 if all layers share one copy",
-            ),
-            Field(
-                "maps",
-                "const TensorMap*",
-                "[tp][kBuffers][kMaps]: set only for buffers that are copied through tensor maps",
-            ),
+            Field("layer_stride", "const uint64_t*", "[tp][kBuffers]: bytes between layers; 0 if they share one copy"),
+            Field("maps", "const TensorMap*", "[tp][kBuffers][kMaps]: set only for buffers copied through tensor maps"),
             Field("mapped", "u8", "bit b is set if blocks use their own rank's tensor maps of buffer b"),
             Field("mapped_everywhere", "u8", "bit b is set if blocks use every rank's tensor maps of buffer b"),
             Field("step_words", "const int32_t*", "the step table"),
@@ -164,11 +132,7 @@ STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
             Field("workers", "i4", "number of workers per rank"),
             Field("counters", "i4", "number of counters per counter block"),
             Field("queues", "i4", "number of queues per rank"),
-            Field(
-                "synchronise",
-                "i4",
-                "0: instructions neither wait for counters nor signal them, for launches of a single phase",
-            ),
+            Field("synchronise", "i4", "0: instructions neither wait nor signal, for launches of a single phase"),
             Field("pipelined", "i4", "0: a block fetches an instruction only after its previous instruction has ended"),
             Field("segments", "i4", "bit s is set if segment s is run"),
             Field("layer_begin", "i4", "first layer of the body to run"),

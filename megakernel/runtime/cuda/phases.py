@@ -16,9 +16,7 @@ from .params import BODY, PROLOGUE
 
 
 class PhaseGraph:
-    """One program's phases on one GPU as a CUDA graph. The graph contains
-    addresses in the heap; `generation` was the heap's generation when they were recorded.
-    """
+    """One program's phases on one GPU as a CUDA graph, recorded with the addresses of the heap's `generation`."""
 
     def __init__(self, program: Program, grid: Grid, kernel: Kernel, generation: int) -> None:
         self.generation = generation

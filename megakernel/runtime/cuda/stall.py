@@ -64,9 +64,7 @@ def waits_of(program: Program, notes: NDArray[Any], ranks: range) -> list[Wait]:
 
 
 def explain(program: Program, table: StepTable, waits: Sequence[Wait]) -> str:
-    """Return a clause that says which of `waits` holds up the launch. The cause may be in the program or
-    in the interpreter. `waits` must not be empty.
-    """
+    """Return a clause that says which of `waits` (at least one) holds up the launch."""
     if (damaged := next((wait for wait in waits if not _exists(program, wait)), None)) is not None:
         return f"{_describe(program, damaged)}; the program has no such instruction: a block's memory was overwritten"
     order, sms = _Rehearsal(program, table).run(), program.dims.worker.sms
@@ -115,8 +113,7 @@ def _inside(waits: Sequence[Wait], oldest: Sequence[Wait], sms: int) -> Wait:
 
 
 class _Rehearsal(ReferenceLaunch):
-    """A launch of one layer that computes nothing, to find an order in which its instructions can
-    run.
+    """A launch of one layer that computes nothing, to find an order in which its instructions can run.
 
     A worker claims an instruction from a queue only when nothing else can run. So all work that may
     have to precede the claim comes before the claimed instruction in the order.
@@ -137,9 +134,7 @@ class _Rehearsal(ReferenceLaunch):
         self._clock = count()
 
     def run(self, order: None = None) -> dict[tuple[int, int], int]:  # type: ignore[override]
-        """Run the launch as far as it gets. Returns the order: for each instruction that ran, given as
-        (segment, index of the record), its position.
-        """
+        """Run as far as possible. Return the position of each (segment, index of the record) that ran."""
         ended = object()
         for rank in range(self._program.ranks):
             self._ready.extend(self._worker(rank, worker) for worker in range(self._program.workers))

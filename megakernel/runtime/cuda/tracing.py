@@ -1,10 +1,9 @@
 """Converts the intervals of a traced launch from the GPUs' clocks to the common trace.
 
-A thread block stamps its intervals with its SM's cycle counter, which is cheap to read and precise.
-But each SM's counter starts at a different time, and its rate may differ between launches. When a
-block begins and when it ends, it therefore reads both the GPU's global timer, right after that timer
-has advanced, and its SM's counter. The two pairs of values give the conversion from cycles to
-nanoseconds.
+A thread block stamps its intervals with its SM's cycle counter, which is cheap to read and precise. But each SM's
+counter starts at a different time, and its rate may differ between launches. When a block begins and when it ends, it
+therefore reads both the GPU's global timer, right after that timer has advanced, and its SM's counter. The two pairs of
+values give the conversion from cycles to nanoseconds.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ _READ_CYCLES = 36  # cycles to read clock64, measured on a B300; benchmarks/spee
 
 
 class Tracing:
-    """Memory for the intervals of one launch on every GPU. `delay` is (segment, layer, record,
-    nanoseconds): tests stall this instruction for so long.
-    """
+    """Memory for a launch's intervals on every GPU. Tests set `delay`, (segment, layer, record, ns)."""
 
     def __init__(self, heap: Heap) -> None:
         self._heap = heap
@@ -87,9 +84,7 @@ class Tracing:
 
 
 def to_nanoseconds(intervals: Intervals, stamps: NDArray[np.uint64]) -> Intervals:
-    """Return the intervals of one block with begin and end converted to the global timer's nanoseconds.
-    `stamps` are the CLOCK_STAMPS clock values of that block.
-    """
+    """Convert one block's intervals to the global timer's nanoseconds, by the block's CLOCK_STAMPS clock values."""
     out = intervals.copy()
     cycles, ns = float(stamps[2] - stamps[0]), float(stamps[3] - stamps[1])
     for name in ("begin", "end"):
@@ -105,17 +100,13 @@ def cycles_per_ns(clocks: NDArray[np.uint64]) -> float:
 
 
 def timer_step(clocks: NDArray[np.uint64]) -> int:
-    """The step in nanoseconds by which the global timer advances. All of its values in `clocks`
-    differ by multiples of this step.
-    """
+    """The step in ns by which the global timer advances: its values in `clocks` differ by multiples of it."""
     stamps = clocks[:, 1::2].reshape(-1)
     return int(np.gcd.reduce(stamps - stamps.min())) or 1
 
 
 def _capacity(program: Program) -> int:
-    """The number of intervals for which one block has room: enough for the longest stream and all
-    records of a rank's queues.
-    """
+    """The intervals for which a block has room: enough for the longest stream and all of a rank's queues."""
     lists = segments(program)
     runs = (1, program.dims.model.layers, 1)
     lengths: Any = sum(np.diff(s.offsets) * n for s, n in zip(lists[:3], runs, strict=True))

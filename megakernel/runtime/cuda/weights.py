@@ -1,6 +1,4 @@
-"""Copies a checkpoint to the GPUs: each rank's part of each tensor, row-major, in the shapes of
-`isa.BUFFERS`.
-"""
+"""Copies a checkpoint to the GPUs: each rank's part of each tensor, row-major, shaped as in `isa.BUFFERS`."""
 
 from __future__ import annotations
 
@@ -20,12 +18,8 @@ _THREADS = 8  # number of threads, each of which reads one tensor at a time
 
 
 def load_weights(heap: Heap, checkpoint: Checkpoint, dims: Dims) -> None:
-    """Copy all weights of the model to the GPUs, and set their addresses in the heap.
-
-    Ranks on one GPU share one copy of the weights that each of them needs whole. A tied LM head
-    uses the rows of EMBED.
-    """
-    ranks = [dims.on(rank) for rank in range(dims.split.tp)]
+    """Copy all weights to the GPUs, one copy for all ranks of a GPU that need the whole, and set their addresses."""
+    ranks = dims.ranks
     weights = families.weights(checkpoint.config)
     own = [b for b in weights if not (b is Buffer.LM_HEAD and checkpoint.config.tied)]
     homes = {(d.split.rank, b): _home(heap, ranks, d, b) for d in ranks for b in own}
@@ -46,31 +40,23 @@ def load_weights(heap: Heap, checkpoint: Checkpoint, dims: Dims) -> None:
                 begin += array.size
     if checkpoint.config.tied:
         for d in ranks:
-            row = d.model.hidden * Dtype(d.model.dtype).itemsize
-            heap.bind(
-                d.split.rank, Buffer.LM_HEAD, heap.address(d.split.rank, Buffer.EMBED) + d.split.first_vocab * row
-            )
+            before = d.split.first_vocab * d.model.hidden * Dtype(d.model.dtype).itemsize
+            heap.bind(d.split.rank, Buffer.LM_HEAD, heap.address(d.split.rank, Buffer.EMBED) + before)
 
 
 def _home(heap: Heap, ranks: list[Dims], d: Dims, buffer: Buffer) -> int:
     """Return the rank whose copy of a weight buffer is used by rank `d.rank`."""
-    shape = BUFFERS[buffer].shape
+    shape, gpu = BUFFERS[buffer].shape, heap.node.gpu(d.split.rank)
     whole = shape(d.changed(tp=1, rank=0), 0)
     if shape(d, 0) != whole:
         return d.split.rank
-    return next(
-        r.split.rank
-        for r in ranks
-        if heap.node.gpu(r.split.rank) is heap.node.gpu(d.split.rank) and shape(r, 0) == whole
-    )
+    return next(r.split.rank for r in ranks if heap.node.gpu(r.split.rank) is gpu and shape(r, 0) == whole)
 
 
 def _read_ahead(
     checkpoint: Checkpoint, buffer: Buffer, ranks: list[Dims]
 ) -> Iterator[tuple[Dims, int, list[WeightRows]]]:
-    """Yield the rows of a weight buffer in the compute type, for each layer and rank. While the caller copies rows to
-    the GPU, other threads read or generate those of the following layers.
-    """
+    """Yield a weight buffer's rows for each layer and rank, while other threads read those of later layers."""
     threads = min(_THREADS, os.cpu_count() or 1)
     waiting: deque[Future[list[tuple[Dims, int, list[WeightRows]]]]] = deque()
     with ThreadPoolExecutor(threads) as pool:

@@ -30,8 +30,7 @@ _PER_LAUNCH = tuple(b for b, spec in BUFFERS.items() if spec.space in (Space.ACT
 
 
 class ReferenceBackend:
-    """Implements `Backend` in NumPy. `seed` makes ready workers run in random order; with None,
-    they run in turn.
+    """Implements `Backend` in NumPy. `seed` makes ready workers run in random order; with None, they run in turn.
 
     `dims` gives the buffers' sizes until a program with other sizes is launched. `link_bytes` counts,
     for each rank, the bytes that it stored in other ranks' buffers.
@@ -81,7 +80,7 @@ class ReferenceBackend:
 
     def _set_dims(self, dims: Dims) -> None:
         self.dims = dims
-        self._ranks = [dims.on(rank) for rank in range(dims.split.tp)]
+        self._ranks = dims.ranks
 
     def _size_for(self, dims: Dims) -> None:
         self._set_dims(dims)

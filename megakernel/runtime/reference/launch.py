@@ -1,6 +1,4 @@
-"""Runs one launch of a program in one thread. A stream advances when its waits are satisfied, and its
-signals add to the counters for which other streams wait.
-"""
+"""Runs a launch in one thread: a stream advances when its waits are satisfied, and signals to other streams."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class StreamPlace:
-    """An instruction of a queue, or of a stream, in a certain layer. `block` is the block of counters
-    that the instruction uses; each layer has its own.
-    """
+    """An instruction in a certain layer. `block` is the block of counters that it uses; each layer has its own."""
 
     rank: int
     worker: int
@@ -205,9 +201,7 @@ class ReferenceLaunch:
         return self._timed(place, partial(attend, self._context(place.phase, self._tables[place.rank], layer), item))
 
     def _drain(self, place: StreamPlace) -> Iterator[Blocked | None]:
-        """Claim and run records of a queue, until all workers together have claimed the queue's first
-        `end` records in this layer.
-        """
+        """Claim and run records until all workers together have claimed the queue's first `end` in this layer."""
         while self._left(place):
             yield from self._run(self._claim(place))
 
@@ -225,10 +219,7 @@ class ReferenceLaunch:
         return drain.rank * self._program.rank_queues + drain.operand("queue")
 
     def _item_members(self, place: StreamPlace, item: int) -> list[int]:
-        """Return the counters for which an attention item waits, as indices into the flattened counter
-        grid [row block][group]. There is one for each row block that the item needs and each group of
-        its KV heads.
-        """
+        """Return an attention item's places in the counter grid [row block][group of KV heads] where it waits."""
         t = self._tables[place.rank]
         first = int(t.item_kv_head[item])
         last = first + int(t.item_kv_heads[item]) - 1
@@ -237,9 +228,7 @@ class ReferenceLaunch:
         return [block * place.operand("groups") + group for block in blocks for group in groups]
 
     def _logit_row_members(self, place: StreamPlace) -> list[int]:
-        """Return the row blocks for whose counters a norm of logit rows waits: those of its token rows
-        that the norm's rank owns. The list is empty for other instructions.
-        """
+        """Return the row blocks of the rank's own token rows for which a norm of logit rows waits; else nothing."""
         if place.phase.operation is not Operation.NORM or place.phase.rows is not Rows.LOGIT:
             return []
         t, row = self._tables[place.rank], place.operand("row")
@@ -253,10 +242,7 @@ class ReferenceLaunch:
             self._signal(place, word, row, arrivals)
 
     def _signal(self, place: StreamPlace, word: int, row: int = 0, arrivals: int = 1) -> None:
-        """Add `arrivals` to a counter on the ranks that a signal word names. If the word names a grid
-        of counters instead of one counter, add to the grid's counter for the row block of token row
-        `row`.
-        """
+        """Add `arrivals` to a word's counter, or to its grid's counter for token row `row`, on the ranks it names."""
         dims = self._tables[place.rank].dims
         rank = word >> record.RANK_SHIFT & record.RANK_MASK
         ranks = {record.ALL_RANKS: range(dims.split.tp), record.OWNER: dims.owners(row)}.get(rank, (rank,))
@@ -267,9 +253,7 @@ class ReferenceLaunch:
         return block * self._program.counters + (word & record.COUNTER_MASK) - 1
 
     def _wait(self, place: StreamPlace, words: list[int], members: Iterable[int] = (0,)) -> Iterator[Blocked]:
-        """For each wait word, wait for the counter that the word names. If the word names a grid of
-        counters, wait for the counters `members` of this grid. All of them are on the place's rank.
-        """
+        """Wait for each word's counter; if it names a grid of counters, for the grid's counters `members`."""
         for counter in [self._counter(place, word) + member for word in words for member in members]:
             while not self._counters.met(place.rank, counter):
                 value = int(self._counters.values[place.rank, counter])
