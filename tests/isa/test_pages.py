@@ -74,9 +74,7 @@ def dot_laps(matrices: int, rows: int, cols: int, inner: int) -> Iterator[list[s
 
 @pytest.mark.parametrize("dots", [False, True])
 @pytest.mark.parametrize(
-    "phase",
-    [*matmuls(), *matmuls(2), *matmuls(norm="inside")],
-    ids=lambda p: f"{p.name}{'+norm' * bool(p.norm)}",
+    "phase", [*matmuls(), *matmuls(2), *matmuls(norm="inside")], ids=lambda p: f"{p.name}{'+norm' * bool(p.norm)}"
 )
 def test_counts_are_those_of_the_walk(phase: Phase, dots: bool) -> None:
     units, rng = Units.DOTS if dots else Units.TENSOR, np.random.default_rng(int(dots))

@@ -56,9 +56,7 @@ class Dequantised:
         self._quantised = quantised
 
     def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
-        return converted(
-            self._quantised.rows(buffer, layer, split), column_share(buffer, split).size, Dtype.F32
-        )
+        return converted(self._quantised.rows(buffer, layer, split), column_share(buffer, split).size, Dtype.F32)
 
 
 class Mixed:

@@ -18,19 +18,7 @@ from mutate import edit, rows_of
 from megakernel import machine
 from megakernel.cli import main
 from megakernel.errors import MegakernelError
-from megakernel.isa import (
-    DRAIN,
-    OPERATIONS,
-    Access,
-    Buffer,
-    Columns,
-    Dims,
-    Dtype,
-    Forward,
-    Kind,
-    Operation,
-    Phase,
-)
+from megakernel.isa import DRAIN, OPERATIONS, Access, Buffer, Columns, Dims, Dtype, Forward, Kind, Operation, Phase
 from megakernel.isa.record import SIGNAL_WORD, WAIT_WORD, WAITS, phase_number
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program

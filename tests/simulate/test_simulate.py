@@ -432,10 +432,7 @@ def test_costs_of_machines() -> None:
     flops = np.array([2.0 * 64 * 256 * 512, 2.0 * 256 * 512])
     h100_itself = machines.MACHINES["h100"]
     assert h100_itself.issue and h100_itself.issue.handoff > 0
-    for taken, signal in (
-        (h100.signal_s, h100_itself.signal_s),
-        (h100.remote_signal_s, h100_itself.remote_signal_s),
-    ):
+    for taken, signal in ((h100.signal_s, h100_itself.signal_s), (h100.remote_signal_s, h100_itself.remote_signal_s)):
         assert taken == pytest.approx(signal + h100_itself.issue.handoff)
     # A matmul of one row takes as long as a matmul of 64 rows.
     assert np.ptp(h100.matmul_s(flops, np.array([64.0, 1.0]))) == 0

@@ -65,9 +65,7 @@ class Explorer:
         self.lengths = [len(s) for s in self.model.streams]
         self.queue_keys = list(self.model.queues)
         self.start = State(
-            (0,) * len(self.lengths),
-            ((-1, 0),) * len(self.lengths),
-            (0,) * (LAUNCHES * len(self.queue_keys)),
+            (0,) * len(self.lengths), ((-1, 0),) * len(self.lengths), (0,) * (LAUNCHES * len(self.queue_keys))
         )
         self._conflicts: dict[tuple[int, int], bool] = {}
 

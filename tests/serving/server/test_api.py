@@ -353,10 +353,7 @@ def test_the_openapi_schema_is_true(tmp_path: Path, model: str) -> None:
     """
     pytest.importorskip("schemathesis")
     config = Path(__file__).parents[2] / "support" / "schemathesis.toml"
-    with (
-        LLM(model, max_context=96, max_seqs=8, step_tokens=16, threads=1, backend="null") as llm,
-        serving(llm) as live,
-    ):
+    with LLM(model, max_context=96, max_seqs=8, step_tokens=16, threads=1, backend="null") as llm, serving(llm) as live:
         command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run"]
         flags = ["--max-examples", "4", "--phases", "coverage,fuzzing", "--no-color", "--generation-deterministic"]
         done = subprocess.run(
