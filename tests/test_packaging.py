@@ -1,6 +1,5 @@
 """Tests what users install: the source archive, the wheel's tag, the commands of the container image, and shell
-completion.
-"""
+completion."""
 
 from __future__ import annotations
 

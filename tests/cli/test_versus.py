@@ -1,6 +1,5 @@
 """Tests `bench latency --vs` and `bench throughput --vs` against fake peers, which compute nothing and return given
-times.
-"""
+times."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Inspects the machine code of csrc/cuda without a GPU. The compiler must have generated certain instructions for each
-source file, and no code may contain certain others.
-"""
+source file, and no code may contain certain others."""
 
 from __future__ import annotations
 
@@ -118,8 +117,7 @@ def built(request: pytest.FixtureRequest) -> Built:
     """Return the machine code of one build: for tensor cores, dot products or pairs of SMs, with or without tracing.
 
     Compiling fails if ptxas reports slow code, which is a serialised wgmma or an ignored setmaxnreg. If nvcc is
-    installed, it compiles the builds for tensor cores. NVRTC, which is used at run time, compiles all others.
-    """
+    installed, it compiles the builds for tensor cores. NVRTC, which is used at run time, compiles all others."""
     numerics, *traced = request.param.split()
     return build(numerics, bool(traced))
 

@@ -2,8 +2,7 @@
 installed.
 
 The tests also show that the tracing code adds nothing to builds without tracing: if the tracing code is removed from
-the sources, the compiler generates the same PTX.
-"""
+the sources, the compiler generates the same PTX."""
 
 from __future__ import annotations
 
@@ -154,8 +153,7 @@ def without_tracing(text: str) -> str:
 def taken_out(text: str, start: str, pair: str) -> str:
     """Remove every match of `start`, which ends with an opening bracket, and the text up to the closing bracket.
 
-    `pair` consists of the two brackets.
-    """
+    `pair` consists of the two brackets."""
     while found := re.search(start, text):
         depth, end = 1, found.end()
         while depth:

@@ -99,8 +99,7 @@ def test_a_path_that_is_lost_is_an_error(codes: dict[Units, sass.Code]) -> None:
 
 def test_what_a_program_asks_of_its_roles() -> None:
     """In a step with one row of Llama 3.2 1B, the weight loaders fill each page of weights once, and the consumers
-    multiply each pair of these pages once.
-    """
+    multiply each pair of these pages once."""
     machine = machines.load("h200")
     program = machine_code.compiled(
         machine_code.load_config("random:llama-3.2-1b"), machine, 1, context=128, options=machine_code.Options()

@@ -1,6 +1,5 @@
 """Tests of the CUDA interpreter's matmuls. Each instruction runs alone on the host and is compared with the reference
-backend.
-"""
+backend."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ def _table(dims: Dims) -> Any:
 
 def _run_all(twins: FibreTwins, name: str, rank: int, row: int, rows: int, unit: int) -> None:
     """Compare a rank's part of a matmul with the reference, in two instructions that begin at multiples of `unit`
-    columns.
-    """
+    columns."""
     phase, table = twins.forward.by_name[name], _table(twins.dims)
     total = phase.width(twins.dims.on(rank).split)
     first = min(total, (total // 2 + unit - 1) // unit * unit)
@@ -87,8 +85,7 @@ def test_dots(model: str, name: str) -> None:
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_ranks(name: str, replicated: int, units: Units) -> None:
     """Partial sums are stored at the rank that owns the rows, or at every rank if the residual is replicated. Logits
-    are stored at the rank that samples them.
-    """
+    are stored at the rank that samples them."""
     twins = make(SMALL.changed(units=int(units), tp=2, replicated_residual=replicated, tokens=64))
     dots = units is Units.DOTS
     for rank in range(2):
@@ -156,8 +153,7 @@ def _normed_heads(units: Units, head_dim: int, biased: bool = True, **sizes: Any
 @pytest.mark.parametrize(("units", "head_dim"), HEADS)
 def test_norms_of_heads(units: Units, head_dim: int, biased: bool) -> None:
     """QKV matmuls that normalise heads match the reference. The cases have heads of q, k and v, rows of padding, one
-    input row of very small elements and one of very large elements.
-    """
+    input row of very small elements and one of very large elements."""
     twins = _normed_heads(units, head_dim, biased)
     twins.buffer(0, B.H)[3:5] = [[0x2F80], [0x4700]]
     assert twins.forward.by_name["qkv_rope"].head_norm is B.QK_NORM

@@ -2,8 +2,7 @@
 
 Whole programs run on fibres, under many interleavings and with every rule of shared-memory pages checked, and on
 threads, under ThreadSanitizer. Planted bugs show that each check works. If a warp waits for something that never
-happens, the launch ends, and the error names the wait that blocks all the others.
-"""
+happens, the launch ends, and the error names the wait that blocks all the others."""
 
 from __future__ import annotations
 
@@ -105,8 +104,7 @@ def test_norms_inside_matmuls_have_the_bits_of_norms_of_their_own(tp: int, queue
 @pytest.mark.parametrize("matmul", ["tensor", "dots"])
 def test_launches_that_leave_something_out_come_to_their_end(matmul: str, ablation: Ablation) -> None:
     """Launches without waits and signals obey the rules of shared-memory pages, and each of several launches ends. The
-    same holds for launches that also omit copies or computation, as `ablation` says.
-    """
+    same holds for launches that also omit copies or computation, as `ablation` says."""
     backend, program, table = make("grouped", 2, Options(matmul=matmul, queue="body", residual="dealt"))
     image = LaunchImage(backend, program, table)
     image.params.synchronise = 0
@@ -120,8 +118,7 @@ def test_launches_that_leave_something_out_come_to_their_end(matmul: str, ablati
 
 def test_launches_follow_each_other() -> None:
     """Repeated launches give the same bits, although counters and queue claims continue from their last values. The
-    residual X is summed anew in each launch.
-    """
+    residual X is summed anew in each launch."""
     backend, program, table = make("grouped", 2, Options(matmul="tensor", queue="body"))
     image = LaunchImage(backend, program, table)
     assert image.run(seed=5) == ""
@@ -215,8 +212,7 @@ def test_threads_race_nowhere_and_give_the_bits_of_fibres(shape: str, tp: int, o
 @pytest.mark.usefixtures("detector")
 def test_tiles_of_normalised_heads_follow_each_other_without_a_race() -> None:
     """Tiles of 8 rows and one head that follow each other on a worker do not race. The warps of the worker share no
-    page, so no page keeps one warp from running ahead of the others.
-    """
+    page, so no page keeps one warp from running ahead of the others."""
     backend, program, table = make("norms of heads", 1, Options(matmul="dots", norm="own"), chunks=((130, 2), (0, 37)))
     heads = program.forward.numbers(Operation.MATMUL, Result.HEADS)
     tiles = [r[OPERAND_WORD : OPERAND_WORD + 4].tolist() for r in program.body.stream(1) if phase_number(r) in heads]
@@ -299,8 +295,7 @@ def _slots_that_signal(table: StepTable) -> NDArray[np.intp]:
 @pytest.mark.parametrize("queue", ["none", "attention", "body"])
 def test_names_the_signal_that_is_missing(queue: str) -> None:
     """If an instruction of any phase loses its signals, the error names a wait for these signals. It does not name
-    waits that are only consequences of that wait.
-    """
+    waits that are only consequences of that wait."""
     backend, program, table = make("grouped", 2, Options(matmul="tensor", o="sharded", residual="dealt", queue=queue))
     whole, _ = program.numbered(1)
     rng, image = np.random.default_rng(5), LaunchImage(backend, program, table)

@@ -1,6 +1,5 @@
 """Tests of pairs of SMs, on the host. The two blocks of a pair load weights for each other. Programs for pairs run on
-fibres and on threads. They give the same bits as programs for single SMs, and the checks find planted bugs.
-"""
+fibres and on threads. They give the same bits as programs for single SMs, and the checks find planted bugs."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ def test_any_interleaving_of_pairs_gives_the_bits_of_single_sms(
 
 def test_the_pages_of_attention_differ_between_the_sms_of_some_pair() -> None:
     """Some attention instructions of the cases above take more pages on the first SM of a pair, others on the second.
-    Empty pages make the page rings of both SMs advance equally. The cases therefore test empty pages on either SM.
-    """
+    Empty pages make the page rings of both SMs advance equally. The cases therefore test empty pages on either SM."""
     more = set()
     for chunks in (CHUNKS, DEEP):
         _, program, table = make("wide", 1, PAIRS, workers=4, chunks=chunks)
@@ -75,8 +73,7 @@ def test_the_pages_of_attention_differ_between_the_sms_of_some_pair() -> None:
 @pytest.mark.slow
 def test_rows_of_a_tile_are_shared_in_whole_boxes() -> None:
     """The first SM of a pair alone computes a tile of fewer than 32 rows, the height of a box. The second SM only
-    handles the same pages, and the results equal those of single SMs.
-    """
+    handles the same pages, and the results equal those of single SMs."""
     backend, program, table = make("grouped", 1, PAIRS, workers=2, chunks=((130, 2), (0, 3)))
     matmuls = program.forward.numbers(Operation.MATMUL)
     assert matmuls and program.dims.bucket.tokens < 32

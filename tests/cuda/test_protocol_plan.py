@@ -24,8 +24,7 @@ def covered(
 ) -> NDArray[np.int32]:
     """Return in how many pages of kind `fill` each element of matrix `z` of a buffer lies, as an array [rows, inner].
 
-    `rows` is the number of rows of one matrix; 0 means that the buffer is a single matrix.
-    """
+    `rows` is the number of rows of one matrix; 0 means that the buffer is a single matrix."""
     shape = BUFFERS[buffer].shape(dims, 16)
     count = np.zeros((rows or int(np.prod(shape[:-1])), shape[-1]), np.int32)
     width = 32 if BUFFERS[buffer].dtype is Dtype.F32 else 64
@@ -179,8 +178,7 @@ def test_pages_are_the_regions_of_the_instruction(shape: str, tp: int, matmul: s
 
 def test_the_drawing_of_the_ring_has_the_pages_of_the_roles(monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/how-ring.svg shows the pages that the interpreter's roles take. Its script derives their order from
-    `megakernel.isa`.
-    """
+    `megakernel.isa`."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks" / "pictures")
     import how_it_works
 

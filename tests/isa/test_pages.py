@@ -1,6 +1,5 @@
 """Tests of shared-memory pages: how many each instruction takes, whether they fit into the ring, and how programs use
-them.
-"""
+them."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ def matmuls(tp: int = 1, norm: str = "own") -> list[Phase]:
 
 def tensor_stages(matrices: int, cols: int, inner: int, per_page: int) -> Iterator[list[str]]:
     """Yield the pages of a matmul tile on tensor cores. Each chunk of columns has a list for each k step (64 elements
-    of the inner length), then a list for each output page.
-    """
+    of the inner length), then a list for each output page."""
     wide = 256 // matrices
     for first in range(0, cols, wide):
         chunk = min(wide, cols - first)
@@ -57,8 +55,7 @@ def tensor_stages(matrices: int, cols: int, inner: int, per_page: int) -> Iterat
 def dot_laps(matrices: int, rows: int, cols: int, inner: int) -> Iterator[list[str]]:
     """Yield the pages of a matmul tile that is computed as dot products with a ring of 13 pages.
 
-    Each list has the pages of one lap, that is, one filling of the ring. `rows` is 0 if the inputs take no pages.
-    """
+    Each list has the pages of one lap, that is, one filling of the ring. `rows` is 0 if the inputs take no pages."""
     inputs = ["inputs" for _ in range(0, rows * len(range(0, inner, 1024)), 8)]
     weights = [
         "weights"

@@ -1,6 +1,5 @@
 """Several threads execute the streams of several ranks. `tests/support/sanitized.py thread` runs this file under a race
-detector.
-"""
+detector."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ def logits(program: Program, threads: int) -> list[Array]:
 def test_threads_change_no_bits(tp: int, dtype: Dtype, quantised: bool) -> None:
     """Logits are bit-identical with more threads than streams and with more streams than threads.
 
-    In most launches, some streams pass from one thread to another.
-    """
+    In most launches, some streams pass from one thread to another."""
     sizes = dims(tp, dtype, quantised)
     expected = logits(make_program(CONFIG, sizes, 1), 1)[0]
     for make, workers, threads in ((make_program, 3, 2), (make_program, 2, 8), (make_queue_program, 3, 3)):

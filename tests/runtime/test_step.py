@@ -24,8 +24,7 @@ CONFIG = ModelConfig(vocab=100, hidden=48, ffn=64, layers=2, heads=6, kv_heads=3
 def decode(lengths: list[int], page: int = 16) -> list[Chunk]:
     """Return one decode row for each sequence length, each with its own KV pages.
 
-    Token id -1 means that the token is read from HISTORY.
-    """
+    Token id -1 means that the token is read from HISTORY."""
     per = -(-CONFIG.max_context // page)
     return [Chunk(i, n - 1, [-1], range(i * per, (i + 1) * per), [SampleRow(0)]) for i, n in enumerate(lengths)]
 
@@ -54,8 +53,7 @@ def test_the_work_of_slots_adds_up_to_the_steps(tp: int) -> None:
     """The FLOPs and KV bytes of all attention slots add up to those of the step, even if ranks share KV heads.
 
     A slot has the work of one attention instruction. FLOPs are proportional to the tokens that each row attends to.
-    Each decode row reads its K and V once.
-    """
+    Each decode row reads its K and V once."""
     lengths = [1, 17, 128, 700, 3000]
     dims = make_dims(CONFIG, tokens=40, row_block=8, attention_slots=7, items=130, partials=2000, tp=tp, max_seqs=6)
     pages = range(5 * dims.bucket.pages_per_seq, 6 * dims.bucket.pages_per_seq)
@@ -134,8 +132,7 @@ def test_each_rank_runs_its_own_kv_heads(tp: int) -> None:
     """Each rank has attention items for exactly the KV heads that its query heads use.
 
     There are six query heads, two for each KV head. With two ranks, each has three query heads, which use two KV heads.
-    With eight ranks, the last two have no heads.
-    """
+    With eight ranks, the last two have no heads."""
     dims = make_dims(CONFIG, tokens=20, attention_slots=7, items=90, partials=900, tp=tp)
     table = build_step(dims, [*decode([2000, 40]), Chunk(2, 5, [1] * 9, range(512, 520))])
     check_step(table)
@@ -315,8 +312,7 @@ def _first_split(t: StepTable) -> int:
 def _set(**changes: tuple[object, float]) -> Callable[[StepTable], None]:
     """Return a function that changes fields of a step table.
 
-    `changes` gives each field an index and a new value. The index may be a function of the table.
-    """
+    `changes` gives each field an index and a new value. The index may be a function of the table."""
 
     def change(t: StepTable) -> None:
         for name, (index, value) in changes.items():

@@ -62,8 +62,7 @@ class Browser:
 
     def open_timeline(self, page: Path) -> None:
         """Load a timeline's page with timeline_page.js appended to its script. Tests can then query the page through
-        `window.timeline`.
-        """
+        `window.timeline`."""
         script, end, rest = page.read_text(encoding="utf-8").rpartition("})();</script>")
         asking = page.with_suffix(".asking.html")
         asking.write_text(script + _TIMELINE.read_text(encoding="utf-8") + end + rest, encoding="utf-8")

@@ -65,8 +65,7 @@ def use(monkeypatch: pytest.MonkeyPatch, simd: str) -> None:
 @dataclass
 class RandomCheckpoint:
     """A checkpoint whose weights depend only on the buffer and the layer. Matrices are drawn from N(0, 1 / fan-in), so
-    that every weight influences the results.
-    """
+    that every weight influences the results."""
 
     dims: Dims
     tied: bool = False
@@ -116,8 +115,7 @@ FORWARD = passes.apply(families.forward(RandomCheckpoint(DIMS).config), DIMS.spl
 
 def make_table(dims: Dims, sequences: Mapping[int, tuple[int, int]], seed: int = 0) -> StepTable:
     """Return a step table with random token IDs and KV pages in random order. `sequences` maps each sequence to the
-    position of its first row and its number of rows.
-    """
+    position of its first row and its number of rows."""
     rng = np.random.default_rng(seed)
     table = StepTable(dims)
     table.block_tables[:] = rng.permutation(PAGES)[: table.block_tables.size].reshape(table.block_tables.shape)
@@ -137,8 +135,7 @@ def make_table(dims: Dims, sequences: Mapping[int, tuple[int, int]], seed: int =
 class Item:
     """An attention item in the work list of attention slot `slot`.
 
-    `blocks` is the range (first, end) of its KV blocks; None means all.
-    """
+    `blocks` is the range (first, end) of its KV blocks; None means all."""
 
     slot: int
     row: int
@@ -190,8 +187,7 @@ def check_stops(backend: Any, program: Program, table: StepTable, stall: Callabl
     """Check that a launch cannot start before the previous one has ended.
 
     Also check that a stalled launch can be aborted or interrupted on every rank, and that the next launch then works.
-    `stall` makes one instruction never end in later launches that have a trace.
-    """
+    `stall` makes one instruction never end in later launches that have a trace."""
     before = bits(backend.launch(program, table))
     stall()
     launch = backend.start(program, table, trace=True)

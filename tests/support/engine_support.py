@@ -1,7 +1,6 @@
 """A serving engine for tests, whose backend has no model.
 
-The backend invents tokens and checks the step tables that the engine gives it.
-"""
+The backend invents tokens and checks the step tables that the engine gives it."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def output_ids(choice: Any) -> list[int]:
 def continuation(said: int, seed: int, choice: int) -> int:
     """Compute a token id from `said` (a digest of the tokens so far), a 32-bit seed and the completion's index.
 
-    Different sequences therefore get different tokens, but the same sequence always gets the same ones.
-    """
+    Different sequences therefore get different tokens, but the same sequence always gets the same ones."""
     return digest([seed, choice], said) % CONFIG.vocab
 
 
@@ -62,8 +60,7 @@ class FakeBackend:
     sequence wrote, therefore gets a wrong digest.
 
     Every step table must pass `check_step`. A launch runs only in `wait`. Until then, the engine may neither start
-    another launch nor write to the token history.
-    """
+    another launch nor write to the token history."""
 
     name = "fake"
 
@@ -205,8 +202,7 @@ class Reader:
 class Guesses:
     """Creates draft proposers that know each sequence's future tokens, which a test announces with `tell`.
 
-    A proposer deliberately proposes a wrong token for each position p for which `wrong(p)` is true.
-    """
+    A proposer deliberately proposes a wrong token for each position p for which `wrong(p)` is true."""
 
     def __init__(self, wrong: Callable[[int], bool] = lambda place: False) -> None:
         self.wrong = wrong
@@ -234,8 +230,7 @@ class Guess(Reader):
 class Letters(TextStream):
     """A streaming detokenizer: token t is the character with code 64 + t, so that token 0 is `@`.
 
-    Token 62 has no text of its own. Together with the next token, whichever that is, it becomes a single `é`.
-    """
+    Token 62 has no text of its own. Together with the next token, whichever that is, it becomes a single `é`."""
 
     def __init__(self) -> None:
         self.half = False

@@ -1,7 +1,6 @@
 """A fake CuPy for tests of benchmarks/speed/probe_gpu.py, with only the functions that this script needs.
 
-Arrays are NumPy arrays, kernels write made-up measurements, and any two events are 1 ms apart.
-"""
+Arrays are NumPy arrays, kernels write made-up measurements, and any two events are 1 ms apart."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ class RawModule:
     def get_function(self, name: str) -> Any:
         """Return a stand-in for a kernel, whose name must occur in the source.
 
-        The stand-in does nothing unless the script evaluates what the kernel writes.
-        """
+        The stand-in does nothing unless the script evaluates what the kernel writes."""
         assert f" {name}(" in self._code, name
         body = _KERNELS.get(name, lambda *arguments: None)
 

@@ -1,7 +1,6 @@
 """A fake server that runs on a thread, for tests of the serving benchmark.
 
-It implements only the part of the OpenAI API that the benchmark calls, and fails in the ways that a test selects.
-"""
+It implements only the part of the OpenAI API that the benchmark calls, and fails in the ways that a test selects."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ class FakeServer:
 
     `faults[n]` is how a request with a prompt of n tokens fails. A number is an HTTP status. "cut" ends the stream
     without `[DONE]`, "error" sends an error event, "short" reports one generated token too few, and "silent" closes the
-    connection without a response.
-    """
+    connection without a response."""
 
     model: str = "random:tiny"
     delay_s: float = 0.0

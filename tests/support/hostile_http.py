@@ -53,8 +53,7 @@ _LINES = [
 class Attempt:
     """What one client sends: `parts`, with `pause` seconds between them.
 
-    The client disconnects `patience` seconds after it has connected if it has no answer by then.
-    """
+    The client disconnects `patience` seconds after it has connected if it has no answer by then."""
 
     kind: str
     parts: list[bytes]

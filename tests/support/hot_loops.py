@@ -18,8 +18,7 @@ class HotLoop:
 
     The hot loop is the innermost loop that has the most multiply-adds. `simd` is the instruction set, "avx2" or
     "avx512". `rows` and `panels` are the size of the register block, and `weights` is the C++ name of the weights'
-    type.
-    """
+    type."""
 
     simd: str
     rows: int

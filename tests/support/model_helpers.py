@@ -38,8 +38,7 @@ def byte_model(folder: Path, gain: float = 1.0) -> None:
     """Write a model folder: random weights, a tokenizer with one token per byte, and a chat template.
 
     The tokens of the bytes have ids 0 to 255 of a vocabulary of 260. `gain` scales the logits. A gain of 0.01 makes
-    them small compared with logit biases and penalties.
-    """
+    them small compared with logit biases and penalties."""
     model = tiny_llama(vocab_size=260, max_position_embeddings=4096)
     with torch.no_grad():
         model.lm_head.weight.mul_(gain)
@@ -66,8 +65,7 @@ def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permute
     """Write a transformers model to a GGUF file in float32, as llama.cpp's converter does.
 
     With `permuted`, the two rows of each RoPE pair in the Q and K weights are stored next to each other. The converter
-    does so only for Llama and Mistral.
-    """
+    does so only for Llama and Mistral."""
     c = model.config
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, c.num_hidden_layers)
@@ -91,8 +89,7 @@ def _gguf_writer(path: Path, architecture: str, *sizes: float) -> gguf.GGUFWrite
     """Return a GGUF writer that has the model's sizes as metadata.
 
     `sizes` are the number of layers, the context length, the hidden and FFN sizes, the numbers of heads and KV heads,
-    and the epsilon of the norms, in this order.
-    """
+    and the epsilon of the norms, in this order."""
     writer = gguf.GGUFWriter(path, architecture)
     lengths = "block_count context_length embedding_length feed_forward_length"
     for name, size in zip(f"{lengths} head_count head_count_kv layer_norm_rms_eps".split(), sizes, strict=True):

@@ -16,8 +16,7 @@ def patch(file: str, good: str, source: str) -> bool:
 
     The module was loaded from `file`, whose source was `good`. Returns False if patching cannot have the effect of
     loading `source`: if code that ran while the module was loaded differs, or if a changed function cannot be
-    identified. Some functions may have been patched before False is returned.
-    """
+    identified. Some functions may have been patched before False is returned."""
     pairs = list(_pairs(compile(good, file, "exec"), compile(source, file, "exec")))
     if any(old is None or new is None for old, new in pairs):
         return False
@@ -49,8 +48,7 @@ def _nested(code: CodeType) -> list[CodeType]:
 def _pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType | None, CodeType | None]]:
     """Yield each code object nested in `old`, and `old` itself, with its counterpart in `new`.
 
-    Yields (None, None) if two counterparts contain different numbers of code objects.
-    """
+    Yields (None, None) if two counterparts contain different numbers of code objects."""
     yield old, new
     if len(_nested(old)) != len(_nested(new)):
         yield None, None

@@ -75,8 +75,7 @@ class Runner:
     ) -> Output:
         """Run one launch of a program that has `padding` more token rows than `pieces` need.
 
-        The output has a logit row for each token of each piece, in order.
-        """
+        The output has a logit row for each token of each piece, in order."""
         rows = sum(len(p.tokens) for p in pieces)
         program = self.program(rows + padding, rows + padding, workers=workers)
         return self.backend.launch(program, self.table(program, pieces), trace=trace)
@@ -84,8 +83,7 @@ class Runner:
     def logits(self, tokens: Sequence[int], cuts: Sequence[int] = (), slot: int = 0, **options) -> NDArray[np.float32]:
         """Return the logits of one sequence, with shape [len(tokens), vocab].
 
-        `cuts` are the positions at which a new step begins.
-        """
+        `cuts` are the positions at which a new step begins."""
         edges = [0, *cuts, len(tokens)]
         parts = []
         for start, end in pairwise(edges):

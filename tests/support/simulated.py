@@ -60,8 +60,7 @@ def hand_work(
 ) -> Work:
     """Return work of one layer for the simulator. `streams` lists all streams of rank 0, then those of rank 1, etc.
 
-    `keys` are the sizes of the cache entries in bytes. `queue` is the queue of rank 0.
-    """
+    `keys` are the sizes of the cache entries in bytes. `queue` is the queue of rank 0."""
     tasks = [t for stream in [*streams, queue] for t in stream]
     offsets = np.cumsum([0, *map(len, streams)], dtype=np.int32)
     totals = np.zeros((ranks, counters), np.int32)
@@ -179,8 +178,7 @@ def held_up(program: Program, table: StepTable, start: Node, certain: bool) -> s
 
     A record depends on the one before it in its stream, and on those that signal the counters for which it waits. If
     `certain` is set, an attention record's dependencies are only those of its first item, because it can begin once
-    they have ended. Otherwise those of all its items count.
-    """
+    they have ended. Otherwise those of all its items count."""
     after: dict[Node, Node] = {}
     signals: dict[Node, set[int]] = defaultdict(set)
     waiting: dict[int, set[Node]] = defaultdict(set)
@@ -238,8 +236,7 @@ def unmet_waits(program: Program, tasks: list[Ordered], trace: Trace) -> list[st
     """Return descriptions of all errors in a simulated trace. `tasks` is the result of `ordered`.
 
     An error is a record that runs the wrong number of tasks or begins to compute before the results for which it waits
-    are stored, or a counter whose additions do not sum to its total. The check uses no code of the simulator.
-    """
+    are stored, or a counter whose additions do not sum to its total. The check uses no code of the simulator."""
     rows = trace.intervals
     ran = by_node(rows[np.argsort(rows["end"], kind="stable")])
     arrived = np.zeros(program.total_counters * program.ranks, np.int64)

@@ -1,8 +1,7 @@
 """Lists the small changes of a source file that tests should notice.
 
 Changes of Python are found in its syntax tree, changes of C++ by regular expressions. Strings, annotations, decorators
-and preprocessor lines are not changed.
-"""
+and preprocessor lines are not changed."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ from dataclasses import dataclass
 class SourceMutant:
     """One change of a source file: the text `before`, at a character offset, is replaced by `after`.
 
-    Only tests that execute one of `lines` can notice the change.
-    """
+    Only tests that execute one of `lines` can notice the change."""
 
     offset: int
     before: str
@@ -198,8 +196,7 @@ _STATEMENT = re.compile(
 def of_cpp(source: str) -> list[SourceMutant]:
     """Return the mutants of a C++ source.
 
-    Some matched text only looks like an operator. Its mutants do not compile, or compile to the same machine code.
-    """
+    Some matched text only looks like an operator. Its mutants do not compile, or compile to the same machine code."""
     shown = _HIDDEN.sub(lambda m: re.sub(r"[^\n]", "\0", m[0]), source)
 
     def made(begin: int, before: str, after: str, kind: str) -> SourceMutant:

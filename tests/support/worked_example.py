@@ -2,8 +2,7 @@
 
 The line **In `FILE`** introduces a `diff` block without line numbers. The kept and removed lines of a hunk, taken
 together, must occur in the file exactly once. The line **New file `FILE`** introduces a block with the whole content of
-a new file.
-"""
+a new file."""
 
 from __future__ import annotations
 

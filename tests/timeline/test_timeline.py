@@ -1,6 +1,5 @@
 """Tests the timeline's numbers with traces whose results are known, and its page, Perfetto file and text against
-traces.
-"""
+traces."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ def chain() -> Program:
     """Return a program for two workers and two layers.
 
     Worker 0 has embed, then attn_norm (record 0 of the body) and o_proj (1) in each layer. Worker 1 has qkv_rope (2)
-    and join (3) in each layer, then final_norm.
-    """
+    and join (3) in each layer, then final_norm."""
     tile = (0, 32, 0, 32)
     body = [
         [
@@ -153,8 +151,7 @@ def test_signals_to_every_rank_have_a_cause_there() -> None:
 def test_a_remote_wait_under_compute_is_not_exposed() -> None:
     """The input loader of rank 1 waits for rank 0 from tick 20 to tick 60, and its worker computes until tick 35.
 
-    So 25 of the 2 x 100 ticks of the two ranks are exposed communication, in one launch and in two equal ones.
-    """
+    So 25 of the 2 x 100 ticks of the two ranks are exposed communication, in one launch and in two equal ones."""
     tile = (0, 32, 0, 32)
     body = [
         [record("o_proj", tile, [], [word(0, rank=ALL_RANKS)])],
@@ -215,8 +212,7 @@ def test_releasers_are_the_true_ones() -> None:
     """In a simulated trace, every wait (INDEXED or not) has a releaser, the interval whose end released it.
 
     On one rank, each wait ends exactly one signal latency after its releaser. On several ranks, it ends at least 400 ns
-    after its releaser.
-    """
+    after its releaser."""
     p = synthetic.llama(layers=3, workers=5, row_blocks=3, tiles=6)
     for r, least in ((simulated(p), 40), (resolve(*synthetic.node(4, 16)), 400)):
         found, waits = r.releaser, np.flatnonzero(r.kind(WAIT))
@@ -253,8 +249,7 @@ def test_summary_is_json_with_the_promised_keys() -> None:
 
 def test_work_is_spread_over_the_intervals_that_did_it() -> None:
     """The FLOPs of an o_partial are spread over its COMPUTE interval [0, 60), the bytes of its weights over its LOAD
-    interval [0, 20), and the bytes that it sends over its STORE interval [60, 80).
-    """
+    interval [0, 20), and the bytes that it sends over its STORE interval [60, 80)."""
     d = synthetic.dims(1, tp=2)
     tile = (0, 32, 0, 64)  # rows of row block 0, whose owner is rank 0
     p = synthetic.program(d, [[], []], [[], [record("o_partial", tile, tp=2)]], [[], []], counters=1, ranks=2)
@@ -303,8 +298,7 @@ def test_attentions_work_is_that_of_its_items(tmp_path: Path) -> None:
 
     The instruction has slot 1. It runs in two layers of one launch and in one layer of another launch.
 
-    If a trace has no data about slots, the summary says that its figures are without attention.
-    """
+    If a trace has no data about slots, the summary says that its figures are without attention."""
     p = synthetic.program(synthetic.dims(2, slots=2), [[]], [[record("attention", (1, 1, 2))]], [[]], counters=1)
     intervals = []
     for at, (launch, layer) in enumerate(((1, 0), (1, 1), (2, 0))):
@@ -341,8 +335,7 @@ def test_attentions_work_is_that_of_its_items(tmp_path: Path) -> None:
 def test_a_cpu_loads_its_weights_while_it_computes() -> None:
     """If a worker has no loader, the bytes that an instruction loads count in its COMPUTE interval.
 
-    Its LOAD interval is a prefetch during a wait, which loads only a part of these bytes.
-    """
+    Its LOAD interval is a prefetch during a wait, which loads only a part of these bytes."""
     r = step(rows((LOAD, 1, 2, 0, 0, 10), (COMPUTE, 1, 2, 0, 10, 20)))
     memory = curves(r, r.period)[0, 2]
     assert memory[:10].sum() == 0 and memory[10:20].sum() == memory.sum() > 0
@@ -551,8 +544,7 @@ def test_ranks_have_as_many_digits_in_perfetto(tmp_path: Path) -> None:
 def test_launches_are_compared_by_the_waterfall() -> None:
     """Of three launches, the first is the median and the second is the longest.
 
-    In the second, two workers wait 40 ticks longer each, for different causes.
-    """
+    In the second, two workers wait 40 ticks longer each, for different causes."""
     late = [(b + 40 * (b > 20), e + 40 * (e > 20), *rest) for b, e, *rest in CHAIN]
     found = compare_launches([summarise(each) for each in (step(), step(late), stretched(1, keep=14))])
     assert found.step_s == [100, 140, 99] and found.median == 0

@@ -1,6 +1,5 @@
 """Tests the verifier with a sample of the broken programs of benchmarks/correctness/verifier.py. The judge, which
-explores executions of a program, is tested on cases with known answers.
-"""
+explores executions of a program, is tested on cases with known answers."""
 
 from __future__ import annotations
 
@@ -119,8 +118,7 @@ def test_the_judge_sees_a_race() -> None:
 def test_the_judge_sees_an_overlap() -> None:
     """The judge finds an overlap if tiles have no waits.
 
-    Their worker may then begin them before the previous instruction of its stream, a norm, has ended.
-    """
+    Their worker may then begin them before the previous instruction of its stream, a norm, has ended."""
     base = make(workers=1)
     bad = edit(base, "body", rows_of(base, "body", "gate_up_silu"), slice(record.WAIT_WORD, record.SIGNAL_WORD))
     sees(base, bad, "overlap")
@@ -130,8 +128,7 @@ def test_the_judge_sees_an_overlap() -> None:
 def test_the_judge_sees_a_claim_ahead() -> None:
     """The judge finds a deadlock if an instruction waits for a record that its own worker has claimed ahead of time.
 
-    A worker may claim a record of a queue before the preceding instructions of its stream have ended.
-    """
+    A worker may claim a record of a queue before the preceding instructions of its stream have ended."""
     base = make(workers=2, queue="attention")
     body = base.body.records
     drain, o_proj = (rows_of(base, "body", name)[0] for name in ("drain", "o_proj"))

@@ -1,7 +1,6 @@
 """Speculative decoding returns the same tokens and scores, bit for bit, as decoding one token per step.
 
-The engine stops speculating while that does not save time.
-"""
+The engine stops speculating while that does not save time."""
 
 from __future__ import annotations
 

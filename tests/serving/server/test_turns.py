@@ -36,8 +36,7 @@ async def settle() -> None:
 
 def test_clients_take_turns() -> None:
     """If one client has queued 20 tasks and two other clients then queue a task each, these tasks wait for only one of
-    the 20.
-    """
+    the 20."""
 
     async def run() -> list[str]:
         turns, order, gate = ThreadTurns(1), list[str](), threading.Event()
