@@ -1,7 +1,5 @@
 """Fixtures with models that many tests use, and settings for all tests."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

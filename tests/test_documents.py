@@ -4,8 +4,6 @@ The commands of a document run from top to bottom in an empty folder. NOT_RUN li
 with the reasons. To finish in seconds, the tests add the flags in SMALLER to the commands, and give the 70B model
 LAYERS layers. test_worked_examples.py tests the documents that change the sources."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib.util

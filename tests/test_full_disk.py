@@ -1,7 +1,5 @@
 """Tests of writing to a full disk: an existing file stays, no partial file is left, and the error is one line."""
 
-from __future__ import annotations
-
 import os
 import resource
 import threading

@@ -3,8 +3,6 @@
 A document defines a term where it shows it in bold: "A **phase** is an operation with its parameters". The term begins
 in lower case and has at most three words. Any other bold text is a heading."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

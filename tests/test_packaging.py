@@ -1,8 +1,6 @@
 """Tests what users install: the source archive, the wheel's tag, the commands of the container image, and shell
 completion."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The text output of the benchmarks: each figure is printed in the right place and with the right unit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

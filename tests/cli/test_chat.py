@@ -1,8 +1,6 @@
 """Tests `megakernel chat` with input from a pipe and from a terminal, with a server, and with conversations that exceed
 the context."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

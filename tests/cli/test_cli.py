@@ -1,7 +1,5 @@
 """Tests the command line: what it prints to which stream, and its errors and exit statuses."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,8 +1,6 @@
 """Tests that `roofline`, `compile` and `simulate`, which do not run the model, count weights in the types that a run
 would keep in memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests `megakernel roofline`: its steps and plots, as text and as JSON."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -2,8 +2,6 @@
 
 The first line of a file is the command. If an output is meant to change, copy the new output into the file."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

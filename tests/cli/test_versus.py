@@ -1,8 +1,6 @@
 """Tests `bench latency --vs` and `bench throughput --vs` against fake peers, which compute nothing and return given
 times."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

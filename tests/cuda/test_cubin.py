@@ -1,8 +1,6 @@
 """Inspects the machine code of csrc/cuda without a GPU. The compiler must have generated certain instructions for each
 source file, and no code may contain certain others."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 from dataclasses import dataclass

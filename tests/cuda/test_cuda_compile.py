@@ -4,8 +4,6 @@ installed.
 The tests also show that the tracing code adds nothing to builds without tracing: if the tracing code is removed from
 the sources, the compiler generates the same PTX."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 import subprocess

@@ -2,8 +2,6 @@
 
 Tests with the decorator `pretended`, and functions named `in_process_*`, run in a process with this driver."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -4,8 +4,6 @@ compares the result with the reference backend.
 On the host, loops replace the matrix instructions of the GPU. The code for control, pages, masks, merges and addresses
 is the same. Tests that need a CUDA compiler check the machine code that it generates for the GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -2,8 +2,6 @@
 (cooperative threads), and torch runs on the CPU without compiling. Each part of the benchmark must end and report its
 measurements, including those of a trace. If a part fails, no measurement may be lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

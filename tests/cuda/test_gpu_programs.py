@@ -1,8 +1,6 @@
 """Runs programs that are compiled for a GPU, with a GPU's tile sizes and division of attention, on the CPU and
 reference backends."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Tests that the data layouts in csrc/cuda/tensor_core.h match those of the hardware. This file models the hardware's
 layouts after the tables of the PTX ISA."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

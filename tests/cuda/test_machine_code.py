@@ -1,7 +1,5 @@
 """Tests that the hot paths of csrc/cuda take as many issue cycles in the machine code as the machine files declare."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 

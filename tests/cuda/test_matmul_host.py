@@ -1,8 +1,6 @@
 """Tests of the CUDA interpreter's matmuls. Each instruction runs alone on the host and is compared with the reference
 backend."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

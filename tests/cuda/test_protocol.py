@@ -4,8 +4,6 @@ Whole programs run on fibres, under many interleavings and with every rule of sh
 threads, under ThreadSanitizer. Planted bugs show that each check works. If a warp waits for something that never
 happens, the launch ends, and the error names the wait that blocks all the others."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from dataclasses import replace

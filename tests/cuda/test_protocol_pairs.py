@@ -1,8 +1,6 @@
 """Tests of pairs of SMs, on the host. The two blocks of a pair load weights for each other. Programs for pairs run on
 fibres and on threads. They give the same bits as programs for single SMs, and the checks find planted bugs."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

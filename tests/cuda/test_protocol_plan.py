@@ -1,7 +1,5 @@
 """Tests that the pages which an instruction takes hold all data that it reads and stores, and no other data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

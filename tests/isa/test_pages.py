@@ -1,8 +1,6 @@
 """Tests of shared-memory pages: how many each instruction takes, whether they fit into the ring, and how programs use
 them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace

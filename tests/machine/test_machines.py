@@ -1,8 +1,6 @@
 """Tests of machine files: every figure has a source, the figures agree with each other, and the error for a bad file
 says in one sentence what is wrong."""
 
-from __future__ import annotations
-
 import tomllib
 from math import log2
 from pathlib import Path

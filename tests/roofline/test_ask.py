@@ -1,7 +1,5 @@
 """Tests `roofline ask`: each question is listed, is answered from its inputs, and gives the figures of the book."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

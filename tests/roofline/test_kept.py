@@ -2,8 +2,6 @@
 
 Busy machines and damaged files are tested too."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

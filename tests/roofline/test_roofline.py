@@ -1,8 +1,6 @@
 """Tests the necessary work, the ceilings and the fractions of the roofline against figures computed from published
 shapes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

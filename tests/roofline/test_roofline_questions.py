@@ -3,8 +3,6 @@
 The numbers in the test names are those of the questions in docs/roofline.md, which also says where the arithmetic of
 the book with these questions differs from ours. `test_ask.py` has the book's own answers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

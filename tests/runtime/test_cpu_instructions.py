@@ -3,8 +3,6 @@
 The tests also show what does not change the bits of a result, such as the tile, the split of attention, or the SIMD
 instructions that multiply."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import numpy as np

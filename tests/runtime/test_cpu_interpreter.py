@@ -1,7 +1,5 @@
 """Tests the CPU backend's counters, launches, aborts and traces with small hand-made programs."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

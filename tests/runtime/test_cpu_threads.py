@@ -1,8 +1,6 @@
 """Several threads execute the streams of several ranks. `tests/support/sanitized.py thread` runs this file under a race
 detector."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from cpu_support import Array, RandomCheckpoint, fill

@@ -1,7 +1,5 @@
 """Every backend computes what a dense Llama in NumPy does, and that computes what transformers does."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

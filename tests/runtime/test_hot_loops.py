@@ -1,7 +1,5 @@
 """Checks the machine code of the CPU's matmul loops: how many instructions they have and how few values they spill."""
 
-from __future__ import annotations
-
 import platform
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@ its prefill is divided into steps, or on the number of workers.
 
 The same holds with several ranks, although the number of token rows decides which ranks store the residual."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from runner import Piece, Runner

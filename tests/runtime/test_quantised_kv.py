@@ -1,7 +1,5 @@
 """Tests of a KV cache in Q8_0: which bytes are stored, how attention reads them, and what must be bit-identical."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compares the reference backend with transformers and its sampling with naive code, and tests its counters."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Step tables: every step that an engine may request gets a valid table, and `check_step` rejects invalid tables."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

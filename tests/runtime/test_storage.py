@@ -3,8 +3,6 @@
 Such weights must give the same bits as their float32 values, and take as many bytes as in the file, apart from padding.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The ranks agree with the reference. The number of threads, the use of queues and the choice of the ranks that store the
 residual do not change any bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

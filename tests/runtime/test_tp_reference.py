@@ -1,7 +1,5 @@
 """On several ranks, the reference backend computes the same as on one, in every lowering and execution order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product, zip_longest

@@ -1,7 +1,5 @@
 """In simulation, the compiler's default options are at most 2 % slower than the fastest combination of options."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from math import inf

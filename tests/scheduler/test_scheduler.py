@@ -2,8 +2,6 @@
 
 The tests cover one rank and several, every lowering, and shards of equal, unequal and zero size."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """SGLang's load generator, bench_serving.py, works with our server. The file comes unchanged from SGLang's wheel."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

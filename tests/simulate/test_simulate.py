@@ -1,7 +1,5 @@
 """Tests the simulator: exact times of handmade work, and properties that hold for every program."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs a server in the test process and sends requests to it."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

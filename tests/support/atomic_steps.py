@@ -5,8 +5,6 @@ lists the counters that it waits for, the counters that it adds to, and the rect
 and writes. This module shares no code with the verifier or the scheduler. It uses only a program's records and phases.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Drives a headless Chromium over the W3C WebDriver protocol, using only the standard library."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

@@ -2,8 +2,6 @@
 
 The files are in the folder `megakernel-tests` of the user's cache folder. The least recently used ones are deleted."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import functools

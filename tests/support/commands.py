@@ -1,7 +1,5 @@
 """Runs commands of the `megakernel` command line, in the test process or as a separate process."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Provides model shapes and a machine with tiny tiles, and compiles programs for them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

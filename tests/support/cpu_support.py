@@ -1,7 +1,5 @@
 """Shared by the tests of the CPU backend: a small model with unusual sizes and random weights, and step tables."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

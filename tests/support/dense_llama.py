@@ -2,8 +2,6 @@
 
 Nothing here knows of tiles, ranks, KV caches or the phases of a program."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

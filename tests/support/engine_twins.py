@@ -2,8 +2,6 @@
 
 To run it by hand for at least STEPS steps: `python tests/support/engine_twins.py STEPS SEED`."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections import Counter

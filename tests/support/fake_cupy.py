@@ -2,8 +2,6 @@
 
 Arrays are NumPy arrays, kernels write made-up measurements, and any two events are 1 ms apart."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

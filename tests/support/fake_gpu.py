@@ -4,8 +4,6 @@ The kernel computes with the reference backend. It knows only the arguments of a
 table and the weights through their pointers. The fake GPU needs a process of its own, in which the fake driver is
 loaded instead of NVIDIA's: `run` calls a function of a test module in such a process."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -2,8 +2,6 @@
 
 It implements only the part of the OpenAI API that the benchmark calls, and fails in the ways that a test selects."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

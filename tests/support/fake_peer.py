@@ -3,8 +3,6 @@
 The fake peer is of the kind that runs as Python code in a process of its own. It loads no model. Its settings determine
 the times that it reports, and whether it crashes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

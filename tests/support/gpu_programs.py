@@ -2,8 +2,6 @@
 
 Other functions collect the results of a launch, compare them, and list the memory boxes that an instruction copies."""
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import replace
 from typing import Any

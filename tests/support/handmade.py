@@ -9,8 +9,6 @@ A finished tile signals its phase's counter. If every rank computes all rows in 
 signals the counter on its own rank. If the next phase runs only on the rank that owns the row block, the tile signals
 the counter on that rank. Otherwise it signals the counters on all ranks."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

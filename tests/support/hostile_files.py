@@ -1,7 +1,5 @@
 """Damaged or hostile programs, traces and machine files, and the functions that load and use them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

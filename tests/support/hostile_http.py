@@ -1,7 +1,5 @@
 """Hostile HTTP requests: odd bodies, heads, sizes and protocols, and clients that send slowly or disconnect early."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Damaged or hostile model files, and the functions that open and read them."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Analyses the machine code of the CPU kernels' hot loops in the output of objdump."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ The plugin appends one line of JSON per test to FILE: the test's name, the secon
 its child processes used, and the line numbers that the test executed in each source file. Lines that run before the
 first test are attributed to no test. Lines that run in child processes are not recorded."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """Functions that write small models to files, for tests of the model package."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

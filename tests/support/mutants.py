@@ -3,8 +3,6 @@
 A mutant's kind and number determine it completely. A child process reads one mutant after another until a mutant ends
 the process. Then a new child process continues with the next mutant."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Breaks correct programs by one small mistake each. `KINDS` lists the kinds; a seeded generator chooses the place."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The library contains only the portable kernels, and the names of the AVX kernels refer to them. This reduces the time to
 build it to a fifth."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tempfile

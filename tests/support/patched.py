@@ -1,7 +1,5 @@
 """Replaces the code of a loaded module's functions by the code from another version of its source."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 from collections import Counter

@@ -3,8 +3,6 @@
 A `LaunchImage` holds all memory that a launch accesses. The warps of a launch run on fibres in this process, or on
 threads in another process under ThreadSanitizer."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import subprocess

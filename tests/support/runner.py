@@ -1,7 +1,5 @@
 """Runs a checkpoint step by step without the engine, so that a test decides which tokens each step contains."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

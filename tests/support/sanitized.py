@@ -3,8 +3,6 @@
 python tests/support/sanitized.py thread tests/runtime/test_cpu_threads.py python tests/support/sanitized.py
 address,undefined tests/runtime"""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

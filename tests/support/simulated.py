@@ -1,7 +1,5 @@
 """Helpers for tests of the simulator: handmade work, costs that give simple times, and a check of all waits."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The sizes of the smallest possible step, for tests that need a model's sizes but no bucket of a certain size."""
 
-from __future__ import annotations
-
 from megakernel.isa import KV_BLOCK, Bucket, Dims, Dtype, Split, Worker
 from megakernel.model.config import ModelConfig
 

@@ -1,7 +1,5 @@
 """A slow, simple engine that handles its sequences one by one. The real engine must do the same in every step."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq

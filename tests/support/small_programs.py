@@ -1,7 +1,5 @@
 """Correct programs: some are so small that every interleaving can be tried, others are too large for that."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace

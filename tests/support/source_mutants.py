@@ -3,8 +3,6 @@
 Changes of Python are found in its syntax tree, changes of C++ by regular expressions. Strings, annotations, decorators
 and preprocessor lines are not changed."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import re

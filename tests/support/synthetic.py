@@ -1,7 +1,5 @@
 """Makes small programs and traces for tests of the timeline. Traces are listed by hand or simulated."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

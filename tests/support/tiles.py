@@ -1,7 +1,5 @@
 """Computes the layout in shared memory of a tile that bulk copies (TMA) have loaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

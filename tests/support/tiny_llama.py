@@ -4,8 +4,6 @@ The random weights are large, so that a mistake changes the logits clearly: atte
 norms and biases are far from 1 and 0, and each layer changes the residual by about as much as the residual's own
 magnitude."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs single instructions on the reference backend and on another interpreter, and compares their buffers."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ The line **In `FILE`** introduces a `diff` block without line numbers. The kept 
 together, must occur in the file exactly once. The line **New file `FILE`** introduces a block with the whole content of
 a new file."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Tests the timeline's numbers with traces whose results are known, and its page, Perfetto file and text against
 traces."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

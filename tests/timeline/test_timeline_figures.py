@@ -3,8 +3,6 @@
 The tests share no code with megakernel.timeline: they read the bytes of the trace and the text of the page themselves.
 From the package they use only programs and the costs that instructions declare."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct

@@ -1,7 +1,5 @@
 """Tests the timeline page in a real browser, opened from a file: what it shows and how it reacts to input."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace

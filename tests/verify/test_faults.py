@@ -1,8 +1,6 @@
 """Tests the verifier with a sample of the broken programs of benchmarks/correctness/verifier.py. The judge, which
 explores executions of a program, is tested on cases with known answers."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Tests that the verifier accepts correct programs and rejects incorrect ones."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from dataclasses import replace

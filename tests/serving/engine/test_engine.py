@@ -1,7 +1,5 @@
 """The engine schedules requests, ends their choices, and generates the same tokens whatever else runs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from threading import Event

@@ -2,8 +2,6 @@
 
 The fake model makes each token depend on all tokens before it, so that any lost or wrong token changes the output."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import count

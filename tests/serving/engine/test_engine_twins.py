@@ -1,7 +1,5 @@
 """In every step, the engine does the same as a slow reference engine that handles its sequences one by one."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """SamplingParams accepts the smallest and largest allowed value of each parameter and refuses values beyond."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

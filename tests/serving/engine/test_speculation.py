@@ -2,11 +2,10 @@
 
 The engine stops speculating while that does not save time."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -472,9 +471,7 @@ def test_many_sequences_share_the_rows_that_pay() -> None:
 
 def test_times_are_measured_ones_then_lines_between_them_then_predictions() -> None:
     def compile(*, tokens: int, logit_rows: int) -> Any:
-        program = type("Program", (), {})()
-        program.dims = type("Dims", (), {"tokens": tokens, "logit_rows": logit_rows})()
-        return program
+        return SimpleNamespace(dims=SimpleNamespace(bucket=SimpleNamespace(tokens=tokens, logit_rows=logit_rows)))
 
     programs = Programs(compile, 64, 64)
     times = StepTimes(programs, lambda program: 1.0 + program.dims.bucket.tokens)

@@ -1,7 +1,5 @@
 """Structured outputs: answers match their grammar and do not depend on what else is in the batch."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """The HTTP server as clients of the OpenAI API and of vLLM see it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

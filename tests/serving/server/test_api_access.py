@@ -1,7 +1,5 @@
 """Access control of the HTTP server, and limits on the work that one request can cause."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

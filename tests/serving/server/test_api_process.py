@@ -1,7 +1,5 @@
 """`megakernel serve` as a process: its first output, flags and configuration file, signals, and hostile clients."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

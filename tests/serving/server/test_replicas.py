@@ -1,7 +1,5 @@
 """Several servers (replicas) behind one address: routing, placement on a cluster, and two replicas on Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Tool calls in three text formats: parsing of streamed answers, the HTTP routes, and the chat templates."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

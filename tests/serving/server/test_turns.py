@@ -1,7 +1,5 @@
 """One client cannot block the others, neither in the tokeniser threads nor in the queue for the engine."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import threading
