@@ -20,7 +20,7 @@ from .dims import Dims
 
 @dataclass(frozen=True)
 class StepField:
-    """A field of the step table. Its length in words is the product of the Dims that `of` names,
+    """A field of the step table. Its length in words is the product of the sizes that `of` names,
     plus `plus`. With `per_rank`, each rank has that many words.
     """
 

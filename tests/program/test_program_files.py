@@ -160,7 +160,7 @@ def test_the_native_simulator_takes_any_total(program: Program, total: int) -> N
 @pytest.mark.parametrize("edge", [-1, 9])
 def test_the_native_verifier_checks_edges(edge: int) -> None:
     first, one = np.array([0, 1, 2], np.int32), np.zeros(1, np.int32)
-    graph = verifier.Graph(3, first, one, np.array([2], np.int32))
+    graph = verifier.EventGraph(3, first, one, np.array([2], np.int32))
     assert len(verifier.topological_order(graph, np.array([0, 0, 1], np.int32))[0]) == 3
     with pytest.raises(MegakernelError, match="names rows, phases or buffers that do not exist"):
         verifier.topological_order(replace(graph, target=np.array([edge], np.int32)), np.zeros(3, np.int32))
