@@ -118,7 +118,7 @@ HEADED = SMALL.changed(head_dim=48, hidden=256)  # for Qwen3, whose QKV matmul n
 @pytest.mark.parametrize(
     ("dims", "family", "name"),
     [*((d, "llama", n) for d in MODELS.values() for n in ("qkv_rope", "gate_up_silu")), (HEADED, "qwen3", "qkv_rope")],
-    ids=lambda v: v if isinstance(v, str) else f"hidden {v.hidden}",
+    ids=lambda v: v if isinstance(v, str) else f"hidden {v.model.hidden}",
 )
 def test_rows_normalised_on_the_way_in_have_the_bits_of_a_norm_before(dims: Dims, family: str, name: str) -> None:
     dims = dims.changed(units=int(Units.DOTS))
