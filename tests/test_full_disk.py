@@ -81,9 +81,8 @@ def test_a_step_that_cannot_be_kept_is_one_line(
 
 
 def test_a_device_is_not_replaced(tmp_path: Path) -> None:
-    """Saving to a device writes to it and does not replace it with a file.
-
-    The test uses a pipe, because a faulty save as root would replace the system's /dev/null."""
+    """Saving to a device writes to it and does not replace it with a file. The test uses a pipe, because a faulty save
+    as root would replace the system's /dev/null."""
     good = good_programs()[0].program
     pipe = tmp_path / "pipe"
 

@@ -113,7 +113,6 @@ class Built:
 @pytest.fixture(scope="module", params=["tensor", "dots", "pairs", "tensor traced", "dots traced", "pairs traced"])
 def built(request: pytest.FixtureRequest) -> Built:
     """Return the machine code of one build: for tensor cores, dot products or pairs of SMs, with or without tracing.
-
     Compiling fails if ptxas reports slow code, which is a serialised wgmma or an ignored setmaxnreg. If nvcc is
     installed, it compiles the builds for tensor cores. NVRTC, which is used at run time, compiles all others."""
     numerics, *traced = request.param.split()

@@ -1,8 +1,6 @@
 """Tests the compilation of csrc/cuda: when the cache is used, which code is refused, and that all sources are
-installed.
-
-The tests also show that the tracing code adds nothing to builds without tracing: if the tracing code is removed from
-the sources, the compiler generates the same PTX."""
+installed. The tests also show that the tracing code adds nothing to builds without tracing: if the tracing code is
+removed from the sources, the compiler generates the same PTX."""
 
 import fnmatch
 import re
@@ -149,9 +147,8 @@ def without_tracing(text: str) -> str:
 
 
 def taken_out(text: str, start: str, pair: str) -> str:
-    """Remove every match of `start`, which ends with an opening bracket, and the text up to the closing bracket.
-
-    `pair` consists of the two brackets."""
+    """Remove every match of `start`, which ends with an opening bracket, and the text up to the closing bracket. `pair`
+    consists of the two brackets."""
     while found := re.search(start, text):
         depth, end = 1, found.end()
         while depth:

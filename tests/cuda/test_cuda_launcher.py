@@ -1,6 +1,5 @@
-"""Tests the host code of the CUDA backend end to end, on the fake CUDA driver that fake_gpu.py describes.
-
-Tests with the decorator `pretended`, and functions named `in_process_*`, run in a process with this driver."""
+"""Tests the host code of the CUDA backend end to end, on the fake CUDA driver that fake_gpu.py describes. Tests with
+the decorator `pretended`, and functions named `in_process_*`, run in a process with this driver."""
 
 import itertools
 import os
@@ -221,9 +220,7 @@ def test_memory_of_maps_is_not_written_again() -> None:
 )
 def test_blocks_acquire_the_maps_that_they_use(tp: int, options: Options, own: str, everywhere: str) -> None:
     """`map_bits` names the expected buffers: those that thread blocks copy with tensor maps, and those for which the
-    blocks use the maps of all ranks.
-
-    Tests that run the interpreter on fibres check that blocks need no other maps."""
+    blocks use the maps of all ranks. Tests that run the interpreter on fibres check that blocks need no other maps."""
     program = compiled(CONFIG, _machine(), 40, 1, tp, options, max_seqs=2, max_context=256)
     names = [{b.name for b in Buffer if bits >> b & 1} for bits in map_bits(program.forward, program.dims)]
     assert names == [set(own.split()), set(everywhere.split())]

@@ -1,8 +1,7 @@
 """Tests of the CUDA interpreter's instructions other than matmuls. Each test runs one instruction on the host and
-compares the result with the reference backend.
-
-On the host, loops replace the matrix instructions of the GPU. The code for control, pages, masks, merges and addresses
-is the same. Tests that need a CUDA compiler check the machine code that it generates for the GPU."""
+compares the result with the reference backend. On the host, loops replace the matrix instructions of the GPU. The code
+for control, pages, masks, merges and addresses is the same. Tests that need a CUDA compiler check the machine code that
+it generates for the GPU."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -98,9 +97,8 @@ def attention_twins(dims: Dims) -> tuple[FibreTwins, StepTable]:
 
 def run_items(twins: FibreTwins, table: StepTable, items: Sequence[Item], final: Mapping[int, Sequence[int]]) -> None:
     """Run attention slots (lists of items), compare the results with the reference, and check the counts of signals.
-
-    The keys of `final` are the slots to run, in order. A value lists the items whose rows are complete after the slot.
-    """
+    The keys of `final` are the slots to run, in order. A value lists the items whose rows are complete after the
+    slot."""
     set_items(table.rank(0), items)
     for slot, expected in final.items():
         # Attention rounds probabilities to bf16, so the error of an output is at most about 2^-9 of the largest value.

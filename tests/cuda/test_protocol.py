@@ -1,8 +1,7 @@
-"""Tests of the Hopper interpreter's warp roles (controller, loaders, consumers, storer) on the host.
-
-Whole programs run on fibres, under many interleavings and with every rule of shared-memory pages checked, and on
-threads, under ThreadSanitizer. Planted bugs show that each check works. If a warp waits for something that never
-happens, the launch ends, and the error names the wait that blocks all the others."""
+"""Tests of the Hopper interpreter's warp roles (controller, loaders, consumers, storer) on the host. Whole programs run
+on fibres, under many interleavings and with every rule of shared-memory pages checked, and on threads, under
+ThreadSanitizer. Planted bugs show that each check works. If a warp waits for something that never happens, the launch
+ends, and the error names the wait that blocks all the others."""
 
 import ctypes
 import re

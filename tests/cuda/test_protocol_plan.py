@@ -21,7 +21,6 @@ def covered(
     boxes: dict[str, NDArray[np.int32]], fill: int, buffer: Buffer, dims: Dims, z: int, rows: int = 0
 ) -> NDArray[np.int32]:
     """Return in how many pages of kind `fill` each element of matrix `z` of a buffer lies, as an array [rows, inner].
-
     `rows` is the number of rows of one matrix; 0 means that the buffer is a single matrix."""
     shape = BUFFERS[buffer].shape(dims, 16)
     count = np.zeros((rows or int(np.prod(shape[:-1])), shape[-1]), np.int32)

@@ -51,9 +51,8 @@ def tensor_stages(matrices: int, cols: int, inner: int, per_page: int) -> Iterat
 
 
 def dot_laps(matrices: int, rows: int, cols: int, inner: int) -> Iterator[list[str]]:
-    """Yield the pages of a matmul tile that is computed as dot products with a ring of 13 pages.
-
-    Each list has the pages of one lap, that is, one filling of the ring. `rows` is 0 if the inputs take no pages."""
+    """Yield the pages of a matmul tile that is computed as dot products with a ring of 13 pages. Each list has the
+    pages of one lap, that is, one filling of the ring. `rows` is 0 if the inputs take no pages."""
     inputs = ["inputs" for _ in range(0, rows * len(range(0, inner, 1024)), 8)]
     weights = [
         "weights"

@@ -1,5 +1,4 @@
 """Tests how the measured hardware ceilings are stored: each is measured once, and repeated measurements keep the best.
-
 Busy machines and damaged files are tested too."""
 
 import json
@@ -27,9 +26,7 @@ def measured(read: float = 1e10, cache: float = 5e10, flops: float = 1e11, other
 @pytest.fixture
 def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Measured]:
     """Return a list to which a test adds the results of its measurements. Each measurement removes and returns the
-    first result, and fails if the list is empty.
-
-    The cache folder is empty at first."""
+    first result, and fails if the list is empty. The cache folder is empty at first."""
     monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path / "cache"))
     found: list[Measured] = []
     monkeypatch.setattr(ceilings, "measure", lambda threads, read, fma: found.pop(0))

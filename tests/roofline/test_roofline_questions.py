@@ -1,7 +1,6 @@
-"""Tests formulas of the roofline's questions, and figures of machines, that the worked questions alone do not show.
-
-The numbers in the test names are those of the questions in docs/roofline.md, which also says where the arithmetic of
-the book with these questions differs from ours. `test_ask.py` has the book's own answers."""
+"""Tests formulas of the roofline's questions, and figures of machines, that the worked questions alone do not show. The
+numbers in the test names are those of the questions in docs/roofline.md, which also says where the arithmetic of the
+book with these questions differs from ours. `test_ask.py` has the book's own answers."""
 
 from dataclasses import replace
 from typing import Any
@@ -165,10 +164,9 @@ def test_measured_bandwidth_by_size() -> None:
 
 
 def test_22_critical_tokens_of_data_parallelism() -> None:
-    """On X nodes, with k of E experts active, each GPU must have at least alpha * (X - 1) / X * E / k tokens.
-
-    Alpha is FLOP/s divided by network bytes/s. The minimum is alpha / 2 for a dense model (E = k) on two nodes, and 32
-    alpha for k = 4 and E = 128 on many nodes."""
+    """On X nodes, with k of E experts active, each GPU must have at least alpha * (X - 1) / X * E / k tokens. Alpha is
+    FLOP/s divided by network bytes/s. The minimum is alpha / 2 for a dense model (E = k) on two nodes, and 32 alpha for
+    k = 4 and E = 128 on many nodes."""
     assert (NODE, BEYOND) == (2200, 2475)
     assert ask("data-parallel", gpus=16)["exact_critical_tokens_per_gpu"] == BEYOND / 2
     h800 = alpha_node(H800)
@@ -202,9 +200,8 @@ def test_41_experts_on_as_many_gpus() -> None:
 
 @pytest.mark.parametrize("ffn, active, fine", [(32768, 2, True), (2048, 8, False), (2880, 4, False)])
 def test_42_the_recipe_experts(ffn: int, active: int, fine: bool) -> None:
-    """Experts on many nodes hide their traffic only if the FFN size F is more than 8 alpha.
-
-    Alpha is FLOP/s divided by the bytes/s that leave a node. The sizes are those of Grok-1, DeepSeek-V3 and gpt-oss."""
+    """Experts on many nodes hide their traffic only if the FFN size F is more than 8 alpha. Alpha is FLOP/s divided by
+    the bytes/s that leave a node. The sizes are those of Grok-1, DeepSeek-V3 and gpt-oss."""
     figures = ask("expert-parallel", ffn=ffn, active=active, gpus=max(16 * active, 64))  # a token goes to few GPUs
     assert figures["least_ffn_for_many_gpus"] == 8 * BEYOND and (ffn > 8 * BEYOND) is fine
     assert (figures["bound"] == "arithmetic") is fine

@@ -52,9 +52,8 @@ def close(twins: CpuTwins, name: str, table: StepTable, *operands: int) -> None:
 
 
 class Columns(RandomCheckpoint):
-    """A checkpoint in which each column of W_QKV is the desired Q, K and V of one token row.
-
-    If the input rows are those of the identity matrix, the product of row i and W_QKV is column i."""
+    """A checkpoint in which each column of W_QKV is the desired Q, K and V of one token row. If the input rows are
+    those of the identity matrix, the product of row i and W_QKV is column i."""
 
     def values(self, buffer: Buffer, layer: int) -> Array:
         if buffer is not B.W_QKV:
@@ -116,7 +115,6 @@ def test_products_go_to_the_cache(twins: CpuTwins) -> None:
 
 def test_attention(twins: CpuTwins) -> None:
     """Attention agrees with the reference if it reads the cache directly (few rows) or a float32 copy (many rows).
-
     Cache slots without a token contain NaN, so that reading one would change the result."""
     table = make_table(twins.dims, {0: (110, 32), 1: (389, 1), 2: (0, 1)})
     set_items(table, [Item(0, 0, 32, 0, 2), Item(1, 32, 1, 0, 1), Item(1, 32, 1, 1, 1), Item(1, 33, 1, 0, 2)])
@@ -193,9 +191,8 @@ def test_logits_are_close_to_those_of_a_whole_cache(dtype: Dtype) -> None:
 
 
 def test_programs_cut_no_head_and_a_proof_says_so() -> None:
-    """With a quantised cache, each tile consists of whole heads, and the verifier rejects programs that cut a head.
-
-    The elements of a quantisation block share one scale, so one instruction must compute them all."""
+    """With a quantised cache, each tile consists of whole heads, and the verifier rejects programs that cut a head. The
+    elements of a quantisation block share one scale, so one instruction must compute them all."""
     config, machine = RandomCheckpoint(DIMS).config, replace(host(7), tile_cols=16)
     plain, program = (
         compile_program(config, machine, dtype=Dtype.F32, quantised_kv=q, **BUCKET) for q in (False, True)
@@ -252,9 +249,8 @@ def test_the_default_model_answers(smollm2: Path) -> None:
 
 
 def test_bytes_of_the_cache() -> None:
-    """A block of 32 elements takes 34 bytes. A head's partial last block takes 2 bytes plus 1 byte per element.
-
-    The KV pool, the cost functions and the roofline formulas agree on this size."""
+    """A block of 32 elements takes 34 bytes. A head's partial last block takes 2 bytes plus 1 byte per element. The KV
+    pool, the cost functions and the roofline formulas agree on this size."""
     for head_dim, row in ((8, 10), (24, 26), (64, 68), (80, 86), (128, 136)):
         dims = DIMS.changed(head_dim=head_dim, quantised_kv=1)
         whole = dims.changed(quantised_kv=0, dtype=int(Dtype.BF16))

@@ -63,10 +63,9 @@ def rank_dims(dims: Dims, tp: int, lowering: tuple[int, int] = (0, 0)) -> Dims:
 
 
 class Mixed:
-    """Runs three steps that mix prefill and decode of two prompts; the longer prompt is split over two steps.
-
-    Decode rows read the token that an earlier step sampled. KV cache that no sequence wrote contains the value `noise`.
-    Step k uses the k-th program, or the last if there are fewer."""
+    """Runs three steps that mix prefill and decode of two prompts; the longer prompt is split over two steps. Decode
+    rows read the token that an earlier step sampled. KV cache that no sequence wrote contains the value `noise`. Step k
+    uses the k-th program, or the last if there are fewer."""
 
     def __init__(self, checkpoint: Checkpoint, *programs: Program, seed: int | None = None, noise: float = 0.0) -> None:
         dims = self.dims = programs[0].dims
@@ -188,10 +187,9 @@ def test_order_workers_and_queues_change_nothing(tp: int, lowering: tuple[int, i
 
 @pytest.mark.slow
 def test_splits_over_kv_change_no_bit_and_nothing_beyond_the_sequence_is_read() -> None:
-    """Splits of attention over KV blocks change no bit of the logits of a decode row at position 479 on one rank.
-
-    The logits on one and two ranks also agree with those of transformers. The two ranks share a KV head, because its
-    query heads are divided between them. With splits, KV cache beyond the sequence contains 1e4."""
+    """Splits of attention over KV blocks change no bit of the logits of a decode row at position 479 on one rank. The
+    logits on one and two ranks also agree with those of transformers. The two ranks share a KV head, because its query
+    heads are divided between them. With splits, KV cache beyond the sequence contains 1e4."""
     hf, checkpoint = make_llama(4, **SHAPES["grouped"])
     tokens = np.random.default_rng(3).integers(0, 101, 480).tolist()
     found = {}

@@ -1,5 +1,4 @@
 """Counters alone keep the scheduler's programs correct, in any interleaving of the instructions and for any valid step.
-
 The tests cover one rank and several, every lowering, and shards of equal, unequal and zero size."""
 
 import itertools
@@ -350,10 +349,9 @@ def test_o_is_replicated_where_links_are_slow_whatever_the_bucket() -> None:
 
 
 def test_every_rank_counts_the_weights_of_its_own_first_rows() -> None:
-    """Both ranks choose O projection tiles of the same width, although only rank 0 owns row 0.
-
-    The cost model must count the weights for tiles at each rank's own first row. The machine's memory is so slow and
-    its dispatch so expensive that tiles would be wider if the weights were not counted."""
+    """Both ranks choose O projection tiles of the same width, although only rank 0 owns row 0. The cost model must
+    count the weights for tiles at each rank's own first row. The machine's memory is so slow and its dispatch so
+    expensive that tiles would be wider if the weights were not counted."""
     target = replace(machine.host(4), dispatch_s=1.6e-4, memory_bytes_per_s=3.45e8)
     program = compiled(SMOLLM2, target, 1024, 1, 2, options=Options(o="replicated", residual="dealt"))
     phase = program.forward.by_name["o_proj"]
@@ -383,9 +381,8 @@ def test_any_way_to_claim_a_queue_gives_the_results_of_program_order(queue: str,
 
 
 def test_link_bound_and_compute_bound_stages_take_turns() -> None:
-    """With interleaving, a worker alternates between O partials (link-bound) and gate/up (compute-bound).
-
-    Without interleaving, each worker runs all its O partials first and then all of gate/up: two runs."""
+    """With interleaving, a worker alternates between O partials (link-bound) and gate/up (compute-bound). Without
+    interleaving, each worker runs all its O partials first and then all of gate/up: two runs."""
 
     def runs(interleave: bool) -> int:
         options = Options(o="sharded", residual="dealt", interleave=interleave)
@@ -402,10 +399,9 @@ def test_link_bound_and_compute_bound_stages_take_turns() -> None:
 
 
 def test_a_norm_gives_way_to_an_earlier_panel_of_the_next_stage() -> None:
-    """In rank 3's queue, gate/up instructions of the first panel precede the MLP norm of the second.
-
-    A panel is a group of row blocks that share one pass over the weights: here 3, 3 and 2 of the 8 row blocks. Rank 3
-    owns row block 3, in the second panel."""
+    """In rank 3's queue, gate/up instructions of the first panel precede the MLP norm of the second. A panel is a group
+    of row blocks that share one pass over the weights: here 3, 3 and 2 of the 8 row blocks. Rank 3 owns row block 3, in
+    the second panel."""
     options = Options(o="replicated", residual="dealt", queue="body")
     program = compiled(replace(LLAMA_70B, layers=1), machine.load("h100"), 1024, 1, 8, options)
     queue = [program.forward.by_number[n].name for n in phase_number(program.queues.stream(3)).tolist()]

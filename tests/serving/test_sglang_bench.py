@@ -26,9 +26,8 @@ def pip(*arguments: str) -> None:
 
 @pytest.fixture
 def bench_serving(tmp_path: Path) -> Path:
-    """Return the path of bench_serving.py, after installing the packages that it imports.
-
-    The package `datasets` is a stub, because only workloads from the Hugging Face hub need it."""
+    """Return the path of bench_serving.py, after installing the packages that it imports. The package `datasets` is a
+    stub, because only workloads from the Hugging Face hub need it."""
     folder = tmp_path / "sglang"
     folder.mkdir()
     pip("download", WHEEL, "--dest", str(folder))

@@ -35,9 +35,8 @@ SERVERS = Path(__file__).parents[2] / "benchmarks" / "machines"
 
 
 def test_two_loads_share_memory() -> None:
-    """Two loads share a memory of 100 bytes/s equally until the shorter one ends.
-
-    The load of 100 bytes ends after 2 s. The load of 300 bytes then has 200 left, which take 2 s at the full rate."""
+    """Two loads share a memory of 100 bytes/s equally until the shorter one ends. The load of 100 bytes ends after 2 s.
+    The load of 300 bytes then has 200 left, which take 2 s at the full rate."""
     result, rows = hand_run(hand_work([[Task(weights=100)], [Task(weights=300)]]), memory_bytes_per_s=100)
     assert ended(rows, 0) == pytest.approx(2) and ended(rows, 1) == pytest.approx(4)
     assert result.step_s == pytest.approx(4) and result.memory_bytes == 400
@@ -117,10 +116,9 @@ def test_what_the_cache_holds_is_not_read_again() -> None:
 )
 def test_links_are_shared(stores: list[list[dict[int, float] | None]], rate: float, ends: list[float]) -> None:
     """Stores share the ports of their sending and receiving ranks. `stores[rank][worker]` maps each receiving rank to
-    the number of bytes that this worker sends to it.
-
-    In the max-min case, every port has 90 bytes/s. Three stores share the port of rank 2 (one from rank 0 and two from
-    rank 3), so each gets 30 bytes/s. The store from rank 0 to rank 1 gets the other 60 bytes/s of rank 0's port."""
+    the number of bytes that this worker sends to it. In the max-min case, every port has 90 bytes/s. Three stores share
+    the port of rank 2 (one from rank 0 and two from rank 3), so each gets 30 bytes/s. The store from rank 0 to rank 1
+    gets the other 60 bytes/s of rank 0's port."""
     streams = [[Task(stores=sent)] if sent else [] for rank in stores for sent in rank]
     _, rows = hand_run(hand_work(streams, ranks=len(stores)), egress_bytes_per_s=rate)
     assert [ended(rows, number) for number in range(len(ends))] == pytest.approx(ends)
@@ -149,10 +147,8 @@ def test_pipelining_hides_loads_stores_and_set_up() -> None:
 
 
 def test_the_next_weights_wait_for_pages() -> None:
-    """The second task's weights load when the first task begins to release its last pages.
-
-    The first task computes its 100 bytes in 10 s. At 8 s, the ring holds only the last 20 of them, and begins to free
-    their pages."""
+    """The second task's weights load when the first task begins to release its last pages. The first task computes its
+    100 bytes in 10 s. At 8 s, the ring holds only the last 20 of them, and begins to free their pages."""
     work = hand_work([[Task(weights=100, compute=10), Task(weights=50, compute=1)]])
     _, rows = hand_run(work, ring_bytes=20)
     assert times(rows, IntervalKind.PAGE_WAIT, "end") == pytest.approx([8])
@@ -162,9 +158,8 @@ def test_the_next_weights_wait_for_pages() -> None:
     ("ahead", "known", "ends"), [(0, 10, 18), (30, 10, 16), (10, 10, 17), (90, 10, 17), (30, 3, 10)]
 )
 def test_the_cache_gets_weights_that_the_ring_has_no_room_for(ahead: float, known: float, ends: float) -> None:
-    """While a task waits for a counter, weights for which the ring has no room are prefetched into the cache.
-
-    The ring takes the first 20 of the task's 100 bytes in 2 s. Then the 20 bytes from byte `ahead` of the task on are
+    """While a task waits for a counter, weights for which the ring has no room are prefetched into the cache. The ring
+    takes the first 20 of the task's 100 bytes in 2 s. Then the 20 bytes from byte `ahead` of the task on are
     prefetched, except those that the ring already holds. At time `known`, the wait ends. Memory must then deliver only
     the bytes that were not prefetched. A prefetch in progress at that time continues."""
     consumer = Task(weights=100, waits=[0], ahead=ahead)
@@ -196,9 +191,8 @@ def test_the_next_weights_load_while_inputs_are_waited_for() -> None:
 
 
 def test_weights_load_before_a_wait_and_activations_after_it() -> None:
-    """A consumer loads its 50 bytes of weights in the first 5 s, and its activations after its wait.
-
-    The producer ends at 10 s, its signal takes 1 s, and the 30 bytes of activations take 3 s more."""
+    """A consumer loads its 50 bytes of weights in the first 5 s, and its activations after its wait. The producer ends
+    at 10 s, its signal takes 1 s, and the 30 bytes of activations take 3 s more."""
     producer = Task(compute=10, signals=[(0, 0)])
     consumer = Task(weights=50, reads=30, compute=1, waits=[0])
     result, rows = hand_run(hand_work([[producer], [consumer]]), memory_bytes_per_s=10, signal_s=1)
@@ -238,10 +232,9 @@ def test_a_queue_evens_out_what_streams_do_not() -> None:
 
 
 def test_a_claim_waits_for_the_loads_of_the_instruction_before() -> None:
-    """A worker claims its next job when it requests the last bytes of its current one.
-
-    The set-up of the first two jobs ends at 0.5 s. They then compute for 10 and 20 s. The ring has room for the last 20
-    of a job's 100 bytes when 80 bytes are computed: after 8 s for the first job, and 16 s for the second."""
+    """A worker claims its next job when it requests the last bytes of its current one. The set-up of the first two jobs
+    ends at 0.5 s. They then compute for 10 and 20 s. The ring has room for the last 20 of a job's 100 bytes when 80
+    bytes are computed: after 8 s for the first job, and 16 s for the second."""
     jobs = [Task(weights=100, compute=t) for t in (10, 20, 10, 10)]
     work = hand_work([[Task(drain=4)], [Task(drain=4)]], queue=jobs)
     _, rows = hand_run(work, ring_bytes=20, dispatch_s=0.5)
@@ -327,19 +320,16 @@ def llama(queue: str = "none", tp: int = 1, workers: int = 4, o: str = "auto") -
 
 @pytest.mark.parametrize(("o", "tolerance"), [("sharded", 0.0), ("replicated", 0.01)])
 def test_the_bytes_between_ranks_are_the_declared_ones(o: str, tolerance: float) -> None:
-    """The simulator moves as many bytes between ranks as describe() reports.
-
-    If the O projection is replicated, they may differ by 1 %, because the step table decides which rank normalises each
-    logit row."""
+    """The simulator moves as many bytes between ranks as describe() reports. If the O projection is replicated, they
+    may differ by 1 %, because the step table decides which rank normalises each logit row."""
     program = llama(tp=2, o=o)
     found = simulate(program, machine_of(program), step_of(program)).link_bytes
     assert found == pytest.approx(describe(program)["link_bytes"], rel=tolerance)
 
 
 def test_the_delay_of_one_instruction_moves_only_what_comes_after_it() -> None:
-    """A delay moves only the instructions that depend on the delayed one or follow it on its worker.
-
-    These costs leave no shared rate for which workers compete, so a delay cannot spread through contention."""
+    """A delay moves only the instructions that depend on the delayed one or follow it on its worker. These costs leave
+    no shared rate for which workers compete, so a delay cannot spread through contention."""
     program = llama(workers=3)
     table = step_of(program)
     machine, costs = machine_of(program), costs_everywhere()

@@ -44,10 +44,9 @@ class Wild(Exception):
 
 @dataclass(frozen=True)
 class Item:
-    """One attention item: token rows [row, row + rows) and the rank's KV heads [head, head + heads).
-
-    The rows belong to a sequence whose first token row is `start`, or to padding if `start` is -1. The item is number
-    `part` of the `parts` items that share the work of split `split`."""
+    """One attention item: token rows [row, row + rows) and the rank's KV heads [head, head + heads). The rows belong to
+    a sequence whose first token row is `start`, or to padding if `start` is -1. The item is number `part` of the
+    `parts` items that share the work of split `split`."""
 
     row: int
     rows: int
@@ -61,10 +60,8 @@ class Item:
 
 @dataclass(frozen=True)
 class Table:
-    """A valid step table.
-
-    `slots[rank]` has the items of each attention slot, which one attention instruction executes. `logit_rows` has the
-    token row of each logit row (-1: padding)."""
+    """A valid step table. `slots[rank]` has the items of each attention slot, which one attention instruction executes.
+    `logit_rows` has the token row of each logit row (-1: padding)."""
 
     slots: list[dict[int, list[Item]]]
     logit_rows: list[int]
@@ -307,7 +304,6 @@ class Model:
 
 class Data:
     """The contents of every copy. A copy is a buffer of one layer on one rank; its elements are hashes, not numbers.
-
     `seen[launch, tag, split]` is a hash of everything that the step with this tag and split has read in that launch."""
 
     def __init__(self, model: Model) -> None:
@@ -383,9 +379,8 @@ class Right:
 
 
 def expected(program: Program, table: Table) -> Right:
-    """Return the outputs of the program's phases, executed in order without regard to counters.
-
-    Raises Wild if a phase reads data that no step has written, or if a logit row is not sampled."""
+    """Return the outputs of the program's phases, executed in order without regard to counters. Raises Wild if a phase
+    reads data that no step has written, or if a logit row is not sampled."""
     model = Model(program, table)
     data = in_order(model)
     if data.undefined:

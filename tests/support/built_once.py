@@ -1,6 +1,5 @@
-"""Builds files for tests once for each content of their sources, and shares them among processes and test runs.
-
-The files are in the folder `megakernel-tests` of the user's cache folder. The least recently used ones are deleted."""
+"""Builds files for tests once for each content of their sources, and shares them among processes and test runs. The
+files are in the folder `megakernel-tests` of the user's cache folder. The least recently used ones are deleted."""
 
 import ctypes
 import fcntl

@@ -131,9 +131,8 @@ def make_table(dims: Dims, sequences: Mapping[int, tuple[int, int]], seed: int =
 
 @dataclass(frozen=True)
 class Item:
-    """An attention item in the work list of attention slot `slot`.
-
-    `blocks` is the range (first, end) of its KV blocks; None means all."""
+    """An attention item in the work list of attention slot `slot`. `blocks` is the range (first, end) of its KV blocks;
+    None means all."""
 
     slot: int
     row: int
@@ -182,10 +181,9 @@ def bits(output: Output) -> tuple[bytes, ...]:
 
 
 def check_stops(backend: Any, program: Program, table: StepTable, stall: Callable[[], object]) -> None:
-    """Check that a launch cannot start before the previous one has ended.
-
-    Also check that a stalled launch can be aborted or interrupted on every rank, and that the next launch then works.
-    `stall` makes one instruction never end in later launches that have a trace."""
+    """Check that a launch cannot start before the previous one has ended. Also check that a stalled launch can be
+    aborted or interrupted on every rank, and that the next launch then works. `stall` makes one instruction never end
+    in later launches that have a trace."""
     before = bits(backend.launch(program, table))
     stall()
     launch = backend.start(program, table, trace=True)

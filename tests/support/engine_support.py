@@ -1,6 +1,5 @@
-"""A serving engine for tests, whose backend has no model.
-
-The backend invents tokens and checks the step tables that the engine gives it."""
+"""A serving engine for tests, whose backend has no model. The backend invents tokens and checks the step tables that
+the engine gives it."""
 
 from __future__ import annotations
 
@@ -44,7 +43,6 @@ def output_ids(choice: Any) -> list[int]:
 
 def continuation(said: int, seed: int, choice: int) -> int:
     """Compute a token id from `said` (a digest of the tokens so far), a 32-bit seed and the completion's index.
-
     Different sequences therefore get different tokens, but the same sequence always gets the same ones."""
     return digest([seed, choice], said) % CONFIG.vocab
 
@@ -200,9 +198,8 @@ class Reader:
 
 
 class Guesses:
-    """Creates draft proposers that know each sequence's future tokens, which a test announces with `tell`.
-
-    A proposer deliberately proposes a wrong token for each position p for which `wrong(p)` is true."""
+    """Creates draft proposers that know each sequence's future tokens, which a test announces with `tell`. A proposer
+    deliberately proposes a wrong token for each position p for which `wrong(p)` is true."""
 
     def __init__(self, wrong: Callable[[int], bool] = lambda place: False) -> None:
         self.wrong = wrong
@@ -228,9 +225,8 @@ class Guess(Reader):
 
 
 class Letters(TextStream):
-    """A streaming detokenizer: token t is the character with code 64 + t, so that token 0 is `@`.
-
-    Token 62 has no text of its own. Together with the next token, whichever that is, it becomes a single `é`."""
+    """A streaming detokenizer: token t is the character with code 64 + t, so that token 0 is `@`. Token 62 has no text
+    of its own. Together with the next token, whichever that is, it becomes a single `é`."""
 
     def __init__(self) -> None:
         self.half = False

@@ -1,6 +1,5 @@
-"""Compares the engine with `SlowEngine`, a simple implementation of the same rules, under the same random traffic.
-
-To run it by hand for at least STEPS steps: `python tests/support/engine_twins.py STEPS SEED`."""
+"""Compares the engine with `SlowEngine`, a simple implementation of the same rules, under the same random traffic. To
+run it by hand for at least STEPS steps: `python tests/support/engine_twins.py STEPS SEED`."""
 
 import random
 import sys
@@ -89,7 +88,6 @@ def held(engine: Engine | SlowEngine) -> Any:
 
 def assert_same_table(one: StepTable, other: StepTable) -> None:
     """Assert that two step tables agree in everything that an interpreter reads, except the assignment of attention.
-
     The fields with `per_rank` assign attention work to slots. Several assignments are valid, so these fields are not
     compared; `FakeBackend` checks them."""
     pairs, rows = int(other.bias_end.max()), int((other.row_seq >= 0).sum())
@@ -142,7 +140,6 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 def compare(seed: int, steps: int) -> Counter[str]:
     """Run both engines for `steps` steps with random limits and random traffic. Return how often each event occurred.
-
     Raises AssertionError at the first difference."""
     rng = random.Random(seed)
     depth, share = rng.choice([0, 0, 0, 4]), rng.choice([0, 20, 100])

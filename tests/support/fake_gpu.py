@@ -1,6 +1,5 @@
-"""A fake GPU for tests of the launcher: the fake driver of tests/support/fake_cuda, and a kernel written in Python.
-
-The kernel computes with the reference backend. It knows only the arguments of a launch, and reads the program, the step
+"""A fake GPU for tests of the launcher: the fake driver of tests/support/fake_cuda, and a kernel written in Python. The
+kernel computes with the reference backend. It knows only the arguments of a launch, and reads the program, the step
 table and the weights through their pointers. The fake GPU needs a process of its own, in which the fake driver is
 loaded instead of NVIDIA's: `run` calls a function of a test module in such a process."""
 
@@ -68,9 +67,8 @@ def run(function: Callable[[], None], **env: object) -> str:
 
 
 def pretended(*, fibres: bool = False, **env: object) -> Callable[[Callable[[], None]], Callable[..., None]]:
-    """Return a decorator for tests, which makes the test's body run in a process that uses the fake driver.
-
-    With `fibres`, the environment variable FIBRES of that process is the path of the library for FibreKernel."""
+    """Return a decorator for tests, which makes the test's body run in a process that uses the fake driver. With
+    `fibres`, the environment variable FIBRES of that process is the path of the library for FibreKernel."""
 
     def test_of(body: Callable[[], None]) -> Callable[..., None]:
         def test() -> None:
@@ -207,10 +205,8 @@ class PretendedKernel:
             self.errors.append(e)
 
     def execute(self, a: Arguments) -> None:
-        """Run the part of a step that one kernel launch (a grid) computes.
-
-        The grid adds to the counters of the ranks that it runs. The grid that runs rank 0 also computes the results of
-        all ranks."""
+        """Run the part of a step that one kernel launch (a grid) computes. The grid adds to the counters of the ranks
+        that it runs. The grid that runs rank 0 also computes the results of all ranks."""
         p = a.params
         for rank in range(p.first_rank, p.first_rank + p.ranks):
             for block, total in enumerate(a.program.totals()[:, rank]):
@@ -239,7 +235,6 @@ class PretendedKernel:
 
 class FibreKernel:
     """A fake kernel that runs the CUDA interpreter's own code on the CPU, each warp as a fibre (user-space thread).
-
     Each launch switches between the fibres in a different random order."""
 
     def __init__(self, fibres: str) -> None:

@@ -102,9 +102,8 @@ def _sealed(header: object, arrays: bytes) -> bytes:
 
 
 def program_file(good: Good, rng: Rng) -> bytes:
-    """Return the program's file with some bytes, its header or its arrays changed.
-
-    The checksum is recomputed in 90 % of cases, so that the change is not rejected because of the checksum."""
+    """Return the program's file with some bytes, its header or its arrays changed. The checksum is recomputed in 90 %
+    of cases, so that the change is not rejected because of the checksum."""
     data = good.program.to_bytes()
     kind = rng.random()
     if kind < 0.1:
@@ -193,10 +192,8 @@ def machine_file(text: str, rng: Rng) -> bytes:
 
 
 def uses(program: Program, good: Good) -> Iterator[Stage]:
-    """Yield each use of a program as a stage of its own.
-
-    The stages verify, disassemble and simulate the program, and launch it on the CPU backend, first without computing
-    anything ("null"), then with computation."""
+    """Yield each use of a program as a stage of its own. The stages verify, disassemble and simulate the program, and
+    launch it on the CPU backend, first without computing anything ("null"), then with computation."""
 
     def virtual() -> None:
         machine = replace(machines.host(program.workers), workers=program.workers)

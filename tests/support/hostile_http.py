@@ -49,9 +49,8 @@ _LINES = [
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one client sends: `parts`, with `pause` seconds between them.
-
-    The client disconnects `patience` seconds after it has connected if it has no answer by then."""
+    """What one client sends: `parts`, with `pause` seconds between them. The client disconnects `patience` seconds
+    after it has connected if it has no answer by then."""
 
     kind: str
     parts: list[bytes]

@@ -106,10 +106,8 @@ def safetensors_file(header: Any | None = None) -> bytes:
 
 
 def gguf_file(metadata: dict[str, Any], kinds: dict[str, int]) -> bytes:
-    """Return a GGUF file with this metadata and the model's tensors.
-
-    The file declares every tensor as float32, except that `kinds` maps a tensor's name to another GGUF type number. The
-    data of such a tensor remain float32."""
+    """Return a GGUF file with this metadata and the model's tensors. The file declares every tensor as float32, except
+    that `kinds` maps a tensor's name to another GGUF type number. The data of such a tensor remain float32."""
     found = tensors(gguf_naming)
     out = struct.pack("<4sIQQ", b"GGUF", 3, len(found), len(metadata))
     for key, value in metadata.items():
@@ -128,9 +126,8 @@ def _text(text: str) -> bytes:
 
 
 def _typed(value: Any) -> bytes:
-    """Return the number of a metadata value's GGUF type, followed by the encoded value, as bytes.
-
-    The GGUF type depends on the value's Python type."""
+    """Return the number of a metadata value's GGUF type, followed by the encoded value, as bytes. The GGUF type depends
+    on the value's Python type."""
     number, data = _value(value)
     return struct.pack("<I", number) + data
 
@@ -150,10 +147,8 @@ def _value(value: Any) -> tuple[int, bytes]:
 
 
 def template(rng: Rng) -> str:
-    """Return a hostile chat template.
-
-    It has scrambled bytes, an expression of `_WILD`, nested loops or a repeatedly doubled value, or it is a random
-    sequence of template tokens."""
+    """Return a hostile chat template. It has scrambled bytes, an expression of `_WILD`, nested loops or a repeatedly
+    doubled value, or it is a random sequence of template tokens."""
     text = TEMPLATES[int(rng.integers(len(TEMPLATES)))]
     match int(rng.integers(5)):
         case 0:

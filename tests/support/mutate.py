@@ -178,9 +178,8 @@ def shrink_buffer(program: Program, rng: Rng) -> Program | None:
 
 
 def _streams(program: Program, rng: Rng, least: int) -> tuple[str, int, int] | None:
-    """Choose at random a stream or a queue with at least `least` records.
-
-    Returns its name in PARTS, and the indices of its first record and of the record after its last."""
+    """Choose at random a stream or a queue with at least `least` records. Returns its name in PARTS, and the indices of
+    its first record and of the record after its last."""
     found = []
     for name in PARTS:
         offsets = getattr(program, name).offsets.tolist()
@@ -222,9 +221,8 @@ def _mixed(n: int, rng: Rng) -> np.ndarray:
 
 
 def _moved(copies: int, elsewhere: bool) -> Mutation:
-    """Return a mutation that moves an instruction to another stream if `elsewhere` is set.
-
-    Otherwise it removes the instruction (`copies` is 0) or duplicates it (`copies` is 2)."""
+    """Return a mutation that moves an instruction to another stream if `elsewhere` is set. Otherwise it removes the
+    instruction (`copies` is 0) or duplicates it (`copies` is 2)."""
 
     def mutate(program: Program, rng: Rng) -> Program | None:
         found = _streams(program, rng, 1)
@@ -271,10 +269,9 @@ def change_phase(program: Program, rng: Rng) -> Program | None:
 
 
 def with_phases(program: Program, segments: list[list[Phase]]) -> Program:
-    """Return the program with the phases of `segments` instead of its own.
-
-    A phase in `segments` takes over the instructions of the phase in `program` that has the same number. Instructions
-    of a phase that is no longer present become joins, which only wait and signal."""
+    """Return the program with the phases of `segments` instead of its own. A phase in `segments` takes over the
+    instructions of the phase in `program` that has the same number. Instructions of a phase that is no longer present
+    become joins, which only wait and signal."""
     forward = Forward.of(*map(tuple, segments))
     number = np.full(256, JOIN.number, dtype=np.int32)
     number[[p.number for p in CONTROL]] = [p.number for p in CONTROL]

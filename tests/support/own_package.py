@@ -1,6 +1,5 @@
-"""Creates a package in a separate folder, with links to a source tree's files and a native library of its own.
-
-The library contains only the portable kernels, and the names of the AVX kernels refer to them. This reduces the time to
+"""Creates a package in a separate folder, with links to a source tree's files and a native library of its own. The
+library contains only the portable kernels, and the names of the AVX kernels refer to them. This reduces the time to
 build it to a fifth."""
 
 import os

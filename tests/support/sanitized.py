@@ -20,9 +20,8 @@ RUNTIMES = {"thread": "libtsan.so", "address": "libasan.so", "undefined": "libub
 
 
 def build(folder: Path, sanitizers: str) -> dict[str, str]:
-    """Create a package in `folder` whose native library is built with `sanitizers`.
-
-    Returns the environment variables with which Python imports that package."""
+    """Create a package in `folder` whose native library is built with `sanitizers`. Returns the environment variables
+    with which Python imports that package."""
     build_native(ROOT, link_package(ROOT, folder), *FLAGS, f"-fsanitize={sanitizers}")
     preloaded = [_runtime(RUNTIMES[name]) for name in sanitizers.split(",")]
     options = OPTIONS.format(log=folder / "report")

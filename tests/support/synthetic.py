@@ -40,9 +40,8 @@ def program(
     counters: int,
     ranks: int = 1,
 ) -> Program:
-    """Return a program with these instruction streams. Each segment lists its streams by rank, then by worker.
-
-    The totals of its counters are zero, because the timeline does not read them."""
+    """Return a program with these instruction streams. Each segment lists its streams by rank, then by worker. The
+    totals of its counters are zero, because the timeline does not read them."""
     zeros = np.zeros((ranks, counters), dtype=np.int32)
     segments = [handmade.segment(*streams) for streams in (prologue, body, epilogue)]
     return Program(d, handmade.llama(d), "host", ranks, len(body) // ranks, counters, *segments, *[zeros] * 3)
@@ -68,9 +67,8 @@ SIGNAL_NS = 300
 
 
 def run(p: Program, stall: tuple[int, int] | None = None) -> Trace:
-    """Return a simulated trace of CPU workers, whose tiles take tens of microseconds.
-
-    `stall` is the (body record, layer) of an instruction that takes 5 ms longer than it otherwise would."""
+    """Return a simulated trace of CPU workers, whose tiles take tens of microseconds. `stall` is the (body record,
+    layer) of an instruction that takes 5 ms longer than it otherwise would."""
     host = machine.host(p.workers)
     rates = {"matmul_flops": ((1.0, 1e10),), "attention_flops": ((1.0, 1e9),), "vector_flops": 1e8}
     rates |= {"memory_bytes_per_s": 1e12, "cache_bytes_per_s": 1e12}
@@ -94,9 +92,8 @@ def renumbered(p: Program, t: Trace) -> tuple[Program, Trace]:
 
 
 def trace(p: Program, rows: Sequence[tuple[int, ...]], *, dropped: int = 0, tick_s: float = 1e-9) -> Trace:
-    """Return a trace with one interval per row. A row has the fields of DTYPE in order.
-
-    Sorts the intervals by rank, worker and begin, because a trace must have this order."""
+    """Return a trace with one interval per row. A row has the fields of DTYPE in order. Sorts the intervals by rank,
+    worker and begin, because a trace must have this order."""
     intervals = np.array([tuple(r) for r in rows], dtype=DTYPE)
     intervals = intervals[np.lexsort((intervals["begin"], intervals["worker"], intervals["rank"]))]
     header = TraceHeader(p.hash, "simulator", tick_s, read_s=0.0, clock_error_s=0.0, dropped=dropped)
@@ -107,10 +104,8 @@ def node(
     ranks: int = 8, workers: int = 132, layers: int = 2, slow: float = 1.0, clock_error_s: float = 0.0
 ) -> tuple[Program, Trace]:
     """Return a program for layers of the size of a 70B model on a node's GPUs, and its simulated trace. The intervals
-    name the roles of a worker's warps, as on a GPU.
-
-    Matmuls take `slow` times as long as on an H100. With the default arguments the trace has more than 400,000
-    intervals."""
+    name the roles of a worker's warps, as on a GPU. Matmuls take `slow` times as long as on an H100. With the default
+    arguments the trace has more than 400,000 intervals."""
     sizes = {"hidden": 8192, "ffn": 28672, "heads": 64, "kv_heads": 8, "head_dim": 128, "vocab": 8192}
     limits = {"slots": 4 * workers, "items": 9 * workers, "max_context": 8192, "tp": ranks}
     p = handmade.handmade(dims(layers, 64 * workers, 128, **sizes, **limits), workers, tile=320)

@@ -1,8 +1,6 @@
-"""Makes the source changes that a document describes, in a copy of the source tree.
-
-The line **In `FILE`** introduces a `diff` block without line numbers. The kept and removed lines of a hunk, taken
-together, must occur in the file exactly once. The line **New file `FILE`** introduces a block with the whole content of
-a new file."""
+"""Makes the source changes that a document describes, in a copy of the source tree. The line **In `FILE`** introduces a
+`diff` block without line numbers. The kept and removed lines of a hunk, taken together, must occur in the file exactly
+once. The line **New file `FILE`** introduces a block with the whole content of a new file."""
 
 import re
 import shutil

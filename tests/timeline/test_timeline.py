@@ -49,10 +49,8 @@ SECOND = 1.0  # a tick of hand-made traces is one second
 
 
 def chain() -> Program:
-    """Return a program for two workers and two layers.
-
-    Worker 0 has embed, then attn_norm (record 0 of the body) and o_proj (1) in each layer. Worker 1 has qkv_rope (2)
-    and join (3) in each layer, then final_norm."""
+    """Return a program for two workers and two layers. Worker 0 has embed, then attn_norm (record 0 of the body) and
+    o_proj (1) in each layer. Worker 1 has qkv_rope (2) and join (3) in each layer, then final_norm."""
     tile = (0, 32, 0, 32)
     body = [
         [
@@ -147,9 +145,8 @@ def test_signals_to_every_rank_have_a_cause_there() -> None:
 
 
 def test_a_remote_wait_under_compute_is_not_exposed() -> None:
-    """The input loader of rank 1 waits for rank 0 from tick 20 to tick 60, and its worker computes until tick 35.
-
-    So 25 of the 2 x 100 ticks of the two ranks are exposed communication, in one launch and in two equal ones."""
+    """The input loader of rank 1 waits for rank 0 from tick 20 to tick 60, and its worker computes until tick 35. So 25
+    of the 2 x 100 ticks of the two ranks are exposed communication, in one launch and in two equal ones."""
     tile = (0, 32, 0, 32)
     body = [
         [record("o_proj", tile, [], [word(0, rank=ALL_RANKS)])],
@@ -207,10 +204,9 @@ def test_a_storer_does_not_hold_up_its_worker_on_the_critical_path() -> None:
 
 
 def test_releasers_are_the_true_ones() -> None:
-    """In a simulated trace, every wait (INDEXED or not) has a releaser, the interval whose end released it.
-
-    On one rank, each wait ends exactly one signal latency after its releaser. On several ranks, it ends at least 400 ns
-    after its releaser."""
+    """In a simulated trace, every wait (INDEXED or not) has a releaser, the interval whose end released it. On one
+    rank, each wait ends exactly one signal latency after its releaser. On several ranks, it ends at least 400 ns after
+    its releaser."""
     p = synthetic.llama(layers=3, workers=5, row_blocks=3, tiles=6)
     for r, least in ((simulated(p), 40), (resolve(*synthetic.node(4, 16)), 400)):
         found, waits = r.releaser, np.flatnonzero(r.kind(WAIT))
@@ -292,11 +288,9 @@ def test_a_gap_at_the_end_of_a_worker_leads_to_its_last_interval() -> None:
 
 
 def test_attentions_work_is_that_of_its_items(tmp_path: Path) -> None:
-    """The work of an attention instruction is what the trace gives for its attention slot (its list of work items).
-
-    The instruction has slot 1. It runs in two layers of one launch and in one layer of another launch.
-
-    If a trace has no data about slots, the summary says that its figures are without attention."""
+    """The work of an attention instruction is what the trace gives for its attention slot (its list of work items). The
+    instruction has slot 1. It runs in two layers of one launch and in one layer of another launch. If a trace has no
+    data about slots, the summary says that its figures are without attention."""
     p = synthetic.program(synthetic.dims(2, slots=2), [[]], [[record("attention", (1, 1, 2))]], [[]], counters=1)
     intervals = []
     for at, (launch, layer) in enumerate(((1, 0), (1, 1), (2, 0))):
@@ -331,9 +325,8 @@ def test_attentions_work_is_that_of_its_items(tmp_path: Path) -> None:
 
 
 def test_a_cpu_loads_its_weights_while_it_computes() -> None:
-    """If a worker has no loader, the bytes that an instruction loads count in its COMPUTE interval.
-
-    Its LOAD interval is a prefetch during a wait, which loads only a part of these bytes."""
+    """If a worker has no loader, the bytes that an instruction loads count in its COMPUTE interval. Its LOAD interval
+    is a prefetch during a wait, which loads only a part of these bytes."""
     r = step(rows((LOAD, 1, 2, 0, 0, 10), (COMPUTE, 1, 2, 0, 10, 20)))
     memory = curves(r, r.period)[0, 2]
     assert memory[:10].sum() == 0 and memory[10:20].sum() == memory.sum() > 0
@@ -540,9 +533,8 @@ def test_ranks_have_as_many_digits_in_perfetto(tmp_path: Path) -> None:
 
 
 def test_launches_are_compared_by_the_waterfall() -> None:
-    """Of three launches, the first is the median and the second is the longest.
-
-    In the second, two workers wait 40 ticks longer each, for different causes."""
+    """Of three launches, the first is the median and the second is the longest. In the second, two workers wait 40
+    ticks longer each, for different causes."""
     late = [(b + 40 * (b > 20), e + 40 * (e > 20), *rest) for b, e, *rest in CHAIN]
     found = compare_launches([summarise(each) for each in (step(), step(late), stretched(1, keep=14))])
     assert found.step_s == [100, 140, 99] and found.median == 0

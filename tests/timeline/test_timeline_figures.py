@@ -1,7 +1,6 @@
-"""Recomputes every figure on the timeline's page from the saved trace, interval by interval.
-
-The tests share no code with megakernel.timeline: they read the bytes of the trace and the text of the page themselves.
-From the package they use only programs and the costs that instructions declare."""
+"""Recomputes every figure on the timeline's page from the saved trace, interval by interval. The tests share no code
+with megakernel.timeline: they read the bytes of the trace and the text of the page themselves. From the package they
+use only programs and the costs that instructions declare."""
 
 import json
 import re
@@ -124,9 +123,8 @@ def queued(queue: str, tp: int) -> tuple[Program, Trace]:
 
 
 def for_a_gpu(tokens: int, tp: int) -> tuple[Program, Trace]:
-    """Simulate a compiled step on four SMs of an H100, and return its program and trace.
-
-    The matmuls use dot products if `tokens` is small, otherwise matrix units."""
+    """Simulate a compiled step on four SMs of an H100, and return its program and trace. The matmuls use dot products
+    if `tokens` is small, otherwise matrix units."""
     config = ModelConfig(
         vocab=2048, hidden=1024, ffn=2048, layers=2, heads=8, kv_heads=4, head_dim=128, max_context=256
     )
@@ -283,10 +281,9 @@ def test_work_by_phase(case: Case) -> None:
 
 
 def test_waits_cost_what_workers_were_blocked(case: Case) -> None:
-    """A wait costs the ticks in which its worker neither computes nor stores.
-
-    If several roles of a worker wait at the same time, only one wait counts: counter waits come before page waits, then
-    waits of the consumers before others, then the earliest."""
+    """A wait costs the ticks in which its worker neither computes nor stores. If several roles of a worker wait at the
+    same time, only one wait counts: counter waits come before page waits, then waits of the consumers before others,
+    then the earliest."""
     expected: Counter[str] = Counter()
     for rows in lanes(case).values():
         for begin, end, active in sweep([(row.begin, row.end, row) for row in rows]):
@@ -309,10 +306,8 @@ def test_waits_cost_what_workers_were_blocked(case: Case) -> None:
 
 def busiest_role(case: Case) -> float:
     """Return the seconds per launch that the busiest role of a worker needs to issue its machine instructions,
-    according to the machine file.
-
-    The seconds of a role are the mean over the workers of a rank. The result is the maximum over all ranks and roles.
-    """
+    according to the machine file. The seconds of a role are the mean over the workers of a rank. The result is the
+    maximum over all ranks and roles."""
     machine = machines.MACHINES.get(case.program.machine)
     if machine is None or machine.issue is None:
         return 0.0
@@ -396,9 +391,8 @@ def test_the_waterfall_adds_up_to_the_step(case: Case) -> None:
 
 
 def test_the_critical_path_is_the_step(case: Case) -> None:
-    """The critical path covers the whole launch without holes.
-
-    Each link follows a link on the same worker, or follows the releaser of a wait that ended when the link began."""
+    """The critical path covers the whole launch without holes. Each link follows a link on the same worker, or follows
+    the releaser of a wait that ended when the link began."""
     path, rows, tick = case.summary["critical_path"], case.read.rows, case.read.tick_s
     begin, end = launches(case)[max(row.launch for row in rows)]
     links = path["links"]

@@ -56,10 +56,9 @@ def limited(gpus: Resolved) -> Resolved:
 def files(
     stalled: Resolved, gpus: Resolved, limited: Resolved, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """Return the paths of timeline pages by name.
-
-    They show a step with a stalled instruction ("page"), the GPUs of a node with their roles ("node"), this node with
-    peak rates ("limits"), and this node compared with a slower one ("pair")."""
+    """Return the paths of timeline pages by name. They show a step with a stalled instruction ("page"), the GPUs of a
+    node with their roles ("node"), this node with peak rates ("limits"), and this node compared with a slower one
+    ("pair")."""
     slower = resolve(*synthetic.renumbered(*synthetic.node(2, 3, slow=2.0)))
     folder = tmp_path_factory.mktemp("pages")
     made = {"page": [stalled], "node": [gpus], "limits": [limited], "pair": [gpus, slower]}
@@ -203,9 +202,8 @@ def test_search_finds_by_name_operand_and_layer(page: Browser) -> None:
 
 
 def test_a_click_on_a_bar_goes_to_its_worst_place_and_the_next_to_another(limits: Browser, limited: Resolved) -> None:
-    """Each click on a bar of the waterfall selects another interval to which the bar refers, the worst one first.
-
-    After that, the key p selects the next of these intervals and P the previous one."""
+    """Each click on a bar of the waterfall selects another interval to which the bar refers, the worst one first. After
+    that, the key p selects the next of these intervals and P the previous one."""
     node, bars = limits, summarise(limited).waterfall.bars
     shown = node.run("return [...document.querySelectorAll('.waterfall [data-walk]')].map((b) => b.innerText)")
     for n, text in enumerate(shown[:-1]):

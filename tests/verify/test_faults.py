@@ -114,9 +114,8 @@ def test_the_judge_sees_a_race() -> None:
 
 
 def test_the_judge_sees_an_overlap() -> None:
-    """The judge finds an overlap if tiles have no waits.
-
-    Their worker may then begin them before the previous instruction of its stream, a norm, has ended."""
+    """The judge finds an overlap if tiles have no waits. Their worker may then begin them before the previous
+    instruction of its stream, a norm, has ended."""
     base = make(workers=1)
     bad = edit(base, "body", rows_of(base, "body", "gate_up_silu"), slice(record.WAIT_WORD, record.SIGNAL_WORD))
     sees(base, bad, "overlap")
@@ -124,9 +123,8 @@ def test_the_judge_sees_an_overlap() -> None:
 
 
 def test_the_judge_sees_a_claim_ahead() -> None:
-    """The judge finds a deadlock if an instruction waits for a record that its own worker has claimed ahead of time.
-
-    A worker may claim a record of a queue before the preceding instructions of its stream have ended."""
+    """The judge finds a deadlock if an instruction waits for a record that its own worker has claimed ahead of time. A
+    worker may claim a record of a queue before the preceding instructions of its stream have ended."""
     base = make(workers=2, queue="attention")
     body = base.body.records
     drain, o_proj = (rows_of(base, "body", name)[0] for name in ("drain", "o_proj"))

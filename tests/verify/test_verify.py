@@ -88,9 +88,8 @@ def test_accepts_norms_wherever_they_are(norm: str, tp: int) -> None:
 
 
 def test_a_norm_on_the_way_in_needs_the_rows_at_hand() -> None:
-    """A matmul may normalise its inputs only if its rank has all rows of these inputs.
-
-    On a GPU, a matmul with dot products can normalise only a few rows, and a matmul with matrix units none."""
+    """A matmul may normalise its inputs only if its rank has all rows of these inputs. On a GPU, a matmul with dot
+    products can normalise only a few rows, and a matmul with matrix units none."""
     dims = rank_dims(2, tokens=4)
     rejects(handmade(dims, forward=llama(dims, "inside")), "qkv_rope.* another rank has these rows of the residual")
     few = {"hidden": 1024, "tokens": 8, "row_block": 8, "ring_pages": 64, "dtype": int(Dtype.BF16)}

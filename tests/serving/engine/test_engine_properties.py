@@ -1,6 +1,5 @@
-"""A request generates the same tokens whatever else the engine does.
-
-The fake model makes each token depend on all tokens before it, so that any lost or wrong token changes the output."""
+"""A request generates the same tokens whatever else the engine does. The fake model makes each token depend on all
+tokens before it, so that any lost or wrong token changes the output."""
 
 import random
 from dataclasses import replace
@@ -127,9 +126,8 @@ def test_company_cuts_prefix_hits_preemption_aborts_and_proposals_change_nothing
 
 @pytest.mark.parametrize("depth, preemptions", [(0, 4), (5, 1)])
 def test_the_random_runs_meet_every_phase(depth: int, preemptions: int) -> None:
-    """Random requests as in the test above cause preemptions and prefix cache hits.
-
-    With speculation, some proposed tokens are accepted and others rejected."""
+    """Random requests as in the test above cause preemptions and prefix cache hits. With speculation, some proposed
+    tokens are accepted and others rejected."""
     rng = random.Random(1)
     guesses = Guesses(lambda place: rng.random() < 0.2)
     speculate = (depth, guesses) if depth else None
@@ -147,10 +145,9 @@ def test_the_random_runs_meet_every_phase(depth: int, preemptions: int) -> None:
 
 
 def test_who_loses_its_pages_comes_back_with_the_token_that_was_being_sampled() -> None:
-    """A preempted request resumes with all of its tokens, including the one that was being sampled at that moment.
-
-    The other request still holds the pages of their common prompt, so the preempted one needs fewer new pages than it
-    had before."""
+    """A preempted request resumes with all of its tokens, including the one that was being sampled at that moment. The
+    other request still holds the pages of their common prompt, so the preempted one needs fewer new pages than it had
+    before."""
     engine, backend = fake_engine(None, pages=10, step_tokens=200)
     prompt = [i % 50 for i in range(64)]
     params = SamplingParams(max_tokens=40, min_tokens=40, seed=1)
@@ -357,10 +354,8 @@ def test_who_ended_unforeseen_takes_part_once_more_unheard() -> None:
 
 
 def test_who_was_admitted_for_a_step_that_never_starts_is_known_to_the_next() -> None:
-    """Two decoding requests fill the budget of every step and end unexpectedly, with EOS.
-
-    By then, the engine has prepared one more step, which never starts. A third request, which was admitted for this
-    step, still runs."""
+    """Two decoding requests fill the budget of every step and end unexpectedly, with EOS. By then, the engine has
+    prepared one more step, which never starts. A third request, which was admitted for this step, still runs."""
     engine, backend = fake_engine(lambda position: EOS if position == 2 else 1, max_seqs=3, step_tokens=2)
     for prompt in ([1], [2]):
         engine.add(prompt, SamplingParams(max_tokens=9))
@@ -387,9 +382,8 @@ def test_what_never_fits_is_refused_while_others_run() -> None:
 
 
 def test_real_bits_do_not_show_prefix_hits_and_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU backend, prefix hits and preemption do not change a bit of the results.
-
-    The requests sample greedily or with a seed, some with a frequency penalty, and all return log probabilities."""
+    """On the CPU backend, prefix hits and preemption do not change a bit of the results. The requests sample greedily
+    or with a seed, some with a frequency penalty, and all return log probabilities."""
     rng = random.Random(4)
     common = [rng.randrange(97) for _ in range(70)]
     prompts = [common[: rng.randint(20, 70)] + [rng.randrange(97) for _ in range(5)] for _ in range(10)]

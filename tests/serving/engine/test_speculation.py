@@ -1,6 +1,5 @@
-"""Speculative decoding returns the same tokens and scores, bit for bit, as decoding one token per step.
-
-The engine stops speculating while that does not save time."""
+"""Speculative decoding returns the same tokens and scores, bit for bit, as decoding one token per step. The engine
+stops speculating while that does not save time."""
 
 import random
 from collections.abc import Callable, Sequence

@@ -52,9 +52,8 @@ def llm(folder: str) -> Iterator[LLM]:
 
 
 def test_every_answer_to_random_schemas_validates(llm: LLM) -> None:
-    """Answers of a model with random weights are valid for 60 random JSON schemas.
-
-    benchmarks/correctness/structured.py does the same for a thousand schemas."""
+    """Answers of a model with random weights are valid for 60 random JSON schemas. benchmarks/correctness/structured.py
+    does the same for a thousand schemas."""
     rng = random.Random(1)
     schemas = [random_root(rng) for _ in range(60)]
     each = [params(seed, max_tokens=900, structured_outputs=wants(json=s)) for seed, s in enumerate(schemas)]
@@ -95,9 +94,8 @@ def said(llm: LLM, prompts: list[str], each: list[SamplingParams]) -> list[tuple
 
 @pytest.mark.parametrize("how", ["crowded", "speculating", "short of pages", "small steps", "no prefix cache"])
 def test_answers_depend_on_nothing_else(folder: str, llm: LLM, how: str) -> None:
-    """An answer is the same in a full batch, with speculation, after a preemption and without the prefix cache.
-
-    It is also the same with small steps. Tokens that the grammar forces then take several steps instead of one."""
+    """An answer is the same in a full batch, with speculation, after a preemption and without the prefix cache. It is
+    also the same with small steps. Tokens that the grammar forces then take several steps instead of one."""
     each = [params(seed, n=1 + seed % 2, **({"presence_penalty": 0.5} if seed == 2 else {})) for seed in range(4)]
     expected = [entry for prompt, p in zip(PROMPTS, each, strict=True) for entry in said(llm, [prompt], [p])]
     limits: dict[str, Any] = {"max_seqs": 4, "step_tokens": 16} if how == "small steps" else {}
