@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from weights import loaded
+from sizes import config_of
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, Space, Split, StepTable, from_f32, to_f32
+from megakernel.isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, Space, Split, StepTable, from_f32
 from megakernel.model import families
 from megakernel.model.checkpoint import Storage, WeightRows, cut
-from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.runtime import Output
 from megakernel.runtime.cpu import native
@@ -72,20 +71,9 @@ class RandomCheckpoint:
     storage: dict[Buffer, Storage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        d = self.dims
-        self.dtype = Dtype(d.model.dtype)
-        sizes = (
-            d.model.vocab,
-            d.model.hidden,
-            d.model.ffn,
-            d.model.layers,
-            d.model.heads,
-            d.model.kv_heads,
-            d.model.head_dim,
-            d.bucket.max_context,
-        )
+        self.dtype = Dtype(self.dims.model.dtype)
         biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), self.biased)
-        self.config = ModelConfig(*sizes, tied=self.tied, **biases)
+        self.config = config_of(self.dims, tied=self.tied, **biases)
 
     def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
         values, kind = self.values(buffer, layer), BUFFERS[buffer].resolve_dtype(split.model)
@@ -103,9 +91,6 @@ class RandomCheckpoint:
         elif len(shape) > 1:
             random /= np.float32(np.sqrt(shape[-1]))
         return random
-
-    def f32(self, buffer: Buffer, layer: int = 0) -> Array:
-        return to_f32(loaded(self, buffer, layer, self.dtype))
 
 
 FORWARD = passes.apply(families.forward(RandomCheckpoint(DIMS).config), DIMS.split)

@@ -69,7 +69,6 @@ class FakeBackend:
         self.tables: list[StepTable] = []
         self.interrupt = False
         self.under_way = False
-        self.closed = False
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
         assert not self.under_way
@@ -147,7 +146,7 @@ class FakeBackend:
         return self.kv[int(table.block_tables[table.row_seq[row], block]), offset]
 
     def close(self) -> None:
-        self.closed = True
+        pass
 
     def steps(self) -> list[list[tuple[int, int]]]:
         """Return, for each step, the (slot, number of token rows) of its sequences, in row order."""

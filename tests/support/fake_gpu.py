@@ -18,6 +18,7 @@ import pytest
 from built_once import linked
 from numpy.typing import NDArray
 from protocol import FLAGS, build_fibres
+from sizes import config_of
 
 from megakernel.isa import (
     BUFFERS,
@@ -150,19 +151,8 @@ class Arguments:
 
     def config(self) -> ModelConfig:
         """Rebuild the model's configuration. A bias exists in the model if its buffer has an address."""
-        d = self.dims
-        sizes = (
-            d.model.vocab,
-            d.model.hidden,
-            d.model.ffn,
-            d.model.layers,
-            d.model.heads,
-            d.model.kv_heads,
-            d.model.head_dim,
-            d.bucket.max_context,
-        )
         qkv, o, mlp = (bool(self.addresses[0, b]) for b in (Buffer.B_QKV, Buffer.B_O, Buffer.B_GATE_UP))
-        return ModelConfig(*sizes, qkv_bias=qkv, o_bias=o, mlp_bias=mlp)
+        return config_of(self.dims, qkv_bias=qkv, o_bias=o, mlp_bias=mlp)
 
     def buffer(self, rank: int, buffer: Buffer, layer: int, pages: int) -> NDArray[Any]:
         spec = BUFFERS[buffer]

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from sizes import least_dims
+from sizes import config_of, least_dims
 
 from megakernel.isa import BUFFERS, DRAIN, JOIN, Dims, Dtype, Forward, Operation, Phase, Result, Rows, ceil_div
 from megakernel.isa.record import ALL_RANKS, OWNER, WORDS, Records, counter_word, encode
@@ -54,17 +54,7 @@ def rank_dims(tp: int, **changes: int) -> Dims:
 
 def llama(d: Dims, norm: str = "own") -> Forward:
     """Return the forward pass of a Llama model with these dimensions and without biases."""
-    config = ModelConfig(
-        d.model.vocab,
-        d.model.hidden,
-        d.model.ffn,
-        d.model.layers,
-        d.model.heads,
-        d.model.kv_heads,
-        d.model.head_dim,
-        d.bucket.max_context,
-    )
-    return passes.apply(families.forward(config), d.split, norm)
+    return passes.apply(families.forward(config_of(d)), d.split, norm)
 
 
 def handmade(
