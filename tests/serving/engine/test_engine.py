@@ -70,14 +70,6 @@ def test_a_scored_prompt_does_not_take_the_logit_rows_of_others() -> None:
     assert [sorted(count for _, count in step) for step in backend.steps()] == [*[[1, 63]] * 3, [11]]
 
 
-def test_prompts_share_a_step_in_order_of_arrival() -> None:
-    engine, backend = fake_engine(step_tokens=8)
-    for length in (3, 4, 5):
-        engine.add(list(range(length)), SamplingParams(max_tokens=1))
-    finish(engine)
-    assert [[count for _, count in step] for step in backend.steps()] == [[3, 4, 1], [4]]
-
-
 def test_admission_waits_for_slots_and_pages_and_returns_them() -> None:
     # There are enough pages for two sequences of 3 pages each, although there are slots for four sequences.
     engine, backend = fake_engine(pages=7, step_tokens=64)

@@ -157,28 +157,6 @@ def test_who_loses_its_pages_comes_back_with_the_token_that_was_being_sampled() 
     assert_generated_alone(*requests)
 
 
-@pytest.mark.parametrize("depth", [0, 4])
-@pytest.mark.parametrize("seed", range(2))
-def test_a_failed_launch_changes_nothing(seed: int, depth: int) -> None:
-    rng = random.Random(seed)
-    guesses = guessed(rng)
-    speculate = (depth, guesses) if depth else None
-    engine, backend = fake_engine(None, max_seqs=4, pages=16, step_tokens=16, speculate=speculate)
-    prefixes = [[rng.randrange(60) for _ in range(100)]]
-    requests = [add(engine, guesses, *random_request(rng, prefixes)) for _ in range(12)]
-    while not engine.idle:
-        backend.interrupt = rng.random() < 0.1
-        try:
-            engine.step()
-        except KeyboardInterrupt:
-            assert not backend.under_way
-            assert engine.stats.pages_used == engine.stats.running == 0
-            backend.kv.clear()
-        backend.interrupt = False
-    assert_generated_alone(*requests)
-    assert_at_rest(engine, backend)
-
-
 # -- prefix cache
 
 
@@ -220,14 +198,6 @@ def test_scored_prompts_and_a_cache_that_is_off_or_reset_compute_everything() ->
     engine, _ = fake_engine(None, prefix_cache=False)
     one(engine, prompt)
     assert one(engine, prompt).cached_tokens == 0
-
-
-def test_choices_of_a_long_prompt_share_its_pages() -> None:
-    engine, backend = fake_engine(None, max_seqs=8, step_tokens=64)
-    request = one(engine, [i % 50 for i in range(40)], n=5, max_tokens=6)
-    assert [count for step in backend.steps() for _, count in step if count > 1] == [40, 8, 8, 8, 8]
-    assert len({tuple(output_ids(c)) for c in request.choices}) == 5
-    assert_at_rest(engine, backend)
 
 
 def test_the_other_choices_run_though_the_first_is_stopped_before_it_could_share() -> None:
@@ -330,26 +300,6 @@ def test_a_step_after_everybody_left_is_not_needed() -> None:
     engine.step()
     assert backend.under_way  # the second step has been started
     engine.abort(request)
-    assert_at_rest(engine, backend)
-
-
-def test_a_sequence_that_ends_unforeseen_does_not_start_another_step() -> None:
-    engine, backend = fake_engine(lambda position: EOS)
-    engine.add([1, 2], SamplingParams(max_tokens=50))
-    [step] = engine.run()
-    assert [t.finish_reason for t in step.tokens] == ["stop"]
-    assert len(backend.tables) == 1
-    assert_at_rest(engine, backend)
-
-
-def test_who_ended_unforeseen_takes_part_once_more_unheard() -> None:
-    engine, backend = fake_engine(lambda position: EOS if position == 4 else 1)
-    short, long = (engine.add([1] * n, SamplingParams(max_tokens=4)) for n in (3, 8))
-    tokens = [t for step in engine.run() for t in step.tokens]
-    assert [t.token_id for t in tokens if t.choice == short.first] == [1, 1, EOS]
-    assert output_ids(short.choices[0]) == [1, 1, EOS]
-    assert [len(step) for step in backend.steps()] == [2, 2, 2, 2]
-    assert long.choices[0].outputs == 4
     assert_at_rest(engine, backend)
 
 

@@ -285,32 +285,6 @@ def test_pages_of_rejected_tokens_are_given_back() -> None:
     assert any(after < before for before, after in pairwise(held))
 
 
-def test_prompts_come_before_proposals() -> None:
-    """While a prompt fills the rest of each step's 8 rows, the decoding sequence gets one row and no proposals."""
-    guesses = Guesses()
-    engine, backend = fake_engine(lambda place: place % 60, step_tokens=8, speculate=(5, guesses))
-    first = engine.add([1], SamplingParams(max_tokens=60))
-    guesses.tell(first.choices[0], [1, *(place % 60 for place in range(80))])
-    for _ in range(2):
-        engine.step()
-    late = engine.add([2] * 40, SamplingParams(max_tokens=2))
-    guesses.tell(late.choices[0], [2] * 100)
-    slot = 1 - first.choices[0].slot
-    while late.choices[0].outputs < 1:
-        engine.step()
-    assert [step[slot] for step in map(dict, backend.steps()) if slot in step][:5] == [7] * 5
-
-
-def test_a_single_free_row_takes_a_proposal() -> None:
-    guesses = Guesses()
-    engine, backend = fake_engine(lambda place: place % 60, step_tokens=2, speculate=(5, guesses))
-    request = engine.add([1], SamplingParams(max_tokens=20))
-    guesses.tell(request.choices[0], [1, *(place % 60 for place in range(80))])
-    while not request.choices[0].finish_reason:
-        engine.step()
-    assert 2 in [dict(step)[0] for step in backend.steps()]
-
-
 # -- proposals
 
 
