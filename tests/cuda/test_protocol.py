@@ -113,17 +113,19 @@ def test_launches_that_leave_something_out_come_to_their_end(matmul: str, ablati
         assert not image.counters(0).any()
 
 
-def test_launches_follow_each_other() -> None:
+@pytest.mark.parametrize("pairs", ["off", "on"])
+def test_launches_follow_each_other(pairs: str) -> None:
     """Repeated launches give the same bits, although counters and queue claims continue from their last values. The
     residual X is summed anew in each launch."""
-    backend, program, table = make("grouped", 2, Options(matmul="tensor", queue="body"))
+    options = Options(matmul="tensor", queue="body", pairs=pairs)
+    backend, program, table = make("grouped", 2, options, workers=4)
     image = LaunchImage(backend, program, table)
     assert image.run(seed=5) == ""
     expected = results(image)
     for launch in (2, 3):
         assert image.run(seed=launch) == ""
         assert same(results(image), expected) == []
-        assert (image.counters(1) == launch * program.totals()[:, 1]).all()
+        assert (image.counters(1) == launch * program.dims.worker.sms * program.totals()[:, 1]).all()
 
 
 def test_a_whole_gpu_of_eight_ranks() -> None:
@@ -189,15 +191,15 @@ def detector(tmp_path_factory: pytest.TempPathFactory) -> None:
     ("shape", "tp", "options"),
     [
         ("grouped", 2, Options(matmul="tensor", o="sharded", residual="dealt", norm="next", queue="body")),
+        ("grouped", 2, Options(matmul="tensor", o="sharded", residual="dealt", norm="next", queue="body", pairs="on")),
         ("grouped", 2, Options(matmul="dots", o="replicated", residual="replicated")),
         ("norms of heads", 1, Options(matmul="dots", queue="body", norm="inside")),
         ("whole pages", 1, Options(matmul="dots")),
     ],
-    ids=["tensor", "dots", "norms of heads", "whole pages"],
+    ids=["tensor", "pairs", "dots", "norms of heads", "whole pages"],
 )
 def test_threads_race_nowhere_and_give_the_bits_of_fibres(shape: str, tp: int, options: Options) -> None:
-    backend, program, table = make(shape, tp, options, chunks=CHUNKS)
-    image = LaunchImage(backend, program, table)
+    image = LaunchImage(*make(shape, tp, options, workers=4 if options.pairs == "on" else 2, chunks=CHUNKS))
     assert image.run(seed=0) == ""
     expected = results(image)
     image.restore()
@@ -221,9 +223,12 @@ def test_tiles_of_normalised_heads_follow_each_other_without_a_race() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("detector")
-def test_finds_a_signal_that_releases_nothing() -> None:
-    backend, program, table = make("grouped", 2, Options(matmul="tensor", o="sharded"), chunks=CHUNKS)
-    done = LaunchImage(backend, program, table).run_threads("relaxed signal")
+@pytest.mark.parametrize(
+    ("bug", "pairs", "chunks"), [("relaxed signal", "off", CHUNKS), ("forgotten twin", "on", ((130, 2), (0, 40)))]
+)
+def test_threads_find_a_planted_bug(bug: str, pairs: str, chunks: tuple[tuple[int, int], ...]) -> None:
+    options = Options(matmul="tensor", o="sharded", pairs=pairs)
+    done = LaunchImage(*make("grouped", 2, options, workers=4, chunks=chunks)).run_threads(bug)
     assert "data race" in done.stderr
 
 

@@ -28,7 +28,6 @@ from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler import compile_program, passes
 from megakernel.scheduler.verify import verify
 from megakernel.serving.engine.memory import kv_capacity
-from megakernel.serving.text import llm as llm_module
 
 B = Buffer
 P = FORWARD.by_name
@@ -213,23 +212,6 @@ def test_backends_refuse_programs_of_the_other_kind() -> None:
 
 
 # -- the engine
-
-
-def test_company_prefix_hits_and_preemption_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(4)
-    common = rng.integers(0, 97, 70).tolist()
-    prompts = [common[: 20 + 5 * i] + rng.integers(0, 97, 5).tolist() for i in range(10)]
-    params = [SamplingParams(max_tokens=40, logprobs=2, temperature=0.9 * (i % 2), seed=i) for i in range(10)]
-    given: dict[str, Any] = {"backend": "cpu", "max_context": 160, "kv_cache_dtype": "q8_0"}
-    with LLM(TINY, threads=1, prefix_cache=False, **given) as llm:
-        expected = [llm.generate([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
-    monkeypatch.setattr(llm_module, "kv_capacity", lambda *_: (160, 20 * 16))
-    with LLM(TINY, threads=2, max_seqs=6, step_tokens=13, **given) as llm:
-        for _ in range(2):
-            for result, alone in zip(llm.generate(prompts, params), expected, strict=True):
-                assert (result.token_ids, result.top_logprobs) == (alone.token_ids, alone.top_logprobs)
-        stats = llm.engine.stats
-        assert stats.preemptions and stats.prefix_hits
 
 
 def test_the_engine_says_how_it_stores_them() -> None:

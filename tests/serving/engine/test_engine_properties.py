@@ -331,22 +331,24 @@ def test_what_never_fits_is_refused_while_others_run() -> None:
 # -- on a real model
 
 
-def test_real_bits_do_not_show_prefix_hits_and_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kv", ["auto", "q8_0"])
+def test_real_bits_do_not_show_prefix_hits_and_preemption(monkeypatch: pytest.MonkeyPatch, kv: str) -> None:
     """On the CPU backend, prefix hits and preemption do not change a bit of the results. The requests sample greedily
     or with a seed, some with a frequency penalty, and all return log probabilities."""
     rng = random.Random(4)
     common = [rng.randrange(97) for _ in range(70)]
     prompts = [common[: rng.randint(20, 70)] + [rng.randrange(97) for _ in range(5)] for _ in range(10)]
+    given: dict[str, Any] = {"backend": "cpu", "max_context": 160, "threads": 2, "kv_cache_dtype": kv}
     fixed: dict[str, Any] = {"max_tokens": 40, "logprobs": 2, "top_k": 40}
     params = []
     for i in range(10):
         varied = {"temperature": 0.9 * (i % 2), "frequency_penalty": 0.3 * (i % 3), "seed": i}
         params.append(SamplingParams(**fixed, **varied, prompt_logprobs=1 if i == 3 else None))
-    with LLM(TINY, backend="cpu", max_context=160, threads=2, prefix_cache=False) as llm:
+    with LLM(TINY, **given, prefix_cache=False) as llm:
         expected = [llm.generate([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
     monkeypatch.setattr(llm_module, "kv_capacity", lambda *_: (160, 20 * 16))
     for limits in ({"max_seqs": 10}, {"max_seqs": 6, "step_tokens": 13}):
-        with LLM(TINY, backend="cpu", max_context=160, threads=2, **limits) as llm:
+        with LLM(TINY, **given, **limits) as llm:
             for _ in range(2):
                 results = llm.generate(prompts, params)
                 for result, one_alone in zip(results, expected, strict=True):
