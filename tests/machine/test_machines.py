@@ -168,14 +168,3 @@ def test_bad_names(name: str, message: str) -> None:
     with pytest.raises(MegakernelError) as failed:
         machine.load(name)
     assert message in str(failed.value)
-
-
-def test_networks_that_cannot_be() -> None:
-    with pytest.raises(MegakernelError, match="do not fill whole h100 nodes of 8 GPUs"):
-        hardware("h100").levels(12)
-    with pytest.raises(MegakernelError, match="use at most 8 GPUs"):
-        hardware("a100").levels(16)
-    with pytest.raises(MegakernelError, match="is not described"):
-        networks.switches(hardware("a100"), 16)
-    with pytest.raises(MegakernelError, match="h100 does not compute in fp4"):
-        hardware("h100").flops_per_s("fp4")

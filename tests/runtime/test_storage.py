@@ -307,9 +307,10 @@ def test_the_engine_without_arithmetic() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["auto", "f32", "q8_0"])
-def test_the_default_model_answers(smollm2: Path, weights: str) -> None:
-    with LLM("smollm2-135m", backend="cpu", weights=weights, max_context=512, max_seqs=1) as llm:
+@pytest.mark.parametrize(("weights", "kv"), [("auto", "auto"), ("f32", "auto"), ("q8_0", "auto"), ("auto", "q8_0")])
+def test_the_default_model_answers(smollm2: Path, weights: str, kv: str) -> None:
+    how: dict[str, Any] = {"backend": "cpu", "weights": weights, "kv_cache_dtype": kv}
+    with LLM("smollm2-135m", **how, max_context=512, max_seqs=1) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=16)
         [answer] = llm.chat([{"role": "user", "content": "What is the capital of France?"}], params)
     assert answer.text == "The capital of France is Paris."
