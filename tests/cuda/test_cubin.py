@@ -89,7 +89,6 @@ INSTRUCTIONS = {("tensor", False): 18_300, ("tensor", True): 18_800, ("pairs", F
 
 
 def lacking(code: sass.Code, table: dict[str, dict[str, str]]) -> list[str]:
-    """The entries of the table for which the code has no instruction."""
     found: dict[str, list[str]] = {file: [] for file in table}
     for instruction in code.instructions:
         for file in instruction.sources & table.keys():
@@ -178,7 +177,6 @@ def test_registers_by_role(built: Built) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_spilled(built: Built) -> None:
-    """No thread uses local memory, in loops or elsewhere, and the code is not longer than the limits."""
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", built.log) == [("0", "0")]
     code = built.code
     assert code.find("LDL") + code.find("STL") == []

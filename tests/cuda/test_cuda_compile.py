@@ -171,7 +171,6 @@ def ptx(sources: dict[str, str], folder: Path) -> str:
 
 @pytest.mark.slow
 def test_untraced_code_is_that_of_a_source_without_tracing(tmp_path: Path) -> None:
-    """The sources compile to the same PTX as a copy of them without tracing code."""
     whole = {name: text.decode() for name, text in compile.sources().items()}
     bare = {name: without_tracing(text) for name, text in whole.items()}
     left = "".join(bare.values())

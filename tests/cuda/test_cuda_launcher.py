@@ -127,7 +127,6 @@ def test_steps_equal_the_references(tp: int, devices: int, grids: int) -> None:
 
 @pretended()
 def test_arguments_point_to_what_they_say() -> None:
-    """The addresses, strides and tensor maps in the arguments of a launch lead to the right data."""
     program = _program(40, tp=2)
     backend, kernel = _backend(program.dims), PretendedKernel(PAGES)
     seen: list[Arguments] = []

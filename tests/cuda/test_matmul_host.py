@@ -101,7 +101,6 @@ def test_every_result_is_tried() -> None:
 
 
 def test_bits_of_a_dot_product_depend_on_its_row_alone() -> None:
-    """Dot products have the same bits whether one instruction computes many rows or one row, many columns or few."""
     dims = MODELS["wide"].changed(units=int(Units.DOTS))
     twins, table = make(dims), _table(dims)
     phase = twins.forward.by_name["gate_up_silu"]
@@ -186,7 +185,6 @@ def test_norms_of_heads_on_ranks() -> None:
 
 @pytest.mark.parametrize(("units", "head_dim"), HEADS)
 def test_bits_of_normalised_heads_depend_on_their_row_alone(units: Units, head_dim: int) -> None:
-    """A tile with all rows and columns gives the same bits as smaller tiles of one head and a few rows each."""
     twins = _normed_heads(units, head_dim)
     phase, table = twins.forward.by_name["qkv_rope"], _table(twins.dims)
     total, written = phase.width(twins.dims.split), (B.Q, B.K_CACHE, B.V_CACHE)

@@ -129,7 +129,6 @@ def test_launches_follow_each_other(pairs: str) -> None:
 
 
 def test_a_whole_gpu_of_eight_ranks() -> None:
-    """A launch with 132 blocks of 12 warps on each of 8 ranks ends without an error."""
     backend, program, table = make("wide", 8, Options(matmul="tensor", o="sharded"), workers=132)
     image = LaunchImage(backend, program, table)
     assert image.run(seed=3) == ""

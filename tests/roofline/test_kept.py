@@ -145,7 +145,6 @@ def test_what_others_take(tmp_path: Path) -> None:
 def test_all_verbs_name_the_same_ceilings(
     probes: list[Measured], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    """All commands use one stored measurement for one thread, and none measures again."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0}, raising=False)
     read, flops = 3.3e9, 4.4e10
     kept.keep(kept.this_machine(ceilings.simd()), Measured(1, read, 2e10, flops, QUIET, "2026-01-01"))

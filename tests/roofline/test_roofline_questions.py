@@ -124,7 +124,6 @@ def test_exchange_of_experts() -> None:
 
 
 def test_a_router_that_keeps_to_few_nodes() -> None:
-    """A router that sends a token to 8 experts on at most 4 nodes halves the bytes that leave a node."""
     kept, free = (ask("all-to-all", bytes=1e9, gpus=128, copies=8, nodes=nodes) for nodes in (4, None))
     assert free["leaf_s"] == pytest.approx(2 * kept["leaf_s"]) and free["node_s"] == kept["node_s"]
     two = [ask("all-to-all", bytes=1e9, gpus=16, copies=8, nodes=nodes) for nodes in (4, None)]

@@ -70,7 +70,6 @@ def make(checkpoint: RandomCheckpoint) -> Iterator[Callable[..., CpuBackend]]:
 
 
 def in_order(backend: CpuBackend, table: StepTable) -> Array:
-    """Execute the program's instructions one by one, and return the logits."""
     p = forward_program(1)
     for segment, layers in ((p.prologue, 1), (p.body, DIMS.model.layers), (p.epilogue, 1)):
         for layer in range(layers):

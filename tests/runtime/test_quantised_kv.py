@@ -72,7 +72,6 @@ class Columns(RandomCheckpoint):
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 80])
 @pytest.mark.parametrize("simd", WIDTHS)
 def test_rows_are_stored_as_weights_are_quantised(monkeypatch: pytest.MonkeyPatch, simd: str, head_dim: int) -> None:
-    """The quantised cache contains, bit for bit, what `model/quantise.py` computes from the rows of a float32 cache."""
     use(monkeypatch, simd)
     stored = []
     for flag in (0, 1):

@@ -335,7 +335,6 @@ def execute(backend: ReferenceBackend, table: StepTable, layer: int, phase: str,
 
 
 def test_columns_may_be_cut_anywhere() -> None:
-    """Column tiles that divide heads and cross the borders of Q, K and V give the results of a single tile."""
     _, checkpoint = make_llama(1, attention_bias=True, mlp_bias=True)
     dims = make_dims(checkpoint.config)
     table = build_step(dims, [Chunk(0, 0, prompt(20, dims.model.vocab), range(3, 5))])

@@ -216,7 +216,6 @@ def test_compiled_queues_give_the_bits_of_streams(queue: str) -> None:
 
 
 def hand_run(config: ModelConfig, make: Any, workers: int, threads: int, tp: int, **lowering: str) -> list[Any]:
-    """Return the logits and tokens of three launches of a handmade program."""
     lowering = {"o": "sharded", "residual": "dealt"} | lowering
     dims = hand_dims(config, tp, **lowering)
     program, table = make(config, dims, workers), hand_table(dims)

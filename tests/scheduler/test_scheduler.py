@@ -55,7 +55,6 @@ PHASES += ["final_norm", "lm_head", "sample"]
 
 @pytest.mark.parametrize("name", PHASES)
 def test_every_wait_is_needed(name: str) -> None:
-    """If the instructions of any one phase did not wait, some interleaving would give wrong results."""
     program = compiled(SMALL, small_machine(3), 7, logit_rows=3, options=Options(norm="own"))
     segment = "body" if program.forward.by_name[name] in program.forward.body else "epilogue"
     with pytest.raises(Failure):

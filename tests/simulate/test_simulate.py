@@ -71,7 +71,6 @@ def test_the_slowest_rate_bounds(
 
 
 def test_a_loader_asks_for_one_load_after_the_other() -> None:
-    """Two loads take the sum of the times that the loader needs to request them, or longer if memory is slower."""
     asked = [Task(weights=6.0, ask=2.0, compute=0.5), Task(weights=3.0, reads=3.0, ask=4.0, compute=0.5)]
     assert hand_run(hand_work([asked]))[0].step_s == pytest.approx(2.0 + 4.0, rel=1e-6)
     assert hand_run(hand_work([asked]), memory_bytes_per_s=1.0)[0].step_s == pytest.approx(6.0 + 6.0, rel=1e-6)
@@ -96,7 +95,6 @@ def test_what_the_machine_code_can_issue_bounds_a_step() -> None:
 
 
 def test_what_the_cache_holds_is_not_read_again() -> None:
-    """The second reader of a tile finds it in the cache, unless a read of another tile has evicted it."""
     tasks = [Task(weights=100, weight_key=key) for key in (0, 1, 0)]
     for capacity, from_memory in ((200, 200), (150, 300)):
         work = hand_work([tasks], keys=[100, 100])
@@ -346,7 +344,6 @@ def test_the_delay_of_one_instruction_moves_only_what_comes_after_it() -> None:
 
 
 def moved_instructions(before: Intervals, after: Intervals) -> set[Node]:
-    """Return the instructions whose arithmetic ends more than 1 ns earlier or later in `after` than in `before`."""
     old, new = (by_node(rows[rows["kind"] == IntervalKind.COMPUTE]) for rows in (before, after))
     assert old.keys() == new.keys()
     ends = {node: (np.sort(old[node]["end"]).astype(int), np.sort(new[node]["end"]).astype(int)) for node in old}

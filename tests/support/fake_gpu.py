@@ -243,7 +243,6 @@ class FibreKernel:
 
 
 def _reference_on(a: Arguments, pages: int) -> Any:
-    """Return a reference backend whose weights are copied from the fake device."""
     from megakernel.runtime.reference import ReferenceBackend
 
     class OnDevice(ReferenceBackend):

@@ -188,8 +188,6 @@ def _streams(program: Program, rng: Rng, least: int) -> tuple[str, int, int] | N
 
 
 def _reordered(order_of: Callable[[int, Rng], np.ndarray]) -> Mutation:
-    """Return a mutation that reorders one queue, or the records of one stream in a segment."""
-
     def mutate(program: Program, rng: Rng) -> Program | None:
         found = _streams(program, rng, 2)
         if found is None:
@@ -206,7 +204,6 @@ def _reordered(order_of: Callable[[int, Rng], np.ndarray]) -> Mutation:
 
 
 def _swapped(n: int, rng: Rng) -> np.ndarray:
-    """Return the numbers from 0 to n - 1 with two of them exchanged."""
     order = np.arange(n)
     a, b = rng.choice(n, 2, replace=False)
     order[[a, b]] = order[[b, a]]
@@ -214,7 +211,6 @@ def _swapped(n: int, rng: Rng) -> np.ndarray:
 
 
 def _mixed(n: int, rng: Rng) -> np.ndarray:
-    """Return the numbers from 0 to n - 1 in reversed, rotated or random order."""
     how = int(rng.integers(3))
     order = np.arange(n)[::-1] if how == 0 else np.roll(np.arange(n), int(rng.integers(1, n)))
     return rng.permutation(n) if how == 2 else order

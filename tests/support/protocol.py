@@ -83,7 +83,6 @@ class Image:
         self.size = 0
 
     def add(self, array: Array) -> int:
-        """Append an array and return its offset."""
         offset = self.size
         self._parts.append((offset, np.ascontiguousarray(array)))
         self.size = -(-(offset + max(array.nbytes, 1)) // _ALIGNMENT) * _ALIGNMENT
@@ -169,7 +168,6 @@ class LaunchImage:
         self._take(self.fresh.copy())
 
     def _take(self, left: NDArray[np.uint8]) -> None:
-        """Replace the contents of the memory by `left`, except for the pointers."""
         for place in self.image.places:
             left[place : place + 8] = self.memory[place : place + 8]
         self.memory[:] = left

@@ -116,13 +116,11 @@ def hand_run(work: Work, **changes: float) -> tuple[SimulationResult, Intervals]
 
 
 def by_node(intervals: Intervals) -> dict[Node, Intervals]:
-    """Group intervals by layer and record."""
     nodes, which = np.unique(intervals[["layer", "instruction"]], return_inverse=True)
     return {node: intervals[which == i] for i, node in enumerate(nodes.tolist())}
 
 
 def ended(intervals: Intervals, number: int) -> float:
-    """Return the time in seconds at which the last interval of a record ended."""
     return float(intervals["end"][intervals["instruction"] == number].max()) * 1e-9
 
 
@@ -206,7 +204,6 @@ def _of_slot(program: Program, view: StepTable, record: Records) -> list[Item]:
 
 
 def _items(view: StepTable) -> dict[int, list[Item]]:
-    """Return the attention items of each attention slot."""
     names = ("row", "rows", "kv_head", "kv_heads", "seq", "wait_block", "split", "block", "splits")
     columns = [getattr(view, f"item_{name}").tolist() for name in names]
     items = []

@@ -13,7 +13,6 @@ def least_dims(config: ModelConfig, dtype: Dtype) -> Dims:
 
 
 def config_of(d: Dims, **more: Any) -> ModelConfig:
-    """Return the configuration of a model with the sizes of `d`. `more` has its other fields."""
     m = d.model
     sizes = (m.vocab, m.hidden, m.ffn, m.layers, m.heads, m.kv_heads, m.head_dim, d.bucket.max_context)
     return ModelConfig(*sizes, **more)

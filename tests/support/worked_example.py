@@ -20,7 +20,6 @@ def copy_of_the_tree(target: Path) -> Path:
 
 
 def apply(document: Path, tree: Path) -> None:
-    """Make the changes that `document` describes in `tree`, a copy of the source tree."""
     for kind, name, text in CHANGE.findall(document.read_text()):
         path = tree / name
         assert path.exists() == (kind == "In"), f"{document.name}: {kind} {name}"

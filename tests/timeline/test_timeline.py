@@ -255,7 +255,6 @@ def test_work_is_spread_over_the_intervals_that_did_it() -> None:
 
 
 def test_instants_are_a_tick_long_and_give_finite_numbers() -> None:
-    """If every interval begins and ends in the same tick, the numbers are still finite."""
     r = step(rows((COMPUTE, 0, 1, 0, 5, 5), (COMPUTE, 1, 2, 0, 5, 5)), target=machine.load("h100"))
     spread = curves(r, 4)
     assert np.isfinite(spread).all() and spread.any()
@@ -344,7 +343,6 @@ def test_two_traces_of_a_program_compared() -> None:
 
 
 def test_two_programs_are_compared_by_operands() -> None:
-    """Two programs with the same tiles, on one worker and on four, are compared by operands."""
     many, one, other = map(simulated, (synthetic.llama(), synthetic.llama(workers=1), synthetic.llama(row_blocks=1)))
     for same in (one, resolve(*synthetic.renumbered(one.program, one.trace))):  # phases have names
         c = compare(many, same)

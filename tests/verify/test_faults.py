@@ -78,7 +78,6 @@ HANDMADE = {
 
 @pytest.mark.parametrize("name", HANDMADE)
 def test_no_unsafe_mutant_of_a_program_made_by_hand_is_accepted(name: str) -> None:
-    """The verifier accepts no unsafe mutant of hand-made programs, which do not come from the scheduler."""
     base, rng = HANDMADE[name], np.random.default_rng(len(name))
     mutants = [(kind, mutant) for kind, mutate in KINDS.items() for _ in range(3) if (mutant := mutate(base, rng))]
     accepted = [(kind, mutant) for kind, mutant in mutants if verify(mutant).ok]

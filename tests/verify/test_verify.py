@@ -36,7 +36,6 @@ def join(waits: list[int], signals: list[int]) -> np.ndarray:
 
 
 def with_counters(program: Program, totals: list[int]) -> Program:
-    """Add counters with these totals to the counter block of every layer."""
     more, none = np.array([totals], dtype=np.int32), np.zeros((1, len(totals)), dtype=np.int32)
     return replace(
         program,
@@ -182,7 +181,6 @@ def test_phases_make_sense_together(segments: Any, violation: str) -> None:
 
 
 def rejects(program: Program, *patterns: str) -> None:
-    """Check that each pattern matches one of the violations."""
     found = verify(program).violations
     for pattern in patterns:
         assert any(re.search(pattern, v) for v in found), found[:5]

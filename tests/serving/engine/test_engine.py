@@ -22,7 +22,6 @@ from megakernel.serving.text.codec import Transcript
 
 
 def finish(engine: Engine) -> dict[int, list[Token]]:
-    """Run the engine until all requests are done. Return the tokens by the number of their choice."""
     found: dict[int, list[Token]] = {}
     for step in engine.run():
         for token in step.tokens:

@@ -13,7 +13,6 @@ def test_steps_tables_pages_and_tokens_are_those_of_the_slow_engine(seed: int) -
 
 
 def test_the_traffic_meets_everything() -> None:
-    """The random traffic of the test above includes each of the events in `named`."""
     met = Counter[str]()
     for seed in range(5):
         met += compare(seed, 200)

@@ -127,7 +127,6 @@ def test_results_are_the_same_where_pages_are_few() -> None:
 
 
 def test_a_model_decides_by_itself_what_it_verifies() -> None:
-    """The results do not change if the engine measures step times and chooses by them how many tokens to verify."""
     with LLM(TINY, **LIMITS, backend="cpu") as plain, LLM(TINY, **LIMITS, backend="cpu", speculate=8) as llm:
         assert said(results(llm)) == said(results(plain))
         assert llm.engine.stats.counts.proposed > 0

@@ -57,7 +57,6 @@ def client(live: Live) -> openai.OpenAI:
 
 
 def sleeping(seconds: float) -> Callable[[Step, float], None]:
-    """Return a callback for `on_step` that sleeps, so that each step takes at least `seconds`."""
     return lambda step, wall_s: time.sleep(seconds)
 
 
@@ -116,7 +115,6 @@ def test_errors_by_sdk(client: openai.OpenAI) -> None:
 
 
 def test_answers_are_those_of_the_engine_alone(live: Live, llm: LLM) -> None:
-    """A request over HTTP, streamed or not, gets the same tokens as the same request to the engine without a server."""
     settings: dict[str, Any] = {"temperature": 0.8, "seed": 7, "max_tokens": 10, "n": 2, "logprobs": 2}
     ids = [[72, 73], [74, 75, 76]]
     body = {**settings, "prompt": ids, "return_token_ids": True}
