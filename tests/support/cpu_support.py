@@ -24,28 +24,10 @@ from megakernel.scheduler import passes
 Array = NDArray[Any]
 
 # No size is a multiple of a tile's size, so every kernel meets partial tiles. Three query heads share a KV head.
-DIMS = Dims.of(
-    vocab=203,
-    hidden=72,
-    ffn=104,
-    layers=2,
-    heads=6,
-    kv_heads=2,
-    head_dim=24,
-    rms_eps=1e-5,
-    dtype=int(Dtype.F32),
-    kv_block=KV_BLOCK,
-    kv_page=16,
-    row_block=32,
-    tokens=40,
-    logit_rows=5,
-    max_seqs=3,
-    max_context=400,
-    items=8,
-    attention_slots=4,
-    partials=64,
-    bias_entries=6,
-)
+_SIZES = {"vocab": 203, "hidden": 72, "ffn": 104, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 24}
+_SIZES |= {"dtype": int(Dtype.F32), "kv_block": KV_BLOCK, "kv_page": 16, "row_block": 32, "tokens": 40, "logit_rows": 5}
+_SIZES |= {"max_seqs": 3, "max_context": 400, "items": 8, "attention_slots": 4, "partials": 64, "bias_entries": 6}
+DIMS = Dims.of(rms_eps=1e-5, **_SIZES)
 PAGES = 80
 WIDTHS = ("portable", "avx2", "avx512", "avx512bf16")  # values of MEGAKERNEL_SIMD
 

@@ -1,8 +1,6 @@
 """A serving engine for tests, whose backend has no model. The backend invents tokens and checks the step tables that
 the engine gives it."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -76,7 +74,7 @@ class FakeBackend:
             self.history[slot] = {}
         self.history[slot].update(enumerate(tokens.tolist(), start))
 
-    def start(self, program: Program, table: StepTable, *, trace: bool = False) -> FakeLaunch:
+    def start(self, program: Program, table: StepTable, *, trace: bool = False) -> "FakeLaunch":
         assert not self.under_way
         self.under_way = True
         check_step(table)
@@ -208,7 +206,7 @@ class Guesses:
         """Announce the complete text of a sequence."""
         self.texts[choice] = text
 
-    def __call__(self, choice: Any) -> Guess:
+    def __call__(self, choice: Any) -> "Guess":
         return Guess(self, self.texts[choice])
 
 

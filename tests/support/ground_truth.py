@@ -17,8 +17,6 @@ reached their totals. If its next step is a drain (the instruction that claims a
 stream may also claim from that queue already. A step adds to its counters only when it ends, so steps begun early do
 not change which states are reachable, but two steps of one stream may conflict."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -191,7 +189,7 @@ class _Progress:
         self.counters = np.zeros(len(explorer.model.totals), np.int64)
         self.parts: dict[tuple[int, ...], int] = {}
 
-    def copy(self) -> _Progress:
+    def copy(self) -> "_Progress":
         out = object.__new__(_Progress)
         out.counters, out.parts = self.counters.copy(), dict(self.parts)
         return out

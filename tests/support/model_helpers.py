@@ -112,20 +112,13 @@ def tiny_gguf(
     the already quantised bytes of its rows and their type. A keyword `a__b` sets the metadata `a.b`."""
     rng = np.random.default_rng(2)
     hidden, heads, kv_heads, head_dim, ffn, vocab = 256, 4, 2, 64, 512, 70
-    shapes: dict[str, tuple[int, ...]] = {
-        "token_embd.weight": (vocab, hidden),
-        "output_norm.weight": (hidden,),
-        "output.weight": (vocab, hidden),
-        "blk.0.attn_norm.weight": (hidden,),
-        "blk.0.attn_q.weight": (heads * head_dim, hidden),
-        "blk.0.attn_k.weight": (kv_heads * head_dim, hidden),
-        "blk.0.attn_v.weight": (kv_heads * head_dim, hidden),
-        "blk.0.attn_output.weight": (hidden, heads * head_dim),
-        "blk.0.ffn_norm.weight": (hidden,),
-        "blk.0.ffn_gate.weight": (ffn, hidden),
-        "blk.0.ffn_up.weight": (ffn, hidden),
-        "blk.0.ffn_down.weight": (hidden, ffn),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, hidden), "output_norm.weight": (hidden,)}
+    shapes |= {"output.weight": (vocab, hidden), "blk.0.attn_norm.weight": (hidden,)}
+    shapes |= {"blk.0.attn_q.weight": (heads * head_dim, hidden), "blk.0.attn_k.weight": (kv_heads * head_dim, hidden)}
+    shapes |= {"blk.0.attn_v.weight": (kv_heads * head_dim, hidden)}
+    shapes |= {"blk.0.attn_output.weight": (hidden, heads * head_dim), "blk.0.ffn_norm.weight": (hidden,)}
+    shapes |= {"blk.0.ffn_gate.weight": (ffn, hidden), "blk.0.ffn_up.weight": (ffn, hidden)}
+    shapes |= {"blk.0.ffn_down.weight": (hidden, ffn)}
     values = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
     values.update(tensors or {})
     writer = _gguf_writer(path, architecture, 1, 128, hidden, ffn, heads, kv_heads, 1e-5)

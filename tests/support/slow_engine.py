@@ -42,6 +42,9 @@ class SlowSequence:
     def __post_init__(self) -> None:
         self.length = len(self.tokens)
 
+    def tokens_from(self, start: int) -> list[int]:
+        return self.tokens[start:]
+
     @property
     def age(self) -> tuple[int, int]:
         return self.request.id, self.choice
