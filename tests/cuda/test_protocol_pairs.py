@@ -1,5 +1,5 @@
-"""Tests of pairs of SMs, on the host. The two blocks of a pair load weights for each other. Programs for pairs run on
-fibres and on threads. They give the same bits as programs for single SMs, and the checks find planted bugs."""
+"""Tests of pairs of SMs, on fibres. The two blocks of a pair load weights for each other. Programs for pairs give the
+same bits as programs for single SMs, and the checks find planted bugs. test_protocol.py also runs pairs on threads."""
 
 import re
 from dataclasses import replace
