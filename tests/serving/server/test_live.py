@@ -1,7 +1,5 @@
 """The live record of steps: its figures, its HTTP routes and its web page."""
 
-from __future__ import annotations
-
 import json
 import socket
 import tempfile
