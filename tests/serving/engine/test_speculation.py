@@ -474,7 +474,8 @@ def test_many_sequences_share_the_rows_that_pay() -> None:
 def test_times_are_measured_ones_then_lines_between_them_then_predictions() -> None:
     def compile(*, tokens: int, logit_rows: int) -> Any:
         program = type("Program", (), {})()
-        program.dims = type("Dims", (), {"tokens": tokens, "logit_rows": logit_rows})()
+        bucket = type("Bucket", (), {"tokens": tokens, "logit_rows": logit_rows})()
+        program.dims = type("Dims", (), {"bucket": bucket})()
         return program
 
     programs = Programs(compile, 64, 64)
