@@ -1,7 +1,5 @@
 """Defines every setting that more than one verb (subcommand of `megakernel`) uses: flag, environment variable, default.
-
-Flags and their help, `docs/settings.md` and `megakernel doctor` are generated from SETTINGS.
-"""
+Flags and their help, `docs/settings.md` and `megakernel doctor` are generated from SETTINGS."""
 
 from __future__ import annotations
 
@@ -25,37 +23,37 @@ _TABLE = """
 --dtype | text | auto | compute type: f32, bf16 or auto (bf16 on a GPU, else the checkpoint's own type)
 --weights | text | auto | type of weights in memory: auto (the checkpoint's own), f32, bf16, f16, q8_0, q4_0, q4_1,
     q5_0, q5_1, q4_k, q5_k or q6_k; a GPU supports only auto
---kv-cache-dtype | text | auto | type of K and V in memory: auto (the compute type) or q8_0 (8.5 bits per value); a
-    GPU supports only auto
+--kv-cache-dtype | text | auto | type of K and V in memory: auto (the compute type) or q8_0 (8.5 bits per value); a GPU
+    supports only auto
 --tp | count | 1 | tensor-parallel ranks: 1, 2, 4 or 8
 --speculate | depth | 0 | maximum tokens per sequence (0 to 63; 0 is off) that prompt lookup proposes and one step
     verifies, where this is faster; the generated tokens do not change
---o-lowering | text | auto | O projection with several ranks: sharded (by attention head), replicated (on every rank)
-    or auto
---residual | text | auto | ranks that store a token row's residual: dealt (one rank per row), replicated (all ranks)
-    or auto
+--o-lowering | text | auto | O projection with several ranks: sharded (by attention head), replicated (on every rank) or
+    auto
+--residual | text | auto | ranks that store a token row's residual: dealt (one rank per row), replicated (all ranks) or
+    auto
 --norm | text | auto | where norms are computed: own (a layer begins with its attention norm), next (a layer ends with
     the next layer's attention norm), inside (in the matmuls that read normalised rows; only for few rows) or auto
 --queue | text | auto | instructions that workers claim from a queue: none, attention, body (the whole layer) or auto;
     with auto on a GPU, simulation chooses the value of every auto option
 --matmul | text | auto | how GPUs compute matmuls: dots (CUDA cores; fast for few rows), tensor (matrix units) or auto
     (by a step's token rows)
---pairs | text | off | whether two SMs with matrix units form one worker that loads weight tiles once for both: on,
-    off or auto (whichever the simulator finds faster)
+--pairs | text | off | whether two SMs with matrix units form one worker that loads weight tiles once for both: on, off
+    or auto (whichever the simulator finds faster)
 --no-interleave | text | off | each worker runs phases one after another instead of alternating between compute-bound
     and memory- or link-bound matmuls
 --no-rank-overlap | text | off | instructions wait for whole phases of other ranks, not only for the row blocks that
     they need
 --threads | threads | auto | CPU threads; auto is one per core that this process may use
---machine | text | host | machine to compile for or analyse: host (this one), v100, a100, h100, h200, h800, gh200,
-    b200, gb200-nvl72, a node such as h100x8, or a .toml file
+--machine | text | host | machine to compile for or analyse: host (this one), v100, a100, h100, h200, h800, gh200, b200,
+    gb200-nvl72, a node such as h100x8, or a .toml file
 --host | text | 127.0.0.1 | address to listen on; 0.0.0.0 means all addresses of this machine
 --port | port | 8000 | port to listen on; 0 chooses a free one
 --served-model-name | text... | (the model's own name) | names that requests may use for the model
 --tool-call-parser | hermes/llama3_json/mistral | (that of the chat template) | format of the model's function calls:
     hermes, llama3_json or mistral
---api-key MEGAKERNEL_API_KEY | key... | (none) | API key that requests must send as Authorization: Bearer KEY, except
-    to /health and /chat
+--api-key MEGAKERNEL_API_KEY | key... | (none) | API key that requests must send as Authorization: Bearer KEY, except to
+    /health and /chat
 --open-metrics | switch | off | on: /metrics requires no key
 --allowed-hosts | lower... | (localhost if only this machine can reach the server, else any) | host names that a
     request's Host header may contain; * allows any
@@ -63,17 +61,17 @@ _TABLE = """
 --max-model-len | count | (the model's limit) | maximum tokens of a prompt and its answer together
 --max-num-seqs | count | 64 | sequences that run at once
 --max-num-batched-tokens | count | 512 | maximum tokens that one step computes
---max-queued-requests | count | 65536 | sequences of one client that may wait for their first step; further requests
-    get a 503
+--max-queued-requests | count | 65536 | sequences of one client that may wait for their first step; further requests get
+    a 503
 --api-server-count | count | 1 | processes for HTTP, tokenising and detokenising, besides the engine's process
 --max-body-bytes | count | 16777216 | maximum bytes of a request's body
 --request-timeout | seconds | (none) | seconds that a whole answer, or the first token of a stream, may take
 --stall-timeout | seconds | 120 | seconds that requests may wait without a finished step before /health returns 503
 --shutdown-timeout | seconds | 30 | seconds to finish running requests after SIGTERM
---replicas | count | (one server without Ray) | servers behind one address, started by Ray, each a process with its
-    own engine
---ray-address | HOST:PORT | (a new cluster that ends with the server) | HOST:PORT of a Ray cluster, or auto to find
-    one; the command deploys there, replaces earlier servers, and returns
+--replicas | count | (one server without Ray) | servers behind one address, started by Ray, each a process with its own
+    engine
+--ray-address | HOST:PORT | (a new cluster that ends with the server) | HOST:PORT of a Ray cluster, or auto to find one;
+    the command deploys there, replaces earlier servers, and returns
 --routing | prefix/least-loaded | prefix | replica for a request: prefix (the one that already received the longest
     beginning of the prompt, unless too busy) or least-loaded
 --log-level MEGAKERNEL_LOG_LEVEL | debug/info/warning/error | warning | minimum severity of log messages: debug, info,
@@ -179,13 +177,11 @@ _TYPES: dict[str, Callable[[str], Any]] = {
 @dataclass(frozen=True)
 class Setting:
     """A setting of the command line. The flag `flag` overrides the environment variable `env`, which overrides
-    `default`. A setting may lack `flag` or `env`.
+    `default`. A setting without a flag has "" and one without a variable None. `default` is written as a user would
+    type it, or, with `described`, says in words what happens without a value. `read` parses a value, and raises
+    ArgumentTypeError for an invalid one. With `several`, the flag takes a list."""
 
-    `default` is written as a user would type it, or, with `described`, says in words what happens without a value.
-    `read` parses a value, and raises ArgumentTypeError for an invalid one. With `several`, the flag takes a list.
-    """
-
-    flag: str | None
+    flag: str
     env: str | None
     read: Callable[[str], Any]
     several: bool
@@ -203,10 +199,8 @@ class Setting:
         return self.env is not None and self.env.endswith(("_KEY", "_TOKEN"))
 
     def value(self) -> Any:
-        """The parsed value of the environment variable or of the default; None if the default is only described.
-
-        Raises MegakernelError if the environment variable has an invalid value.
-        """
+        """The parsed value of the environment variable or of the default; None if the default is only described. Raises
+        MegakernelError if the environment variable has an invalid value."""
         if self.described and self.text == self.default:
             return None
         try:
@@ -219,7 +213,8 @@ class Setting:
 def _setting(line: str) -> tuple[str, Setting]:
     """Return the name and the setting of a line of _TABLE. The name is that of the flag, in words."""
     names, kind, default, what = line.split(" | ")
-    flag, env = (next((n for n in names.split() if n.startswith("--") is is_flag), None) for is_flag in (True, False))
+    flag = next((name for name in names.split() if name.startswith("--")), "")
+    env = names.removeprefix(flag).strip() or None
     kind, several = kind.removesuffix("..."), kind.endswith("...")
     read = one_of(*kind.split("/")) if "/" in kind else _TYPES[kind]
     name = re.sub("[-_]", " ", (flag or str(env).lower()).removeprefix("--").removeprefix("megakernel_"))

@@ -1,7 +1,4 @@
-"""Declares the format of a trace: one 32-byte record per interval. All executors write the same format.
-
-`megakernel.codegen` writes the C++ struct from FIELDS.
-"""
+"""Declares the format of a trace: one 32-byte record per interval. `megakernel.codegen` writes the C++ struct."""
 
 from __future__ import annotations
 
@@ -18,9 +15,8 @@ from .errors import MegakernelError, file_errors, whole_file
 
 
 class Role(IntEnum):
-    """The part of a worker that an interval belongs to. A CPU thread has all roles and reports WORKER.
-
-    LOADER loads weights and waits only for pages; INPUT_LOADER waits for counters and then loads activations.
+    """The part of a worker that an interval belongs to. A CPU thread has all roles and reports WORKER. LOADER loads
+    weights and waits only for pages; INPUT_LOADER waits for counters and then loads activations.
     """
 
     WORKER = 0
@@ -56,11 +52,7 @@ DTYPE = np.dtype([(name, kind) for name, kind, _ in FIELDS])
 PROLOGUE, EPILOGUE = 0xFFFE, 0xFFFF
 Intervals = NDArray[np.void]
 
-if DTYPE.itemsize != 32:
-    raise AssertionError("a trace record is 32 bytes")
-
-# Limits of the times in a header, in seconds. No clock has a tick of less than a femtosecond, and reading a clock takes
-# less than a second.
+# Limits of the times in a header, in seconds: no clock ticks faster, or takes longer to read.
 _LEAST_TICK_S, _MOST_S = 1e-15, 1.0
 _MOST_WORK = 1e30  # limit of the FLOPs or bytes of an attention slot, so that sums of them stay finite
 
@@ -69,12 +61,9 @@ _MAGIC = b"MKTRACE1"
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """The header of a trace. `program` is the hash of the traced program. A tick lasts `tick_s` seconds. `read_s` is
-    the time in seconds that reading the clock takes.
-
-    `clock_error_s` bounds the offset between the clocks of ranks after alignment (0 if the ranks share a clock).
-    `dropped` is the number of intervals that did not fit the buffer. `source` is reference, cpu, cuda, protocol or
-    simulator.
+    """`program` is the hash of the traced program. Reading the clock takes `read_s`. `clock_error_s` bounds the offset
+    between the clocks of ranks after alignment (0 if they share one). `dropped` is the number of intervals that did not
+    fit the buffer. `source` is reference, cpu, cuda, protocol or simulator.
     """
 
     program: str
@@ -101,9 +90,9 @@ def _check(header: TraceHeader, attention: NDArray[np.float64] | None) -> None:
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace. `attention`, an array [launches, ranks, slots, 2], has the work of each attention instruction (slot) in
-    a layer: FLOPs, and bytes of K and V. It depends on the sequences of the step, so the program does not contain it.
-    `attention` is None if the work was not recorded. In a file, the array follows the header, which gives its shape.
+    """A trace. `attention`, [launches, ranks, slots, 2] or None if it was not recorded, has the FLOPs and the bytes of
+    K and V of each attention instruction (slot) in a layer. It depends on the step's sequences, so the program does not
+    contain it. In a file, the array follows the header, which gives its shape.
     """
 
     header: TraceHeader

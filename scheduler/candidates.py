@@ -46,12 +46,10 @@ _DEFAULT = Options()
 
 
 def with_matmul(options: Options, config: ModelConfig, machine: Machine, *, tp: int, tokens: int) -> Options:
-    """Return `options` with `matmul` decided, for an engine whose largest bucket has `tokens` rows.
-
-    All programs of an engine must use the same matmul units, because the units determine the bits of the results. With
-    few rows, dot products read weights faster than matrix units do, but dot products must hold all rows of a tile in
-    shared memory. So `auto` chooses dot products if one tile holds the whole bucket.
-    """
+    """Return `options` with `matmul` decided, for an engine whose largest bucket has `tokens` rows. All programs of an
+    engine must use the same matmul units, because the units determine the bits of the results. With few rows, dot
+    products read weights faster than matrix units do, but dot products must hold all rows of a tile in shared memory.
+    So `auto` chooses dot products if one tile holds the whole bucket."""
     units = TARGETS[machine.target].units
     if options.matmul != "auto" or len(units) == 1:
         return options
@@ -60,11 +58,9 @@ def with_matmul(options: Options, config: ModelConfig, machine: Machine, *, tp: 
 
 
 def resolved(config: ModelConfig, machine: Machine, options: Options, *, tp: int, tokens: int) -> tuple[Machine, Units]:
-    """Return the machine as the scheduler sees it, and its matmul units.
-
-    With `options.pairs`, a worker is two SMs, so there are half as many, and tiles may have twice the rows. Tiles of
-    dot products have few rows, and their widths are multiples of a different column unit.
-    """
+    """Return the machine as the scheduler sees it, and its matmul units. With `options.pairs`, a worker is two SMs, so
+    there are half as many, and tiles may have twice the rows. Tiles of dot products have few rows, and their widths are
+    multiples of a different column unit."""
     target = TARGETS[machine.target]
     units = target.chosen(with_matmul(options, config, machine, tp=tp, tokens=tokens).matmul)
     sms = 2 if options.pairs == "on" else 1
@@ -86,8 +82,7 @@ def resolved(config: ModelConfig, machine: Machine, options: Options, *, tp: int
 
 def _tile_rows(config: ModelConfig, machine: Machine, tp: int, units: Units) -> int:
     """Return the largest number of rows that every matmul tile of a rank can have, with the O projection either sharded
-    or replicated.
-    """
+    or replicated."""
     split = Split(config.sizes(Dtype.BF16), tp, replicated_o=1)
     return TARGETS[machine.target].tile_rows(units, max(config.hidden, split.o_cols, split.rank_ffn))
 
@@ -112,10 +107,8 @@ def fastest(
     quantised_kv: bool = False,
 ) -> Tasks:
     """Return the tasks of the candidate that is predicted to be fastest, among those that `options` leaves open. The
-    arguments are those of `compile_program`.
-
-    The capacity of the step table depends only on the bucket and the number of workers.
-    """
+    arguments are those of `compile_program`. The capacity of the step table depends only on the bucket and the number
+    of workers."""
     machine, units = resolved(config, machine, options, tp=tp, tokens=tokens)
     most = _MAX_BLOCKS // tp * machine.tile_rows
     for name, value in (("tokens", tokens), ("logit_rows", logit_rows)):
@@ -147,10 +140,8 @@ def fastest(
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute a step of `model`, which is the forward pass of one device.
-
-    A rank's layer is lowered when it is first needed, and only once.
-    """
+    """One way to compute a step of `model`, which is the forward pass of one device. A rank's layer is lowered when it
+    is first needed, and only once."""
 
     model: Forward
     weight_bits: Mapping[Buffer, float] | None
@@ -175,11 +166,8 @@ class Candidate:
     @cached_property
     def layer_seconds(self) -> float:
         """The predicted seconds of a layer whose phases run one after another. For attention, only its stores to other
-        ranks are counted.
-
-        A phase lasts as long as it does on the slower of ranks 0 and 1. These two ranks suffice: no shard is larger
-        than rank 0's, and if only rank 0 owns rows, all other ranks send to rank 0 as rank 1 does.
-        """
+        ranks are counted. A phase lasts as long as it does on the slower of ranks 0 and 1. These two ranks suffice: no
+        shard is larger than rank 0's, and if only rank 0 owns rows, all other ranks send to rank 0 as rank 1 does."""
         slowest: dict[int, float] = {}
         for rank in range(min(self.dims.split.tp, 2)):
             for tasks in self._layer(rank):
@@ -189,7 +177,6 @@ class Candidate:
         return sum(slowest.values())
 
     def tasks(self) -> Tasks:
-        """Return the tasks of all ranks."""
         ranks = range(self.dims.split.tp)
 
         def of_ranks(layers: Iterable[list[PhaseTasks]]) -> list[PhaseTasks]:
@@ -199,7 +186,7 @@ class Candidate:
             of_ranks(self._lower(phases, rank) for rank in ranks)
             for phases in (self.forward.prologue, self.forward.epilogue)
         )
-        return Tasks(self.dims, self.forward, self.machine, prologue, of_ranks(map(self._layer, ranks)), epilogue)
+        return Tasks(self.dims, self.forward, self.machine, (prologue, of_ranks(map(self._layer, ranks)), epilogue))
 
 
 def _best(candidates: list[Candidate]) -> Candidate:
@@ -207,12 +194,10 @@ def _best(candidates: list[Candidate]) -> Candidate:
 
 
 def _shared(one: Candidate) -> Candidate:
-    """Return the candidate with the fastest way to share the O projection and the residual among ranks.
-
-    Whether the O projection is sharded or replicated must not depend on the bucket, because it determines the bits of
-    the results. This choice is therefore made for the number of rows at which the machine's arithmetic takes as long as
-    reading the weights.
-    """
+    """Return the candidate with the fastest way to share the O projection and the residual among ranks. Whether the O
+    projection is sharded or replicated must not depend on the bucket, because it determines the bits of the results.
+    This choice is therefore made for the number of rows at which the machine's arithmetic takes as long as reading the
+    weights."""
     dims, machine, options = one.dims, one.machine, one.options
     replicated_o = {"sharded": [0], "replicated": [1], "auto": [0, 1]}[options.o] if dims.split.tp > 1 else [0]
     residual = {"dealt": [0], "replicated": [1], "auto": [0, 1]}[options.residual] if dims.split.tp > 1 else [0]
@@ -224,12 +209,10 @@ def _shared(one: Candidate) -> Candidate:
 
 
 def _divided(dims: Dims, machine: Machine, replicated_o: int, replicated_residual: int) -> Dims:
-    """Return `dims` with the O projection and the residual either replicated (1) or divided among ranks (0).
-
-    If the rows of the residual are divided, row blocks are so short that each rank owns one, provided that there are
-    enough rows. Their length is rounded up to a multiple of the number of rows that the target stores at once, so that
-    no store extends into the next block.
-    """
+    """Return `dims` with the O projection and the residual either replicated (1) or divided among ranks (0). If the
+    rows of the residual are divided, row blocks are so short that each rank owns one, provided that there are enough
+    rows. Their length is rounded up to a multiple of the number of rows that the target stores at once, so that no
+    store extends into the next block."""
     rows = dims.bucket.tokens if replicated_residual else ceil_div(dims.bucket.tokens, dims.split.tp)
     unit = target_of(dims).row_unit[Units(dims.worker.units)]
     block = min(machine.tile_rows, ceil_div(rows, unit) * unit, dims.bucket.tokens)
@@ -237,12 +220,10 @@ def _divided(dims: Dims, machine: Machine, replicated_o: int, replicated_residua
 
 
 def _normed(own: Candidate) -> Candidate:
-    """Return `own`, or the candidate that computes the norms of a layer elsewhere if that is faster.
-
-    If rows of the residual have owners, a norm sends its rows to all ranks. It then runs during the last stage of the
-    previous layer, provided that there are enough row blocks to overlap the norm with that stage. If every rank has all
-    rows, a matmul with few rows may normalise its inputs itself.
-    """
+    """Return `own`, or the candidate that computes the norms of a layer elsewhere if that is faster. If rows of the
+    residual have owners, a norm sends its rows to all ranks. It then runs during the last stage of the previous layer,
+    provided that there are enough row blocks to overlap the norm with that stage. If every rank has all rows, a matmul
+    with few rows may normalise its inputs itself."""
     dims, options = own.dims, own.options
     sends = dims.split.tp > 1 and not dims.split.replicated_residual
     inside = not sends and target_of(dims).norm_fits(

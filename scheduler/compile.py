@@ -42,8 +42,7 @@ def compile_program(
     same limits and the same `options.matmul`, so an engine decides `matmul` with `with_matmul` before it compiles any
     bucket. `weight_bits` gives the bits per element of weight matrices that are not stored in `dtype`. With
     `quantised_kv`, K and V are stored in Q8_0, and the backend must do the same. The result depends only on the
-    arguments. Raises MegakernelError for arguments out of range.
-    """
+    arguments. Raises MegakernelError for arguments out of range."""
     _check(config, machine, tp, tokens=tokens, logit_rows=logit_rows, max_seqs=max_seqs, max_context=max_context)
     tasks = fastest(
         config,

@@ -16,11 +16,8 @@ from megakernel.runtime.cuda.pages import tile_work
 
 def seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> NDArray[np.float64]:
     """Return the predicted seconds of each instruction of a phase on one worker: [n]. A worker gets an equal share of
-    the machine's rates.
-
-    Loads overlap arithmetic inside a worker, so only the longer of the two counts. The work of attention is in the step
-    table; so here attention costs only its dispatch.
-    """
+    the machine's rates. Loads overlap arithmetic inside a worker, so only the longer of the two counts. The work of
+    attention is in the step table; so here attention costs only its dispatch."""
     share = float(machine.workers)
     memory = cost(phase, columns, dims).memory_bytes * (share / machine.memory_bytes_per_s)
     return np.maximum(_arithmetic(phase, columns, dims, machine), memory) + machine.dispatch_s
@@ -28,12 +25,9 @@ def seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machi
 
 def phase_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> float:
     """Return the predicted seconds in which a rank executes all its instructions of one phase, if its workers have no
-    other work.
-
-    Arithmetic, memory and links overlap. Memory time is that of the whole rank at full bandwidth: if only few workers
-    read, each gets more than an equal share. The latency of one signal is added, or of two signals if the phase
-    stores to other ranks.
-    """
+    other work. Arithmetic, memory and links overlap. Memory time is that of the whole rank at full bandwidth: if only
+    few workers read, each gets more than an equal share. The latency of one signal is added, or of two signals if the
+    phase stores to other ranks."""
     arithmetic = _arithmetic(phase, columns, dims, machine) + machine.dispatch_s
     _, memory, link = unit_seconds(phase, columns, dims, machine)
     busy = max(float(arithmetic.sum()) / machine.workers, float(arithmetic.max()))
@@ -42,9 +36,7 @@ def phase_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine:
 
 def step_seconds(program: Program, machine: Machine) -> float:
     """Return the predicted seconds of a step of `program`: the sum over rank 0's phases, which run one after another.
-
-    Attention costs only its dispatch, because its work is in the step table.
-    """
+    Attention costs only its dispatch, because its work is in the step table."""
     total = 0.0
     for index, runs in enumerate((1, program.dims.model.layers, 1)):
         for segment in program.phases(index):
@@ -57,8 +49,7 @@ def step_seconds(program: Program, machine: Machine) -> float:
 
 def unit_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> tuple[float, float, float]:
     """Return three times: the seconds for which a rank's instructions of a phase would fully occupy the rank's
-    arithmetic units, its memory and its link.
-    """
+    arithmetic units, its memory and its link."""
     arithmetic = float(_arithmetic(phase, columns, dims, machine).sum()) / machine.workers
     memory = float(cost(phase, columns, dims).memory_bytes.sum()) / machine.memory_bytes_per_s
     link = float(link_bytes(phase, columns, dims).sum()) / machine.link_bytes_per_s
@@ -84,18 +75,14 @@ def _matmul_flops(dims: Dims, machine: Machine) -> float:
 
 
 def balanced_rows(dims: Dims, machine: Machine) -> float:
-    """Return the number of rows for which a matmul's arithmetic takes as long as reading its weights.
-
-    At F FLOP/s, R rows take 2 R / F seconds per weight. At B bytes/s, reading the b bytes of a weight takes b / B
-    seconds. So R = b F / (2 B).
-    """
+    """Return the number of rows for which a matmul's arithmetic takes as long as reading its weights. At F FLOP/s, R
+    rows take 2 R / F seconds per weight. At B bytes/s, reading the b bytes of a weight takes b / B seconds. So R = b F
+    / (2 B)."""
     return itemsize(dims.model) * _matmul_flops(dims, machine) / (2 * machine.memory_bytes_per_s)
 
 
 def panel_blocks(dims: Dims, machine: Machine, panel: int) -> int:
     """Return the number of row blocks in a panel. The row blocks of a panel share one pass over the weights, and the
-    panel is so large that arithmetic, not memory, is the limit. A `panel` other than 0 is used as it is.
-
-    If all row blocks are already in one panel, a larger number changes nothing.
-    """
+    panel is so large that arithmetic, not memory, is the limit. A `panel` other than 0 is used as it is. If all row
+    blocks are already in one panel, a larger number changes nothing."""
     return panel or min(math.ceil(balanced_rows(dims, machine) / dims.bucket.row_block), dims.bucket.row_blocks)

@@ -8,8 +8,7 @@ other edges imply is left out.
 
 Some tasks touch rows that only the step table selects. For these tasks, each row block has a virtual group, which means
 "every task that touches rows of this block". An edge to a virtual group becomes an INDEXED wait, and an edge from a
-virtual group becomes an INDEXED signal.
-"""
+virtual group becomes an INDEXED signal."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ PROLOGUE, BODY, EPILOGUE = range(3)
 @dataclass(frozen=True)
 class Touch:
     """One access of a group to a buffer. `ranks` lists the ranks whose copies of the buffer the group reads or writes.
-    `box` (row, row_end, col, col_end) is the smallest rectangle around all elements that the group touches.
-    """
+    `box` (row, row_end, col, col_end) is the smallest rectangle around all elements that the group touches."""
 
     buffer: Buffer
     ranks: Sequence[int]
@@ -44,11 +42,9 @@ class Touch:
 @dataclass(frozen=True, eq=False)
 class Group:
     """A group of tasks: those of one phase in one row block. `index` is NONE for a real group. For a virtual group,
-    which has no tasks, `index` says how the step table selects the rows that the group touches.
-
-    `tasks` is the index of the group's PhaseTasks in the segment. `ordinal` numbers the segment's phases in program
-    order and is the same on every rank.
-    """
+    which has no tasks, `index` says how the step table selects the rows that the group touches. `tasks` is the index of
+    the group's PhaseTasks in the segment. `ordinal` numbers the segment's phases in program order and is the same on
+    every rank."""
 
     segment: int
     tasks: int
@@ -77,8 +73,7 @@ Edge = tuple[int, int]  # producer, consumer: indices into Dependencies.groups
 @dataclass(frozen=True)
 class Dependencies:
     """The kept edges between groups: `within` one run of a segment, `onward` from a run of the body into the next run
-    or the epilogue, and `entering` from the prologue into the body.
-    """
+    or the epilogue, and `entering` from the prologue into the body."""
 
     groups: list[Group]
     within: set[Edge] = field(default_factory=set)
@@ -164,16 +159,14 @@ def _groups(segment: int, number: int, ordinal: int, part: PhaseTasks, d: Dims) 
 
 def _ranks(rank: int | Column | None, d: Dims) -> tuple[int, ...]:
     """Return the ranks that `rank` stands for. `rank` is a field of an access: EVERY means all ranks, OWN means the
-    rank of `d`, and a number means that rank.
-    """
+    rank of `d`, and a number means that rank."""
     assert rank is not None
     return tuple(range(d.split.tp)) if rank == EVERY else (d.split.rank if rank == OWN else int(rank),)
 
 
 def _candidates(groups: list[Group], nodes: list[TaskGroup]) -> Iterator[list[int]]:
     """Yield, for each node in order, the list of earlier nodes that may conflict with it. Two nodes may conflict if
-    their bounding boxes in some buffer overlap and at least one of the two nodes writes the buffer.
-    """
+    their bounding boxes in some buffer overlap and at least one of the two nodes writes the buffer."""
     touched: dict[tuple[Buffer, int, int], list[tuple[int, int, int, int, int, int]]] = defaultdict(list)
     for n, node in enumerate(nodes):
         for t in groups[node.group].touches:
@@ -195,10 +188,8 @@ def _candidates(groups: list[Group], nodes: list[TaskGroup]) -> Iterator[list[in
 
 def _overlapping(hulls: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the pairs of nodes whose boxes overlap, where at least one of the two nodes writes: [2, pairs]. Each row
-    of `hulls` is a box (row, row_end, col, col_end, node, writes). The rows are sorted.
-
-    A box covers few rows of its buffer, so all boxes that may overlap it lie in a short range of the sorted boxes.
-    """
+    of `hulls` is a box (row, row_end, col, col_end, node, writes). The rows are sorted. A box covers few rows of its
+    buffer, so all boxes that may overlap it lie in a short range of the sorted boxes."""
     row, row_end, col, col_end, node, writes = hulls.T
     first = np.searchsorted(row, row - (row_end - row).max(), side="right")
     count = np.searchsorted(row, row_end) - first

@@ -28,8 +28,7 @@ def describe(program: Program) -> dict[str, Any]:
     matmul                  dots or tensor; None for a CPU
     lowering                see the function `lowering`
     link_bytes_per_layer    [from rank][to rank]: bytes that a layer's instructions store on other ranks
-    link_bytes              bytes that the instructions of one launch declare to store on other ranks
-    """
+    link_bytes              bytes that the instructions of one launch declare to store on other ranks"""
     dims, layers = program.dims, program.dims.model.layers
     segments = ((program.prologue, 1), (program.body, layers), (program.queues, layers), (program.epilogue, 1))
     layer, ends = _link(program, 1), _link(program, 0) + _link(program, 2)
@@ -86,10 +85,8 @@ def _names(program: Program, records: Records) -> dict[str, int]:
 def _all_to_all(program: Program) -> int:
     """Return the number of counters for which this holds: all instructions of one phase, on all ranks, signal the
     counter, and all instructions of another phase on the counter's rank wait for it. The number is that of the rank
-    with the most such counters.
-
-    Signals to the same layer and to the next layer are not distinguished: no counter of the body gets both kinds.
-    """
+    with the most such counters. Signals to the same layer and to the next layer are not distinguished: no counter of
+    the body gets both kinds."""
     body, owners = program.numbered(1)
     ranks = [body[owners == rank] for rank in range(program.ranks)]
     sizes = [np.bincount(rec.phase_number(records), minlength=MAX_PHASES + 1)[:, None] for records in ranks]
@@ -104,10 +101,8 @@ def _all_to_all(program: Program) -> int:
 
 def _users(program: Program, records: Records, named: Records, to: int | None = None) -> NDArray[np.int64]:
     """Return, as [phase, counter], how many instructions of the phase name the counter. `named` has the wait words or
-    the signal words of `records`. A word that names a grid of counters counts for each counter of the grid.
-
-    A signal word also names a rank; only signals to the rank `to` are counted.
-    """
+    the signal words of `records`. A word that names a grid of counters counts for each counter of the grid. A signal
+    word also names a rank; only signals to the rank `to` are counted."""
     dims = program.dims
     used = named != 0
     if to is not None:

@@ -21,8 +21,7 @@ def disassemble(program: Program) -> Iterator[str]:
     `#7=3` waits until counter 7 has received its 3 arrivals in this launch. `#7=3 (1 in layer 0)` means that only one
     arrival is needed in layer 0, where the prologue signals the counter. `#7+` signals counter 7 of the next layer.
     `#7@3` signals counter 7 on rank 3, `#7@all` on every rank, and `#7@owner` on the rank that owns the rows.
-    `#7[table]` is a grid of counters that starts at counter 7; the step table selects one of them.
-    """
+    `#7[table]` is a grid of counters that starts at counter 7; the step table selects one of them."""
     check(program)
     d = program.dims
     yield (
@@ -43,10 +42,8 @@ def disassemble(program: Program) -> Iterator[str]:
 def _segment(
     title: str, segment: Segment, of: tuple[str, int], totals: Totals, forward: Forward, start: int = 0
 ) -> Iterator[str]:
-    """Yield the lines of one part of a program: the prologue, body or epilogue of all workers, or all queues.
-
-    `of` is ("worker", workers per rank), or for queues ("queue", queues per rank).
-    """
+    """Yield the lines of one part of a program: the prologue, body or epilogue of all workers, or all queues. `of` is
+    ("worker", workers per rank), or for queues ("queue", queues per rank)."""
     name, each = of
     if each:
         yield f"{title}:"

@@ -80,8 +80,7 @@ def _encode(
     workers: int,
 ) -> _Placed:
     """Encode the records of a segment. A `join` instruction, which only waits and signals, runs in the stream of the
-    first of the tasks that wait for it.
-    """
+    first of the tasks that wait for it."""
     records = [_records(*columns) for columns in zip(parts, waits, signals, strict=True)]
     records += [_join(join.waits, join.signal) for join in joins]
     order: list[NDArray[np.float64]] = [p.order.astype(np.float64) for p in placed]
@@ -107,8 +106,7 @@ def _with_queue(body: _Placed, ranks: int, workers: int, phases: list[int] | Non
 
     Each stream gets a drain, which claims instructions from the queue, in the place of the queue's first record. The
     common order of all streams has everything that attention may wait for before all attention instructions, and
-    everything that waits for attention after them. So one drain may claim all attention instructions.
-    """
+    everything that waits for attention after them. So one drain may claim all attention instructions."""
     rank = body.stream // workers
     claimed = np.ones(len(rank), bool) if phases is None else np.isin(rec.phase_number(body.records), phases)
     queues = _streams(_Placed(body.records[claimed], rank[claimed], body.order[claimed]), ranks)
@@ -129,11 +127,8 @@ def _with_queue(body: _Placed, ranks: int, workers: int, phases: list[int] | Non
 
 def _with_barrier(epilogue: Segment, counters: tuple[int, int], workers: int) -> Segment:
     """Return the epilogue with a barrier: at its end, every stream waits until every instruction of every rank has
-    ended.
-
-    All workers of a rank signal a first counter. One worker of the rank waits for that counter and then signals a
-    second counter on all ranks. Every worker waits for the second counter.
-    """
+    ended. All workers of a rank signal a first counter. One worker of the rank waits for that counter and then signals
+    a second counter on all ranks. Every worker waits for the second counter."""
     gather, leave = counters
     none = np.zeros(0, np.int32)
     ends = []

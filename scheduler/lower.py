@@ -22,8 +22,7 @@ from megakernel.scheduler.tasks import PhaseTasks
 @dataclass(frozen=True)
 class _Blocks:
     """A selection of row blocks. `total` rows are divided into blocks of `length` rows, and `numbers` lists the
-    selected blocks.
-    """
+    selected blocks."""
 
     total: int
     length: int
@@ -80,8 +79,7 @@ def _blocks(phase: Phase, d: Dims, machine: Machine) -> _Blocks:
 
 def _runs(phase: Phase, d: Dims, machine: Machine) -> PhaseTasks:
     """Divide the rows into enough runs of whole rows for all workers. Runs have nearly equal lengths and lie inside one
-    row block.
-    """
+    row block."""
     rows = _blocks(phase, d, machine)
     at_most = max(1, ceil_div(len(rows), machine.workers))
     pieces = ceil_div(rows.length, min(at_most, rows.length))
@@ -121,8 +119,7 @@ def _column_tiles(phase: Phase, rows: _Blocks, cols: int, unit: int, d: Dims, ma
     A tile holds at most tile_rows × tile_cols outputs, so tiles of short row blocks may be wide. Tiles are narrower
     than this limit only to occupy all workers or to fill the last wave. If the row blocks form several panels (see
     `panel_blocks`), the next phase uses the workers that the last wave leaves idle. A partial wave then counts only as
-    the fraction of workers that it uses.
-    """
+    the fraction of workers that it uses."""
     blocks, units = len(rows.numbers), ceil_div(cols, unit)
     widest = max(1, machine.tile_rows * machine.tile_cols // (rows.length * unit))
     fewest = ceil_div(units, widest)
@@ -140,11 +137,8 @@ def _column_tiles(phase: Phase, rows: _Blocks, cols: int, unit: int, d: Dims, ma
 
 def _attention(phase: Phase, heads: PhaseTasks | None, d: Dims) -> PhaseTasks:
     """Return the attention tasks of a rank: one instruction per attention slot. `heads` are the tasks that compute q, k
-    and v.
-
-    KV heads are divided into groups, and a task of `heads` signals every group to which it contributes. The groups are
-    as small as possible, but large enough that these signals fit into the record of the task.
-    """
+    and v. KV heads are divided into groups, and a task of `heads` signals every group to which it contributes. The
+    groups are as small as possible, but large enough that these signals fit into the record of the task."""
     slot = np.arange(d.bucket.attention_slots if heads else 0, dtype=np.int32)
     columns = {name: np.zeros_like(slot) for name in phase.operands} | {"slot": slot}
     if heads:

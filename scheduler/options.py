@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from megakernel.errors import MegakernelError
 
@@ -35,8 +35,7 @@ class Options:
     matmul         dot products (for few rows) or matrix units; `with_matmul` resolves auto. It has no effect on a CPU
     overlap_ranks  if off, instructions wait for whole phases of other ranks instead of row blocks
     panel          the number of row blocks that share one pass over the weights, which form a panel; 0: the cost model
-                   chooses
-    """
+                   chooses"""
 
     o: str = "auto"
     residual: str = "auto"
@@ -54,8 +53,6 @@ class Options:
         return "" if self.queue in ("auto", "none") else self.queue
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in CHOICES and value not in CHOICES[field.name]:
-                known = " or ".join(CHOICES[field.name])
-                raise MegakernelError(f"cannot compile with {field.name} = {value!r}: it must be {known}")
+        for name, known in CHOICES.items():
+            if (value := getattr(self, name)) not in known:
+                raise MegakernelError(f"cannot compile with {name} = {value!r}: it must be {' or '.join(known)}")

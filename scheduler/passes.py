@@ -1,8 +1,5 @@
-"""The passes of the compiler. Each turns a forward pass into another one with the same results.
-
-A family's forward pass says what one device computes. The passes decide where norms are computed and how ranks share
-the work.
-"""
+"""The passes of the compiler. Each turns a forward pass into another one with the same results. A family's forward pass
+says what one device computes. The passes decide where norms are computed and how ranks share the work."""
 
 from __future__ import annotations
 
@@ -16,10 +13,8 @@ def apply(
     forward: Forward, part: Split, norm: str = "own", weight_bits: Mapping[Buffer, float] | None = None
 ) -> Forward:
     """Apply all passes to a family's forward pass. The ranks share the work as `part` says, and norms are computed
-    where `norm` says (see `Options`).
-
-    `weight_bits` gives the bits per weight of each buffer that is not stored in the compute type.
-    """
+    where `norm` says (see `Options`). `weight_bits` gives the bits per weight of each buffer that is not stored in the
+    compute type."""
     return _stored(split(_NORMS[norm](forward), part), weight_bits or {})
 
 
@@ -35,8 +30,7 @@ def norms_next(forward: Forward) -> Forward:
 
 def norms_inside(forward: Forward) -> Forward:
     """Let each matmul of a layer normalise its own inputs. The residual must not change between a norm and the matmuls
-    that read its result.
-    """
+    that read its result."""
     norms = {}  # the norm that computed what a buffer holds
     body = []
     for phase in forward.body:
@@ -53,10 +47,8 @@ _NORMS: dict[str, Callable[[Forward], Forward]] = {"own": lambda f: f, "next": n
 
 
 def split(forward: Forward, part: Split) -> Forward:
-    """Divide the phases among `part.tp` ranks.
-
-    What is added to the residual is first summed over the ranks, unless every rank has all the weights.
-    """
+    """Divide the phases among `part.tp` ranks. What is added to the residual is first summed over the ranks, unless
+    every rank has all the weights."""
     attended = {phase.output for phase in forward if phase.operation is Operation.ATTENTION}
 
     def divided(phase: Phase) -> list[Phase]:
@@ -75,8 +67,7 @@ def split(forward: Forward, part: Split) -> Forward:
 
 def _rows(phase: Phase) -> Rows:
     """Return the rows that a rank computes in a phase. A rank has all rows of what it multiplies by its own share of
-    the weights.
-    """
+    the weights."""
     if phase.operation is Operation.SAMPLE:
         return Rows.SAMPLED
     shared = phase.operation is Operation.ROPE or (phase.is_matmul and phase.result is not Result.RESIDUAL)

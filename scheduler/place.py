@@ -1,6 +1,5 @@
 """Assigns tasks to instruction streams and orders them. All streams of a segment (prologue, one layer or epilogue)
-follow one topological order of the segment's tasks.
-"""
+follow one topological order of the segment's tasks."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, options: Opti
     their inputs and well before their consumers, so that neither they nor the consumers wait.
 
     Without `options.interleave`, phases run one after another. Without `options.overlap_ranks` they do so too, because
-    tasks then wait for whole phases of other ranks, and must come after those phases in every stream.
-    """
+    tasks then wait for whole phases of other ranks, and must come after those phases in every stream."""
     kind = ordinals(segment)
     blocks = panel_blocks(dims, machine, options.panel)
     panels = [tasks.block // blocks for tasks in segment]
@@ -82,8 +80,7 @@ def _turns(
     instead: the second stage lags behind the first by one panel, and by one more panel for each phase between them. In
     any other phase between two stages, a panel's key lies about midway between the panel's end in the first stage and
     its start in the second. If a layer ends with a reduction and the next layer's norm, no stage follows in this
-    segment. So both phases follow the last stage panel by panel.
-    """
+    segment. So both phases follow the last stage panel by panel."""
     of_kind = {k: [p for p, number in zip(segment, kind, strict=True) if number == k] for k in kind}
     stages = [k for k, members in of_kind.items() if members[0].phase.family in _STAGES]
     alone = 1 / panels
@@ -127,12 +124,9 @@ def _workers(
     pipelined: bool,
 ) -> list[NDArray[np.int64]]:
     """Return the worker of each task. Tasks are assigned in the order of their keys, each one to the worker that is
-    free first. Attention tasks go to the workers in turn.
-
-    `parts` has the tasks of one rank, with the panel and the key of each task. If `pipelined`, a phase begins while
-    workers still finish the previous phase, so each worker's load from that phase counts. Otherwise a phase starts when
-    the previous phase has ended, so all workers are free.
-    """
+    free first. Attention tasks go to the workers in turn. `parts` has the tasks of one rank, with the panel and the key
+    of each task. If `pipelined`, a phase begins while workers still finish the previous phase, so each worker's load
+    from that phase counts. Otherwise a phase starts when the previous phase has ended, so all workers are free."""
     load = np.zeros(machine.workers)
     out = [np.arange(len(tasks)) % machine.workers for tasks, _, _ in parts]
     costs = [seconds(tasks.phase, tasks.columns, dims, machine) for tasks, _, _ in parts]
@@ -152,8 +146,7 @@ def _workers(
 
 def _first_free(tasks: int, cost: float, load: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return the worker of each of `tasks` equal tasks. Each task in turn goes to the worker with the least load so
-    far.
-    """
+    far."""
     depth = min(tasks, tasks // len(load) + 2 + int((load.max() - load.min()) / cost))
     start = load[:, None] + cost * np.arange(depth)
     return np.argsort(start.T.ravel(), kind="stable")[:tasks] % len(load)

@@ -23,9 +23,7 @@ def nonempty(b: Boxes) -> NDArray[np.bool_]:
 
 def hulls(b: Boxes, starts: NDArray[np.int64]) -> Boxes:
     """Divide `b` into groups of consecutive boxes, and return the smallest box around each group: [len(starts), 4].
-
-    `starts` has the first index of each group. The box around a group of empty boxes is empty.
-    """
+    `starts` has the first index of each group. The box around a group of empty boxes is empty."""
     none = np.iinfo(np.int32).max
     filled = np.where(nonempty(b)[:, None], b, np.array([none, -1, none, -1], dtype=np.int32))
     low = np.minimum.reduceat(filled[:, ::2], starts)
@@ -40,9 +38,7 @@ def block_rows(dims: Dims, block: int) -> tuple[int, int]:
 
 def head_groups(producer: Phase, columns: Columns, attention: Phase, dims: Dims, group_heads: int) -> NDArray[np.bool_]:
     """Return a mask [tasks, head groups]: whether attention for a head group may read what a task of `producer` writes.
-
-    A head group is `group_heads` consecutive KV heads. The mask compares columns only, as if the rows were the same.
-    """
+    A head group is `group_heads` consecutive KV heads. The mask compares columns only, as if the rows were the same."""
     one = {name: np.zeros(1, dtype=np.int32) for name in attention.operands}
     found = accesses(attention, one, dims)
     read = {a.buffer for a in found if a.index is Index.ITEM and a.kind is Kind.READ}

@@ -5,8 +5,7 @@ the same successors share a counter, so a task signals few counters and most con
 
 Which counters attention items and norms of logit rows use depends on the step table. Such counters form three grids:
 [row block][KV-head group] for the inputs of attention items, [row block] for the outputs of attention items, and
-[row block] for the final rows, which are the residual rows after the last layer.
-"""
+[row block] for the final rows, which are the residual rows after the last layer."""
 
 from __future__ import annotations
 
@@ -60,11 +59,8 @@ class Join:
 @dataclass(frozen=True)
 class Sync:
     """The result of `synchronise`. `waits` and `signals` have the wait and signal words of each phase of each segment,
-    [n, 8]. The totals are those of a counter block (see Program).
-
-    `barrier` has the two counters of the barrier at the end of a launch: one that the workers of a rank signal, and one
-    that the ranks signal.
-    """
+    [n, 8]. The totals are those of a counter block (see Program). `barrier` has the two counters of the barrier at the
+    end of a launch: one that the workers of a rank signal, and one that the ranks signal."""
 
     waits: list[list[Words]]
     signals: list[list[Words]]
@@ -77,8 +73,7 @@ class Sync:
 
 def synchronise(tasks: Tasks, dependencies: Dependencies, *, overlap_ranks: bool = True) -> Sync:
     """Return the counters of all tasks. If `overlap_ranks` is true, tasks wait for row blocks of other ranks' data,
-    otherwise for whole phases of other ranks.
-    """
+    otherwise for whole phases of other ranks."""
     build = _Builder(tasks, dependencies, overlap_ranks)
     # The step table selects counters of a grid by index, so a grid's counters are made together, before all others.
     build.attention_grids()
@@ -118,18 +113,15 @@ class _Builder:
 
     def _kind(self, g: int) -> tuple[int, ...]:
         """Return what a group has in common with its siblings on other ranks: the phase and, with `by_blocks`, the row
-        block. If siblings receive data from several ranks or send data to several ranks, they share one counter.
-        """
+        block. If siblings receive data from several ranks or send data to several ranks, they share one counter."""
         group = self.groups[g]
         phase = (group.segment, group.ordinal, int(group.virtual))
         return (*phase, group.block) if self.by_blocks else phase
 
     def _targets(self, producer: int, successors: Iterable[int]) -> list[tuple[int, frozenset[int]]]:
-        """Return pairs of a rank to signal and the successors on that rank.
-
-        If siblings among the successors are on several ranks, all ranks are signalled: the pair of ALL_RANKS then has
-        all siblings. Without `by_blocks`, one successor on another rank than the producer's suffices.
-        """
+        """Return pairs of a rank to signal and the successors on that rank. If siblings among the successors are on
+        several ranks, all ranks are signalled: the pair of ALL_RANKS then has all siblings. Without `by_blocks`, one
+        successor on another rank than the producer's suffices."""
         by_kind: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for g in successors:
             by_kind[self._kind(g)].append(g)
@@ -144,11 +136,8 @@ class _Builder:
 
     def attention_grids(self) -> None:
         """Create the two counter grids of attention. The tasks that produce the items' inputs signal the first grid,
-        and the items signal the second grid.
-
-        The first grid is on the rank that runs the items. The second grid is on the rank that receives the attention
-        output of the rows.
-        """
+        and the items signal the second grid. The first grid is on the rank that runs the items. The second grid is on
+        the rank that receives the attention output of the rows."""
         items = [g for g, group in enumerate(self.groups) if group.index is Index.ITEM]
         if not items:
             return
@@ -190,8 +179,7 @@ class _Builder:
 
     def _attention_done(self, items: list[int], done: int) -> None:
         """Add the arrivals at the grid of attention outputs, which starts at counter `done`, and the waits of the
-        groups that read these outputs.
-        """
+        groups that read these outputs."""
         dims = self.tasks.dims
         for g in items:
             group = self.groups[g]
@@ -218,8 +206,7 @@ class _Builder:
 
     def final_row_grid(self) -> None:
         """Create a grid with one counter for each row block of the final rows (the residual rows after the last layer).
-        `groups_done` then finds these counters in `shared`.
-        """
+        `groups_done` then finds these counters in `shared`."""
         rows = [g for g, group in enumerate(self.groups) if group.index is Index.LOGIT_ROW]
         if not rows:
             return
@@ -237,8 +224,7 @@ class _Builder:
 
     def groups_done(self) -> dict[int, set[Counter]]:
         """Assign the signals of each group, and find the counters that each of its successors must wait for. Return,
-        for each group that the previous layer signals, the counters by which it does.
-        """
+        for each group that the previous layer signals, the counters by which it does."""
         for producer, group in enumerate(self.groups):
             words = self.signals[group.segment][group.tasks]
             for rank, successors in self.within.get(producer, ()):
@@ -263,14 +249,12 @@ class _Builder:
 
     def prologue_done(self, onward: dict[int, set[Counter]]) -> None:
         """Let the prologue signal the counters of layer 0 that a previous layer signals in all later layers. `onward`
-        is the result of `groups_done`. The totals of layer 0 therefore differ from those of later layers.
-        """
+        is the result of `groups_done`. The totals of layer 0 therefore differ from those of later layers."""
 
         @cache
         def gate(consumer: int) -> int | None:
             """Return the group that makes `consumer` wait for the previous layer: `consumer` itself, or a group that it
-            waits for, directly or through other groups. Return None if there is none.
-            """
+            waits for, directly or through other groups. Return None if there is none."""
             if consumer in onward:
                 return consumer
             gates = map(gate, self.producers.get(consumer, ()))
@@ -296,8 +280,7 @@ class _Builder:
 
     def _signal_the_rest(self, onward: dict[int, set[Counter]], signallers: dict[Counter, set[int]]) -> None:
         """Choose a prologue group for each counter that gets signals from a previous layer but none from the prologue,
-        so that it gets arrivals in layer 0 too. The group has the same rows and, of those, the fewest signals.
-        """
+        so that it gets arrivals in layer 0 too. The group has the same rows and, of those, the fewest signals."""
         by_block: dict[int, list[int]] = defaultdict(list)
         for g, group in enumerate(self.groups):
             if group.segment == PROLOGUE:
@@ -313,8 +296,7 @@ class _Builder:
 
     def wait_for_groups(self) -> None:
         """Assign the waits of each group. If a group waits for more counters than a record has wait words, `join`
-        instructions wait for some of them.
-        """
+        instructions wait for some of them."""
         for consumer in sorted(self.waited):
             group = self.groups[consumer]
             if group.virtual:
@@ -358,8 +340,7 @@ class _Builder:
 
     def _numbers(self) -> NDArray[np.int32]:
         """Return the final number of each counter: its index in its rank's block. Shared counters come first. The
-        counters of a single rank come after them and begin at the same index on every rank.
-        """
+        counters of a single rank come after them and begin at the same index on every rank."""
         homes = np.array(self.homes, dtype=np.int32)
         out = np.zeros(len(homes), dtype=np.int32)
         start = int((homes == SHARED).sum())
@@ -370,8 +351,7 @@ class _Builder:
 
     def _arrivals(self, segment: int, counters: int) -> tuple[Totals, Totals]:
         """Return two arrays [ranks, counters] with the arrivals that a segment causes: those at counters of its own
-        block, and those at counters of the next block.
-        """
+        block, and those at counters of the next block."""
         tp = self.tasks.dims.split.tp
         words = np.concatenate(
             [w.ravel() for w in self.signals[segment]] + [j.signal for j in self.joins if j.segment == segment]

@@ -12,11 +12,9 @@ from megakernel.machine import Machine
 
 @dataclass(frozen=True)
 class PhaseTasks:
-    """All instructions of one phase on one rank, as operand columns of equal length.
-
-    `block` is the row block that contains a task's rows; tasks of one block have the same dependencies. Blocks divide
-    the token rows or, in the epilogue, the logit rows.
-    """
+    """All instructions of one phase on one rank, as operand columns of equal length. `block` is the row block that
+    contains a task's rows; tasks of one block have the same dependencies. Blocks divide the token rows or, in the
+    epilogue, the logit rows."""
 
     phase: Phase
     columns: dict[str, Column]
@@ -30,21 +28,13 @@ class PhaseTasks:
 @dataclass(frozen=True)
 class Tasks:
     """All instructions of a step, in three segments. Each segment lists its phases in program order, and for each phase
-    the tasks of all ranks.
-
-    `machine` is the machine as the scheduler sees it: with the workers and the tiles of this program.
-    """
+    the tasks of all ranks. `machine` is the machine as the scheduler sees it: with the workers and the tiles of this
+    program."""
 
     dims: Dims
     forward: Forward
     machine: Machine
-    prologue: list[PhaseTasks]
-    body: list[PhaseTasks]
-    epilogue: list[PhaseTasks]
-
-    @property
-    def segments(self) -> tuple[list[PhaseTasks], list[PhaseTasks], list[PhaseTasks]]:
-        return self.prologue, self.body, self.epilogue
+    segments: tuple[list[PhaseTasks], list[PhaseTasks], list[PhaseTasks]]  # prologue, body, epilogue
 
     @cached_property
     def rank_dims(self) -> list[Dims]:

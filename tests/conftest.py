@@ -1,7 +1,5 @@
 """Fixtures with models that many tests use, and settings for all tests."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -38,11 +36,9 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def pytest_sessionstart() -> None:
-    """Have every step table checked, accept measurements of peak rates on a busy machine, and let Ctrl-C interrupt.
-
-    A shell makes the processes that it starts in the background ignore Ctrl-C, and child processes inherit this
-    setting. The tests send Ctrl-C to child processes, which must therefore have the default handler.
-    """
+    """Have every step table checked, accept measurements of peak rates on a busy machine, and let Ctrl-C interrupt. A
+    shell makes the processes that it starts in the background ignore Ctrl-C, and child processes inherit this setting.
+    The tests send Ctrl-C to child processes, which must therefore have the default handler."""
     os.environ["MEGAKERNEL_CHECK_STEPS"] = "1"
     ceilings.QUIET = 1.0
     signal.signal(signal.SIGINT, signal.default_int_handler)

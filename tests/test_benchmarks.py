@@ -1,7 +1,5 @@
 """Tests of the benchmark scripts, with small workloads."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

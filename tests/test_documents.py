@@ -1,11 +1,7 @@
 """Tests of README.md, CONTRIBUTING.md, CHANGELOG.md and docs/: all links, files, flags and commands in them are valid.
-
 The commands of a document run from top to bottom in an empty folder. NOT_RUN lists the commands that are only parsed,
 with the reasons. To finish in seconds, the tests add the flags in SMALLER to the commands, and give the 70B model
-LAYERS layers. test_worked_examples.py tests the documents that change the sources.
-"""
-
-from __future__ import annotations
+LAYERS layers. test_worked_examples.py tests the documents that change the sources."""
 
 import argparse
 import functools
@@ -146,10 +142,8 @@ def fitting(table: dict[str, str], step: Step) -> str | None:
 
 
 def missing(shown: str, printed: str) -> list[str]:
-    """Return the lines of `shown`, the output in a document, that are not in `printed`, the actual output.
-
-    Numbers, units of time and bars of block characters may differ.
-    """
+    """Return the lines of `shown`, the output in a document, that are not in `printed`, the actual output. Numbers,
+    units of time and bars of block characters may differ."""
 
     def plain(line: str) -> str:
         return " ".join(re.sub(r"\d[\d.,]*( [nµm]?s\b)?", "0", re.sub("[▁-█]", "", line)).split())
@@ -159,10 +153,8 @@ def missing(shown: str, printed: str) -> list[str]:
 
 
 def place_of(path: str, *folders: Path) -> Path:
-    """Return the first file or folder that matches `path` in the repository or in `folders`.
-
-    A word in capitals, such as NAME, is a placeholder that matches any text.
-    """
+    """Return the first file or folder that matches `path` in the repository or in `folders`. A word in capitals, such
+    as NAME, is a placeholder that matches any text."""
     pattern = re.sub(r"\b[A-Z]+\b", "*", path)
     found = [place for folder in (ROOT, *folders) for place in sorted(folder.glob(pattern))]
     assert found, f"there is no {path}"
@@ -259,10 +251,8 @@ def test_flags_exist(document: Path) -> None:
 
 @EACH_DOCUMENT
 def test_places_exist(document: Path) -> None:
-    """The targets of a document's links exist, and so do the files whose paths it shows in backticks.
-
-    A path may omit the folder megakernel/ at its start, and may contain the wildcard *.
-    """
+    """The targets of a document's links exist, and so do the files whose paths it shows in backticks. A path may omit
+    the folder megakernel/ at its start, and may contain the wildcard *."""
     text = _FENCE.sub("", CHANGE.sub("", document.read_text()))
     for link in re.findall(r"\]\(([^)#]+)", text):
         assert "://" in link or (document.parent / link).exists(), link
@@ -280,10 +270,8 @@ def test_places_exist(document: Path) -> None:
 
 class Reader:
     """Runs the commands and Python blocks of a document, and compares their output with the output that it shows.
-
     `knows` tells whether a command can be skipped because it has run before. A command that starts a server or writes a
-    file is never skipped.
-    """
+    file is never skipped."""
 
     _typed: ClassVar[set[tuple[str, ...]]] = set()
 
@@ -365,11 +353,8 @@ def test_a_document_can_be_followed(
 
 
 def test_the_readme_repeats_the_medians_of_results() -> None:
-    """The CPU speeds of megakernel and llama.cpp in README.md are the medians in docs/results.md.
-
-    They are in columns 1 and 4 of README.md's table, and in columns 1 and 2 of the table in docs/results.md. Column 0
-    has the labels.
-    """
+    """The CPU speeds of megakernel and llama.cpp in README.md are the medians in docs/results.md. They are in columns 1
+    and 4 of README.md's table, and in columns 1 and 2 of the table in docs/results.md. Column 0 has the labels."""
     readme, results = (
         [line.strip("|").split("|") for line in path.read_text().splitlines() if line.startswith("|")]
         for path in (ROOT / "README.md", ROOT / "docs" / "results.md")

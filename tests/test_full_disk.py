@@ -1,7 +1,5 @@
 """Tests of writing to a full disk: an existing file stays, no partial file is left, and the error is one line."""
 
-from __future__ import annotations
-
 import os
 import resource
 import threading
@@ -75,8 +73,7 @@ def test_a_step_that_cannot_be_kept_is_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_shape: str, verb: str
 ) -> None:
     """`--save` writes a program and a trace. If the program cannot be written, the verb fails with an error of one line
-    and leaves no file.
-    """
+    and leaves no file."""
     model = ("--model", tiny_shape, "--machine", "h100") if verb == "simulate" else ("--model", tiny_shape)
     with no_file_beyond(1000):
         err = fails(capsys, verb, *model, "--save", str(tmp_path / "step"))
@@ -84,10 +81,8 @@ def test_a_step_that_cannot_be_kept_is_one_line(
 
 
 def test_a_device_is_not_replaced(tmp_path: Path) -> None:
-    """Saving to a device writes to it and does not replace it with a file.
-
-    The test uses a pipe, because a faulty save as root would replace the system's /dev/null.
-    """
+    """Saving to a device writes to it and does not replace it with a file. The test uses a pipe, because a faulty save
+    as root would replace the system's /dev/null."""
     good = good_programs()[0].program
     pipe = tmp_path / "pipe"
 

@@ -1,10 +1,6 @@
-"""Tests of docs/glossary.md: all its terms are in use, and it has every term that another document defines.
-
-A document defines a term where it shows it in bold: "A **phase** is an operation with its parameters". The term begins
-in lower case and has at most three words. Any other bold text is a heading.
-"""
-
-from __future__ import annotations
+"""Tests of docs/glossary.md: all its terms are in use, and it has every term that another document defines. A document
+defines a term where it shows it in bold: "A **phase** is an operation with its parameters". The term begins in lower
+case and has at most three words. Any other bold text is a heading."""
 
 import re
 from pathlib import Path

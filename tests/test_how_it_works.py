@@ -1,7 +1,5 @@
 """Tests that the drawings, outputs and simulated times in docs/how-a-megakernel-works.md are up to date."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Checks that each package imports only what the table in docs/architecture.md allows."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Tests that an interpreter does not compile if its code lacks a case for an operation or for a kind of result."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Checks that each fact is declared once: names of phases, owners of rows, and whatever Python and C++ share."""
 
-from __future__ import annotations
-
 import ast
 import ctypes
 import re

@@ -1,8 +1,5 @@
 """Tests what users install: the source archive, the wheel's tag, the commands of the container image, and shell
-completion.
-"""
-
-from __future__ import annotations
+completion."""
 
 import json
 import re

@@ -1,7 +1,5 @@
 """Tests the mutants of source code: what they change, what they never change, and that their descriptions are right."""
 
-from __future__ import annotations
-
 import ast
 
 from source_mutants import of_cpp, of_python

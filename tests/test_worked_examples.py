@@ -1,7 +1,5 @@
 """Tests that the changes and commands of docs/adding-*.md work on a copy of the tree."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -15,8 +15,7 @@ from typing import Any
 from ..errors import MegakernelError
 
 FAILED, INTERRUPTED = 1, 130
-# The modules that register the verbs. A verb with a space in its name, such as `bench serve`, is
-# in a group.
+# The modules that register the verbs. A verb with a space in its name, such as `bench serve`, is in a group.
 _VERBS = (
     "demo", "pull", "generate", "chat", "serve", "programs", "simulate", "bench", "bench_serve",
     "timeline", "roofline", "doctor", "completion",

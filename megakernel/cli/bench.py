@@ -1,6 +1,5 @@
 """`megakernel bench latency` and `throughput`: how fast one sequence and many prompts run here, how near that is to
-the roofline, and a comparison with other programs.
-"""
+the roofline, and a comparison with other programs."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from ..errors import MegakernelError
+from ..roofline import Ceilings
 from . import output, versus
 from .host import measured_ceilings
 from .options import (
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from megakernel.serving import LLM
     from megakernel.serving.bench import Workload
     from megakernel.serving.bench.peers import Contest, Timed
-
-    from ..roofline import Ceilings
 
 _PHASES: tuple[Timed, ...] = ("decode", "prefill")
 # The defaults if `--vs` asks for a comparison: a batch of prompts of equal length, which other programs can run too,
@@ -90,8 +88,7 @@ def latency(
     llm: LLM, ids: list[int], tokens: int, runs: int, ceilings: Ceilings, peers: Sequence[Contest] = ()
 ) -> dict[str, Any]:
     """Measure and return the figures of `bench latency`. The result also contains the ceilings and a comparison with
-    each peer. After each run of our engine, every peer runs once.
-    """
+    each peer. After each run of our engine, every peer runs once."""
     from megakernel.serving.bench.latency import measure, report
 
     with output.progress("measuring decode and prefill") as advance:
@@ -109,10 +106,8 @@ def latency(
 
 
 def speculated(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the output row about speculation, which says how many tokens were proposed and how many accepted.
-
-    The list is empty if no token was proposed.
-    """
+    """Return the output row about speculation, which says how many tokens were proposed and how many accepted. The list
+    is empty if no token was proposed."""
     if not figures["proposed"]:
         return []
     right = f"{figures['accepted']:,} of {figures['proposed']:,} proposed tokens were right"
@@ -193,11 +188,8 @@ def run_throughput(args: argparse.Namespace) -> int:
 
 
 def _batch(load: Workload, most: int) -> tuple[int, int, int]:
-    """Return the number of sequences, the number of tokens per prompt, and the number of decode steps.
-
-    Raises MegakernelError if the prompts or the answers differ in length.
-
-    """
+    """Return the number of sequences, the number of tokens per prompt, and the number of decode steps. Raises
+    MegakernelError if the prompts or the answers differ in length."""
     lengths = {(job.prompt_tokens, job.output_tokens) for job in load.jobs}
     if len(lengths) > 1:
         raise MegakernelError(

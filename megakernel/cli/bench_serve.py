@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from .. import machine
 from ..errors import MegakernelError
+from ..isa import Split
+from ..model import PACKAGES, ModelConfig, load_config, load_tokenizer, local_checkpoint
+from ..model.families import forward
+from ..model.stored import bits_of, storage_of
+from ..roofline import Ceilings, machine_ceilings
 from ..settings import above_zero
 from . import output
 from .host import host_ceilings
@@ -21,9 +27,6 @@ from .options import AddVerb, add_count, add_setting, add_workload, fetch, workl
 
 if TYPE_CHECKING:
     from megakernel.serving.bench import ServerClient, Workload
-
-    from ..model import ModelConfig
-    from ..roofline import Ceilings
 
 _LIMITS = ("ttft", "tpot", "e2e")
 _rate = above_zero("a rate above 0", math.inf)
@@ -92,11 +95,6 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
     from megakernel.serving.bench import Load, ServerClient, against_roofline, alternate, describe, least_work
     from megakernel.serving.text.llm import DTYPES
 
-    from ..isa import Split
-    from ..model import local_checkpoint
-    from ..model.families import forward
-    from ..model.stored import bits_of, storage_of
-
     key = os.environ.get("OPENAI_API_KEY")
     servers = [ServerClient(url, model=args.served_model_name, api_key=key) for url in (args.base_url, args.vs) if url]
     for server in servers:
@@ -149,9 +147,6 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 async def _ceilings(args: argparse.Namespace, servers: list[ServerClient]) -> Ceilings | None:
     """Return the ceilings of the machine that the user names, or else those that a server reports, or else None."""
-    from .. import machine
-    from ..roofline import Ceilings, machine_ceilings
-
     if args.machine == "host":
         return host_ceilings(machine.cpu_count())
     if args.machine:
@@ -165,10 +160,7 @@ async def _ceilings(args: argparse.Namespace, servers: list[ServerClient]) -> Ce
 
 def _workload(args: argparse.Namespace, server: ServerClient) -> tuple[str, ModelConfig, Workload]:
     """Return the model's name, its sizes and the requests. Without --model, the server must report
-    the name of a model whose sizes are known.
-    """
-    from ..model import PACKAGES, load_config, load_tokenizer
-
+    the name of a model whose sizes are known."""
     name = args.model or server.model or ""
     if not args.model and name not in PACKAGES and not name.startswith("random:"):
         raise MegakernelError(
@@ -189,7 +181,6 @@ def _workload(args: argparse.Namespace, server: ServerClient) -> tuple[str, Mode
 
 
 def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the run with the median throughput."""
     middle = median(one["tokens_per_s"] for one in runs)
     return min(runs, key=lambda one: abs(float(one["tokens_per_s"]) - middle))
 

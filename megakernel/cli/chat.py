@@ -62,8 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 class _Talk:
     """A conversation. On a terminal, the user types the messages. Otherwise each input line is a message, and Ctrl-C
-    ends the program.
-    """
+    ends the program."""
 
     def __init__(self, partner: Partner, max_tokens: int | None, as_json: bool) -> None:
         self._partner, self._max_tokens, self._as_json = partner, max_tokens, as_json
@@ -135,8 +134,7 @@ class _Talk:
 
     def _turn(self, text: str) -> None:
         """Send one message and show its answer. A message without any answer is removed from the conversation. A
-        message whose answer was cut short is kept.
-        """
+        message whose answer was cut short is kept."""
         from .partners import PartialAnswer
 
         self._messages.append({"role": "user", "content": text})
@@ -163,8 +161,7 @@ class _Talk:
 
     def _fit(self) -> int | None:
         """Leave out the oldest messages until the others and an answer fit into the context. Return how many tokens
-        the answer may have. None means that there is no limit.
-        """
+        the answer may have. None means that there is no limit."""
         if (found := self._partner.count(self._messages)) is None:
             return self._max_tokens
         before = len(self._messages)

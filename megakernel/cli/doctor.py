@@ -10,16 +10,17 @@ import shutil
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from .. import machine
 from ..errors import MegakernelError
+from ..model.cache import cache_folder
+from ..model.stored import KV_TYPES, WEIGHT_TYPES
+from ..roofline import Ceilings
+from ..runtime.cpu import native
 from ..settings import SETTINGS, Setting
 from . import doctor_gpu, output
 from .host import host_ceilings
 from .options import AddVerb
-
-if TYPE_CHECKING:
-    from ..roofline import Ceilings
 
 _PACKAGES = (
     "megakernel", "numpy", "safetensors", "gguf", "tokenizers", "huggingface_hub", "perfetto", "torch", "cuda-bindings",
@@ -41,11 +42,6 @@ def register(add: AddVerb) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from .. import machine
-    from ..model.cache import cache_folder
-    from ..model.stored import KV_TYPES, WEIGHT_TYPES
-    from ..runtime.cpu import native
-
     if args.calibrate and args.calibrate.suffix != ".toml":
         raise MegakernelError(f"cannot write the machine file {args.calibrate}: its name must end in .toml")
     findings: list[str] = []
@@ -122,7 +118,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _calibrate(path: Path, ceilings: Ceilings) -> None:
-    """Calibrate this machine and write the machine file `path`."""
     from megakernel.serving.bench.calibration import calibrate, write_machine
 
     alone = host_ceilings(1, anew=True)

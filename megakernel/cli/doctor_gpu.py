@@ -9,14 +9,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from ..errors import MegakernelError
+from ..isa import Dtype
+from ..model import ModelConfig, RandomCheckpoint
+from ..program import Program
+from ..runtime import Chunk, SampleRow, build_step, rank_machine
 from ..runtime.cuda.availability import DRIVER_NAME, INSTALL, driver, missing
-
-if TYPE_CHECKING:
-    from ..model import ModelConfig
-    from ..program import Program
 
 _SMI = ("driver_version", "mig.mode.current", "memory.used", "memory.total", "compute_mode")
 _TIMEOUT_S = 2.0  # time limit of a wait in a check; every instruction takes less than a thousandth of it
@@ -86,8 +88,7 @@ def _notes(smi: list[dict[str, str]]) -> Iterator[str]:
 @dataclass(frozen=True)
 class Case:
     """A model's sizes, and the number of tokens of a step that contains every operation. `matmul` (dot
-    products or tensor cores) and `norm` are options of the compiler; `tp` is the number of ranks.
-    """
+    products or tensor cores) and `norm` are options of the compiler; `tp` is the number of ranks."""
 
     name: str
     config: ModelConfig
@@ -99,8 +100,6 @@ class Case:
 
 def cases() -> list[Case]:
     """Return small cases with 1, 2, 3 and 8 query heads per KV head. No size is a multiple of a tile."""
-    from ..model import ModelConfig
-
     biased = ModelConfig(331, 136, 200, 2, 6, 2, 64, 512, qkv_bias=True, o_bias=True, mlp_bias=True)
     grouped = ModelConfig(520, 264, 328, 2, 8, 1, 128, 512, tied=True)
     odd = ModelConfig(263, 88, 168, 2, 4, 4, 80, 512)
@@ -129,8 +128,6 @@ def check(case: Case, *, seeds: int, repeats: int) -> list[str]:
 
 
 def _differences(case: Case, seeds: int, repeats: int) -> Iterator[str]:
-    from ..isa import Dtype
-    from ..model import RandomCheckpoint
     from ..runtime.cuda.backend import CudaBackend
     from ..runtime.gpu_check import check_instructions, prepare
     from ..runtime.reference import ReferenceBackend
@@ -153,9 +150,6 @@ def _differences(case: Case, seeds: int, repeats: int) -> Iterator[str]:
 def _compile(case: Case) -> Program:
     from megakernel.scheduler import Options, compile_program
 
-    from ..isa import Dtype
-    from ..runtime import rank_machine
-
     machine = rank_machine("cuda", None, case.tp)
     return compile_program(
         case.config,
@@ -172,12 +166,7 @@ def _compile(case: Case) -> Program:
 
 def _step(program: Program, seed: int) -> Any:
     """Return a step with two sequences. One is a decode with such a long context that its attention is split; the other
-    is a short prompt.
-    """
-    import numpy as np
-
-    from ..runtime import Chunk, SampleRow, build_step
-
+    is a short prompt."""
     d = program.dims
     rng = np.random.default_rng(seed)
     pages = rng.permutation(2 * d.bucket.pages_per_seq).tolist()

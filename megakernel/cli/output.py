@@ -7,15 +7,14 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from ..program import Program
+from ..program import Program
 
 # Text may contain a user's own words, so nothing in the text is interpreted as markup. In a file or a pipe, lines may
 # have up to _WIDE characters.
@@ -94,8 +93,7 @@ def busy(what: str) -> Iterator[None]:
 @contextmanager
 def progress(what: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on a terminal while the block runs. The block moves the bar when it calls the yielded
-    function with (done, total). Without a terminal, these calls do nothing.
-    """
+    function with (done, total). Without a terminal, these calls do nothing."""
     counted = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     bar = Progress(
         TextColumn("{task.description}"),

@@ -57,16 +57,13 @@ class Partner(Protocol):
 
     def count(self, messages: Messages) -> tuple[int, int] | None:
         """Return the number of tokens of the conversation, and the maximum that the context allows for the conversation
-        and its answer together. The result is None if they are unknown.
-        """
+        and its answer together. The result is None if they are unknown."""
 
     def reply(
         self, messages: Messages, answer: PartialAnswer, show: Callable[[str], None], max_tokens: int | None
     ) -> None:
-        """Answer the last message: add each piece of text to `answer` and pass it to `show`.
-
-        KeyboardInterrupt ends the answer, and `answer` keeps the pieces so far.
-        """
+        """Answer the last message: add each piece of text to `answer` and pass it to `show`. KeyboardInterrupt ends the
+        answer, and `answer` keeps the pieces so far."""
 
 
 class LocalModel:
@@ -96,8 +93,7 @@ class LocalModel:
 @contextmanager
 def _interrupted_between_steps() -> Iterator[Callable[[], None]]:
     """Make Ctrl-C raise an exception only where the yielded function is called, so that no step is interrupted in the
-    middle.
-    """
+    middle."""
     asked = False
 
     def note(*_: object) -> None:
@@ -121,8 +117,7 @@ class _RefusedError(MegakernelError):
 
 class RemoteModel:
     """A server with the OpenAI API at `url`, with or without `/v1`. `model` is one of the server's model names;
-    None means the first of them.
-    """
+    None means the first of them."""
 
     def __init__(self, url: str, model: str | None, key: str | None, temperature: float | None) -> None:
         given = url if "//" in url else f"http://{url}"
@@ -172,10 +167,8 @@ class RemoteModel:
 
     @contextmanager
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
-        """Yield the response to a request.
-
-        Raises MegakernelError with the server's own message if it reports an error, or if it does not respond.
-        """
+        """Yield the response to a request. Raises MegakernelError with the server's own message if it reports an error,
+        or if it does not respond."""
         data = None if body is None else json.dumps(body).encode()
         try:
             with urlopen(Request(self._url + path, data, self._headers), timeout=_SILENCE_S) as reply:

@@ -6,27 +6,18 @@ import argparse
 import sys
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
+from .. import machine as machines
 from ..errors import MegakernelError
+from ..machine import Machine
+from ..model import ModelConfig
+from ..program import Program, load_program
 from . import output
-from .options import AddVerb, add_count, add_lowering, add_paper_model, add_setting, lowering, paper_model
-
-if TYPE_CHECKING:
-    from ..machine import Machine
-    from ..model import ModelConfig
-    from ..program import Program
+from .options import AddVerb, add_count, add_lowering, add_setting, lowering, paper_model
 
 # An engine's default number of sequences; programs rarely need more logit rows than this.
 _SEQUENCES = 64
-
-
-class Compilation(NamedTuple):
-    """A compiled program, and the model and machine that it was compiled for."""
-
-    program: Program
-    config: ModelConfig
-    machine: Machine
 
 
 def register(add: AddVerb) -> None:
@@ -56,9 +47,8 @@ def register(add: AddVerb) -> None:
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say what a program is compiled for, and how."""
-    for name in ("machine", "tp"):
+    for name in ("machine", "tp", "dtype", "weights"):
         add_setting(parser, name)
-    add_paper_model(parser)
     add_lowering(parser)
     add_count(parser, "--workers", None, "workers per rank (default: the machine's)")
 
@@ -77,13 +67,10 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     add_setting(source, "model", optional=True)
 
 
-def compile_for(args: argparse.Namespace, **sizes: Any) -> Compilation:
-    """Compile the program that the flags of `add_machine` describe. `sizes` are arguments of
-    `compile_program`; if there are none, the flags of `_add_bucket` give the sizes.
-    """
+def compile_for(args: argparse.Namespace, **sizes: Any) -> tuple[Program, ModelConfig, Machine]:
+    """Compile the program that the flags of `add_machine` describe, and return it with its model and machine. `sizes`
+    are arguments of `compile_program`; if there are none, the flags of `_add_bucket` give the sizes."""
     from megakernel.scheduler.tune import Fastest
-
-    from .. import machine as machines
 
     machine = machines.load(args.machine, args.workers)
     config, dtype, bits = paper_model(args, machine, args.context or 0)
@@ -91,7 +78,7 @@ def compile_for(args: argparse.Namespace, **sizes: Any) -> Compilation:
     bucket = {name: sizes.pop(name) for name in ("tokens", "logit_rows")}
     how = {"dtype": dtype, "tp": args.tp, "options": lowering(args), "weight_bits": bits}
     fastest = Fastest(config, machine, **how, **sizes)
-    return Compilation(fastest(**bucket), config, machine)
+    return fastest(**bucket), config, machine
 
 
 def _bucket(args: argparse.Namespace) -> dict[str, int]:
@@ -105,9 +92,7 @@ def _bucket(args: argparse.Namespace) -> dict[str, int]:
 
 def load(args: argparse.Namespace) -> Program:
     """Load the program in FILE, or compile one for `--model`."""
-    from ..program import load_program
-
-    return load_program(args.file) if args.file else compile_for(args).program
+    return load_program(args.file) if args.file else compile_for(args)[0]
 
 
 def run_compile(args: argparse.Namespace) -> int:

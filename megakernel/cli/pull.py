@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from ..model import pull
 from . import output
 from .options import AddVerb
 
@@ -19,8 +20,6 @@ def register(add: AddVerb) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..model import pull
-
     with output.progress(f"fetching {args.name}", unit="bytes") as advance:
         pulled = pull(args.name, advance)
     if args.json:

@@ -11,6 +11,7 @@ from typing import Any
 
 from .. import machine
 from ..errors import MegakernelError
+from ..settings import SETTINGS
 from . import output
 from .options import fetch
 
@@ -19,8 +20,7 @@ _OWN = ("replicas", "ray address", "routing", "host", "port")  # settings that r
 
 def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
     """Start a cluster on this machine and serve until a signal arrives. On an existing cluster, return as soon as the
-    replicas serve.
-    """
+    replicas serve."""
     from megakernel.serving.replicas.placement import Plan, place, prepare
     from megakernel.serving.server.frontend import listen, url
     from megakernel.serving.server.limits import local_names
@@ -50,10 +50,11 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
             nodes = cluster.join(address, machine.cpu_count())
             on_gpus = given["backend"] == "cuda" or (given["backend"] == "auto" and any(node.gpus for node in nodes))
             share = place(nodes, given["replicas"], given["tp"], given["threads"], on_gpus=on_gpus)
+            settings["threads"] = share.threads
             plan = Plan(
                 replicas=given["replicas"],
                 share=share,
-                settings={_flag(name): value for name, value in (settings | {"threads": share.threads}).items()},
+                settings={SETTINGS[name].flag.lstrip("-"): value for name, value in settings.items()},
                 # Twice the maximum number of sequences, so that a request is ready whenever a sequence ends.
                 at_once=2 * given["max num seqs"],
                 slack=given["max num seqs"] // 4 + 1 if given["routing"] == "prefix" else None,
@@ -68,18 +69,9 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
         cluster.leave()
 
 
-def _flag(name: str) -> str:
-    from ..settings import SETTINGS
-
-    flag = SETTINGS[name].flag
-    assert flag is not None
-    return flag.lstrip("-")
-
-
 def _until_signal(undeploy: Any) -> int:
     """Wait for SIGTERM or Ctrl-C, then finish the running requests. A second signal ends the process at once. Return
-    the exit status.
-    """
+    the exit status."""
     asked = threading.Event()
     got = signal.SIGTERM
 

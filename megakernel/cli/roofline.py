@@ -6,19 +6,17 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .. import machine as machines
 from ..errors import MegakernelError, file_errors
+from ..isa import OperationFamily
+from ..roofline import PhasePart, StepRoofline, memory_fit, step_roofline
+from ..roofline.plot import Mark, Point, write_plot
+from ..roofline.program_step import RATE
 from . import output, roofline_ask
 from .host import hardware_of
-from .options import AddVerb, PaperModel, add_count, add_paper_model, add_setting, paper_model
-
-if TYPE_CHECKING:
-    from megakernel.scheduler.tasks import Tasks
-
-    from ..machine import Machine
-    from ..roofline import PhasePart, StepRoofline
-    from ..roofline.plot import Point
+from .options import AddVerb, add_count, add_setting, paper_model
 
 _CONTEXT = 128
 
@@ -29,9 +27,8 @@ def register(add: AddVerb) -> None:
         "show a step's least time on a machine and what limits it",
         "megakernel roofline --model random:llama-3.1-70b --machine h100x8 --tp 8 --tokens 1024 --plot roof.svg",
     )
-    for name in ("model", "machine", "tp", "o lowering", "residual", "norm"):
+    for name in ("model", "machine", "tp", "o lowering", "residual", "norm", "dtype", "weights"):
         add_setting(parser, name)
-    add_paper_model(parser)
     add_count(parser, "--tokens", 1, "rows of a step, one for each sequence", "B")
     add_count(parser, "--context", _CONTEXT, "KV tokens of each sequence", "C")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the roofline plot as .svg or .html")
@@ -48,12 +45,10 @@ def register(add: AddVerb) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from megakernel.scheduler import Options
+    from megakernel.scheduler.candidates import fastest
     from megakernel.scheduler.describe import lowering
     from megakernel.serving.engine.memory import weight_bytes
-
-    from .. import machine as machines
-    from ..roofline import memory_fit, step_roofline
-    from ..roofline.program_step import RATE
 
     if args.achieved and not args.plot:
         raise MegakernelError("--achieved needs --plot")
@@ -64,11 +59,18 @@ def run(args: argparse.Namespace) -> int:
         raise MegakernelError(f"{hardware.name} has {hardware.node.gpus} devices in a node: lower --tp")
     context = args.context
     machine = machines.load(args.machine)
-    model = paper_model(args, machine, context)
-    config, dtype = model.config, model.dtype
-    tasks = _tasks(args, model, machine, context)
+    config, dtype, bits = paper_model(args, machine, context)
+    options = Options(o=args.o_lowering, residual=args.residual, norm=args.norm)
+    rows = dict.fromkeys(("tokens", "logit_rows", "max_seqs"), args.tokens)
+    how = {"dtype": dtype, "max_context": context, "tp": args.tp, "options": options, "weight_bits": bits}
+    tasks = fastest(config, machine, **how, **rows)
     forward, ranks = tasks.forward, tasks.rank_dims
-    step = step_roofline(_parts(tasks), hardware, context)
+    parts = [
+        PhasePart(each.phase, each.columns, ranks[each.rank], runs)
+        for segment, runs in zip(tasks.segments, (1, tasks.dims.model.layers, 1), strict=True)
+        for each in segment
+    ]
+    step = step_roofline(parts, hardware, context)
     weights = max(weight_bytes(forward, dims.split, tied=config.tied) for dims in ranks)
     fit = memory_fit(ranks, weights, hardware.chip.hbm_bytes, args.tokens, context)
     facts = {
@@ -93,8 +95,6 @@ def run(args: argparse.Namespace) -> int:
         ],
     }
     if args.plot:
-        from ..roofline.plot import write_plot
-
         title = f"{args.model}, {_rows(args.tokens)} with a context of {context}, tp {args.tp}"
         points = [*_points(step), *(point for path in args.achieved for point in _achieved(path))]
         write_plot(args.plot, hardware, points, title, RATE[dtype])
@@ -106,41 +106,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tasks(args: argparse.Namespace, model: PaperModel, machine: Machine, context: int) -> Tasks:
-    """Return the instructions that the compiler would generate."""
-    from megakernel.scheduler import Options
-    from megakernel.scheduler.candidates import fastest
-
-    config, dtype, bits = model
-    options = Options(o=args.o_lowering, residual=args.residual, norm=args.norm)
-    rows = dict.fromkeys(("tokens", "logit_rows", "max_seqs"), args.tokens)
-    return fastest(
-        config, machine, dtype=dtype, **rows, max_context=context, tp=args.tp, options=options, weight_bits=bits
-    )
-
-
-def _parts(tasks: Tasks) -> list[PhasePart]:
-    from ..roofline import PhasePart
-
-    return [
-        PhasePart(each.phase, each.columns, tasks.rank_dims[each.rank], runs)
-        for segment, runs in zip(tasks.segments, (1, tasks.dims.model.layers, 1), strict=True)
-        for each in segment
-    ]
-
-
 def _bytes_per_weight(step: StepRoofline, rows: int) -> float:
     """Return the mean bytes per weight of all matmuls. Their number of weights is their FLOPs / (2 x rows)."""
-    from ..isa import OperationFamily
-
     matmuls = [c for c in step.instructions if c.matrix_flops and c.family is OperationFamily.MATMUL]
     return 2 * rows * sum(c.memory_bytes for c in matmuls) / sum(c.matrix_flops for c in matmuls)
 
 
 def _points(step: StepRoofline) -> list[Point]:
     """Return the highest possible FLOP rates of the step and of each phase that both reads memory and multiplies."""
-    from ..roofline.plot import Mark, Point
-
     out = []
     for c in step.instructions:
         if c.matrix_flops and c.memory_bytes:
@@ -152,8 +125,6 @@ def _points(step: StepRoofline) -> list[Point]:
 
 def _achieved(path: Path) -> list[Point]:
     """Return the decode and prefill rates in a benchmark's JSON."""
-    from ..roofline.plot import Mark, Point
-
     try:
         with file_errors(f"read {path}"):
             measured = json.loads(path.read_text())

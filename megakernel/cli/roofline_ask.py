@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import MegakernelError
+from ..roofline.ask import EXAMPLES, NEEDED, QUESTIONS, Input, Question
 from ..settings import above_zero, positive
 from . import output
 from .host import hardware_of
-
-if TYPE_CHECKING:
-    from ..roofline.ask import Input, Question
 
 _MACHINE = "h100"
 _amount = above_zero("a number above 0, up to 1e30", 1e30)
@@ -19,7 +17,7 @@ _UNITS = ("flops_per_s", "bytes_per_s", "per_s", "bytes", "hz", "s")
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Register `megakernel roofline ask`. The questions are imported only when one is asked."""
+    """Register `megakernel roofline ask`. The flags of a question are read only when it is asked."""
     what = "answer a question about chips, collectives or parallelism; alone, list the questions"
     verbs = parser.add_subparsers(metavar="ask", prog="megakernel roofline")
     ask = verbs.add_parser("ask", help=what, description=what[0].upper() + what[1:] + ".", add_help=False)
@@ -29,8 +27,6 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..roofline.ask import EXAMPLES, QUESTIONS
-
     words = args.words
     if words and words[0].isascii() and words[0].isdigit():
         words = _example(words)
@@ -60,8 +56,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _example(words: list[str]) -> list[str]:
     """Replace the number of a question of the book *How to Scale Your Model* by the question that answers it."""
-    from ..roofline.ask import EXAMPLES
-
     number, *more = int(words[0][:3]), *words[1:]
     if number not in EXAMPLES or set(more) - {"--json"}:
         raise MegakernelError(
@@ -73,8 +67,6 @@ def _example(words: list[str]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from ..roofline.ask import QUESTIONS
-
     numbered = "Instead of QUESTION, give a number to ask the question of the book with that number."
     top = argparse.ArgumentParser(prog="megakernel roofline ask", epilog=numbered)
     _add_json(top, False)
@@ -93,8 +85,6 @@ def _add_json(parser: argparse.ArgumentParser, default: Any) -> None:
 
 
 def _add_input(parser: argparse.ArgumentParser, one: Input) -> None:
-    from ..roofline.ask import NEEDED
-
     flag = "--" + one.name.replace("_", "-")
     if one.kind == "flag":
         parser.add_argument(flag, action="store_true", help=one.what)
@@ -122,8 +112,6 @@ def _about(question: Question) -> dict[str, Any]:
 
 
 def _list() -> None:
-    from ..roofline.ask import EXAMPLES, QUESTIONS
-
     table = output.table("phase", "why", "layout")
     for column, name in zip(table.columns, ("question", "what", "numbers of the book"), strict=True):
         column.header = name

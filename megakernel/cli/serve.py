@@ -35,7 +35,6 @@ def register(add: AddVerb) -> None:
     parser = add("serve", "answer OpenAI API requests over HTTP", "megakernel serve --model smollm2-135m --port 8000")
     for name in _SETTINGS:
         setting = SETTINGS[name]
-        assert setting.flag is not None
         env = f"; {setting.env}" if setting.env else ""
         parser.add_argument(
             setting.flag,
@@ -78,7 +77,7 @@ def _flags(path: Path) -> list[str]:
         raise MegakernelError(f"{path} is not YAML: {e}") from e
     if not isinstance(content, dict):
         raise MegakernelError(f"{path} must contain flags and their values, such as `port: 8000`")
-    known = {flag.lstrip("-") for name in _SETTINGS if (flag := SETTINGS[name].flag)}
+    known = {SETTINGS[name].flag.lstrip("-") for name in _SETTINGS}
     line: list[str] = []
     for key, value in content.items():
         name = str(key).replace("_", "-")

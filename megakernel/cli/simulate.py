@@ -5,21 +5,21 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, replace
 from time import perf_counter
-from typing import TYPE_CHECKING
 
+from .. import machine as machines
 from ..errors import MegakernelError
+from ..isa import Dims, StepTable
+from ..machine import HOST, Machine
+from ..program import Program, load_program
+from ..roofline import memory_fit
+from ..roofline.fit import Fit
+from ..runtime import Chunk, SampleRow, build_step
 from ..settings import SETTINGS
 from . import output
 from .host import host_machine
 from .options import AddVerb, add_count
 from .programs import add_machine, add_source, compile_for
 from .timeline import add_files, write_files
-
-if TYPE_CHECKING:
-    from ..isa import Dims, StepTable
-    from ..machine import Machine
-    from ..program import Program
-    from ..roofline.fit import Fit
 
 _CONTEXT = 128
 
@@ -49,13 +49,8 @@ def register(add: AddVerb) -> None:
 
 
 def decode_step(dims: Dims, tokens: int, context: int) -> StepTable:
-    """Return a step of `tokens` rows, spread over as many sequences as the program allows.
-
-    Each sequence has `context` KV tokens afterwards. The program's number of logit rows limits how many sequences get
-    logits.
-    """
-    from ..runtime import Chunk, SampleRow, build_step
-
+    """Return a step of `tokens` rows, spread over as many sequences as the program allows. Each sequence has `context`
+    KV tokens afterwards. The program's number of logit rows limits how many sequences get logits."""
     pages = range(-(-context // dims.bucket.kv_page))
     sampled = [SampleRow(0, prompt_length=context)]
     many = min(tokens, dims.bucket.max_seqs)
@@ -88,8 +83,7 @@ def run(args: argparse.Namespace) -> int:
         done = simulate(program, machine, table, costs=costs, trace=True)
     seconds = perf_counter() - begin
     trace = done.trace
-    if trace is None:
-        raise AssertionError("simulate returned no trace")
+    assert trace is not None
     with output.busy("adding up"):
         step = resolve(program, trace, machine)
         summary = summarise(step)
@@ -108,10 +102,7 @@ def run(args: argparse.Namespace) -> int:
             + (f", {program.ranks} ranks" if program.ranks > 1 else ""),
         ),
         ("step", f"{tokens} tokens of {sequences} sequences, {each}{context} KV tokens afterwards"),
-        (
-            "predicted",
-            f"{done.step_s * 1e3:.3f} ms, the launch included, {done.tokens_per_s:,.0f} tokens/s",
-        ),
+        ("predicted", f"{done.step_s * 1e3:.3f} ms, the launch included, {done.tokens_per_s:,.0f} tokens/s"),
         (
             "moved",
             f"{output.bytes_text(done.memory_bytes)} between memory and cache, including repeated loads and"
@@ -126,44 +117,30 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
-    """Return the program, the machine with the program's number of workers, and whether embeddings are tied.
-
-    A program file does not say whether embeddings are tied; the result is then True.
-
-    """
-    from .. import machine as machines
-    from ..program import load_program
-
+    """Return the program, the machine with the program's number of workers, and whether embeddings are tied. A program
+    file does not say whether embeddings are tied; the result is then True."""
     if args.file:
         if args.weights != SETTINGS["weights"].default:
             raise MegakernelError(
                 f"{args.file} is already compiled for one type of weights: leave --weights out, or give "
                 "--model instead of FILE"
             )
-        program = load_program(args.file)
+        program, tied = load_program(args.file), True
         workers = args.workers or program.processors
         _check_size(args.machine, workers, program.ranks)
-        return program, _measured(machines.load(args.machine, workers), program.ranks), True
-    _check_size(args.machine, args.workers or 1, args.tp)
-    tokens = args.tokens or 1
-    args.context = args.context or _CONTEXT
-    with output.busy("compiling"):
-        compiled = compile_for(args, tokens=tokens, logit_rows=tokens, max_seqs=tokens)
-    program, machine = compiled.program, compiled.machine
-    return program, _measured(replace(machine, workers=program.processors), program.ranks), compiled.config.tied
-
-
-def _measured(machine: Machine, ranks: int) -> Machine:
-    """Return `machine`, with measured rates if it is this machine."""
-    from ..machine import HOST
-
-    return host_machine(machine.workers, ranks) if machine.name == HOST else machine
+        machine = machines.load(args.machine, workers)
+    else:
+        _check_size(args.machine, args.workers or 1, args.tp)
+        tokens = args.tokens or 1
+        args.context = args.context or _CONTEXT
+        with output.busy("compiling"):
+            program, config, machine = compile_for(args, tokens=tokens, logit_rows=tokens, max_seqs=tokens)
+        machine, tied = replace(machine, workers=program.processors), config.tied
+    return program, host_machine(machine.workers, program.ranks) if machine.name == HOST else machine, tied
 
 
 def _check_size(name: str, workers: int, ranks: int) -> None:
     """Raise MegakernelError if the machine has fewer workers or devices than the program needs."""
-    from .. import machine as machines
-
     hardware = machines.hardware(name)
     if workers > hardware.chip.sms:
         raise MegakernelError(f"{name} has {hardware.chip.sms} workers per rank, not {workers}: lower --workers")
@@ -174,8 +151,6 @@ def _check_size(name: str, workers: int, ranks: int) -> None:
 def _fit(program: Program, machine: Machine, tied: bool, sequences: int, context: int) -> Fit:
     """Return the memory that the step needs on each rank, and print a warning if a rank has less."""
     from megakernel.serving.engine.memory import weight_bytes
-
-    from ..roofline import memory_fit
 
     ranks = [program.rank_dims(rank) for rank in range(program.ranks)]
     weights = max(weight_bytes(program.forward, dims.split, tied=tied) for dims in ranks)

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import MegakernelError
+from ..machine import MACHINES, Machine
+from ..program import Program, load_program
+from ..trace import Trace
 from . import output
 from .host import host_machine, measured_ceilings
 from .options import AddVerb, add_count, add_model_run, open_llm, prompt_ids
 
 if TYPE_CHECKING:
-    from ..machine import Machine
-    from ..program import Program
     from ..timeline.compare import Comparison
     from ..timeline.resolve import Resolved
     from ..timeline.summary import Summary
-    from ..trace import Trace
 
 
 def register(add: AddVerb) -> None:
@@ -73,18 +73,7 @@ def write_files(
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..machine import MACHINES
-    from ..program import load_program
-    from ..timeline import (
-        compare,
-        compare_launches,
-        render,
-        render_comparison,
-        render_launches,
-        resolve,
-        summarise,
-    )
-    from ..trace import Trace
+    from ..timeline import compare, compare_launches, render, render_comparison, render_launches, resolve, summarise
 
     machine = None
     if args.program is None:
@@ -127,10 +116,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _traced(args: argparse.Namespace) -> tuple[Program, list[Trace], Machine]:
-    """Return a program, its traces, and the machine as one rank sees it, with the rank's share of the rates.
-
-    The traces are those of the last step of a prompt, or of decode steps that ran the same program.
-    """
+    """Return a program, its traces, and the machine as one rank sees it, with the rank's share of the rates. The traces
+    are those of the last step of a prompt, or of decode steps that ran the same program."""
     from megakernel.serving.bench.ceilings import share_of
 
     with open_llm(args, max_seqs=1) as llm:

@@ -20,13 +20,12 @@ _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class ChatTemplate:
-    """A chat template. A separate process, which starts at the first rendering and ends with this
-    object, compiles and renders the template.
+    """A chat template. A separate process, which starts at the first rendering and ends with this object, compiles and
+    renders the template.
 
-    Jinja's sandbox keeps a template away from files and from Python's internal objects, but does
-    not prevent endless loops or huge numbers. Compiling a template is dangerous too, because Jinja
-    evaluates constants while it compiles. So the server's process only checks the template's
-    syntax.
+    Jinja's sandbox keeps a template away from files and from Python's internal objects, but does not prevent endless
+    loops or huge numbers. Compiling a template is dangerous too, because Jinja evaluates constants while it compiles.
+    So the server's process only checks the template's syntax.
     """
 
     def __init__(self, source: str, origin: str) -> None:
@@ -41,9 +40,7 @@ class ChatTemplate:
             raise self._error("broken", str(e)) from e
 
     def render(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
-        """Return the text of the prompt, which ends where the assistant's answer begins. `values` are
-        template variables, which are added to the default variables or replace them.
-        """
+        """The prompt's text up to the assistant's answer. `values` replace the default variables or add to them."""
         values = {"messages": list(messages), "add_generation_prompt": True, "tools": None, **values}
         try:
             kind, text = self._process.ask(values)

@@ -29,9 +29,7 @@ class StoredRows(NamedTuple):
 
 
 class WeightRows(NamedTuple):
-    """Rows of one type: an array of bytes [rows, bytes of a row], in the type's own layout. A row of a
-    vector is one element.
-    """
+    """Rows of one type: bytes [rows, bytes of a row] in the type's own layout. A row of a vector is one element."""
 
     dtype: Dtype
     data: NDArray[np.uint8]
@@ -44,16 +42,12 @@ def vector(values: NDArray[np.float32]) -> WeightRows:
 
 @dataclass(frozen=True)
 class Storage:
-    """The types in which the rows of a weight buffer are stored: a list of parts for each layer, or
-    one list if the buffer is not layered.
-    """
+    """The types in which a weight buffer is stored: parts for each layer, or one list if the buffer is not layered."""
 
     layers: tuple[tuple[StoredRows, ...], ...]
 
     def bits(self, inner: int) -> float:
-        """The mean number of bits per weight over all rows, if a row has `inner` weights. The
-        padding of each row's last block counts too.
-        """
+        """The mean bits per weight, if a row has `inner` weights. The padding of a row's last block counts too."""
         parts = [part for layer in self.layers for part in layer]
         size = sum(part.rows * part.dtype.row_bytes(inner) for part in parts)
         return 8 * size / (inner * sum(part.rows for part in parts))
@@ -62,9 +56,8 @@ class Storage:
 class Checkpoint(Protocol):
     """The weights of one model.
 
-    `dtype` is the type in which its matrices are stored, or the nearest type in which backends
-    compute. `storage` lists the matrices that a backend may keep in memory in the types of the
-    file.
+    `dtype` is the type in which its matrices are stored, or the nearest type in which backends compute. `storage` lists
+    the matrices that a backend may keep in memory in the types of the file.
     """
 
     name: str
@@ -73,13 +66,13 @@ class Checkpoint(Protocol):
     storage: dict[Buffer, Storage]
 
     def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
-        """The rows of a weight buffer (of one layer if layered) that rank `split.rank` has, in the
-        order that `megakernel.isa.buffers` gives, one matrix after another.
+        """The rows of a weight buffer (of one layer if layered) that rank `split.rank` has, in the order that
+        `megakernel.isa.buffers` gives, one matrix after another.
 
-        A matrix in `storage` has the types listed there, any other matrix has the type
-        `split.dtype`, and vectors are float32. The rows of q and k are in the interleaved RoPE order.
-        The arrays may be read-only views of a file. `families.weights` must list the buffer. Raises
-        MegakernelError if the file is damaged, or a rank's columns begin inside a quantised block.
+        A matrix in `storage` has the types listed there, any other matrix has the type `split.dtype`, and vectors are
+        float32. The rows of q and k are in the interleaved RoPE order. The arrays may be read-only views of a file.
+        `families.weights` must list the buffer. Raises MegakernelError if the file is damaged, or a rank's columns
+        begin inside a quantised block.
         """
 
 
@@ -145,9 +138,7 @@ def cut_columns(part: WeightRows, buffer: Buffer, split: Split) -> WeightRows:
 
 
 def column_bytes(dtype: Dtype, buffer: Buffer, split: Split) -> slice:
-    """The bytes of a row in the type `dtype` that rank `split.rank` has. Raises MegakernelError if they begin inside
-    a quantised block.
-    """
+    """The bytes of a row in the type `dtype` that a rank has. Raises MegakernelError if they begin inside a block."""
     _, first, count = column_share(buffer, split)
     if count and dtype.quantised and first % BLOCKS[dtype].weights:
         raise MegakernelError(
@@ -159,9 +150,7 @@ def column_bytes(dtype: Dtype, buffer: Buffer, split: Split) -> slice:
 
 
 def rows_of(checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
-    """`checkpoint.rows`, and a check that these are the rows of a model with the sizes `split`.
-    Raises MegakernelError.
-    """
+    """`checkpoint.rows`, checked to be rows of a model with the sizes `split`. Raises MegakernelError."""
     rows = checkpoint.rows(buffer, layer, split)
     count, inner = sum(share.size for share in row_shares(buffer, split)), column_share(buffer, split).size
     if sum(len(data) for _, data in rows) != count or any(d.shape[1] != t.row_bytes(inner) for t, d in rows):
@@ -175,18 +164,14 @@ def rows_of(checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Split) ->
 def array_of(
     checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Split, dtype: Dtype | None = None
 ) -> NDArray[np.generic]:
-    """The rows of rank `split.rank` as a new array [rows, columns] of the float type `dtype`, which is
-    by default the type that BUFFERS declares.
-    """
+    """A rank's rows as a new array [rows, columns] of the float type `dtype`, by default the type in BUFFERS."""
     rows = rows_of(checkpoint, buffer, layer, split)
     shape = sum(len(part.data) for part in rows), column_share(buffer, split).size
     return floats(rows, shape, BUFFERS[buffer].resolve_dtype(split.model) if dtype is None else dtype)
 
 
 def floats(parts: Iterable[WeightRows], shape: tuple[int, int], dtype: Dtype) -> NDArray[np.generic]:
-    """The values of rows of any type as a new array [rows, columns] of the float type `dtype`. Few rows
-    are converted at a time.
-    """
+    """The values of rows of any type as a new array [rows, columns] of the float type `dtype`."""
     out = np.empty(shape, dtype.numpy)
     if not out.size:
         return out

@@ -32,9 +32,7 @@ from .rope import inverse_frequencies
 
 
 class TensorFile(Protocol):
-    """A file, or several, with named tensors that are read by rows. A row is the part of a tensor
-    at one index of the first axis.
-    """
+    """A file, or several, with named tensors. A row is the part of a tensor at one index of the first axis."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
@@ -46,19 +44,16 @@ class TensorFile(Protocol):
         """The type of the elements that `rows` returns."""
 
     def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
-        """Return rows [start, end) of a tensor as a 2-D array, in which a vector is one column.
-        bfloat16 values are returned as uint16, and quantised blocks as bytes.
-        """
+        """Rows [start, end) as a 2-D array. A vector is one column, bfloat16 is uint16, quantised blocks are bytes."""
 
 
 @dataclass(frozen=True)
 class Naming:
     """The names of the tensors of each buffer in a file format, in the order of the buffer's rows. `{}` is the layer.
 
-    `halved` says how many of a buffer's tensors, counted from the first, have the rows of a RoPE
-    pair half a head apart. In all other tensors these rows are adjacent. With `biases_optional`, a
-    bias that is absent counts as zero. Tensors whose names end with one of `ignored` are not read,
-    because they only repeat what the config says.
+    `halved` says how many of a buffer's tensors, counted from the first, have the rows of a RoPE pair half a head
+    apart. In all other tensors these rows are adjacent. With `biases_optional`, a bias that is absent counts as zero.
+    Tensors whose names end with one of `ignored` are not read, because they only repeat what the config says.
     """
 
     parts: Mapping[Buffer, tuple[str, ...]]
@@ -71,9 +66,7 @@ class Naming:
 
 
 class FileCheckpoint:
-    """A Checkpoint that reads from a TensorFile. The constructor checks every name and shape, but
-    reads no weights.
-    """
+    """A Checkpoint that reads from a TensorFile. The constructor checks every name and shape, but reads no weights."""
 
     def __init__(self, name: str, config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
         self.name = name
@@ -101,20 +94,19 @@ class FileCheckpoint:
             else:  # the bias is absent, which _check has accepted
                 part = vector(np.zeros(share.size, np.float32))
             halved = index < self._naming.halved.get(buffer, 0)
-            out.append(WeightRows(part.dtype, _interleave(part.data, self.config.head_dim)) if halved else part)
+            out.append(WeightRows(part.dtype, _interleave(part.data, 2, self.config.head_dim // 2)) if halved else part)
         return out
 
     def _layout(self, buffer: Buffer) -> Storage:
         """The type and the number of rows of each tensor that the buffer consists of."""
-        layers = range(self.config.layers if BUFFERS[buffer].layered else 1)
-        dtype, shapes = self._tensors.dtype, self._tensors.shapes
-        names = (self._naming.names(buffer, layer) for layer in layers)
+        dtype, shapes, layers = self._tensors.dtype, self._tensors.shapes, self.config.layers
+        names = (self._naming.names(buffer, layer) for layer in range(layers if BUFFERS[buffer].layered else 1))
         return Storage(tuple(tuple(StoredRows(dtype(name), shapes[name][0]) for name in layer) for layer in names))
 
     def _read(self, name: str, share: Share, buffer: Buffer, split: Split, dtype: Dtype | None) -> WeightRows:
-        """A rank's part of a tensor in the float type `dtype`, or as a view of the file if this is the tensor's type
-        or None. NaN and infinity are refused: one such weight would make every token meaningless, and a later error
-        could not name the weight.
+        """A rank's part of a tensor in the float type `dtype`, or as a view of the file if this is the tensor's type or
+        None. NaN and infinity are refused: one such weight would make every token meaningless, and a later error could
+        not name the weight.
         """
         kind, end = self._tensors.dtype(name), share.first + share.size
 
@@ -134,24 +126,17 @@ class FileCheckpoint:
         return WeightRows(dtype, floats(parts, (share.size, column.size), dtype).view(np.uint8))
 
 
-def _interleave(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
-    """Reorder the rows of each head from Hugging Face's order, so that RoPE pairs are adjacent: row
-    i becomes row 2i, and row i + head_dim/2 becomes row 2i + 1.
+def _interleave(rows: NDArray[Any], first: int, second: int) -> NDArray[Any]:
+    """Reorder the first * second rows of each head: row i * second + j becomes row j * first + i.
+
+    With (2, head_dim / 2), rows in Hugging Face's order become adjacent RoPE pairs. (head_dim / 2, 2) is the inverse.
     """
-    heads = rows.reshape(-1, 2, head_dim // 2, rows.shape[1])
-    return np.ascontiguousarray(heads.transpose(0, 2, 1, 3)).reshape(rows.shape)
-
-
-def _halve(rows: NDArray[np.generic], head_dim: int) -> NDArray[np.generic]:
-    """The inverse of `_interleave`."""
-    heads = rows.reshape(-1, head_dim // 2, 2, rows.shape[1])
-    return np.ascontiguousarray(heads.transpose(0, 2, 1, 3)).reshape(rows.shape)
+    heads = rows.reshape(-1, first, second, rows.shape[1])
+    return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
 
 
 def tensors_of(checkpoint: Checkpoint, naming: Naming, dtype: Dtype) -> Iterator[tuple[str, NDArray[np.generic]]]:
-    """Yield the tensors of `expected_shapes`, in order, as a file with this naming stores them.
-    bfloat16 values are uint16.
-    """
+    """Yield the tensors of `expected_shapes`, in order, as a file with this naming stores them: bfloat16 as uint16."""
     split, head_dim = Split(checkpoint.config.sizes(dtype)), checkpoint.config.head_dim
     shapes = expected_shapes(checkpoint.config, naming)
     for buffer in _expected_buffers(checkpoint.config):
@@ -160,7 +145,7 @@ def tensors_of(checkpoint: Checkpoint, naming: Naming, dtype: Dtype) -> Iterator
             for index, name in enumerate(naming.names(buffer, layer)):
                 part, left = np.split(left, [shapes[name][0]])
                 halved = index < naming.halved.get(buffer, 0)
-                yield name, (_halve(part, head_dim) if halved else part).reshape(shapes[name])
+                yield name, (_interleave(part, head_dim // 2, 2) if halved else part).reshape(shapes[name])
 
 
 def expected_shapes(config: ModelConfig, naming: Naming) -> dict[str, tuple[int, ...]]:
@@ -176,15 +161,12 @@ def expected_shapes(config: ModelConfig, naming: Naming) -> dict[str, tuple[int,
 
 
 def _expected_buffers(config: ModelConfig) -> list[Buffer]:
-    """The buffers that a file must have."""
     without = {Buffer.INV_FREQ} | ({Buffer.LM_HEAD} if config.tied else set())
     return [b for b in weights(config) if b not in without]
 
 
 def _check(config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
-    """Check that every tensor which the config requires is present with the right shape, and that
-    there are no others.
-    """
+    """Check that the file has every tensor that the config requires, in the right shape, and no others."""
     expected = expected_shapes(config, naming)
     biases = [p.bias for p in forward(config) if p.bias is not None]
     optional = {
@@ -193,10 +175,10 @@ def _check(config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
         for layer in range(config.layers)
         for name in naming.names(buffer, layer)
     }
-    missing = [name for name in expected if name not in tensors.shapes and name not in optional]
-    if missing:
+    if missing := [name for name in expected if name not in tensors.shapes and name not in optional]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise MegakernelError(f"{_any_file(tensors)} has no tensor {missing[0]}{more}, which the config asks for")
+        file = next(map(tensors.where, tensors.shapes), "the checkpoint")
+        raise MegakernelError(f"{file} has no tensor {missing[0]}{more}, which the config asks for")
     for name, shape in expected.items():
         found = tensors.shapes.get(name, shape)
         if found != shape:
@@ -208,11 +190,6 @@ def _check(config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
             raise MegakernelError(
                 f"tensor {name} in {tensors.where(name)} belongs to no part of the model that the config describes"
             )
-
-
-def _any_file(tensors: TensorFile) -> Path:
-    name = next(iter(tensors.shapes), None)
-    return Path("the checkpoint") if name is None else tensors.where(name)
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:

@@ -10,13 +10,12 @@ from tokenizers.models import BPE
 
 from ..errors import MegakernelError
 from .chat_template import ChatTemplate
-from .gguf_file import GgufFile
+from .gguf_checkpoint import GgufFile
 from .limits import MOST_TOKEN_CHARACTERS
 from .tokenizer import Tokenizer
 
-# The published rules that split a text into pieces before BPE. Qwen2's rule is Llama 3's, except
-# that each digit is a piece. Tekken, Mistral's rule, also splits between a lower-case and an
-# upper-case letter.
+# The published rules that split a text into pieces before BPE. Qwen2's rule is Llama 3's, except that each digit is a
+# piece. Tekken, Mistral's rule, also splits between a lower-case and an upper-case letter.
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -39,9 +38,7 @@ _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # the numbers that GGML gives to typ
 
 def open_gguf_tokenizer(file: GgufFile, eos_ids: tuple[int, ...]) -> Tokenizer:
     """Open the tokenizer of a GGUF file: byte-level BPE ("gpt2") with the splitting rule that `tokenizer.ggml.pre`
-    names, or SentencePiece ("llama").
-
-    Any other tokenizer or splitting rule is refused by name. Raises MegakernelError.
+    names, or SentencePiece ("llama"). Any other tokenizer or rule is refused by name. Raises MegakernelError.
     """
 
     def get(key: str, default: Any = None) -> Any:
@@ -64,13 +61,8 @@ def open_gguf_tokenizer(file: GgufFile, eos_ids: tuple[int, ...]) -> Tokenizer:
             f"{file.path}: tokenizer {model!r} is not supported, only 'gpt2' and 'llama': give token ids instead"
         )
     for kind, add in ((_CONTROL, backend.add_special_tokens), (_USER_DEFINED, backend.add_tokens)):
-        add(
-            [
-                AddedToken(tokens[i], normalized=False, special=kind == _CONTROL)
-                for i, t in enumerate(types)
-                if t == kind
-            ]
-        )
+        names = [token for token, own in zip(tokens, types, strict=False) if own == kind]
+        add([AddedToken(name, normalized=False, special=kind == _CONTROL) for name in names])
 
     named = {n: get(f"{n}_token_id") for n in ("bos", "eos")}
     if any(isinstance(i, int) and not 0 <= i < len(tokens) for i in named.values()):
@@ -80,25 +72,18 @@ def open_gguf_tokenizer(file: GgufFile, eos_ids: tuple[int, ...]) -> Tokenizer:
     bos = special.get("bos_token") if get("add_bos_token", model == "llama" or pre in _WHOLE_PIECES) else None
     eos = special.get("eos_token") if get("add_eos_token", False) else None
     if bos or eos:
-        template = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
+        parts = [part for part in (bos, "$A", eos) if part]
         ids = [(token, tokens.index(token)) for token in (bos, eos) if token]
-        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+        backend.post_processor = processors.TemplateProcessing(single=parts, special_tokens=ids)
     chat = file.metadata.get("tokenizer.chat_template")
-    return Tokenizer(
-        backend,
-        eos_ids=eos_ids,
-        template=ChatTemplate(chat, str(file.path)) if isinstance(chat, str) else None,
-        special=special,
-    )
+    template = ChatTemplate(chat, str(file.path)) if isinstance(chat, str) else None
+    return Tokenizer(backend, eos_ids=eos_ids, template=template, special=special)
 
 
 def _byte_level(file: GgufFile, tokens: list[str], merges: Any, pre: Any) -> Backend:
     if not _strings(merges):
         raise MegakernelError(f"{file.path}: the tokenizer's merges are missing or not strings")
-    pairs = []
-    for merge in merges:
-        left, _, right = merge.partition(" ")
-        pairs.append((left, right))
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     backend = _bpe(file, tokens, pairs, ignore_merges=pre in _WHOLE_PIECES)
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()  # as in the tokenizer.json of Qwen2
@@ -108,29 +93,20 @@ def _byte_level(file: GgufFile, tokens: list[str], merges: Any, pre: Any) -> Bac
 
 
 def _splitter(file: GgufFile, pre: Any) -> pre_tokenizers.PreTokenizer:
-    if pre == "smollm":
-        # First make each digit a piece, then apply GPT-2's rule. The vocabulary was trained like
-        # this, so it has no merges that contain several digits.
-        return pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pre == "gpt-2":
-        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+        return gpt2
+    if pre == "smollm":  # its vocabulary was trained with each digit as a piece
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
     if pre in _SPLITS:
-        return pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(_SPLITS[pre]), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
+        gpt2.use_regex = False
+        return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_SPLITS[pre]), behavior="isolated"), gpt2])
     known = ", ".join(("smollm", "gpt-2", *_SPLITS))
     raise MegakernelError(f"{file.path}: pre-tokeniser {pre!r} is not supported, only {known}: give token ids instead")
 
 
 def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int], scores: Any, space_prefix: bool) -> Backend:
-    """Return a SentencePiece BPE tokenizer. SentencePiece makes the merge whose resulting token has the best score, so
-    the merges are ordered by these scores.
-    """
+    """A SentencePiece BPE tokenizer, which first makes the merge whose resulting token has the best score."""
     if not (isinstance(scores, list) and len(scores) == len(tokens) == len(types)) or _strings(scores):
         raise MegakernelError(f"{file.path}: the tokenizer's scores or token types are missing")
     known = set(tokens)

@@ -23,27 +23,24 @@ from .rope import inverse_frequencies
 
 
 def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path | None = None) -> None:
-    """Write a checkpoint as a GGUF file, with matrices in the type `kind`, quantised as with
-    `--weights`, and vectors in float32.
+    """Write a checkpoint as a GGUF file, with matrices in the type `kind`, quantised as with `--weights`, and vectors
+    in float32.
 
-    `tokenizer` is a GGUF file whose tokenizer is copied. Without it, the new file has no tokenizer
-    and works with token ids only. Raises MegakernelError.
+    `tokenizer` is a GGUF file whose tokenizer is copied. Without it, the new file has no tokenizer and works with token
+    ids only. Raises MegakernelError.
     """
-    stored = Type[kind.name]
-    compute = Dtype.BF16 if kind is Dtype.BF16 else Dtype.F32
     config = checkpoint.config
-    family = FAMILIES[config.family]
-    naming = gguf_naming(config)
-    # llama.cpp refuses a file with tensors that the file's architecture does not have. The
-    # architecture "llama" also has the tensors of Mistral models, so their files name it too.
+    family, naming = FAMILIES[config.family], gguf_naming(config)
+    # llama.cpp refuses a file with tensors that the file's architecture does not have. The architecture "llama" also
+    # has the tensors of Mistral models, so their files name it too.
     writer = gguf.GGUFWriter(path, "llama" if family.interleaved else family.gguf[0])
     _add_config(writer, config)
-    _add_tokenizer(writer, config.vocab, tokenizer)
+    _add_tokenizer(writer, tokenizer)
     factors = _rope_factors(config)
     if factors is not None:
         writer.add_tensor_info(ROPE_FREQS, factors.shape, factors.dtype, factors.nbytes, Type.F32)
     for name, shape in expected_shapes(config, naming).items():
-        tensor_type = stored if len(shape) == 2 else Type.F32
+        tensor_type = Type[kind.name] if len(shape) == 2 else Type.F32
         writer.add_tensor_info(name, shape, np.dtype(np.float32), _bytes(shape, tensor_type), tensor_type)
     with whole_file(path, f"GGUF file {path}") as part:
         writer.write_header_to_file(part)
@@ -51,12 +48,9 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path 
         writer.write_ti_data_to_file()
         if factors is not None:
             writer.write_tensor_data(factors)
-        for _, tensor in tensors_of(checkpoint, naming, compute):
-            if tensor.ndim == 1:
-                writer.write_tensor_data(to_f32(tensor))
-            else:
-                values = to_f32(tensor)
-                writer.write_tensor_data(quantise(values, kind) if kind.quantised else from_f32(values, kind))
+        for _, tensor in tensors_of(checkpoint, naming, Dtype.BF16 if kind is Dtype.BF16 else Dtype.F32):
+            values, own = to_f32(tensor), kind if tensor.ndim == 2 else Dtype.F32
+            writer.write_tensor_data(quantise(values, own) if own.quantised else from_f32(values, own))
         writer.close()
 
 
@@ -78,7 +72,7 @@ def _add_config(writer: Any, config: ModelConfig) -> None:
         writer.add_rope_scaling_factor(config.rope.factor)
 
 
-def _add_tokenizer(writer: Any, vocab: int, source: Path | None) -> None:
+def _add_tokenizer(writer: Any, source: Path | None) -> None:
     if source is None:
         writer.add_tokenizer_model("no_vocab")
         return
@@ -89,9 +83,7 @@ def _add_tokenizer(writer: Any, vocab: int, source: Path | None) -> None:
 
 
 def _rope_factors(config: ModelConfig) -> NDArray[np.float32] | None:
-    """Return the divisor of each RoPE pair's frequency, or None if the frequencies are not scaled or
-    all scaled by the same number.
-    """
+    """The divisor of each RoPE pair's frequency; None if they are not scaled, or all by the same number."""
     if config.rope.kind not in (RopeKind.LLAMA3, RopeKind.FACTORS):
         return None
     unscaled = inverse_frequencies(Rope(config.rope.theta), config.head_dim)

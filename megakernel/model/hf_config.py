@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import MegakernelError
-from .config import ModelConfig, Rope, RopeKind
+from .config import Keys, ModelConfig, Rope, RopeKind, short
 from .families import FAMILIES, Family
 from .limits import MOST_JSON_BYTES, check_config
 
@@ -20,8 +20,8 @@ _READ = {
     "tie_word_embeddings", "vocab_size",
 }  # fmt: skip
 
-# Keys that are known not to change the forward pass: keys for bookkeeping or for training, and
-# defaults of text generation.
+# Keys that are known not to change the forward pass: keys for bookkeeping or for training, and defaults of text
+# generation.
 _HARMLESS = {
     "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "attention_dropout", "attn_implementation",
     "chunk_size_feed_forward", "dtype", "embd_pdrop", "finetuning_task", "hidden_dropout", "id2label",
@@ -39,15 +39,13 @@ _ROPE_KEYS = {
 
 
 def read_hf_config(folder: Path) -> ModelConfig:
-    """Read `folder/config.json`, and add the end-of-text ids of `generation_config.json` if that
-    file exists.
+    """Read `folder/config.json`, and add the end-of-text ids of `generation_config.json` if that file exists.
 
     A key that is neither read nor known to be harmless is refused by name, unless its value is null or false, because
     it may change the result. Raises MegakernelError.
     """
     path = folder / "config.json"
-    raw = read_json(path)
-    config = parse_hf_config(raw, str(path))
+    config = parse_hf_config(read_json(path), str(path))
     extra = folder / "generation_config.json"
     if not extra.exists():
         return config
@@ -81,7 +79,7 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
     family = _family(raw, source)
     for key in sorted(set(raw) - _READ - _HARMLESS - family.keys):
         if raw[key] is not None and raw[key] is not False:
-            raise refuse(f"{key} = {_short(raw[key])} is not supported and may change the result")
+            raise refuse(f"{key} = {short(raw[key])} is not supported and may change the result")
     keys = Keys(raw, source)
     for key, wanted in (("hidden_act", "silu"), ("pretraining_tp", 1), ("partial_rotary_factor", 1)):
         keys.only(key, wanted)
@@ -119,57 +117,9 @@ def _family(raw: dict[str, Any], source: str) -> Family:
             return family
     known = ", ".join(f"{family.architecture} ({family.name})" for family in FAMILIES.values())
     raise MegakernelError(
-        f"{source}: architectures = {_short(architectures)} with model_type = {_short(model_type)} is not supported; "
+        f"{source}: architectures = {short(architectures)} with model_type = {short(model_type)} is not supported; "
         f"supported architectures: {known}"
     )
-
-
-@dataclass(frozen=True)
-class Keys:
-    """The keys of a configuration file; implements `families.family.Reader`. Every method raises a MegakernelError that
-    names the file and the key.
-    """
-
-    raw: dict[str, Any]
-    source: str
-    prefix: str = ""  # of every key that the methods name
-
-    def count(self, key: str, default: int | None = None) -> int:
-        value = self.raw.get(self.prefix + key)
-        if value is None and default is not None:
-            return default
-        if value is None:
-            raise MegakernelError(f"{self.source}: {self.prefix}{key} is missing")
-        if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 1 << 63:
-            raise MegakernelError(f"{self.source}: {self.prefix}{key} is {_short(value)}, not a whole number")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.raw.get(self.prefix + key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
-            raise MegakernelError(f"{self.source}: {self.prefix}{key} is {_short(value)}, not a finite number")
-        return float(value)
-
-    def ids(self, key: str) -> tuple[int, ...]:
-        """The token ids of a key whose value is one id, a list of ids or null."""
-        value = self.raw.get(self.prefix + key)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) < 1 << 63 for i in ids):
-            raise MegakernelError(f"{self.source}: {self.prefix}{key} is {_short(value)}, not token ids")
-        return tuple(ids)
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        value = self.raw.get(self.prefix + key)
-        if not isinstance(value, bool | None):
-            raise MegakernelError(f"{self.source}: {self.prefix}{key} is {_short(value)}, not true or false")
-        return default if value is None else value
-
-    def only(self, key: str, *allowed: object, default: object = None) -> None:
-        value = self.raw.get(self.prefix + key, default)
-        if value is not None and value not in allowed:
-            known = " or ".join(map(_short, allowed)) or "null"
-            raise MegakernelError(f"{self.source}: {self.prefix}{key} = {_short(value)} is not supported, only {known}")
 
 
 def _rope(keys: Keys) -> Rope:
@@ -182,7 +132,7 @@ def _rope(keys: Keys) -> Rope:
     table = raw.get(key) or {}
     where = f"{source}: {key}"
     if not isinstance(table, dict):
-        raise MegakernelError(f"{where} is {_short(table)}, not an object")
+        raise MegakernelError(f"{where} is {short(table)}, not an object")
     named = {table[spelling] for spelling in ("rope_type", "type") if isinstance(table.get(spelling), str)}
     if len(named) > 1 or (table and not named and set(table) - {"rope_theta"}):
         raise MegakernelError(f"{where} must name exactly one rope_type, not {', '.join(sorted(named)) or 'none'}")
@@ -191,8 +141,7 @@ def _rope(keys: Keys) -> Rope:
     if kind is None:
         known = ", ".join(k.value for k in _ROPE_KEYS)
         raise MegakernelError(f"{where}: rope_type {name!r} is not supported, only {known}")
-    missing = sorted(_ROPE_KEYS[kind] - set(table))
-    if missing:
+    if missing := sorted(_ROPE_KEYS[kind] - set(table)):
         raise MegakernelError(f"{where}: rope_type {name!r} needs {missing[0]}")
     if table.get("partial_rotary_factor") not in (None, 1):
         raise MegakernelError(f"{where}: partial_rotary_factor = {table['partial_rotary_factor']} is not supported")
@@ -213,19 +162,5 @@ def _rope(keys: Keys) -> Rope:
     factor = inside.number("factor", 1.0)
     if kind is RopeKind.LINEAR:
         return Rope(theta, kind, factor)
-    return Rope(
-        theta,
-        kind,
-        factor,
-        inside.number("low_freq_factor", 1.0),
-        inside.number("high_freq_factor", 1.0),
-        int(inside.number("original_max_position_embeddings", 1.0)),
-    )
-
-
-def _short(value: Any) -> str:
-    try:
-        text = json.dumps(value)
-    except RecursionError:
-        return "nested too deeply"
-    return text if len(text) <= 60 else text[:57] + "..."
+    low, high = inside.number("low_freq_factor", 1.0), inside.number("high_freq_factor", 1.0)
+    return Rope(theta, kind, factor, low, high, int(inside.number("original_max_position_embeddings", 1.0)))

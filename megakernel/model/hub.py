@@ -20,7 +20,7 @@ from ..errors import MegakernelError
 
 _CONFIG = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 _WEIGHTS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
-_SPEC = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+_SPEC = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
 def is_hub_spec(spec: str) -> bool:
@@ -29,25 +29,22 @@ def is_hub_spec(spec: str) -> bool:
 
 
 def fetch(spec: str, *, weights: bool) -> Path:
-    """Download the files of ORG/NAME[@REV] that are not in the cache, and return their local
-    folder. The files are the configuration, the tokenizer and, with `weights`, the safetensors.
+    """Download the configuration, the tokenizer and, with `weights`, the safetensors of the hub spec ORG/NAME[@REV]
+    unless they are in the cache, and return their local folder.
 
-    Honours HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. Without a network, the cached files
-    are used. Raises MegakernelError, which names a remedy.
+    Honours HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. Without a network, the cached files are used. Raises
+    MegakernelError, which names a remedy.
     """
-    match = _SPEC.fullmatch(spec)
-    if match is None:
-        raise MegakernelError(f"{spec!r} is not of the form ORG/NAME or ORG/NAME@REVISION")
-    repo, revision = match["repo"], match["revision"]
+    repo, _, named = spec.partition("@")
+    revision = named or None
     patterns = _CONFIG + _WEIGHTS if weights else _CONFIG
     endpoint = os.environ.get("HF_ENDPOINT")
     if constants.HF_HUB_OFFLINE:
         return _from_cache(repo, revision, patterns, weights, "HF_HUB_OFFLINE is set")
     try:
         info = HfApi(endpoint=endpoint).model_info(repo, revision=revision, files_metadata=True)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
         if weights:
-            _check_weights(repo, sizes)
+            _check_weights(repo, {file.rfilename: file.size or 0 for file in info.siblings or []})
         return Path(snapshot_download(repo, revision=info.sha, allow_patterns=patterns, endpoint=endpoint))
     except MegakernelError:
         raise
@@ -61,16 +58,13 @@ def fetch(spec: str, *, weights: bool) -> Path:
     except HFValidationError as e:
         raise MegakernelError(f"{spec!r} is not a valid hub name: {str(e).splitlines()[0]}") from e
     except Exception as e:
-        # The type of the exception depends on the client's version, because versions use different
-        # HTTP libraries.
+        # The type of the exception depends on the client's version, because versions use different HTTP libraries.
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         return _from_cache(repo, revision, patterns, weights, f"the hub failed ({reason})")
 
 
 def _check_weights(repo: str, sizes: dict[str, int]) -> None:
-    """Raise a MegakernelError unless the repo has safetensors and the disk has room for those that are not in the
-    cache.
-    """
+    """Check that the repo has safetensors, and that the disk has room for those that are not in the cache."""
     wanted = [name for name in sizes if re.fullmatch(r"model(-[^/]*)?\.safetensors", name)]
     if not wanted:
         raise MegakernelError(

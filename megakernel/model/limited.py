@@ -1,6 +1,4 @@
-"""Runs an untrusted program in a process with limits on time and memory, which answers requests
-line by line.
-"""
+"""Runs an untrusted program in a process with limits on time and memory, which answers requests line by line."""
 
 from __future__ import annotations
 
@@ -21,12 +19,11 @@ class Ended(Exception):
 
 
 class LimitedProcess:
-    """Runs `script` in a process that may use `seconds` of processor time per answer and
-    `memory_bytes` bytes of memory. Further arguments are passed to the script.
+    """Runs `script` in a process that may use `seconds` of processor time per answer and `memory_bytes` bytes of
+    memory. Further arguments are passed to the script.
 
-    The process starts at the first request, with `begin` as its first input line, and ends with
-    this object. An answer is one line of JSON, {kind: text}. If the kind is "broken", the next
-    request starts a new process.
+    The process starts at the first request, with `begin` as its first input line, and ends with this object. An answer
+    is one line of JSON, {kind: text}. If the kind is "broken", the next request starts a new process.
     """
 
     def __init__(self, script: Path, begin: object, seconds: float, memory_bytes: int, *more: int) -> None:
@@ -62,9 +59,7 @@ class LimitedProcess:
         return process
 
     def _exchange(self, process: subprocess.Popen[str], values: object) -> tuple[str, str]:
-        """Send `values` to `process`, and return the answer. A process that has ended, or whose answer is incomplete,
-        is not used again.
-        """
+        """Send `values`, and return the answer. A process that has ended or was interrupted is not used again."""
         assert process.stdin is not None and process.stdout is not None
         self._process = None
         try:

@@ -10,8 +10,8 @@ from .config import ModelConfig, RopeKind
 
 # The instruction set stores sizes as int32. Products of two sizes are computed in 64 bits.
 _LARGEST = 2**31 - 1
-# The maximum number of tokens of a vocabulary, which is the size of arrays such as a row of logits. The
-# largest published vocabularies have 2^18 tokens.
+# The maximum number of tokens of a vocabulary, which is the size of arrays such as a row of logits. The largest
+# published vocabularies have 2^18 tokens.
 MOST_VOCABULARY = 1 << 24
 # The largest published chat templates have 20,000 characters. Jinja parses in linear time.
 MOST_TEMPLATE_CHARACTERS = 1 << 20
@@ -32,8 +32,8 @@ MOST_METADATA_ELEMENTS = 1 << 22
 MOST_STRING_BYTES = 1 << 22
 # The largest alignment of tensors in a GGUF file, in bytes.
 MOST_ALIGNMENT = 1 << 20
-# The maximum length of a token in a SentencePiece vocabulary, because each token is split at every
-# place to derive merges. Published tokens have up to 512 characters.
+# The maximum length of a token in a SentencePiece vocabulary, because each token is split at every place to derive
+# merges. Published tokens have up to 512 characters.
 MOST_TOKEN_CHARACTERS = 1 << 12
 
 
@@ -43,12 +43,10 @@ def check_config(config: ModelConfig, source: str) -> ModelConfig:
     def refuse(what: str) -> MegakernelError:
         return MegakernelError(f"{source}: {what}")
 
+    own = {"layers": MOST_LAYERS, "vocab": MOST_VOCABULARY}
     for name in ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "max_context"):
-        if not 0 < getattr(config, name) <= _LARGEST:
-            raise refuse(f"{name} is {getattr(config, name)}; it must be between 1 and {_LARGEST}")
-    for name, most in (("layers", MOST_LAYERS), ("vocab", MOST_VOCABULARY)):
-        if getattr(config, name) > most:
-            raise refuse(f"{name} is {getattr(config, name)}; it must be at most {most}")
+        if not 0 < getattr(config, name) <= (most := own.get(name, _LARGEST)):
+            raise refuse(f"{name} is {getattr(config, name)}; it must be between 1 and {most}")
     if config.heads % config.kv_heads:
         raise refuse(f"{config.heads} attention heads cannot be divided evenly among {config.kv_heads} key/value heads")
     if config.head_dim % 8:

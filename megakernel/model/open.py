@@ -14,7 +14,7 @@ from .random_checkpoint import KNOWN_SHAPES, RandomCheckpoint
 from .safetensors_checkpoint import INDICES, open_folder
 
 if TYPE_CHECKING:
-    from .gguf_file import GgufFile
+    from .gguf_checkpoint import GgufFile
     from .tokenizer import Tokenizer
 
 # The module that reads a kind of model is imported only where it is used, so that other kinds of models run without
@@ -36,9 +36,7 @@ def open_checkpoint(spec: str) -> Checkpoint:
 
 
 def local_checkpoint(spec: str) -> Checkpoint | None:
-    """Like `open_checkpoint`, but returns None for a folder or a hub model whose weights are not on
-    this machine. For a hub model, only the configuration and the tokenizer are downloaded.
-    """
+    """`open_checkpoint`, or None if the weights are not here. Only the small files of a hub model are downloaded."""
     if spec.startswith(_RANDOM):
         return open_checkpoint(spec)
     path = _resolve(spec, weights=False)
@@ -60,9 +58,7 @@ def load_config(spec: str) -> ModelConfig:
 
 
 def load_tokenizer(spec: str) -> Tokenizer | None:
-    """The tokenizer of the model that `spec` names; None if it has none, so that it works with
-    token ids only.
-    """
+    """The tokenizer of the model that `spec` names; None if it has none, so that it works with token ids only."""
     if spec.startswith(_RANDOM):
         _random(spec)
         return None
@@ -86,8 +82,7 @@ def _open(path: Path, name: str) -> Checkpoint:
 
 
 def _gguf(path: Path) -> tuple[GgufFile, ModelConfig]:
-    from .gguf_checkpoint import gguf_config
-    from .gguf_file import GgufFile
+    from .gguf_checkpoint import GgufFile, gguf_config
 
     file = GgufFile(path)
     return file, gguf_config(file)
@@ -103,9 +98,7 @@ def _random(spec: str) -> tuple[ModelConfig, int]:
 
 
 def _resolve(spec: str, *, weights: bool) -> Path:
-    """The local folder or file that `spec` names, downloaded if necessary. `spec` must not begin
-    with `random:`.
-    """
+    """The local folder or file that `spec` names, downloaded if necessary. `spec` must not begin with `random:`."""
     if spec in PACKAGES:
         return cached(spec) or pull(spec).path
     path = Path(spec).expanduser()

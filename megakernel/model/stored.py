@@ -17,8 +17,6 @@ from .quantise import quantise
 
 # The values of `--weights` besides `auto`, which keeps the checkpoint's own types.
 WEIGHT_TYPES = {kind.name.lower(): kind for kind in Dtype if kind is not Dtype.I32}
-
-
 # The values of `--kv-cache-dtype` besides `auto`, which is the compute type.
 KV_TYPES = {Dtype.Q8_0.name.lower(): Dtype.Q8_0}
 
@@ -31,17 +29,13 @@ def quantised_kv(name: str) -> bool:
 
 
 def stored_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
-    """`checkpoint` with its matrices stored in the type `name`; `auto` keeps them as they are. Raises
-    MegakernelError.
-    """
+    """`checkpoint` with its matrices stored in the type `name`; `auto` keeps them. Raises MegakernelError."""
     return checkpoint if name == "auto" else _Stored(checkpoint, _weight_type(name))
 
 
 def storage_of(checkpoint: Checkpoint | None, config: ModelConfig, name: str) -> dict[Buffer, Storage]:
-    """The matrices that are not kept in memory in the compute type with `--weights NAME`, and their
-    types. Without a checkpoint (None), `auto` means the compute type.
-
-    Raises MegakernelError.
+    """The matrices that `--weights NAME` keeps in another type than the compute type, and their types. Without a
+    checkpoint (None), `auto` means the compute type. Raises MegakernelError.
     """
     if name != "auto":
         return _all_in(config, _weight_type(name))
@@ -70,9 +64,7 @@ def _all_in(config: ModelConfig, kind: Dtype) -> dict[Buffer, Storage]:
 
 
 def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, Storage]) -> dict[str, int]:
-    """The bytes that all matrices of a model take in memory, by the name of their type. Tied
-    embeddings count once.
-
+    """The bytes that all matrices of a model take in memory, by the name of their type. Tied embeddings count once.
     `storage` lists the matrices that are not in the compute type `dtype`.
     """
     split, out = Split(config.sizes(dtype)), Counter[str]()
@@ -85,9 +77,7 @@ def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, St
 
 
 class _Stored:
-    """The checkpoint that `stored_as` returns. It does not convert rows that already have the
-    requested type.
-    """
+    """The checkpoint that `stored_as` returns."""
 
     def __init__(self, whole: Checkpoint, dtype: Dtype) -> None:
         self.name, self.config, self.dtype = whole.name, whole.config, whole.dtype

@@ -21,9 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class _Generation(jinja2.ext.Extension):
-    """Makes Jinja accept `{% generation %}...{% endgeneration %}`, which marks text for training.
-    Here the text between them is rendered as usual.
-    """
+    """Renders the text between `{% generation %}` and `{% endgeneration %}`, which mark it for training, as usual."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 

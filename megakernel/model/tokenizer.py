@@ -19,8 +19,7 @@ from .limits import MOST_VOCABULARY
 
 
 class Tokenizer:
-    """Converts between text and token ids. A token in `eos_ids` ends a text. `vocab_size` includes
-    added tokens.
+    """Converts between text and token ids. A token in `eos_ids` ends a text. `vocab_size` includes added tokens.
 
     `special` has the texts of the special tokens `bos_token` and `eos_token`, if the model has them.
     """
@@ -33,9 +32,6 @@ class Tokenizer:
         template: ChatTemplate | None = None,
         special: Mapping[str, str] | None = None,
     ) -> None:
-        """`special` maps the names of special tokens that a template may use (bos_token, eos_token)
-        to their texts.
-        """
         self._backend = backend
         self._template = template
         self.special = dict(special or {})
@@ -44,14 +40,19 @@ class Tokenizer:
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*eos_ids, *(i for i in named if i is not None)]))
         self._added: dict[int, tokenizers.AddedToken] = backend.get_added_tokens_decoder()
         self._piece, self._strip = _decoder(backend)
-        self._known = [_Known(partial(self.token_bytes, skip_special=skip)) for skip in (False, True)]
+        self._bytes = [cache(partial(self.token_bytes, skip_special=skip)) for skip in (False, True)]
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """The ids of `text`. Special tokens that are written in the text are recognised.
-
-        With `add_special`, BOS is added if the model requires it.
-        """
-        return self._encode(text, add_special)
+        """The ids of `text`, in which special tokens are recognised. `add_special` adds BOS if the model wants it."""
+        try:
+            # The package's function `encode_batch_fast` releases the GIL, but its function `encode` does not.
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
+            ids: list[int] = list(encoding.ids)
+        except (TypeError, UnicodeEncodeError) as e:  # the version of `tokenizers` determines which one it raises
+            raise MegakernelError("the text holds a lone surrogate, which no encoding of Unicode allows") from e
+        except Exception as e:  # raised if tokenizer.json refers to something that it does not define
+            raise MegakernelError(f"the model's tokenizer failed: {str(e)[:500]}") from e
+        return ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
@@ -66,11 +67,9 @@ class Tokenizer:
         continue_final: bool = False,
         add_special: bool = False,
     ) -> list[int]:
-        """Return the ids of a conversation, which end where the assistant's answer begins. Messages
-        have `role` and `content`.
+        """The ids of a conversation of messages with `role` and `content`, up to where the assistant's answer begins.
 
-        `values` are further template variables. With `continue_final`, the ids end with the last message's text, which
-        the answer then continues.
+        `values` are more template variables. With `continue_final`, the answer continues the last message's text.
         """
         if self._template is None:
             raise MegakernelError("the model has no chat template: give a plain prompt instead")
@@ -80,7 +79,7 @@ class Tokenizer:
         text = self._template.render(messages, values)
         if continue_final:
             text = _up_to_last(text, messages)
-        return self._encode(text, add_special)
+        return self.encode(text, add_special=add_special)
 
     @property
     def chat_template(self) -> str | None:
@@ -89,12 +88,10 @@ class Tokenizer:
 
     def stream(self, *, skip_special: bool = True) -> TextStream:
         """Return a decoder for ids that arrive one at a time."""
-        return TextStream(self._known[skip_special].__getitem__, self._strip)
+        return TextStream(self._bytes[skip_special], self._strip)
 
     def token_bytes(self, token: int, *, skip_special: bool = False) -> bytes:
-        """The bytes that `token` adds to a text. They may end inside a character, which the next
-        token completes.
-        """
+        """The bytes that `token` adds to a text. They may end inside a character, which the next token completes."""
         if (added := self._added.get(token)) is not None:
             return b"" if skip_special and added.special else added.content.encode()
         piece = self._backend.id_to_token(token)
@@ -114,22 +111,9 @@ class Tokenizer:
         """The maximum number of bytes that one token can add to a text."""
         return max(len(self.token_bytes(token)) for token in range(self.vocab_size))
 
-    def _encode(self, text: str, add_special: bool) -> list[int]:
-        try:
-            # The package's function `encode_batch_fast` releases the GIL, but its function `encode` does not.
-            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
-            ids: list[int] = list(encoding.ids)
-        except (TypeError, UnicodeEncodeError) as e:  # the version of `tokenizers` determines which one it raises
-            raise MegakernelError("the text holds a lone surrogate, which no encoding of Unicode allows") from e
-        except Exception as e:  # raised if tokenizer.json refers to something that it does not define
-            raise MegakernelError(f"the model's tokenizer failed: {str(e)[:500]}") from e
-        return ids
-
 
 def _up_to_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Cut a rendered conversation off at the end of its last message's text. The template may have
-    stripped whitespace from that text.
-    """
+    """Cut a conversation off at the end of its last message, from which the template may have stripped whitespace."""
     content = str(messages[-1]["content"]) if messages else ""
     core = content.strip()
     if not core:
@@ -140,17 +124,6 @@ def _up_to_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
     end = start + len(core)
     rest = content[content.index(core) + len(core) :]
     return text[: end + len(rest)] if text.startswith(rest, end) else text[:end]
-
-
-class _Known(dict[int, bytes]):
-    """A dictionary from token ids to their bytes, which are computed when a token is first looked up."""
-
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
-        self._token_bytes = token_bytes
-
-    def __missing__(self, token: int) -> bytes:
-        found = self[token] = self._token_bytes(token)
-        return found
 
 
 class TextStream:
@@ -193,9 +166,7 @@ def open_hf_tokenizer(folder: Path, eos_ids: Iterable[int]) -> Tokenizer | None:
 
 
 def _check_ids(declared: dict[str, Any], path: Path) -> None:
-    """Refuse token ids that are not below MOST_VOCABULARY, because the package `tokenizers` allocates
-    memory in proportion to the largest id.
-    """
+    """Refuse huge token ids, because the package `tokenizers` allocates memory in proportion to the largest id."""
     model, added = declared.get("model"), declared.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else []
@@ -226,11 +197,10 @@ def _hf_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
 
 
 def _decoder(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
-    """Return a function that maps an entry of the vocabulary to its bytes, and whether the first
-    space of a text is dropped.
+    """A function from an entry of the vocabulary to its bytes, and whether the first space of a text is dropped.
 
-    A vocabulary uses one of two alphabets: GPT-2's, where a printable character stands for each
-    byte, or SentencePiece's, where "▁" stands for a space and "<0x0A>" for a byte.
+    A vocabulary uses one of two alphabets: GPT-2's, where a printable character stands for each byte, or
+    SentencePiece's, where "▁" stands for a space and "<0x0A>" for a byte.
     """
     declared = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
     steps = declared.get("decoders", [declared])
@@ -245,11 +215,9 @@ def _decoder(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], boo
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: the byte for which each character stands. It is the inverse of
-    `bytes_to_unicode` (Radford et al. 2019).
+    """GPT-2's alphabet: the byte for which each character stands (the inverse of `bytes_to_unicode`, Radford 2019).
 
-    Printable Latin-1 characters stand for their own byte. The characters from U+0100 on stand for
-    the other bytes, in order.
+    Printable Latin-1 characters stand for their own byte, and those from U+0100 on for the other bytes, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

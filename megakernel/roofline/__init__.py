@@ -1,8 +1,7 @@
 """How close a step comes to the limits of the machine, and what these limits allow.
 
 `work` and `ceilings` are about steps that have run, and `program_step` is about the phases of a compiled program. `ask`
-answers questions about chips, networks and parallelism, without a program.
-"""
+answers questions about chips, networks and parallelism, without a program."""
 
 from .ceilings import QUIET, Ceilings, Measured, machine_ceilings, measure
 from .fit import memory_fit

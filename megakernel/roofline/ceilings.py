@@ -25,8 +25,7 @@ QUIET = 0.05  # the fraction of all cores' time that others may use during a val
 @dataclass(frozen=True)
 class Ceilings:
     """The highest rates of all workers together. `how` says where the rates come from, and `warning` why they may be
-    too low. Both texts are for people.
-    """
+    too low. Both texts are for people."""
 
     read_bytes_per_s: float
     flops: float  # per second; a multiply-add counts as two
@@ -40,11 +39,8 @@ class Ceilings:
 @dataclass(frozen=True)
 class Measured:
     """The best rates that this number of threads reached on this CPU. `probes` is the number of measurements, and
-    `date` is the day of the last one.
-
-    `others` is the fraction of all cores' time that other programs used during the quietest measurement; None if
-    unknown.
-    """
+    `date` is the day of the last one. `others` is the fraction of all cores' time that other programs used during the
+    quietest measurement; None if unknown."""
 
     threads: int
     read_bytes_per_s: float
@@ -60,8 +56,7 @@ class Measured:
 
     def better(self, earlier: Measured | None) -> Measured:
         """Return the best rates of this measurement and an earlier one. Other programs can only make a measured rate
-        lower.
-        """
+        lower."""
         if earlier is None:
             return self
         known = [one for one in (self.others, earlier.others) if one is not None]

@@ -32,8 +32,7 @@ class Fit:
 
 def memory_fit(ranks: Sequence[Dims], weight_bytes: float, memory_bytes: float, sequences: int, context: int) -> Fit:
     """Return how a rank's `weight_bytes`, a KV cache for `sequences` of `context` tokens each, and the step's buffers
-    of activations and outputs fit into `memory_bytes`.
-    """
+    of activations and outputs fit into `memory_bytes`."""
     one = max(float(d.model.layers * d.split.rank_kv_heads * context * kv_bytes(d.model)) for d in ranks)
     activations = max(_bytes(d, Space.ACTIVATION) + _bytes(d, Space.OUTPUT) for d in ranks)
     room = memory_bytes - weight_bytes - activations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -22,7 +21,6 @@ log = logging.getLogger(__name__)
 
 
 def path() -> Path:
-    """The path of the file with the measured ceilings."""
     return cache_folder() / "ceilings.json"
 
 
@@ -33,16 +31,14 @@ def this_machine(simd: str) -> str:
 
 def recall(machine: str, threads: int) -> Measured | None:
     """Return the earlier measurement for this number of threads, or None if there is none. A damaged file counts as
-    missing, and one line of the log reports it.
-    """
+    missing, and one line of the log reports it."""
     found = _read().get(machine, {}).get(str(threads))
     return None if found is None else _measured(found, threads)
 
 
 def keep(machine: str, found: Measured) -> None:
     """Save a measurement, and keep those of other machines. If the folder cannot be written, one line of the log says
-    so.
-    """
+    so."""
     everything = _read()
     everything.setdefault(machine, {})[str(found.threads)] = asdict(found)
     try:
@@ -80,13 +76,14 @@ def _measured(found: Any, threads: int) -> Measured | None:
         date.fromisoformat(one.date)
         rates = (one.read_bytes_per_s, one.cache_bytes_per_s, one.flops)
         known = one.others is None or 0 <= one.others <= 1
-        if one.threads == threads and one.probes >= 1 and known and all(map(_is_rate, rates)):
+        if (
+            one.threads == threads
+            and one.probes >= 1
+            and known
+            and all(isinstance(rate, float) and 1 < rate < _MOST for rate in rates)
+        ):
             return one
     except (ValueError, TypeError):
         pass
     _damaged("a measurement in it is impossible")
     return None
-
-
-def _is_rate(value: object) -> bool:
-    return isinstance(value, float) and math.isfinite(value) and 1 < value < _MOST

@@ -32,11 +32,8 @@ class Mark(Enum):
 
 @dataclass(frozen=True)
 class Point:
-    """A point of the figure. `flops_per_s` is what the machine allows or what was achieved.
-
-    `flops_per_byte` counts bytes of main memory. A point for an instruction has the colour of the instruction's
-    `family`.
-    """
+    """A point of the figure. `flops_per_s` is what the machine allows or what was achieved. `flops_per_byte` counts
+    bytes of main memory. A point for an instruction has the colour of the instruction's `family`."""
 
     label: str
     flops_per_byte: float
@@ -46,12 +43,10 @@ class Point:
 
 
 def write_plot(path: Path, hardware: Hardware, points: Sequence[Point], title: str, roof: str = "bf16") -> None:
-    """Write the figure to `path`: an HTML page if its name ends in .html, otherwise an SVG file.
-
-    The rate `roof` is drawn as the roofline, and other rates as dashed lines. The labels of the points are listed on
-    the right, the highest rate first. Raises MegakernelError without matplotlib, for a point that a logarithmic scale
-    lacks, and for a file that cannot be written.
-    """
+    """Write the figure to `path`: an HTML page if its name ends in .html, otherwise an SVG file. The rate `roof` is
+    drawn as the roofline, and other rates as dashed lines. The labels of the points are listed on the right, the
+    highest rate first. Raises MegakernelError without matplotlib, for a point that a logarithmic scale lacks, and for a
+    file that cannot be written."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure

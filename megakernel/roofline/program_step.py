@@ -27,12 +27,10 @@ class PhasePart:
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """The work of one phase in a whole step, and the least times for this work. `instruction` is the phase's name.
-
-    Each amount of work is that of the rank with the largest amount. The phase sends `sent_bytes` to other ranks, in
-    `hops` messages of `message_bytes`. Each message is one for which a later instruction waits. `comms_measured_s` uses
-    the measured bandwidth of collectives at this message size; it is None if this bandwidth was not measured.
-    """
+    """The work of one phase in a whole step, and the least times for this work. `instruction` is the phase's name. Each
+    amount of work is that of the rank with the largest amount. The phase sends `sent_bytes` to other ranks, in `hops`
+    messages of `message_bytes`. Each message is one for which a later instruction waits. `comms_measured_s` uses the
+    measured bandwidth of collectives at this message size; it is None if this bandwidth was not measured."""
 
     instruction: str
     family: OperationFamily
@@ -58,12 +56,10 @@ class PhaseCost:
 
 @dataclass(frozen=True)
 class StepRoofline:
-    """The least times of a step in seconds. Each time is that of the rank with the longest.
-
-    `t_latency_s` is the latency of all hops one after another. `t_comms_s` adds to it the bytes sent divided by the
-    egress bandwidth. `t_comms_measured_s` uses the machine's measured collective bandwidth at the size of each message;
-    it is None if this bandwidth was not measured.
-    """
+    """The least times of a step in seconds. Each time is that of the rank with the longest. `t_latency_s` is the
+    latency of all hops one after another. `t_comms_s` adds to it the bytes sent divided by the egress bandwidth.
+    `t_comms_measured_s` uses the machine's measured collective bandwidth at the size of each message; it is None if
+    this bandwidth was not measured."""
 
     t_math_s: float
     t_vector_s: float
@@ -84,8 +80,7 @@ class StepRoofline:
     @property
     def step_without_overlap_s(self) -> float:
         """The time of the step if nothing overlaps: the sum of the times for matrices, vectors, memory and
-        communication.
-        """
+        communication."""
         return sum(self._times)
 
     @property
@@ -101,10 +96,9 @@ class StepRoofline:
         return self.t_math_s, self.t_vector_s, self.t_memory_s, self.t_comms_s
 
 
-def bound_name(math_s: float, vector_s: float, memory_s: float, comms_s: float) -> str:
-    """The name of the longest of the four times; among equals the first in BOUNDS."""
-    times = (math_s, vector_s, memory_s, comms_s)
-    return BOUNDS[max(range(4), key=lambda i: times[i])]
+def bound_name(*seconds: float) -> str:
+    """The name of the longest of the four times, which are in the order of BOUNDS; among equals the first."""
+    return BOUNDS[seconds.index(max(seconds))]
 
 
 def step_roofline(parts: Sequence[PhasePart], hardware: Hardware, context: float) -> StepRoofline:
@@ -178,11 +172,8 @@ def _most(work: Iterable[tuple[PhasePart, _Work]]) -> _Work:
 
 def measured_s(array_bytes: float, hardware: Hardware, members: int, passes: int = 2) -> float | None:
     """Return the seconds of a collective within a node according to the machine's measured curve, or None if this
-    number of GPUs was not measured.
-
-    Bus bandwidth counts the bytes that each member sends. So an all-reduce counts as two `passes`, and a gather or a
-    reduce-scatter as one.
-    """
+    number of GPUs was not measured. Bus bandwidth counts the bytes that each member sends. So an all-reduce counts as
+    two `passes`, and a gather or a reduce-scatter as one."""
     curve = hardware.curve("all_reduce", members)
     if curve is None:
         return None
@@ -190,10 +181,8 @@ def measured_s(array_bytes: float, hardware: Hardware, members: int, passes: int
 
 
 def _measured_s(sent_bytes: float, messages: int, hardware: Hardware, ranks: int) -> float | None:
-    """Return the seconds that `messages` gathers of equal size take at the measured bandwidth; None if not measured.
-
-    A rank sends `sent_bytes` in all, which is (N - 1) / N of the gathered arrays, where N is the number of ranks.
-    """
+    """Return the seconds that `messages` gathers of equal size take at the measured bandwidth; None if not measured. A
+    rank sends `sent_bytes` in all, which is (N - 1) / N of the gathered arrays, where N is the number of ranks."""
     if not messages:
         return 0.0
     one = measured_s(sent_bytes / messages * ranks / (ranks - 1), hardware, ranks, passes=1)

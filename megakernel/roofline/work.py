@@ -41,10 +41,8 @@ class StepWork:
 @dataclass(frozen=True)
 class Achieved:
     """The rates of a measured step. `fraction` is the least possible time (see `bound`) divided by the measured time.
-
     `error` is None unless the fraction is above 1. In that case `error` says that the ceilings or the time were
-    measured wrongly, and the fraction means nothing.
-    """
+    measured wrongly, and the fraction means nothing."""
 
     fraction: float
     read_bytes_per_s: float
@@ -77,8 +75,7 @@ def step_work(
     sees itself and everything before it. Norms, RoPE and softmax are ignored: they take a few operations per element.
     Bytes: every weight once, but the LM head only if there are logit rows; K and V of every context token once. Of the
     embedding table, only the gathered rows are counted, or none if the LM head is `tied` to the table and has read it
-    anyway. `_link_bytes` gives the bytes sent to other ranks.
-    """
+    anyway. `_link_bytes` gives the bytes sent to other ranks."""
     if len(rows) != len(contexts):
         raise ValueError(
             f"there are {len(rows)} row counts but {len(contexts)} contexts: each sequence needs one of each"
@@ -115,8 +112,7 @@ def _link_bytes(split: Split, rows: int, logit_rows: int) -> float:
     projection, the attention output is not reduced: each rank sends only its own heads of a row to the row's owner,
     so this exchange moves only 1 / Y as many bytes. If all ranks have the whole residual, there are no gathers, and the
     two other exchanges send their rows to every rank. Logit rows are counted in addition: they are gathered, and their
-    float32 logits go to the ranks that sample.
-    """
+    float32 logits go to the ranks that sample."""
     others = (split.tp - 1) / split.tp
     copies = split.tp if split.replicated_residual else 1
     gathers = 0 if split.replicated_residual else 1
@@ -150,8 +146,7 @@ def achieved(work: StepWork, ceilings: Ceilings, seconds: float) -> Achieved:
 
 def fraction_error(fraction: float, ceilings: Ceilings) -> str | None:
     """Return an error message if `fraction`, a fraction of the roofline, is above 1, which is impossible; otherwise
-    None.
-    """
+    None."""
     if fraction <= 1:
         return None
     return f"{fraction:.2f} of the roofline is impossible: the ceilings ({ceilings.how}) or the time are wrong"

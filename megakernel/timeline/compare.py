@@ -1,8 +1,7 @@
 """Compares two traces, predicted and measured or before and after a change, and several launches of one program.
 
-Two executed instructions, one of each trace, are matched if their phase's name, operands, layer, rank and launch are
-equal. The worker and the time may differ. So two programs for the same bucket, a maximum batch size, can be compared
-even if they were compiled differently.
+Two executed instructions match if their phase's name, operands, layer, rank and launch are equal. Their worker and time
+may differ, so differently compiled programs for one bucket can be compared.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import MegakernelError
 from ..isa import Phase
@@ -19,6 +17,7 @@ from ..isa import record as rec
 from ..program import Program
 from ..trace import IntervalKind
 from .resolve import Resolved
+from .spans import Floats, Ints
 from .summary import Summary
 
 
@@ -35,9 +34,7 @@ class PhaseChange:
 
 @dataclass(frozen=True)
 class LayerChange:
-    """When a phase ran in one layer, in each of the two traces: the earliest begin and the latest end of all workers,
-    in seconds since the launch began.
-    """
+    """When a phase ran in a layer in each trace: earliest begin and latest end, in seconds since the launch began."""
 
     layer: int | None
     instruction: str
@@ -47,10 +44,8 @@ class LayerChange:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`step_s` of both traces and their ratio, second / first. `instructions` covers only instructions that
-    have a counterpart.
-
-    `phases` covers the last launch, in the order in which the phases begin in the first trace.
+    """`step_s` of both traces and their ratio, second / first. `instructions` covers those that have a counterpart, and
+    `phases` the last launch, in the order in which the phases begin in the first trace.
     """
 
     first: str
@@ -66,18 +61,17 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Executed:
-    """A table of n executed instructions, one column per field. `key` has their identities [n, words],
-    and `place` the position of the phase in the list that `in_common` returns. `layer` is -1 outside
-    the layers. `seconds` is the time in COMPUTE. `begin` and `end` are seconds since the launch began.
+    """n executed instructions: `key` has identities [n, words], `place` the phase's in the list of `in_common`, `layer`
+    -1 outside the layers, `seconds` the time in COMPUTE, and `begin` and `end` seconds since the launch began.
     """
 
-    key: NDArray[np.int64]
-    place: NDArray[np.int64]
-    layer: NDArray[np.int64]
-    seconds: NDArray[np.float64]
-    begin: NDArray[np.float64]
-    end: NDArray[np.float64]
-    launch: NDArray[np.int64]
+    key: Ints
+    place: Ints
+    layer: Ints
+    seconds: Floats
+    begin: Floats
+    end: Floats
+    launch: Ints
 
 
 def compare(first: Resolved, second: Resolved) -> Comparison:
@@ -107,20 +101,16 @@ def compare(first: Resolved, second: Resolved) -> Comparison:
     )
 
 
-def in_common(programs: Sequence[Program]) -> tuple[list[Phase], list[NDArray[np.int64]]]:
-    """Return a list of the phases of all programs, with one phase per name, and for each program an array that maps a
-    phase number to a position in that list.
-    """
+def in_common(programs: Sequence[Program]) -> tuple[list[Phase], list[Ints]]:
+    """Return the programs' phases, one per name, and per program an array from phase number to place in that list."""
     forwards = [program.forward.by_number.values() for program in programs]
     phases = {phase.name: phase for forward in forwards for phase in forward}
     place = {name: at for at, name in enumerate(phases)}
     return list(phases.values()), [np.array([-1, *(place[phase.name] for phase in forward)]) for forward in forwards]
 
 
-def match(one: NDArray[np.int64], two: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find the rows that occur in both arrays, and return their indices in each. If one array repeats a row, the row's
-    first occurrence counts.
-    """
+def match(one: Ints, two: Ints) -> tuple[Ints, Ints]:
+    """Return where the rows that both arrays contain are in each. Of a repeated row, the first occurrence counts."""
     both, at = np.unique(np.concatenate([one, two]), axis=0, return_inverse=True)
     found = np.full((2, len(both)), -1, dtype=np.int64)
     for side, ids in enumerate((at.ravel()[: len(one)], at.ravel()[len(one) :])):
@@ -130,20 +120,16 @@ def match(one: NDArray[np.int64], two: NDArray[np.int64]) -> tuple[NDArray[np.in
     return found[0][shared][order], found[1][shared][order]
 
 
-def identity(resolved: Resolved, rows: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return an array [rows, words] with the identity of each executed instruction in `rows` of the trace. Its
-    counterpart in the other trace has the same identity. `places` is what `in_common` returned for this program.
-    """
+def identity(resolved: Resolved, rows: Ints, places: Ints) -> Ints:
+    """Return the identity of each instruction in `rows`, [rows, words]. `places` is this program's of `in_common`."""
     words = resolved.records[resolved.record[rows]]
     operands = words[:, rec.OPERAND_WORD : rec.OPERAND_WORD + rec.OPERANDS]
     own = (places[resolved.number], resolved.segment, resolved.rows["layer"], resolved.rows["rank"], resolved.launch)
     return np.concatenate([np.stack([c[rows].astype(np.int64) for c in own], axis=1), operands], axis=1)
 
 
-def _executed(resolved: Resolved, places: NDArray[np.int64]) -> _Executed:
-    """Return all executed instructions that have a COMPUTE interval and are not control instructions.
-    In practice, no two of them have the same identity.
-    """
+def _executed(resolved: Resolved, places: Ints) -> _Executed:
+    """Return all executed instructions that have a COMPUTE interval and are not control instructions."""
     chosen = np.flatnonzero(resolved.kind(IntervalKind.COMPUTE) & ~resolved.control)
     instances, first, at = np.unique(resolved.instance[chosen], return_index=True, return_inverse=True)
     rows = chosen[first]
@@ -189,9 +175,7 @@ def _ratio(first: float, second: float) -> float | None:
 
 @dataclass(frozen=True)
 class Difference:
-    """The duration of one waterfall bar, in seconds, over several launches: its value in the median launch, its minimum
-    and its maximum. `most_in` is the index of the launch with the maximum.
-    """
+    """One waterfall bar over several launches, in seconds. `most_in` is the index of the launch with the maximum."""
 
     name: str
     median_s: float
@@ -202,10 +186,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Launches:
-    """The differences between several launches of one program. `step_s` has the duration of each launch's step, and
-    `median` is the index of the launch with the median duration. `differences` are sorted by maximum minus minimum, the
-    largest first.
-    """
+    """Launches of one program. `median` is the index of the median step. `differences` have the largest range first."""
 
     step_s: list[float]
     median: int

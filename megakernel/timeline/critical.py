@@ -5,19 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..trace import IntervalKind
+from ..trace import IntervalKind, Role
 from .resolve import Resolved
+from .spans import Ints
 
 
 @dataclass(frozen=True)
 class ChainLink:
-    """One instruction on the critical path. `instruction` is the name of its phase.
-
-    `begin_s` and `end_s` bound its part of the path, in seconds since the launch began, and `gap_s` is the time between
-    the end of the previous link and `begin_s`. `after` is "wait" if the previous link released this one, "order" if the
-    previous link is earlier on the same worker, or "start" if there is none. `interval` is the row in the trace.
+    """One instruction on the critical path. `begin_s` and `end_s` bound its part of the path, in seconds since the
+    launch began, and `gap_s` is the time since the end of the previous link. `after` is "wait" if the previous link
+    released this one, "order" if it is earlier on the same worker, or "start" if there is none. `interval` is the row
+    in the trace.
     """
 
     rank: int
@@ -33,13 +32,11 @@ class ChainLink:
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """The path of the last launch, from its begin to its end. `seconds` is the sum of
-    `by_instruction` and `gap_s`, exact to one tick of the trace's clock.
+    """The path of the last launch. `seconds` is the sum of `by_instruction` and `gap_s`, exact to one tick.
 
-    A link ends when it lets the next link continue: after its COMPUTE if the next link is the next instruction of the
-    same worker, or after its STORE if the next link waits for its signal. The next link begins at that time, or when
-    its own COMPUTE begins if that is later. The gaps between links are signals, dispatch, and loads that no other work
-    hid.
+    A link ends when it lets the next one continue: after its COMPUTE if that is the next instruction of the same
+    worker, or after its STORE if that waits for its signal. The next link begins then, or at its own COMPUTE if that is
+    later. The gaps between links are signals, dispatch, and loads that no other work hid.
     """
 
     seconds: float
@@ -49,11 +46,7 @@ class CriticalPath:
 
 
 def critical_path(resolved: Resolved) -> CriticalPath:
-    """Return the critical path of the last launch. To find it, walk back from the launch's last interval.
-
-    Each step goes from an instruction to its releaser or to its predecessor on the same worker, whichever let it
-    continue later.
-    """
+    """Return the last launch's critical path. Each step back goes to the releaser or predecessor that let go later."""
     launch, finish, releaser = resolved.launches - 1, resolved.finish, resolved.releaser
     nodes = finish[finish >= 0]
     nodes = nodes[resolved.launch[nodes] == launch]
@@ -109,17 +102,15 @@ def critical_path(resolved: Resolved) -> CriticalPath:
     return CriticalPath(total * tick, by_instruction, gaps * tick, links)
 
 
-def _done(resolved: Resolved) -> NDArray[np.int64]:
-    """Return the time at which each executed instruction lets its worker continue with the next instruction. This is
-    the end of the executed instruction's last interval, not counting stores by a storer warp.
-    """
+def _done(resolved: Resolved) -> Ints:
+    """Return when each executed instruction lets its worker continue: at its last end, a storer's stores excepted."""
     done = np.full(resolved.executions, -1)
-    inline = ~resolved.stored()
+    inline = ~resolved.kind(IntervalKind.STORE) | (resolved.rows["role"] != Role.STORER)
     np.maximum.at(done, resolved.instance[inline], resolved.end[inline])
     return np.where(done < 0, resolved.end[resolved.finish], done)
 
 
-def _starts(resolved: Resolved) -> NDArray[np.int64]:
+def _starts(resolved: Resolved) -> Ints:
     """Return when the COMPUTE of each executed instruction begins, or its last interval if it has no COMPUTE."""
     begin = np.full(resolved.executions, np.iinfo(np.int64).max)
     compute = resolved.kind(IntervalKind.COMPUTE)
@@ -129,9 +120,7 @@ def _starts(resolved: Resolved) -> NDArray[np.int64]:
     return begin
 
 
-def _previous_on_lane(
-    resolved: Resolved, nodes: NDArray[np.int64], begin: NDArray[np.int64], done: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def _previous_on_lane(resolved: Resolved, nodes: Ints, begin: Ints, done: Ints) -> Ints:
     """For each executed instruction, return the previous one on the same lane (worker) in the same launch, or -1."""
     instance = resolved.instance[nodes]
     order = np.lexsort((instance, done[instance], begin[instance], resolved.lane[nodes]))

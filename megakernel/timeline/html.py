@@ -21,6 +21,7 @@ from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Role
 from .compare import Comparison, identity, in_common, match
 from .resolve import Resolved, by_phase
 from .resources import RESOURCES, curves, peaks
+from .spans import Floats, Ints
 from .summary import Summary
 from .waterfall import FAR
 
@@ -45,19 +46,18 @@ Columns = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class _Source:
-    """A trace and everything that the page shows of it. `places` has for each phase number the
-    phase's position in the page's list of phases. `peaks` has the peak rate of each of RESOURCES.
-    `curves` are fractions of these peaks, [ranks, RESOURCES, bins].
+    """A trace and what the page shows of it. `places` has the place of each phase number in the page's list of phases,
+    `peaks` the peak rates of RESOURCES, and `curves` fractions of these peaks, [ranks, RESOURCES, bins].
     """
 
     resolved: Resolved
     summary: Summary
-    places: NDArray[np.int64]
+    places: Ints
     peaks: list[float]
-    curves: NDArray[np.float64]
+    curves: Floats
 
     @staticmethod
-    def of(resolved: Resolved, summary: Summary, places: NDArray[np.int64]) -> _Source:
+    def of(resolved: Resolved, summary: Summary, places: Ints) -> _Source:
         bin_s = resolved.period * resolved.tick_s / _bins(resolved)
         peak = peaks(resolved.machine, resolved.program.processors)
         # If the peak rate of a resource is unknown (0), divide by infinity, so that the fraction is 0.
@@ -77,7 +77,10 @@ def page(*shown: tuple[Resolved, Summary], comparison: Comparison | None = None)
     """Return the page of one trace, or of two traces, one below the other, and their comparison."""
     phases, places = in_common([resolved.program for resolved, _ in shown])
     sources = [_Source.of(*each, own) for each, own in zip(shown, places, strict=True)]
-    unit_s = _unit_s(sources)
+    # The unit of time is the least multiple of the first trace's tick with which every time fits 32 bits.
+    tick = sources[0].resolved.tick_s
+    longest = max(s.resolved.period * s.resolved.tick_s for s in sources)
+    unit_s = tick * float(np.ceil(longest / tick / 2**32))
     columns = _join(sources, unit_s)
     meta = _meta(sources, phases, unit_s) | {
         "columns": [[name, a.dtype.str[1:], a.size] for name, a in columns.items()],
@@ -99,15 +102,6 @@ def page(*shown: tuple[Resolved, Summary], comparison: Comparison | None = None)
 
 def _asset(name: str) -> str:
     return (files(__package__) / "viewer" / name).read_text(encoding="utf-8")
-
-
-def _unit_s(sources: list[_Source]) -> float:
-    """Return the page's unit of time in seconds: the first trace's tick, or the least multiple of that tick with which
-    every time fits 32 bits.
-    """
-    tick = sources[0].resolved.tick_s
-    longest = max(s.resolved.period * s.resolved.tick_s for s in sources)
-    return tick * float(np.ceil(longest / tick / 2**32))
 
 
 def _meta(sources: list[_Source], phases: list[Phase], unit_s: float) -> dict[str, Any]:
@@ -171,9 +165,7 @@ def _bins(resolved: Resolved) -> int:
 
 
 def _join(sources: list[_Source], unit_s: float) -> Columns:
-    """Return the columns of all traces, one trace after another. Intervals, records, lanes and causes are numbered
-    consecutively.
-    """
+    """Return the columns of all traces, one after another. Intervals, records, lanes and causes count throughout."""
     parts = [_columns(s, unit_s) for s in sources]
     shifted = {"record": 0, "releaser": 0, "lane": 0, "causesFirst": 0, "causesLater": 0, "regionStart": 0}
     for source, part in zip(sources, parts, strict=True):
@@ -192,11 +184,7 @@ def _join(sources: list[_Source], unit_s: float) -> Columns:
 
 
 def _columns(source: _Source, unit_s: float) -> Columns:
-    """Return the typed columns of a trace, in the page's order. Most columns have an element per interval, per record
-    (of all segments one after another) or per region.
-
-    In the page, word 0 of a record is not the phase's number, but the phase's position in the page's list.
-    """
+    """Return a trace's columns in the page's order. Word 0 of a record is its phase's place in the page's list."""
     resolved, cause, rows = source.resolved, source.resolved.causes, source.resolved.rows
     factor = _moments(source, unit_s)[0]
     region_start, regions = _regions(resolved)
@@ -236,11 +224,9 @@ def _twins(sources: list[_Source]) -> NDArray[np.int32]:
     return twin
 
 
-def _regions(resolved: Resolved) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the non-empty boxes that each record accesses, in CSR form: the first box of each record, and the boxes.
-
-    A box is (buffer, access kind, row, row_end, col, col_end, index, rank). Its rank says whose copy of the buffer is
-    accessed: a rank number, OWN, EVERY or _OWNERS.
+def _regions(resolved: Resolved) -> tuple[Ints, Ints]:
+    """Return the non-empty boxes that each record accesses, in CSR form: the first box of each record, and the boxes. A
+    box is (buffer, access kind, row, row_end, col, col_end, index, rank). Its rank is a number, OWN, EVERY or _OWNERS.
     """
     owner, boxes = [np.zeros(0, np.int64)], [np.zeros((0, 8), np.int64)]
     for phase, dims, mine, columns in by_phase(resolved.program):

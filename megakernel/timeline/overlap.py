@@ -1,18 +1,15 @@
-"""Computes measures of overlap. Each function gives its formula, in which |S| is the total length of a set S of times.
-A measure is None if its divisor is zero.
-"""
+"""Computes measures of overlap. |S| is the total length of a set S of times. A measure is None if its divisor is 0."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..isa import MAX_PHASES, cost
 from ..trace import IntervalKind
 from .resolve import WAIT, Resolved, by_phase
-from .spans import Spans, active
+from .spans import Ints, Mask, Spans, active
 
 
 @dataclass(frozen=True)
@@ -26,21 +23,17 @@ class Overlap:
     phases: float | None
 
 
-def lane_spans(resolved: Resolved, chosen: NDArray[np.bool_]) -> Spans:
-    """Return, for each lane, the union of the chosen intervals. All lanes share one time line, on which each lane
-    starts where the previous one ends.
-    """
-    base = resolved.lane[chosen] * resolved.period
+def lane_spans(resolved: Resolved, chosen: Mask, lane: Ints | None = None) -> Spans:
+    """Return the union of the chosen intervals. On its time line, each lane starts where the previous one ends."""
+    base = (resolved.lane if lane is None else lane)[chosen] * resolved.period
     return Spans.union(base + resolved.begin[chosen], base + resolved.end[chosen])
 
 
 def inside_worker(resolved: Resolved) -> float | None:
-    """Return the fraction of load time that is hidden. A load is hidden while its worker waits for counters or pages,
-    or computes an earlier instruction.
+    """Return the fraction of load time in which the worker waits or computes an earlier instruction.
 
-    Only the part of a load before its instruction's COMPUTE counts: `ahead` = [begin of the load, min(end of the load,
-    begin of the COMPUTE)). The fraction is sum over LOAD of |ahead and (waits or COMPUTE of the worker)| / sum of
-    |ahead|. Data that an instruction loads during its own COMPUTE counts in `loads_under_compute` instead.
+    Only the part of a load before its instruction's COMPUTE counts, `ahead`: sum over LOAD of |ahead and (waits or
+    COMPUTE of the worker)| / sum of |ahead|. The rest counts in `loads_under_compute`.
     """
     load = resolved.kind(IntervalKind.LOAD)
     compute = resolved.kind(IntervalKind.COMPUTE)
@@ -52,35 +45,21 @@ def inside_worker(resolved: Resolved) -> float | None:
 
 
 def loads_under_compute(resolved: Resolved) -> float | None:
-    """Return the fraction of load time during which the worker computes: sum over LOAD of |load and any COMPUTE of its
-    worker| / sum of |load|. The COMPUTE of the load's own instruction counts too.
-    """
+    """Return the sum over LOAD of |load and any COMPUTE of its worker, its own instruction's too| / sum of |load|."""
     load = resolved.kind(IntervalKind.LOAD)
     begin, end = resolved.begin[load], resolved.end[load]
     return _covered(resolved, load, begin, end, resolved.kind(IntervalKind.COMPUTE))
 
 
-def _covered(
-    resolved: Resolved,
-    chosen: NDArray[np.bool_],
-    begin: NDArray[np.int64],
-    end: NDArray[np.int64],
-    cover: NDArray[np.bool_],
-) -> float | None:
-    """Return the fraction of the times [begin, end) during which an interval of the mask `cover` is active in the same
-    lane. `begin` and `end` have one element for each interval of the mask `chosen`.
-    """
+def _covered(resolved: Resolved, chosen: Mask, begin: Ints, end: Ints, cover: Mask) -> float | None:
+    """Return the fraction of [begin, end), one per interval of `chosen`, with `cover` active in the same lane."""
     total = int((end - begin).sum())
     base = resolved.lane[chosen] * resolved.period
     return float(lane_spans(resolved, cover).covered(base + begin, base + end).sum()) / total if total else None
 
 
 def exposed_communication(resolved: Resolved) -> float:
-    """Return the fraction of the workers' time that is lost to waiting for other ranks. It is the sum over workers of
-    |counter waits that another rank ended, without COMPUTE of the worker| / (workers x time of all steps).
-
-    A loader's wait during its worker's COMPUTE costs nothing.
-    """
+    """Return |counter waits that another rank ended, without COMPUTE of the worker| / (workers x time of all steps)."""
     rank, releaser = resolved.rows["rank"], resolved.releaser
     remote = (releaser >= 0) & (rank[releaser] != rank)
     compute = resolved.kind(IntervalKind.COMPUTE)
@@ -89,11 +68,9 @@ def exposed_communication(resolved: Resolved) -> float:
 
 
 def compute_bound(resolved: Resolved) -> set[int]:
-    """Return the numbers of the compute-bound phases: those whose matrix FLOPs / memory bytes, summed over the program,
-    exceed the machine's balance.
-
-    The balance is matrix_flops / memory_bytes_per_s. All other phases are memory-bound: norms, gathers and sampling do
-    no matrix work, and attention declares none, because its work is in the step table.
+    """Return the numbers of the phases whose matrix FLOPs / memory bytes, summed over the program, exceed the machine's
+    balance, matrix_flops / memory_bytes_per_s. All others are memory-bound. Attention is too, because it declares no
+    matrix work: its work is in the step table.
     """
     work = np.zeros((MAX_PHASES + 1, 2))
     for phase, dims, _, columns in by_phase(resolved.program):
@@ -105,64 +82,42 @@ def compute_bound(resolved: Resolved) -> set[int]:
 
 
 def across_workers(resolved: Resolved) -> float | None:
-    """Return the fraction of the time of memory-bound instructions that overlaps compute-bound ones on other workers.
-
-    It is |some worker computes a memory-bound instruction while another worker computes a compute-bound one| / |some
-    worker computes a memory-bound instruction|.
+    """Return |some worker computes a memory-bound instruction while another worker computes a compute-bound one| /
+    |some worker computes a memory-bound instruction|.
     """
     compute = resolved.kind(IntervalKind.COMPUTE)
     matrix = np.isin(resolved.number, list(compute_bound(resolved)))
     memory = ~matrix & ~resolved.control
     chosen = (compute & memory, compute & matrix, compute)
-    length, (m, c, workers) = active([lane_spans(resolved, k).moments(resolved.period) for k in chosen])
+    length, (m, c, workers) = active([lane_spans(resolved, k) for k in chosen], resolved.period)
     total = int(length[m > 0].sum())
     return float(length[(m > 0) & (c > 0) & (workers > 1)].sum()) / total if total else None
 
 
 def phases(resolved: Resolved) -> float | None:
-    """Return the fraction of the computing time in which workers are in different phases or layers: |two or more
-    workers compute, and their instructions have two or more (layer, phase) pairs| / |some worker computes|.
-
-    The fraction is 0 for a program with a grid barrier after every phase.
-    """
+    """Return |two or more workers compute, in two or more (layer, phase) pairs| / |some worker computes|."""
     return _phases_together(resolved, lane_spans(resolved, resolved.kind(IntervalKind.COMPUTE)))
 
 
 def across_ranks(resolved: Resolved) -> float | None:
-    """Return the fraction of the computing time in which ranks are in different phases or layers: |two or more ranks
-    compute, and their instructions have two or more (layer, phase) pairs| / |some worker computes|. The result is None
-    for a program with one rank.
-
-    The fraction tends to 0 if ranks wait for each other after every phase, because then no rank begins a phase before
-    all ranks have ended the previous one.
-    """
+    """Return |two or more ranks compute, in two or more (layer, phase) pairs| / |some worker computes|."""
     if resolved.program.ranks == 1:
         return None
-    compute = resolved.kind(IntervalKind.COMPUTE)
-    base = resolved.rows["rank"][compute].astype(np.int64) * resolved.period
-    by_rank = Spans.union(base + resolved.begin[compute], base + resolved.end[compute])
-    return _phases_together(resolved, by_rank)
+    rank = resolved.rows["rank"].astype(np.int64)
+    return _phases_together(resolved, lane_spans(resolved, resolved.kind(IntervalKind.COMPUTE), rank))
 
 
 def _phases_together(resolved: Resolved, busy: Spans) -> float | None:
-    """Return the fraction of the time covered by `busy` in which two or more lanes (or ranks) of `busy` compute, and
-    their instructions have two or more (layer, phase) pairs.
-    """
+    """Return the fraction of `busy` in which two or more of its lanes (or ranks) compute in two or more phases."""
     compute = resolved.kind(IntervalKind.COMPUTE)
     phase = ((resolved.segment * (resolved.program.dims.model.layers + 1) + resolved.block) << 8) + resolved.number
     # Give each (layer, phase) pair a section of its own on one time line.
-    base = np.unique(phase[compute], return_inverse=True)[1] * resolved.period
-    by_phase = Spans.union(base + resolved.begin[compute], base + resolved.end[compute])
-    length, (kinds, who) = active([s.moments(resolved.period) for s in (by_phase, busy)])
+    by_phase = lane_spans(resolved, compute, np.unique(phase, return_inverse=True)[1])
+    length, (kinds, who) = active([by_phase, busy], resolved.period)
     total = int(length[who > 0].sum())
     return float(length[(kinds > 1) & (who > 1)].sum()) / total if total else None
 
 
 def overlap(resolved: Resolved) -> Overlap:
-    return Overlap(
-        inside_worker=inside_worker(resolved),
-        loads_under_compute=loads_under_compute(resolved),
-        across_workers=across_workers(resolved),
-        across_ranks=across_ranks(resolved),
-        phases=phases(resolved),
-    )
+    measures = inside_worker, loads_under_compute, across_workers, across_ranks, phases
+    return Overlap(*(measure(resolved) for measure in measures))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import whole_file
 from ..trace import IntervalKind, Role
 from .resolve import WAIT, WORK, Resolved
 from .resources import RESOURCES, curves
+from .spans import Floats, Ints
 
 if TYPE_CHECKING:
     from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TracePacket
@@ -32,9 +33,8 @@ _BINS = 2048  # number of samples of each resource's rate over the trace
 def write_perfetto(path: Path, resolved: Resolved) -> None:
     """Write the trace: a process per rank, a track per worker, and below it one track per role and kind of interval.
 
-    Timestamps are nanoseconds since the first interval. Flows lead from the releaser of a wait to the work after
-    the wait. Each rank has a counter track per resource, which shows the resource's rate in its
-    unit, FLOP/s or B/s.
+    Timestamps are nanoseconds since the first interval. Flows lead from the releaser of a wait to the work after it.
+    Each rank has a counter track per resource with its rate in FLOP/s or B/s.
     """
     from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
 
@@ -49,30 +49,25 @@ def _packets(resolved: Resolved) -> Iterator[TracePacket]:
     starts, ends = _flows(resolved)
     amounts = curves(resolved, _BINS)
     used = amounts.any(axis=(0, 2))
-    uuid = 0
+    uuids = itertools.count(1)
     for rank in range(resolved.program.ranks):
-        uuid += 1
-        process = uuid
+        process = next(uuids)
         yield _process(process, rank, resolved.program.ranks, resolved.trace.header.clock_error_s)
         for resource in np.flatnonzero(used).tolist():
-            uuid += 1
-            yield from _counter(resolved, uuid, process, resource, amounts[rank, resource])
+            yield from _counter(resolved, next(uuids), process, resource, amounts[rank, resource])
         for worker in range(workers):
-            uuid += 1
-            parent = uuid
+            parent = next(uuids)
             yield _track(parent, process, f"rank {rank} worker {worker}", len(RESOURCES) + worker)
             for order, (name, chosen) in enumerate(_tracks(resolved, rank * workers + worker)):
                 for nth, rows in enumerate(_rows(resolved, chosen)):
-                    uuid += 1
+                    uuid = next(uuids)
                     yield _track(uuid, parent, f"{name} {nth + 1}" if nth else name, 16 * order + nth)
                     for i in rows:
                         yield from _slice(resolved, i, uuid, starts.get(i, []), ends.get(i, []))
 
 
-def _tracks(resolved: Resolved, lane: int) -> Iterator[tuple[str, NDArray[np.int64]]]:
-    """Yield the name and the intervals of each track of a lane. A CPU thread has all roles, so it gets one track per
-    kind of interval; a GPU worker gets one track per role and kind.
-    """
+def _tracks(resolved: Resolved, lane: int) -> Iterator[tuple[str, Ints]]:
+    """Yield the name and intervals of each track of a lane: one per kind of interval, and for a GPU worker per role."""
     first, end = np.searchsorted(resolved.lane, [lane, lane + 1])
     kind, roles = resolved.rows["kind"][first:end], resolved.rows["role"][first:end]
     for role in Role:
@@ -82,7 +77,7 @@ def _tracks(resolved: Resolved, lane: int) -> Iterator[tuple[str, NDArray[np.int
                 yield (name if role is Role.WORKER else f"{role.name.lower().replace('_', ' ')} {name}"), chosen
 
 
-def _rows(resolved: Resolved, chosen: NDArray[np.int64]) -> list[list[int]]:
+def _rows(resolved: Resolved, chosen: Ints) -> list[list[int]]:
     """Assign intervals, in order of begin, to as few rows as possible, so that no intervals of a row overlap."""
     rows: list[list[int]] = []
     free: list[int] = []
@@ -97,9 +92,7 @@ def _rows(resolved: Resolved, chosen: NDArray[np.int64]) -> list[list[int]]:
 
 
 def _flows(resolved: Resolved) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Return two maps from an interval to flow ids: the flows that start at the interval, and those that end at it. A
-    flow leads from the interval that released a wait to the first work after that wait.
-    """
+    """Return flows from the releaser of a wait to the first work after it, by the interval of each end."""
     work = np.flatnonzero(resolved.kind(*WORK))
     work = work[np.argsort(-resolved.begin[work], kind="stable")]
     first = dict(zip(resolved.instance[work].tolist(), work.tolist(), strict=True))
@@ -145,13 +138,8 @@ def _process(uuid: int, rank: int, ranks: int, clock_error_s: float) -> TracePac
     return packet
 
 
-def _counter(
-    resolved: Resolved, uuid: int, parent: int, resource: int, amount: NDArray[np.float64]
-) -> Iterator[TracePacket]:
-    """Yield a track for a resource's rate, and a sample for each change of the rate.
-
-    The trace is divided into parts of equal length, and `amount` has the FLOPs or bytes of each part.
-    """
+def _counter(resolved: Resolved, uuid: int, parent: int, resource: int, amount: Floats) -> Iterator[TracePacket]:
+    """Yield a track of a resource's rate. `amount` has the FLOPs or bytes of each of equal parts of the trace."""
     name, unit = RESOURCES[resource]
     track = _track(uuid, parent, name, resource)
     track.track_descriptor.counter.unit_name = unit

@@ -17,8 +17,9 @@ from ..isa.ragged import ragged
 from ..isa.record import Records
 from ..machine import MACHINES, Machine
 from ..program import Program
-from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Role, Trace
-from .waits import Causes, Ints, Signals, Waits, causes
+from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Trace
+from .spans import Floats, Ints, Mask
+from .waits import Causes, Signals, Waits, causes
 
 _SLOT = rec.OPERAND_WORD + Operation.ATTENTION.layout.operands.index("slot")
 WORK = (IntervalKind.COMPUTE, IntervalKind.STORE)
@@ -28,13 +29,13 @@ WAIT = (IntervalKind.COUNTER_WAIT, IntervalKind.PAGE_WAIT)
 
 @dataclass(frozen=True, eq=False)
 class Resolved:
-    """The intervals of a trace, joined with their program: columns with one entry per interval of `rows`. All figures
-    of a trace are computed from this record. What several figures need is computed at first use and kept.
+    """The intervals of a trace, joined with their program: columns with one entry per interval of `rows`. What several
+    figures need is computed at first use and kept.
 
-    `machine` has the peak rates. `begin` and `end` are ticks since the first interval. `lane` is rank x workers +
-    worker. `segment` is an index into SEGMENTS. `block` is the block of counters that the instruction uses: the layer
-    number, 0 in the prologue, and the number of layers in the epilogue. `instance` numbers the executed instructions:
-    launch x program.instructions + position in the unrolled program.
+    `begin` and `end` are ticks since the first interval. `lane` is rank x workers + worker. `segment` is an index into
+    SEGMENTS. `block` is the block of counters that the instruction uses: the layer number, 0 in the prologue, and the
+    number of layers in the epilogue. `instance` numbers the executed instructions: launch x program.instructions +
+    position in the unrolled program.
     """
 
     program: Program
@@ -87,9 +88,7 @@ class Resolved:
 
     @cached_property
     def period(self) -> int:
-        """Return a number of ticks that is larger than every time in the trace. Lane n starts at n x period on the time
-        line that all lanes share.
-        """
+        """Return more ticks than any time in the trace. On the line of all lanes, lane n starts at n x period."""
         return int(self.end.max()) + 1
 
     @cached_property
@@ -103,9 +102,7 @@ class Resolved:
 
     @cached_property
     def records(self) -> Records:
-        """Return the instruction records of all segments, one segment after another. Within a segment, they have the
-        order in which a trace numbers them.
-        """
+        """Return the records of all segments, one after another, in the order in which a trace numbers them."""
         return np.concatenate([self.program.numbered(segment)[0] for segment in range(3)])
 
     @cached_property
@@ -125,16 +122,13 @@ class Resolved:
         return np.flatnonzero(np.isin(self.number, self.program.forward.numbers(Operation.ATTENTION)))
 
     @property
-    def control(self) -> NDArray[np.bool_]:
+    def control(self) -> Mask:
         """Return a mask of the intervals that belong to control instructions, which compute nothing."""
         return np.isin(self.number, [phase.number for phase in CONTROL])
 
     @property
-    def attention(self) -> tuple[Ints, NDArray[np.float64]] | None:
-        """Return the indices of the n intervals of attention instructions, and an array [n, 2]. For each of these
-        intervals, the array has two figures of the executed instruction: the FLOPs, and the bytes of K and V. The
-        result is None if the trace lacks these figures.
-        """
+    def attention(self) -> tuple[Ints, Floats] | None:
+        """Return the intervals of attention, and the FLOPs and bytes of K and V of each, [n, 2], if recorded."""
         if self.trace.attention is None:
             return None
         i = self.of_attention
@@ -147,18 +141,14 @@ class Resolved:
 
     @cached_property
     def cause(self) -> Ints:
-        """Return, for each counter wait, an index into `causes.names`. The index is -1 for all other intervals, and for
-        waits that no phase signals.
-        """
+        """Return an index into `causes.names` for each counter wait, or -1 for others and if no phase signals."""
         word = self.record, self.rows["slot"] % rec.WAITS
         found = np.where((self.segment == 1) & (self.block > 0), self.causes.later[word], self.causes.first[word])
         return np.where(self.kind(IntervalKind.COUNTER_WAIT), found, -1)
 
     @cached_property
     def finish(self) -> Ints:
-        """Return, for each executed instruction, the index of its interval that ends last, or -1 if the trace has no
-        interval of it.
-        """
+        """Return the interval of each executed instruction that ends last, or -1 if the trace has none of it."""
         order = np.lexsort((self.rows["kind"], self.end))
         last = np.full(self.executions, -1, dtype=np.int64)
         last[self.instance[order]] = order
@@ -166,12 +156,12 @@ class Resolved:
 
     @cached_property
     def releaser(self) -> Ints:
-        """Return, for each interval that is a wait for counters, the interval whose signal ended the wait. If the wait
-        has several counters, this is the last signal of the counter that was satisfied last.
+        """Return, for each wait for counters, the interval whose signal ended the wait, that is, the last signal of the
+        counter that was satisfied last. It is -1 for other intervals, and if the trace lacks the instruction that
+        signalled.
 
-        The result is -1 for other kinds of intervals, and if the trace lacks the instruction that signalled. An INDEXED
-        wait word names several counters, of which the step table selects one, and the trace does not contain the step
-        table. The result is then the interval of the last instruction that may have signalled before the wait ended.
+        An INDEXED wait word names several counters, of which the step table selects one, and the trace does not contain
+        the step table. The result is then the last instruction that may have signalled before the wait ended.
         """
         key, interval, maybe = self._arrivals()
         end = self.end[interval]
@@ -196,9 +186,9 @@ class Resolved:
                 result[w] = interval[before[np.argmax(end[before])]]
         return result
 
-    def _arrivals(self) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-        """Return three arrays with one entry per signal, sorted by counter and then by time: the number of the counter,
-        the interval at whose end the signal was sent, and whether the signal may belong to another counter.
+    def _arrivals(self) -> tuple[Ints, Ints, Mask]:
+        """Return three arrays with one entry per signal, sorted by counter and time: the number of the counter, the
+        interval at whose end the signal was sent, and whether it may belong to another counter.
         """
         signals = Signals.of(self.program, self.records)
         done = self.finish[self.finish >= 0]
@@ -218,13 +208,8 @@ class Resolved:
         )
         return block * self.program.counters + counter
 
-    def kind(self, *kinds: IntervalKind) -> NDArray[np.bool_]:
+    def kind(self, *kinds: IntervalKind) -> Mask:
         return np.isin(self.rows["kind"], kinds)
-
-    def stored(self) -> NDArray[np.bool_]:
-        """Return a mask of the STORE intervals of storers. Such a store delays no other role of its worker."""
-        chosen: NDArray[np.bool_] = self.kind(IntervalKind.STORE) & (self.rows["role"] == Role.STORER)
-        return chosen
 
     def phase(self, i: int) -> Phase:
         return self.program.forward.by_number[int(self.number[i])]
@@ -248,8 +233,8 @@ def by_phase(program: Program) -> Iterator[tuple[Phase, Dims, Ints, dict[str, Co
 
 
 def resolve(program: Program, trace: Trace, machine: Machine | None = None) -> Resolved:
-    """Join a program and its trace. `machine` has the peak rates. By default, it is the program's machine, or this host
-    if the program's machine is not a known one.
+    """Join a program and its trace. `machine` has the peak rates, and defaults to the program's, or this host if
+    unknown.
 
     Raises MegakernelError if the trace is empty or damaged, or belongs to another program.
     """

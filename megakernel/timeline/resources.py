@@ -1,12 +1,10 @@
-"""Computes how busy each resource was over time, by spreading the declared work of each instruction over the intervals
-in which it was done."""
+"""Computes how busy each resource was over time, by spreading each instruction's declared work over its intervals."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..isa import cost
 from ..isa.link import link_bytes_each
@@ -15,11 +13,9 @@ from ..runtime.cuda.issue import issued
 from ..runtime.targets import target_of
 from ..trace import IntervalKind
 from .resolve import Resolved, by_phase
+from .spans import Floats, Ints, Mask
 
-Amounts = NDArray[np.float64]
-
-# The resources with the unit of their rate. The cache is the last-level one (a GPU's L2). A link has a direction: bytes
-# that a rank sends, and bytes that it receives.
+# The resources with the unit of their rate. The cache is the last-level one. A rank sends on a link, and it receives.
 RESOURCES = (
     ("matrix", "FLOP/s"),
     ("vector", "FLOP/s"),
@@ -28,19 +24,16 @@ RESOURCES = (
     ("link out", "B/s"),
     ("link in", "B/s"),
 )
-# The resources that limit every program. The cache is not one of them, because a program's use of it depends on the
-# program's tile sizes.
+# The resources that limit every program. A program's use of the cache depends on its tile sizes.
 ROOFLINE = ("matrix", "vector", "memory", "link out", "link in")
 BINS = 96  # the number of equal parts of the trace in `Resource.curve`
 
 
 @dataclass(frozen=True)
 class Resource:
-    """The use of one resource. `rate` is in units per second and is the mean over the ranks and over the time of all
-    steps. `fraction` is rate / `peak`, and `ranks` has the fraction of each rank.
-
-    `peak` is the peak rate from the function `peaks`. `curve` has, for each of BINS equal parts of the trace, the mean
-    of rate / peak over all ranks.
+    """The use of one resource. `rate` is in units per second, as the mean over ranks and the time of all steps.
+    `fraction` is rate / `peak`, and `ranks` has that of each rank. `curve` has, for each of BINS equal parts of the
+    trace, the mean of rate / peak over ranks.
     """
 
     name: str
@@ -53,20 +46,14 @@ class Resource:
 
 
 def peaks(machine: Machine, workers: int) -> list[float]:
-    """Return the peak rate of each of RESOURCES for `workers` workers of a device. All workers of a device share its
-    rates equally.
-
-    A rate of 0 means that the machine file does not give it.
-    """
+    """Return the peak rates of RESOURCES for `workers` workers, an equal share of a device's, or 0 if unknown."""
     share = min(1.0, workers / machine.workers)
     device = (machine.matrix_flops, machine.vector_flops, machine.memory_bytes_per_s, machine.cache_bytes_per_s)
     return [*(rate * share for rate in device), machine.link_bytes_per_s, machine.link_bytes_per_s]
 
 
 def resources(resolved: Resolved) -> list[Resource]:
-    """Return every resource that the program uses and whose peak rate is known. Attention's use comes from the work
-    items that the trace records.
-    """
+    """Return every resource that the program uses and whose peak rate is known."""
     amounts = curves(resolved, BINS)
     steps_s = max(resolved.steps, 1) * resolved.tick_s
     found = []
@@ -90,14 +77,13 @@ def resources(resolved: Resolved) -> list[Resource]:
     return found
 
 
-def curves(resolved: Resolved, bins: int) -> Amounts:
-    """Return the use of each resource over time: [ranks, RESOURCES, bins], in FLOPs or bytes. The bins are equal parts
-    of the trace.
+def curves(resolved: Resolved, bins: int) -> Floats:
+    """Return the use of each resource in FLOPs or bytes, [ranks, RESOURCES, bins]. Bins are equal parts of the trace.
 
     FLOPs are spread evenly over an instruction's COMPUTE. Link bytes are spread over its STORE if it has one, otherwise
-    over COMPUTE. Memory and cache bytes are spread over the LOADs of a loader. If the worker has no loader, they are
-    spread over COMPUTE, and not over a CPU's LOADs: these are prefetches, which bring only a part of the bytes. All
-    loaded data pass through the cache, including attention's K and V.
+    over COMPUTE. Memory and cache bytes are spread over the LOADs of a loader, or over COMPUTE if there is none: a
+    CPU's LOADs are prefetches, which bring only a part. All loaded data pass through the cache, including attention's K
+    and V.
     """
     declared, link = _declared(resolved)
     matrix, vector, memory, loaded = declared[resolved.record].T
@@ -121,10 +107,8 @@ def curves(resolved: Resolved, bins: int) -> Amounts:
     return out
 
 
-def _declared(resolved: Resolved) -> tuple[Amounts, Amounts]:
-    """Return two arrays with the work that each of `Resolved.records` declares. The first, [records, 4], has matrix
-    FLOPs, vector FLOPs, memory bytes and loaded bytes. The second, [records, ranks], has the bytes sent to each rank.
-    """
+def _declared(resolved: Resolved) -> tuple[Floats, Floats]:
+    """Return each record's matrix, vector FLOPs, memory and loaded bytes, [records, 4], and bytes to each rank."""
     count, ranks = len(resolved.records), resolved.program.ranks
     work, link = np.zeros((count, 4)), np.zeros((count, ranks))
     for phase, dims, rows, columns in by_phase(resolved.program):
@@ -138,10 +122,8 @@ def _declared(resolved: Resolved) -> tuple[Amounts, Amounts]:
     return work, link
 
 
-def issue_seconds(resolved: Resolved) -> Amounts:
-    """Return the time in seconds that each role of a worker takes to issue each of `Resolved.records`: [records,
-    roles]. The time is 0 if it is unknown.
-    """
+def issue_seconds(resolved: Resolved) -> Floats:
+    """Return the seconds that each role of a worker takes to issue each record, [records, roles], 0 if unknown."""
     found, issue = np.zeros((len(resolved.records), 3)), resolved.machine.issue
     for phase, dims, rows, columns in by_phase(resolved.program):
         roles = issued(phase, columns, dims, issue) if issue else None
@@ -150,21 +132,17 @@ def issue_seconds(resolved: Resolved) -> Amounts:
     return found
 
 
-def _or_else(resolved: Resolved, wanted: NDArray[np.bool_], other: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return a mask of the `wanted` intervals and, for executed instructions that have no wanted interval, of their
-    `other` intervals.
-    """
+def _or_else(resolved: Resolved, wanted: Mask, other: Mask) -> Mask:
+    """Return a mask of the `wanted` intervals, and of the `other` ones of instructions that have no wanted interval."""
     has = np.zeros(resolved.executions, dtype=bool)
     has[resolved.instance[wanted]] = True
-    chosen: NDArray[np.bool_] = wanted | (other & ~has[resolved.instance])
+    chosen: Mask = wanted | (other & ~has[resolved.instance])
     return chosen
 
 
-def _spread(
-    resolved: Resolved, chosen: NDArray[np.bool_], amount: Amounts, row: NDArray[np.int64], bins: int
-) -> Amounts:
-    """Return the amount in each time bin of each rank, [ranks, bins]. The amount of an executed instruction is spread
-    evenly over its chosen intervals. `row` has, for each interval, the row of the result to which its share is added.
+def _spread(resolved: Resolved, chosen: Mask, amount: Floats, row: Ints, bins: int) -> Floats:
+    """Return the amount in each time bin, [ranks, bins]. Each executed instruction's is spread evenly over its chosen
+    intervals. `row` has the row of the result to which an interval's share is added.
     """
     i = np.flatnonzero(chosen & (amount > 0))
     begin = resolved.begin[i].astype(np.float64)

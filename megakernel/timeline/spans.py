@@ -1,7 +1,4 @@
-"""Sets of disjoint half-open intervals on one line of integers.
-
-The times of all lanes are on this one line (position = lane * period + tick), so one array operation handles all lanes.
-"""
+"""Sets of disjoint half-open intervals on one line of integers, on which all lanes lie: lane * period + tick."""
 
 from __future__ import annotations
 
@@ -12,18 +9,20 @@ from numpy.typing import NDArray
 
 from ..isa.ragged import ragged
 
-Ticks = NDArray[np.int64]
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Spans:
     """A set of sorted, disjoint, non-empty intervals [begin, end). The two arrays have equal lengths."""
 
-    begin: Ticks
-    end: Ticks
+    begin: Ints
+    end: Ints
 
     @staticmethod
-    def union(begin: Ticks, end: Ticks) -> Spans:
+    def union(begin: Ints, end: Ints) -> Spans:
         """Return the union of the given intervals, which may overlap and be in any order. Drop empty intervals."""
         some = end > begin
         begin, end = begin[some], end[some]
@@ -34,40 +33,35 @@ class Spans:
         last = np.roll(first, -1)
         return Spans(begin[first], reach[last])
 
-    def covered(self, begin: Ticks, end: Ticks) -> Ticks:
+    def covered(self, begin: Ints, end: Ints) -> Ints:
         """Return, for each given interval [begin, end), how many of its ticks lie in this set."""
         before = np.concatenate([[0], np.cumsum(self.end - self.begin)])
 
-        def below(at: Ticks) -> Ticks:
+        def below(at: Ints) -> Ints:
             i = np.searchsorted(self.begin, at, side="right")
             over = np.maximum(self.end[i - 1] - at, 0) if len(self.end) else np.zeros_like(at)
             return before[i] - np.where(i > 0, over, 0)
 
-        inside: Ticks = below(np.maximum(begin, end)) - below(begin)
+        inside: Ints = below(np.maximum(begin, end)) - below(begin)
         return inside
 
     def total(self) -> int:
         return int((self.end - self.begin).sum())
 
-    def without(self, begin: Ticks, end: Ticks) -> Spans:
+    def without(self, begin: Ints, end: Ints) -> Spans:
         """Return this set minus the given intervals, which must be disjoint and lie inside the set."""
         starts = np.sort(np.concatenate([self.begin, end]), kind="stable")
         stops = np.sort(np.concatenate([self.end, begin]), kind="stable")
         some = stops > starts
         return Spans(starts[some], stops[some])
 
-    def moments(self, period: int) -> tuple[Ticks, Ticks]:
-        """Return when all intervals begin and when they end, in ticks of the trace, without the offsets of lanes."""
-        return self.begin % period, self.end % period
 
-
-def active(groups: list[tuple[Ticks, Ticks]]) -> tuple[Ticks, list[Ticks]]:
-    """Cut time at every begin and end of an interval into pieces. Return the length of each piece, and for each group
-    the number of its intervals that cover each piece.
-    """
-    edges = np.unique(np.concatenate([moments for group in groups for moments in group]))
+def active(groups: list[Spans], period: int) -> tuple[Ints, list[Ints]]:
+    """Cut time at every edge of an interval. Return each piece's length, and per group how many lanes cover it."""
+    moments = [(group.begin % period, group.end % period) for group in groups]
+    edges = np.unique(np.concatenate([times for pair in moments for times in pair]))
     counts = []
-    for begin, end in groups:
+    for begin, end in moments:
         change = np.zeros(len(edges), dtype=np.int64)
         np.add.at(change, np.searchsorted(edges, begin), 1)
         np.add.at(change, np.searchsorted(edges, end), -1)
@@ -75,10 +69,8 @@ def active(groups: list[tuple[Ticks, Ticks]]) -> tuple[Ticks, list[Ticks]]:
     return np.diff(edges), counts
 
 
-def disjoint(begin: Ticks, end: Ticks, what: Ticks) -> tuple[Ticks, Ticks, Ticks]:
-    """Sort the intervals by begin, and cut each one to the part that no earlier interval covers. Drop intervals of
-    which nothing is left.
-    """
+def disjoint(begin: Ints, end: Ints, what: Ints) -> tuple[Ints, Ints, Ints]:
+    """Sort the intervals by begin, and cut each to what no earlier one covers. Drop those of which nothing is left."""
     order = np.argsort(begin, kind="stable")
     begin, end, what = begin[order], end[order], what[order]
     reach = np.maximum.accumulate(end)
@@ -87,11 +79,8 @@ def disjoint(begin: Ticks, end: Ticks, what: Ticks) -> tuple[Ticks, Ticks, Ticks
     return begin[some], end[some], what[some]
 
 
-def overlaps(begin: Ticks, end: Ticks, others: Spans) -> tuple[Ticks, Ticks, Ticks, Ticks]:
-    """Return the intersections of the given intervals, which are disjoint and in order, with those of `others`.
-
-    Each intersection has a begin, an end, and the indices of the two intervals that intersect.
-    """
+def overlaps(begin: Ints, end: Ints, others: Spans) -> tuple[Ints, Ints, Ints, Ints]:
+    """Intersect disjoint intervals, in order, with `others`. Return begins, ends, and the indices of both sides."""
     first = np.searchsorted(others.end, begin, side="right")
     count = np.maximum(np.searchsorted(others.begin, end, side="left") - first, 0)
     at, nth = ragged(count)

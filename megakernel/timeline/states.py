@@ -1,6 +1,4 @@
-"""Determines what each worker does at each moment of a step, and finds the places in a trace where a user should look
-first. All figures of busy, waiting and idle time follow from these states.
-"""
+"""Determines what each worker does at each moment of a step. All figures of busy, waiting and idle time follow."""
 
 from __future__ import annotations
 
@@ -12,15 +10,13 @@ from numpy.typing import NDArray
 
 from ..trace import IntervalKind, Role
 from .resolve import Resolved
-from .spans import Spans, Ticks, disjoint, overlaps
+from .spans import Floats, Ints, Mask, Spans, disjoint, overlaps
 
 _MOST_PLACES = 12
 
 
 class State(IntEnum):
-    """What a worker does at a moment. If it does several things at once, the state is the one that comes first in this
-    list.
-    """
+    """What a worker does at a moment. If it does several things at once, the first of this list counts."""
 
     COMPUTE = 0
     STORE = 1
@@ -38,36 +34,33 @@ BLOCKED = (State.WAIT, State.PAGE)
 
 @dataclass(frozen=True)
 class Pieces:
-    """Disjoint pieces of the workers' time, which together cover every launch of every worker.
-
-    The columns are sorted by (lane, begin). `begin` and `end` are in ticks, as in `Resolved`. `interval` is the index
-    of the interval that the piece is a part of, or -1 in the states IDLE and END.
+    """Disjoint pieces of the workers' time, sorted by (lane, begin), which cover every launch of every worker. `begin`
+    and `end` are in ticks, as in `Resolved`. `interval` is the interval that the piece is a part of, or -1 in IDLE and
+    END.
     """
 
-    lane: NDArray[np.int64]
-    begin: Ticks
-    end: Ticks
+    lane: Ints
+    begin: Ints
+    end: Ints
     state: NDArray[np.int8]
-    interval: NDArray[np.int64]
+    interval: Ints
 
     @property
-    def length(self) -> Ticks:
+    def length(self) -> Ints:
         return self.end - self.begin
 
-    def of(self, *states: State) -> NDArray[np.bool_]:
-        chosen: NDArray[np.bool_] = np.isin(self.state, states)
+    def of(self, *states: State) -> Mask:
+        chosen: Mask = np.isin(self.state, states)
         return chosen
 
-    def per_lane(self, lanes: int, *states: State) -> Ticks:
+    def per_lane(self, lanes: int, *states: State) -> Ints:
         """Return the number of ticks that each lane spends in any of the given states."""
         here = self.of(*states)
         return np.bincount(self.lane[here], self.length[here], minlength=lanes).astype(np.int64)
 
 
 def pieces(resolved: Resolved) -> Pieces:
-    """Divide the workers' time among the states. Where intervals of several states overlap, the time belongs to the
-    state that comes first in `_states`.
-    """
+    """Divide the workers' time among the states. Where several overlap, the first of `_states` counts."""
     period = resolved.period
     base = resolved.lane * period
     first, last = resolved.launch_spans
@@ -88,10 +81,8 @@ def pieces(resolved: Resolved) -> Pieces:
     return Pieces(lane, begin - lane * period, end - lane * period, states[order], interval[order])
 
 
-def _states(resolved: Resolved) -> list[tuple[State, NDArray[np.bool_]]]:
-    """Return a mask of the intervals of each state. Where intervals overlap, the state that comes first in the list
-    takes precedence.
-    """
+def _states(resolved: Resolved) -> list[tuple[State, Mask]]:
+    """Return a mask of the intervals of each state, in order of precedence."""
     waits = resolved.kind(IntervalKind.COUNTER_WAIT)
     consumers = resolved.rows["role"] == Role.CONSUMER
     return [
@@ -117,11 +108,7 @@ def _idle(resolved: Resolved, free: Spans) -> NDArray[np.int8]:
 
 @dataclass(frozen=True)
 class LanePlace:
-    """A stretch of one worker's time, in seconds since the trace's first interval.
-
-    `interval` is the index of the trace interval that contains the stretch. If nothing was recorded in the stretch,
-    `interval` is the index of a neighbouring interval.
-    """
+    """A stretch of a worker's time, in seconds since the first interval. `interval` contains it, or is a neighbour."""
 
     rank: int
     worker: int
@@ -130,10 +117,8 @@ class LanePlace:
     interval: int
 
 
-def longest(resolved: Resolved, pieces: Pieces, chosen: NDArray[np.bool_]) -> list[LanePlace]:
-    """Return the longest of the chosen pieces of time, at most _MOST_PLACES, the longest first. Pieces of equal length
-    are in the order of ranks and workers.
-    """
+def longest(resolved: Resolved, pieces: Pieces, chosen: Mask) -> list[LanePlace]:
+    """Return the longest of the chosen pieces of time, at most _MOST_PLACES, the longest first."""
     rows = np.flatnonzero(chosen)
     rows = rows[np.argsort(-pieces.length[rows], kind="stable")[:_MOST_PLACES]]
     return [
@@ -142,16 +127,14 @@ def longest(resolved: Resolved, pieces: Pieces, chosen: NDArray[np.bool_]) -> li
     ]
 
 
-def ranked(resolved: Resolved, rows: NDArray[np.int64], by: NDArray[np.float64]) -> list[LanePlace]:
+def ranked(resolved: Resolved, rows: Ints, by: Floats) -> list[LanePlace]:
     """Return the places of those intervals of `rows` that have the largest values in `by`, the largest first."""
     chosen = rows[np.argsort(-by, kind="stable")[:_MOST_PLACES]]
     return [_place(resolved, resolved.lane[i], resolved.begin[i], resolved.end[i], i) for i in chosen.tolist()]
 
 
 def _interval_at(pieces: Pieces, row: int) -> int:
-    """Return the interval of a piece. A piece without a recorded interval gets the next interval of the same worker,
-    or, at the end of a step, the previous one.
-    """
+    """Return a piece's interval, or if it has none, the next one of the same worker or else the previous one."""
     for at in (row, row + 1, row - 1):
         if 0 <= at < len(pieces.lane) and pieces.lane[at] == pieces.lane[row] and pieces.interval[at] >= 0:
             return int(pieces.interval[at])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..isa import MAX_PHASES
 from ..trace import IntervalKind
@@ -13,15 +12,14 @@ from .critical import CriticalPath, critical_path
 from .overlap import Overlap, exposed_communication, overlap
 from .resolve import WORK, Resolved
 from .resources import Resource, resources
+from .spans import Ints
 from .states import BLOCKED, BUSY, LanePlace, Pieces, State, longest, pieces
 from .waterfall import Outliers, Waterfall, outliers, waterfall
 
 
 @dataclass(frozen=True)
 class WorkerTimes:
-    """How one worker spends the step, as three fractions that add up to 1: `busy`, `wait` and `idle`, as defined in
-    `Summary`.
-    """
+    """The fractions of the step in which one worker is busy, waits and is idle, as defined in `Summary`."""
 
     rank: int
     worker: int
@@ -32,11 +30,9 @@ class WorkerTimes:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """The COMPUTE and STORE time of one phase over all workers. `share` is the phase's fraction of this time over all
-    phases.
-
-    `median_s` is the median length of the phase's COMPUTE intervals. `outliers` is the number of those intervals that
-    are longer than FAR * `median_s`, and `outliers_s` is the sum of their time beyond `median_s`.
+    """The COMPUTE and STORE time of one phase over all workers. `share` is its fraction of this time over all phases.
+    `median_s` is the median length of the phase's COMPUTE intervals, `outliers` counts those longer than FAR *
+    `median_s`, and `outliers_s` is the sum of their time beyond `median_s`.
     """
 
     name: str
@@ -52,11 +48,9 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class WaitTime:
-    """The cost of those waits of the phase `instruction` that have the same cause. If an instruction waits for several
-    counters, the last one to be satisfied counts, and `cause` names the phases that signal it.
-
-    The cost is the time in which the worker did nothing else. `count` is the number of waits with a cost. `share` is
-    the fraction of the cost of all waits. `places` has the longest waits.
+    """The cost of those waits of the phase `instruction` that have the same cause: time in which the worker did nothing
+    else. `cause` names the phases that signal the counter that was satisfied last. `count` is the number of waits with
+    a cost, and `share` the fraction of the cost of all waits. `places` has the longest waits.
     """
 
     instruction: str
@@ -69,17 +63,15 @@ class WaitTime:
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of a trace over all its launches, except that the critical path is that of the last launch. Times are
-    in seconds, and fractions are between 0 and 1.
+    """The figures of a trace over all its launches; the critical path is that of the last. Times are in seconds, and
+    fractions are between 0 and 1.
 
     `step_s` is the time from the first begin to the last end of a launch, as the mean over launches. `busy`, `wait` and
-    idle time are fractions of a worker's time in the steps. A worker is busy in the states COMPUTE, STORE and LOAD (see
-    states.py), waits in WAIT and PAGE, and is idle in IDLE and END. `busy` is the mean over workers, and `computing` is
-    the mean of COMPUTE alone.
-    `imbalance` = busy time of the busiest worker / mean busy time - 1. `dropped` is the number of intervals that did
-    not fit the trace buffer. `clock_error_s` bounds the offset between the clocks of ranks, and so the error of all
-    times between ranks. `without_attention` says that the trace lacks attention's work, so `resources` lacks it too.
-    The other fields are explained at the function or class of the same name.
+    idle time are fractions of a worker's time in the steps, as the mean over workers: it is busy in COMPUTE, STORE and
+    LOAD (see states.py), waits in WAIT and PAGE, and is idle in IDLE and END. `computing` is COMPUTE alone. `imbalance`
+    = busy time of the busiest worker / mean busy time - 1. `dropped` intervals did not fit the trace buffer.
+    `clock_error_s` bounds the offset between the clocks of ranks. `without_attention` says that the trace, and so
+    `resources`, lacks attention's work. The other fields are explained at the function or class of the same name.
     """
 
     step_s: float
@@ -182,10 +174,8 @@ def _instructions(resolved: Resolved, far: Outliers) -> list[PhaseTime]:
     return sorted(found, key=lambda item: item.outliers_s - item.total_s)
 
 
-def _blocked(resolved: Resolved, found: Pieces) -> tuple[NDArray[np.int64], list[str]]:
-    """Return, for each piece of time, the cause of its worker's wait as an index into a list of names, and that list.
-    The index is -1 if the worker does not wait.
-    """
+def _blocked(resolved: Resolved, found: Pieces) -> tuple[Ints, list[str]]:
+    """Return the cause of each piece of time as an index into the returned names, or -1 if it is not a wait."""
     names = [*resolved.causes.names, "a page", "a signal of no phase"]
     of_interval = resolved.cause.copy()
     of_interval[of_interval < 0] = len(names) - 1
@@ -196,7 +186,7 @@ def _blocked(resolved: Resolved, found: Pieces) -> tuple[NDArray[np.int64], list
     return which, names
 
 
-def _waits(resolved: Resolved, found: Pieces, which: NDArray[np.int64], names: list[str]) -> list[WaitTime]:
+def _waits(resolved: Resolved, found: Pieces, which: Ints, names: list[str]) -> list[WaitTime]:
     chosen = np.flatnonzero(which >= 0)
     total = max(int(found.length[chosen].sum()), 1)
     interval = found.interval[chosen]

@@ -12,7 +12,7 @@ from .compare import Comparison, Launches
 from .resolve import WAIT, WORK, Resolved
 from .spans import Spans
 from .summary import Summary
-from .waterfall import Bar, Cause
+from .waterfall import Cause
 
 _LANES = 16  # maximum number of lanes in the map; if a program has more, the map shows evenly spaced ones
 _WAITS = 6  # maximum number of rows of the table of waits
@@ -60,9 +60,7 @@ def render_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def render_launches(launches: Launches, console: Console) -> None:
-    """Print how launches differ: first the time of the step, then those bars of the waterfall that differ by at least
-    one hundredth of the median step.
-    """
+    """Print the step of the launches, and those waterfall bars that differ by at least 1 % of the median step."""
     steps = launches.step_s
     most, typical = max(range(len(steps)), key=lambda n: steps[n]), steps[launches.median]
     title = f"{len(steps)} launches; number {launches.median + 1}, the median, is shown"
@@ -104,9 +102,7 @@ def _headline(s: Summary) -> Text:
 
 
 def _map(resolved: Resolved, console_width: int) -> Text:
-    """Draw one row per lane. Each cell has the colour of the operation family that took most of its time, or a light
-    shade if the lane waited.
-    """
+    """Draw a row per lane. A cell shows the operation family that took most of its time, or that the lane waited."""
     width = max(20, min(console_width, 160) - 14)
     edges = np.linspace(0, resolved.period, width + 1).astype(np.int64)
     families = list(OperationFamily)
@@ -169,10 +165,9 @@ _CAUSES = 6  # maximum number of waits that get their own row in the waterfall
 
 
 def _waterfall(s: Summary, width: int) -> Table:
-    """Return a table of the waterfall's bars, from the least possible time to the measured step. Each bar begins where
-    the previous one ends.
-    """
-    rows = [(_bar_name(bar), bar.seconds) for bar in s.waterfall.bars]
+    """Return a table of the waterfall's bars. Each bar begins where the previous one ends."""
+    names = {Cause.LEAST: "least time, bound by {}", Cause.RESOURCE: "{} needs more"}
+    rows = [(names.get(bar.kind, "{}").format(bar.name), bar.seconds) for bar in s.waterfall.bars]
     waits = [n for n, bar in enumerate(s.waterfall.bars) if bar.kind is Cause.WAIT]
     if len(waits) > _CAUSES:
         first, last = waits[_CAUSES - 1], waits[-1] + 1
@@ -192,19 +187,11 @@ def _waterfall(s: Summary, width: int) -> Table:
     return table
 
 
-def _bar_name(bar: Bar) -> str:
-    if bar.kind is Cause.LEAST:
-        return f"least time, bound by {bar.name}"
-    return f"{bar.name} needs more" if bar.kind is Cause.RESOURCE else bar.name
-
-
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def _resources(s: Summary, width: int) -> Table:
-    """Return a table with each resource's rate, its fraction of the peak, and a curve of the rate over the trace,
-    scaled to the curve's maximum.
-    """
+    """Return a table with each resource's rate, its fraction of the peak, and a curve scaled to its maximum."""
     table = _table("Resources", "resource", "rate", "of peak", "highest", "over the trace")
     table.columns[-1].justify = "left"
     cells = max(16, min(width - 56, 96))

@@ -1,6 +1,5 @@
-"""Decodes which counters a program's instructions wait for and signal, and finds which phases end a wait.
-
-Arrays over records have the records of all segments, one segment after another.
+"""Decodes which counters a program's instructions wait for and signal, and finds which phases end a wait. Arrays over
+records have the records of all segments, one segment after another.
 """
 
 from __future__ import annotations
@@ -15,17 +14,15 @@ from ..isa import record as rec
 from ..isa.ragged import ragged
 from ..isa.record import Records
 from ..program import Program
-
-Ints = NDArray[np.int64]
+from .spans import Ints, Mask
 
 _GROUPS = rec.OPERAND_WORD + Operation.ATTENTION.layout.operands.index("groups")
 
 
 @dataclass(frozen=True)
 class Waits:
-    """The wait words of all records: [records, WAITS] each. `first` is the first counter that a word may name, or -1 if
-    the word is not used, and `members` is the number of counters that it may name. `ahead` is 1 if they belong to the
-    next block, else 0.
+    """The wait words of all records, [records, WAITS]. `first` is the first counter that a word may name, or -1 if the
+    word is unused, and `members` how many it may name. `ahead` is 1 if they belong to the next block, else 0.
     """
 
     first: Ints
@@ -43,17 +40,15 @@ class Waits:
 
 @dataclass(frozen=True)
 class Signals:
-    """The counters that all records may signal. The columns have one entry per possible signal, sorted by record.
-
-    An INDEXED signal may go to the counter of any row block. With OWNER, it goes to the rank that owns that row block.
-    A signal to ALL_RANKS goes to each rank.
+    """The counters that all records may signal, one entry per possible signal, sorted by record. An INDEXED signal may
+    go to the counter of any row block. With OWNER, it goes to the rank that owns that block.
     """
 
     record: Ints
     rank: Ints
     counter: Ints
     ahead: Ints  # 1 if the counter belongs to the next block, else 0
-    maybe: NDArray[np.bool_]  # whether the step table selects one of several counters
+    maybe: Mask  # whether the step table selects one of several counters
 
     @staticmethod
     def of(program: Program, records: Records) -> Signals:
@@ -75,12 +70,10 @@ class Signals:
 
 @dataclass(frozen=True)
 class Causes:
-    """The causes of waits: for each wait word, the phases that signal the word's counter, as an index into `names`. The
-    index is -1 if there is no wait, or if no phase signals the counter.
-
-    `first` and `later` are [records, WAITS]: `first` holds in layer 0, and `later` in the other layers. An element of
-    `names` lists one or several phases separated by commas. A `join` instruction, which only waits and signals, is
-    replaced by the phases that it waits for. A join that waits for nothing counts as a phase itself.
+    """The causes of waits: for each wait word, the phases that signal its counter, as an index into `names`, or -1 if
+    there are none. `first`, [records, WAITS], holds in layer 0, and `later` in the others. An element of `names` lists
+    phases separated by commas. A `join`, which only waits and signals, is replaced by the phases that it waits for, if
+    any.
     """
 
     names: list[str]
@@ -93,9 +86,7 @@ _FIRST, _MIDDLE, _LAST = range(3)
 
 
 def causes(program: Program) -> Causes:
-    """Return the causes of all waits of a program, which follow from its records. A set of phases is an integer in
-    which bit n stands for phase n.
-    """
+    """Return the causes of all waits of a program. A set of phases is an integer in which bit n stands for phase n."""
     numbered = [program.numbered(segment) for segment in range(3)]
     records, ranks = (np.concatenate(column) for column in zip(*numbered, strict=True))
     segment = np.repeat(np.arange(3), [len(own) for own, _ in numbered])
@@ -105,9 +96,7 @@ def causes(program: Program) -> Causes:
     into = ((signalling < 2) & ~ahead, signalling == 1, (signalling == 2) | ahead)
 
     def waited(block: Ints, stands: Ints) -> Ints:
-        """Return the set of phases that each wait word waits for, [records, WAITS]. `block` is _FIRST, _MIDDLE or _LAST
-        for each record, and `stands` has the phases that each record's signals stand for.
-        """
+        """Return the phases that each wait word waits for, [records, WAITS]. `block` is per record."""
         sets = np.zeros((3, program.ranks, program.counters), dtype=np.int64)
         for signalled, some in zip(sets, into, strict=True):
             np.bitwise_or.at(signalled, (signals.rank[some], signals.counter[some]), stands[signals.record[some]])

@@ -1,6 +1,4 @@
-"""Explains why a step takes longer than the least possible time. The difference is divided into parts, one for each
-cause, and the parts add up exactly to the measured time.
-"""
+"""Divides the time by which a step exceeds the least possible time among causes, so that the parts add up exactly."""
 
 from __future__ import annotations
 
@@ -8,12 +6,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..isa import MAX_PHASES
 from ..trace import IntervalKind
 from .resolve import Resolved
-from .resources import ROOFLINE, Amounts, Resource, issue_seconds
+from .resources import ROOFLINE, Resource, issue_seconds
+from .spans import Floats, Ints, Mask
 from .states import LanePlace, Pieces, State, longest, ranked
 
 FAR = 8  # an outlier takes more than this many times the median of its phase
@@ -21,17 +19,14 @@ FAR = 8  # an outlier takes more than this many times the median of its phase
 
 @dataclass(frozen=True)
 class Outliers:
-    """The COMPUTE intervals of a trace that took far longer than others of their phase, for example because the system
-    interrupted them.
-
-    `median` has, for each phase number, the median length of the phase's COMPUTE intervals in ticks (0 if there are
-    none). `beyond` has, for each interval, its length minus the median of its phase, in ticks. `chosen` is a mask of
-    the COMPUTE intervals that are longer than FAR * median.
+    """The COMPUTE intervals that took far longer than others of their phase, because the system interrupted them, say.
+    `median` has the median COMPUTE of each phase number in ticks (0 if none), `beyond` each interval's length minus its
+    phase's median, and `chosen` is a mask of the COMPUTE intervals that are longer than FAR * median.
     """
 
-    median: NDArray[np.float64]
-    beyond: NDArray[np.float64]
-    chosen: NDArray[np.bool_]
+    median: Floats
+    beyond: Floats
+    chosen: Mask
 
 
 def outliers(resolved: Resolved) -> Outliers:
@@ -56,9 +51,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Bar:
-    """One cause and its part of a step in seconds. `places` lists the places in the trace where the cause takes most
-    time.
-    """
+    """One cause, its seconds of a step, and the places in the trace where it takes most time."""
 
     name: str
     kind: Cause
@@ -68,13 +61,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class Waterfall:
-    """A step's time, divided by cause. `bars` add up to the time of the step. `least_s` is the least time that the peak
-    rates allow, and `bound` is the resource that determines it.
-
-    `times` has, for each resource, the seconds that the step would need at the resource's peak rate, on the rank that
-    uses it most. Its entry "issue" has the seconds in which a worker's busiest role issues instructions, as the mean
-    over the workers of the busiest rank. `beyond` says that the least time exceeds the step, so the machine file or the
-    clock is wrong; the first bar is then the whole step.
+    """A step's time, divided by cause. `bars` add up to the step. `least_s` is the least time that the peak rates
+    allow, and `bound` the resource that determines it. `times` has the seconds that the step would need at each
+    resource's peak rate, on the rank that uses it most. Its entry "issue" has the seconds in which a worker's busiest
+    role issues, as the mean over the workers of the busiest rank. `beyond` says that the least time exceeds the step,
+    so the machine file or the clock is wrong; the first bar is then the whole step.
     """
 
     least_s: float
@@ -85,26 +76,15 @@ class Waterfall:
 
 
 def waterfall(
-    resolved: Resolved,
-    pieces: Pieces,
-    used: list[Resource],
-    causes: NDArray[np.int64],
-    names: list[str],
-    outliers: Outliers,
+    resolved: Resolved, pieces: Pieces, used: list[Resource], causes: Ints, names: list[str], outliers: Outliers
 ) -> Waterfall:
-    """Divide the step time of an average worker among causes. `pieces` divides the time of each worker by its state.
-    `causes` has an index into `names` for each piece that is a wait, and -1 for all others. `used` is the result of
-    `resources`.
+    """Divide the step of an average worker among causes. `causes` has an index into `names` for each piece that is a
+    wait, and -1 for all others. `used` is the result of `resources`.
 
-    A step consists of computing and of other time: stores, loads, waits and idle time. The computing has these bars:
-
-    - the least time
-    - the time that the cache, and then the issue of instructions, needs beyond the bars before it
-    - the time by which outliers exceed the median of their phase
-    - the rest, which is slower than every limit
-
-    The other time has a bar for each cause. If loads or sends continue while workers wait, the least time can exceed
-    the computing. All bars of the other time are then scaled down by one factor.
+    Computing has bars for the least time, for what the cache and then the issue of instructions need beyond it, for the
+    time of outliers beyond their phase's median, and for the rest, which is slower than every limit. The other time
+    (stores, loads, waits, idle) has a bar per cause. If loads or sends continue while workers wait, the least time can
+    exceed the computing. The bars of the other time are then scaled down by one factor.
     """
     tick, step, lanes = resolved.tick_s, resolved.step_s, resolved.lanes * resolved.launches
     times = {r.name: max(r.ranks) * step for r in used}
@@ -124,7 +104,7 @@ def waterfall(
             bars.append(Bar(name, Cause.RESOURCE, min(needed, step) - reached, places))
             reached = min(needed, step)
 
-    def mean_s(chosen: NDArray[np.bool_]) -> float:
+    def mean_s(chosen: Mask) -> float:
         return float(pieces.length[chosen].sum()) / lanes * tick
 
     computed = mean_s(compute)
@@ -138,20 +118,17 @@ def waterfall(
     others = [("stores", Cause.WORK, pieces.of(State.STORE)), ("loads", Cause.WORK, pieces.of(State.LOAD))]
     waits = [(f"waits for {name}", Cause.WAIT, causes == number) for number, name in enumerate(names)]
     waits.sort(key=lambda wait: -int(pieces.length[wait[2]].sum()))
-    others += waits
-    others += [
-        ("imbalance", Cause.IDLE, pieces.of(State.END)),
-        ("dispatch and gaps", Cause.IDLE, pieces.of(State.IDLE)),
-    ]
+    idle = [("imbalance", State.END), ("dispatch and gaps", State.IDLE)]
+    others += [*waits, *((name, Cause.IDLE, pieces.of(state)) for name, state in idle)]
     beside = step - computed
     part = (step - max(reached, computed)) / beside if beside > 0 else 0.0
     bars += [Bar(n, kind, part * mean_s(c), longest(resolved, pieces, c)) for n, kind, c in others if c.any()]
     return Waterfall(least, bound, least > step, times, bars)
 
 
-def _issue(resolved: Resolved, rows: NDArray[np.int64]) -> tuple[Amounts, float]:
-    """Return the seconds to issue the instruction of each of the intervals `rows`. Also return the seconds per launch
-    in which a worker's busiest role issues instructions, as the mean over the workers of the busiest rank.
+def _issue(resolved: Resolved, rows: Ints) -> tuple[Floats, float]:
+    """Return the seconds to issue each of `rows`, and the seconds per launch in which a worker's busiest role issues,
+    as the mean over the workers of the busiest rank.
     """
     seconds = issue_seconds(resolved)[resolved.record[rows]]
     once = np.unique(resolved.instance[rows], return_index=True)[1]  # an instruction may compute in several intervals

@@ -1,13 +1,12 @@
-"""The simulator's costs: the rates that machines reach in practice, latencies, and memory on the chip.
-
-For GPUs, the fractions of peak rates and the latencies are measurements that others have published; comments below name
-the sources. For a CPU, `megakernel doctor --calibrate` measures them. None of them was fitted to the time of a step.
-docs/simulator.md compares predictions with measurements.
+"""The simulator's costs: the rates that machines reach in practice, latencies, and memory on the chip. GPUs have
+published measurements, whose sources are named below, and CPUs those of `megakernel doctor --calibrate`. None was
+fitted to the time of a step. docs/simulator.md compares predictions with measurements.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,16 +16,15 @@ from megakernel.machine import CPU, HOST, Core, Issue, Machine
 from megakernel.runtime.cuda.pages import QUERY_TILE, STEP_PAGES
 from megakernel.runtime.cuda.params import CLAIM_SLOTS, PAGE_BYTES, SLOTS
 
+Floats = NDArray[np.float64]
 Rates = tuple[tuple[float, float], ...]  # (rows, rate), rows ascending
 
 
 @dataclass(frozen=True)
 class TaskCosts:
-    """What each kind of work costs on a machine. A rate is that of one rank's device unless its comment says that it is
-    a worker's. Units are seconds, bytes and FLOPs.
-
-    A field of type `Rates` lists pairs (rows of a tile, a worker's rate for such a tile). For other numbers of rows,
-    the rate is interpolated linearly in log(rows).
+    """What each kind of work costs on a machine, in seconds, bytes and FLOPs. A rate is that of one rank's device
+    unless its comment says otherwise. A field of type `Rates` lists pairs (rows of a tile, a worker's rate for such a
+    tile), and the rate is linear in log(rows) between them.
     """
 
     matmul_flops: Rates  # of one worker
@@ -49,32 +47,31 @@ class TaskCosts:
     ring_bytes: float  # bytes that a worker can load ahead of its arithmetic
     stage_bytes: float  # bytes of one set of pages; its arithmetic starts when the whole set has arrived
 
-    # The maximum number of instructions of one worker that may be under way, from their set-up to the end of their
-    # store. With 1, instructions do not overlap.
+    # The most instructions of a worker between their set-up and the end of their store. With 1, none overlap.
     in_flight: int
     claim_in_flight: int  # like in_flight, while the next instruction comes from a queue
     roles: bool  # whether a worker has separate loaders and a storer
     issue: Issue | None = None  # issue times in seconds; None if the rates include them
 
-    def matmul_s(self, flops: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    def matmul_s(self, flops: Floats, rows: Floats) -> Floats:
         """Return the seconds that matrix work takes on one worker."""
-        return self._padded(flops, rows) / _at(self.matmul_flops, rows)
+        return self._seconds(self.matmul_flops, flops, rows)
 
-    def attention_s(self, flops: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the seconds that attention items take on one worker. `rows` counts the (query row, head) pairs of one
-        KV head.
-        """
-        return self._padded(flops, rows) / _at(self.attention_flops, rows)
+    def attention_s(self, flops: Floats, rows: Floats) -> Floats:
+        """Return the seconds of attention items on one worker. `rows` counts (query row, head) pairs of a KV head."""
+        return self._seconds(self.attention_flops, flops, rows)
 
-    def _padded(self, flops: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _seconds(self, rates: Rates, flops: Floats, rows: Floats) -> Floats:
         rows = np.maximum(rows, 1)
-        padded: NDArray[np.float64] = flops * (np.ceil(rows / self.row_quantum) * self.row_quantum / rows)
-        return padded
+        known, rate = np.array(rates).T
+        padded = flops * (np.ceil(rows / self.row_quantum) * self.row_quantum / rows)
+        seconds: Floats = padded / np.interp(np.log(rows), np.log(known), rate)
+        return seconds
 
     def paired(self) -> TaskCosts:
-        """Return the costs of a worker that is two SMs. Each SM receives all weights of a tile and half of the tile's
-        input rows. If the weights and the rows have n bytes each, the two SMs together receive 3 n bytes. But the
-        simulator counts only 2 n bytes for the tile, so the load rate is two thirds of that of two SMs.
+        """Return the costs of a worker that is two SMs. Each receives all weights of a tile and half of its input rows:
+        3 n bytes together if weights and rows have n bytes each. But the simulator counts only 2 n bytes for the tile,
+        so the load rate is two thirds of that of two SMs.
         """
         return replace(
             self,
@@ -90,10 +87,9 @@ class TaskCosts:
         return replace(self, in_flight=1, claim_in_flight=1)
 
 
-def _at(rates: Rates, rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    known, rate = np.array(rates).T
-    between: NDArray[np.float64] = np.interp(np.log(np.maximum(rows, 1)), np.log(known), rate)
-    return between
+def _same(machine: Machine) -> dict[str, Any]:
+    names = ("cache_bytes_per_s", "cache_bytes", "worker_bytes_per_s", "switch_bytes_per_s")
+    return {name: getattr(machine, name) for name in names}
 
 
 # -- GPUs. A large matmul takes 1 / 0.75 of the time that it would take at the datasheet's rate. Source: *How to Scale
@@ -124,11 +120,7 @@ def _gpu_costs(machine: Machine) -> TaskCosts:
         row_quantum=_ROW_QUANTUM,
         vector_flops=machine.vector_flops / machine.workers,
         memory_bytes_per_s=machine.memory_bytes_per_s * _MEMORY_FRACTION,
-        cache_bytes_per_s=machine.cache_bytes_per_s,
-        cache_bytes=machine.cache_bytes,
-        worker_bytes_per_s=machine.worker_bytes_per_s,
         egress_bytes_per_s=machine.link_bytes_per_s * _LINK_FRACTION,
-        switch_bytes_per_s=machine.switch_bytes_per_s,
         latency_s=_LATENCY_S,
         store_s=_STORE_S,
         dispatch_s=machine.dispatch_s,
@@ -142,6 +134,7 @@ def _gpu_costs(machine: Machine) -> TaskCosts:
         claim_in_flight=CLAIM_SLOTS,
         roles=True,
         issue=machine.issue,
+        **_same(machine),
     )
 
 
@@ -172,11 +165,7 @@ def _cpu_costs(machine: Machine) -> TaskCosts:
         row_quantum=1,
         vector_flops=core.vector_flops_per_s * scale,
         memory_bytes_per_s=machine.memory_bytes_per_s,
-        cache_bytes_per_s=machine.cache_bytes_per_s,
-        cache_bytes=machine.cache_bytes,
-        worker_bytes_per_s=machine.worker_bytes_per_s,
         egress_bytes_per_s=machine.link_bytes_per_s,
-        switch_bytes_per_s=machine.switch_bytes_per_s,
         latency_s=0.0,
         store_s=0.0,
         claim_s=0.0,
@@ -185,6 +174,7 @@ def _cpu_costs(machine: Machine) -> TaskCosts:
         in_flight=1,
         claim_in_flight=1,
         roles=False,
+        **_same(machine),
         **(_XEON_COSTS if machine.name == HOST else seconds),
     )
 
@@ -194,7 +184,5 @@ def _scaled(rows: tuple[float, ...], rates: tuple[float, ...], scale: float) -> 
 
 
 def costs_of(machine: Machine) -> TaskCosts:
-    """Return the costs of a machine. For this computer (`host`), they follow from the rates in `machine`, which are
-    either measured or nominal.
-    """
+    """Return the costs of a machine. Those of this computer (`host`) follow from rates either measured or nominal."""
     return _cpu_costs(machine) if machine.target == CPU else _gpu_costs(machine)

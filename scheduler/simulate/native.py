@@ -32,17 +32,13 @@ TASK = np.dtype([
         "unused",
     )),
 ])  # the layout of mk::simulate::Task  # fmt: skip
-
-# the layout of mk::simulate::Signal
-SIGNAL = np.dtype([(name, np.int32) for name in ("rank", "counter", "next", "arrivals")])
+SIGNAL = np.dtype([(name, np.int32) for name in ("rank", "counter", "next", "arrivals")])  # mk::simulate::Signal
 EVERY_RANK = -1
 
 
 @dataclass(frozen=True)
 class Work:
-    """The input of the native simulator (mk::simulate::Program). The records of all streams and queues are in one list,
-    and each record refers to its tasks.
-    """
+    """The input of the native simulator (mk::simulate::Program). All streams' and queues' records are in one list."""
 
     ranks: int
     workers: int
@@ -100,8 +96,7 @@ class SimulationResult(ctypes.Structure):
 
     _fields_ = (
         *((name, _F64) for name in ("step_s", "memory_bytes", "cache_bytes", "link_bytes")),
-        ("events", _I64),
-        ("intervals", _I64),
+        *((name, _I64) for name in ("events", "intervals")),
         *((name, _I32) for name in ("stuck_stream", "stuck_record", "stuck_layer", "crowded_counter")),
     )  # fmt: skip
 
@@ -129,14 +124,8 @@ def run(
     )
     intervals = np.empty(most, dtype=DTYPE)
     result = SimulationResult()
-    status = _library().mk_simulate(
-        ctypes.byref(program),
-        ctypes.byref(native),
-        ctypes.byref(_Stall(*stall)),
-        intervals.ctypes.data if most else None,
-        most,
-        ctypes.byref(result),
-    )
+    to = intervals.ctypes.data if most else None
+    status = _library().mk_simulate(program, native, _Stall(*stall), to, most, result)
     if status == -2:
         raise MegakernelError(
             "a record of the program names a counter, a task or a queue that does not exist: verify the program"

@@ -1,8 +1,4 @@
-"""Runs a program in virtual time, to predict how long a step takes on a machine, and why.
-
-Each worker has a controller, a loader, consumers and a storer, which process the worker's instructions in order.
-Workers share the memory, the last-level cache, the links and the switch. Each of these is divided equally among its
-users at any moment. A wait lasts until the signals that the program names have arrived. docs/simulator.md has all
+"""Runs a program in virtual time, to predict how long a step takes on a machine, and why. docs/simulator.md has all
 rules, and says what the simulator leaves out.
 """
 
@@ -29,9 +25,7 @@ _MOST_IN_FLIGHT = 7
 
 @dataclass(frozen=True)
 class Stall:
-    """A delay of one instruction by `seconds`. `segment` is an index of SEGMENTS, `number` is the instruction's number
-    as in a trace, and `layer` is the layer in which it is delayed.
-    """
+    """A delay of one instruction by `seconds`. `segment` is an index of SEGMENTS, and `number` is as in a trace."""
 
     segment: int
     number: int
@@ -41,11 +35,9 @@ class Stall:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The result of a simulated step.
-
-    `step_s` is the time from the launch to the last event. Bytes and FLOPs are sums over all ranks. The bytes include
-    those that are written back to memory and loaded again. `events` counts the events of the simulation. To get the
-    activity of workers and the fractions of peak rates, use megakernel.timeline on `trace`, as for any other trace.
+    """The result of a simulated step. `step_s` is the time from the launch to the last event. Bytes and FLOPs are sums
+    over all ranks, and include what is written back to memory and loaded again. `events` counts the simulation's
+    events.
     """
 
     step_s: float
@@ -67,11 +59,10 @@ def simulate(
     trace: bool = False,
     stall: Stall | None = None,
 ) -> Simulation:
-    """Simulate one step of `program` on `machine`. The step table `table` describes the step.
+    """Simulate one step of `program`, which `table` describes, on `machine`. `costs` defaults to those of the machine.
+    With `trace`, every interval is kept, which takes about 200 bytes per instruction.
 
-    `costs` defaults to the costs of the machine. With `trace`, every interval is kept, which takes about 200 bytes per
-    instruction. Raises MegakernelError if the program never ends, or if a counter gets more signals than the
-    program declares.
+    Raises MegakernelError if the program never ends, or if a counter gets more signals than the program declares.
     """
     check(program)
     target_of(program.dims).check(program)
@@ -111,12 +102,9 @@ def simulate(
 def _launched(program: Program, work: Work) -> int:
     """Return the number of tasks in one launch."""
     per_record = work.records["end_task"] - work.records["first_task"]
-    counts = [
-        int(per_record[offsets[0] : offsets[-1]].sum())
-        for offsets in (work.prologue, work.body, work.epilogue, work.queue_records)
-    ]
-    layers = program.dims.model.layers
-    return counts[0] + layers * (counts[1] + counts[3]) + counts[2]
+    lists = work.prologue, work.body, work.epilogue, work.queue_records
+    first, body, last, queues = (int(per_record[offsets[0] : offsets[-1]].sum()) for offsets in lists)
+    return first + program.dims.model.layers * (body + queues) + last
 
 
 def _check(program: Program, work: Work, result: SimulationResult) -> None:

@@ -1,9 +1,8 @@
 """Prepares the simulator's input: the waits, signals, loads, arithmetic and stores of each task of a program.
 
-A task is an instruction or an attention work item. Consecutive items of one attention instruction that have a single
-row each may form one task (see `_starts_task`). All data follow from the program's phases: loads and stores from the
-declared accesses, arithmetic from the declared costs, and attention from the step table. The last-level cache of a rank
-holds named entries: a weight tile, one KV head of a sequence in one layer, or a row block of an activation buffer.
+A task is an instruction or an attention work item, or several consecutive items (see `_starts_task`). The last-level
+cache of a rank holds named entries: a weight tile, one KV head of a sequence in one layer, or a row block of an
+activation buffer.
 """
 
 from __future__ import annotations
@@ -55,6 +54,7 @@ from megakernel.scheduler.simulate.costs import TaskCosts
 from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Floats, Int32s, Work
 
 Ints = NDArray[np.int64]
+_Items = tuple[Ints, Ints, Ints]  # one entry per item of attention records: its task, itself, and its record
 Column = NDArray[np.integer[Any]]
 _LISTS = (*SEGMENTS, "queues")
 
@@ -100,9 +100,7 @@ class _Tasks:
 
 
 def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
-    """Return one step of `program` as the simulator's input. `table` is a step table with the program's sizes; all
-    ranks have the same one.
-    """
+    """Return one step of `program` as the simulator's input. All ranks have the same step table `table`."""
     records, ranks, number, offsets = _records(program)
     numbers = rec.phase_number(records)
     views = [table.rank(rank) for rank in range(program.ranks)]
@@ -126,8 +124,10 @@ def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
     for phase, view, chosen in groups:
         mine, first = records[chosen], first_task[chosen]
         if phase.operation is Operation.ATTENTION:
-            _attention(tasks, keys, phase, mine, first, view, costs)
-            _item_words(tasks, phase, mine, first, view)
+            items = _items(phase, mine, first, view)
+            if len(items[0]):
+                _attention(tasks, keys, phase, mine, items, view, costs)
+                _item_words(tasks, phase, mine, items, view)
         else:
             _plain(tasks, keys, phase, mine, first, view.dims, costs)
         if phase.operation is Operation.NORM and phase.rows is Rows.LOGIT:
@@ -165,9 +165,7 @@ def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
 
 
 def _records(program: Program) -> tuple[Records, Ints, Int32s, list[Int32s]]:
-    """Return the records of all streams and queues, the rank of each record, the number of each record as in a trace,
-    and the offsets of the streams in each list of records.
-    """
+    """Return the records of all streams and queues, their ranks, their numbers as in a trace, and streams' offsets."""
     every, ranks, number, offsets = [], [], [], []
     start = 0
     for name in _LISTS:
@@ -182,9 +180,7 @@ def _records(program: Program) -> tuple[Records, Ints, Int32s, list[Int32s]]:
 
 
 class _Keys:
-    """Assigns a number, the key, to each entry of the last-level cache. Keys are the same on all ranks. `bytes`,
-    [ranks, keys], has the size of the entry with each key on each rank.
-    """
+    """Numbers the entries of the last-level cache, alike on all ranks. `bytes`, [ranks, keys], has their sizes."""
 
     def __init__(self, program: Program, views: list[StepTable], records: Records, numbers: Int32s) -> None:
         dims = program.dims
@@ -198,10 +194,8 @@ class _Keys:
         self._kv, self._heads = count, max(view.dims.split.rank_kv_heads for view in views)
         count += dims.bucket.max_seqs * self._heads
         self.layered = self._blocks = count
-        self._row_block, self._row_blocks = (
-            dims.bucket.row_block,
-            max(dims.bucket.row_blocks, -(-dims.bucket.logit_rows // dims.bucket.row_block)),
-        )
+        self._row_block = dims.bucket.row_block
+        self._row_blocks = max(dims.bucket.row_blocks, -(-dims.bucket.logit_rows // self._row_block))
         self.count = count + len(BUFFERS) * self._row_blocks
         self.bytes = np.zeros((program.ranks, self.count))
 
@@ -222,9 +216,7 @@ class _Keys:
 def _plain(
     tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Ints, dims: Dims, costs: TaskCosts
 ) -> None:
-    """Add the data of one phase's tasks on one rank. Other functions add those of attention and of control
-    instructions.
-    """
+    """Add the data of one phase's tasks on one rank, except those of attention."""
     columns = phase.columns(records)
     rows = columns["rows"].astype(np.float64)
     work, loaded = cost(phase, columns, dims), target_of(dims).loads(phase, columns, dims)
@@ -258,8 +250,8 @@ def _plain(
 
 
 def _activations(tasks: _Tasks, keys: _Keys, phase: Phase, columns: Columns, task: Ints, dims: Dims) -> None:
-    """Add the bytes that tasks store on each rank, and the cache entries of what they read and write. The entries are
-    the row blocks of the first buffer that the phase reads, and of the first one that it writes.
+    """Add the bytes that tasks store on each rank, and the cache entries of what they read and write: the row blocks of
+    the first buffer that the phase reads, and of the first one that it writes.
     """
     reads: list[Buffer] = []
     writes: list[Buffer] = []
@@ -291,15 +283,13 @@ def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims
     taken = matmul_pages(phase, columns["rows"], columns["cols"], dims)
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
     if dims.worker.units == Units.DOTS:
-        # A matmul by dot products may fill the ring of pages several times. The input rows are loaded once per filling
-        # and stay in their pages until it ends.
+        # This may fill the ring of pages several times. Input rows stay in their pages for a whole filling.
         held = dot_input_pages(phase, rows, dims)
         ahead = ahead_columns(phase, dims) * phase.inner(dims.split) * itemsize(dims.model)
         tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held, ahead_bytes=float(ahead))
         weights = phase.inner(dims.split) * phase.matrices(dims.split) * cols
         return (2 * rows * weights).astype(np.float64) / costs.vector_flops
-    # In the ring of pages, the pages of the next instruction come after the output pages of this instruction's last
-    # chunk of columns.
+    # The next instruction's pages come after the output pages of the last chunk of columns.
     last = np.minimum(taken.output, chunk_output_pages(phase, dims))
     tasks.set(task, ring_bytes=PAGE_BYTES * (taken.weights + taken.inputs), output_bytes=PAGE_BYTES * last)
     flops = tile_work(phase, rows, cols, dims)[0]
@@ -307,9 +297,7 @@ def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims
 
 
 def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Iterator[tuple[int, Floats]]:
-    """Yield pairs of a rank and the bytes that each task stores on that rank, for one access. `size` has the bytes of
-    each task.
-    """
+    """Yield a rank and the bytes that each task stores on it for one access. `size` has the bytes of each task."""
     for to in range(dims.split.tp):
         if isinstance(rank, np.ndarray):
             yield to, np.where(rank == to, size, 0.0)
@@ -318,15 +306,11 @@ def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Iterator[tu
 
 
 def _attention(
-    tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, first: Ints, view: StepTable, costs: TaskCosts
+    tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, items: _Items, view: StepTable, costs: TaskCosts
 ) -> None:
-    """Add the data of one rank's attention tasks. K and V of earlier steps come from memory once per sequence, even if
-    several items share them.
-    """
+    """Add one rank's attention tasks. K and V come from memory once per sequence, even if items share them."""
     dims = view.dims
-    task, item, _ = _items(phase, records, first, view)
-    if not len(item):
-        return
+    task, item, _ = items
     items_of = np.bincount(task - task[0])[task - task[0]]
     row, rows = view.item_row[item].astype(np.int64), view.item_rows[item].astype(np.int64)
     heads, sequence = view.item_kv_heads[item].astype(np.int64), view.item_seq[item].astype(np.int64)
@@ -334,9 +318,8 @@ def _attention(
     flops, kv_bytes = (amount[item] for amount in item_work(view))
     compute_s = costs.attention_s(flops, (rows * dims.model.group_size).astype(np.float64))
     # The bytes of an item's q. Its output has the same size.
-    size: Floats = (rows * heads).astype(np.float64) * (
-        dims.model.group_size * dims.model.head_dim * itemsize(dims.model)
-    )
+    per_head = dims.model.group_size * dims.model.head_dim * itemsize(dims.model)
+    size: Floats = (rows * heads).astype(np.float64) * per_head
     whole = live & (view.item_split[item] < 0)
     shared = whole & (items_of == 1)
     key = np.where(shared, keys.kv(np.maximum(sequence, 0), view.item_kv_head[item].astype(np.int64)), -1)
@@ -364,10 +347,8 @@ def _attention(
     )
 
 
-def _items(phase: Phase, records: Records, first: Ints, view: StepTable) -> tuple[Ints, Ints, Ints]:
-    """Return three columns, task, item and record, with one entry for each item of the given attention records. `first`
-    has the first task of each record.
-    """
+def _items(phase: Phase, records: Records, first: Ints, view: StepTable) -> _Items:
+    """Return the items of attention records. `first` has the first task of each record."""
     slot = phase.columns(records)["slot"]
     begin, count = view.slot_items[slot].astype(np.int64), np.diff(view.slot_items)[slot].astype(np.int64)
     record, nth = ragged(count)
@@ -377,9 +358,8 @@ def _items(phase: Phase, records: Records, first: Ints, view: StepTable) -> tupl
 
 
 def _starts_task(view: StepTable) -> NDArray[np.bool_]:
-    """Return, for each item, whether it starts a task. If not, it belongs to the task of the previous item of the same
-    attention instruction. Each of these two items then has one row and all of its context, their rows are in the same
-    row block, and they wait for the same counters.
+    """Return whether each item starts a task. If not, it belongs to the previous item's task: both then have one row
+    and all of its context, in the same row block, and wait for the same counters.
     """
     single = (view.item_rows == 1) & (view.item_split < 0) & (view.item_seq >= 0)
     same = single[1:] & single[:-1]
@@ -392,9 +372,7 @@ def _starts_task(view: StepTable) -> NDArray[np.bool_]:
 
 
 def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
-    """Add the waits and signals that do not depend on the step table. Every task of an attention instruction waits, and
-    the instruction's last task signals.
-    """
+    """Add the waits and signals that do not depend on the step table. An attention instruction's last task signals."""
     waits, signals = rec.waits(records), rec.signals(records)
     record, slot = np.nonzero((waits != 0) & (waits & rec.INDEXED == 0))
     of, nth = ragged(np.diff(first_task)[record])
@@ -407,14 +385,10 @@ def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
     tasks.signal(first_task[record + 1] - 1, to, rec.word_counter(word), word & rec.NEXT != 0, 1)
 
 
-def _item_words(tasks: _Tasks, phase: Phase, records: Records, first: Ints, view: StepTable) -> None:
-    """Add the waits and signals of attention items. An attention record names a grid of counters in its first wait word
-    and another grid in its first signal word, and each item selects counters of these grids.
-    """
+def _item_words(tasks: _Tasks, phase: Phase, records: Records, items: _Items, view: StepTable) -> None:
+    """Add the waits and signals of attention items, which select counters of the grids that their record names."""
     dims = view.dims
-    task, item, record = _items(phase, records, first, view)
-    if not len(item):
-        return
+    task, item, record = items
     columns = phase.columns(records)
     wait, signal = records[record, rec.WAIT_WORD], records[record, rec.SIGNAL_WORD]
     groups, group_heads = columns["groups"][record], columns["group_heads"][record]

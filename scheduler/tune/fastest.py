@@ -3,8 +3,7 @@ simulated step is fastest.
 
 The cost model adds up the times of phases that run one after another. So it cannot predict what a queue gains, or which
 exchanges between ranks take no extra time because other work runs meanwhile. The simulator can predict both, and takes
-less than a second for a step of a few layers.
-"""
+less than a second for a step of a few layers."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class Fastest:
     queue, because a CPU thread runs whichever stream is ready.
 
     With `one_class`, the O projection is either sharded for all buckets or replicated for all. An engine requires this.
-    It also requires the same matmul units for all buckets, which it sets in `options`.
-    """
+    It also requires the same matmul units for all buckets, which it sets in `options`."""
 
     def __init__(
         self,
@@ -64,17 +62,12 @@ class Fastest:
     ) -> None:
         self._config, self.machine, self._tp, self._options = config, machine, tp, options
         self._fixed, self._chosen = fixed, dict[int, Options]()
-        if one_class:
-            self._options = self._settled(options)
+        if one_class and tp > 1 and options.o == "auto":
+            program = self.compile(options, 1, 1)  # the bucket does not affect the cost model's choice
+            self._options = replace(options, o=lowering(program.dims, program.forward)["o"])
 
     def __call__(self, *, tokens: int, logit_rows: int) -> Program:
         return self.compile(self.options(tokens), tokens, logit_rows)
-
-    def _settled(self, options: Options) -> Options:
-        """Return `options`, with `o` chosen by the cost model if it is auto. The bucket does not affect this choice."""
-        if self._tp == 1 or options.o != "auto":
-            return options
-        return replace(options, o=_o(self.compile(options, 1, 1)))
 
     def compile(self, options: Options, tokens: int, logit_rows: int) -> Program:
         return compile_program(
@@ -89,8 +82,7 @@ class Fastest:
 
     def seconds(self, options: Options, tokens: int, known: dict[Options | str, float]) -> float:
         """Return the predicted seconds of a step, or infinity if these options cannot be combined. `known` has the
-        earlier predictions, both by options and by the hash of the program.
-        """
+        earlier predictions, both by options and by the hash of the program."""
         if options not in known:
             try:
                 program = self.compile(options, tokens, min(tokens, _LOGIT_ROWS))
@@ -103,7 +95,6 @@ class Fastest:
         return known[options]
 
     def options(self, tokens: int) -> Options:
-        """The options for a bucket."""
         if self._options.queue != "auto" or not TARGETS[self.machine.target].pages:
             return self._options
         if tokens not in self._chosen:
@@ -118,8 +109,7 @@ class Fastest:
 
     def _choose(self, best: Options, tokens: int, known: dict[Options | str, float]) -> Options:
         """Return the best options found by improving one choice after another, until every choice has been tried since
-        the last improvement.
-        """
+        the last improvement."""
         best_s, since = self.seconds(best, tokens, known), 0
         choices = self.open(tokens)
         for changes in itertools.cycle(choices):
@@ -137,8 +127,7 @@ class Fastest:
 
     def open(self, tokens: int) -> list[list[dict[str, Any]]]:
         """Return the choices that the options leave open, each as a list of possible changes. Options that depend on
-        each other form one choice.
-        """
+        each other form one choice."""
         open_ = {name for name in CHOICES if getattr(self._options, name) == "auto"}
         open_ |= {"interleave"} if self._options.interleave else set()
         if self._tp == 1:
@@ -155,10 +144,6 @@ class Fastest:
         if not self._options.panel and 1 < blocks <= _ONE_PANEL:
             choices.append([{"panel": 0}, {"panel": blocks}])
         return [changes for changes in choices if len(changes) > 1]
-
-
-def _o(program: Program) -> str:
-    return lowering(program.dims, program.forward)["o"]
 
 
 def _products(names: list[str]) -> list[dict[str, Any]]:

@@ -16,8 +16,7 @@ _CONTEXT = 128  # number of tokens in the KV cache of each sequence after the st
 
 def predicted_seconds(program: Program, machine: Machine) -> float:
     """Return the predicted seconds of a typical step. They are extrapolated from simulations with one layer and with
-    three layers.
-    """
+    three layers."""
     layers, table = program.dims.model.layers, usual_step(program.dims)
 
     def step_s(layers: int) -> float:
@@ -31,8 +30,7 @@ def predicted_seconds(program: Program, machine: Machine) -> float:
 
 def usual_step(dims: Dims) -> StepTable:
     """Return the step table of a typical step. It divides all rows of a program evenly among as many sequences as the
-    program has room for. The last row of each sequence gets logits.
-    """
+    program has room for. The last row of each sequence gets logits."""
     count = min(dims.bucket.tokens, dims.bucket.max_seqs)
     pages = range(dims.bucket.pages_per_seq)
     chunks = []

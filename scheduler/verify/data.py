@@ -7,8 +7,7 @@ instructions in one run, on all ranks. Copies of a buffer on two ranks are two p
 For each region of a buffer, the following must hold. No phase writes an element twice. A value that a phase reads was
 written by the last earlier phase that writes the buffer. A read comes after that write. A write comes after
 the previous write and after all reads of the previous value. "After" means that the later access begins when the
-earlier access has ended.
-"""
+earlier access has ended."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ _LAYERED = np.array([spec.layered for spec in BUFFERS.values()], dtype=np.uint8)
 
 class _Touches:
     """A list of accesses, each to some rows and columns of a buffer. It is kept as columns: phase, place (a copy of the
-    buffer on a rank), kind, event, row, row_end, col, col_end.
-    """
+    buffer on a rank), kind, event, row, row_end, col, col_end."""
 
     def __init__(self, program: Program) -> None:
         self.ranks = program.ranks
@@ -120,12 +118,10 @@ def _block_rows(dims: Dims, blocks: Ints) -> tuple[Ints, Ints]:
 
 
 def _items(out: _Touches, events: Events, phase: int, kind: int, dims: Dims, access: Access) -> None:
-    """Add the accesses of attention items to `out`, one access for each event (row block, group of KV heads).
-
-    An item also reads K and V of other row blocks, after it has waited for the counters of those blocks. Such a read is
+    """Add the accesses of attention items to `out`, one access for each event (row block, group of KV heads). An item
+    also reads K and V of other row blocks, after it has waited for the counters of those blocks. Such a read is
     recorded only once, with the event of the row block that is read. No write has to wait for it, because K and V have
-    a copy per layer, so nothing overwrites them.
-    """
+    a copy per layer, so nothing overwrites them."""
     grid = events.items[dims.split.rank]
     blocks, groups = (a.ravel() for a in np.indices(grid.event.shape))
     row, row_end = _block_rows(dims, blocks)
@@ -157,8 +153,7 @@ def _logit_rows(out: _Touches, events: Events, phase: int, kind: int, use: Use, 
 def _declared(forward: Forward, dims: Dims) -> tuple[NDArray[np.uint8], list[tuple[Buffer, int]]]:
     """Return an array [phase number, buffer] and a list. The array says whether the phase writes the buffer on any
     rank. The list has a pair (buffer, rank) for each output that is gathered on one rank, where the host reads it after
-    a launch.
-    """
+    a launch."""
     writes = np.zeros((_HOST + 1, len(BUFFERS)), dtype=np.uint8)
     outputs: list[tuple[Buffer, int]] = []
     for phase in forward:
@@ -172,8 +167,7 @@ def _declared(forward: Forward, dims: Dims) -> tuple[NDArray[np.uint8], list[tup
 
 def check_data(unrolled: Unrolled, found: list[Use], order: NDArray[np.int32], most: int) -> Iterator[str]:
     """Yield up to `most` violations. A violation of coverage is an element that is written twice in a phase, or read
-    without the write that it needs. Wrong orders of accesses are reported only if no violation of coverage is found.
-    """
+    without the write that it needs. Wrong orders of accesses are reported only if no violation of coverage is found."""
     program = unrolled.program
     events = [unrolled.runs[0], unrolled.runs[1], unrolled.runs[-1]]
     writes, _ = _declared(program.forward, program.dims)

@@ -17,8 +17,7 @@ A third kind describes how workers take instructions from a queue. It matters on
 deadlock:
 
 begin   a worker reaches a `drain`, the instruction that runs a queue's instructions. The event of the `drain` itself is
-        that the worker leaves it, after the queue's first `end` records (`end` is an operand of the `drain`).
-"""
+        that the worker leaves it, after the queue's first `end` records (`end` is an operand of the `drain`)."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ def _ended_before(key: Ints, end: Ints) -> Ints:
 @dataclass(frozen=True)
 class CounterGrid:
     """The attention items of one rank. `event`, [row block, head group], has the number of each item's event. A head
-    group has `group_heads` KV heads.
-    """
+    group has `group_heads` KV heads."""
 
     event: Ints
     group_heads: int
@@ -67,8 +65,7 @@ class CounterGrid:
 @dataclass(frozen=True)
 class Reads:
     """The reads of logit rows on one rank. `records` are the instructions that read the rows and wait for the same grid
-    of counters. `event` has the number of the read event of each of the rank's row blocks.
-    """
+    of counters. `event` has the number of the read event of each of the rank's row blocks."""
 
     records: Ints
     rank: int
@@ -85,8 +82,7 @@ class Events:
     chain     the events of every stream in program order, stream by stream
     stream    the stream of each event in `chain`
 
-    The search for deadlocks includes `may_wait` and `after`, but they prove nothing about data.
-    """
+    The search for deadlocks includes `may_wait` and `after`, but they prove nothing about data."""
 
     def __init__(self, part: Part) -> None:
         self.part, self.count = part, len(part.records)
@@ -197,8 +193,7 @@ class Events:
 
     def arrivals(self, next_block: bool) -> Ints:
         """Return the number of arrivals at each counter that one execution of the segment causes. The counters are
-        those of the next layer's block if `next_block` is true, otherwise those of the segment's own block.
-        """
+        those of the next layer's block if `next_block` is true, otherwise those of the segment's own block."""
         program = self.part.program
         out: Ints = np.zeros(program.ranks * program.counters, dtype=np.int64)
         for _, counter, is_next, count in self.signals:
@@ -224,10 +219,8 @@ class Events:
 
 
 class Unrolled:
-    """All executions (runs) of a program's segments as one graph. Its nodes, called rows, are events and counters.
-
-    Run 0 is the prologue, runs 1..layers execute the body, once per layer, and the last run is the epilogue.
-    """
+    """All executions (runs) of a program's segments as one graph. Its nodes, called rows, are events and counters. Run
+    0 is the prologue, runs 1..layers execute the body, once per layer, and the last run is the epilogue."""
 
     def __init__(self, program: Program, events: list[Events], layers: int) -> None:
         prologue, body, epilogue = events
@@ -261,8 +254,7 @@ class Unrolled:
 
     def order(self) -> tuple[NDArray[np.int32], list[int]]:
         """Return a topological order of all rows that respects every edge that may exist, and the rows of a cycle if
-        there is one.
-        """
+        there is one."""
         graph = self._any_order
         missing = np.bincount(graph.target, minlength=self.rows).astype(np.int32)
         order, left = topological_order(graph, missing)
@@ -270,8 +262,7 @@ class Unrolled:
 
     def _cycle(self, stuck: Mask) -> list[int]:
         """Return a cycle of stuck rows. Each stuck row has a stuck predecessor, so walking back from predecessor to
-        predecessor must come to a row for the second time.
-        """
+        predecessor must come to a row for the second time."""
         graph = self._any_order
         inside = stuck[graph.source] & stuck[graph.target]
         predecessor = np.full(self.rows, -1)
@@ -286,11 +277,9 @@ class Unrolled:
         return path[seen[row] :]
 
     def ends(self) -> Edges:
-        """Return two arrays: for every stream, the last row that does work or is waited for, and the last row.
-
-        These two rows differ if a stream ends with a join that signals nothing. Such a join only waits, so it may end
-        at any time, and the condition that it waited for stays true.
-        """
+        """Return two arrays: for every stream, the last row that does work or is waited for, and the last row. These
+        two rows differ if a stream ends with a join that signals nothing. Such a join only waits, so it may end at any
+        time, and the condition that it waited for stays true."""
         last = np.nonzero(np.append(self._stream[1:] != self._stream[:-1], True))[0]
         lasts = self._chain[last]
         run = np.searchsorted(self.first, lasts, side="right") - 1

@@ -54,8 +54,7 @@ begins, every counter has exactly k times its total, every queue has been claime
 item of every split has reset its SPLITS word to 0, and all reads of launch k are done. Launch k + 1 finds the same
 state as launch 1, and its waits, for k + 1 times the total, need all of its own arrivals. An aborted launch may stop
 anywhere. The backend then ends all workers of all ranks and resets counters, claims and SPLITS to 0, the state before
-launch 1. Activations need no reset, because nothing reads what its launch did not write.
-"""
+launch 1. Activations need no reset, because nothing reads what its launch did not write."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ _MOST = 50  # the maximum number of violations that a report lists
 @dataclass(frozen=True)
 class Report:
     """The result of a proof. `checked` is the number of instructions of a launch, over all ranks and layers. The
-    program is proved if there are no violations.
-    """
+    program is proved if there are no violations."""
 
     checked: int
     seconds: float
@@ -91,10 +89,8 @@ class Report:
 
 
 def verify(program: Program) -> Report:
-    """Prove that `program` is right for every valid step table.
-
-    Stages run in turn until one finds violations. The report lists the violations of that stage, if any.
-    """
+    """Prove that `program` is right for every valid step table. Stages run in turn until one finds violations. The
+    report lists the violations of that stage, if any."""
     start = time.perf_counter()
     violations = next(filter(None, map(list, _stages(program))), [])
     if len(violations) > _MOST:

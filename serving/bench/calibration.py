@@ -2,8 +2,7 @@
 
 The arithmetic rates come from single instructions that run again and again on weights in the CPU caches. The costs of
 set-up and signals come from launches without arithmetic. The fastest of several runs counts, because other work on the
-machine can only slow a run down.
-"""
+machine can only slow a run down."""
 
 from __future__ import annotations
 
@@ -43,10 +42,8 @@ _TOTALS = ("totals_first", "totals_middle", "totals_last")
 
 @dataclass(frozen=True)
 class Calibration:
-    """One core's rates, and the seconds that a launch, an instruction and a signal take.
-
-    `others` is the part of the machine's CPU time that other processes took, None if that is unknown.
-    """
+    """One core's rates, and the seconds that a launch, an instruction and a signal take. `others` is the part of the
+    machine's CPU time that other processes took, None if that is unknown."""
 
     ceilings: Ceilings
     core: Core
@@ -61,12 +58,10 @@ class Calibration:
 
 
 def calibrate(ceilings: Ceilings, alone: Ceilings, on_round: Callable[[int, int], None]) -> Calibration:
-    """Run the micro-benchmarks for about a minute, and return the measured rates and times.
-
-    `ceilings` are the measured maximum rates of all cores together, and `alone` those of one core while others idle.
-    An instruction's rate is capped at the multiply-add rate that one core has while all cores compute.
-    `on_round` is called with (finished rounds, all rounds).
-    """
+    """Run the micro-benchmarks for about a minute, and return the measured rates and times. `ceilings` are the measured
+    maximum rates of all cores together, and `alone` those of one core while others idle. An instruction's rate is
+    capped at the multiply-add rate that one core has while all cores compute. `on_round` is called with (finished
+    rounds, all rounds)."""
     begin = busy.now()
     rounds, idle = [], []
     for number in range(_ROUNDS):
@@ -81,10 +76,8 @@ def calibrate(ceilings: Ceilings, alone: Ceilings, on_round: Callable[[int, int]
 
 
 def write_machine(path: Path, found: Calibration) -> None:
-    """Write a machine file with the measured costs, based on the built-in machine `host`.
-
-    A failure leaves no partial file.
-    """
+    """Write a machine file with the measured costs, based on the built-in machine `host`. A failure leaves no partial
+    file."""
     host = machines.hardware(machines.HOST)
     ghz = host.clock_hz
     cache = (found.ceilings.cache_bytes_per_s or 0.0) / found.ceilings.threads / ghz
@@ -132,10 +125,8 @@ def _columns(rates: dict[int, float]) -> tuple[tuple[float, ...], tuple[float, .
 
 
 def _fastest(rounds: list[dict[int, float]], most: float) -> dict[int, float]:
-    """Return the highest rate of all rounds for each number of rows, but at most `most`.
-
-    Raises MegakernelError if other processes disturbed every measurement of a rate.
-    """
+    """Return the highest rate of all rounds for each number of rows, but at most `most`. Raises MegakernelError if
+    other processes disturbed every measurement of a rate."""
     rates = {rows: min(most, max(one[rows] for one in rounds)) for rows in rounds[0]}
     if not all(rates.values()):
         raise MegakernelError(
@@ -145,10 +136,8 @@ def _fastest(rounds: list[dict[int, float]], most: float) -> dict[int, float]:
 
 
 def _config(layers: int) -> ModelConfig:
-    """Return a model shape that is used for calibration only.
-
-    So the measured costs are not fitted to a model whose speed the simulator predicts.
-    """
+    """Return a model shape that is used for calibration only. So the measured costs are not fitted to a model whose
+    speed the simulator predicts."""
     base = load_config("random:llama-3.2-1b")
     return replace(base, layers=layers, hidden=1024, ffn=1024, heads=16, kv_heads=4, head_dim=64, vocab=1024)
 
@@ -172,12 +161,10 @@ def _backend(name: str, config: ModelConfig, dims: Dims, threads: int) -> Any:
 
 
 def _arithmetic() -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
-    """Measure the FLOP/s of one core for a matmul tile, an attention item and a norm, and return a dict for each.
-
-    The keys are the numbers of a tile's rows, of an item's (row, head) pairs and of a norm's rows. Each rate comes from
-    the difference in time between a launch that runs an instruction many times and a launch that runs it once. This
-    cancels the cost of the launch and of the call.
-    """
+    """Measure the FLOP/s of one core for a matmul tile, an attention item and a norm, and return a dict for each. The
+    keys are the numbers of a tile's rows, of an item's (row, head) pairs and of a norm's rows. Each rate comes from the
+    difference in time between a launch that runs an instruction many times and a launch that runs it once. This cancels
+    the cost of the launch and of the call."""
     config, most = _config(1), max(_ROWS)
     program = _compiled(config, 1, most, norm="own")
     dims = program.dims
@@ -231,11 +218,9 @@ def _idle(cores: int) -> list[float]:
 
 
 def _synchronisation(cores: int, rounds: list[list[float]]) -> tuple[float, float, float]:
-    """Return the seconds of an instruction's set-up, of a launch and of a signal, using the shortest launches.
-
-    The first two come from launches on one worker. The cost of a signal is the additional time per phase on all cores:
-    a layer with one row is a chain of phases, and each phase waits for all workers.
-    """
+    """Return the seconds of an instruction's set-up, of a launch and of a signal, using the shortest launches. The
+    first two come from launches on one worker. The cost of a signal is the additional time per phase on all cores: a
+    layer with one row is a chain of phases, and each phase waits for all workers."""
     few_s, many_s, few_all_s, many_all_s = map(min, zip(*rounds, strict=True))
     few, many, few_all, many_all = (_instructions(n, layers) for n in (1, cores) for layers in (_FEW, _MANY))
     dispatch = max(_LEAST_S, (many_s - few_s) / (many - few))
@@ -249,16 +234,13 @@ def _null_program(workers: int, layers: int) -> Program:
 
 
 def _instructions(workers: int, layers: int) -> int:
-    """Return the number of instructions of each worker."""
     return _null_program(workers, layers).instructions // workers
 
 
 def null_step(workers: int, layers: int, *, threads: int | None = None) -> tuple[float, int, int]:
-    """Time launches of a one-token step whose instructions do no arithmetic.
-
-    Returns the seconds of the shortest launch, the number of instructions of each worker and the number of phases of a
-    layer. Each worker has a thread, unless `threads` says otherwise.
-    """
+    """Time launches of a one-token step whose instructions do no arithmetic. Returns the seconds of the shortest
+    launch, the number of instructions of each worker and the number of phases of a layer. Each worker has a thread,
+    unless `threads` says otherwise."""
     program = _null_program(workers, layers)
     null = _backend("null", _config(layers), program.dims, threads or workers)
     table = build_step(program.dims, [Chunk(0, 0, [0], range(program.dims.bucket.pages_per_seq))])

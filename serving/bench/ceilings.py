@@ -10,11 +10,9 @@ from megakernel.runtime.cpu.native import probe_fma, probe_read, simd
 
 
 def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
-    """Return the highest memory bandwidth and FLOP rate that `threads` threads ever reached on this machine.
-
-    A measurement of about three seconds runs now if there is no earlier result, if other processes kept the machine
-    busy in every earlier measurement, or if `anew` is set.
-    """
+    """Return the highest memory bandwidth and FLOP rate that `threads` threads ever reached on this machine. A
+    measurement of about three seconds runs now if there is no earlier result, if other processes kept the machine busy
+    in every earlier measurement, or if `anew` is set."""
     name = kept.this_machine(simd())
     known = kept.recall(name, threads)
     if known is None or anew or not known.quiet:
@@ -24,10 +22,8 @@ def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
 
 
 def share_of(ceilings: Ceilings, machine: Machine, ranks: int) -> Machine:
-    """Return `machine` with the rates of one of `ranks` ranks that share a host CPU equally.
-
-    `ceilings` are the measured rates of the whole host. A GPU keeps its datasheet's rates.
-    """
+    """Return `machine` with the rates of one of `ranks` ranks that share a host CPU equally. `ceilings` are the
+    measured rates of the whole host. A GPU keeps its datasheet's rates."""
     if machine.name != HOST:
         return machine
     flops, cache = ceilings.flops / ranks, ceilings.cache_bytes_per_s

@@ -1,7 +1,5 @@
-"""A minimal client for OpenAI-compatible servers on asyncio streams: HTTP/1.1, keep-alive, server-sent events.
-
-It does no more than the protocol needs, so that the benchmark measures the server and not the client.
-"""
+"""A minimal client for OpenAI-compatible servers on asyncio streams: HTTP/1.1, keep-alive, server-sent events. It does
+no more than the protocol needs, so that the benchmark measures the server and not the client."""
 
 from __future__ import annotations
 
@@ -24,10 +22,8 @@ _CPU = 'megakernel:cpu_seconds_total{process="'
 
 
 class ServerClient:
-    """One server. `url` may end with `/v1`.
-
-    `model` is the model name in each request. If it is None, `discover` asks the server for a name.
-    """
+    """One server. `url` may end with `/v1`. `model` is the model name in each request. If it is None, `discover` asks
+    the server for a name."""
 
     def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -51,10 +47,8 @@ class ServerClient:
         return {"url": self.url + self._path, "model": self.model, "api_key": self._key}
 
     async def cpu_seconds(self) -> dict[str, float]:
-        """Return the CPU seconds that the server's processes have used so far, by kind of process.
-
-        The result is empty if the server does not report CPU seconds.
-        """
+        """Return the CPU seconds that the server's processes have used so far, by kind of process. The result is empty
+        if the server does not report CPU seconds."""
         _, body = await self.get("/metrics")
         lines = [line for line in body.decode(errors="replace").splitlines() if line.startswith(_CPU)]
         return {line.removeprefix(_CPU).partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}

@@ -18,9 +18,7 @@ from megakernel.serving.text.llm import LLM
 @dataclass(frozen=True)
 class Stretch:
     """The prefill or decode part of one run. Its steps computed `rows` token rows and generated `tokens` tokens.
-
-    `step_s` holds the duration of each step in seconds, including the host's work between steps.
-    """
+    `step_s` holds the duration of each step in seconds, including the host's work between steps."""
 
     rows: int
     tokens: int
@@ -45,22 +43,17 @@ class Run:
     counts: Counts  # token counts of prefill and decode together
 
 
-def measure(
-    llm: LLM, prompt_ids: list[int], decode_steps: int, runs: int, on_run: Callable[[int], None] | None = None
-) -> list[Run]:
-    """Measure `runs` runs, each of which continues `prompt_ids` greedily for `decode_steps` steps after the prefill.
-
-    A warm-up run comes first, and its figures are not returned. `on_run` is called with the number of finished runs,
-    including the warm-up.
-    """
+def measure(llm: LLM, prompt_ids: list[int], decode_steps: int, runs: int, on_run: Callable[[int], None]) -> list[Run]:
+    """Measure `runs` runs, each of which continues `prompt_ids` greedily for `decode_steps` steps after the prefill. A
+    warm-up run comes first, and its figures are not returned. `on_run` is called with the number of finished runs,
+    including the warm-up."""
     params = SamplingParams(temperature=0.0, max_tokens=decode_steps + 1, ignore_eos=True)
     done: list[Run] = []
     for number in range(runs + 1):
         run = _one(llm, prompt_ids, params)
         if number:
             done.append(run)
-        if on_run:
-            on_run(number + 1)
+        on_run(number + 1)
     return done
 
 
@@ -71,8 +64,7 @@ def report(runs: list[Run], ceilings: Ceilings) -> dict[str, Any]:
     the decode figures are those of the run with the median token rate, and `step_s` is the mean duration of its steps.
 
     `roofline_fraction` is the minimum time at the hardware's `ceilings`, divided by the measured time. A fraction above
-    1 means that the time or the ceilings are wrong, or that a cache held weights. `errors` then has a message.
-    """
+    1 means that the time or the ceilings are wrong, or that a cache held weights. `errors` then has a message."""
     counts = sum((run.counts for run in runs), Counts())
     if counts.proposed:
         decode = sorted((run.decode for run in runs), key=lambda phase: phase.tokens / phase.seconds)[len(runs) // 2]

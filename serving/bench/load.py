@@ -1,6 +1,5 @@
 """Sends workloads to servers: all requests at once or as a Poisson process, from one or several client processes, and
-to several servers in alternation (A B A B), so that other load on the machine affects all alike.
-"""
+to several servers in alternation (A B A B), so that other load on the machine affects all alike."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ _WARM_UP_TOKENS = 4  # output tokens of each warm-up request
 _STALL_S = 1800.0  # a server counts as dead after so many seconds without an event from any request
 _SPARE_FILES = 64  # descriptors that a process needs besides its connections
 _LOOK_S = 0.2  # interval between two progress reports
-OnDone = Callable[[int, int], None]
-"""Called with (answered requests, all requests)."""
+OnDone = Callable[[int, int], None]  # called with (answered requests, all requests)
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,7 @@ class Load:
     max_concurrency  maximum number of requests in flight; None means no limit
     goodput          limits for goodput (see `report`)
     warm_up          requests with short answers before each server's first run
-    processes        client processes, because one may be too slow for a server
-    """
+    processes        client processes, because one may be too slow for a server"""
 
     rate: float = math.inf
     max_concurrency: int | None = None
@@ -58,15 +55,12 @@ async def alternate(
     workload: Workload,
     load: Load,
     runs: int,
-    on_done: Callable[[int, int], None] | None = None,
+    on_done: OnDone | None = None,
 ) -> list[list[dict[str, Any]]]:
-    """Run the workload `runs` times on each server, in alternation. Returns a list of each server's runs.
-
-    If the prompts are random token ids, each run of a server has different ids, so that no prefix cache helps.
-
-    The entry `server` of a run's figures holds what the server itself reports at its path `/roofline` about the steps
-    of the run. The entry is None if the server has no such path or counted no steps.
-    """
+    """Run the workload `runs` times on each server, in alternation. Returns a list of each server's runs. If the
+    prompts are random token ids, each run of a server has different ids, so that no prefix cache helps. The entry
+    `server` of a run's figures holds what the server itself reports at its path `/roofline` about the steps of the run.
+    The entry is None if the server has no such path or counted no steps."""
     some = workload.again(runs).jobs[: load.warm_up]
     short = [replace(job, output_tokens=min(job.output_tokens, _WARM_UP_TOKENS)) for job in some]
     for server in servers:
@@ -94,9 +88,7 @@ def _shifted(on_done: OnDone, before: int, total: int, done: int, _: int) -> Non
 
 def _steps(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the figures of the steps that a server ran between two answers, `before` and `after`, of its `/roofline`.
-
-    The result is None if the server ran no steps or if an answer has no figures of steps.
-    """
+    The result is None if the server ran no steps or if an answer has no figures of steps."""
     if not before or not after or "total" not in before or "total" not in after:
         return None
     steps, wall, bound = (after["total"][name] - before["total"][name] for name in ("steps", "wall_s", "bound_s"))
@@ -107,17 +99,14 @@ def _steps(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[
 
 
 async def describe(server: ServerClient) -> dict[str, Any]:
-    """Return a server's address, model and version."""
     version = await server.get_json("/version") or {}
     props = await server.get_json("/props") or {}  # of llama-server
     return {"url": server.url, "model": server.model, "version": version.get("version") or props.get("build_info")}
 
 
 async def drive(server: ServerClient, workload: Workload, load: Load, on_done: OnDone | None = None) -> list[Outcome]:
-    """Send every job once, from this process. Returns the outcomes in the order of the jobs.
-
-    Raises MegakernelError if no request receives anything for _STALL_S.
-    """
+    """Send every job once, from this process. Returns the outcomes in the order of the jobs. Raises MegakernelError if
+    no request receives anything for _STALL_S."""
     jobs, most = workload.jobs, load.max_concurrency or len(workload.jobs)
     slots = asyncio.Semaphore(most)
     _allow_connections(min(most, len(jobs)))
@@ -185,10 +174,8 @@ def _allow_connections(count: int) -> None:
 async def _drive_from(
     server: ServerClient, workload: Workload, load: Load, on_done: OnDone | None
 ) -> tuple[list[Outcome], float]:
-    """Call `drive` in up to `load.processes` processes. Returns the outcomes and the CPU seconds of the clients.
-
-    Each of n processes sends every n-th job, at 1/n of the rate and with 1/n of the requests in flight.
-    """
+    """Call `drive` in up to `load.processes` processes. Returns the outcomes and the CPU seconds of the clients. Each
+    of n processes sends every n-th job, at 1/n of the rate and with 1/n of the requests in flight."""
     n = min(load.processes, len(workload.jobs), load.max_concurrency or len(workload.jobs))
     if n == 1:
         before = time.process_time()

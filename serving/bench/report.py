@@ -21,10 +21,8 @@ _BUSY = 0.9  # a client process that computes for more than this part of the tim
 
 @dataclass
 class Outcome:
-    """The outcome of one request. All times are seconds of one clock.
-
-    `moments` holds the arrival times of streamed events, of which there is about one per token.
-    """
+    """The outcome of one request. All times are seconds of one clock. `moments` holds the arrival times of streamed
+    events, of which there is about one per token."""
 
     job: LoadJob
     start: float
@@ -54,10 +52,8 @@ class Outcome:
 
 def report(outcomes: Sequence[Outcome], goodput: dict[str, float] | None = None) -> dict[str, Any]:
     """Return the figures of one run. Rates are per second between the first request's start and the last answer.
-
     `goodput` holds limits in seconds (`ttft`, `tpot`, `e2e`); `goodput_per_s` counts requests that keep all limits.
-    `short` counts answers whose number of tokens differs from the number that the request asked for.
-    """
+    `short` counts answers whose number of tokens differs from the number that the request asked for."""
     good = [o for o in outcomes if o.error is None]
     duration = max(o.end for o in outcomes) - min(o.start for o in outcomes)
     prompt = sum(o.job.prompt_tokens if o.prompt_tokens is None else o.prompt_tokens for o in good)
@@ -88,10 +84,8 @@ def report(outcomes: Sequence[Outcome], goodput: dict[str, float] | None = None)
 
 def cpu_time(spent: dict[str, float], tokens: int, duration: float, processes: int) -> dict[str, Any]:
     """Return the CPU time of client and server, in total and per generated token, and how busy the client was.
-
     `client_busy` is the part of the time, from 0 to 1, for which the client's processes computed. `client_error` warns
-    that the client may have been the bottleneck.
-    """
+    that the client may have been the bottleneck."""
     busy = spent["client"] / processes / duration
     error = (
         f"the client was busy for {busy:.0%} of the time, so it may have been the bottleneck instead of the server:"
@@ -119,12 +113,10 @@ def spread(values: ArrayLike) -> dict[str, float | None]:
 
 
 def least_work(forward: Forward, split: Split, jobs: Sequence[LoadJob], in_flight: int, *, tied: bool) -> StepWork:
-    """Return the least work with which any server that generates one token per step can answer `jobs`.
-
-    The server has at most `in_flight` requests at a time.
-    FLOPs and KV bytes are counted as if each prompt were computed in one step and each later token in its own step.
-    Every step reads all weights, and there are at least max(longest output, all output tokens / in_flight) steps.
-    """
+    """Return the least work with which any server that generates one token per step can answer `jobs`. The server has
+    at most `in_flight` requests at a time. FLOPs and KV bytes are counted as if each prompt were computed in one step
+    and each later token in its own step. Every step reads all weights, and there are at least max(longest output, all
+    output tokens / in_flight) steps."""
     prompts, outputs = np.array([(job.prompt_tokens, job.output_tokens) for job in jobs]).T
     last = prompts + outputs - 1  # the last generated token is never an input
     steps = max(int(outputs.max()), -(-int(outputs.sum()) // in_flight))
@@ -142,8 +134,7 @@ def against_roofline(
     `roofline_fraction` is this least time divided by `seconds`, and `roofline_error` says why a fraction above 1 is
     invalid. `read_GBps` and `gflops` are the bytes and FLOPs of `work` per second. `server` holds the server's own
     figures of its steps. If they show speculative decoding, the result has only `roofline_error`, because `work`
-    assumes one token per step and no rejected tokens.
-    """
+    assumes one token per step and no rejected tokens."""
     if server and server["proposed"]:
         why = (
             f"steps generated {server['tokens_per_step']:.2f} tokens per sequence, so the least time for one token per"

@@ -1,7 +1,5 @@
-"""Workloads of benchmarks: the prompts, and the number of output tokens of each.
-
-Every answer has exactly that many tokens (greedy sampling, ignore_eos), so two servers do the same work.
-"""
+"""Workloads of benchmarks: the prompts, and the number of output tokens of each. Every answer has exactly that many
+tokens (greedy sampling, ignore_eos), so two servers do the same work."""
 
 from __future__ import annotations
 
@@ -18,8 +16,6 @@ from numpy.typing import NDArray
 
 from megakernel.errors import MegakernelError
 
-Pair = tuple[int, int]  # tokens of the prompt, tokens of the answer
-
 
 @dataclass(frozen=True)
 class LoadJob:
@@ -32,11 +28,8 @@ class LoadJob:
 
 @dataclass(frozen=True)
 class Workload:
-    """Jobs in the order in which they are sent. `name` is a description for reports.
-
-    If the prompts are random token ids, they were generated with `seed` and are below `vocab`. If the prompts are text,
-    `vocab` is None.
-    """
+    """Jobs in the order in which they are sent. `name` is a description for reports. If the prompts are random token
+    ids, they were generated with `seed` and are below `vocab`. If the prompts are text, `vocab` is None."""
 
     name: str
     jobs: Sequence[LoadJob]
@@ -44,10 +37,8 @@ class Workload:
     seed: int = 0
 
     def again(self, number: int) -> Workload:
-        """Return a workload of the same lengths with other random ids, so that no prefix cache helps.
-
-        A workload of text prompts is returned unchanged.
-        """
+        """Return a workload of the same lengths with other random ids, so that no prefix cache helps. A workload of
+        text prompts is returned unchanged."""
         if self.vocab is None:
             return self
         pairs = [(job.prompt_tokens, job.output_tokens) for job in self.jobs]
@@ -55,29 +46,22 @@ class Workload:
 
 
 def sharegpt_lengths(count: int, vocab: int, seed: int) -> Workload:
-    """Return prompts of random ids, with the lengths of the ShareGPT conversations that pass vLLM's filter.
-
-    The lengths of a prompt and its answer are those of a conversation's first two turns, in Llama-2 tokens. There are
-    15,277 such pairs, with 246 input and 235 output tokens on average. If `count` is larger, the pairs repeat with
-    other ids.
-    """
+    """Return prompts of random ids, with the lengths of the ShareGPT conversations that pass vLLM's filter. The lengths
+    of a prompt and its answer are those of a conversation's first two turns, in Llama-2 tokens. There are 15,277 such
+    pairs, with 246 input and 235 output tokens on average. If `count` is larger, the pairs repeat with other ids."""
     text = (files(__package__) / "sharegpt_lengths.csv").read_text(encoding="utf-8")
     return _from_csv("ShareGPT lengths, random ids", text, "sharegpt_lengths.csv", count, vocab, seed)
 
 
 def length_pairs(path: Path, count: int, vocab: int, seed: int) -> Workload:
-    """Return prompts of random ids, with the lengths that a CSV file lists.
-
-    The file has a header line. Each further line has a number of prompt tokens and a number of output tokens.
-    """
+    """Return prompts of random ids, with the lengths that a CSV file lists. The file has a header line. Each further
+    line has a number of prompt tokens and a number of output tokens."""
     return _from_csv(f"lengths of {path.name}, random ids", _read(path), str(path), count, vocab, seed)
 
 
 def uniform(prompt: int, output: int, range_ratio: float, count: int, vocab: int, seed: int) -> Workload:
-    """Return prompts of random ids, whose lengths are distributed uniformly around the means `prompt` and `output`.
-
-    The range of lengths is [mean * (1 - range_ratio), mean * (1 + range_ratio)], and every length is at least 1.
-    """
+    """Return prompts of random ids, whose lengths are distributed uniformly around the means `prompt` and `output`. The
+    range of lengths is [mean * (1 - range_ratio), mean * (1 + range_ratio)], and every length is at least 1."""
     if not 0 <= range_ratio < 1:
         raise MegakernelError(f"range ratio {range_ratio} must be at least 0 and below 1")
     rng = np.random.default_rng(seed)
@@ -92,10 +76,8 @@ def uniform(prompt: int, output: int, range_ratio: float, count: int, vocab: int
 
 def sharegpt_file(path: Path, encode: Callable[[str], Sequence[int]], count: int, seed: int) -> Workload:
     """Return shuffled conversations of a ShareGPT file: turn 1 is the prompt, and turn 2 gives the answer's length.
-
     vLLM's filter applies: both turns have at least 4 tokens, the prompt has at most 1,024, and both together have at
-    most 2,048. If fewer than `count` conversations pass the filter, they repeat.
-    """
+    most 2,048. If fewer than `count` conversations pass the filter, they repeat."""
     try:
         conversations = json.loads(_read(path))
         turns = [[str(t["value"]) for t in c["conversations"][:2]] for c in conversations]
@@ -127,10 +109,8 @@ def _read(path: Path) -> str:
 
 
 def _from_csv(name: str, text: str, source: str, count: int, vocab: int, seed: int) -> Workload:
-    """Return prompts of random ids, with the lengths of the CSV table `text` in shuffled order.
-
-    Error messages call the table `source`.
-    """
+    """Return prompts of random ids, with the lengths of the CSV table `text` in shuffled order. Error messages call the
+    table `source`."""
     rows = list(csv.reader(text.splitlines()))[1:]
     try:
         pairs = [(int(prompt), int(output)) for prompt, output in rows]
@@ -145,5 +125,5 @@ def _from_csv(name: str, text: str, source: str, count: int, vocab: int, seed: i
     return Workload(name, _jobs([pairs[order[i % len(pairs)]] for i in range(count)], vocab, rng), vocab, seed)
 
 
-def _jobs(pairs: Sequence[Pair], vocab: int, rng: np.random.Generator) -> list[LoadJob]:
+def _jobs(pairs: Sequence[tuple[int, int]], vocab: int, rng: np.random.Generator) -> list[LoadJob]:
     return [LoadJob(rng.integers(0, vocab, prompt, dtype=np.int32), prompt, output) for prompt, output in pairs]

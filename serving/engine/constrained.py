@@ -1,8 +1,6 @@
-"""Applies constraints, such as grammars, to the sequences of a step.
-
-A token is forced if the constraint allows no other token. `force` says which forced tokens a step can compute at once.
-`write` puts masks of the permitted tokens, and forced tokens, into the step table.
-"""
+"""Applies constraints, such as grammars, to the sequences of a step. A token is forced if the constraint allows no
+other token. `force` says which forced tokens a step can compute at once. `write` puts masks of the permitted tokens,
+and forced tokens, into the step table."""
 
 from __future__ import annotations
 
@@ -31,10 +29,8 @@ def follow(part: PlannedRows, batch: Batch) -> Forced:
 
 def force(part: PlannedRows, batch: Batch, forced: Forced, programs: Programs, *, room: int) -> dict[int, list[int]]:
     """Return the forced tokens, by chunk, that a planned step computes: at most `room`, and without more padding rows.
-
     The returned tokens have pages already. Forced tokens that do not fit are not lost: logit rows of this step or of
-    later steps output them instead of sampling.
-    """
+    later steps output them instead of sampling."""
     if not any(forced.values()):
         return {}
     turns, known = part.turns, batch.slots.known
@@ -55,11 +51,9 @@ def force(part: PlannedRows, batch: Batch, forced: Forced, programs: Programs, *
 
 
 def write(table: StepTable, part: PlannedRows, forced: Forced) -> list[Sequence]:
-    """Write the forced tokens and the masks of permitted tokens into a step table.
-
-    A logit row with a forced token outputs that token instead of sampling. A constrained row that samples gets a mask.
-    Returns the sequences that have no valid continuation. The rows of these sequences sample without a mask.
-    """
+    """Write the forced tokens and the masks of permitted tokens into a step table. A logit row with a forced token
+    outputs that token instead of sampling. A constrained row that samples gets a mask. Returns the sequences that have
+    no valid continuation. The rows of these sequences sample without a mask."""
     turns = part.turns
     table.target[: len(turns.target)] = turns.target
     table.mask[:] = 0

@@ -10,8 +10,7 @@ With speculative decoding, the engine adds proposed tokens to a planned step whe
 step with proposed tokens runs, the engine does not plan the next step, because the number of accepted tokens decides at
 which position each sequence continues.
 
-A sequence's results do not depend on the other sequences, bit for bit, so none of this changes the generated tokens.
-"""
+A sequence's results do not depend on the other sequences, bit for bit, so none of this changes the generated tokens."""
 
 from __future__ import annotations
 
@@ -43,11 +42,9 @@ _BLOCK = 64  # logits of a block; see `top_logprobs`
 
 @dataclass(frozen=True)
 class Step:
-    """A finished launch, with the tokens that it generated.
-
-    `rows` holds each sequence's number of token rows in the step, and `contexts` its number of tokens in the KV cache
-    after the step. `output.logits` is empty unless the step's requests needed logits on the host.
-    """
+    """A finished launch, with the tokens that it generated. `rows` holds each sequence's number of token rows in the
+    step, and `contexts` its number of tokens in the KV cache after the step. `output.logits` is empty unless the step's
+    requests needed logits on the host."""
 
     program: Program
     rows: list[int]
@@ -75,11 +72,9 @@ class _Running:
 
 
 class _Results:
-    """What became of each logit row of a step, as arrays with one element per logit row.
-
-    `heard` is False if the row is ignored, because its sequence had ended or a proposed token before it was wrong. The
-    other arrays describe the tokens that the remaining rows sampled; `Step` and `Tokens` describe them.
-    """
+    """What became of each logit row of a step, as arrays with one element per logit row. `heard` is False if the row is
+    ignored, because its sequence had ended or a proposed token before it was wrong. The other arrays describe the
+    tokens that the remaining rows sampled; `Step` and `Tokens` describe them."""
 
     def __init__(self, heard: NDArray[np.bool_]) -> None:
         self.heard = heard
@@ -93,8 +88,7 @@ class Engine:
 
     `pages` is the size of the backend's KV pool and `step_tokens` the token budget of a step; `dims` has the other
     limits. With `prefix_cache`, prompts with a common prefix share pages. With `speculation`, steps verify proposed
-    tokens. The engine handles token ids only; `Transcript` converts them to text.
-    """
+    tokens. The engine handles token ids only; `Transcript` converts them to text."""
 
     def __init__(
         self,
@@ -144,8 +138,7 @@ class Engine:
 
         The request's choices are numbered from `first` on; without it, the engine numbers all choices consecutively.
         The tokens go to `reader`. If `params` restrict the output, `constraint` must be what `Grammars.get(params)`
-        returned. Raises MegakernelError if the prompt can never run.
-        """
+        returned. Raises MegakernelError if the prompt can never run."""
         prompt = self.check(prompt_ids, params)
         if (constraint is not None) != params.constrained:
             raise AssertionError("Engine.add: pass `constraint` if, and only if, the sampling parameters ask for one")
@@ -212,8 +205,7 @@ class Engine:
         `trace` applies to the launches that this call starts. So the returned step is traced if the previous call set
         `trace`, or if this call sets `trace` and no launch was running. After an exception, no launch is running, and
         all requests wait in the queue to compute their lost KV again. Tokens of the finished launch may then be
-        missing, so the caller should abort the requests that ran.
-        """
+        missing, so the caller should abort the requests that ran."""
         try:
             if self._running is None:
                 self._start(*self._prepare(), trace)
@@ -249,10 +241,8 @@ class Engine:
         self.backend.close()
 
     def _prepare(self) -> tuple[PlannedRows | None, tuple[Program, StepTable] | None]:
-        """Plan the next step, which follows the running launch if there is one.
-
-        Returns the step, or None if no sequence can run. If a launch runs, also returns the step's program and table.
-        """
+        """Plan the next step, which follows the running launch if there is one. Returns the step, or None if no
+        sequence can run. If a launch runs, also returns the step's program and table."""
         ones, prompts = self._batch.plan()
         if not len(ones) and not prompts:
             return None, None
@@ -268,11 +258,9 @@ class Engine:
         return program, self._steps.build(program.dims, StepRows(*part))
 
     def _start(self, part: PlannedRows | None, built: tuple[Program, StepTable] | None, trace: bool) -> None:
-        """Launch a planned step, unless all its sequences have ended in the meantime.
-
-        Forced and proposed tokens, which depend on the results of the previous launch, are added first. `built` is the
-        step's program and table without them, if it was built in advance.
-        """
+        """Launch a planned step, unless all its sequences have ended in the meantime. Forced and proposed tokens, which
+        depend on the results of the previous launch, are added first. `built` is the step's program and table without
+        them, if it was built in advance."""
         if part is None:
             return
         batch = self._batch
@@ -355,10 +343,8 @@ class Engine:
     def _verify(
         self, part: PlannedRows, sampling: NDArray[np.bool_], tokens: NDArray[np.int32], now: float, results: _Results
     ) -> None:
-        """Do the work of `_advance` for a step with proposed or forced tokens.
-
-        A row after such a token is ignored if a row before it sampled another token, or ended the sequence.
-        """
+        """Do the work of `_advance` for a step with proposed or forced tokens. A row after such a token is ignored if a
+        row before it sampled another token, or ended the sequence."""
         turns, slots = part.turns, self._batch.slots
         position = part.start[turns.chunk] + turns.index + 1
         ended = np.zeros(len(turns.slot), np.int64)  # by chunk: an index into FINISH
@@ -447,10 +433,8 @@ def _report(running: _Running, output: Output, results: _Results, failed: list[S
 
 
 def _own(output: Output, turns: Turns) -> Output:
-    """Return a copy of those parts of an output that the host reads. The next launch will overwrite the original.
-
-    The copy has only those rows of the logits for which top log-probabilities are reported.
-    """
+    """Return a copy of those parts of an output that the host reads. The next launch will overwrite the original. The
+    copy has only those rows of the logits for which top log-probabilities are reported."""
     rows = len(turns.top)
     return replace(
         output,
@@ -462,9 +446,7 @@ def _own(output: Output, turns: Turns) -> Output:
 
 def top_logprobs(logits: NDArray[np.float32], count: int, token: int, logprob: float) -> dict[int, float]:
     """Return the `count` most likely tokens of `logits` [vocab] as {id: log-softmax}, most likely first, ties by id.
-
-    `logprob` is the known log-softmax of `token`. The log-sum-exp of the row is logits[token] - logprob.
-    """
+    `logprob` is the known log-softmax of `token`. The log-sum-exp of the row is logits[token] - logprob."""
     if count == 0:
         return {}
     whole = len(logits) // _BLOCK * _BLOCK

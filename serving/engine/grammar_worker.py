@@ -5,8 +5,7 @@ of a notation and a grammar. The process answers each line with one line of JSON
 of the library llguidance} or {"failed": the reason}. The operating system ends the process if it exceeds its limits on
 CPU time or memory.
 
-This file imports nothing from the package, so that the process starts quickly.
-"""
+This file imports nothing from the package, so that the process starts quickly."""
 
 from __future__ import annotations
 

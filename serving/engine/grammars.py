@@ -1,8 +1,6 @@
-"""Constraints on generation, such as a JSON schema: which tokens may come next in a text, and which tokens must.
-
-A grammar is first compiled in a separate process with limits on time and memory, because the compilation of a hostile
-grammar may never finish. If that succeeds, the grammar is compiled in this process too, and the result is cached.
-"""
+"""Constraints on generation, such as a JSON schema: which tokens may come next in a text, and which tokens must. A
+grammar is first compiled in a separate process with limits on time and memory, because the compilation of a hostile
+grammar may never finish. If that succeeds, the grammar is compiled in this process too, and the result is cached."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 
 import numpy as np
@@ -33,10 +32,7 @@ _SHOWN = 500  # characters of the library's reason that an error shows
 
 
 class Constraint(ABC):
-    """Tracks the output of one sequence.
-
-    If the output has no valid continuation, `error` says why. Otherwise `error` is empty.
-    """
+    """Tracks the output of one sequence. `error` says why the output has no valid continuation, or is empty."""
 
     error = ""
 
@@ -61,9 +57,7 @@ class Words(Constraint):
         self._last: list[int] = []
 
     def copy(self) -> Words:
-        other = object.__new__(Words)
-        other.__dict__.update(self.__dict__)
-        return other
+        return copy(self)
 
     def follow(self, output: Ids) -> list[int]:
         self._last = output[max(0, len(output) - self._longest) :].tolist()
@@ -85,8 +79,7 @@ class Grammar(Constraint):
 
     If only one text can come next, the tokens into which the tokenizer splits this text are forced. Otherwise a mask
     says which tokens may be sampled. Forced tokens and masks depend on the output alone. All tokens of a forced text
-    are determined at once, so they do not depend on how many steps output them.
-    """
+    are determined at once, so they do not depend on how many steps output them."""
 
     def __init__(self, matcher: LLMatcher, executor: LLExecutor) -> None:
         """`matcher` must not have read any token yet. The constraint advances only a copy of it."""
@@ -113,15 +106,12 @@ class Grammar(Constraint):
 
     def fail(self) -> None:
         """Record the library's reason why there is no valid continuation."""
-        why = self.matcher.get_error() or "the grammar allows no token"
-        self.error = " ".join(why.split("<state>")[0].split())[:500]
+        self.error = _shortened(self.matcher.get_error() or "the grammar allows no token")
 
     @staticmethod
     def write(masks: NDArray[np.int32], rows: Mapping[int, Grammar]) -> None:
-        """Fill each grammar's row of `masks` with the tokens that may follow its output and its forced tokens.
-
-        The library computes the rows in parallel on all cores.
-        """
+        """Fill each grammar's row of `masks` with the tokens that may follow its output and its forced tokens. The
+        library computes the rows in parallel on all cores."""
         if not rows:
             return
         executor = next(iter(rows.values()))._executor
@@ -158,10 +148,7 @@ class Grammars:
         return None if wanted is None else self._kept(wanted.source())
 
     def get(self, params: SamplingParams) -> Constraint | None:
-        """Return a new constraint on the output, or None if `params` ask for no constraint.
-
-        Raises MegakernelError with the reason if the constraint is invalid.
-        """
+        """Return a new constraint on the output, or None for no constraint. Raises MegakernelError if it is invalid."""
         if params.structured_outputs is not None:
             return self._grammar(params.structured_outputs)
         if not params.constrained:
@@ -209,10 +196,8 @@ class Grammars:
         return Grammar(matcher, self._executor)
 
     def _checked(self, *source: str) -> str:
-        """Compile a grammar in the separate process, and return the grammar in the library's own notation.
-
-        Raises MegakernelError if the grammar is invalid or exceeds the limits on time and memory.
-        """
+        """Compile a grammar in the separate process, and return the grammar in the library's own notation. Raises
+        MegakernelError if the grammar is invalid or exceeds the limits on time and memory."""
         with self._lock:
             if self._checker is None:
                 vocabulary = self._vocabulary()
@@ -240,10 +225,8 @@ class Grammars:
 
 
 class _Vocabulary:
-    """The interface that the grammar library requires from a tokenizer.
-
-    The model may have ids that its tokenizer lacks; such ids have no text. End-of-sequence ids count as special tokens.
-    """
+    """The interface that the grammar library requires from a tokenizer. The model may have ids that its tokenizer
+    lacks; such ids have no text. End-of-sequence ids count as special tokens."""
 
     bos_token_id = None
 
@@ -258,5 +241,8 @@ class _Vocabulary:
 
 
 def _refused(why: str) -> MegakernelError:
-    short = " ".join(why.split("<state>")[0].split())
-    return MegakernelError(f"structured outputs: {short[:_SHOWN]}")
+    return MegakernelError(f"structured outputs: {_shortened(why)}")
+
+
+def _shortened(why: str) -> str:
+    return " ".join(why.split("<state>")[0].split())[:_SHOWN]

@@ -2,8 +2,7 @@
 
 The main figure is sum(bound) / sum(wall). A step's bound is the least time that its tokens and its KV cache need at the
 measured ceilings (`megakernel.roofline`). Its wall time runs from the end of the previous step, or from the arrival of
-work, to its own end, so it includes the host's work between steps.
-"""
+work, to its own end, so it includes the host's work between steps."""
 
 from __future__ import annotations
 
@@ -30,25 +29,16 @@ _PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over `steps` steps.
-
-    wall_s     wall time in seconds
-    bound_s    minimum time that the hardware's ceilings allow, in seconds
-    flops      floating-point operations
-    bytes      bytes of weights and KV cache
-    rows       token rows that were computed
-    tokens     tokens that were sampled
-    sequences  number of sequences in a step
-    """
+    """Sums over `steps` steps."""
 
     steps: int = 0
-    wall_s: float = 0.0
-    bound_s: float = 0.0
-    flops: float = 0.0
-    bytes: float = 0.0
-    rows: int = 0
-    tokens: int = 0
-    sequences: int = 0
+    wall_s: float = 0.0  # wall time in seconds
+    bound_s: float = 0.0  # minimum time that the hardware's ceilings allow, in seconds
+    flops: float = 0.0  # floating-point operations
+    bytes: float = 0.0  # bytes of weights and KV cache
+    rows: int = 0  # token rows that were computed
+    tokens: int = 0  # tokens that were sampled
+    sequences: int = 0  # number of sequences in a step
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
@@ -75,8 +65,7 @@ class Live:
 
     `stats` is the engine's current state. `tied` says that the LM head uses the embedding table as its weights.
     `max_seqs` is how many sequences may run at once, and `about` describes the engine for people. While the attribute
-    `tracing` is True, the engine's thread is asked to trace the next step.
-    """
+    `tracing` is True, the engine's thread is asked to trace the next step."""
 
     def __init__(self, ceilings: Ceilings, stats: Stats, *, tied: bool, max_seqs: int, about: dict[str, Any]) -> None:
         self.ceilings = ceilings
@@ -121,11 +110,8 @@ class Live:
         return fraction_error(totals.bound_s / totals.wall_s, self.ceilings) if totals.steps else None
 
     def trace(self, wait_s: float) -> tuple[Program, Trace] | None:
-        """Have the next step traced, and return its program and trace.
-
-        If no traced step ends within `wait_s` seconds, the result is the previously traced step, or None if no step was
-        traced.
-        """
+        """Have the next step traced, and return its program and trace. If no traced step ends within `wait_s` seconds,
+        the result is the previously traced step, or None if no step was traced."""
         self._trace_made.clear()
         self.tracing = True
         self._trace_made.wait(wait_s)
@@ -133,11 +119,8 @@ class Live:
         return self._traced
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the whole record as JSON values.
-
-        It has the current state, the rates over the last WINDOW_S seconds of work, the totals, the latencies, and the
-        latest steps one by one.
-        """
+        """Return the whole record as JSON values. It has the current state, the rates over the last WINDOW_S seconds of
+        work, the totals, the latencies, and the latest steps one by one."""
         with self._lock:
             steps, totals = list(self._steps), self._totals
             ttft, itl = np.array(self._ttft), np.array(self._itl)

@@ -34,8 +34,7 @@ def kv_capacity(
     The pool has room for `max_seqs` sequences of maximum length, but uses at most KV_SHARE of the memory. It always has
     room for one such sequence, even if that exceeds KV_SHARE. Without `max_context`, a sequence may have as many tokens
     as the model allows and KV_SHARE of the memory holds. Raises MegakernelError if `max_context` exceeds the model's
-    limit, or if one such sequence exceeds the memory.
-    """
+    limit, or if one such sequence exceeds the memory."""
     split = Split(config.sizes(dtype, quantised_kv=quantised_kv), tp)
     heads = sum(part.rank_kv_heads for part in split.ranks)  # several ranks may have the same KV head
     per_token = config.layers * heads * kv_bytes(split.model)

@@ -2,14 +2,14 @@
 
 A page that finished steps have filled is identified by the hash of all tokens up to its end, so sequences with the same
 prefix share pages. A shared page is never written again. A page without users stays in the cache until the memory is
-needed for other tokens; the least recently used page is taken first.
-"""
+needed for other tokens; the least recently used page is taken first."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -52,13 +52,7 @@ class PagePool:
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the cached pages of the longest matching prefix. The caller must `share` these pages to use them."""
-        found: list[int] = []
-        for key in hashes:
-            page = self._page.get(key)
-            if page is None:
-                break
-            found.append(page)
-        return found
+        return [self._page[key] for key in takewhile(self._page.__contains__, hashes)]
 
     def unused(self, pages: Sequence[int]) -> int:
         """Return how many of `pages` have no user."""
@@ -72,10 +66,8 @@ class PagePool:
             self._users[page] += 1
 
     def learn(self, key: bytes, page: int) -> None:
-        """Cache a full `page` under the hash `key` of its prefix.
-
-        If a page with the same hash is cached already, the cache keeps that page and ignores the new one.
-        """
+        """Cache a full `page` under the hash `key` of its prefix. If a page with the same hash is cached already, the
+        cache keeps that page and ignores the new one."""
         if key not in self._page and page not in self._hash:
             self._page[key], self._hash[page] = page, key
 

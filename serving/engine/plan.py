@@ -80,10 +80,8 @@ class PlannedRows(NamedTuple):
     tokens: Ints
 
     def extensible(self, slots: Slots) -> Ints:
-        """Return the chunks to which proposed tokens may be added.
-
-        These chunks compute only the last known token of their sequence.
-        """
+        """Return the chunks to which proposed tokens may be added. These chunks compute only the last known token of
+        their sequence."""
         turns = self.turns
         single = (turns.count == 1) & (np.bincount(turns.chunk, minlength=len(turns.slot)) == 1)
         found: Ints = (single & turns.alive(slots) & (self.start == slots.known[turns.slot] - 1)).nonzero()[0]
@@ -98,11 +96,8 @@ class Planner:
         self._last: Turns | None = None
 
     def plan(self, ones: Ints, prompts: Seq[tuple[Sequence, int]]) -> PlannedRows:
-        """Plan a step and return its chunks.
-
-        `ones` has the slot numbers of the sequences that compute one token each. `prompts` has every other sequence of
-        the step, with the number of tokens that it computes.
-        """
+        """Plan a step and return its chunks. `ones` has the slot numbers of the sequences that compute one token each.
+        `prompts` has every other sequence of the step, with the number of tokens that it computes."""
         decoded = self._decode(ones)
         if not prompts:
             return decoded
@@ -138,10 +133,8 @@ class Planner:
         return PlannedRows(turns, start, np.where(known, slots.tokens[slot, start], -1))
 
     def _prompt(self, chunk: int, sequence: Sequence, count: int, rows: list[_Row]) -> Ints:
-        """Plan the next `count` tokens of a sequence as the chunk number `chunk`, and return the tokens.
-
-        The logit rows that they need are appended to `rows`.
-        """
+        """Plan the next `count` tokens of a sequence as the chunk number `chunk`, and return the tokens. The logit rows
+        that they need are appended to `rows`."""
         slots, request, slot = self._slots, sequence.request, sequence.slot
         start, known = int(slots.computed[slot]), int(slots.known[slot])
         end = start + count
@@ -166,8 +159,7 @@ def extended(part: PlannedRows, slots: Slots, runs: Mapping[int, Seq[int]]) -> P
     `runs` maps a chunk to its tokens. Each of these tokens gets a logit row. If the sequence has no penalties, the step
     stores the sampled tokens in HISTORY; up to the first mismatch, they equal the tokens of the run. With penalties,
     the step reads HISTORY and stores nothing there, so the host writes the run to HISTORY before the step. The new part
-    omits sequences that have ended since the step was planned, because other sequences may now use their pages.
-    """
+    omits sequences that have ended since the step was planned, because other sequences may now use their pages."""
     turns, start = part.turns, part.start
     chunks = np.array(sorted(runs))
     lengths = np.array([len(runs[chunk]) for chunk in chunks])

@@ -15,10 +15,8 @@ class Compile(Protocol):
 
 
 def bucket(count: int, most: int) -> int:
-    """Return the smallest of the sizes 1, 2, 3, 4, 6, 8, 12, 16 ... with room for `count` rows, but at most `most`.
-
-    A step computes its padding rows too. The sizes between the powers of two keep padding below a third of a step.
-    """
+    """Return the smallest of the sizes 1, 2, 3, 4, 6, 8, 12, 16 ... with room for `count` rows, but at most `most`. A
+    step computes its padding rows too. The sizes between the powers of two keep padding below a third of a step."""
     power = 1 << max(count - 1, 0).bit_length()
     return min(power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power, most)
 
@@ -58,10 +56,8 @@ class Programs:
             return self._cache[key]
 
     def warm(self, stop: Event | None = None) -> int:
-        """Compile a program for every bucket that a step can need, until `stop` is set.
-
-        Returns the number of buckets that a step can need, even if `stop` was set.
-        """
+        """Compile a program for every bucket that a step can need, until `stop` is set. Returns the number of buckets
+        that a step can need, even if `stop` was set."""
         keys = [
             (tokens, rows)
             for tokens in buckets(self._most_tokens)

@@ -1,8 +1,6 @@
-"""The engine's view of a request: a prompt, the sequences (choices) that continue it, and their state while they run.
-
-A sequence runs in a slot. `Slots` then holds its state, as arrays with one element per slot, because every step changes
-the state of all running sequences. Before and after, the sequence itself holds its tokens.
-"""
+"""The engine's view of a request: a prompt, the sequences (choices) that continue it, and their state while they run. A
+sequence runs in a slot. `Slots` then holds its state, as arrays with one element per slot, because every step changes
+the state of all running sequences. Before and after, the sequence itself holds its tokens."""
 
 from __future__ import annotations
 
@@ -25,10 +23,8 @@ Objects = NDArray[np.object_]
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
-    """One choice of a request. `slot` is its slot, or -1 while it does not run.
-
-    `sampling` is True if the sequence was preempted while the running launch still samples its next token.
-    """
+    """One choice of a request. `slot` is its slot, or -1 while it does not run. `sampling` is True if the sequence was
+    preempted while the running launch still samples its next token."""
 
     request: Request
     choice: int
@@ -52,7 +48,6 @@ class Sequence:
         return self.tokens_from(0)
 
     def tokens_from(self, start: int) -> list[int]:
-        """Return the tokens from position `start` on."""
         if self.slot < 0:
             return self.saved[start:]
         return self.slots.known_tokens(self.slot)[start:].tolist()  # type: ignore[no-any-return]
@@ -89,10 +84,8 @@ class Sequence:
         return self._hashes[:count]
 
     def sample_row(self, *, early: bool) -> SampleRow:
-        """Return the sampling parameters of the sequence as a row for the step table.
-
-        If `early` is set, the row is for the tokens before min_tokens is reached, and forbids stop ids.
-        """
+        """Return the sampling parameters of the sequence as a row for the step table. If `early` is set, the row is for
+        the tokens before min_tokens is reached, and forbids stop ids."""
         p = self.request.params
         return SampleRow(
             index=0,
@@ -107,33 +100,22 @@ class Sequence:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A prompt with its parameters and choices.
-
-    first            number of the first choice; the choices are numbered from it on, and their tokens carry the numbers
-    reader           number of the reader who gets the tokens
-    client           name of the client; clients take turns in having their requests admitted
-    stop_ids         token ids that end a choice
-    seed             the user's seed, or a random one
-    prompt_logprobs  element i is the log-probability of prompt token i + 1
-    cached_tokens    prompt tokens that were in the prefix cache; None before the request is admitted
-    held             choices that wait until the first has computed the prompt, so that they share its pages
-    scored           number of prompt tokens whose log-probabilities are computed or planned
-    """
+    """A prompt with its parameters and choices."""
 
     id: int
     prompt_ids: list[int]
     params: SamplingParams
-    stop_ids: frozenset[int]
-    first: int = 0
-    reader: int = 0
-    client: str = ""
+    stop_ids: frozenset[int]  # token ids that end a choice
+    first: int = 0  # number of the first choice, from which the choices are numbered; their tokens carry the numbers
+    reader: int = 0  # number of the reader who gets the tokens
+    client: str = ""  # name of the client; clients take turns in having their requests admitted
     choices: list[Sequence] = field(default_factory=list)
-    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)  # element i is the log-probability of prompt token i + 1
     prompt_top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    cached_tokens: int | None = None
-    held: list[Sequence] = field(default_factory=list)
-    scored: int = 0
-    seed: int = 0
+    cached_tokens: int | None = None  # prompt tokens that were in the prefix cache; None before the request is admitted
+    held: list[Sequence] = field(default_factory=list)  # choices that wait until the first has computed the prompt
+    scored: int = 0  # number of prompt tokens whose log-probabilities are computed or planned
+    seed: int = 0  # the user's seed, or a random one
     added_at: float = field(default_factory=perf_counter)
 
     def __post_init__(self) -> None:
@@ -149,11 +131,9 @@ class Request:
 
 
 class Slots:
-    """Arrays with the state of the running sequences. `order` lists their slots in order of admission.
-
-    Steps are planned before earlier steps have ended. So `length` also counts tokens that planned steps have yet to
-    sample, and `computed` counts tokens whose K and V will be in the pages once all planned steps have run.
-    """
+    """Arrays with the state of the running sequences. `order` lists their slots in order of admission. Steps are
+    planned before earlier steps have ended. So `length` also counts tokens that planned steps have yet to sample, and
+    `computed` counts tokens whose K and V will be in the pages once all planned steps have run."""
 
     def __init__(self, dims: Dims) -> None:
         n = dims.bucket.max_seqs
@@ -225,16 +205,12 @@ class Slots:
         self.pages.changed[:, slot] = True
 
     def add_page(self, slots: Ints, pages: list[int]) -> None:
-        """Append one page to each of `slots`."""
         self.pages.ids[slots, self.pages.count[slots]] = pages
         self.pages.count[slots] += 1
         self.pages.changed[:, slots] = True
 
     def pending(self, slots: Ints) -> Ints:
-        """Return, for each slot, how many of its tokens no planned step computes yet.
-
-        The number is 0 for a sequence that has reached its length limit.
-        """
+        """Return, for each slot, how many tokens no planned step computes yet: 0 at the sequence's length limit."""
         length = self.length[slots]
         return np.where(length < self.limit[slots], length - self.computed[slots], 0)
 
@@ -243,27 +219,20 @@ class Slots:
         return self.pages.count[slots] * self.page < self.length[slots]
 
     def place(self, slots: Ints, position: Ints) -> Ints:
-        """Return the index of the row of `sampling` that applies to each slot's token at `position`.
-
-        Each slot has a separate row for the tokens before min_tokens is reached.
-        """
+        """Return the index of the row of `sampling` that applies to each slot's token at `position`. Each slot has a
+        separate row for the tokens before min_tokens is reached."""
         early = position < self.early_until[slots]
         return slots + len(self.ticket) * early if np.count_nonzero(early) else slots
 
     def full_pages(self, slots: Ints) -> Ints:
-        """Return, for each slot, how many pages the launches so far have filled.
-
-        A page that ends with the last known token does not count: a step that computes this token may be planned, but
-        it never starts if the sequence ends.
-        """
+        """Return, for each slot, how many pages the launches so far have filled. A page that ends with the last known
+        token does not count: a step that computes this token may be planned, but it never starts if the sequence
+        ends."""
         full: Ints = np.minimum(self.computed[slots], self.known[slots] - 1) // self.page
         return full
 
     def append(self, slots: Ints, tokens: Ints, now: float) -> NDArray[Any]:
-        """Append one known token to each of `slots`.
-
-        Returns an index into FINISH for each slot: whether and why its sequence ends.
-        """
+        """Append one known token to each of `slots`. Returns, as indices into FINISH, whether and why they end."""
         known = self.known[slots]
         self.tokens[slots, known] = tokens
         self.known[slots] = known = known + 1

@@ -1,7 +1,5 @@
-"""The sampling parameters of a request, among them the format that its text must match, with vLLM's names.
-
-They are checked once, when they are made.
-"""
+"""The sampling parameters of a request, among them the format that its text must match, with vLLM's names. They are
+checked once, when they are made."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ MAX_BIAS = 300  # the OpenAI API's limit
 MAX_STOP_IDS = 128
 MAX_BAD_WORDS, MAX_BAD_CHARACTERS = 256, 256  # each bad word is compared with the end of the text after each token
 _LEAST, _MOST = 2.0**-126, (2 - 2**-23) * 2.0**127  # range of positive float32 numbers, the type in step tables
-# The maximum length of a schema or grammar. A schema becomes a grammar of about the same length, and the largest common
-# ones have thousands of characters.
+# The maximum length of a schema or grammar. The largest common ones have thousands of characters.
 MOST_GRAMMAR_CHARACTERS = 1 << 20
 GRAMMAR, COMPLETE = "grammar", "complete"
 # The white space in JSON is what Python's json module writes, because models know this form, and because fixed white
@@ -41,8 +38,7 @@ class StructuredOutputsParams:
     grammar      a context-free grammar, in Lark's notation or in GBNF (EBNF)
     json_object  True: any JSON object
 
-    Raises MegakernelError with the reason if the fields are invalid.
-    """
+    Raises MegakernelError with the reason if the fields are invalid."""
 
     json: str | Mapping[str, Any] | None = None
     regex: str | None = None
@@ -70,11 +66,8 @@ class StructuredOutputsParams:
             raise MegakernelError(f"structured outputs: {given[0]} has more than {MOST_GRAMMAR_CHARACTERS} characters")
 
     def source(self) -> tuple[str, str]:
-        """Return the pair (notation, grammar).
-
-        The notation GRAMMAR means Lark or GBNF; the worker process finds out which. COMPLETE means that the grammar
-        library can read the grammar as it is.
-        """
+        """Return the pair (notation, grammar). The notation GRAMMAR means Lark or GBNF; the worker process finds out
+        which. COMPLETE means that the grammar library can read the grammar as it is."""
         try:
             found = (GRAMMAR, self.grammar) if self.grammar is not None else (COMPLETE, self._text())
         except (ValueError, RecursionError) as e:
@@ -120,8 +113,7 @@ class SamplingParams:
     bad_words           texts that are never generated, neither at the beginning of a word nor within one
     structured_outputs  a grammar or schema that the whole text must match
 
-    Raises MegakernelError, which names the field and its value, if a value is out of range.
-    """
+    Raises MegakernelError, which names the field and its value, if a value is out of range."""
 
     temperature: float = 1.0
     top_p: float = 1.0

@@ -5,8 +5,7 @@ only when a sequence arrives, leaves, fills a page or computes its prompt.
 
 A running sequence has KV pages for its prompt and the tokens generated so far. If it needs another page and none is
 free, the youngest running sequence is preempted: it frees its pages and waits again, but keeps its generated tokens.
-When it is admitted again, it recomputes them with bit-identical results.
-"""
+When it is admitted again, it recomputes them with bit-identical results."""
 
 from __future__ import annotations
 
@@ -29,18 +28,12 @@ SCORED_ROWS = 64  # maximum logit rows for prompt scoring; each row has a logit 
 
 @dataclass(frozen=True)
 class Counts:
-    """Token counts of some steps.
+    """Token counts of some steps."""
 
-    generated  tokens that the steps generated
-    turns      pairs of a step and a sequence that got at least one token in that step
-    proposed   tokens that were proposed and verified
-    accepted   proposed tokens that were right
-    """
-
-    generated: int = 0
-    turns: int = 0
-    proposed: int = 0
-    accepted: int = 0
+    generated: int = 0  # tokens that the steps generated
+    turns: int = 0  # pairs of a step and a sequence that got at least one token in that step
+    proposed: int = 0  # tokens that were proposed and verified
+    accepted: int = 0  # proposed tokens that were right
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*map(int.__add__, astuple(self), astuple(other)))
@@ -54,7 +47,6 @@ class Counts:
         return self.generated / self.turns if self.turns else 1.0
 
     def figures(self) -> dict[str, float]:
-        """Return the figures that benchmarks report."""
         return {"proposed": self.proposed, "accepted": self.accepted, "tokens_per_step": self.tokens_per_step}
 
 
@@ -73,11 +65,9 @@ class Stats:
 
 
 class Waiting:
-    """A queue of waiting sequences. Sequences that `push` has put at the front come first.
-
-    Then clients take turns, with one sequence per turn, and the sequences of one client keep their order. So a client
-    with one request waits for at most one sequence of every other client, however many requests they have sent.
-    """
+    """A queue of waiting sequences. Sequences that `push` has put at the front come first. Then clients take turns,
+    with one sequence per turn, and the sequences of one client keep their order. So a client with one request waits for
+    at most one sequence of every other client, however many requests they have sent."""
 
     def __init__(self) -> None:
         self._head = _Queue()
@@ -95,7 +85,6 @@ class Waiting:
             yield from queue
 
     def append(self, client: str, sequences: Iterable[Sequence]) -> None:
-        """Append sequences to the client's queue."""
         self._queues.setdefault(client, _Queue()).update(dict.fromkeys(sequences))
 
     def push(self, sequence: Sequence) -> None:
@@ -158,11 +147,9 @@ class Batch:
         )
 
     def add(self, request: Request) -> None:
-        """Queue a request's choices.
-
-        If the prompt is longer than a page, only the first choice is queued. The other choices wait until the first one
-        has computed the prompt, because they can then share at least one of the prompt's pages.
-        """
+        """Queue a request's choices. If the prompt is longer than a page, only the first choice is queued. The other
+        choices wait until the first one has computed the prompt, because they can then share at least one of the
+        prompt's pages."""
         now = len(request.choices) if len(request.prompt_ids) <= self._page else 1
         self.waiting.append(request.client, request.choices[:now])
         request.held = request.choices[now:]
@@ -171,11 +158,9 @@ class Batch:
         return -(-tokens // self._page)
 
     def plan(self) -> tuple[Ints, list[tuple[Sequence, int]]]:
-        """Plan the next step, in which some sequences compute one token and others several.
-
-        Returns the slots of the sequences that compute one token, and a list of (sequence, number of tokens) for the
-        other sequences. All these sequences have a slot and the pages that they need.
-        """
+        """Plan the next step, in which some sequences compute one token and others several. Returns the slots of the
+        sequences that compute one token, and a list of (sequence, number of tokens) for the other sequences. All these
+        sequences have a slot and the pages that they need."""
         slots, order = self.slots, self.slots.order
         for sequence in slots.sequence[order[slots.full_pages(order) > slots.known_pages[order]]]:
             self._publish(sequence)
@@ -184,18 +169,12 @@ class Batch:
         return self._deal()
 
     def take_histories(self) -> list[tuple[int, int, NDArray[np.int32]]]:
-        """Return and forget the tokens that the host must write to the buffer HISTORY before the step starts.
-
-        Each entry is (slot, first position, tokens).
-        """
+        """Return and forget the (slot, first position, tokens) that the host must write to HISTORY before the step."""
         histories, self._histories = self._histories, []
         return histories
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """End a sequence. Does nothing if it has ended already.
-
-        The sequence may be running, queued, or waiting for its request's first choice to compute the prompt.
-        """
+        """End a sequence, whether it runs or waits. Does nothing if it has ended already."""
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason = reason
@@ -210,11 +189,9 @@ class Batch:
             self.unhold(sequence.request)
 
     def grant(self, sequence: Sequence, tokens: list[int]) -> list[int]:
-        """Give a running sequence pages for proposed `tokens`, which follow its last known token.
-
-        Returns as many of `tokens`, from the first on, as the free pages allow. If the sequence has penalties, the host
-        writes them to the buffer HISTORY before the step, because penalties read that buffer.
-        """
+        """Give a running sequence pages for proposed `tokens`, which follow its last known token. Returns as many of
+        `tokens`, from the first on, as the free pages allow. If the sequence has penalties, the host writes them to the
+        buffer HISTORY before the step, because penalties read that buffer."""
         slots, slot = self.slots, sequence.slot
         known, held = int(slots.known[slot]), int(slots.pages.count[slot])
         wanted = self.pages_for(known + len(tokens)) - held
@@ -238,10 +215,8 @@ class Batch:
             self._write_history(slot, tokens - 1)
 
     def unhold(self, request: Request) -> None:
-        """Move a request's held choices to the front of the queue.
-
-        These choices waited until the request's first choice had computed the prompt or had ended.
-        """
+        """Move a request's held choices to the front of the queue. These choices waited until the request's first
+        choice had computed the prompt or had ended."""
         for sequence in reversed(request.held):
             self.waiting.push(sequence)
         request.held = []
@@ -280,10 +255,8 @@ class Batch:
         slots.known_pages[slot] = max(known, full)
 
     def _grow(self) -> None:
-        """Give every running sequence a page for its next token if it needs one, oldest first.
-
-        If no page is free, the youngest sequences are preempted.
-        """
+        """Give every running sequence a page for its next token if it needs one, oldest first. If no page is free, the
+        youngest sequences are preempted."""
         slots = self.slots
         order = slots.order
         short = order[slots.crowded(order)]
@@ -308,11 +281,9 @@ class Batch:
     def _admit(self) -> None:
         """Admit waiting sequences in turn while there is a free slot and enough pages for the next one's tokens.
 
-        One page is reserved for each running sequence that will need one. At most MOST_MASKS
-        constrained sequences run, because a step table has no more masks. A sequence that was just
-        preempted is not admitted before the running launch has sampled its token, because the
-        launch stores that token in the sequence's old slot.
-        """
+        One page is reserved for each running sequence that will need one. At most MOST_MASKS constrained sequences run,
+        because a step table has no more masks. A sequence that was just preempted is not admitted before the running
+        launch has sampled its token, because the launch stores that token in the sequence's old slot."""
         if not self.waiting or not self._slots:
             return
         slots, running = self.slots, self.slots.order
@@ -331,27 +302,22 @@ class Batch:
             self._pool.share(shared)
             pages = shared + self._pool.take(own)
             slots.seat(self._slots.pop(), sequence, pages, len(shared))
-            self._count_prefix(sequence)
+            request, cached = sequence.request, int(slots.computed[sequence.slot])
+            if request.cached_tokens is None:
+                request.cached_tokens = cached
+            if not request.scores_prompt(sequence.choice):
+                self._prefix_queries += len(sequence.saved)
+                self._prefix_hits += cached
             self._write_history(sequence.slot, 0)
             spare -= taken + (len(pages) * self._page < sequence.length_limit - 1)
 
     def _write_history(self, slot: int, start: int) -> None:
         self._histories.append((slot, start, self.slots.known_tokens(slot)[start:].copy()))
 
-    def _count_prefix(self, sequence: Sequence) -> None:
-        request, cached = sequence.request, int(self.slots.computed[sequence.slot])
-        if request.cached_tokens is None:
-            request.cached_tokens = cached
-        if not request.scores_prompt(sequence.choice):
-            self._prefix_queries += len(sequence.saved)
-            self._prefix_hits += cached
-
     def _prefix(self, sequence: Sequence) -> list[int]:
-        """Return the cached pages that hold the beginning of the sequence's tokens.
-
-        A page with the last token is never returned, because a step must compute that token's logits. If the request
-        asks for log-probabilities of the prompt, no page is returned, because the logits of all tokens are needed.
-        """
+        """Return the cached pages that hold the beginning of the sequence's tokens. A page with the last token is never
+        returned, because a step must compute that token's logits. If the request asks for log-probabilities of the
+        prompt, no page is returned, because the logits of all tokens are needed."""
         request = sequence.request
         if request.scores_prompt(sequence.choice) or not self._prefix_cache:
             return []
@@ -359,10 +325,8 @@ class Batch:
         return self._pool.find(sequence.page_hashes(page, (len(sequence.saved) - 1) // page))
 
     def _deal(self) -> tuple[Ints, list[tuple[Sequence, int]]]:
-        """Divide the step's token budget among the running sequences, and return the result as `plan` does.
-
-        Each decoding sequence gets one token. The rest goes to prompts, in the order of admission.
-        """
+        """Divide the step's token budget among the running sequences, and return the result as `plan` does. Each
+        decoding sequence gets one token. The rest goes to prompts, in the order of admission."""
         slots, order = self.slots, self.slots.order
         tokens, rows = self._step_tokens, max(self._max_seqs, SCORED_ROWS)
         pending = slots.pending(order)

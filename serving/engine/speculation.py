@@ -4,8 +4,7 @@ A step with more rows takes longer, and generates more tokens only if proposals 
 acceptance rate and from the measured times of steps, `Speculation.propose` chooses the number of proposed tokens with
 the highest expected tokens per second, which is often zero. A new sequence starts with the recent acceptance rate of
 all sequences. If the proposals of a sequence have been declined for a while, one proposed token is verified
-nevertheless. This probe shows when the text of the sequence begins to repeat.
-"""
+nevertheless. This probe shows when the text of the sequence begins to repeat."""
 
 from __future__ import annotations
 
@@ -50,10 +49,8 @@ class Proposer(Protocol):
 
 @dataclass(slots=True)
 class AcceptanceShare:
-    """Acceptance rate: the probability that a proposed token is right if all tokens before it are.
-
-    `tried` and `accepted` are exponentially decayed counts of tokens.
-    """
+    """Acceptance rate: the probability that a proposed token is right if all tokens before it are. `tried` and
+    `accepted` are exponentially decayed counts of tokens."""
 
     memory: float = _MEMORY
     tried: float = _BEGIN
@@ -68,10 +65,8 @@ class AcceptanceShare:
         return AcceptanceShare(tried=_BEGIN, accepted=_BEGIN * self.value)
 
     def learn(self, proposed: int, accepted: int) -> None:
-        """Record that the first `accepted` of `proposed` tokens were right.
-
-        The first wrong token counts as tried. The tokens after it do not.
-        """
+        """Record that the first `accepted` of `proposed` tokens were right. The first wrong token counts as tried. The
+        tokens after it do not."""
         self.tried = self.memory * self.tried + accepted + (accepted < proposed)
         self.accepted = self.memory * self.accepted + accepted
 
@@ -83,8 +78,7 @@ class Draft:
 
     A proposal is declined, that is, not verified, if verification is not expected to save time. After `patience`
     declined proposals in a row, at least one token of the next proposal is verified nevertheless, as a probe. After a
-    successful probe, the next proposal is probed too. A failed probe doubles `patience`, up to _MOST_PATIENCE.
-    """
+    successful probe, the next proposal is probed too. A failed probe doubles `patience`, up to _MOST_PATIENCE."""
 
     proposer: Proposer
     share: AcceptanceShare = field(default_factory=AcceptanceShare)
@@ -99,7 +93,6 @@ class Draft:
 
     @property
     def due(self) -> bool:
-        """Whether a probe is due."""
         return self.declined >= self.patience
 
     def decline(self) -> None:
@@ -107,11 +100,10 @@ class Draft:
         self.declined += 1
 
     def verify(self) -> None:
-        """Record that a proposal is verified."""
         self.probing, self.declined = self.due, 0
 
     def learn(self, proposed: int, accepted: int) -> None:
-        """Update the acceptance rate (see `Share.learn`) and the rate of probes."""
+        """Update the acceptance rate (see `AcceptanceShare.learn`) and the rate of probes."""
         self.share.learn(proposed, accepted)
         if self.probing and accepted:
             self.declined = self.patience
@@ -122,17 +114,13 @@ class Draft:
 
 
 class Lookup:
-    """Proposes the tokens that followed an earlier occurrence of a sequence's last tokens.
-
-    An index maps every pair of tokens to its last occurrence, so the cost of a proposal does not grow with the length.
-    """
+    """Proposes the tokens that followed an earlier occurrence of a sequence's last tokens. An index maps every pair of
+    tokens to its last occurrence, so the cost of a proposal does not grow with the length."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, int], int] = {}  # pair of tokens -> end index of the pair's last occurrence
-
-        # For the pair that ends at index i, _before[i] is the end index of the same pair's previous occurrence. It is 0
-        # if there is none.
+        # For the pair that ends at index i, _before[i] is the end index of its previous occurrence; 0: there is none.
         self._before = [0, 0]
 
     def read(self, tokens: Sequence[int]) -> None:
@@ -149,8 +137,7 @@ class Lookup:
 
         Several earlier occurrences of the last two tokens are compared, and the longest match is used. The result is
         empty if the last two tokens have not occurred before. If fewer than `count` tokens follow the earlier
-        occurrence, these tokens are repeated, which continues a text that repeats itself.
-        """
+        occurrence, these tokens are repeated, which continues a text that repeats itself."""
         tokens, length = self._tokens, len(self._tokens)
         if count < 1 or length <= _LEAST_MATCH:
             return []
@@ -214,10 +201,8 @@ class StepTimes:
 
     def growing(self, tokens: int, logit_rows: int, most: int) -> list[float]:
         """Return the expected seconds of steps with 0, 1, 2 ... `most` more token rows and logit rows than given.
-
         Buckets between two measured ones are interpolated linearly. Beyond the last measured bucket, times grow in
-        proportion to the cost model's predictions.
-        """
+        proportion to the cost model's predictions."""
         buckets = [self._programs.bucket(tokens + more, logit_rows + more) for more in range(most + 1)]
         distinct = list(dict.fromkeys(buckets))
         known = {bucket: seconds for bucket in distinct if (seconds := self._lately(bucket)) is not None}
@@ -259,10 +244,7 @@ class _Offer:
 
 
 class Speculation:
-    """Proposes up to `depth` tokens for each sequence of a step.
-
-    The function `proposer` makes the `Proposer` of a sequence.
-    """
+    """Proposes up to `depth` tokens for each sequence of a step. `proposer` makes the `Proposer` of a sequence."""
 
     def __init__(
         self, depth: int, times: StepTimes, proposer: Callable[[Choice], Proposer] = lambda _: Lookup()
@@ -282,10 +264,8 @@ class Speculation:
     def propose(
         self, part: PlannedRows, batch: Batch, forced: Mapping[int, list[int]], *, room: int
     ) -> dict[int, list[int]]:
-        """Return the proposed tokens that a planned step should verify, by chunk: at most `room` in total.
-
-        The step also gets the tokens `forced`. The proposed tokens have pages already.
-        """
+        """Return the proposed tokens that a planned step should verify, by chunk: at most `room` in total. The step
+        also gets the tokens `forced`. The proposed tokens have pages already."""
         more = sum(map(len, forced.values()))
         offers = self._offers(part, batch) if room > 0 else []
         if offers:
@@ -329,10 +309,8 @@ class Speculation:
 
     def _choose(self, offers: list[_Offer], tokens: int, logit_rows: int, room: int) -> None:
         """Choose how many tokens of each offer to verify in a step that has `tokens` rows and `logit_rows` logit rows.
-
         The gain of a row is the probability that its token and those before it are right. Rows are added in order of
-        decreasing gain, up to the number with the most expected tokens per second. Probes are always added.
-        """
+        decreasing gain, up to the number with the most expected tokens per second. Probes are always added."""
         probes = [offer for offer in offers if offer.draft.due][:room]
         for offer in probes:
             offer.taken = 1

@@ -15,10 +15,8 @@ _NO_TOP: dict[int, float] = {}
 
 
 class Token(msgspec.Struct, gc=False):
-    """One generated token. `choice` is the number of its choice, and `at` the time at which the token's step ended.
-
-    If requested, `top_logprobs` holds the log-probabilities of the most likely ids and of this token's id.
-    """
+    """One generated token. `choice` is the number of its choice, and `at` the time at which the token's step ended. If
+    requested, `top_logprobs` holds the log-probabilities of the most likely ids and of this token's id."""
 
     choice: int
     token_id: int
@@ -37,26 +35,16 @@ class Score(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Tokens(msgspec.Struct, tag=True, array_like=True):
-    """The tokens of a step: one array per attribute, with one element per token, in the order of the step's rows.
+    """The tokens of a step: one array per attribute, with one element per token, in the order of the step's rows."""
 
-    at        when the step ended, in seconds of `perf_counter`
-    choice    numbers of the choices
-    token_id  token ids
-    logprob   log-probabilities of the tokens
-    finish    index into FINISH: why the token ends its choice
-    top       array index of a token -> its `Token.top_logprobs`, if requested
-    scores    log-probabilities of prompts whose first token is in this step, if requested
-    cached    choice -> number of its prompt's tokens in the prefix cache, if not 0; comes with a prompt's first token
-    """
-
-    at: float
-    choice: NDArray[np.int64]
-    token_id: NDArray[np.int32]
-    logprob: NDArray[np.float32]
-    finish: NDArray[np.uint8]
-    top: dict[int, dict[int, float]]
-    scores: list[Score]
-    cached: dict[int, int]
+    at: float  # when the step ended, in seconds of `perf_counter`
+    choice: NDArray[np.int64]  # numbers of the choices
+    token_id: NDArray[np.int32]  # token ids
+    logprob: NDArray[np.float32]  # log-probabilities of the tokens
+    finish: NDArray[np.uint8]  # index into FINISH: why the token ends its choice
+    top: dict[int, dict[int, float]]  # array index of a token -> its `Token.top_logprobs`, if requested
+    scores: list[Score]  # log-probabilities of prompts whose first token is in this step, if requested
+    cached: dict[int, int]  # choice -> its prompt's tokens in the prefix cache, if not 0; with a prompt's first token
 
     def __len__(self) -> int:
         return len(self.choice)

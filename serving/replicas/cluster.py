@@ -3,8 +3,7 @@ imports Ray.
 
 Ray's HTTP proxy passes each request to the application `Front`. `Front` reads the body and computes names (hashes) for
 the beginnings of the prompt. A router in the same process then chooses the replica that gets the request. Each replica
-is a Ray actor with its own `megakernel serve` process.
-"""
+is a Ray actor with its own `megakernel serve` process."""
 
 from __future__ import annotations
 
@@ -40,10 +39,8 @@ _HEALTH_SECONDS = 2.0
 
 
 class Replica:
-    """A Ray actor and its server process.
-
-    The actor and the server end together, so a caller that waits for the actor learns that the server has ended.
-    """
+    """A Ray actor and its server process. The actor and the server end together, so a caller that waits for the actor
+    learns that the server has ended."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._server = ServerProcess(settings, on_end=lambda: os._exit(1))
@@ -99,10 +96,8 @@ class PrefixRouter(RequestRouter):
 
 
 class Front:
-    """The ASGI application that passes requests on to replicas.
-
-    Ray cancels the task of a request when the client closes the connection.
-    """
+    """The ASGI application that passes requests on to replicas. Ray cancels the task of a request when the client
+    closes the connection."""
 
     def __init__(self, max_body: int) -> None:
         self._max_body = max_body
@@ -133,10 +128,7 @@ class Front:
 
 
 async def relay(parts: Any, scope: Scope, receive: Receive, send: Send) -> None:
-    """Pass the `parts` of a replica's answer on to the client.
-
-    If the replica is lost, the client gets the HTTP status 503, or an error event if a stream has begun.
-    """
+    """Pass a replica's answer on to the client. If the replica is lost, the client gets a 503, or an error event."""
     headers: Headers | None = None
     part: tuple[int, Headers] | bytes = b""
     last = b""
@@ -163,19 +155,15 @@ async def relay(parts: Any, scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def join(address: str | None, cpus: int) -> list[ClusterNode]:
-    """Join the cluster at `address`, and return the nodes of the cluster.
-
-    If `address` is None, a new cluster with `cpus` CPUs of this machine is started, which ends with `leave`.
-    """
+    """Join the cluster at `address`, and return the nodes of the cluster. If `address` is None, a new cluster with
+    `cpus` CPUs of this machine is started, which ends with `leave`."""
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
         ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=100 << 20, **quiet)
     else:
         host, _, port = address.rpartition(":")
         try:
-            if (
-                host
-            ):  # Ray would retry for a minute if nothing listened there. With "auto", it finds the address itself.
+            if host:  # Ray would retry for a minute if nothing listened there; with "auto", it finds the address itself
                 socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
         except (OSError, OverflowError) as e:
             raise MegakernelError(f"no Ray cluster answers at {address}: {getattr(e, 'strerror', None) or e}") from e
@@ -194,10 +182,8 @@ def address() -> str:
 
 
 def deploy(plan: Plan, host: str, port: int) -> None:
-    """Serve `plan` at `host` and `port` of every node that has a replica.
-
-    Existing replicas are replaced one after another. Raises MegakernelError if a replica does not start.
-    """
+    """Serve `plan` at `host` and `port` of every node that has a replica. Existing replicas are replaced one after
+    another. Raises MegakernelError if a replica does not start."""
     logging.getLogger("ray.serve").addFilter(lambda record: record.levelno >= logging.ERROR)
     quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
     serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port}, logging_config=quiet)

@@ -23,10 +23,8 @@ _OWN = {
 
 
 def prepare(*, join: bool) -> None:
-    """Set the variables in `_OWN`, except those that the user has set. Call this before Ray is imported.
-
-    If `join` is set and the user has a Ray token, token authentication is turned on.
-    """
+    """Set the variables in `_OWN`, except those that the user has set. Call this before Ray is imported. If `join` is
+    set and the user has a Ray token, token authentication is turned on."""
     for name, value in _OWN.items():
         os.environ.setdefault(name, value)
     given = os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
@@ -52,10 +50,8 @@ class ReplicaShare:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to deploy: the number of replicas, the resources of each, and the limits.
-
-    `settings` holds the values of the flags of `serve` by name. If `slack` is None, requests are not routed by prefix.
-    """
+    """What to deploy: the number of replicas, the resources of each, and the limits. `settings` holds the values of the
+    flags of `serve` by name. If `slack` is None, requests are not routed by prefix."""
 
     replicas: int
     share: ReplicaShare
@@ -67,11 +63,9 @@ class Plan:
 
 
 def place(nodes: Sequence[ClusterNode], replicas: int, tp: int, threads: int | None, *, on_gpus: bool) -> ReplicaShare:
-    """Return the share of the cluster that each replica gets.
-
-    If `threads` is None, each replica gets the largest number of CPUs with which all replicas fit. On GPUs, it also
-    gets one GPU per rank. Raises MegakernelError if the replicas do not fit.
-    """
+    """Return the share of the cluster that each replica gets. If `threads` is None, each replica gets the largest
+    number of CPUs with which all replicas fit. On GPUs, it also gets one GPU per rank. Raises MegakernelError if the
+    replicas do not fit."""
     gpus = tp if on_gpus else 0
     most = max((node.gpus for node in nodes), default=0)
     if gpus > most:

@@ -1,6 +1,5 @@
-"""Chooses the replica that answers a request: one that has already answered a prompt with the same beginning, unless
-it has many more requests than the others.
-"""
+"""Chooses the replica that answers a request: one that has already answered a prompt with the same beginning, unless it
+has many more requests than the others."""
 
 from __future__ import annotations
 
@@ -31,11 +30,9 @@ _decode = msgspec.json.Decoder(_Prompted).decode
 
 
 def prefix_of(body: bytes) -> list[bytes]:
-    """Return names (hashes) for the beginnings of the prompt in a request's body, the shortest beginning first.
-
-    Name i is for the prompt's first i blocks of _BLOCK bytes. So two bodies have as many names in common as their
-    prompts have equal blocks from the start. A body without a prompt has no names.
-    """
+    """Return names (hashes) for the beginnings of the prompt in a request's body, the shortest beginning first. Name i
+    is for the prompt's first i blocks of _BLOCK bytes. So two bodies have as many names in common as their prompts have
+    equal blocks from the start. A body without a prompt has no names."""
     try:
         fields = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -54,8 +51,7 @@ def choose(prefix: Sequence[bytes], known: Mapping[R, Container[bytes]], loads: 
 
     Only replicas with at most `slack` requests more than the least loaded one are considered. Of these, the result is
     the replica that knows the longest part of the prefix. If several know equally much, the least loaded of them is
-    chosen.
-    """
+    chosen."""
     least = min(loads.values())
     fair = [replica for replica, load in loads.items() if load - least <= slack]
 

@@ -30,8 +30,7 @@ class ServerProcess:
 
     The server ends when the process that created this object ends. `on_end` is called in another thread if the server
     ends after it was ready. The constructor waits until the server is ready. If the server ends before, the constructor
-    raises MegakernelError with the server's own reason.
-    """
+    raises MegakernelError with the server's own reason."""
 
     def __init__(self, settings: Mapping[str, Any], on_end: Callable[[], None]) -> None:
         self._session: aiohttp.ClientSession | None = None
@@ -51,10 +50,8 @@ class ServerProcess:
         self._ready = True
 
     def _watch(self, begun: SimpleQueue[subprocess.Popen[str]]) -> None:
-        """Start the server, copy its log to standard error, and wait for its end.
-
-        The thread that starts the server also waits for it, because the server is killed when this thread ends.
-        """
+        """Start the server, copy its log to standard error, and wait for its end. The thread that starts the server
+        also waits for it, because the server is killed when this thread ends."""
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", _MAIN, "serve", "--json", *_FLAGS, "--config", "/dev/stdin"],
             stdin=subprocess.PIPE,
@@ -75,10 +72,7 @@ class ServerProcess:
     async def ask(
         self, method: str, target: str, headers: Headers, body: bytes
     ) -> AsyncGenerator[tuple[int, Headers] | bytes]:
-        """Pass a request to the server. Yields the status and headers, then the pieces of the body as they arrive.
-
-        Closing the generator aborts the request.
-        """
+        """Pass on a request. Yields status and headers, then pieces of the body. Closing the generator aborts it."""
         session = self._session = self._session or aiohttp.ClientSession(
             auto_decompress=False,
             connector=aiohttp.TCPConnector(limit=0),

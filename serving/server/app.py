@@ -21,25 +21,9 @@ from megakernel.serving.server.errors import APIError, ErrorResponse, answer_err
 from megakernel.serving.server.http import Gate, while_connected
 from megakernel.serving.server.limits import CHAT_PAGE, max_values
 from megakernel.serving.server.messages import ROOFLINE, TIMELINE
-from megakernel.serving.server.routes.bodies import (
-    ChatResponse,
-    CompletionResponse,
-    DetokenizeResponse,
-    ModelCard,
-    ModelList,
-    TokenizeResponse,
-    TokenizerInfo,
-    VersionResponse,
-)
+from megakernel.serving.server.routes import bodies, requests
 from megakernel.serving.server.routes.chat import chat
 from megakernel.serving.server.routes.completions import complete
-from megakernel.serving.server.routes.requests import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    TokenizeText,
-)
 from megakernel.serving.server.routes.responses import ResponseObject, ResponsesRequest, respond
 from megakernel.serving.server.service import Service
 
@@ -74,18 +58,17 @@ def create_app(service: Service) -> FastAPI:
 
     @app.exception_handler(404)
     async def nothing_there(request: Request, error: Exception) -> Response:
-        """Answer 404 with a list of the routes that exist."""
         listed = [f"{'/'.join(r.methods or ())} {r.path}" for r in app.routes if isinstance(r, APIRoute)]
         where = shortened(f"{request.method} {request.url.path}")
         return APIError(404, f"there is no route {where}: this server has {', '.join(listed)}").response()
 
-    @app.post("/v1/completions", response_model=CompletionResponse, responses=_GENERATE)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    @app.post("/v1/completions", response_model=bodies.CompletionResponse, responses=_GENERATE)
+    async def completions(body: requests.CompletionRequest, request: Request) -> Response:
         """Continue prompts."""
         return await while_connected(request.receive, complete(service, body))
 
-    @app.post("/v1/chat/completions", response_model=ChatResponse, responses=_GENERATE)
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    @app.post("/v1/chat/completions", response_model=bodies.ChatResponse, responses=_GENERATE)
+    async def chat_completions(body: requests.ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         return await while_connected(request.receive, chat(service, body))
 
@@ -94,46 +77,43 @@ def create_app(service: Service) -> FastAPI:
         """Answer a conversation. Nothing is stored."""
         return await while_connected(request.receive, respond(service, body))
 
-    @app.get("/v1/models", response_model=ModelList)
-    async def models() -> ModelList:
+    @app.get("/v1/models", response_model=bodies.ModelList)
+    async def models() -> bodies.ModelList:
         """List the model names that requests may use."""
-        return ModelList(data=[_model(service, name) for name in service.names])
+        return bodies.ModelList(data=[_model(service, name) for name in service.names])
 
-    @app.get("/v1/models/{name:path}", response_model=ModelCard, responses={404: _ERROR})
-    async def model(name: str) -> ModelCard:
+    @app.get("/v1/models/{name:path}", response_model=bodies.ModelCard, responses={404: _ERROR})
+    async def model(name: str) -> bodies.ModelCard:
         """Describe one model."""
         return _model(service, service.model(name))
 
-    @app.post("/tokenize", response_model=TokenizeResponse, responses=_POST)
-    async def tokenize(body: Annotated[TokenizeRequest, Body()]) -> TokenizeResponse:
+    @app.post("/tokenize", response_model=bodies.TokenizeResponse, responses=_POST)
+    async def tokenize(body: Annotated[requests.TokenizeRequest, Body()]) -> bodies.TokenizeResponse:
         """Convert a text or a conversation to token ids."""
         service.model(body.model)
-        if isinstance(body, TokenizeText):
-            tokens = await service.encode(body.prompt, body.add_special_tokens is not False)
+        if isinstance(body, requests.TokenizeText):
+            [tokens] = await service.encode_prompts([body.prompt], body.add_special_tokens is not False)
         else:
             tokens = await service.encode_chat(body)
         service.check_count(tokens)
-        return TokenizeResponse(count=len(tokens), max_model_len=service.max_context, tokens=tokens)
+        return bodies.TokenizeResponse(count=len(tokens), max_model_len=service.max_context, tokens=tokens)
 
-    @app.post("/detokenize", response_model=DetokenizeResponse, responses=_POST)
-    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+    @app.post("/detokenize", response_model=bodies.DetokenizeResponse, responses=_POST)
+    async def detokenize(body: requests.DetokenizeRequest) -> bodies.DetokenizeResponse:
         """Convert token ids to text."""
         service.model(body.model)
-        return DetokenizeResponse(prompt=await service.decode(body.tokens))
+        return bodies.DetokenizeResponse(prompt=await service.decode(body.tokens))
 
-    @app.get("/tokenizer_info", response_model=TokenizerInfo)
-    async def tokenizer_info() -> TokenizerInfo:
+    @app.get("/tokenizer_info", response_model=bodies.TokenizerInfo)
+    async def tokenizer_info() -> bodies.TokenizerInfo:
         """Return the BOS and EOS tokens, for evaluation harnesses that have no tokenizer."""
         special = service.tokenizer.special if service.tokenizer else {}
-        return TokenizerInfo(bos_token=special.get("bos_token"), eos_token=special.get("eos_token"))
+        return bodies.TokenizerInfo(bos_token=special.get("bos_token"), eos_token=special.get("eos_token"))
 
     @app.get("/health", responses={200: {"content": None}, 503: _ERROR})
     async def health() -> Response:
-        """Return an empty answer with status 200 while the engine works.
-
-        Return 503 if the engine has stopped, or if it has had work but completed no step for longer than the stall
-        timeout.
-        """
+        """Return an empty answer with status 200 while the engine works. Return 503 if the engine has stopped, or if it
+        has had work but completed no step for longer than the stall timeout."""
         if service.engine.dead:
             raise service.engine.dead
         stalled = service.engine.stalled_for()
@@ -146,10 +126,10 @@ def create_app(service: Service) -> FastAPI:
         """Prometheus metrics."""
         return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    @app.get("/version", response_model=VersionResponse)
-    async def own_version() -> VersionResponse:
+    @app.get("/version", response_model=bodies.VersionResponse)
+    async def own_version() -> bodies.VersionResponse:
         """The server's version."""
-        return VersionResponse(version=version("megakernel"))
+        return bodies.VersionResponse(version=version("megakernel"))
 
     live_page, chat_page = _page("live.html"), _page("chat.html")
 
@@ -167,7 +147,6 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/timeline", include_in_schema=False)
     async def timeline() -> Response:
-        """A traced step as a page."""
         traced = await service.engine.look(TIMELINE)
         if traced is None:
             return PlainTextResponse("No step has run recently. Send a request, then reload this page.\n", 404)
@@ -187,8 +166,10 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-def _model(service: Service, name: str) -> ModelCard:
-    return ModelCard(id=name, created=service.started, root=service.description.name, max_model_len=service.max_context)
+def _model(service: Service, name: str) -> bodies.ModelCard:
+    return bodies.ModelCard(
+        id=name, created=service.started, root=service.description.name, max_model_len=service.max_context
+    )
 
 
 def _page(name: str) -> str:
@@ -199,11 +180,8 @@ def _page(name: str) -> str:
 
 
 def _correct(schema: dict[str, Any], service: Service) -> None:
-    """Correct the OpenAPI schema that FastAPI makes.
-
-    Limit token ids to the vocabulary, remove status 422, which this server does not use, and add the API key if the
-    server requires one.
-    """
+    """Correct the OpenAPI schema that FastAPI makes. Limit token ids to the vocabulary, remove status 422, which this
+    server does not use, and add the API key if the server requires one."""
     _bound(schema, service.description.vocab)
     for name in ("HTTPValidationError", "ValidationError"):
         schema["components"]["schemas"].pop(name, None)

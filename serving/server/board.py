@@ -1,7 +1,5 @@
 """Counters in memory that all processes of a server share. Each process writes its own row, and all may read every row.
-
-A row remains when its process ends, so a frontend that replaces a dead frontend continues the counters of that row.
-"""
+A row remains when its process ends, so a frontend that replaces a dead frontend continues the counters of that row."""
 
 from __future__ import annotations
 
@@ -50,10 +48,7 @@ class Row:
 
 
 class Board:
-    """A table of `rows` rows of numbers in the memory-mapped file `path`.
-
-    The engine's process sets `create` and thereby creates the file.
-    """
+    """A table of `rows` rows of numbers in the memory-mapped file `path`, which the engine's process creates."""
 
     def __init__(self, path: Path, rows: int, *, create: bool = False) -> None:
         if create:

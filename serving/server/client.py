@@ -1,8 +1,5 @@
-"""A frontend's client of the engine in another process, and the answers that it reads, for an asyncio event loop.
-
-The client reads up to 64 messages before other tasks of the event loop run, so a frontend that lags behind gets several
-tokens of a choice together.
-"""
+"""A frontend's client of the engine in another process, and the answers that it reads, for an asyncio event loop. It
+reads up to 64 messages at once, so a frontend that lags behind gets several tokens of a choice together."""
 
 from __future__ import annotations
 
@@ -17,21 +14,8 @@ import zmq
 from megakernel.errors import MegakernelError
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.engine.tokens import Token, Tokens
+from megakernel.serving.server import messages
 from megakernel.serving.server.board import ENGINE_FIELDS, Board
-from megakernel.serving.server.messages import (
-    Abort,
-    Dead,
-    Description,
-    Hello,
-    Look,
-    Refused,
-    Seen,
-    Stop,
-    Submit,
-    decode_to_frontend,
-    encode,
-    prompt_bytes,
-)
 from megakernel.serving.text.codec import Transcript
 
 if TYPE_CHECKING:  # so that `AsyncLLM` needs no packages for metrics
@@ -52,10 +36,7 @@ class Overloaded(MegakernelError):
 @dataclass(slots=True)
 class Delta:
     """The new text and tokens of one choice. `index` is the number of the choice among the choices of all prompts, and
-    `prompt` is the number of its prompt.
-
-    `text` contains only text that later tokens cannot change.
-    """
+    `prompt` is the number of its prompt. `text` contains only text that later tokens cannot change."""
 
     index: int
     prompt: int
@@ -110,10 +91,8 @@ class Answers:
         return not self._left
 
     async def take(self) -> list[Delta]:
-        """Wait for new tokens. Returns at most one delta per choice, which has all that is new since the last call.
-
-        If the engine cannot answer, `take` and `collect` raise the error that `EngineClient.submit` describes.
-        """
+        """Wait for new tokens. Returns at most one delta per choice, which has all that is new since the last call. If
+        the engine cannot answer, `take` and `collect` raise the error that `EngineClient.submit` describes."""
         deltas: dict[int, Delta] = {}
         while not deltas:
             await self._take(deltas)
@@ -161,10 +140,7 @@ class Answers:
 
     def _with_scores(self, taken: dict[int, list[Token]]) -> dict[int, list[Token]]:
         """Return the tokens of those choices whose prompt's log-probabilities have arrived. Keep all other tokens for a
-        later call.
-
-        The engine sends the log-probabilities of a prompt when the first choice of that prompt begins.
-        """
+        later call. The engine sends the log-probabilities of a prompt when the first choice of that prompt begins."""
         for index, tokens in taken.items():
             self._held.setdefault(index, []).extend(tokens)
         known = [index for index in self._held if index // self.n in self.scores]
@@ -200,12 +176,9 @@ class Answers:
 
 
 class EngineClient:
-    """Connects the frontend `name` to the engine at the addresses in `description`.
+    """Connects the frontend `name` to the engine at the addresses in `description`, on one event loop."""
 
-    A client belongs to one event loop.
-    """
-
-    def __init__(self, description: Description, name: str) -> None:
+    def __init__(self, description: messages.Description, name: str) -> None:
         self.dead: EngineDead | None = None
         self.row = Board(description.board, description.rows).row(0, ENGINE_FIELDS)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -223,7 +196,7 @@ class EngineClient:
         """Begin to read messages on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._requests.fileno(), self._read)
-        self._send(Hello())
+        self._send(messages.Hello())
 
     def close(self) -> None:
         """Abort the remaining answers and close the socket."""
@@ -241,31 +214,29 @@ class EngineClient:
         transcripts: list[Transcript],
         metrics: Metrics | None = None,
     ) -> Answers:
-        """Submit a client's prompts. `transcripts` has a new transcript for each choice, prompt by prompt.
-
-        Raises EngineDead if the engine is known to be dead. `Answers.take` may raise an error later: Overloaded,
-        EngineDead, or another MegakernelError if a prompt can never run or if a constraint allows no next token.
-        """
+        """Submit a client's prompts. `transcripts` has a new transcript for each choice, prompt by prompt. Raises
+        EngineDead if the engine is known to be dead. `Answers.take` may raise an error later: Overloaded, EngineDead,
+        or another MegakernelError if a prompt can never run or if a constraint allows no next token."""
         if self.dead is not None:
             raise self.dead
         answers = Answers(self, self._next, prompts, params, transcripts, metrics)
         self._next += answers.choices
         for number in range(answers.first, self._next):
             self._choices[number] = answers
-        self._send(Submit(answers.first, [prompt_bytes(prompt) for prompt in prompts], params, client))
+        self._send(messages.Submit(answers.first, list(map(messages.prompt_bytes, prompts)), params, client))
         return answers
 
     def stop(self, answers: Answers, number: int) -> None:
         """End one choice whose reader found a stop string. Does nothing if the choice has ended."""
         if self._choices.pop(answers.first + number, None):
             answers.open -= 1
-            self._send(Stop(answers.first, *divmod(number, answers.n)))
+            self._send(messages.Stop(answers.first, *divmod(number, answers.n)))
 
     def abort(self, answers: Answers) -> None:
         """Abort all choices that were submitted together. Does nothing if they have ended."""
         if answers.open:
             self._drop(answers)
-            self._send(Abort(answers.first))
+            self._send(messages.Abort(answers.first))
 
     def fail_all(self, error: MegakernelError) -> None:
         """Abort everything. All readers get `error`."""
@@ -289,22 +260,20 @@ class EngineClient:
 
     async def look(self, what: str) -> bytes | None:
         """Ask the engine's process for `what`: ROOFLINE (the record of steps, JSON) or TIMELINE (a traced step, HTML).
-
-        Returns None for TIMELINE if no step has been traced.
-        """
+        Returns None for TIMELINE if no step has been traced."""
         if self.dead is not None:
             raise self.dead
         number, self._next = self._next, self._next + 1
         future: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
         self._asked[number] = future
-        self._send(Look(number, what))
+        self._send(messages.Look(number, what))
         try:
             return await future
         finally:
             del self._asked[number]
 
-    def _send(self, message: Hello | Submit | Stop | Abort | Look) -> None:
-        self._requests.send(encode(message))
+    def _send(self, message: messages.ToEngine) -> None:
+        self._requests.send(messages.encode(message))
         # ZeroMQ's file descriptor signals an arriving message only once, and sending may consume that signal. So read
         # after each send: otherwise a message that has arrived could stay unread.
         assert self._loop is not None
@@ -316,21 +285,21 @@ class EngineClient:
             return
         for _ in range(_AT_ONCE):
             try:
-                message = decode_to_frontend(self._requests.recv(zmq.NOBLOCK))
+                message = messages.decode_to_frontend(self._requests.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
             match message:
                 case Tokens():
                     self._deliver(message)
-                case Refused(first, why, later):
+                case messages.Refused(first, why, later):
                     if answers := self._choices.get(first):
                         self._drop(answers)
                         answers.fail(Overloaded(why) if later else MegakernelError(why))
-                case Seen(number, content):
+                case messages.Seen(number, content):
                     future = self._asked.get(number)
                     if future is not None and not future.done():
                         future.set_result(content)
-                case Dead(why):
+                case messages.Dead(why):
                     self.die(why)
         assert self._loop is not None
         self._loop.call_soon(self._read)

@@ -85,10 +85,8 @@ def shortened(text: str) -> str:
 
 
 def quoted(value: object) -> str:
-    """Return a value that a client sent, in the form in which an error message quotes it.
-
-    A long text is cut first, because formatting all of it would take long.
-    """
+    """Return a value that a client sent, in the form in which an error message quotes it. A long text is cut first,
+    because formatting all of it would take long."""
     if isinstance(value, str):
         return repr(value[:_SHOWN]) + (f"... ({len(value)} characters)" if len(value) > _SHOWN else "")
     return shortened(repr(value))

@@ -1,8 +1,5 @@
 """The frontend process: `python -m megakernel.serving.server.frontend`. It reads its configuration, a `Start`, from
-standard input.
-
-The process ends on SIGTERM, or when its parent process has ended.
-"""
+standard input. The process ends on SIGTERM, or when its parent process has ended."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import shutil
 import signal
 import socket
@@ -31,52 +29,38 @@ from megakernel.serving.server.messages import Description
 from megakernel.serving.server.service import Service
 
 _BACKLOG = 4096
-# Seconds until the server closes an idle connection. This is longer than clients and proxies usually keep one, so that
-# they close it first.
+# Seconds until an idle connection is closed: longer than clients and proxies usually keep one, so they close it first.
 _IDLE = 75
 _UNREAD = 60_000  # milliseconds until a connection is dropped if the client does not read its answer
 _MOST_HEAD = 1 << 16  # maximum bytes of a request's header: of its request line and all header fields
-# Each header field counts as _FIELD bytes more than it has, because short fields take as long to parse as long ones.
-# HTTP/2 adds the same number.
+# A header field counts as so many bytes more, as in HTTP/2, because short ones take as long to parse as long ones.
 _FIELD = 32
-# The number of new objects that triggers a garbage collection. Python's default is 700. With 50,000, one collection
-# paused every request for 95 ms.
+# New objects that trigger a garbage collection. Python's default is 700. With 50,000, one paused requests for 95 ms.
 _GC_THRESHOLD = 5_000
 READY = b"R"  # the message of a frontend to its parent when the frontend accepts connections
 
-# uvicorn warns about every request that is not valid HTTP, so any client could fill the log. For this reason, only
-# errors are logged.
+# uvicorn warns about every request that is not valid HTTP, so any client could fill the log.
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
 
 class Start(msgspec.Struct, frozen=True):
-    """The configuration that a frontend gets from its parent.
-
-    number       index of the frontend's row on the board, the counters in shared memory
-    identity     name of the frontend in its messages to the engine
-    listener     file descriptor of the listening socket that all frontends share
-    parent       file descriptor of a socket whose other end closes when the parent ends
-    tool_parser  name of the model's tool call format; if None, the chat template determines the format
-    """
+    """The configuration that a frontend gets from its parent."""
 
     description: Description
-    number: int
-    identity: str
+    number: int  # index of the frontend's row on the board, the counters in shared memory
+    identity: str  # name of the frontend in its messages to the engine
     names: list[str] | None
     access: AccessRules
     limits: Limits
     drain_seconds: float
     log_level: int
-    listener: int
-    parent: int
-    tool_parser: str | None = None
+    listener: int  # file descriptor of the listening socket that all frontends share
+    parent: int  # file descriptor of a socket whose other end closes when the parent ends
+    tool_parser: str | None = None  # name of the model's tool call format; None: the chat template decides
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a bound TCP socket. For port 0, the system chooses a free port.
-
-    Raises MegakernelError if the address cannot be bound.
-    """
+    """Return a bound TCP socket; the system chooses port 0. Raises MegakernelError if the address cannot be bound."""
     try:
         [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -100,9 +84,7 @@ def url(sock: socket.socket) -> str:
 
 def allow_connections() -> None:
     """Raise this process's limit of open files from the soft limit, often 1,024, to the hard limit."""
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
+    with contextlib.suppress(ValueError, OSError):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -112,11 +94,9 @@ class _HeadTooLarge(Exception):
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """The HTTP/1.1 protocol of one connection, with errors as JSON and a limit on the size of a header.
-
-    It closes the connection if no complete header arrives within `timeout_keep_alive` seconds. The time counts from the
-    end of the last answer, or from the beginning of a new connection.
-    """
+    """The HTTP/1.1 protocol of one connection, with errors as JSON and a limit on the size of a header. It closes the
+    connection if no complete header arrives within `timeout_keep_alive` seconds. The time counts from the end of the
+    last answer, or from the beginning of a new connection."""
 
     _head = 0  # bytes of the current header so far
 
@@ -130,8 +110,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().data_received(data)
         if waiting is None:
             return
-        # If no answer is pending, either the header is still incomplete, or the data is the rest of a refused body. In
-        # both cases, the timer continues.
+        # If no answer is pending, the header is incomplete, or this is the rest of a refused body: the timer continues.
         idle = self.cycle is None or self.cycle.response_complete
         if idle and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = waiting
@@ -164,11 +143,8 @@ class HttpProtocol(HttpToolsProtocol):
 
 class FrontendServer(uvicorn.Server):
     """The server of one frontend. It serves until the process gets SIGTERM or `end` is called, and then finishes its
-    requests.
-
-    `on_ready` is called on the event loop when connections are accepted. Requests that are not finished `drain_seconds`
-    after the shutdown began get a 503.
-    """
+    requests. `on_ready` is called on the event loop when connections are accepted. Requests that are not finished
+    `drain_seconds` after the shutdown began get a 503."""
 
     def __init__(self, service: Service, *, on_ready: Callable[[], None], drain_seconds: float) -> None:
         config = uvicorn.Config(

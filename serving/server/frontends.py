@@ -39,8 +39,7 @@ class Frontends:
 
     `on_gone` is called with the identity of each frontend that has ended. `on_ready` is called when all frontends
     accept connections. `on_drain` is called with the name of the signal that ends the server; from then on, frontends
-    only finish their requests.
-    """
+    only finish their requests."""
 
     listener: socket.socket
     count: int
@@ -62,15 +61,12 @@ class Frontends:
 
     def engine_died(self) -> None:
         """Tell `run` that the engine has died. The frontends end after they have answered their clients with an error.
-        Any thread may call this method.
-        """
+        Any thread may call this method."""
         self._waker.send(_DIED)
 
     def run(self) -> None:
-        """Start all frontends and wait until they have ended.
-
-        Raises MegakernelError if they end for another reason than a signal.
-        """
+        """Start all frontends and wait until they have ended. Raises MegakernelError if they end for another reason
+        than a signal."""
         with self._signals():
             try:
                 for number in range(1, self.count + 1):

@@ -23,18 +23,13 @@ TRACE_WAIT_S = 10.0  # maximum time to wait for a step to trace
 
 
 class EngineHost:
-    """Serves an LLM's engine to `frontends` frontends.
-
-    The frontends are either HTTP server processes or one `AsyncLLM`. `close` ends everything except the LLM.
-    """
+    """Serves an LLM's engine to HTTP server processes or to one `AsyncLLM`. `close` ends everything except the LLM."""
 
     def __init__(
         self, llm: LLM, *, source: str, name: str, frontends: int, max_waiting: int, ceilings: Ceilings | None = None
     ):
-        """`source` says where the tokenizer is, and `name` is the model name that the live page shows.
-
-        Steps are recorded and compared with `ceilings`. Without `ceilings` nothing is recorded.
-        """
+        """`source` says where the tokenizer is, and `name` is the model name that the live page shows. Steps are
+        recorded and compared with `ceilings`. Without `ceilings` nothing is recorded."""
         engine, dims = llm.engine, llm.engine.dims
         folder = tempfile.mkdtemp(prefix="megakernel-")  # only this user may enter the folder
         self.description = Description(

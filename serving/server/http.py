@@ -27,11 +27,8 @@ class ClientGone(Exception):
 
 
 class Gate:
-    """ASGI middleware that refuses clients without access, and bodies that are too large, too slow or too complex.
-
-    It reads a body only for the paths in `takes_body`, and only after the access check. The application gets the whole
-    body in one message.
-    """
+    """ASGI middleware that refuses clients without access, and bodies that are too large, too slow or too complex. It
+    reads a body only for the paths in `takes_body`, after the access check. The application gets it in one message."""
 
     def __init__(
         self, app: ASGIApp, *, access: AccessRules, limits: Limits, max_values: int, takes_body: Collection[str]
@@ -109,10 +106,8 @@ class Gate:
             raise
 
     def _admit(self, size: int, more: int) -> None:
-        """Raise a 413 if a body of `size` bytes is too large.
-
-        Raise a 503 if `more` further bytes would take the bodies of all requests together beyond their limit.
-        """
+        """Raise a 413 if a body of `size` bytes is too large. Raise a 503 if `more` further bytes would take the bodies
+        of all requests together beyond their limit."""
         if size > self._max_body:
             raise APIError(413, f"the body is larger than {self._max_body} bytes: send less")
         if self._held + more > self._max_bodies:
@@ -125,10 +120,8 @@ class Gate:
 
 def _answered_to_the_end(receive: Receive, send: Send) -> tuple[Receive, Send]:
     """Wrap `receive` and `send` so that an answer ends only after the whole body has arrived, or after BODY_SECONDS.
-
     The wrappers read and discard the part of the body that the application has not read. If the server closed the
-    connection while the client still sends, the connection would be reset and the client would not see the answer.
-    """
+    connection while the client still sends, the connection would be reset and the client would not see the answer."""
     more = True
 
     async def receive_and_look() -> Message:
@@ -188,11 +181,9 @@ def event(data: bytes) -> bytes:
 
 
 class EventStream(Response):
-    """A response of server-sent events. It consists of `first`, the parts of `rest`, and the final event `end`.
-
-    Each part contains one or more events and is sent in one write. The caller generates `first` before it creates the
-    stream, so an error that occurs earlier can still set the HTTP status. A later error is sent as an event.
-    """
+    """A response of server-sent events. It consists of `first`, the parts of `rest`, and the final event `end`. Each
+    part contains one or more events and is sent in one write. The caller generates `first` before it creates the
+    stream, so an error that occurs earlier can still set the HTTP status. A later error is sent as an event."""
 
     media_type = "text/event-stream"
 
@@ -204,8 +195,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._rest):
-            # The middleware changes only the start of a response. So the many parts of a stream bypass the middleware,
-            # to save time.
+            # The middleware changes only a response's start. So the many parts of a stream bypass it, to save time.
             await while_connected(receive, self._send(scope.get(_DIRECT, send)))
 
     async def _send(self, send: Send) -> None:

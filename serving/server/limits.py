@@ -2,8 +2,7 @@
 
 The comment beside each limit gives its reason. All work on the event loop delays every client, and so does every C call
 that does not release Python's global lock (GIL). So the server checks the size of a body before it reads the body, the
-number of JSON values before it parses them, and the size of a text before it tokenizes the text.
-"""
+number of JSON values before it parses them, and the size of a text before it tokenizes the text."""
 
 from __future__ import annotations
 
@@ -36,9 +35,7 @@ CHAT_PAGE, _HEALTH, _METRICS = "/chat", "/health", "/metrics"
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a server. `max_waiting` is the number of choices of one client that may wait for their first engine
-    step.
-    """
+    """Limits of a server. At most `max_waiting` choices of one client may wait for their first engine step."""
 
     max_waiting: int = 65536
     max_body: int = 16 << 20  # bytes
@@ -49,19 +46,13 @@ class Limits:
 
 def max_values(context: int) -> int:
     """Return the maximum number of JSON values in one body. It is also the maximum number of tokens in all prompts of a
-    body together.
-
-    The result is larger than the context length, so that one prompt may always fill the context.
-    """
+    body together. The result is larger than the context length, so that one prompt may always fill the context."""
     return max(MAX_VALUES, context + 4096)
 
 
 def has_more_values(body: bytes, most: int) -> bool:
-    """Whether a JSON body has more than `most` values. The body is not parsed.
-
-    Every array element and every object member follows a comma, `[` or `{`. So the function counts these characters
-    outside of strings.
-    """
+    """Whether a JSON body has more than `most` values. The body is not parsed. Every array element and every object
+    member follows a comma, `[` or `{`. So the function counts these characters outside of strings."""
     if _marks(body) < most:
         return False
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
@@ -76,18 +67,12 @@ def _marks(text: bytes) -> int:
 
 @dataclass(frozen=True)
 class AccessRules:
-    """The conditions that a request must meet before its body is read. `/health` and `/chat` never need a key.
+    """The conditions that a request must meet before its body is read. `/health` and `/chat` never need a key."""
 
-    keys          API keys, one of which the request must carry; if empty, no key is needed
-    open_metrics  whether `/metrics` is readable without a key
-    hosts         allowed values of the Host header, in lower case and without the port; None allows any
-    origins       websites whose pages may read the answers in a browser (CORS); `*` means any website
-    """
-
-    keys: tuple[str, ...] = ()
-    open_metrics: bool = False
-    hosts: frozenset[str] | None = None
-    origins: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()  # API keys, one of which the request must carry; if empty, no key is needed
+    open_metrics: bool = False  # whether `/metrics` is readable without a key
+    hosts: frozenset[str] | None = None  # allowed Host headers, in lower case and without the port; None allows any
+    origins: tuple[str, ...] = ()  # websites whose pages may read the answers in a browser (CORS); `*`: any
 
     def check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
         """Raise a 403 for a Host header that is not allowed, and a 401 for a missing or wrong key."""
@@ -100,7 +85,6 @@ class AccessRules:
             self._authorise(headers.get(b"authorization", b""))
 
     def guards(self, path: str) -> bool:
-        """Whether a path requires a key."""
         return bool(self.keys) and path not in (_HEALTH, CHAT_PAGE) and not (self.open_metrics and path == _METRICS)
 
     def _authorise(self, header: bytes) -> None:
@@ -121,10 +105,8 @@ class AccessRules:
 
 def local_names(host: str, address: str) -> frozenset[str] | None:
     """Return the Host names that a server on a loopback address accepts, or None if other machines can reach `address`.
-
     A malicious web page can make its own domain name resolve to 127.0.0.1 and then read from a local server (DNS
-    rebinding). The browser still sends that domain name in the Host header, so the server can refuse the request.
-    """
+    rebinding). The browser still sends that domain name in the Host header, so the server can refuse the request."""
     if not ip_address(address).is_loopback:
         return None
     return frozenset({"localhost", "127.0.0.1", "::1", address, host.lower()})

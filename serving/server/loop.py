@@ -2,8 +2,7 @@
 
 The thread takes the messages that came since the last step, runs a step, and sends each frontend its tokens in one
 message. Sending never blocks. If a frontend reads slowly, its tokens are kept in memory. Their number is bounded,
-because `max_tokens` limits the tokens of each answer, and the number of waiting answers is limited too.
-"""
+because `max_tokens` limits the tokens of each answer, and the number of waiting answers is limited too."""
 
 from __future__ import annotations
 
@@ -27,34 +26,15 @@ from megakernel.serving.engine.engine import Engine, Step
 from megakernel.serving.engine.grammars import Constraint, Grammars
 from megakernel.serving.engine.request import Request
 from megakernel.serving.engine.sampling import SamplingParams
+from megakernel.serving.server import messages
 from megakernel.serving.server.board import Row
 from megakernel.serving.server.client import Overloaded
-from megakernel.serving.server.messages import (
-    ROOFLINE,
-    TIMELINE,
-    Abort,
-    Close,
-    Dead,
-    Done,
-    Gone,
-    Look,
-    Refused,
-    Seen,
-    Stop,
-    Submit,
-    ToEngine,
-    decode_to_engine,
-    encode,
-    prompt_ids,
-)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONTROL = b"server"  # the only sender that may send Gone and Close
 _BESIDE = b"beside"  # the only sender that may send Done
-
-
 _GRAMMARS = "grammars"
 _Key = tuple[bytes, int]  # of a job: its frontend, and the number of its first choice there
 
@@ -76,8 +56,7 @@ class EngineLoop:
     most twice as many of all clients together, so that no client alone fills the queue. Further requests are refused.
     The callbacks in `on_step` run in the engine's thread after each step. They get the step and its wall time in
     seconds, which begins when the previous step ended or, after a pause, when the step began. `on_death` runs in that
-    thread when the engine has failed.
-    """
+    thread when the engine has failed."""
 
     def __init__(
         self,
@@ -109,7 +88,8 @@ class EngineLoop:
         self._beside_lock = threading.Lock()
         self._ended_beside: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # Work that takes long has a thread of its own for each kind: grammars, and the values of `Look.what`.
-        self._threads = {kind: ThreadPoolExecutor(1, kind) for kind in (_GRAMMARS, ROOFLINE, TIMELINE)}
+        kinds = (_GRAMMARS, messages.ROOFLINE, messages.TIMELINE)
+        self._threads = {kind: ThreadPoolExecutor(1, kind) for kind in kinds}
         self._grammars = grammars
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stop_compiling = threading.Event()
@@ -122,7 +102,7 @@ class EngineLoop:
         self._readers: list[bytes] = []  # frontends that have sent jobs; the index is `Request.reader`
         self._open = 0  # number of unfinished choices
         self._open_of: Counter[str] = Counter()  # number of unfinished choices, by client
-        self._compiling: dict[_Key, Submit] = {}  # jobs whose grammar is being compiled
+        self._compiling: dict[_Key, messages.Submit] = {}  # jobs whose grammar is being compiled
         self._looking: dict[str, list[tuple[bytes, int]]] = {}  # queries that wait: their frontends and numbers
         self._frontends: set[bytes] = set()
         self._gone: set[bytes] = set()
@@ -137,12 +117,12 @@ class EngineLoop:
 
     def forget(self, frontend: bytes) -> None:
         """Abort all jobs of a frontend that has exited. Call `forget` and `close` from the same thread."""
-        self._control.send(encode(Gone(frontend)))
+        self._control.send(messages.encode(messages.Gone(frontend)))
 
     def close(self) -> None:
         """Let the threads finish the current step and compilation, end them, and abort the remaining requests."""
         self._stop_compiling.set()
-        self._control.send(encode(Close()))
+        self._control.send(messages.encode(messages.Close()))
         self._thread.join()
         self._compiler.join()
         for thread in self._threads.values():
@@ -171,15 +151,15 @@ class EngineLoop:
     def _die(self, why: str) -> None:
         """Tell every frontend that the engine is dead, and answer later messages in the same way until Close comes."""
         for frontend in self._frontends:
-            self._socket.send_multipart([frontend, encode(Dead(why))])
+            self._socket.send_multipart([frontend, messages.encode(messages.Dead(why))])
         self.on_death()
         while True:
             frontend, data = self._socket.recv_multipart()
-            if frontend == CONTROL and isinstance(decode_to_engine(data), Close):
+            if frontend == CONTROL and isinstance(messages.decode_to_engine(data), messages.Close):
                 return
-            self._socket.send_multipart([frontend, encode(Dead(why))])
+            self._socket.send_multipart([frontend, messages.encode(messages.Dead(why))])
 
-    def _received(self) -> Iterator[tuple[bytes, ToEngine]]:
+    def _received(self) -> Iterator[tuple[bytes, messages.ToEngine]]:
         """Yield the messages that have arrived. If the engine is idle, first wait until a message arrives."""
         if self.engine.idle:
             self._step_began = 0.0
@@ -189,35 +169,35 @@ class EngineLoop:
                 frontend, data = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            yield frontend, decode_to_engine(data)
+            yield frontend, messages.decode_to_engine(data)
 
-    def _handle(self, frontend: bytes, message: ToEngine) -> None:
+    def _handle(self, frontend: bytes, message: messages.ToEngine) -> None:
         if frontend == CONTROL:
-            if isinstance(message, Close):
+            if isinstance(message, messages.Close):
                 self._closing = True
-            elif isinstance(message, Gone):
+            elif isinstance(message, messages.Gone):
                 self._gone.add(message.frontend)
                 self._frontends.discard(message.frontend)
                 for job in [job for job in (*self._jobs, *self._compiling) if job[0] == message.frontend]:
                     self._abort(*job)
             return
-        if frontend == _BESIDE and isinstance(message, Done):
+        if frontend == _BESIDE and isinstance(message, messages.Done):
             self._ended_beside.get()()
             return
         if frontend in self._gone:
             return
         self._frontends.add(frontend)
         match message:
-            case Submit():
+            case messages.Submit():
                 self._submit(frontend, message)
-            case Stop():
+            case messages.Stop():
                 self._stop(frontend, message)
-            case Abort(first):
+            case messages.Abort(first):
                 self._abort(frontend, first)
-            case Look():
+            case messages.Look():
                 self._look(frontend, message)
 
-    def _submit(self, frontend: bytes, asked: Submit) -> None:
+    def _submit(self, frontend: bytes, asked: messages.Submit) -> None:
         """Queue a job now, or when its constraint is compiled."""
         key, params = (frontend, asked.first), asked.params
         with self._refusing(key):
@@ -249,7 +229,7 @@ class EngineLoop:
                 raise result
             self._queue(key, asked, result)
 
-    def _look(self, frontend: bytes, asked: Look) -> None:
+    def _look(self, frontend: bytes, asked: messages.Look) -> None:
         """Answer a query. Queries for the same thing that arrive meanwhile get the same answer."""
         waiting = self._looking.setdefault(asked.what, [])
         waiting.append((frontend, asked.number))
@@ -265,7 +245,7 @@ class EngineLoop:
 
     def _show(self, what: str, content: bytes | None) -> None:
         for frontend, number in self._looking.pop(what):
-            self._socket.send_multipart([frontend, encode(Seen(number, content))])
+            self._socket.send_multipart([frontend, messages.encode(messages.Seen(number, content))])
 
     def _run_beside(self, kind: str, work: Callable[[], T], then: Callable[[T], None]) -> None:
         """Run `work` in the thread for its kind, so that no step has to wait, and then call `then` in this thread."""
@@ -273,7 +253,7 @@ class EngineLoop:
         def run() -> None:
             self._ended_beside.put(partial(then, work()))
             with self._beside_lock:
-                self._beside.send(encode(Done()))
+                self._beside.send(messages.encode(messages.Done()))
 
         self._threads[kind].submit(run)
 
@@ -283,10 +263,10 @@ class EngineLoop:
         try:
             yield
         except MegakernelError as e:
-            frontend, first = key
-            self._socket.send_multipart([frontend, encode(Refused(first, str(e), isinstance(e, Overloaded)))])
+            refusal = messages.Refused(key[1], str(e), isinstance(e, Overloaded))
+            self._socket.send_multipart([key[0], messages.encode(refusal)])
 
-    def _check_room(self, asked: Submit) -> None:
+    def _check_room(self, asked: messages.Submit) -> None:
         """Raise MegakernelError if the choices of a job may never wait, and Overloaded if too many wait now."""
         n, count, most = asked.params.n, len(asked.prompts) * asked.params.n, self._max_waiting
         if count > most:
@@ -301,11 +281,11 @@ class EngineLoop:
                     f"{already} sequences are waiting already and at most {allowed} may wait: try again later"
                 )
 
-    def _queue(self, key: _Key, asked: Submit, constraint: Constraint | None) -> None:
+    def _queue(self, key: _Key, asked: messages.Submit, constraint: Constraint | None) -> None:
         """Queue all prompts of a job for the engine. Raises MegakernelError if the job must be refused."""
         frontend, first = key
         self._check_room(asked)
-        prompts, n = [prompt_ids(prompt) for prompt in asked.prompts], asked.params.n
+        prompts, n = [messages.prompt_ids(prompt) for prompt in asked.prompts], asked.params.n
         # `add` checks a prompt too, but only after the prompts before it are queued.
         for prompt in prompts if len(prompts) > 1 else ():
             self.engine.check(prompt, asked.params)
@@ -329,7 +309,7 @@ class EngineLoop:
         self._open += job.open
         self._open_of[job.client] += job.open
 
-    def _stop(self, frontend: bytes, asked: Stop) -> None:
+    def _stop(self, frontend: bytes, asked: messages.Stop) -> None:
         if (job := self._jobs.get((frontend, asked.first))) is None:
             return
         request = job.requests[asked.prompt]
@@ -364,7 +344,7 @@ class EngineLoop:
         self._tell()  # before tokens are sent, so that a client that has an answer finds it counted in the metrics
         for reader in np.unique(step.reader).tolist():
             tokens = step.tokens.where(step.reader == reader)
-            self._socket.send_multipart([self._readers[reader], encode(tokens)])
+            self._socket.send_multipart([self._readers[reader], messages.encode(tokens)])
         for sequence in step.sequence[step.tokens.finish > 0]:
             self._ended(self._job_of[sequence.request], 1)
         for sequence in step.failed:

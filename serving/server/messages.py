@@ -2,8 +2,7 @@
 
 A job is the work that one `Submit` message asks for. A frontend numbers the choices (completions) of all its jobs. The
 choices of one job have consecutive numbers from `Submit.first` on, prompt by prompt. After each step, the engine's
-process sends a frontend at most one `Tokens` message.
-"""
+process sends a frontend at most one `Tokens` message."""
 
 from __future__ import annotations
 
@@ -29,11 +28,9 @@ class Hello(_Record):
 
 
 class Submit(_Record):
-    """Asks the engine to continue each of `prompts` with `params`. A prompt is the bytes of its int32 token ids.
-
-    The job's choices are numbered from `first` on. `client` names the client that sent the job: when many requests
-    wait, the engine admits requests of different clients in turn.
-    """
+    """Asks the engine to continue each of `prompts` with `params`. A prompt is the bytes of its int32 token ids. The
+    job's choices are numbered from `first` on. `client` names the client that sent the job: when many requests wait,
+    the engine admits requests of different clients in turn."""
 
     first: int
     prompts: list[bytes]
@@ -107,22 +104,15 @@ ToFrontend = Tokens | Refused | Dead | Seen
 
 
 class Description(msgspec.Struct, frozen=True):
-    """What a frontend must know about the model, and where the frontend finds the engine.
+    """What a frontend must know about the model, and where the frontend finds the engine."""
 
-    source   where the tokenizer is, as `load_tokenizer` takes it
-    name     the model's name
-    kv_page  tokens per KV page
-    folder   the folder with the socket and the board; only this server's processes can enter it
-    rows     the rows of the board: one for the engine, then one for each frontend
-    """
-
-    source: str
-    name: str
+    source: str  # where the tokenizer is, as `load_tokenizer` takes it
+    name: str  # the model's name
     vocab: int
     max_context: int
-    kv_page: int
-    folder: str
-    rows: int
+    kv_page: int  # tokens per KV page
+    folder: str  # the folder with the socket and the board; only this server's processes can enter it
+    rows: int  # the rows of the board: one for the engine, then one for each frontend
 
     @property
     def requests(self) -> str:

@@ -1,8 +1,6 @@
-"""Prometheus metrics, with the names that routers and dashboards for vLLM expect.
-
-The counters are on the board and not in prometheus_client's multiprocess mode, because that mode takes seven times as
-long to count a token, and because /health reads the engine's numbers too.
-"""
+"""Prometheus metrics, with the names that routers and dashboards for vLLM expect. The counters are on the board and not
+in prometheus_client's multiprocess mode, because that mode takes seven times as long to count a token, and because
+/health reads the engine's numbers too."""
 
 from __future__ import annotations
 
@@ -59,11 +57,8 @@ _FIELDS += [(name, len(bounds) + 2) for name, (_, bounds) in _HISTOGRAMS.items()
 
 
 class Metrics(Collector):
-    """Counts the requests of one frontend in row `number` of the board, and reports the sums over all frontends.
-
-    The board holds counters in memory that all processes of the server share. Only the event loop of the frontend may
-    call the methods.
-    """
+    """Counts the requests of one frontend in row `number` of the board, whose memory all processes of the server share,
+    and reports the sums over all frontends. Only the event loop of the frontend may call the methods."""
 
     def __init__(self, board: Board, number: int, *, kv_page: int, model: str) -> None:
         self.registry = CollectorRegistry()

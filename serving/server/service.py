@@ -34,11 +34,8 @@ _MARK = secrets.token_hex(16)  # a placeholder that `_text_event` replaces by th
 
 
 class Service:
-    """The objects that the endpoints of one frontend process share: the engine, the tokenizer, access control and
-    limits.
-
-    Requests may use any of `names` for the model. A request that names no model is answered with the first one.
-    """
+    """What the endpoints of one frontend process share: the engine, the tokenizer, access control and limits. Requests
+    may use any of `names` for the model. A request that names no model is answered with the first one."""
 
     def __init__(
         self,
@@ -51,13 +48,9 @@ class Service:
         limits: Limits | None = None,
         tool_parser: str | None = None,
     ) -> None:
-        """Create the objects of one frontend. `number` is the index of the frontend's row on the board (the counters in
-        shared memory).
-
-        `identity` is the frontend's name in its messages to the engine. No later frontend gets the same name.
-
-        `tool_parser` names the model's tool call format. If it is None, the chat template determines the format.
-        """
+        """`number` is the index of the frontend's row on the board (the counters in shared memory). `identity` is its
+        name in its messages to the engine; no later frontend gets the same name. `tool_parser` names the model's tool
+        call format. If it is None, the chat template determines the format."""
         self.description = description
         self.codec = Codec(description.name, tokenizer, tool_parser)
         self.access, self.limits = access or AccessRules(), limits or Limits()
@@ -90,18 +83,12 @@ class Service:
             )
         return name
 
-    async def encode(self, text: str, add_special: bool = True) -> list[int]:
-        self._check_text(text)
-        return await self._turns.run(partial(self._encode, text, add_special))
-
     def _encode(self, text: str, add_special: bool) -> list[int]:
         if add_special or self.tokenizer is None:
             return self.codec.encode(text)
         return self.tokenizer.encode(text, add_special=False)
 
-    async def encode_prompts(
-        self, prompts: Sequence[str] | Sequence[list[int]], add_special: bool = True
-    ) -> list[list[int]]:
+    async def encode_prompts(self, prompts: Sequence[str] | Sequence[list[int]], add_special: bool) -> list[list[int]]:
         """Return the token ids of each prompt of a completion request."""
         self._check_text(*(prompt for prompt in prompts if isinstance(prompt, str)))
         return [
@@ -146,10 +133,8 @@ class Service:
             )
 
     def _check_text(self, *texts: str) -> None:
-        """Raise a 400, without tokenizing, for a text that certainly does not fit the context.
-
-        Such a text has more bytes than `max_context` copies of the vocabulary's longest token.
-        """
+        """Raise a 400, without tokenizing, for a text that certainly does not fit the context. Such a text has more
+        bytes than `max_context` copies of the vocabulary's longest token."""
         most = self.max_context * self._longest
         size = max((len(text.encode("utf-8", "surrogatepass")) for text in texts), default=0)
         if self._longest and size > most:
@@ -160,10 +145,8 @@ class Service:
             )
 
     def room(self, prompts: list[list[int]], wanted: int | None) -> None:
-        """Raise a 400 if a prompt and the `wanted` tokens after it (at least one token) exceed the context.
-
-        The error is also raised if all prompts of the request together have too many tokens.
-        """
+        """Raise a 400 if a prompt and the `wanted` tokens after it (at least one token) exceed the context. The error
+        is also raised if all prompts of the request together have too many tokens."""
         most, total = max_values(self.max_context), sum(map(len, prompts))
         if total > most:
             raise APIError(
@@ -180,34 +163,27 @@ class Service:
 
     def truncated(self, prompt: list[int], body: Sampled, wanted: int | None) -> list[int]:
         """Return the last `truncate_prompt_tokens` tokens of the prompt, or the whole prompt if that field is absent.
-
-        If the field is -1, keep as many tokens as leave room in the context for `wanted` new tokens (at least one).
-        """
+        If the field is -1, keep as many tokens as leave room in the context for `wanted` new tokens (at least one)."""
         most = body.truncate_prompt_tokens
         if most is None:
             return prompt
         if most == -1:
             most = max(1, self.max_context - (wanted or 1))
         if most == 0:
-            name = "truncate_prompt_tokens"
-            raise APIError(400, f"{name} must be -1 or at least 1, not 0", param=name)
+            told = "truncate_prompt_tokens must be -1 or at least 1, not 0"
+            raise APIError(400, told, param="truncate_prompt_tokens")
         return prompt[-most:]
 
     def answers(self, prompts: list[list[int]], params: SamplingParams, *, special: bool = False) -> Answers:
-        """Submit prompts to the engine, and return their choices. `special` keeps the text of special tokens in the
-        answers.
-
-        Raises EngineDead if the engine has stopped, and MegakernelError if there are stop strings but no tokenizer.
-        """
+        """Submit prompts to the engine, and return their choices. `special` keeps the text of special tokens. Raises
+        EngineDead if the engine has stopped, and MegakernelError if there are stop strings but no tokenizer."""
         self.codec.check(params)
         transcripts = [one for _ in prompts for one in self.codec.transcripts(params, special=special)]
         return self.engine.submit(prompts, params, CLIENT.get(), transcripts, self.metrics)
 
     async def respond(self, answers: Answers, answer: AnswerFormat, stream: bool) -> Response:
-        """Return the whole answer, or a stream that begins when its first event exists.
-
-        On any failure, generation is aborted.
-        """
+        """Return the whole answer, or a stream that begins when its first event exists. On any failure, generation is
+        aborted."""
         try:
             if not stream:
                 return Response(await self._in_time(answer.whole()), media_type="application/json")
@@ -232,10 +208,8 @@ class Service:
 
 
 class AnswerFormat(ABC):
-    """Formats the answer to one request as JSON. Each generating endpoint has its own subclass.
-
-    `_head` holds the id, creation time and model name for every response body. `last` is the final event of a stream.
-    """
+    """Formats the answer to one request as JSON. Each generating endpoint has its own subclass. `_head` holds the id,
+    creation time and model name for every response body. `last` is the final event of a stream."""
 
     last = event(b"[DONE]")
 
@@ -243,8 +217,7 @@ class AnswerFormat(ABC):
         self, service: Service, kind: str, body: Sampled, model: str, prompts: list[list[int]], answers: Answers
     ) -> None:
         self._service, self._prompts, self._answers = service, prompts, answers
-        # `_tokenizer` converts the tokens of log-probabilities to text. If it is None, they are written as
-        # `token_id:N`.
+        # `_tokenizer` converts the tokens of log-probabilities to text; without it, they are written as `token_id:N`.
         choices = body if isinstance(body, Choices) else None
         self._tokenizer = None if choices and choices.return_tokens_as_token_ids else service.tokenizer
         self._head: dict[str, Any] = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time())}
@@ -279,19 +252,15 @@ class AnswerFormat(ABC):
         raise NotImplementedError
 
     def _text_event(self, index: int, text: str) -> bytes:
-        """Return the chunk that `_text_chunk` makes, as an event. To be fast, this method only replaces the text in a
-        cached chunk.
-        """
+        """Return `_text_chunk` as an event. To be fast, only the text in a cached chunk is replaced."""
         if (around := self._around.get(index)) is None:
             around = self._around[index] = event(self._text_chunk(index, _MARK)).split(f'"{_MARK}"'.encode())
         before, after = around
         return before + encode_json(text) + after
 
     def _prompt_logprobs(self, index: int, count: int | None) -> PromptLogprobs | None:
-        """Return the log-probabilities of prompt number `index`, with `count` top tokens at each position.
-
-        Returns None if `count` is None. The engine must have sent the prompt's log-probabilities already.
-        """
+        """Return the log-probabilities of prompt number `index`, with `count` top tokens at each position. Returns None
+        if `count` is None. The engine must have sent the prompt's log-probabilities already."""
         if count is None:
             return None
         return prompt_logprobs(self._tokenizer, self._prompts[index], self._answers.scores[index][1], count)

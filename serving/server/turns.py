@@ -15,10 +15,8 @@ CLIENT: ContextVar[str] = ContextVar("client", default="")  # the client address
 
 
 class ThreadTurns:
-    """Runs work in `threads` threads. Waiting clients get a thread in turn, however much work each has sent.
-
-    A client that already has a thread never gets the last free one, so its long work leaves a thread for other clients.
-    """
+    """Runs work in `threads` threads. Waiting clients get a thread in turn, however much work each has sent. A client
+    that already has a thread never gets the last free one, so its long work leaves a thread for other clients."""
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "turns")

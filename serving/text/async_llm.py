@@ -18,10 +18,8 @@ _MOST_WAITING = 65536
 
 
 class AsyncLLM:
-    """A model whose engine runs in its own thread. The arguments are those of `LLM`.
-
-    An instance belongs to the first event loop that uses it.
-    """
+    """A model whose engine runs in its own thread. The arguments are those of `LLM`. An instance belongs to the first
+    event loop that uses it."""
 
     def __init__(self, model: Any, **how: Any) -> None:
         self._llm = LLM(model, **how)
@@ -38,10 +36,8 @@ class AsyncLLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         """Continue a prompt. Yields the whole answer so far whenever new tokens arrive; the last answer is `finished`.
-
         The request is aborted if the caller stops iterating. Raises MegakernelError if the prompt or a parameter is
-        invalid.
-        """
+        invalid."""
         params = sampling_params or SamplingParams()
         asked = as_prompts(prompt)
         if len(asked) != 1:
@@ -49,24 +45,24 @@ class AsyncLLM:
         ids = await asyncio.to_thread(self._llm.encode, asked[0])
         self._llm.check(ids, params)
         number, self._requests = self._requests, self._requests + 1
-        answers = self._started().submit([ids], params, "", self._llm.codec.transcripts(params))
+        if self._client is None:
+            self._client = EngineClient(self._host.description, "frontend")
+            self._client.start()
+        answers = self._client.submit([ids], params, "", self._llm.codec.transcripts(params))
         try:
             while not answers.finished:
                 await answers.take()
                 times = zip(answers.transcripts, answers.times, strict=True)
                 choices = [completion(one, answers.submitted_at, *at) for one, at in times]
-                text = asked[0] if isinstance(asked[0], str) else None
                 name = str(number) if request_id is None else request_id
                 scores = answers.scores.get(0, ([], []))
-                yield request_output(name, text, ids, choices, self._llm.tokenizer, params, scores, answers.cached)
+                yield request_output(name, asked[0], ids, choices, self._llm.tokenizer, params, scores, answers.cached)
         finally:
             answers.close()
 
     def close(self) -> None:
-        """Abort all requests and free the weights and the KV pool.
-
-        Call this method in the event loop's thread, or after the event loop has ended.
-        """
+        """Abort all requests and free the weights and the KV pool. Call this method in the event loop's thread, or
+        after the event loop has ended."""
         if self._client is not None:
             self._client.close()
         self._host.close()
@@ -77,9 +73,3 @@ class AsyncLLM:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _started(self) -> EngineClient:
-        if self._client is None:
-            self._client = EngineClient(self._host.description, "frontend")
-            self._client.start()
-        return self._client

@@ -1,8 +1,5 @@
-"""Converts text to token ids and back, and finds stop strings.
-
-The engine handles token ids only. The readers of its results convert the ids to text outside the engine's thread, so a
-slow reader never delays a step.
-"""
+"""Converts text to token ids and back, and finds stop strings. The engine handles token ids only. The readers of its
+results convert the ids to text outside the engine's thread, so a slow reader never delays a step."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ class Transcript:
     `text` ends before the first stop string, or after it if the request asks for that. If the `finish_reason` of the
     transcript is `stop` but the last token has no finish reason, a stop string was found, and the caller must call
     `Engine.stop`. Tokens that arrive later are dropped. `stop_reason` is the stop string or the id of `stop_token_ids`
-    that ended the choice, and None for other ends.
-    """
+    that ended the choice, and None for other ends."""
 
     def __init__(self, params: SamplingParams, decoder: TextStream | None) -> None:
         self.token_ids: list[int] = []
@@ -44,10 +40,8 @@ class Transcript:
         return self._text if self._decoder else None
 
     def add(self, token: Token) -> str:
-        """Append a token. Returns the new text, without an ending that may turn out to be part of a stop string.
-
-        A stop token has no text, unless include_stop_str_in_output is set.
-        """
+        """Append a token. Returns the new text, without an ending that may turn out to be part of a stop string. A stop
+        token has no text, unless include_stop_str_in_output is set."""
         if self.finish_reason is not None:
             return ""
         self.token_ids.append(token.token_id)
@@ -102,10 +96,8 @@ class Transcript:
 
 @dataclass
 class Codec:
-    """A model's tokenizer and tool call format. `model` is the name that errors show.
-
-    A model without a tokenizer accepts and returns token ids only.
-    """
+    """A model's tokenizer and tool call format. `model` is the name that errors show. A model without a tokenizer
+    accepts and returns token ids only."""
 
     model: str
     tokenizer: Tokenizer | None
@@ -127,10 +119,8 @@ class Codec:
         tools: Sequence[Mapping[str, Any]] = (),
         **how: bool,
     ) -> list[int]:
-        """Return the token ids of a conversation, up to the point where the answer begins.
-
-        The model may call `tools` in the answer. `values` and `how` are passed to `Tokenizer.apply_chat_template`.
-        """
+        """Return the token ids of a conversation, up to the point where the answer begins. The model may call `tools`
+        in the answer. `values` and `how` are passed to `Tokenizer.apply_chat_template`."""
         if self.tokenizer is None:
             raise MegakernelError(f"{self.model} has no tokenizer: give token ids instead of a conversation")
         told = [dict(message) for message in messages]
@@ -151,12 +141,6 @@ class Codec:
             raise MegakernelError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
 
     def transcripts(self, params: SamplingParams, *, special: bool = False) -> list[Transcript]:
-        """Return one transcript per choice, which collects the choice's tokens and text.
-
-        `special` keeps special tokens in the text, whatever `params` say.
-        """
-        return [Transcript(params, self._decoder(params, special)) for _ in range(params.n)]
-
-    def _decoder(self, params: SamplingParams, special: bool) -> TextStream | None:
-        skip = params.skip_special_tokens and not special
-        return self.tokenizer.stream(skip_special=skip) if self.tokenizer else None
+        """Return a transcript for each choice. `special` keeps special tokens in the text, whatever `params` say."""
+        tokenizer, skip = self.tokenizer, params.skip_special_tokens and not special
+        return [Transcript(params, tokenizer.stream(skip_special=skip) if tokenizer else None) for _ in range(params.n)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -63,8 +62,7 @@ class LLM:
     speculate    maximum tokens that speculative decoding proposes per sequence and step; 0 turns it off. The
                  generated tokens are the same with any value
 
-    `vllm` takes arguments with vLLM's names, such as tensor_parallel_size and max_model_len.
-    """
+    `vllm` takes arguments with vLLM's names, such as tensor_parallel_size and max_model_len."""
 
     def __init__(
         self,
@@ -164,8 +162,7 @@ class LLM:
 
         A prompt is text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. `on_token` is called with each token
         and the text that it completes, `on_step` after each step. Without these callbacks, `use_tqdm` shows a progress
-        bar on a terminal. Raises MegakernelError before anything runs if a prompt or a parameter is invalid.
-        """
+        bar on a terminal. Raises MegakernelError before anything runs if a prompt or a parameter is invalid."""
         asked = as_prompts(prompts)
         ids = [self.encode(prompt) for prompt in asked]
         given = SamplingParams() if sampling_params is None else sampling_params
@@ -213,8 +210,16 @@ class LLM:
             for request in requests:
                 self.engine.abort(request)
             raise
-        made = zip(requests, texts, asked, strict=True)
-        return [_output(request, prompt, transcripts, self.tokenizer) for request, transcripts, prompt in made]
+        return list(map(self._output, requests, asked, texts))
+
+    def _output(self, request: Request, prompt: str | list[int], transcripts: Sequence[Transcript]) -> RequestOutput:
+        made = zip(transcripts, request.choices, strict=True)
+        choices = [
+            completion(text, request.added_at, one.first_token_at, one.last_token_at, "abort") for text, one in made
+        ]
+        scores, cached = (request.prompt_logprobs, request.prompt_top_logprobs), request.cached_tokens or 0
+        name, ids = str(request.id), request.prompt_ids
+        return request_output(name, prompt, ids, choices, self.tokenizer, request.params, scores, cached)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -239,10 +244,8 @@ class LLM:
         on_token: Callable[[Token, str], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, `[{"role": ..., "content": ...}, ...]`, or several, with the model's chat template.
-
         With `continue_final_message` an answer continues the last message. `chat_template_kwargs` are additional
-        variables for the template.
-        """
+        variables for the template."""
         values = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
         prompts = [
             self.codec.chat_ids(conversation, values, continue_final=continue_final_message)
@@ -259,10 +262,8 @@ class LLM:
         return self.codec.encode(prompt)
 
     def trace_steps(self, prompt: str | Sequence[int], decode_steps: int = 1) -> tuple[list[Step], list[Step]]:
-        """Run a prompt and return its prefill steps and its decode steps, each with its trace in `output.trace`.
-
-        Before the traced run, the prompt runs once without tracing, so that caches and threads are warm.
-        """
+        """Run a prompt and return its prefill steps and its decode steps, each with its trace in `output.trace`. Before
+        the traced run, the prompt runs once without tracing, so that caches and threads are warm."""
         ids = self.encode(prompt)
         params = SamplingParams(temperature=0.0, max_tokens=decode_steps + 1, ignore_eos=True)
         self.generate([ids], params, use_tqdm=False)
@@ -286,9 +287,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -303,10 +302,8 @@ def parse_dtype(name: str) -> Dtype | None:
 
 @contextmanager
 def progress(prompts: int, wanted: bool) -> Iterator[Callable[[Step, int], None]]:
-    """Show on standard error how many prompts are finished, if this is `wanted` and it is a terminal.
-
-    Yields a function. Call this function after each step, with the step and the number of prompts that it finished.
-    """
+    """Show on standard error how many prompts are finished, if this is `wanted` and it is a terminal. Yields a
+    function. Call this function after each step, with the step and the number of prompts that it finished."""
     console = Console(stderr=True)
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(
@@ -323,19 +320,3 @@ def progress(prompts: int, wanted: bool) -> Iterator[Callable[[Step, int], None]
             bar.update(task, advance=finished, rate=f"{tokens / elapsed:,.0f} tokens/s" if elapsed else "")
 
         yield advance
-
-
-def _output(
-    request: Request, prompt: str | list[int], transcripts: Sequence[Transcript], tokenizer: Tokenizer | None
-) -> RequestOutput:
-    made = zip(transcripts, request.choices, strict=True)
-    return request_output(
-        str(request.id),
-        prompt if isinstance(prompt, str) else None,
-        request.prompt_ids,
-        [completion(text, request.added_at, one.first_token_at, one.last_token_at, "abort") for text, one in made],
-        tokenizer,
-        request.params,
-        (request.prompt_logprobs, request.prompt_top_logprobs),
-        request.cached_tokens or 0,
-    )

@@ -17,20 +17,14 @@ _MOST_CALLS = 16  # maximum number of calls in an answer, if a grammar constrain
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes tool calls: `begin`, then JSON objects, then `end`.
-
-    arguments  the JSON key for a call's arguments
-    each       whether every call has its own `begin` and `end`; otherwise all calls share one pair
-    between    the text that separates two calls
-    bare       whether the model may omit `begin` if its answer consists of calls only
-    """
+    """How a model writes tool calls: `begin`, then JSON objects, then `end`."""
 
     begin: str
     end: str
-    between: str
-    arguments: str
-    each: bool = False
-    bare: bool = False
+    between: str  # the text that separates two calls
+    arguments: str  # the JSON key for a call's arguments
+    each: bool = False  # whether every call has its own `begin` and `end`; otherwise all calls share one pair
+    bare: bool = False  # whether the model may omit `begin` if its answer consists of calls only
 
 
 FORMATS = {
@@ -41,10 +35,7 @@ FORMATS = {
 
 
 def tool_format(name: str | None, template: str | None) -> ToolFormat:
-    """Return the format called `name`.
-
-    If `name` is None, return the format that the chat template shows, or `hermes` if the template shows none.
-    """
+    """Return the format called `name`; None: the one that the chat template shows, or else `hermes`."""
     if name is not None:
         if name not in FORMATS:
             raise MegakernelError(f"unknown tool call parser {name!r}: choose from {', '.join(FORMATS)}")
@@ -82,11 +73,9 @@ def _told(message: dict[str, Any], form: ToolFormat) -> dict[str, Any]:
 
 
 def calls_grammar(functions: Mapping[str, Any], form: ToolFormat, tokenizer: Tokenizer, *, several: bool) -> str:
-    """Return the grammar, in Lark's notation, of an answer that consists of a call of one of `functions`.
-
-    If `several` is set, the answer may have more calls. `functions` maps names to JSON schemas of parameters. Each
-    schema is a rule of its own, so that references within the schema stay valid.
-    """
+    """Return the grammar, in Lark's notation, of an answer that consists of a call of one of `functions`. If `several`
+    is set, the answer may have more calls. `functions` maps names to JSON schemas of parameters. Each schema is a rule
+    of its own, so that references within the schema stay valid."""
     rules = []
     for number, (name, parameters) in enumerate(functions.items()):
         head = f'{{"name": {json.dumps(name)}, {json.dumps(form.arguments)}: '
@@ -116,10 +105,8 @@ class CallDelta:
 
 
 class ToolReader:
-    """Splits a streamed answer into content and calls of the functions `names`, at most `most` calls.
-
-    Text that begins like a call but turns out to be no call is content.
-    """
+    """Splits a streamed answer into content and calls of the functions `names`, at most `most` calls. Text that begins
+    like a call but turns out to be no call is content."""
 
     def __init__(self, form: ToolFormat, names: Collection[str], most: int | None = None) -> None:
         self.calls = 0
@@ -132,10 +119,8 @@ class ToolReader:
         self._space = ""  # white space that becomes content if more content follows
 
     def add(self, text: str, last: bool = False) -> tuple[str, list[CallDelta]]:
-        """Read more text. Returns the text that is now known to be content, and new pieces of calls.
-
-        With the `last` text, everything that was held back is returned.
-        """
+        """Read more text. Returns the text that is now known to be content, and new pieces of calls. With the `last`
+        text, everything that was held back is returned."""
         self._held += text
         content: list[str] = []
         deltas: list[CallDelta] = []
@@ -213,18 +198,14 @@ class ToolReader:
         self._object = None
 
 
-# The text up to a token of JSON that matters here, and the token: a whole string, a bracket, a comma, or a colon with
-# the white space up to the value.
+# Text up to a token of JSON that matters here: a whole string, bracket, comma, or colon with white space after it.
 _TOKEN = re.compile(r'[^][{}:,"]*("[^"\\]*(?:\\.[^"\\]*)*"|[][{},]|:\s*(?=\S))', re.DOTALL)
 
 
 @dataclass(slots=True)
 class _Object:
-    """A JSON object that may describe a call, read while it streams.
-
-    A JSON parser would not do: the arguments are passed on as they are written, and models write line breaks into
-    strings, which JSON forbids.
-    """
+    """A JSON object that may describe a call, read while it streams. A JSON parser would not do: the arguments are
+    passed on as they are written, and models write line breaks into strings, which JSON forbids."""
 
     keys: tuple[str, ...]  # names of the member that has the arguments
     text: str = ""

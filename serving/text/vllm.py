@@ -15,10 +15,8 @@ from megakernel.serving.text.codec import Transcript
 
 
 class Logprob(NamedTuple):
-    """One token's log-probability.
-
-    `rank` is 1 for the most likely token. It is None for a token that is not among the requested top tokens.
-    """
+    """One token's log-probability. `rank` is 1 for the most likely token. It is None for a token that is not among the
+    requested top tokens."""
 
     logprob: float
     rank: int | None
@@ -29,9 +27,7 @@ def by_id(
     tokenizer: Tokenizer | None, top: Mapping[int, float], count: int, token: int, logprob: float
 ) -> dict[int, Logprob]:
     """Return the entries of one position: that of the chosen `token`, then those of the `count` most likely tokens.
-
-    `top` begins with the most likely tokens, in order; it may also hold the chosen token.
-    """
+    `top` begins with the most likely tokens, in order; it may also hold the chosen token."""
 
     def text(token: int) -> str | None:
         return None if tokenizer is None else tokenizer.token_bytes(token).decode("utf-8", "replace")
@@ -48,8 +44,7 @@ class Completion:
     `top_logprobs`, if requested, holds for each token the log-probabilities of the most likely ids and of the chosen
     id. `finish_reason` is `stop`, `length` or `abort`. `stop_reason` is the stop string or the id of `stop_token_ids`
     that ended the choice, and None for other ends. `ttft_s` is the time from the call to the first token, and `tpot_s`
-    the mean time per later token, both in seconds. Each is None if there is no such token.
-    """
+    the mean time per later token, both in seconds. Each is None if there is no such token."""
 
     token_ids: list[int]
     text: str | None
@@ -63,10 +58,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One choice with vLLM's names.
-
-    `logprobs`, if requested, has for each token an entry for the chosen id and then entries for the most likely ids.
-    """
+    """One choice with vLLM's names. `logprobs`, if requested, has the chosen id first, then the most likely ids."""
 
     index: int
     text: str
@@ -83,11 +75,9 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput(Completion):
-    """A prompt and its choices: `outputs` with vLLM's names, `choices` with this package's.
-
-    The output also has the attributes of its first choice. prompt_token_logprobs[i] is the log-probability of prompt
-    token i given the tokens before it, None for the first token. `prompt_logprobs` holds the same in vLLM's format.
-    """
+    """A prompt and its choices: `outputs` with vLLM's names, `choices` with this package's. The output also has the
+    attributes of its first choice. prompt_token_logprobs[i] is the log-probability of prompt token i given the tokens
+    before it, None for the first token. `prompt_logprobs` holds the same in vLLM's format."""
 
     request_id: str
     prompt: str | None
@@ -110,11 +100,9 @@ class RequestOutput(Completion):
 def completion(
     transcript: Transcript, added_at: float, first_at: float, last_at: float, reason: str | None = None
 ) -> Completion:
-    """Copy the tokens and text that a choice has so far. Later tokens do not change the copy.
-
-    The times are those at which the request was added and the choice got its first and its last token. `reason` is the
-    finish reason of a choice that has not ended.
-    """
+    """Copy the tokens and text that a choice has so far. Later tokens do not change the copy. The times are those at
+    which the request was added and the choice got its first and its last token. `reason` is the finish reason of a
+    choice that has not ended."""
     later = len(transcript.token_ids) - 1
     return Completion(
         token_ids=list(transcript.token_ids),
@@ -147,7 +135,7 @@ def in_vllm_names(choice: Completion, index: int, tokenizer: Tokenizer | None, c
 
 def request_output(
     name: str,
-    prompt: str | None,
+    prompt: str | list[int],
     ids: list[int],
     choices: list[Completion],
     tokenizer: Tokenizer | None,
@@ -155,18 +143,16 @@ def request_output(
     scores: tuple[Sequence[float], Sequence[dict[int, float]]],
     cached: int,
 ) -> RequestOutput:
-    """Return the result of a prompt.
-
-    If prompt log-probabilities were requested, `scores` holds two lists for the prompt's tokens from the second on:
-    the log-probabilities of the tokens, and the most likely ids at their positions.
-    """
+    """Return the result of a prompt. If prompt log-probabilities were requested, `scores` holds two lists for the
+    prompt's tokens from the second on: the log-probabilities of the tokens, and the most likely ids at their
+    positions."""
     logprobs, tops = scores
     scored, count = params.prompt_logprobs is not None, params.prompt_logprobs or 0
     later = [by_id(tokenizer, *one) for one in zip(tops, repeat(count), ids[1:], logprobs, strict=False)]
     return RequestOutput(
         **vars(choices[0]),
         request_id=name,
-        prompt=prompt,
+        prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=ids,
         choices=choices,
         outputs=[in_vllm_names(choice, i, tokenizer, params.logprobs) for i, choice in enumerate(choices)],
@@ -185,8 +171,7 @@ _NAMES = {
     "max_num_batched_tokens": "step_tokens",
     "enable_prefix_caching": "prefix_cache",
 }
-# Arguments that are ignored, because they change no result. They say, for example, how memory is divided, how a step is
-# launched, or what is reported.
+# Arguments that change no result: they say, for example, how a step is launched or what is reported.
 _HARMLESS = {
     *("trust_remote_code", "gpu_memory_utilization", "enforce_eager", "disable_log_stats", "swap_space"),
     *("cpu_offload_gb", "download_dir", "disable_custom_all_reduce", "enable_chunked_prefill", "tokenizer_mode"),
@@ -195,31 +180,22 @@ _HARMLESS = {
 
 
 def own_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate the arguments `given` for vLLM's `LLM` into this package's names.
-
-    Raises MegakernelError for an unknown argument, because it might change a result.
-    """
+    """Translate arguments of vLLM's `LLM` into this package's names. Raises MegakernelError for unknown ones."""
     own = {}
     for name, value in given.items():
         if name in _NAMES:
             if value is not None:
                 own[_NAMES[name]] = value
         elif name not in _HARMLESS and value is not None:
-            remedy = (
-                "give SamplingParams a seed"
-                if name == "seed"
-                else f"the vLLM arguments that it takes are {', '.join(_NAMES)}"
-            )
+            known = f"the vLLM arguments that it takes are {', '.join(_NAMES)}"
+            remedy = "give SamplingParams a seed" if name == "seed" else known
             raise MegakernelError(f"LLM does not take {name}={value!r}: {remedy}")
     return own
 
 
 def as_prompts(prompts: Any) -> list[str | list[int]]:
-    """Return a list of prompts, whether one prompt or several are given.
-
-    Each prompt is text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. A sequence of whole numbers is one
-    prompt of token ids.
-    """
+    """Return a list of prompts, whether one prompt or several are given. Each prompt is text, token ids, {"prompt":
+    text} or {"prompt_token_ids": ids}. A sequence of whole numbers is one prompt of token ids."""
     if isinstance(prompts, (str, Mapping)):
         return [_one(prompts)]
     parts = list(prompts)
@@ -250,10 +226,7 @@ def _one(prompt: Any) -> str | list[int]:
 
 
 def as_conversations(messages: Any) -> list[list[dict[str, Any]]]:
-    """Return a list of conversations, whether one conversation or several are given.
-
-    The text parts of a message are joined into one text.
-    """
+    """Return a list of the conversation or conversations, with the text parts of each message joined."""
     several = list(messages)
     if several and isinstance(several[0], Mapping):
         several = [several]
@@ -265,8 +238,7 @@ def _plain(message: Any) -> dict[str, Any]:
         raise MegakernelError('a message must be {"role": ..., "content": ...}')
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
-        wrong = next((part for part in content if not isinstance(part, Mapping) or part.get("type") != "text"), None)
-        if wrong is not None:
+        if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
             raise MegakernelError(
                 'the parts of a message must be {"type": "text", "text": ...}: the models accept text only'
             )

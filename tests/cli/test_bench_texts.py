@@ -1,7 +1,5 @@
 """The text output of the benchmarks: each figure is printed in the right place and with the right unit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -10,42 +8,15 @@ from megakernel.cli import bench, bench_serve
 
 CEILINGS = {"read_bytes_per_s": 41.26e9, "flops": 123.4e9, "threads": 2, "how": "made up"}
 PREFILL = {"tokens_per_s": 1234.4, "tokens": 512, "gflops": 98.7, "fma_fraction": 0.796, "roofline_fraction": 0.716}
-LATENCY = {
-    "tokens_per_s": 98.76,
-    "step_s": 0.0101257,
-    "step_s_min": 0.0099123,
-    "step_s_max": 0.0112349,
-    "runs": [{}, {}, {}],
-    "read_GBps": 26.54,
-    "read_fraction": 0.644,
-    "prefill": PREFILL,
-    "ceilings": CEILINGS,
-    "roofline_fraction": 0.634,
-    "proposed": 1200,
-    "accepted": 1034,
-    "tokens_per_step": 2.345,
-    "vs": {},
-    "errors": ["it was busy"],
-}
-THROUGHPUT = {
-    "input_tokens": 12345,
-    "output_tokens": 6789,
-    "total_tokens_per_s": 765.43,
-    "requests_per_s": 3.456,
-    "settings": {"num_prompts": 64, "workload": "some lengths"},
-    "duration_s": 25.04,
-    "tokens_per_s": 271.83,
-    "steps": 321,
-    "step_s": 0.0789,
-    "sequences": 12.34,
-    "roofline_fraction": 0.876,
-    "read_GBps": 12.34,
-    "gflops": 56.78,
-    "ceilings": CEILINGS,
-    "proposed": 0,
-    "vs": {},
-    "error": None,
-}
+LATENCY: dict[str, Any] = {"tokens_per_s": 98.76, "step_s": 0.0101257, "step_s_min": 0.0099123, "step_s_max": 0.0112349}
+LATENCY |= {"runs": [{}, {}, {}], "read_GBps": 26.54, "read_fraction": 0.644, "prefill": PREFILL, "ceilings": CEILINGS}
+LATENCY |= {"roofline_fraction": 0.634, "proposed": 1200, "accepted": 1034, "tokens_per_step": 2.345, "vs": {}}
+LATENCY |= {"errors": ["it was busy"]}
+THROUGHPUT: dict[str, Any] = {"input_tokens": 12345, "output_tokens": 6789, "total_tokens_per_s": 765.43}
+THROUGHPUT |= {"requests_per_s": 3.456, "settings": {"num_prompts": 64, "workload": "some lengths"}}
+THROUGHPUT |= {"duration_s": 25.04, "tokens_per_s": 271.83, "steps": 321, "step_s": 0.0789, "sequences": 12.34}
+THROUGHPUT |= {"roofline_fraction": 0.876, "read_GBps": 12.34, "gflops": 56.78, "ceilings": CEILINGS, "proposed": 0}
+THROUGHPUT |= {"vs": {}, "error": None}
 TIMES = {"mean": 0.0123456, "median": 0.0111, "p99": 1.2345678}
 SERVING: dict[str, Any] = THROUGHPUT | {
     "settings": THROUGHPUT["settings"]  # type: ignore[operator]

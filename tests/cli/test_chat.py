@@ -1,8 +1,6 @@
 """Tests `megakernel chat` with input from a pipe and from a terminal, with a server, and with conversations that exceed
 the context."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -121,11 +119,9 @@ class Terminal:
         return before
 
     def interrupt(self, text: str) -> str:
-        """Press Ctrl-C once a second until `text` appears, and return what came before it.
-
-        One Ctrl-C is not enough: if its signal arrives just before `input` waits for a key, Python handles the signal
-        only when the next signal or key arrives.
-        """
+        """Press Ctrl-C once a second until `text` appears, and return what came before it. One Ctrl-C is not enough: if
+        its signal arrives just before `input` waits for a key, Python handles the signal only when the next signal or
+        key arrives."""
         deadline = time.monotonic() + 120
         while text not in self.seen and time.monotonic() < deadline:
             self.send("\x03")
@@ -134,11 +130,9 @@ class Terminal:
         return self.until(text)
 
     def ask(self, text: str) -> None:
-        """Send a message, and wait until its answer begins.
-
-        A Ctrl-C before the answer begins would cancel the message instead of the answer. If the message arrives before
-        `input` controls the terminal, the terminal shows the message twice.
-        """
+        """Send a message, and wait until its answer begins. A Ctrl-C before the answer begins would cancel the message
+        instead of the answer. If the message arrives before `input` controls the terminal, the terminal shows the
+        message twice."""
         os.write(self._mine, f"{text}\n".encode())
         self.until(f"{text}\r\n")
         self._read(lambda: re.sub(rf"(> )?{text}|\s|\x1b\[[^a-zA-Z]*[a-zA-Z]", "", self.seen) != "")

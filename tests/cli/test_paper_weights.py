@@ -1,8 +1,5 @@
 """Tests that `roofline`, `compile` and `simulate`, which do not run the model, count weights in the types that a run
-would keep in memory.
-"""
-
-from __future__ import annotations
+would keep in memory."""
 
 from pathlib import Path
 

@@ -1,9 +1,5 @@
-"""Compares the output of commands with the files in texts/, except for blanks at the ends of lines.
-
-The first line of a file is the command. If an output is meant to change, copy the new output into the file.
-"""
-
-from __future__ import annotations
+"""Compares the output of commands with the files in texts/, except for blanks at the ends of lines. The first line of a
+file is the command. If an output is meant to change, copy the new output into the file."""
 
 import shlex
 from pathlib import Path

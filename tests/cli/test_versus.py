@@ -1,8 +1,5 @@
 """Tests `bench latency --vs` and `bench throughput --vs` against fake peers, which compute nothing and return given
-times.
-"""
-
-from __future__ import annotations
+times."""
 
 import json
 import os

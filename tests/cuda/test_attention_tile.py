@@ -1,7 +1,5 @@
 """Tests the attention code that one warp runs on tensor cores. On the host, loops replace the matrix instructions."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -1,8 +1,5 @@
 """Inspects the machine code of csrc/cuda without a GPU. The compiler must have generated certain instructions for each
-source file, and no code may contain certain others.
-"""
-
-from __future__ import annotations
+source file, and no code may contain certain others."""
 
 import re
 import tempfile
@@ -92,7 +89,6 @@ INSTRUCTIONS = {("tensor", False): 18_300, ("tensor", True): 18_800, ("pairs", F
 
 
 def lacking(code: sass.Code, table: dict[str, dict[str, str]]) -> list[str]:
-    """The entries of the table for which the code has no instruction."""
     found: dict[str, list[str]] = {file: [] for file in table}
     for instruction in code.instructions:
         for file in instruction.sources & table.keys():
@@ -116,10 +112,8 @@ class Built:
 @pytest.fixture(scope="module", params=["tensor", "dots", "pairs", "tensor traced", "dots traced", "pairs traced"])
 def built(request: pytest.FixtureRequest) -> Built:
     """Return the machine code of one build: for tensor cores, dot products or pairs of SMs, with or without tracing.
-
     Compiling fails if ptxas reports slow code, which is a serialised wgmma or an ignored setmaxnreg. If nvcc is
-    installed, it compiles the builds for tensor cores. NVRTC, which is used at run time, compiles all others.
-    """
+    installed, it compiles the builds for tensor cores. NVRTC, which is used at run time, compiles all others."""
     numerics, *traced = request.param.split()
     return build(numerics, bool(traced))
 
@@ -183,7 +177,6 @@ def test_registers_by_role(built: Built) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_spilled(built: Built) -> None:
-    """No thread uses local memory, in loops or elsewhere, and the code is not longer than the limits."""
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", built.log) == [("0", "0")]
     code = built.code
     assert code.find("LDL") + code.find("STL") == []

@@ -1,11 +1,6 @@
 """Tests the compilation of csrc/cuda: when the cache is used, which code is refused, and that all sources are
-installed.
-
-The tests also show that the tracing code adds nothing to builds without tracing: if the tracing code is removed from
-the sources, the compiler generates the same PTX.
-"""
-
-from __future__ import annotations
+installed. The tests also show that the tracing code adds nothing to builds without tracing: if the tracing code is
+removed from the sources, the compiler generates the same PTX."""
 
 import fnmatch
 import re
@@ -152,10 +147,8 @@ def without_tracing(text: str) -> str:
 
 
 def taken_out(text: str, start: str, pair: str) -> str:
-    """Remove every match of `start`, which ends with an opening bracket, and the text up to the closing bracket.
-
-    `pair` consists of the two brackets.
-    """
+    """Remove every match of `start`, which ends with an opening bracket, and the text up to the closing bracket. `pair`
+    consists of the two brackets."""
     while found := re.search(start, text):
         depth, end = 1, found.end()
         while depth:
@@ -178,7 +171,6 @@ def ptx(sources: dict[str, str], folder: Path) -> str:
 
 @pytest.mark.slow
 def test_untraced_code_is_that_of_a_source_without_tracing(tmp_path: Path) -> None:
-    """The sources compile to the same PTX as a copy of them without tracing code."""
     whole = {name: text.decode() for name, text in compile.sources().items()}
     bare = {name: without_tracing(text) for name, text in whole.items()}
     left = "".join(bare.values())

@@ -1,9 +1,5 @@
-"""Tests the host code of the CUDA backend end to end, on the fake CUDA driver that fake_gpu.py describes.
-
-Tests with the decorator `pretended`, and functions named `in_process_*`, run in a process with this driver.
-"""
-
-from __future__ import annotations
+"""Tests the host code of the CUDA backend end to end, on the fake CUDA driver that fake_gpu.py describes. Tests with
+the decorator `pretended`, and functions named `in_process_*`, run in a process with this driver."""
 
 import itertools
 import os
@@ -131,7 +127,6 @@ def test_steps_equal_the_references(tp: int, devices: int, grids: int) -> None:
 
 @pretended()
 def test_arguments_point_to_what_they_say() -> None:
-    """The addresses, strides and tensor maps in the arguments of a launch lead to the right data."""
     program = _program(40, tp=2)
     backend, kernel = _backend(program.dims), PretendedKernel(PAGES)
     seen: list[Arguments] = []
@@ -194,8 +189,7 @@ def test_arguments_point_to_what_they_say() -> None:
 @pretended()
 def test_memory_of_maps_is_not_written_again() -> None:
     """When a program needs larger buffers, the buffers move and get new tensor maps at another address. The old maps
-    keep their contents. Programs that need equal maps share one set of maps.
-    """
+    keep their contents. Programs that need equal maps share one set of maps."""
     small, large = _program(4, tp=2), _program(40, tp=2)
     with _launching(small) as (backend, kernel):
         seen: list[tuple[int, bytes]] = []
@@ -225,10 +219,7 @@ def test_memory_of_maps_is_not_written_again() -> None:
 )
 def test_blocks_acquire_the_maps_that_they_use(tp: int, options: Options, own: str, everywhere: str) -> None:
     """`map_bits` names the expected buffers: those that thread blocks copy with tensor maps, and those for which the
-    blocks use the maps of all ranks.
-
-    Tests that run the interpreter on fibres check that blocks need no other maps.
-    """
+    blocks use the maps of all ranks. Tests that run the interpreter on fibres check that blocks need no other maps."""
     program = compiled(CONFIG, _machine(), 40, 1, tp, options, max_seqs=2, max_context=256)
     names = [{b.name for b in Buffer if bits >> b & 1} for bits in map_bits(program.forward, program.dims)]
     assert names == [set(own.split()), set(everywhere.split())]
@@ -498,8 +489,7 @@ def test_generates() -> None:
 @pretended(fibres=True, FAKE_CUDA_SMS=6)
 def test_the_interpreter_itself() -> None:
     """The engine, the launcher and the interpreter compute prompts and decode steps as the reference does. A launch
-    that runs one phase after the other and a launch without pipelining give the same bits as a normal launch.
-    """
+    that runs one phase after the other and a launch without pipelining give the same bits as a normal launch."""
     no_compiler()
     kernel = FibreKernel(os.environ["FIBRES"])
     params = SamplingParams(temperature=0.0, max_tokens=5)
@@ -526,8 +516,7 @@ def test_the_interpreter_itself() -> None:
 @pretended(fibres=True, FAKE_CUDA_SMS=2)
 def test_the_check_of_instructions_finds_faults() -> None:
     """The check of `doctor` finds nothing in correct code. It reports a wrong element, an element written by mistake, a
-    value that differs between runs, a launch that fails, and a GPU that no longer answers.
-    """
+    value that differs between runs, a launch that fails, and a GPU that no longer answers."""
     from megakernel.cli import doctor_gpu
     from megakernel.runtime.cuda.backend import CudaBackend
 

@@ -1,11 +1,7 @@
 """Tests of the CUDA interpreter's instructions other than matmuls. Each test runs one instruction on the host and
-compares the result with the reference backend.
-
-On the host, loops replace the matrix instructions of the GPU. The code for control, pages, masks, merges and addresses
-is the same. Tests that need a CUDA compiler check the machine code that it generates for the GPU.
-"""
-
-from __future__ import annotations
+compares the result with the reference backend. On the host, loops replace the matrix instructions of the GPU. The code
+for control, pages, masks, merges and addresses is the same. Tests that need a CUDA compiler check the machine code that
+it generates for the GPU."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -42,8 +38,7 @@ def attend(twins: FibreTwins, slot: int, groups: int) -> Records:
 
 def ranks(dims: Dims) -> list[Dims]:
     """Return `dims` for one rank, for three ranks that each own some row blocks, and for three ranks that all keep the
-    whole residual.
-    """
+    whole residual."""
     return [dims, dims.changed(tp=3, row_block=16), dims.changed(tp=3, row_block=16, replicated_residual=1)]
 
 
@@ -90,9 +85,8 @@ SEQUENCES = {0: (120, 20), 1: (300, 1), 2: (0, 7)}  # by sequence: (first positi
 
 
 def attention_twins(dims: Dims) -> tuple[FibreTwins, StepTable]:
-    """Return the interpreters and a step table for attention. KV cache slots that hold no token of the step's
-    sequences are set to 1e30, so that the result is visibly wrong if attention gives them any weight.
-    """
+    """Return the interpreters and a step table for attention. KV cache slots that hold no token of the step's sequences
+    are set to 1e30, so that the result is visibly wrong if attention gives them any weight."""
     twins = make(dims)
     table = make_table(dims, SEQUENCES)
     twins.fill_unused(table, LAYER, 1e30)
@@ -103,9 +97,8 @@ def attention_twins(dims: Dims) -> tuple[FibreTwins, StepTable]:
 
 def run_items(twins: FibreTwins, table: StepTable, items: Sequence[Item], final: Mapping[int, Sequence[int]]) -> None:
     """Run attention slots (lists of items), compare the results with the reference, and check the counts of signals.
-
-    The keys of `final` are the slots to run, in order. A value lists the items whose rows are complete after the slot.
-    """
+    The keys of `final` are the slots to run, in order. A value lists the items whose rows are complete after the
+    slot."""
     set_items(table.rank(0), items)
     for slot, expected in final.items():
         # Attention rounds probabilities to bf16, so the error of an output is at most about 2^-9 of the largest value.
@@ -127,9 +120,8 @@ def test_attention(heads: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("heads", HEADS[:4], ids=str)
 def test_split_attention(heads: tuple[int, int, int]) -> None:
-    """The last item of a split merges the partial results of all items of the split. The merged result is
-    bit-identical to that of one item without a split.
-    """
+    """The last item of a split merges the partial results of all items of the split. The merged result is bit-identical
+    to that of one item without a split."""
     head_dim, query, kv = heads
     dims = BF16_DIMS.changed(head_dim=head_dim, heads=query, kv_heads=kv, partials=20 * kv * 3)
     whole, table = attention_twins(dims)
@@ -162,8 +154,7 @@ def test_rows_alone_have_the_same_bits() -> None:
 @pytest.mark.parametrize(("replicated_o", "replicated_residual"), [(0, 0), (1, 0), (1, 1)])
 def test_attention_of_ranks(replicated_o: int, replicated_residual: int) -> None:
     """Two ranks share nine query heads. Both have the middle KV head: rank 0 with two of its query heads, rank 1 with
-    one.
-    """
+    one."""
     dims = BF16_DIMS.changed(head_dim=64, heads=9, kv_heads=3, tp=2, row_block=16)
     dims = dims.changed(replicated_o=replicated_o, replicated_residual=replicated_residual)
     twins, table = attention_twins(dims)

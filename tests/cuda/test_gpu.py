@@ -1,8 +1,5 @@
-"""Tests of the CUDA backend on a real GPU: `python -P -m pytest -m gpu`. If the backend cannot run, pytest
-skips the tests and reports why.
-"""
-
-from __future__ import annotations
+"""Tests of the CUDA backend on a real GPU: `python -P -m pytest -m gpu`. If the backend cannot run, pytest skips the
+tests and reports why."""
 
 import sys
 import time

@@ -1,9 +1,6 @@
 """Tests of benchmarks/speed/gpu.py without a GPU: a fake CUDA driver runs the interpreter's own code on fibres
 (cooperative threads), and torch runs on the CPU without compiling. Each part of the benchmark must end and report its
-measurements, including those of a trace. If a part fails, no measurement may be lost.
-"""
-
-from __future__ import annotations
+measurements, including those of a trace. If a part fails, no measurement may be lost."""
 
 import json
 import os
@@ -29,8 +26,7 @@ from megakernel.trace import DTYPE, Trace
 
 class TracingKernel(FibreKernel):
     """A kernel whose traced launches return the intervals that the simulator predicts, because the interpreter records
-    no trace on the host.
-    """
+    no trace on the host."""
 
     def _run(self, pointer: Any, blocks: int, cooperative: int) -> None:
         params = pointer.contents

@@ -1,8 +1,5 @@
 """Runs programs that are compiled for a GPU, with a GPU's tile sizes and division of attention, on the CPU and
-reference backends.
-"""
-
-from __future__ import annotations
+reference backends."""
 
 from dataclasses import replace
 
@@ -58,8 +55,7 @@ def test_a_program_for_a_gpu_has_the_bits_of_one_for_this_machine(matmul, checkp
 @pytest.mark.parametrize("residual", ["dealt", "replicated"])
 def test_phases_one_after_the_other_compute_the_launch(checkpoint, residual, queue):
     """On two ranks, executing the phases one after the other, each with its instructions in random order, gives the
-    same results, bit for bit, as a launch of the whole program.
-    """
+    same results, bit for bit, as a launch of the whole program."""
     target = replace(H200, workers=5)
     sizes = {"tokens": 70, "logit_rows": 3, "max_seqs": 2, "max_context": 256}
     options = Options(residual=residual, queue=queue, matmul="tensor")

@@ -1,8 +1,5 @@
 """Tests that the data layouts in csrc/cuda/tensor_core.h match those of the hardware. This file models the hardware's
-layouts after the tables of the PTX ISA.
-"""
-
-from __future__ import annotations
+layouts after the tables of the PTX ISA."""
 
 import ctypes
 from typing import Any
@@ -24,12 +21,9 @@ def layouts() -> ctypes.CDLL:
 
 
 def operand(memory: Array, descriptor: int, rows: int) -> Array:
-    """Return the [rows][16] bf16 matrix that wgmma reads at a descriptor.
-
-    This follows "Matrix descriptor" and "Canonical layouts" in the PTX ISA, for a K-major operand with 128-byte
-    swizzle. A row has 128 bytes, eight rows form a group, and groups are `stride` bytes apart. The swizzle XORs bits
-    4-6 of an address with bits 7-9.
-    """
+    """Return the [rows][16] bf16 matrix that wgmma reads at a descriptor. This follows "Matrix descriptor" and
+    "Canonical layouts" in the PTX ISA, for a K-major operand with 128-byte swizzle. A row has 128 bytes, eight rows
+    form a group, and groups are `stride` bytes apart. The swizzle XORs bits 4-6 of an address with bits 7-9."""
     start, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
     assert descriptor >> 62 == 1 and descriptor >> 49 & 7 == 0  # 128-byte swizzle, base offset 0
     row, byte = np.arange(rows)[:, None], np.arange(32)
@@ -75,9 +69,7 @@ def test_output_pages_spread_over_the_banks(layouts: ctypes.CDLL) -> None:
 
 def test_fragments(layouts: ctypes.CDLL) -> None:
     """Each lane has the elements of A, B and the accumulators that the PTX ISA defines for mma.m16n8k16 with .bf16.
-
-    wgmma's accumulators have the same layout, for each warp's 16 rows and each block of 8 columns.
-    """
+    wgmma's accumulators have the same layout, for each warp's 16 rows and each block of 8 columns."""
     for lane in range(32):
         group, thread = lane >> 2, lane % 4
         for i in range(8):

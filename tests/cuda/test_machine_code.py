@@ -1,7 +1,5 @@
 """Tests that the hot paths of csrc/cuda take as many issue cycles in the machine code as the machine files declare."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
@@ -99,8 +97,7 @@ def test_a_path_that_is_lost_is_an_error(codes: dict[Units, sass.Code]) -> None:
 
 def test_what_a_program_asks_of_its_roles() -> None:
     """In a step with one row of Llama 3.2 1B, the weight loaders fill each page of weights once, and the consumers
-    multiply each pair of these pages once.
-    """
+    multiply each pair of these pages once."""
     machine = machines.load("h200")
     program = machine_code.compiled(
         machine_code.load_config("random:llama-3.2-1b"), machine, 1, context=128, options=machine_code.Options()

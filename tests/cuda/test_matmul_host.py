@@ -1,8 +1,5 @@
 """Tests of the CUDA interpreter's matmuls. Each instruction runs alone on the host and is compared with the reference
-backend.
-"""
-
-from __future__ import annotations
+backend."""
 
 from dataclasses import replace
 from typing import Any
@@ -47,8 +44,7 @@ def _table(dims: Dims) -> Any:
 
 def _run_all(twins: FibreTwins, name: str, rank: int, row: int, rows: int, unit: int) -> None:
     """Compare a rank's part of a matmul with the reference, in two instructions that begin at multiples of `unit`
-    columns.
-    """
+    columns."""
     phase, table = twins.forward.by_name[name], _table(twins.dims)
     total = phase.width(twins.dims.on(rank).split)
     first = min(total, (total // 2 + unit - 1) // unit * unit)
@@ -87,8 +83,7 @@ def test_dots(model: str, name: str) -> None:
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_ranks(name: str, replicated: int, units: Units) -> None:
     """Partial sums are stored at the rank that owns the rows, or at every rank if the residual is replicated. Logits
-    are stored at the rank that samples them.
-    """
+    are stored at the rank that samples them."""
     twins = make(SMALL.changed(units=int(units), tp=2, replicated_residual=replicated, tokens=64))
     dots = units is Units.DOTS
     for rank in range(2):
@@ -106,7 +101,6 @@ def test_every_result_is_tried() -> None:
 
 
 def test_bits_of_a_dot_product_depend_on_its_row_alone() -> None:
-    """Dot products have the same bits whether one instruction computes many rows or one row, many columns or few."""
     dims = MODELS["wide"].changed(units=int(Units.DOTS))
     twins, table = make(dims), _table(dims)
     phase = twins.forward.by_name["gate_up_silu"]
@@ -123,7 +117,7 @@ HEADED = SMALL.changed(head_dim=48, hidden=256)  # for Qwen3, whose QKV matmul n
 @pytest.mark.parametrize(
     ("dims", "family", "name"),
     [*((d, "llama", n) for d in MODELS.values() for n in ("qkv_rope", "gate_up_silu")), (HEADED, "qwen3", "qkv_rope")],
-    ids=lambda v: v if isinstance(v, str) else f"hidden {v.hidden}",
+    ids=lambda v: v if isinstance(v, str) else f"hidden {v.model.hidden}",
 )
 def test_rows_normalised_on_the_way_in_have_the_bits_of_a_norm_before(dims: Dims, family: str, name: str) -> None:
     dims = dims.changed(units=int(Units.DOTS))
@@ -156,8 +150,7 @@ def _normed_heads(units: Units, head_dim: int, biased: bool = True, **sizes: Any
 @pytest.mark.parametrize(("units", "head_dim"), HEADS)
 def test_norms_of_heads(units: Units, head_dim: int, biased: bool) -> None:
     """QKV matmuls that normalise heads match the reference. The cases have heads of q, k and v, rows of padding, one
-    input row of very small elements and one of very large elements.
-    """
+    input row of very small elements and one of very large elements."""
     twins = _normed_heads(units, head_dim, biased)
     twins.buffer(0, B.H)[3:5] = [[0x2F80], [0x4700]]
     assert twins.forward.by_name["qkv_rope"].head_norm is B.QK_NORM
@@ -192,7 +185,6 @@ def test_norms_of_heads_on_ranks() -> None:
 
 @pytest.mark.parametrize(("units", "head_dim"), HEADS)
 def test_bits_of_normalised_heads_depend_on_their_row_alone(units: Units, head_dim: int) -> None:
-    """A tile with all rows and columns gives the same bits as smaller tiles of one head and a few rows each."""
     twins = _normed_heads(units, head_dim)
     phase, table = twins.forward.by_name["qkv_rope"], _table(twins.dims)
     total, written = phase.width(twins.dims.split), (B.Q, B.K_CACHE, B.V_CACHE)

@@ -1,11 +1,7 @@
-"""Tests of the Hopper interpreter's warp roles (controller, loaders, consumers, storer) on the host.
-
-Whole programs run on fibres, under many interleavings and with every rule of shared-memory pages checked, and on
-threads, under ThreadSanitizer. Planted bugs show that each check works. If a warp waits for something that never
-happens, the launch ends, and the error names the wait that blocks all the others.
-"""
-
-from __future__ import annotations
+"""Tests of the Hopper interpreter's warp roles (controller, loaders, consumers, storer) on the host. Whole programs run
+on fibres, under many interleavings and with every rule of shared-memory pages checked, and on threads, under
+ThreadSanitizer. Planted bugs show that each check works. If a warp waits for something that never happens, the launch
+ends, and the error names the wait that blocks all the others."""
 
 import ctypes
 import re
@@ -105,8 +101,7 @@ def test_norms_inside_matmuls_have_the_bits_of_norms_of_their_own(tp: int, queue
 @pytest.mark.parametrize("matmul", ["tensor", "dots"])
 def test_launches_that_leave_something_out_come_to_their_end(matmul: str, ablation: Ablation) -> None:
     """Launches without waits and signals obey the rules of shared-memory pages, and each of several launches ends. The
-    same holds for launches that also omit copies or computation, as `ablation` says.
-    """
+    same holds for launches that also omit copies or computation, as `ablation` says."""
     backend, program, table = make("grouped", 2, Options(matmul=matmul, queue="body", residual="dealt"))
     image = LaunchImage(backend, program, table)
     image.params.synchronise = 0
@@ -118,22 +113,22 @@ def test_launches_that_leave_something_out_come_to_their_end(matmul: str, ablati
         assert not image.counters(0).any()
 
 
-def test_launches_follow_each_other() -> None:
+@pytest.mark.parametrize("pairs", ["off", "on"])
+def test_launches_follow_each_other(pairs: str) -> None:
     """Repeated launches give the same bits, although counters and queue claims continue from their last values. The
-    residual X is summed anew in each launch.
-    """
-    backend, program, table = make("grouped", 2, Options(matmul="tensor", queue="body"))
+    residual X is summed anew in each launch."""
+    options = Options(matmul="tensor", queue="body", pairs=pairs)
+    backend, program, table = make("grouped", 2, options, workers=4)
     image = LaunchImage(backend, program, table)
     assert image.run(seed=5) == ""
     expected = results(image)
     for launch in (2, 3):
         assert image.run(seed=launch) == ""
         assert same(results(image), expected) == []
-        assert (image.counters(1) == launch * program.totals()[:, 1]).all()
+        assert (image.counters(1) == launch * program.dims.worker.sms * program.totals()[:, 1]).all()
 
 
 def test_a_whole_gpu_of_eight_ranks() -> None:
-    """A launch with 132 blocks of 12 warps on each of 8 ranks ends without an error."""
     backend, program, table = make("wide", 8, Options(matmul="tensor", o="sharded"), workers=132)
     image = LaunchImage(backend, program, table)
     assert image.run(seed=3) == ""
@@ -195,15 +190,15 @@ def detector(tmp_path_factory: pytest.TempPathFactory) -> None:
     ("shape", "tp", "options"),
     [
         ("grouped", 2, Options(matmul="tensor", o="sharded", residual="dealt", norm="next", queue="body")),
+        ("grouped", 2, Options(matmul="tensor", o="sharded", residual="dealt", norm="next", queue="body", pairs="on")),
         ("grouped", 2, Options(matmul="dots", o="replicated", residual="replicated")),
         ("norms of heads", 1, Options(matmul="dots", queue="body", norm="inside")),
         ("whole pages", 1, Options(matmul="dots")),
     ],
-    ids=["tensor", "dots", "norms of heads", "whole pages"],
+    ids=["tensor", "pairs", "dots", "norms of heads", "whole pages"],
 )
 def test_threads_race_nowhere_and_give_the_bits_of_fibres(shape: str, tp: int, options: Options) -> None:
-    backend, program, table = make(shape, tp, options, chunks=CHUNKS)
-    image = LaunchImage(backend, program, table)
+    image = LaunchImage(*make(shape, tp, options, workers=4 if options.pairs == "on" else 2, chunks=CHUNKS))
     assert image.run(seed=0) == ""
     expected = results(image)
     image.restore()
@@ -215,8 +210,7 @@ def test_threads_race_nowhere_and_give_the_bits_of_fibres(shape: str, tp: int, o
 @pytest.mark.usefixtures("detector")
 def test_tiles_of_normalised_heads_follow_each_other_without_a_race() -> None:
     """Tiles of 8 rows and one head that follow each other on a worker do not race. The warps of the worker share no
-    page, so no page keeps one warp from running ahead of the others.
-    """
+    page, so no page keeps one warp from running ahead of the others."""
     backend, program, table = make("norms of heads", 1, Options(matmul="dots", norm="own"), chunks=((130, 2), (0, 37)))
     heads = program.forward.numbers(Operation.MATMUL, Result.HEADS)
     tiles = [r[OPERAND_WORD : OPERAND_WORD + 4].tolist() for r in program.body.stream(1) if phase_number(r) in heads]
@@ -228,9 +222,12 @@ def test_tiles_of_normalised_heads_follow_each_other_without_a_race() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("detector")
-def test_finds_a_signal_that_releases_nothing() -> None:
-    backend, program, table = make("grouped", 2, Options(matmul="tensor", o="sharded"), chunks=CHUNKS)
-    done = LaunchImage(backend, program, table).run_threads("relaxed signal")
+@pytest.mark.parametrize(
+    ("bug", "pairs", "chunks"), [("relaxed signal", "off", CHUNKS), ("forgotten twin", "on", ((130, 2), (0, 40)))]
+)
+def test_threads_find_a_planted_bug(bug: str, pairs: str, chunks: tuple[tuple[int, int], ...]) -> None:
+    options = Options(matmul="tensor", o="sharded", pairs=pairs)
+    done = LaunchImage(*make("grouped", 2, options, workers=4, chunks=chunks)).run_threads(bug)
     assert "data race" in done.stderr
 
 
@@ -299,8 +296,7 @@ def _slots_that_signal(table: StepTable) -> NDArray[np.intp]:
 @pytest.mark.parametrize("queue", ["none", "attention", "body"])
 def test_names_the_signal_that_is_missing(queue: str) -> None:
     """If an instruction of any phase loses its signals, the error names a wait for these signals. It does not name
-    waits that are only consequences of that wait.
-    """
+    waits that are only consequences of that wait."""
     backend, program, table = make("grouped", 2, Options(matmul="tensor", o="sharded", residual="dealt", queue=queue))
     whole, _ = program.numbered(1)
     rng, image = np.random.default_rng(5), LaunchImage(backend, program, table)

@@ -1,8 +1,5 @@
-"""Tests of pairs of SMs, on the host. The two blocks of a pair load weights for each other. Programs for pairs run on
-fibres and on threads. They give the same bits as programs for single SMs, and the checks find planted bugs.
-"""
-
-from __future__ import annotations
+"""Tests of pairs of SMs, on fibres. The two blocks of a pair load weights for each other. Programs for pairs give the
+same bits as programs for single SMs, and the checks find planted bugs. test_protocol.py also runs pairs on threads."""
 
 import re
 from dataclasses import replace
@@ -11,16 +8,13 @@ import numpy as np
 import pytest
 from gpu_programs import make, results, same
 from protocol import LaunchImage
-from race_detector import need_race_detector
 
-from megakernel.isa import Operation
 from megakernel.runtime.cuda.pages import attention_pages
 from megakernel.runtime.cuda.params import Ablation
 from megakernel.runtime.cuda.stall import explain
 from megakernel.scheduler import Options
 
-ALONE = Options(matmul="tensor")
-PAIRS = replace(ALONE, pairs="on")
+PAIRS = Options(matmul="tensor", pairs="on")
 CHUNKS = ((200, 3), (0, 30))  # (start, tokens)
 DEEP = ((7, 1), (300, 1), (20, 1), (400, 1))
 CASES = [
@@ -59,8 +53,7 @@ def test_any_interleaving_of_pairs_gives_the_bits_of_single_sms(
 
 def test_the_pages_of_attention_differ_between_the_sms_of_some_pair() -> None:
     """Some attention instructions of the cases above take more pages on the first SM of a pair, others on the second.
-    Empty pages make the page rings of both SMs advance equally. The cases therefore test empty pages on either SM.
-    """
+    Empty pages make the page rings of both SMs advance equally. The cases therefore test empty pages on either SM."""
     more = set()
     for chunks in (CHUNKS, DEEP):
         _, program, table = make("wide", 1, PAIRS, workers=4, chunks=chunks)
@@ -70,31 +63,6 @@ def test_the_pages_of_attention_differ_between_the_sms_of_some_pair() -> None:
         for begin, end in zip(view.slot_items[:-1], view.slot_items[1:], strict=True):
             more.add(int(np.sign(taken[begin:end:2].sum() - taken[begin + 1 : end : 2].sum())))
     assert {1, -1} <= more
-
-
-@pytest.mark.slow
-def test_rows_of_a_tile_are_shared_in_whole_boxes() -> None:
-    """The first SM of a pair alone computes a tile of fewer than 32 rows, the height of a box. The second SM only
-    handles the same pages, and the results equal those of single SMs.
-    """
-    backend, program, table = make("grouped", 1, PAIRS, workers=2, chunks=((130, 2), (0, 3)))
-    matmuls = program.forward.numbers(Operation.MATMUL)
-    assert matmuls and program.dims.bucket.tokens < 32
-    alone = LaunchImage(*make("grouped", 1, ALONE, workers=2, chunks=((130, 2), (0, 3))))
-    image = LaunchImage(backend, program, table)
-    assert (alone.run(0), image.run(0)) == ("", "")
-    assert same(results(image), results(alone)) == []
-
-
-def test_launches_of_pairs_follow_each_other() -> None:
-    backend, program, table = make("grouped", 2, replace(PAIRS, queue="body"), workers=4)
-    image = LaunchImage(backend, program, table)
-    assert image.run(seed=5) == ""
-    expected = results(image)
-    for launch in (2, 3):
-        assert image.run(seed=launch) == ""
-        assert same(results(image), expected) == []
-        assert (image.counters(1) == launch * 2 * program.totals()[:, 1]).all()
 
 
 @pytest.mark.slow
@@ -154,31 +122,3 @@ def test_names_the_pair_that_keeps_the_others_waiting(bug: str, what: str, queue
         rank, worker = divmod(block // 2, program.workers)
         assert re.match(rf"the {what.replace('.*', f'of rank {rank} worker {worker} SM [01] .*')}", why), why
     assert found >= 2
-
-
-@pytest.fixture(scope="module")
-def detector(tmp_path_factory: pytest.TempPathFactory) -> None:
-    need_race_detector(tmp_path_factory.mktemp("detector"))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("detector")
-def test_threads_of_pairs_race_nowhere_and_give_the_bits_of_fibres() -> None:
-    options = replace(PAIRS, o="sharded", residual="dealt", norm="next", queue="body")
-    image = LaunchImage(*make("grouped", 2, options, workers=4, chunks=((130, 2), (0, 3))))
-    assert image.run(seed=0) == ""
-    expected = results(image)
-    image.restore()
-    done = image.run_threads()
-    assert done.stderr == "" and done.returncode == 0
-    assert same(results(image), expected) == []
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("detector")
-def test_threads_find_a_page_that_is_loaded_while_the_other_sm_reads_it() -> None:
-    options = replace(PAIRS, o="sharded")
-    done = LaunchImage(*make("grouped", 2, options, workers=4, chunks=((130, 2), (0, 40)))).run_threads(
-        "forgotten twin"
-    )
-    assert "data race" in done.stderr

@@ -1,7 +1,5 @@
 """Tests that the pages which an instruction takes hold all data that it reads and stores, and no other data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -10,17 +8,7 @@ from gpu_programs import make, plan
 from numpy.typing import NDArray
 
 from megakernel.cli.simulate import decode_step
-from megakernel.isa import (
-    BUFFERS,
-    Buffer,
-    Dims,
-    Dtype,
-    Operation,
-    Phase,
-    Result,
-    StepTable,
-    Units,
-)
+from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Operation, Phase, Result, StepTable, Units
 from megakernel.isa.record import OPERAND_WORD, phase_number
 from megakernel.runtime.cuda.pages import ahead_columns, attention_pages, matmul_pages, output_columns
 from megakernel.runtime.cuda.params import PAGE_BYTES, PAGES
@@ -33,9 +21,7 @@ def covered(
     boxes: dict[str, NDArray[np.int32]], fill: int, buffer: Buffer, dims: Dims, z: int, rows: int = 0
 ) -> NDArray[np.int32]:
     """Return in how many pages of kind `fill` each element of matrix `z` of a buffer lies, as an array [rows, inner].
-
-    `rows` is the number of rows of one matrix; 0 means that the buffer is a single matrix.
-    """
+    `rows` is the number of rows of one matrix; 0 means that the buffer is a single matrix."""
     shape = BUFFERS[buffer].shape(dims, 16)
     count = np.zeros((rows or int(np.prod(shape[:-1])), shape[-1]), np.int32)
     width = 32 if BUFFERS[buffer].dtype is Dtype.F32 else 64
@@ -189,8 +175,7 @@ def test_pages_are_the_regions_of_the_instruction(shape: str, tp: int, matmul: s
 
 def test_the_drawing_of_the_ring_has_the_pages_of_the_roles(monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/how-ring.svg shows the pages that the interpreter's roles take. Its script derives their order from
-    `megakernel.isa`.
-    """
+    `megakernel.isa`."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks" / "pictures")
     import how_it_works
 

@@ -1,8 +1,5 @@
 """Tests of shared-memory pages: how many each instruction takes, whether they fit into the ring, and how programs use
-them.
-"""
-
-from __future__ import annotations
+them."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -44,8 +41,7 @@ def matmuls(tp: int = 1, norm: str = "own") -> list[Phase]:
 
 def tensor_stages(matrices: int, cols: int, inner: int, per_page: int) -> Iterator[list[str]]:
     """Yield the pages of a matmul tile on tensor cores. Each chunk of columns has a list for each k step (64 elements
-    of the inner length), then a list for each output page.
-    """
+    of the inner length), then a list for each output page."""
     wide = 256 // matrices
     for first in range(0, cols, wide):
         chunk = min(wide, cols - first)
@@ -55,10 +51,8 @@ def tensor_stages(matrices: int, cols: int, inner: int, per_page: int) -> Iterat
 
 
 def dot_laps(matrices: int, rows: int, cols: int, inner: int) -> Iterator[list[str]]:
-    """Yield the pages of a matmul tile that is computed as dot products with a ring of 13 pages.
-
-    Each list has the pages of one lap, that is, one filling of the ring. `rows` is 0 if the inputs take no pages.
-    """
+    """Yield the pages of a matmul tile that is computed as dot products with a ring of 13 pages. Each list has the
+    pages of one lap, that is, one filling of the ring. `rows` is 0 if the inputs take no pages."""
     inputs = ["inputs" for _ in range(0, rows * len(range(0, inner, 1024)), 8)]
     weights = [
         "weights"
@@ -74,9 +68,7 @@ def dot_laps(matrices: int, rows: int, cols: int, inner: int) -> Iterator[list[s
 
 @pytest.mark.parametrize("dots", [False, True])
 @pytest.mark.parametrize(
-    "phase",
-    [*matmuls(), *matmuls(2), *matmuls(norm="inside")],
-    ids=lambda p: f"{p.name}{'+norm' * bool(p.norm)}",
+    "phase", [*matmuls(), *matmuls(2), *matmuls(norm="inside")], ids=lambda p: f"{p.name}{'+norm' * bool(p.norm)}"
 )
 def test_counts_are_those_of_the_walk(phase: Phase, dots: bool) -> None:
     units, rng = Units.DOTS if dots else Units.TENSOR, np.random.default_rng(int(dots))

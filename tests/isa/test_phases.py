@@ -1,7 +1,5 @@
 """Tests of phases as data: their numbers, how they are written to a file and read back, and each rank's sizes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

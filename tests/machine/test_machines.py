@@ -1,8 +1,5 @@
 """Tests of machine files: every figure has a source, the figures agree with each other, and the error for a bad file
-says in one sentence what is wrong.
-"""
-
-from __future__ import annotations
+says in one sentence what is wrong."""
 
 import tomllib
 from math import log2
@@ -58,8 +55,7 @@ def test_leaves_have_a_port_for_each_cable(name: str, leaves: int) -> None:
 @pytest.mark.parametrize(("name", "flops"), [("v100", 256), ("a100", 512), ("h100", 1024), ("b200", 2048)])
 def test_flops_of_a_tensor_core_in_one_cycle(name: str, flops: int) -> None:
     """The peak rate implies the known FLOPs per tensor core and cycle. The test rounds to a power of two, because
-    vendors do not state exactly for which clock they quote a peak.
-    """
+    vendors do not state exactly for which clock they quote a peak."""
     found = hardware(name)
     clock = found.chip.boost_clock_hz or found.chip.clock_for(found.rates.fp32)
     assert 1 << round(log2(found.rates.bf16 / found.chip.subpartitions / clock)) == flops
@@ -172,14 +168,3 @@ def test_bad_names(name: str, message: str) -> None:
     with pytest.raises(MegakernelError) as failed:
         machine.load(name)
     assert message in str(failed.value)
-
-
-def test_networks_that_cannot_be() -> None:
-    with pytest.raises(MegakernelError, match="do not fill whole h100 nodes of 8 GPUs"):
-        hardware("h100").levels(12)
-    with pytest.raises(MegakernelError, match="use at most 8 GPUs"):
-        hardware("a100").levels(16)
-    with pytest.raises(MegakernelError, match="is not described"):
-        networks.switches(hardware("a100"), 16)
-    with pytest.raises(MegakernelError, match="h100 does not compute in fp4"):
-        hardware("h100").flops_per_s("fp4")

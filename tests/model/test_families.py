@@ -4,7 +4,6 @@ the same results as transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,37 +90,18 @@ def test_bf16_is_as_good_as_transformers_in_bf16(family: str, tp: int, o: str) -
     assert 0 < error(run(checkpoint, tp, Dtype.BF16, o=o)[2], want) <= 1.5 * error(theirs, want)
 
 
-@pytest.mark.parametrize("projection", "qkv")
-def test_planted_dropped_bias(projection: str) -> None:
-    model, checkpoint = make_llama(3, "qwen2", **SHAPES["qwen2"])
+PLANTED = [*(("qwen2", f"{p}_proj.bias") for p in "qkv"), *(("qwen3", f"{p}_norm.weight") for p in "qk")]
+
+
+@pytest.mark.parametrize(("family", "name"), PLANTED)
+def test_planted_order_of_vectors(family: str, name: str) -> None:
+    """The comparison with transformers notices a bias or a norm of heads whose elements are in the wrong order."""
+    model, checkpoint = make_llama(3, family, **SHAPES[family])
     logits = run(checkpoint, 1)[2]
+    vector = model.get_parameter(f"model.layers.1.self_attn.{name}")
     with torch.no_grad():
-        getattr(model.model.layers[1].self_attn, f"{projection}_proj").bias.zero_()
+        vector.copy_(vector.roll(1))
     assert error(logits, hf_logits(model, TOKENS)) > 100 * TOLERANCE
-
-
-@pytest.mark.parametrize("which", "qk")
-@pytest.mark.parametrize("plant", [torch.ones_like, lambda scale: scale.roll(1)], ids=["dropped", "in another order"])
-def test_planted_norm_of_heads(which: str, plant: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """The comparison with transformers notices a q or k norm that ignores its weights or has them in the wrong order.
-    The order is wrong if a loader does not place the weights of each RoPE pair next to each other.
-    """
-    model, checkpoint = make_llama(3, "qwen3", **SHAPES["qwen3"])
-    logits = run(checkpoint, 1)[2]
-    scale = getattr(model.model.layers[1].self_attn, f"{which}_norm").weight
-    with torch.no_grad():
-        scale.copy_(plant(scale))
-    assert error(logits, hf_logits(model, TOKENS)) > 100 * TOLERANCE
-
-
-def test_norms_of_heads_lie_as_the_rows_that_they_scale() -> None:
-    model, checkpoint = make_llama(1, "qwen3", **SHAPES["qwen3"])
-    attention = model.model.layers[1].self_attn
-    for ours, norm in zip(
-        loaded(checkpoint, Buffer.QK_NORM, 1, Dtype.F32), (attention.q_norm, attention.k_norm), strict=True
-    ):
-        first, second = norm.weight.detach().numpy().reshape(2, -1)
-        np.testing.assert_array_equal(ours, np.stack([first, second], axis=1).ravel())
 
 
 @pytest.mark.parametrize("change", [{"hidden": 264}, {"heads": 3, "kv_heads": 1, "head_dim": 128}])

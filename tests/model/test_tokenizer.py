@@ -21,7 +21,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from megakernel.errors import MegakernelError
 from megakernel.model import load_tokenizer
 from megakernel.model.chat_template import ChatTemplate
-from megakernel.model.gguf_file import GgufFile
+from megakernel.model.gguf_checkpoint import GgufFile
 from megakernel.model.tokenizer import Tokenizer, byte_alphabet
 
 SAMPLES = [
@@ -137,9 +137,7 @@ BYTES = sorted(byte_alphabet())
 def byte_gguf(
     path: Path, *, merges: list[str], special: tuple[str, str, str] = ("<s>", "</s>", "<user>"), **metadata: Any
 ) -> Path:
-    """Write a GGUF file whose vocabulary has all bytes, the results of `merges`, and three special tokens: BOS, EOS and
-    another one.
-    """
+    """Write a GGUF file whose vocabulary has all bytes, the results of `merges`, and BOS, EOS and another token."""
     tokens = [*BYTES, *(m.replace(" ", "") for m in merges), *special]
     kinds = [1] * (len(tokens) - 3) + [3, 3, 4]
     given = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "merges": merges, "token_type": kinds}
@@ -370,10 +368,7 @@ def test_sentencepiece_in_a_gguf(tmp_path: Path) -> None:
     ("template", "why"),
     [
         ("{{ 7 ** (10 ** 9) }}", "takes more than|needs more than"),
-        (
-            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "takes more than 2.0 s",
-        ),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "takes more than 2.0 s"),
         (
             "{% set ns = namespace(x=messages) %}" + "{% set ns.x = ns.x + ns.x %}" * 40,
             "MemoryError|needs more than 1024 MiB|takes more than",

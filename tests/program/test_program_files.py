@@ -1,7 +1,5 @@
 """Tests that every reader of program files refuses damaged and hostile files with an error of one line."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

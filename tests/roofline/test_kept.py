@@ -1,9 +1,5 @@
 """Tests how the measured hardware ceilings are stored: each is measured once, and repeated measurements keep the best.
-
-Busy machines and damaged files are tested too.
-"""
-
-from __future__ import annotations
+Busy machines and damaged files are tested too."""
 
 import json
 import os
@@ -30,10 +26,7 @@ def measured(read: float = 1e10, cache: float = 5e10, flops: float = 1e11, other
 @pytest.fixture
 def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Measured]:
     """Return a list to which a test adds the results of its measurements. Each measurement removes and returns the
-    first result, and fails if the list is empty.
-
-    The cache folder is empty at first.
-    """
+    first result, and fails if the list is empty. The cache folder is empty at first."""
     monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path / "cache"))
     found: list[Measured] = []
     monkeypatch.setattr(ceilings, "measure", lambda threads, read, fma: found.pop(0))
@@ -152,7 +145,6 @@ def test_what_others_take(tmp_path: Path) -> None:
 def test_all_verbs_name_the_same_ceilings(
     probes: list[Measured], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    """All commands use one stored measurement for one thread, and none measures again."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0}, raising=False)
     read, flops = 3.3e9, 4.4e10
     kept.keep(kept.this_machine(ceilings.simd()), Measured(1, read, 2e10, flops, QUIET, "2026-01-01"))

@@ -1,8 +1,5 @@
 """Tests the necessary work, the ceilings and the fractions of the roofline against figures computed from published
-shapes.
-"""
-
-from __future__ import annotations
+shapes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,8 +38,7 @@ def test_a_decode_step_reads_every_weight_once() -> None:
 
 def test_floors_of_known_models() -> None:
     """The least times of a decode step agree with published ones, which for the 8B model assume reading 15.01 GB: all
-    weights except the embedding table.
-    """
+    weights except the embedding table."""
     small, large = work_of(LLAMA_1B, [1], [1], 1, tied=True), work_of(LLAMA_8B, [1], [1], 1)
     for name, floors in (("h100", (738e-6, 4481e-6)), ("h200", (515e-6, 3127e-6))):
         ceilings = machine_ceilings(machine.load(name))

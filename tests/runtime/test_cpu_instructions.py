@@ -1,10 +1,6 @@
-"""Compares each instruction of the CPU backend with the reference, for every SIMD width and type.
-
-The tests also show what does not change the bits of a result, such as the tile, the split of attention, or the SIMD
-instructions that multiply.
-"""
-
-from __future__ import annotations
+"""Compares each instruction of the CPU backend with the reference, for every SIMD width and type. The tests also show
+what does not change the bits of a result, such as the tile, the split of attention, or the SIMD instructions that
+multiply."""
 
 from collections.abc import Callable, Iterator
 
@@ -80,8 +76,7 @@ def test_a_norm_on_the_way_in_has_the_bits_of_its_own_phase(
     monkeypatch: pytest.MonkeyPatch, simd: str, dtype: Dtype, rows: int
 ) -> None:
     """A matmul that normalises its inputs gives the same bits as a separate norm phase, for rows in the middle of a
-    batch.
-    """
+    batch."""
     dims = DIMS.changed(hidden=301, tokens=125, max_seqs=1, dtype=int(dtype))
     twins = make(monkeypatch, simd, dims)
     twins.start_equal()
@@ -140,8 +135,7 @@ def test_matmuls(twins: CpuTwins, rows: int) -> None:
 @pytest.mark.parametrize("k", [71, 256, 300, 513])
 def test_matmul_depths(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
     """The down projection agrees with the reference. There are more rows than a tile has. The inner lengths are odd, or
-    near a multiple of the chunk after which accumulators are stored.
-    """
+    near a multiple of the chunk after which accumulators are stored."""
     twins = make(monkeypatch, "", DIMS.changed(ffn=k, tokens=120, dtype=int(Dtype.BF16)))
     twins.compare(record(P["down_proj"], 0, 120, 0, 72), 0, make_table(twins.dims, {0: (0, 120)}))
     twins.backend.close()

@@ -1,7 +1,5 @@
 """Tests the CPU backend's counters, launches, aborts and traces with small hand-made programs."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess
@@ -72,7 +70,6 @@ def make(checkpoint: RandomCheckpoint) -> Iterator[Callable[..., CpuBackend]]:
 
 
 def in_order(backend: CpuBackend, table: StepTable) -> Array:
-    """Execute the program's instructions one by one, and return the logits."""
     p = forward_program(1)
     for segment, layers in ((p.prologue, 1), (p.body, DIMS.model.layers), (p.epilogue, 1)):
         for layer in range(layers):
@@ -190,8 +187,7 @@ def test_trace_has_one_compute_for_each_instruction(make: Callable[..., CpuBacke
 
 def test_streams_of_a_thread_that_does_not_run_are_taken_over(make: Callable[..., CpuBackend]) -> None:
     """One of two threads has the workers 0 and 2. While it is stuck in the first QKV tile of worker 0, all tiles of the
-    other workers are computed, because the other thread takes over the stream of worker 2.
-    """
+    other workers are computed, because the other thread takes over the stream of worker 2."""
     backend, table, p = make(2), mixed_table(), forward_program(3)
     expected = backend.launch(p, table).logits.copy()
     stuck = int(p.body.offsets[0])

@@ -1,8 +1,5 @@
 """Several threads execute the streams of several ranks. `tests/support/sanitized.py thread` runs this file under a race
-detector.
-"""
-
-from __future__ import annotations
+detector."""
 
 import numpy as np
 import pytest
@@ -55,10 +52,8 @@ def logits(program: Program, threads: int) -> list[Array]:
 @pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16], ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_threads_change_no_bits(tp: int, dtype: Dtype, quantised: bool) -> None:
-    """Logits are bit-identical with more threads than streams and with more streams than threads.
-
-    In most launches, some streams pass from one thread to another.
-    """
+    """Logits are bit-identical with more threads than streams and with more streams than threads. In most launches,
+    some streams pass from one thread to another."""
     sizes = dims(tp, dtype, quantised)
     expected = logits(make_program(CONFIG, sizes, 1), 1)[0]
     for make, workers, threads in ((make_program, 3, 2), (make_program, 2, 8), (make_queue_program, 3, 3)):

@@ -1,7 +1,5 @@
 """Every backend computes what a dense Llama in NumPy does, and that computes what transformers does."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -19,7 +17,6 @@ TOKENS = np.random.default_rng(2).integers(0, 101, 21).tolist()
 
 
 def computed(backend: str, checkpoint: TinyCheckpoint, tp: int, dtype: Dtype) -> NDArray[np.float32]:
-    """Return the logits of TOKENS, computed in one step."""
     if backend != "cuda on the host":
         runner = Runner(checkpoint, backend, dtype, tp=tp)
         logits = runner.logits(TOKENS)

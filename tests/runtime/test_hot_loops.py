@@ -1,7 +1,5 @@
 """Checks the machine code of the CPU's matmul loops: how many instructions they have and how few values they spill."""
 
-from __future__ import annotations
-
 import platform
 import shutil
 from pathlib import Path
@@ -29,11 +27,9 @@ def plain(loop: HotLoop) -> bool:
 
 
 def test_every_block_has_a_loop_that_multiplies(loops: list[HotLoop]) -> None:
-    """Every register block has a loop of multiply-adds.
-
-    A register block has `rows` token rows and `panels` panels of 16 weight columns. One step along K takes rows x
-    panels x (vectors per panel) multiply-adds, and more if weights are quantised, because these must be converted.
-    """
+    """Every register block has a loop of multiply-adds. A register block has `rows` token rows and `panels` panels of
+    16 weight columns. One step along K takes rows x panels x (vectors per panel) multiply-adds, and more if weights are
+    quantised, because these must be converted."""
     widths = {loop.simd for loop in loops}
     assert widths == {"avx2", "avx512"}
     for loop in loops:
@@ -50,10 +46,8 @@ def test_no_hot_loop_spills(loops: list[HotLoop]) -> None:
 
 
 def test_instructions_of_a_multiply_add(loops: list[HotLoop]) -> None:
-    """A matmul loop has only a few instructions per multiply-add.
-
-    The limit is highest for quantised weights, because a block of one row uses each converted weight only once.
-    """
+    """A matmul loop has only a few instructions per multiply-add. The limit is highest for quantised weights, because a
+    block of one row uses each converted weight only once."""
     for loop in loops:
         most = 3.4 if plain(loop) else 7.5
         if plain(loop) and loop.rows >= 4:

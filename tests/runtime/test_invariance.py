@@ -1,10 +1,6 @@
 """The logits of a token row depend, bit for bit, only on its own sequence: not on other sequences in the step, on how
-its prefill is divided into steps, or on the number of workers.
-
-The same holds with several ranks, although the number of token rows decides which ranks store the residual.
-"""
-
-from __future__ import annotations
+its prefill is divided into steps, or on the number of workers. The same holds with several ranks, although the number
+of token rows decides which ranks store the residual."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """If an allocation in the native library fails, the call raises an error about memory, and the next call succeeds."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

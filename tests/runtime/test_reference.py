@@ -1,7 +1,5 @@
 """Compares the reference backend with transformers and its sampling with naive code, and tests its counters."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -337,7 +335,6 @@ def execute(backend: ReferenceBackend, table: StepTable, layer: int, phase: str,
 
 
 def test_columns_may_be_cut_anywhere() -> None:
-    """Column tiles that divide heads and cross the borders of Q, K and V give the results of a single tile."""
     _, checkpoint = make_llama(1, attention_bias=True, mlp_bias=True)
     dims = make_dims(checkpoint.config)
     table = build_step(dims, [Chunk(0, 0, prompt(20, dims.model.vocab), range(3, 5))])

@@ -1,7 +1,5 @@
 """Step tables: every step that an engine may request gets a valid table, and `check_step` rejects invalid tables."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -22,10 +20,8 @@ CONFIG = ModelConfig(vocab=100, hidden=48, ffn=64, layers=2, heads=6, kv_heads=3
 
 
 def decode(lengths: list[int], page: int = 16) -> list[Chunk]:
-    """Return one decode row for each sequence length, each with its own KV pages.
-
-    Token id -1 means that the token is read from HISTORY.
-    """
+    """Return one decode row for each sequence length, each with its own KV pages. Token id -1 means that the token is
+    read from HISTORY."""
     per = -(-CONFIG.max_context // page)
     return [Chunk(i, n - 1, [-1], range(i * per, (i + 1) * per), [SampleRow(0)]) for i, n in enumerate(lengths)]
 
@@ -51,11 +47,9 @@ def live_items(table: StepTable) -> range:
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
 def test_the_work_of_slots_adds_up_to_the_steps(tp: int) -> None:
-    """The FLOPs and KV bytes of all attention slots add up to those of the step, even if ranks share KV heads.
-
-    A slot has the work of one attention instruction. FLOPs are proportional to the tokens that each row attends to.
-    Each decode row reads its K and V once.
-    """
+    """The FLOPs and KV bytes of all attention slots add up to those of the step, even if ranks share KV heads. A slot
+    has the work of one attention instruction. FLOPs are proportional to the tokens that each row attends to. Each
+    decode row reads its K and V once."""
     lengths = [1, 17, 128, 700, 3000]
     dims = make_dims(CONFIG, tokens=40, row_block=8, attention_slots=7, items=130, partials=2000, tp=tp, max_seqs=6)
     pages = range(5 * dims.bucket.pages_per_seq, 6 * dims.bucket.pages_per_seq)
@@ -131,11 +125,9 @@ def test_items_run_every_kv_block_of_every_row_once(slots: int) -> None:
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_each_rank_runs_its_own_kv_heads(tp: int) -> None:
-    """Each rank has attention items for exactly the KV heads that its query heads use.
-
-    There are six query heads, two for each KV head. With two ranks, each has three query heads, which use two KV heads.
-    With eight ranks, the last two have no heads.
-    """
+    """Each rank has attention items for exactly the KV heads that its query heads use. There are six query heads, two
+    for each KV head. With two ranks, each has three query heads, which use two KV heads. With eight ranks, the last two
+    have no heads."""
     dims = make_dims(CONFIG, tokens=20, attention_slots=7, items=90, partials=900, tp=tp)
     table = build_step(dims, [*decode([2000, 40]), Chunk(2, 5, [1] * 9, range(512, 520))])
     check_step(table)
@@ -199,10 +191,8 @@ def units(table: StepTable) -> list[int]:
 
 
 def slot_times(table: StepTable) -> np.ndarray:
-    """Return the time of each attention slot. The unit is the time to load K and V of one head and one KV block.
-
-    One pass over a KV block computes at most eight groups of 16 (query row, head) pairs, and takes two units of time.
-    """
+    """Return the time of each attention slot. The unit is the time to load K and V of one head and one KV block. One
+    pass over a KV block computes at most eight groups of 16 (query row, head) pairs, and takes two units of time."""
     out = np.zeros(table.dims.bucket.attention_slots)
     for slot in range(len(out)):
         for i in range(*table.slot_items[slot : slot + 2]):
@@ -313,10 +303,8 @@ def _first_split(t: StepTable) -> int:
 
 
 def _set(**changes: tuple[object, float]) -> Callable[[StepTable], None]:
-    """Return a function that changes fields of a step table.
-
-    `changes` gives each field an index and a new value. The index may be a function of the table.
-    """
+    """Return a function that changes fields of a step table. `changes` gives each field an index and a new value. The
+    index may be a function of the table."""
 
     def change(t: StepTable) -> None:
         for name, (index, value) in changes.items():

@@ -1,9 +1,5 @@
-"""Tests of weights that stay in memory in the type that their file has, such as Q8_0.
-
-Such weights must give the same bits as their float32 values, and take as many bytes as in the file, apart from padding.
-"""
-
-from __future__ import annotations
+"""Tests of weights that stay in memory in the type that their file has, such as Q8_0. Such weights must give the same
+bits as their float32 values, and take as many bytes as in the file, apart from padding."""
 
 import math
 from collections.abc import Sequence
@@ -56,9 +52,7 @@ class Dequantised:
         self._quantised = quantised
 
     def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
-        return converted(
-            self._quantised.rows(buffer, layer, split), column_share(buffer, split).size, Dtype.F32
-        )
+        return converted(self._quantised.rows(buffer, layer, split), column_share(buffer, split).size, Dtype.F32)
 
 
 class Mixed:
@@ -114,10 +108,8 @@ def logits(kind: type[Any], checkpoint: Checkpoint, rows: int, tp: int = 1, **op
 def all_logits(
     kind: type[Any], checkpoint: Checkpoint, prompts: Sequence[int], tp: int = 1, **options: Any
 ) -> list[Array]:
-    """Return the logits of every row of several random prompts, which run one after the other on one backend.
-
-    `prompts` are their lengths in tokens; the last must be the longest.
-    """
+    """Return the logits of every row of several random prompts, which run one after the other on one backend. `prompts`
+    are their lengths in tokens; the last must be the longest."""
     programs = [program_of(checkpoint, rows, tp, **options) for rows in prompts]
     backend = kind(checkpoint, programs[-1].dims, PAGES, dtype=checkpoint.dtype)
     found = []
@@ -154,10 +146,8 @@ def of_the_reference(kind: Dtype, dtype: Dtype) -> list[Array]:
 def test_the_bits_of_what_the_blocks_stand_for(
     monkeypatch: pytest.MonkeyPatch, simd: str, kind: Dtype, dtype: Dtype
 ) -> None:
-    """Weights in each type give the same bits as their float32 values, and the reference's logits up to rounding.
-
-    The LM head shares the embedding table.
-    """
+    """Weights in each type give the same bits as their float32 values, and the reference's logits up to rounding. The
+    LM head shares the embedding table."""
     use(monkeypatch, simd)
     blocks, floats = quantised(ODD, dtype, kind, tied=True)
     found = all_logits(CpuBackend, blocks, PROMPTS)
@@ -181,10 +171,8 @@ def test_matrices_of_several_types(dims: str, rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda t: t.name)
 def test_quantised_weights_are_other_weights(dtype: Dtype) -> None:
-    """Quantisation changes the logits, so the tests for equal bits can fail.
-
-    Weights stored as float32 are not rounded, even if the backend computes in bfloat16.
-    """
+    """Quantisation changes the logits, so the tests for equal bits can fail. Weights stored as float32 are not rounded,
+    even if the backend computes in bfloat16."""
     blocks, floats = quantised(ODD, dtype)
     whole = RandomCheckpoint(ODD.changed(dtype=int(dtype)))
     found = [logits(CpuBackend, c, 2) for c in (blocks, floats, whole, stored_as(whole, "f32"))]
@@ -195,10 +183,8 @@ def test_quantised_weights_are_other_weights(dtype: Dtype) -> None:
 
 @pytest.mark.parametrize("simd", WIDTHS)
 def test_every_scale_of_a_block(monkeypatch: pytest.MonkeyPatch, simd: str) -> None:
-    """Every float16 value works as the scale of a Q8_0 block.
-
-    Finite scales, also subnormal ones, give exact weights. Infinite and NaN scales give results that are not finite.
-    """
+    """Every float16 value works as the scale of a Q8_0 block. Finite scales, also subnormal ones, give exact weights.
+    Infinite and NaN scales give results that are not finite."""
     use(monkeypatch, simd)
     scales = np.arange(1 << 16, dtype=np.uint16)
     dims = DIMS.changed(ffn=32, vocab=len(scales), hidden=32, layers=1)
@@ -234,10 +220,8 @@ def test_every_scale_of_a_block(monkeypatch: pytest.MonkeyPatch, simd: str) -> N
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @pytest.mark.parametrize("o", ["sharded", "replicated"])
 def test_ranks_share_blocks(tp: int, o: str) -> None:
-    """Ranks that divide quantised matrices give the same bits as with float32 values.
-
-    With eight ranks, the first has more FFN columns than the others.
-    """
+    """Ranks that divide quantised matrices give the same bits as with float32 values. With eight ranks, the first has
+    more FFN columns than the others."""
     blocks, floats = quantised(SHARED, Dtype.BF16)
     found = logits(CpuBackend, blocks, 13, tp, o=o)
     np.testing.assert_array_equal(found, logits(CpuBackend, floats, 13, tp, o=o))
@@ -323,9 +307,10 @@ def test_the_engine_without_arithmetic() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["auto", "f32", "q8_0"])
-def test_the_default_model_answers(smollm2: Path, weights: str) -> None:
-    with LLM("smollm2-135m", backend="cpu", weights=weights, max_context=512, max_seqs=1) as llm:
+@pytest.mark.parametrize(("weights", "kv"), [("auto", "auto"), ("f32", "auto"), ("q8_0", "auto"), ("auto", "q8_0")])
+def test_the_default_model_answers(smollm2: Path, weights: str, kv: str) -> None:
+    how: dict[str, Any] = {"backend": "cpu", "weights": weights, "kv_cache_dtype": kv}
+    with LLM("smollm2-135m", **how, max_context=512, max_seqs=1) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=16)
         [answer] = llm.chat([{"role": "user", "content": "What is the capital of France?"}], params)
     assert answer.text == "The capital of France is Paris."

@@ -1,10 +1,5 @@
-"""Tests of tensor-parallel ranks on the CPU backend.
-
-The ranks agree with the reference. The number of threads, the use of queues and the choice of the ranks that store the
-residual do not change any bit.
-"""
-
-from __future__ import annotations
+"""Tests of tensor-parallel ranks on the CPU backend. The ranks agree with the reference. The number of threads, the use
+of queues and the choice of the ranks that store the residual do not change any bit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,8 +60,7 @@ def hand_dims(config: ModelConfig, tp: int, o: str, residual: str, **changes: An
 
 def hand_table(dims: Dims, deep: int = 137) -> StepTable:
     """Return a step with a prefill of several row blocks, a decode row at position `deep`, the end of another prompt,
-    and padding rows.
-    """
+    and padding rows."""
     row = SampleRow
     chunks = [
         Chunk(2, 0, list(range(9, 20)), [0, 7], [row(10), row(3, store=False, target=7)]),
@@ -89,11 +83,9 @@ def hand_table(dims: Dims, deep: int = 137) -> StepTable:
 def test_every_instruction_does_what_the_reference_does(
     config: ModelConfig, tp: int, o: str, residual: str, dtype: Dtype
 ) -> None:
-    """Instructions change the same buffers of the same ranks as on the reference backend, and no others.
-
-    With one rank, the test runs every instruction of a compiled program. With several ranks, it runs the attention
-    instructions of a handmade program and, on each rank, the first two instructions of every other phase.
-    """
+    """Instructions change the same buffers of the same ranks as on the reference backend, and no others. With one rank,
+    the test runs every instruction of a compiled program. With several ranks, it runs the attention instructions of a
+    handmade program and, on each rank, the first two instructions of every other phase."""
     if tp == 1:
         program = compiled(replace(config, max_context=520), 22, tp=1, workers=8, dtype=dtype)
         table = hand_table(program.dims, deep=500)
@@ -130,10 +122,8 @@ def compiled(
 
 
 def steps(config: ModelConfig) -> list[list[Chunk]]:
-    """Return two steps. The first has two prompts and the start of a third.
-
-    The second has decode rows for the tokens sampled in the first, and the rest of the third prompt.
-    """
+    """Return two steps. The first has two prompts and the start of a third. The second has decode rows for the tokens
+    sampled in the first, and the rest of the third prompt."""
     rng = np.random.default_rng(2)
     vocab = config.vocab
     first, second, third = (rng.integers(0, vocab, n).tolist() for n in (17, 5, 21))
@@ -180,11 +170,9 @@ def same_bits(a: list[tuple[Array, Array]], b: list[tuple[Array, Array]]) -> Non
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @pytest.mark.parametrize("config", [CUT, FEW], ids=["cut", "few"])
 def test_ranks_compute_what_one_computes(config: ModelConfig, tp: int) -> None:
-    """Several ranks give the logits of one rank up to rounding, and the same tokens.
-
-    For each lowering of the O projection, the bits depend neither on the number of threads, nor on which ranks store
-    the residual, nor on where norms are computed.
-    """
+    """Several ranks give the logits of one rank up to rounding, and the same tokens. For each lowering of the O
+    projection, the bits depend neither on the number of threads, nor on which ranks store the residual, nor on where
+    norms are computed."""
     one = run_compiled(config, tp=1, norm="own")
     for norm in ("next", "inside"):
         same_bits(run_compiled(config, tp=1, norm=norm), one)
@@ -203,8 +191,7 @@ def test_ranks_compute_what_one_computes(config: ModelConfig, tp: int) -> None:
 @pytest.mark.parametrize(("o", "residual"), LOWERINGS)
 def test_programs_made_by_hand_give_what_the_reference_gives(o: str, residual: str) -> None:
     """Handmade programs agree with the reference. The scheduler is not involved, and some column tiles begin inside a
-    packed weight panel.
-    """
+    packed weight panel."""
     dims = hand_dims(CUT, 4, o, residual)
     program, table = make_program(CUT, dims, 2), hand_table(dims)
     reference = ReferenceBackend(random_checkpoint(CUT), dims, PAGES, dtype=Dtype.F32)
@@ -229,7 +216,6 @@ def test_compiled_queues_give_the_bits_of_streams(queue: str) -> None:
 
 
 def hand_run(config: ModelConfig, make: Any, workers: int, threads: int, tp: int, **lowering: str) -> list[Any]:
-    """Return the logits and tokens of three launches of a handmade program."""
     lowering = {"o": "sharded", "residual": "dealt"} | lowering
     dims = hand_dims(config, tp, **lowering)
     program, table = make(config, dims, workers), hand_table(dims)
@@ -244,21 +230,17 @@ def hand_run(config: ModelConfig, make: Any, workers: int, threads: int, tp: int
 @pytest.mark.parametrize(("workers", "threads"), [(1, 1), (3, 2), (5, 3)])
 @pytest.mark.parametrize(("o", "residual"), LOWERINGS)
 def test_queues_give_the_bits_of_streams(workers: int, threads: int, o: str, residual: str) -> None:
-    """Launches that claim instructions from queues give the same bits as launches with fixed streams.
-
-    Each program is launched three times. The number of claims from a queue is not reset between launches.
-    """
+    """Launches that claim instructions from queues give the same bits as launches with fixed streams. Each program is
+    launched three times. The number of claims from a queue is not reset between launches."""
     static = hand_run(CUT, make_program, 2, 1, 4, o=o, residual=residual)
     same_bits(static[1:], static[:-1])
     same_bits(hand_run(CUT, make_queue_program, workers, threads, 4, o=o, residual=residual), static)
 
 
 def test_partial_drains_share_a_queue() -> None:
-    """A drain instruction makes a worker claim and run instructions from a queue. Worker 0 has two for one queue.
-
-    The first of them claims only from the first half of the queue. So worker 0 runs instructions of the second half
-    only in its second drain instruction.
-    """
+    """A drain instruction makes a worker claim and run instructions from a queue. Worker 0 has two for one queue. The
+    first of them claims only from the first half of the queue. So worker 0 runs instructions of the second half only in
+    its second drain instruction."""
     dims = hand_dims(CUT, 1, "sharded", "dealt")
     whole, table = make_queue_program(CUT, dims, 2), hand_table(dims)
     half = len(whole.queues.records) // 2
@@ -341,11 +323,9 @@ def test_records_that_cannot_run_are_refused(make: Any, row: int, word: int, wro
 
 
 def test_copies_to_other_ranks_show_as_stores() -> None:
-    """In a trace, a copy to other ranks is a STORE interval, which begins when the computation of its rows ends.
-
-    Inside the layers, only norms copy their rows, and only if the residual's rows are divided among the ranks
-    ("dealt"). With a replicated residual, no instruction copies rows.
-    """
+    """In a trace, a copy to other ranks is a STORE interval, which begins when the computation of its rows ends. Inside
+    the layers, only norms copy their rows, and only if the residual's rows are divided among the ranks ("dealt"). With
+    a replicated residual, no instruction copies rows."""
     for residual in ("dealt", "replicated"):
         dims = hand_dims(CUT, 2, "sharded", residual)
         program = make_program(CUT, dims, 2)

@@ -1,7 +1,5 @@
 """On several ranks, the reference backend computes the same as on one, in every lowering and execution order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product, zip_longest
@@ -65,11 +63,9 @@ def rank_dims(dims: Dims, tp: int, lowering: tuple[int, int] = (0, 0)) -> Dims:
 
 
 class Mixed:
-    """Runs three steps that mix prefill and decode of two prompts; the longer prompt is split over two steps.
-
-    Decode rows read the token that an earlier step sampled. KV cache that no sequence wrote contains the value `noise`.
-    Step k uses the k-th program, or the last if there are fewer.
-    """
+    """Runs three steps that mix prefill and decode of two prompts; the longer prompt is split over two steps. Decode
+    rows read the token that an earlier step sampled. KV cache that no sequence wrote contains the value `noise`. Step k
+    uses the k-th program, or the last if there are fewer."""
 
     def __init__(self, checkpoint: Checkpoint, *programs: Program, seed: int | None = None, noise: float = 0.0) -> None:
         dims = self.dims = programs[0].dims
@@ -136,8 +132,7 @@ def by_hand(config: ModelConfig, dims: Dims, workers: int = 2) -> Program:
 
 def by_scheduler(config: ModelConfig, dims: Dims, workers: int = 2) -> Program:
     """Compile a program with the lowering and the bucket (token rows, logit rows, sequences, context) of `dims`. The
-    scheduler chooses row blocks and buffer capacities.
-    """
+    scheduler chooses row blocks and buffer capacities."""
     o, residual = (
         ("sharded", "dealt", "replicated")[i] for i in (2 * dims.split.replicated_o, 1 + dims.split.replicated_residual)
     )
@@ -192,11 +187,9 @@ def test_order_workers_and_queues_change_nothing(tp: int, lowering: tuple[int, i
 
 @pytest.mark.slow
 def test_splits_over_kv_change_no_bit_and_nothing_beyond_the_sequence_is_read() -> None:
-    """Splits of attention over KV blocks change no bit of the logits of a decode row at position 479 on one rank.
-
-    The logits on one and two ranks also agree with those of transformers. The two ranks share a KV head, because its
-    query heads are divided between them. With splits, KV cache beyond the sequence contains 1e4.
-    """
+    """Splits of attention over KV blocks change no bit of the logits of a decode row at position 479 on one rank. The
+    logits on one and two ranks also agree with those of transformers. The two ranks share a KV head, because its query
+    heads are divided between them. With splits, KV cache beyond the sequence contains 1e4."""
     hf, checkpoint = make_llama(4, **SHAPES["grouped"])
     tokens = np.random.default_rng(3).integers(0, 101, 480).tolist()
     found = {}
@@ -225,8 +218,7 @@ SHARED = [b for b, s in BUFFERS.items() if s.space is not Space.WEIGHT and b not
 
 def written(forward: Forward, table: StepTable, words: NDArray[np.int32]) -> Iterator[tuple[int, Access, Any]]:
     """Yield each write that a record may make when the rank of `table` executes it, as (rank that has the copy of the
-    buffer, access, index of the cells).
-    """
+    buffer, access, index of the cells)."""
     d = table.dims
     phase = forward.by_number[int(phase_number(words))]
     for access in accesses(phase, phase.columns(words[None]), d):
@@ -255,8 +247,7 @@ def in_order(
     program: Program, backend: ReferenceBackend, table: StepTable
 ) -> Iterator[tuple[int, int, NDArray[np.int32]]]:
     """Launch the program, and yield (rank, layer, record words) of every instruction in an order that the counters
-    allow.
-    """
+    allow."""
     got = backend.launch(program, table, trace=True).trace
     assert got is not None
     last = {(int(i["layer"]), int(i["instruction"])): int(i["rank"]) for i in np.sort(got.intervals, order="end")[::-1]}
@@ -269,8 +260,7 @@ def in_order(
 @pytest.mark.parametrize(("tp", "lowering"), [(1, (0, 0)), *((4, lowering) for lowering in LOWERINGS)])
 def test_instructions_store_what_they_declare(tp: int, lowering: tuple[int, int]) -> None:
     """An instruction writes exactly the cells that it declares, on every rank. The backend's count of the bytes stored
-    on other ranks agrees with the declaration.
-    """
+    on other ranks agrees with the declaration."""
     checkpoint = make_llama(1, **SHAPES["grouped"] | {"layers": 1})[1]
     dims = rank_dims(small(checkpoint), tp, lowering)
     mixed = Mixed(checkpoint, make_program(checkpoint.config, dims, 2))
@@ -378,8 +368,7 @@ def test_prompts_go_to_every_rank() -> None:
 
 def test_an_engine_on_ranks_generates_the_same() -> None:
     """Four ranks generate the same tokens as one. Different ranks sample different requests, and each rank computes
-    penalties from its own HISTORY.
-    """
+    penalties from its own HISTORY."""
     checkpoint = make_llama(1, **SHAPES["grouped"])[1]
     prompts = [np.random.default_rng(n).integers(0, 101, n).tolist() for n in (3, 20, 7)]
     params = [

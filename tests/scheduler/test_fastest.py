@@ -1,7 +1,5 @@
 """In simulation, the compiler's default options are at most 2 % slower than the fastest combination of options."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from math import inf
@@ -27,8 +25,7 @@ def fastest(model: str, machine: Machine, tp: int, rows: int, **more: bool) -> F
 
 def variants(tp: int, rows: int) -> list[Options]:
     """Return all combinations of options, including those that cannot be compiled. `matmul` varies only up to 16 rows,
-    `interleave` only above 128 rows, and `o` and `residual` only on several ranks.
-    """
+    `interleave` only above 128 rows, and `o` and `residual` only on several ranks."""
     names = ["queue", "norm", *(["o", "residual"] if tp > 1 else []), *(["matmul"] if rows <= 16 else [])]
     values = [[value for value in CHOICES[name] if value != "auto"] for name in names]
     base = [Options(interleave=on) for on in ((True, False) if rows > 128 else (True,))]

@@ -1,7 +1,5 @@
 """Programs whose workers are pairs of SMs: sizes, costs, rejected machines and options, and automatic choice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The passes: where norms are computed, and what ranks share. Programs that use them are tested everywhere else."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from compiled import LLAMA_70B as LLAMA

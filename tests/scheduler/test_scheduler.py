@@ -1,9 +1,5 @@
 """Counters alone keep the scheduler's programs correct, in any interleaving of the instructions and for any valid step.
-
-The tests cover one rank and several, every lowering, and shards of equal, unequal and zero size.
-"""
-
-from __future__ import annotations
+The tests cover one rank and several, every lowering, and shards of equal, unequal and zero size."""
 
 import itertools
 import json
@@ -18,19 +14,7 @@ from mutate import edit, rows_of
 from megakernel import machine
 from megakernel.cli import main
 from megakernel.errors import MegakernelError
-from megakernel.isa import (
-    DRAIN,
-    OPERATIONS,
-    Access,
-    Buffer,
-    Columns,
-    Dims,
-    Dtype,
-    Forward,
-    Kind,
-    Operation,
-    Phase,
-)
+from megakernel.isa import DRAIN, OPERATIONS, Access, Buffer, Columns, Dims, Dtype, Forward, Kind, Operation, Phase
 from megakernel.isa.record import SIGNAL_WORD, WAIT_WORD, WAITS, phase_number
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
@@ -56,8 +40,7 @@ def test_any_interleaving_gives_the_results_of_program_order(layers: int, worker
 @pytest.mark.parametrize("workers", [1, 4])
 def test_wide_tiles_over_many_kv_heads_share_counters(workers: int) -> None:
     """One attention instruction processes several KV heads if a QKV tile would otherwise signal too many counters. A
-    record has space for 8 signals, and here a tile contains columns of up to 30 KV heads.
-    """
+    record has space for 8 signals, and here a tile contains columns of up to 30 KV heads."""
     config = replace(SMALL, heads=30, kv_heads=30, head_dim=2)
     program = compiled(config, replace(small_machine(workers), tile_cols=256), 4)
     attention = of(program, "attention")
@@ -72,7 +55,6 @@ PHASES += ["final_norm", "lm_head", "sample"]
 
 @pytest.mark.parametrize("name", PHASES)
 def test_every_wait_is_needed(name: str) -> None:
-    """If the instructions of any one phase did not wait, some interleaving would give wrong results."""
     program = compiled(SMALL, small_machine(3), 7, logit_rows=3, options=Options(norm="own"))
     segment = "body" if program.forward.by_name[name] in program.forward.body else "epilogue"
     with pytest.raises(Failure):
@@ -203,8 +185,7 @@ def _column_tasks(phase: Phase, col: list[int], cols: list[int], block: list[int
 
 def _run_artificial(readers: list[tuple[int, int]], blocks: int) -> Program:
     """Compile and check a program in which 12 tasks, divided among `blocks` blocks, write one column each. Each reader
-    is (first column, number of columns) and is a block of its own.
-    """
+    is (first column, number of columns) and is a block of its own."""
     target = small_machine(4)
     sizes = {"tokens": 1, "logit_rows": 1, "max_seqs": 1, "max_context": 8}
     llama = fastest(replace(SMALL, layers=2), target, dtype=Dtype.F32, **sizes)
@@ -212,8 +193,8 @@ def _run_artificial(readers: list[tuple[int, int]], blocks: int) -> Program:
     write, read = forward.body
     writers = _column_tasks(write, list(range(12)), [1] * 12, [c * blocks // 12 for c in range(12)])
     reads = _column_tasks(read, [c for c, _ in readers], [n for _, n in readers], list(range(len(readers))))
-    sample = replace(llama.epilogue[2], phase=forward.epilogue[0])
-    program = build_program(replace(llama, forward=forward, body=[writers, reads], epilogue=[sample]))
+    sample = replace(llama.segments[2][2], phase=forward.epilogue[0])
+    program = build_program(replace(llama, forward=forward, segments=(llama.segments[0], [writers, reads], [sample])))
     check(program, seed=3)
     return program
 
@@ -285,8 +266,7 @@ def test_random_shapes(options: Options) -> None:
 @EACH_LOWERING
 def test_every_wait_of_a_rank_is_needed(options: Options) -> None:
     """If the instructions of any one phase did not wait on rank 0, some interleaving would give wrong results. The test
-    leaves out norms.
-    """
+    leaves out norms."""
     program = uneven(5, 2, replace(options, norm="own"))
     phases = [phase for phase in program.forward.body if phase.operation is not Operation.NORM]
     assert len(phases) >= 6
@@ -368,11 +348,9 @@ def test_o_is_replicated_where_links_are_slow_whatever_the_bucket() -> None:
 
 
 def test_every_rank_counts_the_weights_of_its_own_first_rows() -> None:
-    """Both ranks choose O projection tiles of the same width, although only rank 0 owns row 0.
-
-    The cost model must count the weights for tiles at each rank's own first row. The machine's memory is so slow and
-    its dispatch so expensive that tiles would be wider if the weights were not counted.
-    """
+    """Both ranks choose O projection tiles of the same width, although only rank 0 owns row 0. The cost model must
+    count the weights for tiles at each rank's own first row. The machine's memory is so slow and its dispatch so
+    expensive that tiles would be wider if the weights were not counted."""
     target = replace(machine.host(4), dispatch_s=1.6e-4, memory_bytes_per_s=3.45e8)
     program = compiled(SMOLLM2, target, 1024, 1, 2, options=Options(o="replicated", residual="dealt"))
     phase = program.forward.by_name["o_proj"]
@@ -402,10 +380,8 @@ def test_any_way_to_claim_a_queue_gives_the_results_of_program_order(queue: str,
 
 
 def test_link_bound_and_compute_bound_stages_take_turns() -> None:
-    """With interleaving, a worker alternates between O partials (link-bound) and gate/up (compute-bound).
-
-    Without interleaving, each worker runs all its O partials first and then all of gate/up: two runs.
-    """
+    """With interleaving, a worker alternates between O partials (link-bound) and gate/up (compute-bound). Without
+    interleaving, each worker runs all its O partials first and then all of gate/up: two runs."""
 
     def runs(interleave: bool) -> int:
         options = Options(o="sharded", residual="dealt", interleave=interleave)
@@ -422,11 +398,9 @@ def test_link_bound_and_compute_bound_stages_take_turns() -> None:
 
 
 def test_a_norm_gives_way_to_an_earlier_panel_of_the_next_stage() -> None:
-    """In rank 3's queue, gate/up instructions of the first panel precede the MLP norm of the second.
-
-    A panel is a group of row blocks that share one pass over the weights: here 3, 3 and 2 of the 8 row blocks. Rank 3
-    owns row block 3, in the second panel.
-    """
+    """In rank 3's queue, gate/up instructions of the first panel precede the MLP norm of the second. A panel is a group
+    of row blocks that share one pass over the weights: here 3, 3 and 2 of the 8 row blocks. Rank 3 owns row block 3, in
+    the second panel."""
     options = Options(o="replicated", residual="dealt", queue="body")
     program = compiled(replace(LLAMA_70B, layers=1), machine.load("h100"), 1024, 1, 8, options)
     queue = [program.forward.by_number[n].name for n in phase_number(program.queues.stream(3)).tolist()]
@@ -483,7 +457,6 @@ def test_of_workers_that_are_free_at_the_same_time_the_one_with_fewest_tasks_is_
 
 def test_memory_that_is_hardly_there_makes_one_panel() -> None:
     """Memory is so slow that computing any number of rows takes less time than reading the weights. All row blocks then
-    form one panel, a group that shares one pass over the weights.
-    """
+    form one panel, a group that shares one pass over the weights."""
     slow = replace(small_machine(2), memory_bytes_per_s=1e-12)
     assert verify(compiled(SMALL, slow, 9)).ok

@@ -1,7 +1,5 @@
 """The server fixture that several test files of this folder share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The load generator `megakernel bench serve`: its workloads, HTTP client, arrival times and figures."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from array import array

@@ -1,7 +1,5 @@
 """SGLang's load generator, bench_serving.py, works with our server. The file comes unchanged from SGLang's wheel."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -28,10 +26,8 @@ def pip(*arguments: str) -> None:
 
 @pytest.fixture
 def bench_serving(tmp_path: Path) -> Path:
-    """Return the path of bench_serving.py, after installing the packages that it imports.
-
-    The package `datasets` is a stub, because only workloads from the Hugging Face hub need it.
-    """
+    """Return the path of bench_serving.py, after installing the packages that it imports. The package `datasets` is a
+    stub, because only workloads from the Hugging Face hub need it."""
     folder = tmp_path / "sglang"
     folder.mkdir()
     pip("download", WHEEL, "--dest", str(folder))

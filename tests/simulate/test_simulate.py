@@ -1,7 +1,5 @@
 """Tests the simulator: exact times of handmade work, and properties that hold for every program."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable
@@ -37,10 +35,8 @@ SERVERS = Path(__file__).parents[2] / "benchmarks" / "machines"
 
 
 def test_two_loads_share_memory() -> None:
-    """Two loads share a memory of 100 bytes/s equally until the shorter one ends.
-
-    The load of 100 bytes ends after 2 s. The load of 300 bytes then has 200 left, which take 2 s at the full rate.
-    """
+    """Two loads share a memory of 100 bytes/s equally until the shorter one ends. The load of 100 bytes ends after 2 s.
+    The load of 300 bytes then has 200 left, which take 2 s at the full rate."""
     result, rows = hand_run(hand_work([[Task(weights=100)], [Task(weights=300)]]), memory_bytes_per_s=100)
     assert ended(rows, 0) == pytest.approx(2) and ended(rows, 1) == pytest.approx(4)
     assert result.step_s == pytest.approx(4) and result.memory_bytes == 400
@@ -75,7 +71,6 @@ def test_the_slowest_rate_bounds(
 
 
 def test_a_loader_asks_for_one_load_after_the_other() -> None:
-    """Two loads take the sum of the times that the loader needs to request them, or longer if memory is slower."""
     asked = [Task(weights=6.0, ask=2.0, compute=0.5), Task(weights=3.0, reads=3.0, ask=4.0, compute=0.5)]
     assert hand_run(hand_work([asked]))[0].step_s == pytest.approx(2.0 + 4.0, rel=1e-6)
     assert hand_run(hand_work([asked]), memory_bytes_per_s=1.0)[0].step_s == pytest.approx(6.0 + 6.0, rel=1e-6)
@@ -83,8 +78,7 @@ def test_a_loader_asks_for_one_load_after_the_other() -> None:
 
 def test_what_the_machine_code_can_issue_bounds_a_step() -> None:
     """A step takes longer if the loader or the consumers issue instructions slowly. If every role issues fast, the step
-    takes as long as in a simulation without issue rates.
-    """
+    takes as long as in a simulation without issue rates."""
     machine, config = machines.load("h200"), load_config("random:llama-3.2-1b")
     program = compile_program(config, machine, tokens=1, logit_rows=1, max_seqs=1, max_context=128, dtype=Dtype.BF16)
     table, costs = decode_step(program.dims, 1, 128), costs_of(machine)
@@ -101,7 +95,6 @@ def test_what_the_machine_code_can_issue_bounds_a_step() -> None:
 
 
 def test_what_the_cache_holds_is_not_read_again() -> None:
-    """The second reader of a tile finds it in the cache, unless a read of another tile has evicted it."""
     tasks = [Task(weights=100, weight_key=key) for key in (0, 1, 0)]
     for capacity, from_memory in ((200, 200), (150, 300)):
         work = hand_work([tasks], keys=[100, 100])
@@ -121,11 +114,9 @@ def test_what_the_cache_holds_is_not_read_again() -> None:
 )
 def test_links_are_shared(stores: list[list[dict[int, float] | None]], rate: float, ends: list[float]) -> None:
     """Stores share the ports of their sending and receiving ranks. `stores[rank][worker]` maps each receiving rank to
-    the number of bytes that this worker sends to it.
-
-    In the max-min case, every port has 90 bytes/s. Three stores share the port of rank 2 (one from rank 0 and two from
-    rank 3), so each gets 30 bytes/s. The store from rank 0 to rank 1 gets the other 60 bytes/s of rank 0's port.
-    """
+    the number of bytes that this worker sends to it. In the max-min case, every port has 90 bytes/s. Three stores share
+    the port of rank 2 (one from rank 0 and two from rank 3), so each gets 30 bytes/s. The store from rank 0 to rank 1
+    gets the other 60 bytes/s of rank 0's port."""
     streams = [[Task(stores=sent)] if sent else [] for rank in stores for sent in rank]
     _, rows = hand_run(hand_work(streams, ranks=len(stores)), egress_bytes_per_s=rate)
     assert [ended(rows, number) for number in range(len(ends))] == pytest.approx(ends)
@@ -144,8 +135,7 @@ def times(rows: Intervals, kind: IntervalKind, edge: str, instruction: int | Non
 
 def test_pipelining_hides_loads_stores_and_set_up() -> None:
     """With pipelining, four tasks of 10 s take 40 s plus the first task's set-up and load and the last task's store.
-    Without pipelining, every task's set-up, load and store add to the time.
-    """
+    Without pipelining, every task's set-up, load and store add to the time."""
     work = hand_work([[Task(weights=100, compute=10, stores={0: 1})] * 4])
     costs = {"memory_bytes_per_s": 100, "ring_bytes": 10, "store_s": 3, "dispatch_s": 2, "latency_s": 0.5}
     overlapped, _ = hand_run(work, **costs)
@@ -155,11 +145,8 @@ def test_pipelining_hides_loads_stores_and_set_up() -> None:
 
 
 def test_the_next_weights_wait_for_pages() -> None:
-    """The second task's weights load when the first task begins to release its last pages.
-
-    The first task computes its 100 bytes in 10 s. At 8 s, the ring holds only the last 20 of them, and begins to free
-    their pages.
-    """
+    """The second task's weights load when the first task begins to release its last pages. The first task computes its
+    100 bytes in 10 s. At 8 s, the ring holds only the last 20 of them, and begins to free their pages."""
     work = hand_work([[Task(weights=100, compute=10), Task(weights=50, compute=1)]])
     _, rows = hand_run(work, ring_bytes=20)
     assert times(rows, IntervalKind.PAGE_WAIT, "end") == pytest.approx([8])
@@ -169,12 +156,10 @@ def test_the_next_weights_wait_for_pages() -> None:
     ("ahead", "known", "ends"), [(0, 10, 18), (30, 10, 16), (10, 10, 17), (90, 10, 17), (30, 3, 10)]
 )
 def test_the_cache_gets_weights_that_the_ring_has_no_room_for(ahead: float, known: float, ends: float) -> None:
-    """While a task waits for a counter, weights for which the ring has no room are prefetched into the cache.
-
-    The ring takes the first 20 of the task's 100 bytes in 2 s. Then the 20 bytes from byte `ahead` of the task on are
+    """While a task waits for a counter, weights for which the ring has no room are prefetched into the cache. The ring
+    takes the first 20 of the task's 100 bytes in 2 s. Then the 20 bytes from byte `ahead` of the task on are
     prefetched, except those that the ring already holds. At time `known`, the wait ends. Memory must then deliver only
-    the bytes that were not prefetched. A prefetch in progress at that time continues.
-    """
+    the bytes that were not prefetched. A prefetch in progress at that time continues."""
     consumer = Task(weights=100, waits=[0], ahead=ahead)
     work = hand_work([[Task(compute=known, signals=[(0, 0)])], [consumer]])
     result, _ = hand_run(work, memory_bytes_per_s=10, cache_bytes_per_s=20, ring_bytes=20)
@@ -204,10 +189,8 @@ def test_the_next_weights_load_while_inputs_are_waited_for() -> None:
 
 
 def test_weights_load_before_a_wait_and_activations_after_it() -> None:
-    """A consumer loads its 50 bytes of weights in the first 5 s, and its activations after its wait.
-
-    The producer ends at 10 s, its signal takes 1 s, and the 30 bytes of activations take 3 s more.
-    """
+    """A consumer loads its 50 bytes of weights in the first 5 s, and its activations after its wait. The producer ends
+    at 10 s, its signal takes 1 s, and the 30 bytes of activations take 3 s more."""
     producer = Task(compute=10, signals=[(0, 0)])
     consumer = Task(weights=50, reads=30, compute=1, waits=[0])
     result, rows = hand_run(hand_work([[producer], [consumer]]), memory_bytes_per_s=10, signal_s=1)
@@ -226,9 +209,8 @@ def test_a_signal_to_another_rank_takes_longer() -> None:
 
 
 def test_the_order_of_equal_work_matters() -> None:
-    """Two workers that load at the same time share memory. If one loads while the other computes, the same work takes
-    9 s instead of 13 s.
-    """
+    """Two workers that load at the same time share memory. If one loads while the other computes, the same work takes 9
+    s instead of 13 s."""
     load, think = Task(weights=100), Task(compute=5)
     costs = {"memory_bytes_per_s": 25, "in_flight": 1}
     same, _ = hand_run(hand_work([[load, think], [load, think]]), **costs)
@@ -239,8 +221,7 @@ def test_the_order_of_equal_work_matters() -> None:
 
 def test_a_queue_evens_out_what_streams_do_not() -> None:
     """Four jobs of 3, 1, 1 and 1 s take 4 s if each of two workers has a fixed pair of jobs, and 3 s if the two workers
-    claim the jobs from a queue.
-    """
+    claim the jobs from a queue."""
     jobs = [Task(compute=t) for t in (3, 1, 1, 1)]
     static, _ = hand_run(hand_work([jobs[:2], jobs[2:]]), in_flight=1)
     claimed, rows = hand_run(hand_work([[Task(drain=4)], [Task(drain=4)]], queue=jobs), in_flight=1, claim_in_flight=1)
@@ -249,11 +230,9 @@ def test_a_queue_evens_out_what_streams_do_not() -> None:
 
 
 def test_a_claim_waits_for_the_loads_of_the_instruction_before() -> None:
-    """A worker claims its next job when it requests the last bytes of its current one.
-
-    The set-up of the first two jobs ends at 0.5 s. They then compute for 10 and 20 s. The ring has room for the last
-    20 of a job's 100 bytes when 80 bytes are computed: after 8 s for the first job, and 16 s for the second.
-    """
+    """A worker claims its next job when it requests the last bytes of its current one. The set-up of the first two jobs
+    ends at 0.5 s. They then compute for 10 and 20 s. The ring has room for the last 20 of a job's 100 bytes when 80
+    bytes are computed: after 8 s for the first job, and 16 s for the second."""
     jobs = [Task(weights=100, compute=t) for t in (10, 20, 10, 10)]
     work = hand_work([[Task(drain=4)], [Task(drain=4)]], queue=jobs)
     _, rows = hand_run(work, ring_bytes=20, dispatch_s=0.5)
@@ -265,8 +244,7 @@ def test_a_claim_comes_when_the_last_page_is_asked_for_where_loads_bind() -> Non
 
     The ring has room for 20 of the job's 100 bytes, so the worker requests the last 20 when the first 80 have arrived:
     after the set-up (0.5 s), 80 bytes at 10 bytes/s (8 s) and the latency (0.25 s). If the job's output occupies half
-    of the ring, 90 bytes must have arrived, which takes 9 s instead of 8 s.
-    """
+    of the ring, 90 bytes must have arrived, which takes 9 s instead of 8 s."""
     for output, claimed in ((0, 0.5 + 8 + 0.25), (10, 0.5 + 9 + 0.25)):
         work = hand_work([[Task(drain=2)]], queue=[Task(weights=100, compute=1, output=output)] * 2)
         _, rows = hand_run(work, memory_bytes_per_s=10, ring_bytes=20, dispatch_s=0.5, latency_s=0.25)
@@ -340,21 +318,16 @@ def llama(queue: str = "none", tp: int = 1, workers: int = 4, o: str = "auto") -
 
 @pytest.mark.parametrize(("o", "tolerance"), [("sharded", 0.0), ("replicated", 0.01)])
 def test_the_bytes_between_ranks_are_the_declared_ones(o: str, tolerance: float) -> None:
-    """The simulator moves as many bytes between ranks as describe() reports.
-
-    If the O projection is replicated, they may differ by 1 %, because the step table decides which rank normalises each
-    logit row.
-    """
+    """The simulator moves as many bytes between ranks as describe() reports. If the O projection is replicated, they
+    may differ by 1 %, because the step table decides which rank normalises each logit row."""
     program = llama(tp=2, o=o)
     found = simulate(program, machine_of(program), step_of(program)).link_bytes
     assert found == pytest.approx(describe(program)["link_bytes"], rel=tolerance)
 
 
 def test_the_delay_of_one_instruction_moves_only_what_comes_after_it() -> None:
-    """A delay moves only the instructions that depend on the delayed one or follow it on its worker.
-
-    These costs leave no shared rate for which workers compete, so a delay cannot spread through contention.
-    """
+    """A delay moves only the instructions that depend on the delayed one or follow it on its worker. These costs leave
+    no shared rate for which workers compete, so a delay cannot spread through contention."""
     program = llama(workers=3)
     table = step_of(program)
     machine, costs = machine_of(program), costs_everywhere()
@@ -371,7 +344,6 @@ def test_the_delay_of_one_instruction_moves_only_what_comes_after_it() -> None:
 
 
 def moved_instructions(before: Intervals, after: Intervals) -> set[Node]:
-    """Return the instructions whose arithmetic ends more than 1 ns earlier or later in `after` than in `before`."""
     old, new = (by_node(rows[rows["kind"] == IntervalKind.COMPUTE]) for rows in (before, after))
     assert old.keys() == new.keys()
     ends = {node: (np.sort(old[node]["end"]).astype(int), np.sort(new[node]["end"]).astype(int)) for node in old}
@@ -432,10 +404,7 @@ def test_costs_of_machines() -> None:
     flops = np.array([2.0 * 64 * 256 * 512, 2.0 * 256 * 512])
     h100_itself = machines.MACHINES["h100"]
     assert h100_itself.issue and h100_itself.issue.handoff > 0
-    for taken, signal in (
-        (h100.signal_s, h100_itself.signal_s),
-        (h100.remote_signal_s, h100_itself.remote_signal_s),
-    ):
+    for taken, signal in ((h100.signal_s, h100_itself.signal_s), (h100.remote_signal_s, h100_itself.remote_signal_s)):
         assert taken == pytest.approx(signal + h100_itself.issue.handoff)
     # A matmul of one row takes as long as a matmul of 64 rows.
     assert np.ptp(h100.matmul_s(flops, np.array([64.0, 1.0]))) == 0
@@ -471,8 +440,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_it_says_of_a_step_what_the_timeline_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The figures that `simulate --json` prints equal those in the timeline page that it writes, and those that the
-    command `timeline` prints for the saved program and trace. A Perfetto file is written too.
-    """
+    command `timeline` prints for the saved program and trace. A Perfetto file is written too."""
     stem = tmp_path / "saved"
     written = ["--save", str(stem), "-o", str(tmp_path / "t.html"), "--perfetto", str(tmp_path / "t.pftrace")]
     config, sizes = replace(load_config("random:llama-3.2-1b"), layers=2), {"tokens": 3, "logit_rows": 3, "max_seqs": 3}
@@ -510,8 +478,7 @@ def test_what_a_machine_cannot_hold_or_lacks(capsys: pytest.CaptureFixture[str])
 
 def test_a_saved_program_of_a_prompt_can_be_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The program's 256 token rows belong to one sequence, so `simulate` uses a context of 256 tokens instead of the
-    default 128.
-    """
+    default 128."""
     config, machine = load_config("random:llama-3.2-1b"), machines.load("h100")
     sizes = {"tokens": 256, "logit_rows": 1, "max_seqs": 1, "max_context": 512}
     program = compile_program(config, machine, dtype=Dtype.BF16, **sizes)
@@ -526,8 +493,7 @@ def test_the_memory_of_a_saved_program_is_that_of_tied_embeddings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A program file does not record whether input and output embeddings are tied. For a saved program, `simulate`
-    therefore reports the memory needed with tied embeddings, which is less than without.
-    """
+    therefore reports the memory needed with tied embeddings, which is less than without."""
     shape = "random:llama-3.1-8b"
     config, stem = load_config(shape), tmp_path / "step"
     assert main(["simulate", "--model", shape, "--machine", "h100", "--save", str(stem), "--json"]) == 0
@@ -542,8 +508,7 @@ def test_the_memory_of_a_saved_program_is_that_of_tied_embeddings(
 @pytest.mark.usefixtures("smollm2")
 def test_a_step_takes_no_less_than_the_ceilings_allow(model: str, workers: int) -> None:
     """Predictions lie between the least time that the ceilings allow and twice that time. The cases are decode and
-    prefill, on a calibrated CPU and on this CPU with nominal rates.
-    """
+    prefill, on a calibrated CPU and on this CPU with nominal rates."""
     for file in (str(SERVERS / "epyc-2.toml"), machines.HOST):
         for case in predictions_host.cases(model, workers, file, measured=False):
             assert 0 < case.bound_s <= case.predicted.step_s < 2 * case.bound_s, (case.phase, file)

@@ -1,7 +1,5 @@
 """Runs a server in the test process and sends requests to it."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket
@@ -22,9 +20,8 @@ from megakernel.serving.server.service import Service
 
 @dataclass
 class Live:
-    """A running server: its frontend and its engine host are threads of this process, but communicate over
-    sockets, as separate processes do.
-    """
+    """A running server: its frontend and its engine host are threads of this process, but communicate over sockets, as
+    separate processes do."""
 
     host: EngineHost
     service: Service
@@ -35,11 +32,8 @@ class Live:
     def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, str], bytes]:
-        """Send a request and return the response's status, headers with names in lower case, and body.
-
-        A `body` that is a dict or a list is sent as JSON, bytes are sent unchanged, and an iterator is sent in HTTP
-        chunks.
-        """
+        """Send a request and return the response's status, headers with names in lower case, and body. A `body` that is
+        a dict or a list is sent as JSON, bytes are sent unchanged, and an iterator is sent in HTTP chunks."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         data = json.dumps(body).encode() if isinstance(body, (dict, list)) else body
         given = {"Content-Type": "application/json", **(headers or {})} if data is not None else headers or {}
@@ -128,7 +122,6 @@ def ids_of(text: str) -> list[int]:
 
 def alternating(text: str) -> dict[str, Any]:
     """Return sampling parameters with which a model, whatever its weights, generates the two bytes of `text` in
-    alternation.
-    """
+    alternation."""
     first, second = ids_of(text)
     return {"temperature": 0, "logit_bias": {str(first): 100, str(second): 99}, "frequency_penalty": 2.0}

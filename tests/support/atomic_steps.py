@@ -5,8 +5,6 @@ lists the counters that it waits for, the counters that it adds to, and the rect
 and writes. This module shares no code with the verifier or the scheduler. It uses only a program's records and phases.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
@@ -41,17 +39,14 @@ _PRIME = (1 << 61) - 1
 
 class Wild(Exception):
     """Raised for a step that addresses a buffer, counter or rank outside its bounds, or that cannot be correct in any
-    order of execution.
-    """
+    order of execution."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One attention item: token rows [row, row + rows) and the rank's KV heads [head, head + heads).
-
-    The rows belong to a sequence whose first token row is `start`, or to padding if `start` is -1. The item is number
-    `part` of the `parts` items that share the work of split `split`.
-    """
+    """One attention item: token rows [row, row + rows) and the rank's KV heads [head, head + heads). The rows belong to
+    a sequence whose first token row is `start`, or to padding if `start` is -1. The item is number `part` of the
+    `parts` items that share the work of split `split`."""
 
     row: int
     rows: int
@@ -65,11 +60,8 @@ class Item:
 
 @dataclass(frozen=True)
 class Table:
-    """A valid step table.
-
-    `slots[rank]` has the items of each attention slot, which one attention instruction executes. `logit_rows` has the
-    token row of each logit row (-1: padding).
-    """
+    """A valid step table. `slots[rank]` has the items of each attention slot, which one attention instruction executes.
+    `logit_rows` has the token row of each logit row (-1: padding)."""
 
     slots: list[dict[int, list[Item]]]
     logit_rows: list[int]
@@ -114,8 +106,7 @@ Box = tuple[int, int, int, int, int]
 @dataclass
 class Step:
     """An instruction or attention item. It may begin when the counters in `waits` have reached their totals. When it
-    ends, it adds arrivals to counters: `adds` has pairs (counter, number of arrivals).
-    """
+    ends, it adds arrivals to counters: `adds` has pairs (counter, number of arrivals)."""
 
     name: str
     tag: tuple[int, ...]
@@ -129,9 +120,8 @@ class Step:
 
 
 class Model:
-    """The steps of one launch. `streams[rank * workers + worker]` has the steps of a worker, and
-    `queues[rank, layer, queue]` has the steps of each record of a queue.
-    """
+    """The steps of one launch. `streams[rank * workers + worker]` has the steps of a worker, and `queues[rank, layer,
+    queue]` has the steps of each record of a queue."""
 
     def __init__(self, program: Program, table: Table) -> None:
         self.program, self.table, self.dims = program, table, program.dims
@@ -167,8 +157,7 @@ class Model:
 
     def steps(self, record: Records, rank: int, block: int, layer: int) -> Iterator[Step]:
         """Yield the steps of a record: for attention, one step per item and then one for the signals that follow all
-        items; otherwise one step.
-        """
+        items; otherwise one step."""
         phase = self.program.forward.by_number.get(int(record[0]))
         if phase is None:
             raise Wild(f"phase {record[0]}")
@@ -315,9 +304,7 @@ class Model:
 
 class Data:
     """The contents of every copy. A copy is a buffer of one layer on one rank; its elements are hashes, not numbers.
-
-    `seen[launch, tag, split]` is a hash of everything that the step with this tag and split has read in that launch.
-    """
+    `seen[launch, tag, split]` is a hash of everything that the step with this tag and split has read in that launch."""
 
     def __init__(self, model: Model) -> None:
         self.arrays = [np.zeros(shape, np.int64) for shape in model.shapes]
@@ -392,10 +379,8 @@ class Right:
 
 
 def expected(program: Program, table: Table) -> Right:
-    """Return the outputs of the program's phases, executed in order without regard to counters.
-
-    Raises Wild if a phase reads data that no step has written, or if a logit row is not sampled.
-    """
+    """Return the outputs of the program's phases, executed in order without regard to counters. Raises Wild if a phase
+    reads data that no step has written, or if a logit row is not sampled."""
     model = Model(program, table)
     data = in_order(model)
     if data.undefined:

@@ -1,7 +1,5 @@
 """Drives a headless Chromium over the W3C WebDriver protocol, using only the standard library."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil
@@ -62,8 +60,7 @@ class Browser:
 
     def open_timeline(self, page: Path) -> None:
         """Load a timeline's page with timeline_page.js appended to its script. Tests can then query the page through
-        `window.timeline`.
-        """
+        `window.timeline`."""
         script, end, rest = page.read_text(encoding="utf-8").rpartition("})();</script>")
         asking = page.with_suffix(".asking.html")
         asking.write_text(script + _TIMELINE.read_text(encoding="utf-8") + end + rest, encoding="utf-8")

@@ -1,9 +1,5 @@
-"""Builds files for tests once for each content of their sources, and shares them among processes and test runs.
-
-The files are in the folder `megakernel-tests` of the user's cache folder. The least recently used ones are deleted.
-"""
-
-from __future__ import annotations
+"""Builds files for tests once for each content of their sources, and shares them among processes and test runs. The
+files are in the folder `megakernel-tests` of the user's cache folder. The least recently used ones are deleted."""
 
 import ctypes
 import fcntl
@@ -24,8 +20,7 @@ _KEPT = 100  # files; a test run uses about a quarter as many
 
 def built_once(name: str, content: bytes, make: Callable[[Path], None]) -> Path:
     """Return the path of a file called `name`. If no process has built it from `content` yet, call `make` with the path
-    to which it must write. `content` is everything on which the file depends.
-    """
+    to which it must write. `content` is everything on which the file depends."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megakernel-tests"
     folder = cache / hashlib.sha256(content).hexdigest()[:32]
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,5 @@
 """Provides model shapes and a machine with tiny tiles, and compiles programs for them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -25,8 +23,7 @@ SMALL = ModelConfig(vocab=37, hidden=24, ffn=20, layers=3, heads=6, kv_heads=3, 
 
 def small_machine(workers: int, tile_rows: int = 4) -> machine.Machine:
     """Return a machine whose tiles are so small that tiny models have many of them. The machine's memory is so fast
-    compared with its arithmetic that a panel (the row blocks that share one pass over the weights) is one row block.
-    """
+    compared with its arithmetic that a panel (the row blocks that share one pass over the weights) is one row block."""
     return replace(
         machine.host(workers), tile_rows=tile_rows, tile_cols=8, col_unit=2, matrix_flops=1e9, memory_bytes_per_s=1e12
     )

@@ -1,7 +1,5 @@
 """Shared by the tests of the CPU backend: a small model with unusual sizes and random weights, and step tables."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -12,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from weights import loaded
+from sizes import config_of
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, Space, Split, StepTable, from_f32, to_f32
+from megakernel.isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, Space, Split, StepTable, from_f32
 from megakernel.model import families
 from megakernel.model.checkpoint import Storage, WeightRows, cut
-from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.runtime import Output
 from megakernel.runtime.cpu import native
@@ -27,28 +24,10 @@ from megakernel.scheduler import passes
 Array = NDArray[Any]
 
 # No size is a multiple of a tile's size, so every kernel meets partial tiles. Three query heads share a KV head.
-DIMS = Dims.of(
-    vocab=203,
-    hidden=72,
-    ffn=104,
-    layers=2,
-    heads=6,
-    kv_heads=2,
-    head_dim=24,
-    rms_eps=1e-5,
-    dtype=int(Dtype.F32),
-    kv_block=KV_BLOCK,
-    kv_page=16,
-    row_block=32,
-    tokens=40,
-    logit_rows=5,
-    max_seqs=3,
-    max_context=400,
-    items=8,
-    attention_slots=4,
-    partials=64,
-    bias_entries=6,
-)
+_SIZES = {"vocab": 203, "hidden": 72, "ffn": 104, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 24}
+_SIZES |= {"dtype": int(Dtype.F32), "kv_block": KV_BLOCK, "kv_page": 16, "row_block": 32, "tokens": 40, "logit_rows": 5}
+_SIZES |= {"max_seqs": 3, "max_context": 400, "items": 8, "attention_slots": 4, "partials": 64, "bias_entries": 6}
+DIMS = Dims.of(rms_eps=1e-5, **_SIZES)
 PAGES = 80
 WIDTHS = ("portable", "avx2", "avx512", "avx512bf16")  # values of MEGAKERNEL_SIMD
 
@@ -65,8 +44,7 @@ def use(monkeypatch: pytest.MonkeyPatch, simd: str) -> None:
 @dataclass
 class RandomCheckpoint:
     """A checkpoint whose weights depend only on the buffer and the layer. Matrices are drawn from N(0, 1 / fan-in), so
-    that every weight influences the results.
-    """
+    that every weight influences the results."""
 
     dims: Dims
     tied: bool = False
@@ -75,20 +53,9 @@ class RandomCheckpoint:
     storage: dict[Buffer, Storage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        d = self.dims
-        self.dtype = Dtype(d.model.dtype)
-        sizes = (
-            d.model.vocab,
-            d.model.hidden,
-            d.model.ffn,
-            d.model.layers,
-            d.model.heads,
-            d.model.kv_heads,
-            d.model.head_dim,
-            d.bucket.max_context,
-        )
+        self.dtype = Dtype(self.dims.model.dtype)
         biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), self.biased)
-        self.config = ModelConfig(*sizes, tied=self.tied, **biases)
+        self.config = config_of(self.dims, tied=self.tied, **biases)
 
     def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
         values, kind = self.values(buffer, layer), BUFFERS[buffer].resolve_dtype(split.model)
@@ -107,17 +74,13 @@ class RandomCheckpoint:
             random /= np.float32(np.sqrt(shape[-1]))
         return random
 
-    def f32(self, buffer: Buffer, layer: int = 0) -> Array:
-        return to_f32(loaded(self, buffer, layer, self.dtype))
-
 
 FORWARD = passes.apply(families.forward(RandomCheckpoint(DIMS).config), DIMS.split)
 
 
 def make_table(dims: Dims, sequences: Mapping[int, tuple[int, int]], seed: int = 0) -> StepTable:
     """Return a step table with random token IDs and KV pages in random order. `sequences` maps each sequence to the
-    position of its first row and its number of rows.
-    """
+    position of its first row and its number of rows."""
     rng = np.random.default_rng(seed)
     table = StepTable(dims)
     table.block_tables[:] = rng.permutation(PAGES)[: table.block_tables.size].reshape(table.block_tables.shape)
@@ -135,10 +98,8 @@ def make_table(dims: Dims, sequences: Mapping[int, tuple[int, int]], seed: int =
 
 @dataclass(frozen=True)
 class Item:
-    """An attention item in the work list of attention slot `slot`.
-
-    `blocks` is the range (first, end) of its KV blocks; None means all.
-    """
+    """An attention item in the work list of attention slot `slot`. `blocks` is the range (first, end) of its KV blocks;
+    None means all."""
 
     slot: int
     row: int
@@ -187,11 +148,9 @@ def bits(output: Output) -> tuple[bytes, ...]:
 
 
 def check_stops(backend: Any, program: Program, table: StepTable, stall: Callable[[], object]) -> None:
-    """Check that a launch cannot start before the previous one has ended.
-
-    Also check that a stalled launch can be aborted or interrupted on every rank, and that the next launch then works.
-    `stall` makes one instruction never end in later launches that have a trace.
-    """
+    """Check that a launch cannot start before the previous one has ended. Also check that a stalled launch can be
+    aborted or interrupted on every rank, and that the next launch then works. `stall` makes one instruction never end
+    in later launches that have a trace."""
     before = bits(backend.launch(program, table))
     stall()
     launch = backend.start(program, table, trace=True)

@@ -1,7 +1,5 @@
 """Compiles the CUDA interpreter (csrc/cuda) for tests, once for each content of its sources."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

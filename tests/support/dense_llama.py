@@ -1,9 +1,5 @@
 """Llama and its relatives as plain mathematics: the logits of one sequence, in float64, with a checkpoint's weights.
-
-Nothing here knows of tiles, ranks, KV caches or the phases of a program.
-"""
-
-from __future__ import annotations
+Nothing here knows of tiles, ranks, KV caches or the phases of a program."""
 
 from collections.abc import Sequence
 

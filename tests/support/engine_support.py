@@ -1,9 +1,5 @@
-"""A serving engine for tests, whose backend has no model.
-
-The backend invents tokens and checks the step tables that the engine gives it.
-"""
-
-from __future__ import annotations
+"""A serving engine for tests, whose backend has no model. The backend invents tokens and checks the step tables that
+the engine gives it."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -45,9 +41,7 @@ def output_ids(choice: Any) -> list[int]:
 
 def continuation(said: int, seed: int, choice: int) -> int:
     """Compute a token id from `said` (a digest of the tokens so far), a 32-bit seed and the completion's index.
-
-    Different sequences therefore get different tokens, but the same sequence always gets the same ones.
-    """
+    Different sequences therefore get different tokens, but the same sequence always gets the same ones."""
     return digest([seed, choice], said) % CONFIG.vocab
 
 
@@ -62,8 +56,7 @@ class FakeBackend:
     sequence wrote, therefore gets a wrong digest.
 
     Every step table must pass `check_step`. A launch runs only in `wait`. Until then, the engine may neither start
-    another launch nor write to the token history.
-    """
+    another launch nor write to the token history."""
 
     name = "fake"
 
@@ -74,7 +67,6 @@ class FakeBackend:
         self.tables: list[StepTable] = []
         self.interrupt = False
         self.under_way = False
-        self.closed = False
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
         assert not self.under_way
@@ -82,7 +74,7 @@ class FakeBackend:
             self.history[slot] = {}
         self.history[slot].update(enumerate(tokens.tolist(), start))
 
-    def start(self, program: Program, table: StepTable, *, trace: bool = False) -> FakeLaunch:
+    def start(self, program: Program, table: StepTable, *, trace: bool = False) -> "FakeLaunch":
         assert not self.under_way
         self.under_way = True
         check_step(table)
@@ -152,7 +144,7 @@ class FakeBackend:
         return self.kv[int(table.block_tables[table.row_seq[row], block]), offset]
 
     def close(self) -> None:
-        self.closed = True
+        pass
 
     def steps(self) -> list[list[tuple[int, int]]]:
         """Return, for each step, the (slot, number of token rows) of its sequences, in row order."""
@@ -203,10 +195,8 @@ class Reader:
 
 
 class Guesses:
-    """Creates draft proposers that know each sequence's future tokens, which a test announces with `tell`.
-
-    A proposer deliberately proposes a wrong token for each position p for which `wrong(p)` is true.
-    """
+    """Creates draft proposers that know each sequence's future tokens, which a test announces with `tell`. A proposer
+    deliberately proposes a wrong token for each position p for which `wrong(p)` is true."""
 
     def __init__(self, wrong: Callable[[int], bool] = lambda place: False) -> None:
         self.wrong = wrong
@@ -216,7 +206,7 @@ class Guesses:
         """Announce the complete text of a sequence."""
         self.texts[choice] = text
 
-    def __call__(self, choice: Any) -> Guess:
+    def __call__(self, choice: Any) -> "Guess":
         return Guess(self, self.texts[choice])
 
 
@@ -232,10 +222,8 @@ class Guess(Reader):
 
 
 class Letters(TextStream):
-    """A streaming detokenizer: token t is the character with code 64 + t, so that token 0 is `@`.
-
-    Token 62 has no text of its own. Together with the next token, whichever that is, it becomes a single `é`.
-    """
+    """A streaming detokenizer: token t is the character with code 64 + t, so that token 0 is `@`. Token 62 has no text
+    of its own. Together with the next token, whichever that is, it becomes a single `é`."""
 
     def __init__(self) -> None:
         self.half = False

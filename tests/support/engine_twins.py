@@ -1,9 +1,5 @@
-"""Compares the engine with `SlowEngine`, a simple implementation of the same rules, under the same random traffic.
-
-To run it by hand for at least STEPS steps: `python tests/support/engine_twins.py STEPS SEED`.
-"""
-
-from __future__ import annotations
+"""Compares the engine with `SlowEngine`, a simple implementation of the same rules, under the same random traffic. To
+run it by hand for at least STEPS steps: `python tests/support/engine_twins.py STEPS SEED`."""
 
 import random
 import sys
@@ -92,10 +88,8 @@ def held(engine: Engine | SlowEngine) -> Any:
 
 def assert_same_table(one: StepTable, other: StepTable) -> None:
     """Assert that two step tables agree in everything that an interpreter reads, except the assignment of attention.
-
     The fields with `per_rank` assign attention work to slots. Several assignments are valid, so these fields are not
-    compared; `FakeBackend` checks them.
-    """
+    compared; `FakeBackend` checks them."""
     pairs, rows = int(other.bias_end.max()), int((other.row_seq >= 0).sum())
     for field in STEP_FIELDS:
         mine, theirs = getattr(one, field.name), getattr(other, field.name)
@@ -146,9 +140,7 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 def compare(seed: int, steps: int) -> Counter[str]:
     """Run both engines for `steps` steps with random limits and random traffic. Return how often each event occurred.
-
-    Raises AssertionError at the first difference.
-    """
+    Raises AssertionError at the first difference."""
     rng = random.Random(seed)
     depth, share = rng.choice([0, 0, 0, 4]), rng.choice([0, 20, 100])
     both, guesses = twins(

@@ -1,9 +1,5 @@
-"""A fake CuPy for tests of benchmarks/speed/probe_gpu.py, with only the functions that this script needs.
-
-Arrays are NumPy arrays, kernels write made-up measurements, and any two events are 1 ms apart.
-"""
-
-from __future__ import annotations
+"""A fake CuPy for tests of benchmarks/speed/probe_gpu.py, with only the functions that this script needs. Arrays are
+NumPy arrays, kernels write made-up measurements, and any two events are 1 ms apart."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -50,10 +46,8 @@ class RawModule:
         self._code = code
 
     def get_function(self, name: str) -> Any:
-        """Return a stand-in for a kernel, whose name must occur in the source.
-
-        The stand-in does nothing unless the script evaluates what the kernel writes.
-        """
+        """Return a stand-in for a kernel, whose name must occur in the source. The stand-in does nothing unless the
+        script evaluates what the kernel writes."""
         assert f" {name}(" in self._code, name
         body = _KERNELS.get(name, lambda *arguments: None)
 

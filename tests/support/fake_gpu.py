@@ -1,11 +1,7 @@
-"""A fake GPU for tests of the launcher: the fake driver of tests/support/fake_cuda, and a kernel written in Python.
-
-The kernel computes with the reference backend. It knows only the arguments of a launch, and reads the program, the step
+"""A fake GPU for tests of the launcher: the fake driver of tests/support/fake_cuda, and a kernel written in Python. The
+kernel computes with the reference backend. It knows only the arguments of a launch, and reads the program, the step
 table and the weights through their pointers. The fake GPU needs a process of its own, in which the fake driver is
-loaded instead of NVIDIA's: `run` calls a function of a test module in such a process.
-"""
-
-from __future__ import annotations
+loaded instead of NVIDIA's: `run` calls a function of a test module in such a process."""
 
 import ctypes
 import os
@@ -22,6 +18,7 @@ import pytest
 from built_once import linked
 from numpy.typing import NDArray
 from protocol import FLAGS, build_fibres
+from sizes import config_of
 
 from megakernel.isa import (
     BUFFERS,
@@ -71,10 +68,8 @@ def run(function: Callable[[], None], **env: object) -> str:
 
 
 def pretended(*, fibres: bool = False, **env: object) -> Callable[[Callable[[], None]], Callable[..., None]]:
-    """Return a decorator for tests, which makes the test's body run in a process that uses the fake driver.
-
-    With `fibres`, the environment variable FIBRES of that process is the path of the library for FibreKernel.
-    """
+    """Return a decorator for tests, which makes the test's body run in a process that uses the fake driver. With
+    `fibres`, the environment variable FIBRES of that process is the path of the library for FibreKernel."""
 
     def test_of(body: Callable[[], None]) -> Callable[..., None]:
         def test() -> None:
@@ -156,19 +151,8 @@ class Arguments:
 
     def config(self) -> ModelConfig:
         """Rebuild the model's configuration. A bias exists in the model if its buffer has an address."""
-        d = self.dims
-        sizes = (
-            d.model.vocab,
-            d.model.hidden,
-            d.model.ffn,
-            d.model.layers,
-            d.model.heads,
-            d.model.kv_heads,
-            d.model.head_dim,
-            d.bucket.max_context,
-        )
         qkv, o, mlp = (bool(self.addresses[0, b]) for b in (Buffer.B_QKV, Buffer.B_O, Buffer.B_GATE_UP))
-        return ModelConfig(*sizes, qkv_bias=qkv, o_bias=o, mlp_bias=mlp)
+        return config_of(self.dims, qkv_bias=qkv, o_bias=o, mlp_bias=mlp)
 
     def buffer(self, rank: int, buffer: Buffer, layer: int, pages: int) -> NDArray[Any]:
         spec = BUFFERS[buffer]
@@ -211,11 +195,8 @@ class PretendedKernel:
             self.errors.append(e)
 
     def execute(self, a: Arguments) -> None:
-        """Run the part of a step that one kernel launch (a grid) computes.
-
-        The grid adds to the counters of the ranks that it runs. The grid that runs rank 0 also computes the results of
-        all ranks.
-        """
+        """Run the part of a step that one kernel launch (a grid) computes. The grid adds to the counters of the ranks
+        that it runs. The grid that runs rank 0 also computes the results of all ranks."""
         p = a.params
         for rank in range(p.first_rank, p.first_rank + p.ranks):
             for block, total in enumerate(a.program.totals()[:, rank]):
@@ -244,9 +225,7 @@ class PretendedKernel:
 
 class FibreKernel:
     """A fake kernel that runs the CUDA interpreter's own code on the CPU, each warp as a fibre (user-space thread).
-
-    Each launch switches between the fibres in a different random order.
-    """
+    Each launch switches between the fibres in a different random order."""
 
     def __init__(self, fibres: str) -> None:
         self._fibres = ctypes.CDLL(fibres)
@@ -264,7 +243,6 @@ class FibreKernel:
 
 
 def _reference_on(a: Arguments, pages: int) -> Any:
-    """Return a reference backend whose weights are copied from the fake device."""
     from megakernel.runtime.reference import ReferenceBackend
 
     class OnDevice(ReferenceBackend):

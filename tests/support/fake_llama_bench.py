@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 """A stand-in for llama.cpp's benchmark programs, which prints results in their format, with times known to the tests.
-
-Every run appends its name and flags to the file FAKE_LOG. If FAKE_ANSWER is set, the run crashes or prints that text.
-"""
+Every run appends its name and flags to the file FAKE_LOG. If FAKE_ANSWER is set, the run crashes or prints that
+text."""
 
 import json
 import os

@@ -1,9 +1,5 @@
-"""A fake server that runs on a thread, for tests of the serving benchmark.
-
-It implements only the part of the OpenAI API that the benchmark calls, and fails in the ways that a test selects.
-"""
-
-from __future__ import annotations
+"""A fake server that runs on a thread, for tests of the serving benchmark. It implements only the part of the OpenAI
+API that the benchmark calls, and fails in the ways that a test selects."""
 
 import asyncio
 import json
@@ -17,12 +13,10 @@ from typing import Any
 
 @dataclass
 class FakeServer:
-    """The server's settings, and what it has recorded. `url` is set as soon as the server runs.
-
-    `faults[n]` is how a request with a prompt of n tokens fails. A number is an HTTP status. "cut" ends the stream
-    without `[DONE]`, "error" sends an error event, "short" reports one generated token too few, and "silent" closes the
-    connection without a response.
-    """
+    """The server's settings, and what it has recorded. `url` is set as soon as the server runs. `faults[n]` is how a
+    request with a prompt of n tokens fails. A number is an HTTP status. "cut" ends the stream without `[DONE]`, "error"
+    sends an error event, "short" reports one generated token too few, and "silent" closes the connection without a
+    response."""
 
     model: str = "random:tiny"
     delay_s: float = 0.0

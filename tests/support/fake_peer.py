@@ -1,10 +1,6 @@
-"""A fake peer for tests. A peer is another engine with which `bench throughput --vs` compares megakernel.
-
-The fake peer is of the kind that runs as Python code in a process of its own. It loads no model. Its settings determine
-the times that it reports, and whether it crashes.
-"""
-
-from __future__ import annotations
+"""A fake peer for tests. A peer is another engine with which `bench throughput --vs` compares megakernel. The fake peer
+is of the kind that runs as Python code in a process of its own. It loads no model. Its settings determine the times
+that it reports, and whether it crashes."""
 
 import os
 from collections.abc import Callable

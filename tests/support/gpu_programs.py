@@ -1,9 +1,5 @@
 """Small GPU programs for tests, each with a step table and a reference backend whose KV cache has random contents.
-
-Other functions collect the results of a launch, compare them, and list the memory boxes that an instruction copies.
-"""
-
-from __future__ import annotations
+Other functions collect the results of a launch, compare them, and list the memory boxes that an instruction copies."""
 
 import ctypes
 from dataclasses import replace
@@ -49,10 +45,8 @@ def make(
     chunks: tuple[tuple[int, int], ...] = ((200, 3), (0, 30)),
 ) -> tuple[ReferenceBackend, Program, Any]:
     """Return a reference backend with a random KV cache, a program, and the table of a step that computes `chunks`.
-
     Each chunk is a sequence's (start position, number of tokens). The program has one token row more than the chunks
-    need, so that the step has padding.
-    """
+    need, so that the step has padding."""
     _, checkpoint = make_llama(1, layers=2, **SHAPES[shape])
     rows = sum(count for _, count in chunks)
     machine = h100(workers, **TILES.get(shape, {}))
@@ -97,10 +91,8 @@ CAPACITY = 4096
 
 
 def plan(forward: Forward, dims: Dims, table: StepTable, record: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
-    """Return the memory boxes that an instruction, given by its record, loads and stores in layer 1.
-
-    The result has one array per name in COLUMNS, with one element per box, and one element for a page without boxes.
-    """
+    """Return the memory boxes that an instruction, given by its record, loads and stores in layer 1. The result has one
+    array per name in COLUMNS, with one element per box, and one element for a page without boxes."""
     rows = np.zeros((CAPACITY, len(COLUMNS)), np.int32)
     words, record = dims_words(dims), np.ascontiguousarray(record)
     n = build_fibres().mk_protocol_plan(

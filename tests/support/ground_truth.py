@@ -5,20 +5,17 @@ compare the verifier's answers with those of this module. This module shares no 
 It knows only the records, the program's phases, and the rule that an instruction waits until its counters have their
 totals.
 
-A program becomes one stream of atomic steps per worker. A step is an instruction or one attention item. Each step
-lists the counters that it waits for, the counters that it adds to, and the boxes (parts of buffers) that it accesses.
-Which steps the counters allow depends only on the progress of each stream, so every reachable state can be visited. If
-no reachable state allows two steps with conflicting boxes, all interleavings produce the same data, and running one of
+A program becomes one stream of atomic steps per worker. A step is an instruction or one attention item. Each step lists
+the counters that it waits for, the counters that it adds to, and the boxes (parts of buffers) that it accesses. Which
+steps the counters allow depends only on the progress of each stream, so every reachable state can be visited. If no
+reachable state allows two steps with conflicting boxes, all interleavings produce the same data, and running one of
 them shows whether that data is right. Two launches run back to back: a rank starts the second launch when its own
 streams have ended the first.
 
 Before its current step has ended, a stream may begin later steps, in order, if the counters for which they wait have
 reached their totals. If its next step is a drain (the instruction that claims and runs a queue's instructions), the
 stream may also claim from that queue already. A step adds to its counters only when it ends, so steps begun early do
-not change which states are reachable, but two steps of one stream may conflict.
-"""
-
-from __future__ import annotations
+not change which states are reachable, but two steps of one stream may conflict."""
 
 import itertools
 from collections.abc import Iterator
@@ -33,12 +30,9 @@ from megakernel.program import Program
 
 @dataclass(frozen=True)
 class State:
-    """The progress of all streams and queues.
-
-    `at` has the number of steps that each stream has completed, over all launches. `inner` has, for each stream, the
-    queue record that the stream has claimed and the next step of that record. `heads` has the number of records claimed
-    from each queue.
-    """
+    """The progress of all streams and queues. `at` has the number of steps that each stream has completed, over all
+    launches. `inner` has, for each stream, the queue record that the stream has claimed and the next step of that
+    record. `heads` has the number of records claimed from each queue."""
 
     at: tuple[int, ...]
     inner: tuple[tuple[int, int], ...]  # (record, step), or (-1, 0) without a record
@@ -47,11 +41,9 @@ class State:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a program is safe, the reason, and the number of states or interleavings tried.
-
-    `safe` is None if no interleaving failed, but safety is not proved: not every interleaving was tried, or steps that
-    may run at the same time have conflicting boxes.
-    """
+    """Whether a program is safe, the reason, and the number of states or interleavings tried. `safe` is None if no
+    interleaving failed, but safety is not proved: not every interleaving was tried, or steps that may run at the same
+    time have conflicting boxes."""
 
     safe: bool | None
     why: str
@@ -65,9 +57,7 @@ class Explorer:
         self.lengths = [len(s) for s in self.model.streams]
         self.queue_keys = list(self.model.queues)
         self.start = State(
-            (0,) * len(self.lengths),
-            ((-1, 0),) * len(self.lengths),
-            (0,) * (LAUNCHES * len(self.queue_keys)),
+            (0,) * len(self.lengths), ((-1, 0),) * len(self.lengths), (0,) * (LAUNCHES * len(self.queue_keys))
         )
         self._conflicts: dict[tuple[int, int], bool] = {}
 
@@ -96,10 +86,8 @@ class Explorer:
         return out
 
     def ahead(self, state: State, s: int, counters: np.ndarray) -> Iterator[tuple[int, Step]]:
-        """Yield (position, step) for the later steps that stream `s` may begin before its current step has ended.
-
-        Call this only if the current step may run. Positions count over all launches, as in `State.at`.
-        """
+        """Yield (position, step) for the later steps that stream `s` may begin before its current step has ended. Call
+        this only if the current step may run. Positions count over all launches, as in `State.at`."""
         launch, position = divmod(state.at[s], self.lengths[s])
         if self.model.streams[s][position].queue is not None:
             # No need to look beyond a drain. Once it has ended, another stream may still run the queue's instructions,
@@ -121,10 +109,8 @@ class Explorer:
         return launch * len(self.queue_keys) + self.queue_keys.index((rank, layer, step.queue[0]))
 
     def _claimed(self, state: State, s: int, step: Step, launch: int) -> Step | None:
-        """Return the next step of the queue record that stream `s` has claimed or would claim.
-
-        Returns None if the drain has nothing left to claim.
-        """
+        """Return the next step of the queue record that stream `s` has claimed or would claim. Returns None if the
+        drain has nothing left to claim."""
         head = self._head(s, step, launch)
         queue = self.model.queues[self.queue_keys[head % len(self.queue_keys)]]
         record, at = state.inner[s]
@@ -162,10 +148,8 @@ class Explorer:
         return out
 
     def unfinished(self, state: State, counters: np.ndarray) -> str:
-        """Return what is wrong with a state in which no step may run.
-
-        The answer is "deadlock", "totals" if a counter has a wrong total, or "" if nothing is wrong.
-        """
+        """Return what is wrong with a state in which no step may run. The answer is "deadlock", "totals" if a counter
+        has a wrong total, or "" if nothing is wrong."""
         if any(at < LAUNCHES * n for at, n in zip(state.at, self.lengths, strict=True)):
             return "deadlock"
         return "" if np.array_equal(counters, LAUNCHES * self.model.totals) else "totals"
@@ -198,16 +182,14 @@ def _meet(a: list[Box], b: list[Box]) -> bool:
 
 
 class _Progress:
-    """The counters' values along one path through the states.
-
-    The parts of an attention split add to its counters only once, when the last of them ends.
-    """
+    """The counters' values along one path through the states. The parts of an attention split add to its counters only
+    once, when the last of them ends."""
 
     def __init__(self, explorer: Explorer) -> None:
         self.counters = np.zeros(len(explorer.model.totals), np.int64)
         self.parts: dict[tuple[int, ...], int] = {}
 
-    def copy(self) -> _Progress:
+    def copy(self) -> "_Progress":
         out = object.__new__(_Progress)
         out.counters, out.parts = self.counters.copy(), dict(self.parts)
         return out
@@ -224,11 +206,9 @@ class _Progress:
 
 
 def _begin(program: Program, table: Table, right: Right) -> tuple[Explorer, list[bytes]]:
-    """Return an explorer of `program`, and the outputs that it should produce.
-
-    These are the outputs in `right`, unless `program` has other phases than those that `right` was computed from. Then
-    they are computed from the phases of `program` itself.
-    """
+    """Return an explorer of `program`, and the outputs that it should produce. These are the outputs in `right`, unless
+    `program` has other phases than those that `right` was computed from. Then they are computed from the phases of
+    `program` itself."""
     right = right if right.forward == program.forward else expected(program, table)
     return Explorer(program, table), right.outputs
 
@@ -295,8 +275,7 @@ def run(
     order. `early` = (stream, position) names a step that does its work already in state `goal`. This step signals its
     counters only at its normal place in the stream. The rest of the order is random, unless `favour` has a number for
     each stream: then the stream with the lowest number runs first. `overlap` is the probability, before each step, that
-    a random stream does the work of one of its later steps early.
-    """
+    a random stream does the work of one of its later steps early."""
     data, progress, state = Data(explorer.model), _Progress(explorer), explorer.start
     todo = list(then)
     done: set[tuple[int, int]] = set()  # steps that have done their work but have not ended yet
@@ -383,10 +362,8 @@ def unsafe(base: Program, program: Program, seed: int = 0, runs: int = 4) -> boo
 
 
 def _manner(explorer: Explorer, rng, number: int) -> dict[str, object]:
-    """Return the arguments that make a call of `run` adversarial.
-
-    If `number` is odd, the run always prefers some streams to others. If it is even, steps begin early at random.
-    """
+    """Return the arguments that make a call of `run` adversarial. If `number` is odd, the run always prefers some
+    streams to others. If it is even, steps begin early at random."""
     return {"favour": rng.permutation(len(explorer.lengths)).tolist()} if number % 2 else {"overlap": 0.3}
 
 
@@ -395,11 +372,9 @@ class Failure(AssertionError):
 
 
 def check(program: Program, seed: int, rounds: int = 4) -> None:
-    """Raise Failure if an adversarial interleaving deadlocks or lets a step read wrong data.
-
-    The right data is what the step reads when the phases run one after another. Each of the `rounds`
-    interleavings uses a different random step table.
-    """
+    """Raise Failure if an adversarial interleaving deadlocks or lets a step read wrong data. The right data is what the
+    step reads when the phases run one after another. Each of the `rounds` interleavings uses a different random step
+    table."""
     rng = np.random.default_rng(seed)
     for number in range(rounds):
         explorer = Explorer(program, make_table(program.dims, int(rng.integers(1 << 31))))

@@ -7,10 +7,7 @@ the same index on every rank.
 
 A finished tile signals its phase's counter. If every rank computes all rows in this phase and in the next one, the tile
 signals the counter on its own rank. If the next phase runs only on the rank that owns the row block, the tile signals
-the counter on that rank. Otherwise it signals the counters on all ranks.
-"""
-
-from __future__ import annotations
+the counter on that rank. Otherwise it signals the counters on all ranks."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from sizes import least_dims
+from sizes import config_of, least_dims
 
 from megakernel.isa import BUFFERS, DRAIN, JOIN, Dims, Dtype, Forward, Operation, Phase, Result, Rows, ceil_div
 from megakernel.isa.record import ALL_RANKS, OWNER, WORDS, Records, counter_word, encode
@@ -57,37 +54,23 @@ def rank_dims(tp: int, **changes: int) -> Dims:
 
 def llama(d: Dims, norm: str = "own") -> Forward:
     """Return the forward pass of a Llama model with these dimensions and without biases."""
-    config = ModelConfig(
-        d.model.vocab,
-        d.model.hidden,
-        d.model.ffn,
-        d.model.layers,
-        d.model.heads,
-        d.model.kv_heads,
-        d.model.head_dim,
-        d.bucket.max_context,
-    )
-    return passes.apply(families.forward(config), d.split, norm)
+    return passes.apply(families.forward(config_of(d)), d.split, norm)
 
 
 def handmade(
     dims: Dims | None = None, workers: int = 2, tile: int = 8, queue: str = "none", forward: Forward | None = None
 ) -> Program:
-    """Return a program with `tile` columns per matmul tile and one head group per KV head.
-
-    `queue` says which instructions of the layers are in a queue on each rank: "none", "attention" (one instruction per
-    attention slot) or "body" (all of them). With "body", each worker's stream has two drain instructions, which claim
-    instructions from the queue: the first ends after a third of the queue, the second at its end.
-    """
+    """Return a program with `tile` columns per matmul tile and one head group per KV head. `queue` says which
+    instructions of the layers are in a queue on each rank: "none", "attention" (one instruction per attention slot) or
+    "body" (all of them). With "body", each worker's stream has two drain instructions, which claim instructions from
+    the queue: the first ends after a third of the queue, the second at its end."""
     dims = dims or small_dims()
     return _Builder(dims, forward or llama(dims), workers, tile, queue).program()
 
 
 def make_dims(config: ModelConfig, **overrides: Any) -> Dims:
-    """Return small dimensions for a model: 24 token rows in row blocks of 8, and KV pages of 16 tokens.
-
-    There are 64 attention partials, so that attention over a long context can be split.
-    """
+    """Return small dimensions for a model: 24 token rows in row blocks of 8, and KV pages of 16 tokens. There are 64
+    attention partials, so that attention over a long context can be split."""
     sizes = {"kv_page": 16, "row_block": 8, "tokens": 24, "logit_rows": 24, "max_seqs": 8, "items": 64, "partials": 64}
     sizes |= {"max_context": config.max_context, "attention_slots": 3, "bias_entries": 16}
     return least_dims(config, Dtype.F32).changed(**sizes | overrides)
@@ -99,10 +82,8 @@ def make_program(config: ModelConfig, dims: Dims, workers: int = 1, tile: int = 
 
 
 def make_queue_program(config: ModelConfig, dims: Dims, workers: int = 1, tile: int = 32) -> Program:
-    """Return a program that has all layer instructions of a rank in one queue.
-
-    Inside the layers, a worker's stream has only one instruction, which claims from this queue until its end.
-    """
+    """Return a program that has all layer instructions of a rank in one queue. Inside the layers, a worker's stream has
+    only one instruction, which claims from this queue until its end."""
     program = make_program(config, dims, workers, tile, "body")
     return replace(program, body=segment(*(program.body.stream(i)[-1:] for i in range(dims.split.tp * workers))))
 
@@ -214,10 +195,8 @@ class _Builder:
                 self.add(d.split.rank, record(phase, *operands, waits=waits, signals=signals))
 
     def _tiles(self, phase: Phase, d: Dims) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield the row block and the operands of each instruction that a rank has in a phase.
-
-        All rows that get logits count as one row block.
-        """
+        """Yield the row block and the operands of each instruction that a rank has in a phase. All rows that get logits
+        count as one row block."""
         own, logit_rows = (
             d.split.rank * d.own_logit_rows,
             d.bucket.logit_rows if phase.is_matmul else ceil_div(d.bucket.logit_rows, 2),

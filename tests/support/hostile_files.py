@@ -1,7 +1,5 @@
 """Damaged or hostile programs, traces and machine files, and the functions that load and use them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -75,13 +73,7 @@ def machine_texts() -> list[str]:
 
 def odd_word(rng: Rng, old: int) -> int:
     """Return a word to replace `old`: `old` plus or minus 1, with one bit flipped, one of EDGES, or a random word."""
-    near = [
-        old - 1,
-        old + 1,
-        old ^ 1 << int(rng.integers(32)),
-        int(rng.choice(EDGES[:-2])),
-        int(rng.integers(1 << 32)),
-    ]
+    near = [old - 1, old + 1, old ^ 1 << int(rng.integers(32)), int(rng.choice(EDGES[:-2])), int(rng.integers(1 << 32))]
     return near[int(rng.integers(len(near)))] & 0xFFFFFFFF
 
 
@@ -110,10 +102,8 @@ def _sealed(header: object, arrays: bytes) -> bytes:
 
 
 def program_file(good: Good, rng: Rng) -> bytes:
-    """Return the program's file with some bytes, its header or its arrays changed.
-
-    The checksum is recomputed in 90 % of cases, so that the change is not rejected because of the checksum.
-    """
+    """Return the program's file with some bytes, its header or its arrays changed. The checksum is recomputed in 90 %
+    of cases, so that the change is not rejected because of the checksum."""
     data = good.program.to_bytes()
     kind = rng.random()
     if kind < 0.1:
@@ -202,11 +192,8 @@ def machine_file(text: str, rng: Rng) -> bytes:
 
 
 def uses(program: Program, good: Good) -> Iterator[Stage]:
-    """Yield each use of a program as a stage of its own.
-
-    The stages verify, disassemble and simulate the program, and launch it on the CPU backend, first without computing
-    anything ("null"), then with computation.
-    """
+    """Yield each use of a program as a stage of its own. The stages verify, disassemble and simulate the program, and
+    launch it on the CPU backend, first without computing anything ("null"), then with computation."""
 
     def virtual() -> None:
         machine = replace(machines.host(program.workers), workers=program.workers)

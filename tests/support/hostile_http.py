@@ -1,7 +1,5 @@
 """Hostile HTTP requests: odd bodies, heads, sizes and protocols, and clients that send slowly or disconnect early."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,10 +49,8 @@ _LINES = [
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one client sends: `parts`, with `pause` seconds between them.
-
-    The client disconnects `patience` seconds after it has connected if it has no answer by then.
-    """
+    """What one client sends: `parts`, with `pause` seconds between them. The client disconnects `patience` seconds
+    after it has connected if it has no answer by then."""
 
     kind: str
     parts: list[bytes]
@@ -101,13 +97,11 @@ def _good(rng: Rng) -> tuple[str, Any]:
 
 
 def _body(rng: Rng) -> Attempt:
-    """Return a request with one value of its JSON body replaced, removed or repeated."""
     path, value = _good(rng)
     return Attempt("body", [_post(rng, path, json.dumps(change_json(value, rng)).encode())])
 
 
 def _bytes(rng: Rng) -> Attempt:
-    """Return a request with some bytes of its JSON body changed, removed, repeated or cut off."""
     path, value = _good(rng)
     return Attempt("bytes", [_post(rng, path, scramble(json.dumps(value).encode(), rng))])
 
@@ -148,7 +142,6 @@ _HUGE: list[tuple[str, Callable[[int], bytes]]] = [
 
 
 def _odd_head(rng: Rng) -> Attempt:
-    """Return a request with an odd method, path or header, often without the body that its head announces."""
     method = _one(rng, _METHODS) if rng.random() < 0.5 else "POST"
     path = _one(rng, _PATHS) if rng.random() < 0.4 else _one(rng, PATHS)
     headers = [_one(rng, _HEADERS) for _ in range(int(rng.integers(0, 4)))]
@@ -156,13 +149,11 @@ def _odd_head(rng: Rng) -> Attempt:
 
 
 def _line(rng: Rng) -> Attempt:
-    """Return bytes that are unusual HTTP, malformed HTTP or another protocol."""
     data = _one(rng, _LINES)
     return Attempt("line", [scramble(data, rng) if rng.random() < 0.5 else data], patience=0.3)
 
 
 def _slow(rng: Rng) -> Attempt:
-    """Return a request in which up to 29 bytes arrive one at a time, followed by the rest or by nothing."""
     path, value = _good(rng)
     data = _post(rng, path, json.dumps(value).encode())
     begin, count = int(rng.integers(len(data))), int(rng.integers(1, 30))
@@ -172,7 +163,6 @@ def _slow(rng: Rng) -> Attempt:
 
 
 def _leaves(rng: Rng) -> Attempt:
-    """Return a client that disconnects in the middle of its request or before the answer."""
     path, value = _good(rng)
     data = _post(rng, path, json.dumps(value).encode())
     return Attempt("leaves", [data[: int(rng.integers(len(data) + 1))]], patience=float(rng.choice([0.0, 0.001, 0.02])))

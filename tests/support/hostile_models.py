@@ -1,7 +1,5 @@
 """Damaged or hostile model files, and the functions that open and read them."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable, Iterator
@@ -41,49 +39,21 @@ _WILD = (
 )  # fmt: skip
 _LOOP = "{%% for i%d in range(99999) %%}"
 
-CONFIG_JSON: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": len(VOCABULARY),
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e4,
-    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-    "tie_word_embeddings": True,
-    "bos_token_id": 257,
-    "eos_token_id": [258],
-}
+CONFIG_JSON: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+CONFIG_JSON |= {"vocab_size": len(VOCABULARY), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+CONFIG_JSON |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64}
+CONFIG_JSON |= {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+CONFIG_JSON |= {"tie_word_embeddings": True, "bos_token_id": 257, "eos_token_id": [258]}
 TOKENIZER_CONFIG: dict[str, Any] = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATES[0]}
-_GGUF = {
-    "general.architecture": "llama",
-    "general.alignment": 32,
-    "llama.block_count": 1,
-    "llama.context_length": 64,
-    "llama.embedding_length": 32,
-    "llama.feed_forward_length": 64,
-    "llama.attention.head_count": 2,
-    "llama.attention.head_count_kv": 1,
-    "llama.attention.key_length": 16,
-    "llama.attention.value_length": 16,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "llama.rope.freq_base": 1e4,
-    "llama.vocab_size": len(VOCABULARY),
-    "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": "gpt-2",
-    "tokenizer.ggml.tokens": VOCABULARY,
-    "tokenizer.ggml.merges": ["a b"],
-    "tokenizer.ggml.token_type": [1] * 257 + [3, 3],
-    "tokenizer.ggml.scores": [0.5] * len(VOCABULARY),
-    "tokenizer.ggml.bos_token_id": 257,
-    "tokenizer.ggml.eos_token_id": 258,
-    "tokenizer.chat_template": TEMPLATES[0],
-}
+_GGUF: dict[str, Any] = {"general.architecture": "llama", "general.alignment": 32, "llama.block_count": 1}
+_GGUF |= {"llama.context_length": 64, "llama.embedding_length": 32, "llama.feed_forward_length": 64}
+_GGUF |= {"llama.attention.head_count": 2, "llama.attention.head_count_kv": 1, "llama.attention.key_length": 16}
+_GGUF |= {"llama.attention.value_length": 16, "llama.attention.layer_norm_rms_epsilon": 1e-5}
+_GGUF |= {"llama.rope.freq_base": 1e4, "llama.vocab_size": len(VOCABULARY), "tokenizer.ggml.model": "gpt2"}
+_GGUF |= {"tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": VOCABULARY, "tokenizer.ggml.merges": ["a b"]}
+_GGUF |= {"tokenizer.ggml.token_type": [1] * 257 + [3, 3], "tokenizer.ggml.scores": [0.5] * len(VOCABULARY)}
+_GGUF |= {"tokenizer.ggml.bos_token_id": 257, "tokenizer.ggml.eos_token_id": 258}
+_GGUF |= {"tokenizer.chat_template": TEMPLATES[0]}
 
 
 @cache
@@ -108,11 +78,8 @@ def safetensors_file(header: Any | None = None) -> bytes:
 
 
 def gguf_file(metadata: dict[str, Any], kinds: dict[str, int]) -> bytes:
-    """Return a GGUF file with this metadata and the model's tensors.
-
-    The file declares every tensor as float32, except that `kinds` maps a tensor's name to another GGUF type number.
-    The data of such a tensor remain float32.
-    """
+    """Return a GGUF file with this metadata and the model's tensors. The file declares every tensor as float32, except
+    that `kinds` maps a tensor's name to another GGUF type number. The data of such a tensor remain float32."""
     found = tensors(gguf_naming)
     out = struct.pack("<4sIQQ", b"GGUF", 3, len(found), len(metadata))
     for key, value in metadata.items():
@@ -131,10 +98,8 @@ def _text(text: str) -> bytes:
 
 
 def _typed(value: Any) -> bytes:
-    """Return the number of a metadata value's GGUF type, followed by the encoded value, as bytes.
-
-    The GGUF type depends on the value's Python type.
-    """
+    """Return the number of a metadata value's GGUF type, followed by the encoded value, as bytes. The GGUF type depends
+    on the value's Python type."""
     number, data = _value(value)
     return struct.pack("<I", number) + data
 
@@ -154,11 +119,8 @@ def _value(value: Any) -> tuple[int, bytes]:
 
 
 def template(rng: Rng) -> str:
-    """Return a hostile chat template.
-
-    It has scrambled bytes, an expression of `_WILD`, nested loops or a repeatedly doubled value, or it is a random
-    sequence of template tokens.
-    """
+    """Return a hostile chat template. It has scrambled bytes, an expression of `_WILD`, nested loops or a repeatedly
+    doubled value, or it is a random sequence of template tokens."""
     text = TEMPLATES[int(rng.integers(len(TEMPLATES)))]
     match int(rng.integers(5)):
         case 0:
@@ -176,22 +138,7 @@ def template(rng: Rng) -> str:
             grow = "{% set ns.x = ns.x + ns.x %}"
             return "{% set ns = namespace(x=messages) %}" + grow * int(rng.integers(1, 60)) + "{{ ns.x | length }}"
         case _:
-            parts = [
-                "{%",
-                "%}",
-                "{{",
-                "}}",
-                "{#",
-                "#}",
-                "for m in messages",
-                "if",
-                "endfor",
-                "endif",
-                "(",
-                "[",
-                "x",
-                "|",
-            ]
+            parts = ["{%", "%}", "{{", "}}", "{#", "#}", "for m in messages", "if", "endfor", "endif", *"([x|"]
             return " ".join(str(p) for p in rng.choice(parts, int(rng.integers(1, 400))))
 
 

@@ -1,7 +1,5 @@
 """Analyses the machine code of the CPU kernels' hot loops in the output of objdump."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Iterator
@@ -14,12 +12,9 @@ _LINE = re.compile(r"^\s*([0-9a-f]+):\t(.*)$")
 
 @dataclass(frozen=True)
 class HotLoop:
-    """The hot loop of one instantiation of `micro` (csrc/cpu/gemm.h).
-
-    The hot loop is the innermost loop that has the most multiply-adds. `simd` is the instruction set, "avx2" or
-    "avx512". `rows` and `panels` are the size of the register block, and `weights` is the C++ name of the weights'
-    type.
-    """
+    """The hot loop of one instantiation of `micro` (csrc/cpu/gemm.h). The hot loop is the innermost loop that has the
+    most multiply-adds. `simd` is the instruction set, "avx2" or "avx512". `rows` and `panels` are the size of the
+    register block, and `weights` is the C++ name of the weights' type."""
 
     simd: str
     rows: int

@@ -4,10 +4,7 @@
 
 The plugin appends one line of JSON per test to FILE: the test's name, the seconds of processor time that the test and
 its child processes used, and the line numbers that the test executed in each source file. Lines that run before the
-first test are attributed to no test. Lines that run in child processes are not recorded.
-"""
-
-from __future__ import annotations
+first test are attributed to no test. Lines that run in child processes are not recorded."""
 
 import json
 import os

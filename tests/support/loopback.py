@@ -1,7 +1,5 @@
 """A web server on the loopback address, for tests that need an HTTP server with answers that the test chooses."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

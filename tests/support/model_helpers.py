@@ -1,7 +1,5 @@
 """Functions that write small models to files, for tests of the model package."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -35,11 +33,9 @@ def tiny_llama(dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCa
 
 
 def byte_model(folder: Path, gain: float = 1.0) -> None:
-    """Write a model folder: random weights, a tokenizer with one token per byte, and a chat template.
-
-    The tokens of the bytes have ids 0 to 255 of a vocabulary of 260. `gain` scales the logits. A gain of 0.01 makes
-    them small compared with logit biases and penalties.
-    """
+    """Write a model folder: random weights, a tokenizer with one token per byte, and a chat template. The tokens of the
+    bytes have ids 0 to 255 of a vocabulary of 260. `gain` scales the logits. A gain of 0.01 makes them small compared
+    with logit biases and penalties."""
     model = tiny_llama(vocab_size=260, max_position_embeddings=4096)
     with torch.no_grad():
         model.lm_head.weight.mul_(gain)
@@ -63,11 +59,9 @@ def weight_count(config: ModelConfig) -> int:
 
 
 def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permuted: bool) -> None:
-    """Write a transformers model to a GGUF file in float32, as llama.cpp's converter does.
-
-    With `permuted`, the two rows of each RoPE pair in the Q and K weights are stored next to each other. The converter
-    does so only for Llama and Mistral.
-    """
+    """Write a transformers model to a GGUF file in float32, as llama.cpp's converter does. With `permuted`, the two
+    rows of each RoPE pair in the Q and K weights are stored next to each other. The converter does so only for Llama
+    and Mistral."""
     c = model.config
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, c.num_hidden_layers)
@@ -88,11 +82,8 @@ def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permute
 
 
 def _gguf_writer(path: Path, architecture: str, *sizes: float) -> gguf.GGUFWriter:
-    """Return a GGUF writer that has the model's sizes as metadata.
-
-    `sizes` are the number of layers, the context length, the hidden and FFN sizes, the numbers of heads and KV heads,
-    and the epsilon of the norms, in this order.
-    """
+    """Return a GGUF writer that has the model's sizes as metadata. `sizes` are the number of layers, the context
+    length, the hidden and FFN sizes, the numbers of heads and KV heads, and the epsilon of the norms, in this order."""
     writer = gguf.GGUFWriter(path, architecture)
     lengths = "block_count context_length embedding_length feed_forward_length"
     for name, size in zip(f"{lengths} head_count head_count_kv layer_norm_rms_eps".split(), sizes, strict=True):
@@ -116,27 +107,18 @@ def tiny_gguf(
     raw: dict[str, tuple[NDArray[np.uint8], gguf.GGMLQuantizationType]] | None = None,
     **metadata: Any,
 ) -> dict[str, NDArray[np.float32]]:
-    """Write a GGUF file of a one-layer model and return its tensors as they were before quantisation.
-
-    `tensors` replaces random tensors, and `quantise` is the type in which all matrices are stored. `raw` maps a
-    tensor's name to the already quantised bytes of its rows and their type. A keyword `a__b` sets the metadata `a.b`.
-    """
+    """Write a GGUF file of a one-layer model and return its tensors as they were before quantisation. `tensors`
+    replaces random tensors, and `quantise` is the type in which all matrices are stored. `raw` maps a tensor's name to
+    the already quantised bytes of its rows and their type. A keyword `a__b` sets the metadata `a.b`."""
     rng = np.random.default_rng(2)
     hidden, heads, kv_heads, head_dim, ffn, vocab = 256, 4, 2, 64, 512, 70
-    shapes: dict[str, tuple[int, ...]] = {
-        "token_embd.weight": (vocab, hidden),
-        "output_norm.weight": (hidden,),
-        "output.weight": (vocab, hidden),
-        "blk.0.attn_norm.weight": (hidden,),
-        "blk.0.attn_q.weight": (heads * head_dim, hidden),
-        "blk.0.attn_k.weight": (kv_heads * head_dim, hidden),
-        "blk.0.attn_v.weight": (kv_heads * head_dim, hidden),
-        "blk.0.attn_output.weight": (hidden, heads * head_dim),
-        "blk.0.ffn_norm.weight": (hidden,),
-        "blk.0.ffn_gate.weight": (ffn, hidden),
-        "blk.0.ffn_up.weight": (ffn, hidden),
-        "blk.0.ffn_down.weight": (hidden, ffn),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, hidden), "output_norm.weight": (hidden,)}
+    shapes |= {"output.weight": (vocab, hidden), "blk.0.attn_norm.weight": (hidden,)}
+    shapes |= {"blk.0.attn_q.weight": (heads * head_dim, hidden), "blk.0.attn_k.weight": (kv_heads * head_dim, hidden)}
+    shapes |= {"blk.0.attn_v.weight": (kv_heads * head_dim, hidden)}
+    shapes |= {"blk.0.attn_output.weight": (hidden, heads * head_dim), "blk.0.ffn_norm.weight": (hidden,)}
+    shapes |= {"blk.0.ffn_gate.weight": (ffn, hidden), "blk.0.ffn_up.weight": (ffn, hidden)}
+    shapes |= {"blk.0.ffn_down.weight": (hidden, ffn)}
     values = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
     values.update(tensors or {})
     writer = _gguf_writer(path, architecture, 1, 128, hidden, ffn, heads, kv_heads, 1e-5)

@@ -1,10 +1,6 @@
-"""Makes mutants, which are changed files or objects, and reads them in child processes with limits.
-
-A mutant's kind and number determine it completely. A child process reads one mutant after another until a mutant ends
-the process. Then a new child process continues with the next mutant.
-"""
-
-from __future__ import annotations
+"""Makes mutants, which are changed files or objects, and reads them in child processes with limits. A mutant's kind and
+number determine it completely. A child process reads one mutant after another until a mutant ends the process. Then a
+new child process continues with the next mutant."""
 
 import contextlib
 import json
@@ -34,11 +30,9 @@ _ODD = (None, True, "", "x", "\x1b[31m", "\ud800", [], {}, [[[]]], 0.5, -0.0, 1e
 
 @dataclass(frozen=True)
 class Mutant:
-    """A changed file, or a changed object in memory.
-
-    `good` is the file before the change and `data` the file after it. `seal` returns a file with its checksum
-    corrected. `context` has further data that the readers of the mutant's kind need.
-    """
+    """A changed file, or a changed object in memory. `good` is the file before the change and `data` the file after it.
+    `seal` returns a file with its checksum corrected. `context` has further data that the readers of the mutant's kind
+    need."""
 
     name: str
     good: bytes = b""
@@ -49,11 +43,9 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of mutants: `make` makes one from a random generator and a number, and `read` reads it in stages.
-
-    Each stage has its own time limit and outcome. `share` scales the number of mutants that are tried: it is 1 if
-    reading takes about a millisecond, and less for slower kinds.
-    """
+    """A kind of mutants: `make` makes one from a random generator and a number, and `read` reads it in stages. Each
+    stage has its own time limit and outcome. `share` scales the number of mutants that are tried: it is 1 if reading
+    takes about a millisecond, and less for slower kinds."""
 
     make: Callable[[Rng, int], Mutant]
     read: Callable[[Path, Mutant], Iterator[Stage]]
@@ -121,12 +113,10 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any,
 
 
 def shrink(mutant: Mutant, fails: Callable[[bytes], bool]) -> list[tuple[int, str, str]]:
-    """Return a few changed bytes that suffice for the failure, each as (offset, byte before, byte now).
-
-    The bytes are in hex. Each run of changed bytes, long runs first, is restored if the file still `fails` then.
-    The first 64 remaining changes are returned. If the change altered the file's length, nothing is restored, and the
-    only entry is the range in which the files differ, cut off after 64 bytes.
-    """
+    """Return a few changed bytes that suffice for the failure, each as (offset, byte before, byte now). The bytes are
+    in hex. Each run of changed bytes, long runs first, is restored if the file still `fails` then. The first 64
+    remaining changes are returned. If the change altered the file's length, nothing is restored, and the only entry is
+    the range in which the files differ, cut off after 64 bytes."""
     good, data = mutant.good, bytearray(mutant.data)
     if len(good) != len(data):
         first = next((i for i, (a, b) in enumerate(zip(good, data, strict=False)) if a != b), min(len(good), len(data)))
@@ -170,10 +160,8 @@ def try_data(how: Kind, mutant: Mutant, folder: Path) -> dict[str, str]:
 
 
 def _in_a_child(how: Kind, mutants: Iterator[tuple[int, Mutant]], folder: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Read mutants in one child process until one of them ends the process; yield each one's number and outcomes.
-
-    At least one mutant is read.
-    """
+    """Read mutants in one child process until one of them ends the process; yield each one's number and outcomes. At
+    least one mutant is read."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

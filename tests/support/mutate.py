@@ -1,7 +1,5 @@
 """Breaks correct programs by one small mistake each. `KINDS` lists the kinds; a seeded generator chooses the place."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -180,10 +178,8 @@ def shrink_buffer(program: Program, rng: Rng) -> Program | None:
 
 
 def _streams(program: Program, rng: Rng, least: int) -> tuple[str, int, int] | None:
-    """Choose at random a stream or a queue with at least `least` records.
-
-    Returns its name in PARTS, and the indices of its first record and of the record after its last.
-    """
+    """Choose at random a stream or a queue with at least `least` records. Returns its name in PARTS, and the indices of
+    its first record and of the record after its last."""
     found = []
     for name in PARTS:
         offsets = getattr(program, name).offsets.tolist()
@@ -192,8 +188,6 @@ def _streams(program: Program, rng: Rng, least: int) -> tuple[str, int, int] | N
 
 
 def _reordered(order_of: Callable[[int, Rng], np.ndarray]) -> Mutation:
-    """Return a mutation that reorders one queue, or the records of one stream in a segment."""
-
     def mutate(program: Program, rng: Rng) -> Program | None:
         found = _streams(program, rng, 2)
         if found is None:
@@ -210,7 +204,6 @@ def _reordered(order_of: Callable[[int, Rng], np.ndarray]) -> Mutation:
 
 
 def _swapped(n: int, rng: Rng) -> np.ndarray:
-    """Return the numbers from 0 to n - 1 with two of them exchanged."""
     order = np.arange(n)
     a, b = rng.choice(n, 2, replace=False)
     order[[a, b]] = order[[b, a]]
@@ -218,17 +211,14 @@ def _swapped(n: int, rng: Rng) -> np.ndarray:
 
 
 def _mixed(n: int, rng: Rng) -> np.ndarray:
-    """Return the numbers from 0 to n - 1 in reversed, rotated or random order."""
     how = int(rng.integers(3))
     order = np.arange(n)[::-1] if how == 0 else np.roll(np.arange(n), int(rng.integers(1, n)))
     return rng.permutation(n) if how == 2 else order
 
 
 def _moved(copies: int, elsewhere: bool) -> Mutation:
-    """Return a mutation that moves an instruction to another stream if `elsewhere` is set.
-
-    Otherwise it removes the instruction (`copies` is 0) or duplicates it (`copies` is 2).
-    """
+    """Return a mutation that moves an instruction to another stream if `elsewhere` is set. Otherwise it removes the
+    instruction (`copies` is 0) or duplicates it (`copies` is 2)."""
 
     def mutate(program: Program, rng: Rng) -> Program | None:
         found = _streams(program, rng, 1)
@@ -275,11 +265,9 @@ def change_phase(program: Program, rng: Rng) -> Program | None:
 
 
 def with_phases(program: Program, segments: list[list[Phase]]) -> Program:
-    """Return the program with the phases of `segments` instead of its own.
-
-    A phase in `segments` takes over the instructions of the phase in `program` that has the same number. Instructions
-    of a phase that is no longer present become joins, which only wait and signal.
-    """
+    """Return the program with the phases of `segments` instead of its own. A phase in `segments` takes over the
+    instructions of the phase in `program` that has the same number. Instructions of a phase that is no longer present
+    become joins, which only wait and signal."""
     forward = Forward.of(*map(tuple, segments))
     number = np.full(256, JOIN.number, dtype=np.int32)
     number[[p.number for p in CONTROL]] = [p.number for p in CONTROL]

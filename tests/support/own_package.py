@@ -1,10 +1,6 @@
-"""Creates a package in a separate folder, with links to a source tree's files and a native library of its own.
-
-The library contains only the portable kernels, and the names of the AVX kernels refer to them. This reduces the time to
-build it to a fifth.
-"""
-
-from __future__ import annotations
+"""Creates a package in a separate folder, with links to a source tree's files and a native library of its own. The
+library contains only the portable kernels, and the names of the AVX kernels refer to them. This reduces the time to
+build it to a fifth."""
 
 import os
 import subprocess

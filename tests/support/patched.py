@@ -1,7 +1,5 @@
 """Replaces the code of a loaded module's functions by the code from another version of its source."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 from collections import Counter
@@ -13,11 +11,9 @@ _Key = tuple[str, int]  # name and line
 
 def patch(file: str, good: str, source: str) -> bool:
     """Replace the code of a loaded module's functions by their code in `source`, and return whether this was possible.
-
     The module was loaded from `file`, whose source was `good`. Returns False if patching cannot have the effect of
     loading `source`: if code that ran while the module was loaded differs, or if a changed function cannot be
-    identified. Some functions may have been patched before False is returned.
-    """
+    identified. Some functions may have been patched before False is returned."""
     pairs = list(_pairs(compile(good, file, "exec"), compile(source, file, "exec")))
     if any(old is None or new is None for old, new in pairs):
         return False
@@ -47,10 +43,8 @@ def _nested(code: CodeType) -> list[CodeType]:
 
 
 def _pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType | None, CodeType | None]]:
-    """Yield each code object nested in `old`, and `old` itself, with its counterpart in `new`.
-
-    Yields (None, None) if two counterparts contain different numbers of code objects.
-    """
+    """Yield each code object nested in `old`, and `old` itself, with its counterpart in `new`. Yields (None, None) if
+    two counterparts contain different numbers of code objects."""
     yield old, new
     if len(_nested(old)) != len(_nested(new)):
         yield None, None

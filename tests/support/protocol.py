@@ -1,10 +1,6 @@
-"""Runs the code of the Hopper interpreter's warps on the host, so that tests can launch programs without a GPU.
-
-A `LaunchImage` holds all memory that a launch accesses. The warps of a launch run on fibres in this process, or on
-threads in another process under ThreadSanitizer.
-"""
-
-from __future__ import annotations
+"""Runs the code of the Hopper interpreter's warps on the host, so that tests can launch programs without a GPU. A
+`LaunchImage` holds all memory that a launch accesses. The warps of a launch run on fibres in this process, or on
+threads in another process under ThreadSanitizer."""
 
 import ctypes
 import functools
@@ -62,10 +58,8 @@ Array = NDArray[Any]
 
 @functools.cache
 def build_fibres(ablation: Ablation = Ablation.NONE, sms: int = 1) -> ctypes.CDLL:
-    """Build the library that runs launches on fibres, with `sms` SMs per worker.
-
-    Launches with this library leave out the work that `ablation` names.
-    """
+    """Build the library that runs launches on fibres, with `sms` SMs per worker. Launches with this library leave out
+    the work that `ablation` names."""
     flags = [*FLAGS, f"-DMK_ABLATION={ablation:d}", f"-DMK_SMS={sms}", "-shared", "-fPIC"]
     library = ctypes.CDLL(str(linked("protocol.so", HOST / "protocol.cpp", *flags)))
     numbers = [ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32]
@@ -89,7 +83,6 @@ class Image:
         self.size = 0
 
     def add(self, array: Array) -> int:
-        """Append an array and return its offset."""
         offset = self.size
         self._parts.append((offset, np.ascontiguousarray(array)))
         self.size = -(-(offset + max(array.nbytes, 1)) // _ALIGNMENT) * _ALIGNMENT
@@ -124,9 +117,7 @@ class Image:
 
 class LaunchImage:
     """The memory of a launch: a program, a step table and the buffers of `backend`. It can be launched repeatedly.
-
-    `poison` fills all activations and outputs except SPLITS with 0xFF bytes, which are NaN if read as floats.
-    """
+    `poison` fills all activations and outputs except SPLITS with 0xFF bytes, which are NaN if read as floats."""
 
     def __init__(self, backend: ReferenceBackend, program: Program, table: StepTable, *, poison: bool = True) -> None:
         self.program, self.dims, self._pages = program, program.dims, backend.pages
@@ -177,7 +168,6 @@ class LaunchImage:
         self._take(self.fresh.copy())
 
     def _take(self, left: NDArray[np.uint8]) -> None:
-        """Replace the contents of the memory by `left`, except for the pointers."""
         for place in self.image.places:
             left[place : place + 8] = self.memory[place : place + 8]
         self.memory[:] = left
@@ -195,10 +185,8 @@ class LaunchImage:
         self._take(np.frombuffer(path.read_bytes(), np.uint8, self.image.size, start).copy())
 
     def run(self, seed: int, bug: str = "none", block: int = -1, ablation: Ablation = Ablation.NONE) -> str:
-        """Run one launch on fibres, and return a description of what went wrong, or an empty string.
-
-        `bug` is the bug to plant in thread block number `block`, or in all thread blocks if `block` is -1.
-        """
+        """Run one launch on fibres, and return a description of what went wrong, or an empty string. `bug` is the bug
+        to plant in thread block number `block`, or in all thread blocks if `block` is -1."""
         self.params.launch += 1
         message = ctypes.create_string_buffer(_MESSAGE)
         address = self.memory.ctypes.data + self._params
@@ -220,9 +208,7 @@ class LaunchImage:
 
     def run_in_sequence(self) -> None:
         """Run all instructions one at a time, without waits and signals: by segment, then by layer, then by phase.
-
-        `join` and `drain`, which only control other instructions, are left out.
-        """
+        `join` and `drain`, which only control other instructions, are left out."""
         control = [phase.number for phase in CONTROL]
         for segment in range(3):
             records, ranks = self.program.numbered(segment)
@@ -235,11 +221,9 @@ class LaunchImage:
     def execute(
         self, words: Records, layer: int, rank: int, segment: int = BODY, table: StepTable | None = None
     ) -> None:
-        """Run one record alone, as if it were in `segment`.
-
-        Without `table`, the record neither waits nor signals. With `table`, which replaces the step table, the record
-        does both. Its waits end at once, because the counters already have the totals of all launches so far.
-        """
+        """Run one record alone, as if it were in `segment`. Without `table`, the record neither waits nor signals. With
+        `table`, which replaces the step table, the record does both. Its waits end at once, because the counters
+        already have the totals of all launches so far."""
         params = STRUCTURES["Params"].from_buffer_copy(self.params)
         words, offsets = np.ascontiguousarray(words), (np.arange(self.program.ranks + 1) > rank).astype(np.int32)
         params.records[segment], params.offsets[segment] = words.ctypes.data, offsets.ctypes.data

@@ -1,7 +1,5 @@
 """Checks whether ThreadSanitizer works on this machine."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs a checkpoint step by step without the engine, so that a test decides which tokens each step contains."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -73,19 +71,15 @@ class Runner:
     def step(
         self, pieces: Sequence[Piece], *, trace: bool = False, workers: int | None = None, padding: int = 0
     ) -> Output:
-        """Run one launch of a program that has `padding` more token rows than `pieces` need.
-
-        The output has a logit row for each token of each piece, in order.
-        """
+        """Run one launch of a program that has `padding` more token rows than `pieces` need. The output has a logit row
+        for each token of each piece, in order."""
         rows = sum(len(p.tokens) for p in pieces)
         program = self.program(rows + padding, rows + padding, workers=workers)
         return self.backend.launch(program, self.table(program, pieces), trace=trace)
 
     def logits(self, tokens: Sequence[int], cuts: Sequence[int] = (), slot: int = 0, **options) -> NDArray[np.float32]:
-        """Return the logits of one sequence, with shape [len(tokens), vocab].
-
-        `cuts` are the positions at which a new step begins.
-        """
+        """Return the logits of one sequence, with shape [len(tokens), vocab]. `cuts` are the positions at which a new
+        step begins."""
         edges = [0, *cuts, len(tokens)]
         parts = []
         for start, end in pairwise(edges):

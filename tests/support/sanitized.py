@@ -1,10 +1,7 @@
 """Runs tests with a native library built with sanitizers. Fails if a test fails or a sanitizer reports an error.
 
-python tests/support/sanitized.py thread tests/runtime/test_cpu_threads.py
-python tests/support/sanitized.py address,undefined tests/runtime
-"""
-
-from __future__ import annotations
+python tests/support/sanitized.py thread tests/runtime/test_cpu_threads.py python tests/support/sanitized.py
+address,undefined tests/runtime"""
 
 import os
 import subprocess
@@ -23,10 +20,8 @@ RUNTIMES = {"thread": "libtsan.so", "address": "libasan.so", "undefined": "libub
 
 
 def build(folder: Path, sanitizers: str) -> dict[str, str]:
-    """Create a package in `folder` whose native library is built with `sanitizers`.
-
-    Returns the environment variables with which Python imports that package.
-    """
+    """Create a package in `folder` whose native library is built with `sanitizers`. Returns the environment variables
+    with which Python imports that package."""
     build_native(ROOT, link_package(ROOT, folder), *FLAGS, f"-fsanitize={sanitizers}")
     preloaded = [_runtime(RUNTIMES[name]) for name in sanitizers.split(",")]
     options = OPTIONS.format(log=folder / "report")

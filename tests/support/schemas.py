@@ -1,7 +1,5 @@
 """Random JSON schemas that allow only short texts, so that an answer ends even if the model prefers to go on."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs `megakernel serve` in separate processes."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Helpers for tests of the simulator: handmade work, costs that give simple times, and a check of all waits."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -59,9 +57,7 @@ def hand_work(
     streams: Sequence[Stream], *, ranks: int = 1, counters: int = 4, keys: Sequence[float] = (), queue: Stream = ()
 ) -> Work:
     """Return work of one layer for the simulator. `streams` lists all streams of rank 0, then those of rank 1, etc.
-
-    `keys` are the sizes of the cache entries in bytes. `queue` is the queue of rank 0.
-    """
+    `keys` are the sizes of the cache entries in bytes. `queue` is the queue of rank 0."""
     tasks = [t for stream in [*streams, queue] for t in stream]
     offsets = np.cumsum([0, *map(len, streams)], dtype=np.int32)
     totals = np.zeros((ranks, counters), np.int32)
@@ -120,13 +116,11 @@ def hand_run(work: Work, **changes: float) -> tuple[SimulationResult, Intervals]
 
 
 def by_node(intervals: Intervals) -> dict[Node, Intervals]:
-    """Group intervals by layer and record."""
     nodes, which = np.unique(intervals[["layer", "instruction"]], return_inverse=True)
     return {node: intervals[which == i] for i, node in enumerate(nodes.tolist())}
 
 
 def ended(intervals: Intervals, number: int) -> float:
-    """Return the time in seconds at which the last interval of a record ended."""
     return float(intervals["end"][intervals["instruction"] == number].max()) * 1e-9
 
 
@@ -175,12 +169,10 @@ def ordered(program: Program, table: StepTable) -> list[Ordered]:
 
 
 def held_up(program: Program, table: StepTable, start: Node, certain: bool) -> set[Node]:
-    """Return all records that depend on the end of `start`, directly or indirectly.
-
-    A record depends on the one before it in its stream, and on those that signal the counters for which it waits. If
-    `certain` is set, an attention record's dependencies are only those of its first item, because it can begin once
-    they have ended. Otherwise those of all its items count.
-    """
+    """Return all records that depend on the end of `start`, directly or indirectly. A record depends on the one before
+    it in its stream, and on those that signal the counters for which it waits. If `certain` is set, an attention
+    record's dependencies are only those of its first item, because it can begin once they have ended. Otherwise those
+    of all its items count."""
     after: dict[Node, Node] = {}
     signals: dict[Node, set[int]] = defaultdict(set)
     waiting: dict[int, set[Node]] = defaultdict(set)
@@ -212,7 +204,6 @@ def _of_slot(program: Program, view: StepTable, record: Records) -> list[Item]:
 
 
 def _items(view: StepTable) -> dict[int, list[Item]]:
-    """Return the attention items of each attention slot."""
     names = ("row", "rows", "kv_head", "kv_heads", "seq", "wait_block", "split", "block", "splits")
     columns = [getattr(view, f"item_{name}").tolist() for name in names]
     items = []
@@ -235,11 +226,9 @@ def step_of(program: Program) -> StepTable:
 
 
 def unmet_waits(program: Program, tasks: list[Ordered], trace: Trace) -> list[str]:
-    """Return descriptions of all errors in a simulated trace. `tasks` is the result of `ordered`.
-
-    An error is a record that runs the wrong number of tasks or begins to compute before the results for which it waits
-    are stored, or a counter whose additions do not sum to its total. The check uses no code of the simulator.
-    """
+    """Return descriptions of all errors in a simulated trace. `tasks` is the result of `ordered`. An error is a record
+    that runs the wrong number of tasks or begins to compute before the results for which it waits are stored, or a
+    counter whose additions do not sum to its total. The check uses no code of the simulator."""
     rows = trace.intervals
     ran = by_node(rows[np.argsort(rows["end"], kind="stable")])
     arrived = np.zeros(program.total_counters * program.ranks, np.int64)

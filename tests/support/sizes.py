@@ -1,6 +1,6 @@
 """The sizes of the smallest possible step, for tests that need a model's sizes but no bucket of a certain size."""
 
-from __future__ import annotations
+from typing import Any
 
 from megakernel.isa import KV_BLOCK, Bucket, Dims, Dtype, Split, Worker
 from megakernel.model.config import ModelConfig
@@ -10,3 +10,9 @@ def least_dims(config: ModelConfig, dtype: Dtype) -> Dims:
     """Return the sizes of a step of one row and one KV token on one rank."""
     bucket = Bucket(KV_BLOCK, *(1 for _ in range(10)))
     return Dims(Split(config.sizes(dtype)), bucket, Worker())
+
+
+def config_of(d: Dims, **more: Any) -> ModelConfig:
+    m = d.model
+    sizes = (m.vocab, m.hidden, m.ffn, m.layers, m.heads, m.kv_heads, m.head_dim, d.bucket.max_context)
+    return ModelConfig(*sizes, **more)

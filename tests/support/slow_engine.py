@@ -1,7 +1,5 @@
 """A slow, simple engine that handles its sequences one by one. The real engine must do the same in every step."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -490,10 +488,8 @@ class SlowEngine:
         return Turn(sequence, Chunk(sequence.slot, start, ids, sequence.pages, rows), samples)
 
     def advance(self, work: SlowWork, tokens: Seq[int]) -> list[tuple[bool, str | None]]:
-        """Add a step's tokens to their sequences.
-
-        Returns for each logit row whether it counts, and the finish reason if its token ends the sequence.
-        """
+        """Add a step's tokens to their sequences. Returns for each logit row whether it counts, and the finish reason
+        if its token ends the sequence."""
         left: Iterator[int] = iter(tokens)
         fates: list[tuple[bool, str | None]] = []
         for turn in work.turns:

@@ -1,10 +1,5 @@
-"""Lists the small changes of a source file that tests should notice.
-
-Changes of Python are found in its syntax tree, changes of C++ by regular expressions. Strings, annotations, decorators
-and preprocessor lines are not changed.
-"""
-
-from __future__ import annotations
+"""Lists the small changes of a source file that tests should notice. Changes of Python are found in its syntax tree,
+changes of C++ by regular expressions. Strings, annotations, decorators and preprocessor lines are not changed."""
 
 import ast
 import copy
@@ -15,10 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SourceMutant:
-    """One change of a source file: the text `before`, at a character offset, is replaced by `after`.
-
-    Only tests that execute one of `lines` can notice the change.
-    """
+    """One change of a source file: the text `before`, at a character offset, is replaced by `after`. Only tests that
+    execute one of `lines` can notice the change."""
 
     offset: int
     before: str
@@ -196,10 +189,8 @@ _STATEMENT = re.compile(
 
 
 def of_cpp(source: str) -> list[SourceMutant]:
-    """Return the mutants of a C++ source.
-
-    Some matched text only looks like an operator. Its mutants do not compile, or compile to the same machine code.
-    """
+    """Return the mutants of a C++ source. Some matched text only looks like an operator. Its mutants do not compile, or
+    compile to the same machine code."""
     shown = _HIDDEN.sub(lambda m: re.sub(r"[^\n]", "\0", m[0]), source)
 
     def made(begin: int, before: str, after: str, kind: str) -> SourceMutant:

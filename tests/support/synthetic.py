@@ -1,7 +1,5 @@
 """Makes small programs and traces for tests of the timeline. Traces are listed by hand or simulated."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -42,10 +40,8 @@ def program(
     counters: int,
     ranks: int = 1,
 ) -> Program:
-    """Return a program with these instruction streams. Each segment lists its streams by rank, then by worker.
-
-    The totals of its counters are zero, because the timeline does not read them.
-    """
+    """Return a program with these instruction streams. Each segment lists its streams by rank, then by worker. The
+    totals of its counters are zero, because the timeline does not read them."""
     zeros = np.zeros((ranks, counters), dtype=np.int32)
     segments = [handmade.segment(*streams) for streams in (prologue, body, epilogue)]
     return Program(d, handmade.llama(d), "host", ranks, len(body) // ranks, counters, *segments, *[zeros] * 3)
@@ -53,8 +49,7 @@ def program(
 
 def llama(layers: int = 2, workers: int = 4, row_blocks: int = 2, tiles: int = 4) -> Program:
     """Return a small program with all phases of a Llama. A projection whose output is added to the residual has `tiles`
-    tiles per row block.
-    """
+    tiles per row block."""
     sizes = {"vocab": 256, "ffn": 256, "heads": 2, "kv_heads": 1, "items": 8 * row_blocks}
     d = dims(layers, tokens=32 * row_blocks, slots=2 * row_blocks, **sizes)
     return handmade.handmade(d, workers, tile=-(-d.model.hidden // tiles))
@@ -72,10 +67,8 @@ SIGNAL_NS = 300
 
 
 def run(p: Program, stall: tuple[int, int] | None = None) -> Trace:
-    """Return a simulated trace of CPU workers, whose tiles take tens of microseconds.
-
-    `stall` is the (body record, layer) of an instruction that takes 5 ms longer than it otherwise would.
-    """
+    """Return a simulated trace of CPU workers, whose tiles take tens of microseconds. `stall` is the (body record,
+    layer) of an instruction that takes 5 ms longer than it otherwise would."""
     host = machine.host(p.workers)
     rates = {"matmul_flops": ((1.0, 1e10),), "attention_flops": ((1.0, 1e9),), "vector_flops": 1e8}
     rates |= {"memory_bytes_per_s": 1e12, "cache_bytes_per_s": 1e12}
@@ -85,26 +78,22 @@ def run(p: Program, stall: tuple[int, int] | None = None) -> Trace:
 
 def stalled() -> tuple[Program, Trace, tuple[int, int]]:
     """Return a program of three layers, a trace in which one instruction stalls for 5 ms, and the (body record, layer)
-    of that instruction.
-    """
+    of that instruction."""
     p, where = llama(layers=3), (2, 1)
     return p, run(p, stall=where), where
 
 
 def renumbered(p: Program, t: Trace) -> tuple[Program, Trace]:
-    """Add a phase at the start of a program, so that the number of every phase changes. Return the new program, and
-    `t` as a trace of it.
-    """
+    """Add a phase at the start of a program, so that the number of every phase changes. Return the new program, and `t`
+    as a trace of it."""
     first = replace(p.forward.prologue[0], name="more", number=0)
     other = with_phases(p, [[first, *p.forward.prologue], list(p.forward.body), list(p.forward.epilogue)])
     return other, replace(t, header=replace(t.header, program=other.hash))
 
 
 def trace(p: Program, rows: Sequence[tuple[int, ...]], *, dropped: int = 0, tick_s: float = 1e-9) -> Trace:
-    """Return a trace with one interval per row. A row has the fields of DTYPE in order.
-
-    Sorts the intervals by rank, worker and begin, because a trace must have this order.
-    """
+    """Return a trace with one interval per row. A row has the fields of DTYPE in order. Sorts the intervals by rank,
+    worker and begin, because a trace must have this order."""
     intervals = np.array([tuple(r) for r in rows], dtype=DTYPE)
     intervals = intervals[np.lexsort((intervals["begin"], intervals["worker"], intervals["rank"]))]
     header = TraceHeader(p.hash, "simulator", tick_s, read_s=0.0, clock_error_s=0.0, dropped=dropped)
@@ -115,11 +104,8 @@ def node(
     ranks: int = 8, workers: int = 132, layers: int = 2, slow: float = 1.0, clock_error_s: float = 0.0
 ) -> tuple[Program, Trace]:
     """Return a program for layers of the size of a 70B model on a node's GPUs, and its simulated trace. The intervals
-    name the roles of a worker's warps, as on a GPU.
-
-    Matmuls take `slow` times as long as on an H100. With the default arguments the trace has more than 400,000
-    intervals.
-    """
+    name the roles of a worker's warps, as on a GPU. Matmuls take `slow` times as long as on an H100. With the default
+    arguments the trace has more than 400,000 intervals."""
     sizes = {"hidden": 8192, "ffn": 28672, "heads": 64, "kv_heads": 8, "head_dim": 128, "vocab": 8192}
     limits = {"slots": 4 * workers, "items": 9 * workers, "max_context": 8192, "tp": ranks}
     p = handmade.handmade(dims(layers, 64 * workers, 128, **sizes, **limits), workers, tile=320)

@@ -1,7 +1,5 @@
 """Computes the layout in shared memory of a tile that bulk copies (TMA) have loaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -11,11 +9,9 @@ Array = NDArray[Any]
 
 
 def copied_tile(tile: Array) -> Array:
-    """Return the bytes in shared memory after bulk copies have loaded `tile` in boxes of 32 rows x 128 bytes.
-
-    The copies apply the 128-byte swizzle: within each group of 8 rows, chunk i of row r is stored at position i XOR r.
-    A chunk has 16 bytes.
-    """
+    """Return the bytes in shared memory after bulk copies have loaded `tile` in boxes of 32 rows x 128 bytes. The
+    copies apply the 128-byte swizzle: within each group of 8 rows, chunk i of row r is stored at position i XOR r. A
+    chunk has 16 bytes."""
     rows = tile.view(np.uint8).reshape(-1, 128)
     out = np.empty_like(rows)
     for r, row in enumerate(rows):

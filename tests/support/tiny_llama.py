@@ -1,11 +1,7 @@
-"""Makes small random models of any family, each as a transformers model and as a Checkpoint with the same weights.
-
-The random weights are large, so that a mistake changes the logits clearly: attention concentrates on a few tokens,
-norms and biases are far from 1 and 0, and each layer changes the residual by about as much as the residual's own
-magnitude.
-"""
-
-from __future__ import annotations
+"""Makes small random models of any family, each as a transformers model and as a Checkpoint with the same weights. The
+random weights are large, so that a mistake changes the logits clearly: attention concentrates on a few tokens, norms
+and biases are far from 1 and 0, and each layer changes the residual by about as much as the residual's own
+magnitude."""
 
 import json
 from pathlib import Path
@@ -66,11 +62,9 @@ class TinyCheckpoint(FileCheckpoint):
 
 
 def make_llama(seed: int, family: str = "llama", **shape: Any) -> tuple[PreTrainedModel, TinyCheckpoint]:
-    """Return a random float32 model and a Checkpoint with its weights.
-
-    `shape` overrides entries of SHAPE. It may also set config.json keys of the family, such as attention_bias. The
-    Checkpoint's configuration is parsed from the config.json of the model.
-    """
+    """Return a random float32 model and a Checkpoint with its weights. `shape` overrides entries of SHAPE. It may also
+    set config.json keys of the family, such as attention_bias. The Checkpoint's configuration is parsed from the
+    config.json of the model."""
     own = {key: shape.pop(key) for key in FAMILIES[family].keys & set(shape)}
     unknown = set(shape) - set(SHAPE)
     if unknown:
@@ -105,10 +99,8 @@ def _hf_config(kind: type[PretrainedConfig], shape: dict[str, Any], own: dict[st
 
 
 def _rope_arguments(rope: Rope, kind: type[PretrainedConfig]) -> dict[str, Any]:
-    """Return the arguments that describe `rope` to a transformers configuration class.
-
-    transformers 5 reads rope_parameters, and transformers 4 reads rope_theta and rope_scaling.
-    """
+    """Return the arguments that describe `rope` to a transformers configuration class. transformers 5 reads
+    rope_parameters, and transformers 4 reads rope_theta and rope_scaling."""
     scaling: dict[str, Any] = {"rope_type": rope.kind.value}
     if rope.kind is not RopeKind.DEFAULT:
         scaling["factor"] = rope.factor

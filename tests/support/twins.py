@@ -1,7 +1,5 @@
 """Runs single instructions on the reference backend and on another interpreter, and compares their buffers."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -39,9 +37,7 @@ def get_rows(view: Array, dims: Dims, buffer: Buffer) -> NDArray[np.float32]:
 
 def set_rows(view: Array, dims: Dims, buffer: Buffer, rows: NDArray[Any]) -> None:
     """Quantise `rows`, which have the shape that `get_rows` returns, and store them in a quantised K_CACHE or V_CACHE.
-
-    A row that begins with NaN gets NaN as its scale.
-    """
+    A row that begins with NaN gets NaN as its scale."""
     slots = cache_slots(view, dims)
     flat = np.ascontiguousarray(rows, dtype=np.float32).reshape(-1, dims.model.head_dim)
     blocks = quantise(np.nan_to_num(flat), Dtype.Q8_0)[:, : dims.model.kv_row]
@@ -50,11 +46,9 @@ def set_rows(view: Array, dims: Dims, buffer: Buffer, rows: NDArray[Any]) -> Non
 
 
 class Twins(ABC):
-    """The reference backend and another interpreter, with the same weights.
-
-    All other float buffers of the reference are filled with random numbers, including KV cache slots that no sequence
-    uses. `start_equal` copies them to the other interpreter.
-    """
+    """The reference backend and another interpreter, with the same weights. All other float buffers of the reference
+    are filled with random numbers, including KV cache slots that no sequence uses. `start_equal` copies them to the
+    other interpreter."""
 
     def __init__(self, checkpoint: RandomCheckpoint, forward: Forward, dims: Dims, seed: int = 0) -> None:
         self.dims, self.forward = dims, forward
@@ -108,10 +102,8 @@ class Twins(ABC):
         """Run an instruction on the other interpreter, but not on the reference."""
 
     def run(self, instruction: Records, layer: int, table: StepTable, rank: int = 0) -> dict[Key, Array]:
-        """Run an instruction on the other interpreter, starting from the contents of the reference's buffers.
-
-        Returns copies of the other interpreter's buffers. Does not run the instruction on the reference.
-        """
+        """Run an instruction on the other interpreter, starting from the contents of the reference's buffers. Returns
+        copies of the other interpreter's buffers. Does not run the instruction on the reference."""
         self.start_equal()
         self.execute(instruction, layer, table, rank)
         return {key: self.other(*key).copy() for key in self.copies()}
@@ -141,10 +133,8 @@ class Twins(ABC):
         self.reference.execute(instruction, layer, table, self.forward, rank)
 
     def assert_equal(self, rtol: float, atol: float) -> None:
-        """Check that the buffers of the two interpreters are equal. Integers must match exactly.
-
-        Floats may differ by the tolerances, and bfloat16 and Q8_0 values also by one rounding step of the type.
-        """
+        """Check that the buffers of the two interpreters are equal. Integers must match exactly. Floats may differ by
+        the tolerances, and bfloat16 and Q8_0 values also by one rounding step of the type."""
         for key in self.copies():
             got, expected, name = self.other(*key), self.buffer(*key), f"{key[1].name} of rank {key[0]}, layer {key[2]}"
             if got.dtype == np.int32:
@@ -164,10 +154,8 @@ class Twins(ABC):
 
 
 class FibreTwins(Twins):
-    """Compares the reference with the Hopper interpreter, which runs on the host, on fibres (user-space threads).
-
-    There is one counter per row block. Each call of `execute` sets the counters to zero first.
-    """
+    """Compares the reference with the Hopper interpreter, which runs on the host, on fibres (user-space threads). There
+    is one counter per row block. Each call of `execute` sets the counters to zero first."""
 
     def __init__(self, checkpoint: RandomCheckpoint, forward: Forward, dims: Dims, seed: int = 0) -> None:
         super().__init__(checkpoint, forward, dims, seed)
@@ -185,11 +173,9 @@ class FibreTwins(Twins):
 
 
 class CpuTwins(Twins):
-    """Compares the CPU backend with the reference.
-
-    All ranks of the CPU backend share one copy of the output buffers, so only the rows that belong to a rank are
-    compared. SPLITS, the number of finished items of each attention split, is not compared.
-    """
+    """Compares the CPU backend with the reference. All ranks of the CPU backend share one copy of the output buffers,
+    so only the rows that belong to a rank are compared. SPLITS, the number of finished items of each attention split,
+    is not compared."""
 
     def __init__(self, checkpoint: RandomCheckpoint, forward: Forward, dims: Dims, seed: int = 0) -> None:
         super().__init__(checkpoint, forward, dims, seed)
@@ -217,10 +203,8 @@ class CpuTwins(Twins):
 
 
 def sampling_table(twins: Twins, seed: int) -> StepTable:
-    """Return a step table whose rows have random sampling parameters of all kinds.
-
-    Writes a random history of tokens for every row to the reference.
-    """
+    """Return a step table whose rows have random sampling parameters of all kinds. Writes a random history of tokens
+    for every row to the reference."""
     rng = np.random.default_rng(seed)
     dims, n = twins.dims, twins.dims.bucket.logit_rows
     table = make_table(dims, {})
@@ -257,9 +241,7 @@ def sampling_table(twins: Twins, seed: int) -> StepTable:
 
 def compare_samples(make: Callable[[Dims, int], Twins], dims: Dims, vocab: int, step: float) -> None:
     """Check that both interpreters sample the same tokens from random logits, with sampling parameters of all kinds.
-
-    Rounds the logits to multiples of `step`, so that ties occur, unless `step` is 0.
-    """
+    Rounds the logits to multiples of `step`, so that ties occur, unless `step` is 0."""
     n = 24
     dims = dims.changed(vocab=vocab, logit_rows=n, max_seqs=n, max_context=96, bias_entries=8, mask_rows=3)
     for seed in range(3):
@@ -273,10 +255,8 @@ def compare_samples(make: Callable[[Dims, int], Twins], dims: Dims, vocab: int, 
 
 
 def check_hostile_logits(make: Callable[[Dims, int], Twins], dims: Dims) -> None:
-    """Check that sampling ends and returns a valid token from rows in which all logits are NaN, -inf, 0 or 3e38.
-
-    The test draws tokens at temperature 1 and greedily.
-    """
+    """Check that sampling ends and returns a valid token from rows in which all logits are NaN, -inf, 0 or 3e38. The
+    test draws tokens at temperature 1 and greedily."""
     twins = make(dims.changed(logit_rows=4, max_seqs=4, max_context=96, bias_entries=8, mask_rows=3), 0)
     table = sampling_table(twins, 2)
     for temperature in (1.0, 0.0):
@@ -288,9 +268,7 @@ def check_hostile_logits(make: Callable[[Dims, int], Twins], dims: Dims) -> None
 
 def check_attention_splits(twins: CpuTwins) -> None:
     """Check that attention gives the same bits if several items share the heads, rows and KV blocks of one item.
-
-    SPLITS, which counts the finished items of a split, must be zero afterwards.
-    """
+    SPLITS, which counts the finished items of a split, must be zero afterwards."""
     table = make_table(twins.dims, {0: (290, 5), 1: (120, 9)})
     whole = [Item(0, 0, 5, 0, 2), Item(0, 5, 9, 0, 2)]
     cut = [Item(0, 0, 5, 0, 1, (2, 3), 1, 2, 7), Item(1, 0, 5, 0, 1, (0, 2), 1, 2, 7), Item(2, 0, 2, 1, 1)]

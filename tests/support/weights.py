@@ -1,7 +1,5 @@
 """Whole weights of a checkpoint as arrays."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from numpy.typing import NDArray

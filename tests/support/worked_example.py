@@ -1,11 +1,6 @@
-"""Makes the source changes that a document describes, in a copy of the source tree.
-
-The line **In `FILE`** introduces a `diff` block without line numbers. The kept and removed lines of a hunk, taken
-together, must occur in the file exactly once. The line **New file `FILE`** introduces a block with the whole content of
-a new file.
-"""
-
-from __future__ import annotations
+"""Makes the source changes that a document describes, in a copy of the source tree. The line **In `FILE`** introduces a
+`diff` block without line numbers. The kept and removed lines of a hunk, taken together, must occur in the file exactly
+once. The line **New file `FILE`** introduces a block with the whole content of a new file."""
 
 import re
 import shutil
@@ -25,7 +20,6 @@ def copy_of_the_tree(target: Path) -> Path:
 
 
 def apply(document: Path, tree: Path) -> None:
-    """Make the changes that `document` describes in `tree`, a copy of the source tree."""
     for kind, name, text in CHANGE.findall(document.read_text()):
         path = tree / name
         assert path.exists() == (kind == "In"), f"{document.name}: {kind} {name}"

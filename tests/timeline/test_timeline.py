@@ -1,8 +1,5 @@
 """Tests the timeline's numbers with traces whose results are known, and its page, Perfetto file and text against
-traces.
-"""
-
-from __future__ import annotations
+traces."""
 
 import io
 import json
@@ -39,7 +36,7 @@ from megakernel.timeline import (
 from megakernel.timeline.compare import Comparison
 from megakernel.timeline.overlap import compute_bound
 from megakernel.timeline.resolve import Resolved
-from megakernel.timeline.resources import curves, peaks, resources
+from megakernel.timeline.resources import curves, peaks
 from megakernel.timeline.spans import Spans
 from megakernel.timeline.summary import Summary
 from megakernel.timeline.waits import Causes, Signals
@@ -52,11 +49,8 @@ SECOND = 1.0  # a tick of hand-made traces is one second
 
 
 def chain() -> Program:
-    """Return a program for two workers and two layers.
-
-    Worker 0 has embed, then attn_norm (record 0 of the body) and o_proj (1) in each layer. Worker 1 has qkv_rope (2)
-    and join (3) in each layer, then final_norm.
-    """
+    """Return a program for two workers and two layers. Worker 0 has embed, then attn_norm (record 0 of the body) and
+    o_proj (1) in each layer. Worker 1 has qkv_rope (2) and join (3) in each layer, then final_norm."""
     tile = (0, 32, 0, 32)
     body = [
         [
@@ -151,10 +145,8 @@ def test_signals_to_every_rank_have_a_cause_there() -> None:
 
 
 def test_a_remote_wait_under_compute_is_not_exposed() -> None:
-    """The input loader of rank 1 waits for rank 0 from tick 20 to tick 60, and its worker computes until tick 35.
-
-    So 25 of the 2 x 100 ticks of the two ranks are exposed communication, in one launch and in two equal ones.
-    """
+    """The input loader of rank 1 waits for rank 0 from tick 20 to tick 60, and its worker computes until tick 35. So 25
+    of the 2 x 100 ticks of the two ranks are exposed communication, in one launch and in two equal ones."""
     tile = (0, 32, 0, 32)
     body = [
         [record("o_proj", tile, [], [word(0, rank=ALL_RANKS)])],
@@ -201,22 +193,10 @@ def test_critical_path_of_a_known_chain() -> None:
     assert (path.links[2].begin_s, path.links[2].end_s, path.links[2].worker, path.links[2].layer) == (25, 50, 1, 0)
 
 
-def test_a_storer_does_not_hold_up_its_worker_on_the_critical_path() -> None:
-    """o_proj is computed right after attn_norm, while the norm is still being stored. The path counts no time twice."""
-    intervals = rows((COMPUTE, 0, 0, 0, 0, 40), (COMPUTE, 0, 1, 0, 42, 90), role=Role.CONSUMER)
-    path = summary(
-        intervals + rows((STORE, 0, 0, 0, 40, 60), (STORE, 0, 1, 0, 90, 100), role=Role.STORER)
-    ).critical_path
-    assert [link.after for link in path.links] == ["start", "order"]
-    assert path.by_instruction == {"o_proj": 58, "attn_norm": 40} and (path.gap_s, path.seconds) == (2, 100)
-
-
 def test_releasers_are_the_true_ones() -> None:
-    """In a simulated trace, every wait (INDEXED or not) has a releaser, the interval whose end released it.
-
-    On one rank, each wait ends exactly one signal latency after its releaser. On several ranks, it ends at least 400 ns
-    after its releaser.
-    """
+    """In a simulated trace, every wait (INDEXED or not) has a releaser, the interval whose end released it. On one
+    rank, each wait ends exactly one signal latency after its releaser. On several ranks, it ends at least 400 ns after
+    its releaser."""
     p = synthetic.llama(layers=3, workers=5, row_blocks=3, tiles=6)
     for r, least in ((simulated(p), 40), (resolve(*synthetic.node(4, 16)), 400)):
         found, waits = r.releaser, np.flatnonzero(r.kind(WAIT))
@@ -253,8 +233,7 @@ def test_summary_is_json_with_the_promised_keys() -> None:
 
 def test_work_is_spread_over_the_intervals_that_did_it() -> None:
     """The FLOPs of an o_partial are spread over its COMPUTE interval [0, 60), the bytes of its weights over its LOAD
-    interval [0, 20), and the bytes that it sends over its STORE interval [60, 80).
-    """
+    interval [0, 20), and the bytes that it sends over its STORE interval [60, 80)."""
     d = synthetic.dims(1, tp=2)
     tile = (0, 32, 0, 64)  # rows of row block 0, whose owner is rank 0
     p = synthetic.program(d, [[], []], [[], [record("o_partial", tile, tp=2)]], [[], []], counters=1, ranks=2)
@@ -274,14 +253,8 @@ def test_work_is_spread_over_the_intervals_that_did_it() -> None:
     for bins in (1, 3, 7, 64):
         assert curves(r, bins).sum(axis=2) == pytest.approx(amounts.sum(axis=2))
 
-    assert [x.name for x in resources(r)] == ["matrix", "memory", "cache", "link out", "link in"]
-    matrix_of, *_ = resources(replace(r, machine=replace(r.machine, workers=1, matrix_flops=float(flops))))
-    assert matrix_of.fraction == pytest.approx(1 / 2 / 80) and matrix_of.ranks == pytest.approx([0, 1 / 80])
-    assert sum(matrix_of.curve) / len(matrix_of.curve) * r.period == pytest.approx(1 / 2, rel=1e-3)
-
 
 def test_instants_are_a_tick_long_and_give_finite_numbers() -> None:
-    """If every interval begins and ends in the same tick, the numbers are still finite."""
     r = step(rows((COMPUTE, 0, 1, 0, 5, 5), (COMPUTE, 1, 2, 0, 5, 5)), target=machine.load("h100"))
     spread = curves(r, 4)
     assert np.isfinite(spread).all() and spread.any()
@@ -299,12 +272,9 @@ def test_a_gap_at_the_end_of_a_worker_leads_to_its_last_interval() -> None:
 
 
 def test_attentions_work_is_that_of_its_items(tmp_path: Path) -> None:
-    """The work of an attention instruction is what the trace gives for its attention slot (its list of work items).
-
-    The instruction has slot 1. It runs in two layers of one launch and in one layer of another launch.
-
-    If a trace has no data about slots, the summary says that its figures are without attention.
-    """
+    """The work of an attention instruction is what the trace gives for its attention slot (its list of work items). The
+    instruction has slot 1. It runs in two layers of one launch and in one layer of another launch. If a trace has no
+    data about slots, the summary says that its figures are without attention."""
     p = synthetic.program(synthetic.dims(2, slots=2), [[]], [[record("attention", (1, 1, 2))]], [[]], counters=1)
     intervals = []
     for at, (launch, layer) in enumerate(((1, 0), (1, 1), (2, 0))):
@@ -339,10 +309,8 @@ def test_attentions_work_is_that_of_its_items(tmp_path: Path) -> None:
 
 
 def test_a_cpu_loads_its_weights_while_it_computes() -> None:
-    """If a worker has no loader, the bytes that an instruction loads count in its COMPUTE interval.
-
-    Its LOAD interval is a prefetch during a wait, which loads only a part of these bytes.
-    """
+    """If a worker has no loader, the bytes that an instruction loads count in its COMPUTE interval. Its LOAD interval
+    is a prefetch during a wait, which loads only a part of these bytes."""
     r = step(rows((LOAD, 1, 2, 0, 0, 10), (COMPUTE, 1, 2, 0, 10, 20)))
     memory = curves(r, r.period)[0, 2]
     assert memory[:10].sum() == 0 and memory[10:20].sum() == memory.sum() > 0
@@ -375,7 +343,6 @@ def test_two_traces_of_a_program_compared() -> None:
 
 
 def test_two_programs_are_compared_by_operands() -> None:
-    """Two programs with the same tiles, on one worker and on four, are compared by operands."""
     many, one, other = map(simulated, (synthetic.llama(), synthetic.llama(workers=1), synthetic.llama(row_blocks=1)))
     for same in (one, resolve(*synthetic.renumbered(one.program, one.trace))):  # phases have names
         c = compare(many, same)
@@ -549,10 +516,8 @@ def test_ranks_have_as_many_digits_in_perfetto(tmp_path: Path) -> None:
 
 
 def test_launches_are_compared_by_the_waterfall() -> None:
-    """Of three launches, the first is the median and the second is the longest.
-
-    In the second, two workers wait 40 ticks longer each, for different causes.
-    """
+    """Of three launches, the first is the median and the second is the longest. In the second, two workers wait 40
+    ticks longer each, for different causes."""
     late = [(b + 40 * (b > 20), e + 40 * (e > 20), *rest) for b, e, *rest in CHAIN]
     found = compare_launches([summarise(each) for each in (step(), step(late), stretched(1, keep=14))])
     assert found.step_s == [100, 140, 99] and found.median == 0

@@ -1,10 +1,6 @@
-"""Recomputes every figure on the timeline's page from the saved trace, interval by interval.
-
-The tests share no code with megakernel.timeline: they read the bytes of the trace and the text of the page themselves.
-From the package they use only programs and the costs that instructions declare.
-"""
-
-from __future__ import annotations
+"""Recomputes every figure on the timeline's page from the saved trace, interval by interval. The tests share no code
+with megakernel.timeline: they read the bytes of the trace and the text of the page themselves. From the package they
+use only programs and the costs that instructions declare."""
 
 import json
 import re
@@ -90,8 +86,7 @@ def read_page(text: str) -> dict[str, Any]:
 
 def sweep(intervals: Iterable[tuple[int, int, Any]]) -> Iterator[tuple[int, int, Counter[Any]]]:
     """Cut time at every begin and end, and yield each part: its begin, its end, and how many intervals of each tag
-    cover it.
-    """
+    cover it."""
     some = [interval for interval in intervals if interval[1] > interval[0]]
     edges = sorted([(b, 1, tag) for b, _, tag in some] + [(e, -1, tag) for _, e, tag in some], key=lambda edge: edge[0])
     active: Counter[Any] = Counter()
@@ -128,10 +123,8 @@ def queued(queue: str, tp: int) -> tuple[Program, Trace]:
 
 
 def for_a_gpu(tokens: int, tp: int) -> tuple[Program, Trace]:
-    """Simulate a compiled step on four SMs of an H100, and return its program and trace.
-
-    The matmuls use dot products if `tokens` is small, otherwise matrix units.
-    """
+    """Simulate a compiled step on four SMs of an H100, and return its program and trace. The matmuls use dot products
+    if `tokens` is small, otherwise matrix units."""
     config = ModelConfig(
         vocab=2048, hidden=1024, ffn=2048, layers=2, heads=8, kv_heads=4, head_dim=128, max_context=256
     )
@@ -156,8 +149,7 @@ def twice() -> tuple[Program, Trace]:
 
 def by_hand() -> tuple[Program, Trace]:
     """Return a hand-made program and trace. In the trace, a loader begins to wait before the consumers do, and the
-    releaser of a wait (the instruction whose signal ended it) seems to end after the wait.
-    """
+    releaser of a wait (the instruction whose signal ended it) seems to end after the wait."""
     norm, tile = synthetic.record("attn_norm", (0, 32), [], [word(0)]), (0, 32, 0, 32)
     second = [synthetic.record("qkv_rope", tile, [word(0)], []), synthetic.record("o_proj", tile, [word(1)], [])]
     program = synthetic.program(synthetic.dims(1), [[], []], [[norm], second], [[], []], counters=2)
@@ -239,8 +231,7 @@ ORDER = (COMPUTE, STORE, COUNTER_WAIT, PAGE_WAIT, LOAD)
 
 def states(rows: list[Row]) -> Counter[int]:
     """Return the ticks that a worker spends in each kind of interval. Where kinds overlap, only the first in ORDER
-    counts.
-    """
+    counts."""
     ticks: Counter[int] = Counter()
     for begin, end, active in sweep([(row.begin, row.end, row.kind) for row in rows]):
         kind = next((k for k in ORDER if k in active), None)
@@ -290,11 +281,9 @@ def test_work_by_phase(case: Case) -> None:
 
 
 def test_waits_cost_what_workers_were_blocked(case: Case) -> None:
-    """A wait costs the ticks in which its worker neither computes nor stores.
-
-    If several roles of a worker wait at the same time, only one wait counts: counter waits come before page waits, then
-    waits of the consumers before others, then the earliest.
-    """
+    """A wait costs the ticks in which its worker neither computes nor stores. If several roles of a worker wait at the
+    same time, only one wait counts: counter waits come before page waits, then waits of the consumers before others,
+    then the earliest."""
     expected: Counter[str] = Counter()
     for rows in lanes(case).values():
         for begin, end, active in sweep([(row.begin, row.end, row) for row in rows]):
@@ -317,10 +306,8 @@ def test_waits_cost_what_workers_were_blocked(case: Case) -> None:
 
 def busiest_role(case: Case) -> float:
     """Return the seconds per launch that the busiest role of a worker needs to issue its machine instructions,
-    according to the machine file.
-
-    The seconds of a role are the mean over the workers of a rank. The result is the maximum over all ranks and roles.
-    """
+    according to the machine file. The seconds of a role are the mean over the workers of a rank. The result is the
+    maximum over all ranks and roles."""
     machine = machines.MACHINES.get(case.program.machine)
     if machine is None or machine.issue is None:
         return 0.0
@@ -404,10 +391,8 @@ def test_the_waterfall_adds_up_to_the_step(case: Case) -> None:
 
 
 def test_the_critical_path_is_the_step(case: Case) -> None:
-    """The critical path covers the whole launch without holes.
-
-    Each link follows a link on the same worker, or follows the releaser of a wait that ended when the link began.
-    """
+    """The critical path covers the whole launch without holes. Each link follows a link on the same worker, or follows
+    the releaser of a wait that ended when the link began."""
     path, rows, tick = case.summary["critical_path"], case.read.rows, case.read.tick_s
     begin, end = launches(case)[max(row.launch for row in rows)]
     links = path["links"]
@@ -464,8 +449,7 @@ def test_overlaps(case: Case) -> None:
 
 def test_resources(case: Case) -> None:
     """The rates of the resources follow from the costs that the executed instructions declare. The FLOPs and bytes of
-    attention come from the trace instead.
-    """
+    attention come from the trace instead."""
     program, done = case.program, Counter[tuple[str, int]]()
     number = {launch: n for n, launch in enumerate(sorted(launches(case)))}
     ran = {(r.launch, r.layer, r.rank, r.number): r for r in case.read.rows if r.kind == COMPUTE}

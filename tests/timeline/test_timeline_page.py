@@ -1,7 +1,5 @@
 """Tests the timeline page in a real browser, opened from a file: what it shows and how it reacts to input."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -58,11 +56,9 @@ def limited(gpus: Resolved) -> Resolved:
 def files(
     stalled: Resolved, gpus: Resolved, limited: Resolved, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """Return the paths of timeline pages by name.
-
-    They show a step with a stalled instruction ("page"), the GPUs of a node with their roles ("node"), this node with
-    peak rates ("limits"), and this node compared with a slower one ("pair").
-    """
+    """Return the paths of timeline pages by name. They show a step with a stalled instruction ("page"), the GPUs of a
+    node with their roles ("node"), this node with peak rates ("limits"), and this node compared with a slower one
+    ("pair")."""
     slower = resolve(*synthetic.renumbered(*synthetic.node(2, 3, slow=2.0)))
     folder = tmp_path_factory.mktemp("pages")
     made = {"page": [stalled], "node": [gpus], "limits": [limited], "pair": [gpus, slower]}
@@ -206,10 +202,8 @@ def test_search_finds_by_name_operand_and_layer(page: Browser) -> None:
 
 
 def test_a_click_on_a_bar_goes_to_its_worst_place_and_the_next_to_another(limits: Browser, limited: Resolved) -> None:
-    """Each click on a bar of the waterfall selects another interval to which the bar refers, the worst one first.
-
-    After that, the key p selects the next of these intervals and P the previous one.
-    """
+    """Each click on a bar of the waterfall selects another interval to which the bar refers, the worst one first. After
+    that, the key p selects the next of these intervals and P the previous one."""
     node, bars = limits, summarise(limited).waterfall.bars
     shown = node.run("return [...document.querySelectorAll('.waterfall [data-walk]')].map((b) => b.innerText)")
     for n, text in enumerate(shown[:-1]):
@@ -229,8 +223,7 @@ def test_a_click_on_a_bar_goes_to_its_worst_place_and_the_next_to_another(limits
 
 def test_an_instruction_stands_beside_those_of_its_phase(page: Browser, stalled: Resolved) -> None:
     """A stalled instruction is shown as an outlier, and a click in the panel of another instruction of its phase
-    selects it.
-    """
+    selects it."""
     r, length = stalled, stalled.length
     worst = int(np.argmax(np.where(r.kind(IntervalKind.COMPUTE), length, 0)))
     same = np.flatnonzero(r.kind(IntervalKind.COMPUTE) & (r.number == r.number[worst]))
@@ -345,8 +338,7 @@ def test_layers_unfold_and_lead_to_their_time(page: Browser, stalled: Resolved) 
 
 def test_a_layer_begins_with_its_first_work(driver: Browser, tmp_path: Path) -> None:
     """A layer begins on the page when its first real work begins. Most of the 132 workers have no attention work and
-    reach the layer earlier.
-    """
+    reach the layer earlier."""
     config, h100 = replace(load_config("random:smollm2-135m"), layers=4), machine.load("h100")
     program = compile_program(config, h100, tokens=1, logit_rows=1, max_seqs=1, max_context=128, dtype=Dtype.BF16)
     done = simulate(program, h100, decode_step(program.dims, 1, 128), trace=True)

@@ -1,8 +1,5 @@
 """Tests the verifier with a sample of the broken programs of benchmarks/correctness/verifier.py. The judge, which
-explores executions of a program, is tested on cases with known answers.
-"""
-
-from __future__ import annotations
+explores executions of a program, is tested on cases with known answers."""
 
 import re
 from dataclasses import replace
@@ -81,7 +78,6 @@ HANDMADE = {
 
 @pytest.mark.parametrize("name", HANDMADE)
 def test_no_unsafe_mutant_of_a_program_made_by_hand_is_accepted(name: str) -> None:
-    """The verifier accepts no unsafe mutant of hand-made programs, which do not come from the scheduler."""
     base, rng = HANDMADE[name], np.random.default_rng(len(name))
     mutants = [(kind, mutant) for kind, mutate in KINDS.items() for _ in range(3) if (mutant := mutate(base, rng))]
     accepted = [(kind, mutant) for kind, mutant in mutants if verify(mutant).ok]
@@ -117,10 +113,8 @@ def test_the_judge_sees_a_race() -> None:
 
 
 def test_the_judge_sees_an_overlap() -> None:
-    """The judge finds an overlap if tiles have no waits.
-
-    Their worker may then begin them before the previous instruction of its stream, a norm, has ended.
-    """
+    """The judge finds an overlap if tiles have no waits. Their worker may then begin them before the previous
+    instruction of its stream, a norm, has ended."""
     base = make(workers=1)
     bad = edit(base, "body", rows_of(base, "body", "gate_up_silu"), slice(record.WAIT_WORD, record.SIGNAL_WORD))
     sees(base, bad, "overlap")
@@ -128,10 +122,8 @@ def test_the_judge_sees_an_overlap() -> None:
 
 
 def test_the_judge_sees_a_claim_ahead() -> None:
-    """The judge finds a deadlock if an instruction waits for a record that its own worker has claimed ahead of time.
-
-    A worker may claim a record of a queue before the preceding instructions of its stream have ended.
-    """
+    """The judge finds a deadlock if an instruction waits for a record that its own worker has claimed ahead of time. A
+    worker may claim a record of a queue before the preceding instructions of its stream have ended."""
     base = make(workers=2, queue="attention")
     body = base.body.records
     drain, o_proj = (rows_of(base, "body", name)[0] for name in ("drain", "o_proj"))

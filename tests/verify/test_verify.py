@@ -1,7 +1,5 @@
 """Tests that the verifier accepts correct programs and rejects incorrect ones."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from dataclasses import replace
@@ -38,7 +36,6 @@ def join(waits: list[int], signals: list[int]) -> np.ndarray:
 
 
 def with_counters(program: Program, totals: list[int]) -> Program:
-    """Add counters with these totals to the counter block of every layer."""
     more, none = np.array([totals], dtype=np.int32), np.zeros((1, len(totals)), dtype=np.int32)
     return replace(
         program,
@@ -90,10 +87,8 @@ def test_accepts_norms_wherever_they_are(norm: str, tp: int) -> None:
 
 
 def test_a_norm_on_the_way_in_needs_the_rows_at_hand() -> None:
-    """A matmul may normalise its inputs only if its rank has all rows of these inputs.
-
-    On a GPU, a matmul with dot products can normalise only a few rows, and a matmul with matrix units none.
-    """
+    """A matmul may normalise its inputs only if its rank has all rows of these inputs. On a GPU, a matmul with dot
+    products can normalise only a few rows, and a matmul with matrix units none."""
     dims = rank_dims(2, tokens=4)
     rejects(handmade(dims, forward=llama(dims, "inside")), "qkv_rope.* another rank has these rows of the residual")
     few = {"hidden": 1024, "tokens": 8, "row_block": 8, "ring_pages": 64, "dtype": int(Dtype.BF16)}
@@ -186,7 +181,6 @@ def test_phases_make_sense_together(segments: Any, violation: str) -> None:
 
 
 def rejects(program: Program, *patterns: str) -> None:
-    """Check that each pattern matches one of the violations."""
     found = verify(program).violations
     for pattern in patterns:
         assert any(re.search(pattern, v) for v in found), found[:5]
@@ -286,8 +280,7 @@ def test_a_queue_is_claimed_whole_and_no_further(queued: Program) -> None:
 
 def test_neither_a_stream_nor_a_queue_keeps_data_apart() -> None:
     """Neither the order of a stream nor that of a queue is enough: a worker may begin a matmul before the norm that
-    precedes it has stored its results.
-    """
+    precedes it has stored its results."""
     d = small_dims(tokens=4, kv_heads=1, heads=1)
     for name, queue, orders in (("body", "none", "only their stream"), ("queues", "body", "nothing")):
         program = handmade(d, workers=1, queue=queue)
@@ -305,8 +298,7 @@ def test_neither_a_stream_nor_a_queue_keeps_data_apart() -> None:
 )
 def test_one_worker_overwrites_no_earlier_than_others(names: tuple[str, ...], violation: str) -> None:
     """An instruction that overwrites data needs no wait of its own if another instruction of its worker, between the
-    earlier access and the overwrite, waits. The reason is that the instructions of a worker begin and end in order.
-    """
+    earlier access and the overwrite, waits. The reason is that the instructions of a worker begin and end in order."""
     program = handmade(small_dims(tokens=4, layers=1), workers=1)
     for name in names:
         assert all("overwrites" not in v for v in verify(program).violations)
@@ -324,8 +316,7 @@ def test_what_follows_a_drain_does_not_know_its_records() -> None:
 
 def test_a_queue_out_of_order_may_deadlock(queued: Program) -> None:
     """A queue's record comes before the record for which it waits. If only one worker claims from the queue, that
-    worker waits in the first record for ever and never claims the second.
-    """
+    worker waits in the first record for ever and never claims the second."""
     norm, tile = rows_of(queued, "queues", "attn_norm", 0)[0], rows_of(queued, "queues", "qkv_rope", 0)[0]
     records = queued.queues.records.copy()
     records[[norm, tile]] = records[[tile, norm]]
@@ -335,8 +326,7 @@ def test_a_queue_out_of_order_may_deadlock(queued: Program) -> None:
 
 def test_a_queue_that_waits_for_what_follows_its_drains() -> None:
     """A queue's record waits for an instruction that follows a worker's drain (which claims and runs the queue's
-    records). If that worker claims the record, the worker waits in it for ever.
-    """
+    records). If that worker claims the record, the worker waits in it for ever."""
     program = handmade(small_dims(layers=1), workers=2, queue="attention")
     first = with_counters(program, [1])
     counter = first.counters - 1
@@ -360,8 +350,7 @@ def test_every_worker_may_hold_a_record_before_it_reaches_its_drain() -> None:
 
 def test_a_shorter_drain_leaves_the_rest_to_its_stream() -> None:
     """An instruction between two drains of a queue may wait for records that the first drain covers, but not for
-    records that only the second drain covers.
-    """
+    records that only the second drain covers."""
     program = handmade(small_dims(layers=1), workers=1, queue="body")
     first, second = rows_of(program, "body", "drain")
     end = int(program.body.records[first, record.OPERAND_WORD + 1])
@@ -391,8 +380,7 @@ def test_names_what_a_missing_wait_leaves_unordered(
     phase: str, violation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a phase's waits, messages name the pairs of accesses that are unordered: read after write, write after
-    read, and write after write.
-    """
+    read, and write after write."""
     monkeypatch.setattr(importlib.import_module("megakernel.scheduler.verify.proof"), "_MOST", 10_000)
     program = handmade(workers=5)
     for name in ("body", "epilogue"):
@@ -402,8 +390,7 @@ def test_names_what_a_missing_wait_leaves_unordered(
 
 def test_finds_a_cycle_through_program_order() -> None:
     """One worker runs X, which waits for Y, then Z; another runs Y, which waits for Z. No two instructions wait for
-    each other directly.
-    """
+    each other directly."""
     program = handmade(TINY)
     y, z = program.counters, program.counters + 1
     program = with_counters(program, [1, 1])
@@ -418,8 +405,7 @@ def test_finds_a_cycle_through_program_order() -> None:
 
 def test_an_attention_instruction_before_its_inputs_may_deadlock() -> None:
     """A step table may assign the last row block to attention slot 0, but the worker that runs this slot computes q, k
-    and v of the block only afterwards.
-    """
+    and v of the block only afterwards."""
     program = handmade(TINY)
     body = program.body
     attention = rows_of(program, "body", "attention")[0]

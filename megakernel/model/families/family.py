@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ...isa import Buffer, Forward
-from ..config import ModelConfig
+from ..config import Keys, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -22,28 +22,14 @@ class Weight:
     rotated: int = 0
 
 
-class Reader(Protocol):
-    """Reads the config.json keys that only one family has. If a value is wrong, its methods raise a MegakernelError
-    that names the key.
-    """
-
-    def flag(self, key: str, default: bool = False) -> bool: ...
-
-    def count(self, key: str, default: int | None = None) -> int: ...
-
-    def only(self, key: str, *allowed: object, default: object = None) -> None:
-        """Refuse any value but null and `allowed`. An absent key has the value `default`."""
-        ...
-
-
 @dataclass(frozen=True)
 class Family:
-    """A model family. `name` is the `model_type` of config.json, and `architecture` is the class
-    that config.json lists. `gguf` has the names of the architecture in GGUF files.
+    """A model family. `name` is the `model_type` of config.json, and `architecture` is the class that config.json
+    lists. `gguf` has the names of the architecture in GGUF files.
 
-    `weights` maps each buffer to its tensor names. `interleaved` says that the rows of a RoPE pair
-    are adjacent in GGUF files. `read` returns the ModelConfig fields that follow from the family,
-    or from the config.json keys that only this family has, which `keys` lists.
+    `weights` maps each buffer to its tensor names. `interleaved` says that the rows of a RoPE pair are adjacent in GGUF
+    files. `read` returns the ModelConfig fields that follow from the family, or from the config.json keys that only
+    this family has, which `keys` lists.
     """
 
     name: str
@@ -51,6 +37,6 @@ class Family:
     gguf: tuple[str, ...]
     forward: Callable[[ModelConfig], Forward]
     weights: Mapping[Buffer, Weight]
-    read: Callable[[Reader], dict[str, Any]]
+    read: Callable[[Keys], dict[str, Any]]
     keys: frozenset[str] = frozenset()
     interleaved: bool = True

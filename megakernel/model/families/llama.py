@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...isa import Buffer, Forward
-from ..config import ModelConfig
-from .family import Family, Reader, Weight
+from ..config import Keys, ModelConfig
+from .family import Family, Weight
 from .verbs import add_matmul, attention, gather, last_norm, logits, norm, qkv, rope, sample, silu_matmul
 
 B = Buffer
@@ -17,10 +17,7 @@ def forward(c: ModelConfig) -> Forward:
     qkv_bias, o_bias = (B.B_QKV if c.qkv_bias else None), (B.B_O if c.o_bias else None)
     up_bias, down_bias = (B.B_GATE_UP, B.B_DOWN) if c.mlp_bias else (None, None)
     return Forward.of(
-        [
-            gather("embed", table=B.EMBED, output=B.X),
-            rope("rope", frequencies=B.INV_FREQ, output=B.ROPE),
-        ],
+        [gather("embed", table=B.EMBED, output=B.X), rope("rope", frequencies=B.INV_FREQ, output=B.ROPE)],
         [
             norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
             qkv("qkv_rope", inputs=B.H, weights=B.W_QKV, bias=qkv_bias, output=B.Q),
@@ -64,18 +61,12 @@ WEIGHTS: dict[Buffer, Weight] = {
 }
 
 
-def read(config: Reader) -> dict[str, Any]:
+def read(config: Keys) -> dict[str, Any]:
     """Read which matmuls have biases: `attention_bias` means those of attention, `mlp_bias` those of the MLP."""
     attention = config.flag("attention_bias")
     return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": config.flag("mlp_bias")}
 
 
 LLAMA = Family(
-    "llama",
-    "LlamaForCausalLM",
-    ("llama",),
-    forward,
-    WEIGHTS,
-    read,
-    frozenset({"attention_bias", "mlp_bias"}),
+    "llama", "LlamaForCausalLM", ("llama",), forward, WEIGHTS, read, frozenset({"attention_bias", "mlp_bias"})
 )

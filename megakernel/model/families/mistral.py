@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .family import Family, Reader
+from ..config import Keys
+from .family import Family
 from .llama import WEIGHTS, forward
 
 
-def read(config: Reader) -> dict[str, Any]:
+def read(config: Keys) -> dict[str, Any]:
     """Refuse a sliding window. A config.json without the key `sliding_window` means a window of 4,096 tokens."""
     config.only("sliding_window", default=4096)
     return {}

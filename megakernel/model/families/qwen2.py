@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .family import Family, Reader
+from ..config import Keys
+from .family import Family
 from .llama import WEIGHTS, forward
 
 
-def read(config: Reader) -> dict[str, Any]:
+def read(config: Keys) -> dict[str, Any]:
     """Accept the sliding-window keys only if no layer uses a sliding window."""
     config.only("use_sliding_window", False)
     config.only("layer_types", ["full_attention"] * config.count("num_hidden_layers"))

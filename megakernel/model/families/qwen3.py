@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from ...isa import Buffer, Forward
-from ..config import ModelConfig
+from ...isa import Buffer, Forward, Result
+from ..config import Keys, ModelConfig
 from . import llama, qwen2
-from .family import Family, Reader, Weight
-from .verbs import add_matmul, attention, norm, qkv, silu_matmul
+from .family import Family, Weight
 
 B = Buffer
 
 
 def forward(c: ModelConfig) -> Forward:
-    """The phases of a step. X is the residual."""
-    qkv_bias, o_bias = (B.B_QKV if c.qkv_bias else None), (B.B_O if c.o_bias else None)
-    around = llama.forward(c)
-    layer = [
-        norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
-        qkv("qkv_rope", inputs=B.H, weights=B.W_QKV, bias=qkv_bias, head_norm=B.QK_NORM, output=B.Q),
-        attention("attention", inputs=B.Q, output=B.ATTN),
-        add_matmul("o_proj", inputs=B.ATTN, weights=B.W_O, bias=o_bias, output=B.X),
-        norm("mlp_norm", inputs=B.X, scale=B.MLP_NORM, output=B.H),
-        silu_matmul("gate_up_silu", inputs=B.H, weights=B.W_GATE_UP, output=B.ACT),
-        add_matmul("down_proj", inputs=B.ACT, weights=B.W_DOWN, output=B.X),
-    ]
-    return Forward.of(around.prologue, layer, around.epilogue)
+    """Llama's phases. The phase that computes q, k and v also norms each head of q and k."""
+    f = llama.forward(c)
+    layer = [replace(p, head_norm=B.QK_NORM) if p.result is Result.HEADS else p for p in f.body]
+    return Forward.of(f.prologue, layer, f.epilogue)
 
 
 WEIGHTS = llama.WEIGHTS | {
@@ -38,10 +29,8 @@ WEIGHTS = llama.WEIGHTS | {
 }
 
 
-def read(config: Reader) -> dict[str, Any]:
-    """Read `attention_bias`, which adds a bias to all attention projections. The entries of config.json about
-    sliding windows are treated as in Qwen2.
-    """
+def read(config: Keys) -> dict[str, Any]:
+    """Read `attention_bias`, which adds a bias to all attention projections, and Qwen2's keys of sliding windows."""
     attention = config.flag("attention_bias")
     return qwen2.read(config) | {"qkv_bias": attention, "o_bias": attention}
 

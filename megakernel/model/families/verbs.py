@@ -28,18 +28,9 @@ def last_norm(name: str, inputs: Buffer, scale: Buffer, output: Buffer) -> Phase
     return Phase(name, Operation.NORM, Rows.LOGIT, scale, inputs, output)
 
 
-def qkv(
-    name: str,
-    inputs: Buffer,
-    weights: Buffer,
-    output: Buffer,
-    bias: Buffer | None = None,
-    head_norm: Buffer | None = None,
-) -> Phase:
-    """q, k, v = inputs[r] weights^T + bias. Norms each head of q and k if `head_norm` has their scales, rotates them,
-    stores k and v in the KV cache, and output[r] = q.
-    """
-    return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.HEADS, bias, head_norm=head_norm)
+def qkv(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
+    """q, k, v = inputs[r] weights^T + bias; rotates q and k, stores k and v in the KV cache, and output[r] = q"""
+    return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.HEADS, bias)
 
 
 def attention(name: str, inputs: Buffer, output: Buffer) -> Phase:

@@ -23,10 +23,8 @@ def alpha_node(machine: Hardware) -> float:
 
 
 def alpha_beyond(machine: Hardware) -> float:
-    """The number of FLOPs that one GPU can do while its node sends a byte to other nodes.
-
-    The rate is that of the whole node, because a collective over several nodes sends an array only once per node.
-    """
+    """The number of FLOPs that one GPU can do while its node sends a byte to other nodes. The rate is that of the whole
+    node, because a collective over several nodes sends an array only once per node."""
     return machine.flops_per_s("bf16") / machine.node.egress_bytes_per_s
 
 

@@ -1,8 +1,5 @@
-"""Questions about collectives and the networks that carry them.
-
-The formulas are exact: they keep the factor (N - 1) / N that the book drops. docs/roofline.md lists the differences.
-Link rates are in one direction.
-"""
+"""Questions about collectives and the networks that carry them. The formulas are exact: they keep the factor (N - 1) /
+N that the book drops. docs/roofline.md lists the differences. Link rates are in one direction."""
 
 from __future__ import annotations
 
@@ -22,30 +19,21 @@ _IN_NETWORK_ON, _IN_NETWORK_BUS_BYTES_PER_S = "h100", 480e9
 LEAF_SWITCHES_PER_UNIT = {"h100": 8, "b200": 8, "gb200-nvl72": 18}
 SWITCH_PORTS = 64
 # How many of a GPU's links go to each switch of its node.
-LINKS_PER_SWITCH = {
-    "a100": (2,) * 6,
-    "h100": (5, 4, 4, 5),
-    "h800": (3,) * 4,
-    "b200": (9, 9),
-    "gb200-nvl72": (1,) * 18,
-}
+LINKS_PER_SWITCH = {"a100": (2,) * 6, "h100": (5, 4, 4, 5), "h800": (3,) * 4, "b200": (9, 9), "gb200-nvl72": (1,) * 18}
 
 
 def level_seconds(array_bytes: float, levels: Sequence[Level], inner: int = 1) -> list[float]:
-    """Return the seconds that each network level of an all-gather (or reduce-scatter) takes, innermost level first.
-
-    A level connects D children (GPUs, or groups of GPUs). Each child has S GPUs and a link of W bytes/s. The level
-    takes B (D - 1) S / (D max(Y, S) W) seconds, where B is `array_bytes`, the size of the whole array, and Y = `inner`
-    is the number of shards along another axis. The slowest level determines the time of the collective.
-    """
+    """Return the seconds that each network level of an all-gather (or reduce-scatter) takes, innermost level first. A
+    level connects D children (GPUs, or groups of GPUs). Each child has S GPUs and a link of W bytes/s. The level takes
+    B (D - 1) S / (D max(Y, S) W) seconds, where B is `array_bytes`, the size of the whole array, and Y = `inner` is the
+    number of shards along another axis. The slowest level determines the time of the collective."""
     shares = level_shares(array_bytes, levels, inner)
     return [share * (level.degree - 1) / level.degree for share, level in zip(shares, levels, strict=True)]
 
 
 def level_shares(array_bytes: float, levels: Sequence[Level], inner: int = 1) -> list[float]:
     """Return the seconds that each network level of an all-reduce with in-network reduction takes: the link of each
-    child (see `level_seconds`) carries the child's share of the array once in each direction.
-    """
+    child (see `level_seconds`) carries the child's share of the array once in each direction."""
     return [array_bytes * x.child_gpus / (max(inner, x.child_gpus) * x.child_bytes_per_s) for x in levels]
 
 
@@ -133,8 +121,7 @@ def levels(machine: Hardware, gpus: int) -> Figures:
 def switches(machine: Hardware, gpus: int) -> Figures:
     """The network is built from whole SuperPOD units. Half of each leaf switch's ports go up to spine switches. These
     two levels suffice if a spine switch has a port for each leaf switch. Otherwise, half of each spine switch's ports
-    go up to a core layer.
-    """
+    go up to a core layer."""
     fabric = machine.fabric
     if fabric is None:
         raise MegakernelError(f"the network between nodes of {machine.name} is not described")

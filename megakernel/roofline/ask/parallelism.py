@@ -2,8 +2,7 @@
 
 The formulas compare the arithmetic of one layer, an MLP x[B, D] W_in[D, F] W_out[F, D] in bf16, with its communication.
 The forward pass takes 4 B D F FLOPs, and the backward pass 8 B D F. X, Y and Z GPUs share the layer by data, tensor and
-expert parallelism. C is the FLOP/s of a GPU, W the bytes/s of a link in one direction, and alpha = C / W.
-"""
+expert parallelism. C is the FLOP/s of a GPU, W the bytes/s of a link in one direction, and alpha = C / W."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ def tensor_parallel(machine: Hardware, ffn: int, ways: int | None = None) -> Fig
 )
 def expert_parallel(machine: Hardware, ffn: int, active: int, gpus: int) -> Figures:
     """The communication is two sparse all-to-alls. The minimum is there because a token's row is sent to at most k of
-    the Z / S nodes.
-    """
+    the Z / S nodes."""
     node, beyond = machine.node.gpus, alpha_beyond(machine)
     if gpus <= node:
         raise MegakernelError(f"{gpus} GPUs fit in one node: use --gpus above {node}")

@@ -25,8 +25,7 @@ NEEDED = inspect.Parameter.empty
 @dataclass(frozen=True)
 class Input:
     """An argument of a question. Without a `default` it is required. A default of None means that the function
-    chooses.
-    """
+    chooses."""
 
     name: str
     kind: Kind
@@ -37,8 +36,7 @@ class Input:
 @dataclass(frozen=True)
 class Question:
     """A question of `megakernel roofline ask`. `numbers` are the numbers of the worked questions in docs/roofline.md
-    that can be answered with it.
-    """
+    that can be answered with it."""
 
     name: str
     what: str

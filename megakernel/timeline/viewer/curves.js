@@ -1,5 +1,4 @@
-// The resource curves above the rows: the rate of each resource as a fraction of its peak, as the mean over ranks and as
-// the range over ranks.
+// The resource curves above the rows: each resource's rate as a fraction of its peak, as mean and range over ranks.
 
 const RESOURCES = meta.resources.length, CURVE_ROW = 24;
 let curvesShown = true;
@@ -21,8 +20,7 @@ for (const s of sources) {
     return { name, unit, peak: s.peaks[r], mean, least, most, sum };
   });
 }
-// A resource that no trace uses has no curve. The axis of a curve ends at a round fraction of the peak: the smallest
-// that is at least the curve's maximum.
+// A resource that no trace uses has no curve. A curve's axis ends at the next round fraction of the peak.
 const tracks = [];
 for (let r = 0; r < RESOURCES; r++) {
   const all = sources.map((s) => s.resources[r]);

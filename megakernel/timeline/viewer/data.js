@@ -34,16 +34,14 @@ const workerOfLane = (l) => { const s = sourceOfLane(l); return (l - s.lane0) % 
 const phaseOf = (i) => meta.phases[shadeOf[i]];
 const endOf = (i) => begin[i] + length[i];
 const isWait = (i) => kind[i] === COUNTER_WAIT || kind[i] === PAGE_WAIT;
-// The ways to draw an interval. A storer's STORE does not delay its worker, so it is drawn as a thin strip, as loads
-// are.
+// The ways to draw an interval. A storer's STORE does not delay its worker, so it is a thin strip, as loads are.
 const SHAPE = { wait: 0, load: 1, work: 2, store: 3 };
-// Each phase has a shade, numbered as in `meta.phases`. The hue shows the phase's family, and the lightness
-// distinguishes phases of one family.
+// Each phase has a shade, numbered as in `meta.phases`. Its hue shows the family, its lightness the phase.
 const shapeOf = new Uint8Array(count), shadeOf = new Uint8Array(count);
 for (let i = 0; i < count; i++) {
   shadeOf[i] = records[record[i] * WORDS];
   const k = kind[i];
-  shapeOf[i] = k === COUNTER_WAIT || k === PAGE_WAIT ? SHAPE.wait : k === LOAD || k === FETCH ? SHAPE.load
+  shapeOf[i] = isWait(i) ? SHAPE.wait : k === LOAD || k === FETCH ? SHAPE.load
     : k === STORE && role[i] === STORER ? SHAPE.store : SHAPE.work;
 }
 // A column of pixels is divided into parts: one for each phase, in its shade, and one for waiting.
@@ -85,10 +83,7 @@ function label(i) {
 function operands(r) {
   return meta.phases[records[r * WORDS]].operands.map((name, k) => [name, records[r * WORDS + OPERAND + k]]);
 }
-/**
- * Regions of record r, 8 numbers each: buffer, access kind, row range, column range, the index that selects the box,
- * and the rank whose copy it is.
- */
+/** Regions of record r, 8 numbers each: buffer, access kind, row range, column range, index of the box, and rank. */
 function* regions(r) {
   for (let n = data.regionStart[r]; n < data.regionStart[r + 1]; n++) yield data.regions.subarray(n * 8, n * 8 + 8);
 }

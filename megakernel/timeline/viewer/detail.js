@@ -1,6 +1,5 @@
 // Level of detail. The time of a lane is cut into pieces that do not overlap. For rows with many pieces, sums over bins
-// are kept at several levels, each with bins twice as wide as the level before. So the time to draw a frame depends on
-// what is visible and not on the length of the trace.
+// are kept at several levels, each of half as many bins, so a frame takes no longer to draw in a long trace.
 
 // -- pieces, cut as in megakernel/timeline/states.py. Where intervals of a worker overlap, the piece shows the first of:
 // work, a storer's store, a wait of the consumers (which delays the arithmetic), another counter wait, a wait for a page.
@@ -8,21 +7,13 @@ let pieceStart, pieceBegin, pieceEnd, pieceOf, piecePart, pieceWhole; // pieceWh
 function cutPieces() {
   pieceStart = new Uint32Array(lanes + 1);
   const b = [], e = [], of = [];
-  const byBegin = (x, y) => begin[x] - begin[y];
   for (let l = 0; l < lanes; l++) {
-    const work = [], stores = [], consumersWait = [], othersWait = [], pages = [];
-    const roles = rolesOf(l);
-    for (const r of roles) {
-      const waits = r === CONSUMER ? consumersWait : othersWait;
-      for (let n = groupStart[l * ROLES + r]; n < groupStart[l * ROLES + r + 1]; n++) {
-        const i = order[n], shape = shapeOf[i];
-        if (shape === SHAPE.work) work.push(i);
-        else if (shape === SHAPE.store) stores.push(i);
-        else if (shape === SHAPE.wait) (kind[i] === PAGE_WAIT ? pages : waits).push(i);
-      }
+    const lists = [[], [], [], [], []];
+    for (let n = groupStart[l * ROLES]; n < groupStart[(l + 1) * ROLES]; n++) {
+      const i = order[n], shape = shapeOf[i], wait = kind[i] === PAGE_WAIT ? 4 : role[i] === CONSUMER ? 2 : 3;
+      if (shape !== SHAPE.load) lists[shape === SHAPE.work ? 0 : shape === SHAPE.store ? 1 : wait].push(i);
     }
-    const lists = [work, stores, consumersWait, othersWait, pages];
-    if (roles.length > 1) for (const list of lists) list.sort(byBegin);
+    if (rolesOf(l).length > 1) for (const list of lists) list.sort((x, y) => begin[x] - begin[y]);
     const found = [];
     let taken = [];
     for (const list of lists) {
@@ -41,7 +32,7 @@ function cutPieces() {
       }
       taken = taken.length ? merged(taken, own) : own;
     }
-    if (found.length > work.length) found.sort((x, y) => x[0] - y[0]);
+    if (found.length > lists[0].length) found.sort((x, y) => x[0] - y[0]);
     for (const [t, stop, i] of found) { b.push(t); e.push(stop); of.push(i); }
     pieceStart[l + 1] = b.length;
   }
@@ -62,14 +53,11 @@ cutPieces();
 
 // -- bins
 const FINEST = 16384, COARSEST = 1024;
-let pyramids = new Map();
-const forgetBins = () => { pyramids = new Map(); };
+const pyramids = new Map();
+const forgetBins = () => pyramids.clear();
 
-/**
- * The time of each part (a phase, or waiting) in each column of pixels. The sums of a part are all 0 unless it is
- * `touched`. For a range that covers several whole columns, `changes` gets +1 at the first of them and -1 after the
- * last; `settle` then adds the running totals of `changes` to the sums.
- */
+// The time of each part (a phase, or waiting) in each column of pixels; 0 unless the part is `touched`. For a range of
+// whole columns, `changes` gets +1 at the first and -1 after the last, and `settle` adds its running totals to the sums.
 class Share {
   constructor(columns) {
     this.columns = columns;
@@ -121,9 +109,7 @@ class Share {
 }
 
 /** A row's time per bin and part, without dimmed intervals. Each level has half as many bins as the one before. */
-function pyramid(row) {
-  let found = pyramids.get(row.key);
-  if (found) return found;
+function makePyramid(row) {
   let bins = COARSEST;
   while (bins < FINEST && bins < piecesIn(row) / 2) bins *= 2;
   const share = new Share(bins), scale = bins / meta.span;
@@ -132,32 +118,27 @@ function pyramid(row) {
   }
   let { sums } = share.settle();
   const parts = share.parts();
-  found = { parts, levels: [{ bins, sums }] };
+  const levels = [{ bins, sums }];
   while (bins > COARSEST) {
     const half = new Float32Array((sums.length / 2));
     for (const p of parts) for (let b = 0; b < bins; b++) half[(p * bins + b) >> 1] += sums[p * bins + b] / 2;
     sums = half;
-    found.levels.push({ bins: (bins /= 2), sums });
+    levels.push({ bins: (bins /= 2), sums });
   }
-  pyramids.set(row.key, found);
-  return found;
+  return { parts, levels };
 }
 const piecesIn = (row) => pieceStart[row.lane1] - pieceStart[row.lane0];
 
-/**
- * Add the row's time from t0 on to `share`, with `px` columns per unit of time, and settle it. If `narrow`, leave out
- * intervals of at least two columns, which are drawn one by one.
- */
+// Add the row's time from t0 on to `share`, with `px` columns per unit of time, and settle it. If `narrow`, leave out
+// intervals of at least two columns, which are drawn one by one.
 function rowShare(row, share, t0, px, narrow) {
-  const t1 = t0 + share.columns / px;
   if (piecesIn(row) > 4 * share.columns) {
-    const { levels, parts } = pyramid(row);
-    // Take the level with the widest bins that are no wider than a column of pixels. If the bins of every level are
-    // wider, few pieces are visible, and the code below adds them one by one.
+    const { levels, parts } = remembered(pyramids, row.key, () => makePyramid(row));
+    // Take the widest bins that are no wider than a column. If all are wider, few pieces are visible: add them singly.
     const level = levels.findLast((x) => meta.span / x.bins <= 1 / px);
     if (level) { addBins(share, level, parts, t0, px); return share.settle(); }
   }
-  addPieces(row, share, t0, t1, px, narrow ? 2 / px : Infinity, filtering());
+  addPieces(row, share, t0, t0 + share.columns / px, px, narrow ? 2 / px : Infinity, filtering());
   return share.settle();
 }
 /** Add the pieces of a row that are shorter than `widest` and that overlap [t0, t1); if `some`, only those not dimmed. */

@@ -6,12 +6,10 @@ const hidden = new Set(); // what the user has hidden: numbers of shades, "wait"
 const partHidden = (p) => hidden.has(p === WAITING ? "wait" : p);
 const hiddenAt = (i) => hidden.has(shapeOf[i] === SHAPE.wait ? "wait" : shapeOf[i] === SHAPE.load ? "load" : shadeOf[i]);
 const filtering = () => matchFlags !== null || showPath;
-function dimmed(i) {
-  return (matchFlags !== null && !matchFlags[i]) || (showPath && !onPath[i]);
-}
+const dimmed = (i) => (matchFlags !== null && !matchFlags[i]) || (showPath && !onPath[i]);
 
-// Each function below turns the value of a search term into a test of intervals. There are millions of intervals but
-// few lanes and names, so the result for each lane or name is computed once and kept in a list.
+// Each function below turns the value of a search term into a test of intervals. Intervals are many but lanes and names
+// few, so the result for each lane or name is computed once and kept in a list.
 const chosen = (many, test) => Uint8Array.from({ length: many }, (_, n) => (test(n) ? 1 : 0));
 const ofLanes = (test) => { const some = chosen(lanes, test); return (i) => some[lane[i]]; };
 const named = (names, column, v) => { const some = chosen(names.length, (n) => names[n].startsWith(v)); return (i) => some[column[i]]; };
@@ -24,10 +22,8 @@ const PLACES = {
   trace: (v) => ofLanes((l) => sourceOfLane(l).letter.toLowerCase() === v),
 };
 const READS = meta.accesses.map((a) => a !== "write"), WRITES = meta.accesses.map((a) => a !== "read");
-/**
- * Makes a test of a record from a word: a part of the phase's name; `operand=value`; `buffer=`, `reads=` or `writes=`
- * with a buffer; or a tile BUFFER[row], BUFFER[row,col] or BUFFER[row:row_end, ..], which a region must touch.
- */
+// Makes a test of a record from a word: a part of the phase's name; `operand=value`; `buffer=`, `reads=` or `writes=`
+// with a buffer; or a tile BUFFER[row], BUFFER[row,col] or BUFFER[row:row_end, ..], which a region must touch.
 function recordTest(word) {
   const tile = /^(\w+)\[(\d*)(?::(\d+))?(?:,(\d+)(?::(\d+))?)?\]$/.exec(word);
   if (tile) {
@@ -65,7 +61,7 @@ function find(text) {
     const flags = new Uint8Array(records.length / WORDS);
     for (let r = 0; r < flags.length; r++) flags[r] = tests.every((t) => t(r)) ? 1 : 0;
     const found = new Uint8Array(count), kinds = words.some((w) => w.startsWith("kind="));
-    const of = record, what = kind; // local names are faster, as in rowShare
+    const of = record, what = kind; // local names are faster, as in addPieces
     let stops = 0;
     for (let i = 0; i < found.length; i++) {
       if (!flags[of[i]] || !places.every((t) => t(i))) continue;
@@ -101,4 +97,5 @@ function siblings(i) {
   for (let n = groupStart[l * ROLES]; n < groupStart[(l + 1) * ROLES]; n++) if (instanceOf(order[n]) === own) found.push(order[n]);
   return found.sort((a, b) => begin[a] - begin[b]);
 }
-const waitOf = (i) => siblings(i).filter((j) => kind[j] === COUNTER_WAIT).pop() ?? -1;
+/** Interval i if it is a wait, otherwise the last counter wait of its instruction, or -1. */
+const waitOf = (i) => (isWait(i) ? i : siblings(i).filter((j) => kind[j] === COUNTER_WAIT).pop() ?? -1);

@@ -1,7 +1,8 @@
 // Input from keyboard and pointer: it moves the view and selects intervals.
 
+const shownSpan = (span) => Math.min(Math.max(span, 20), meta.span * 1.02);
 function setView(t0, t1) {
-  const span = Math.min(Math.max(t1 - t0, 20), meta.span * 1.02), margin = meta.span * 0.01;
+  const span = shownSpan(t1 - t0), margin = meta.span * 0.01;
   t0 = Math.min(Math.max(t0, -margin), meta.span + margin - span);
   view.t0 = t0; view.t1 = t0 + span;
   request();
@@ -23,20 +24,19 @@ function showLinked() {
 const fit = () => { view.scroll = 0; setView(-meta.span * 0.005, meta.span * 1.01); };
 const pan = (part) => setView(view.t0 + part * (view.t1 - view.t0), view.t1 + part * (view.t1 - view.t0));
 function zoom(factor, at = (view.t0 + view.t1) / 2) {
-  const span = Math.min(Math.max((view.t1 - view.t0) * factor, 20), meta.span * 1.02);
-  const left = at - ((at - view.t0) / (view.t1 - view.t0)) * span;
+  const span = shownSpan((view.t1 - view.t0) * factor), left = at - ((at - view.t0) / (view.t1 - view.t0)) * span;
   setView(left, left + span);
 }
 function scrollRows(by) {
   view.scroll = Math.min(Math.max(view.scroll + by, 0), Math.max(0, rowsHeight - (size.h - rowsTop())));
   request();
 }
+/** Show `span` units of time around t. */
+const showAround = (t, span) => setView(t - span / 2, t + span / 2);
+const middleOf = (i) => begin[i] + length[i] / 2;
+const zoomTo = (i) => showAround(middleOf(i), Math.max(length[i], 1) * 6);
 function reveal(i) {
-  const span = view.t1 - view.t0, middle = begin[i] + length[i] / 2;
-  if (begin[i] < view.t0 || endOf(i) > view.t1) {
-    const wide = Math.max(span, length[i] * 1.5);
-    setView(middle - wide / 2, middle + wide / 2);
-  }
+  if (begin[i] < view.t0 || endOf(i) > view.t1) showAround(middleOf(i), Math.max(view.t1 - view.t0, length[i] * 1.5));
   bringRow(rowOf(i));
 }
 /** Scroll no further than necessary to show a row completely, below its rank's header. */
@@ -44,10 +44,6 @@ function bringRow(row) {
   const top = rowsTop() + (row.header?.h ?? 0), y = rowsTop() + row.y - view.scroll;
   if (y < top) scrollRows(y - top);
   else if (y + row.h > size.h) scrollRows(y + row.h - size.h);
-}
-function zoomTo(i) {
-  const wide = Math.max(length[i], 1) * 6, middle = begin[i] + length[i] / 2;
-  setView(middle - wide / 2, middle + wide / 2);
 }
 function select(i) {
   selected = i >= 0 && i < count ? i : -1;
@@ -152,10 +148,7 @@ canvas.addEventListener("pointerdown", (e) => {
   if (drag.brush) brush(x);
   else if (drag.measuring) { const t = moment(x, y); measure = { a: t, b: t, done: true }; }
 });
-function brush(x) {
-  const t = ((x - strip().x) / strip().w) * meta.span, half = (view.t1 - view.t0) / 2;
-  setView(t - half, t + half);
-}
+const brush = (x) => showAround(((x - strip().x) / strip().w) * meta.span, view.t1 - view.t0);
 canvas.addEventListener("pointermove", (e) => {
   const [x, y] = position(e);
   pointer = [x, y];
@@ -211,7 +204,7 @@ document.addEventListener("click", (e) => {
   }
 });
 function released() {
-  const wait = selected < 0 ? -1 : isWait(selected) ? selected : waitOf(selected);
+  const wait = waitOf(selected);
   if (wait >= 0 && releaser[wait] >= 0) choose(releaser[wait]);
 }
 /** Select the previous or next interval in the same lane and role; if none is selected, the first visible one. */

@@ -1,5 +1,4 @@
-// Draws what lies on top of the bars (critical path, selection, arrows, measured range) and around them (labels, ruler,
-// overview).
+// Draws what lies on top of the bars (critical path, selection, arrows, measure) and around them (labels, ruler, overview).
 
 let selected = -1, hovered = -1, showPath = false, showArrows = false, measure = null;
 const pathOf = (s) => s.summary.critical_path.links.map((l) => s.first + l.interval);
@@ -51,7 +50,7 @@ function drawSelection() {
     ctx.strokeStyle = colours.text; ctx.lineWidth = width * k;
     ctx.strokeRect(r.x - k, r.y - k, r.w + 2 * k, r.h + 2 * k);
   }
-  const wait = selected < 0 ? -1 : isWait(selected) ? selected : waitOf(selected);
+  const wait = waitOf(selected);
   if (wait >= 0 && releaser[wait] >= 0) arrow(releaser[wait], wait, 2);
 }
 /** An arrow from the end of the releaser to the end of the wait; between ranks, with an error bar for their clocks. */

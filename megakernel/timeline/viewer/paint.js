@@ -147,8 +147,7 @@ function paintColumns(share, whole, y0, h) {
 /** Paint a worker's intervals of at least 2 * `columns` pixels. Work is painted last, so that nothing covers it. */
 function paintBars(row, columns, y, box, labelled) {
   const least = 2 * columns, wide = wideIntervals(row.lane0, least), strips = { [SHAPE.load]: box.loadY, [SHAPE.store]: box.storeY };
-  // If too many intervals are visible to be drawn one by one, waits and stores are not painted here, because the
-  // columns of pixels already show them.
+  // If too many intervals are visible to be drawn one by one, the columns already show waits and stores.
   if (wide.few) paintPieces(row, least, y, box, labelled);
   for (const shape of box.strip ? [SHAPE.load, SHAPE.store] : []) {
     for (const i of wide[shape]) paintBar(i, y + strips[shape], box.strip, null);
@@ -170,10 +169,8 @@ function paintPieces(row, least, y, box, labelled) {
 function note(i, x0, x1, y, h, labelled) {
   if (!dimmed(i) && x1 - Math.max(x0, gutter()) > 26 * size.k && h >= 11 * size.k) labelled.push({ i, x: x0, y, w: x1 - x0, h });
 }
-/**
- * The visible intervals of at least `least` pixels, by shape. If many are visible (not `few`), most of them are narrow.
- * Then it is faster to go through all intervals of the lane from the longest on, and to stop at the first narrow one.
- */
+// The visible intervals of at least `least` pixels, by shape. If many are visible (not `few`), most of them are narrow.
+// Then it is faster to go through all intervals of the lane from the longest on, and to stop at the first narrow one.
 function wideIntervals(l, least) {
   const found = [[], [], [], []], px = scale(), { t0, t1 } = view;
   const ranges = [];
@@ -232,12 +229,9 @@ function frame(x0, y0, x1, y1, colour) {
 
 /** The value of `known` at `key`; if it is missing, make and store it. */
 function remembered(known, key, make) {
-  let found = known.get(key);
-  if (found === undefined) {
-    if (known.size > 5000) known.clear();
-    known.set(key, (found = make(key)));
-  }
-  return found;
+  if (known.size > 5000) known.clear();
+  if (!known.has(key)) known.set(key, make(key));
+  return known.get(key);
 }
 const longLists = new Map();
 const longestFirst = (l) => remembered(longLists, l, () =>
@@ -245,8 +239,7 @@ const longestFirst = (l) => remembered(longLists, l, () =>
 const longest = new Float64Array(lanes);
 for (let i = 0; i < count; i++) longest[lane[i]] = Math.max(longest[lane[i]], length[i]);
 
-// -- text of a bar. The current font and the widths of texts in it are kept here, because asking the canvas for the
-// widths is slow.
+// -- text of a bar. The font and the widths of texts in it are kept, because asking the canvas for them is slow.
 let font = "", widths = null;
 const widthsIn = new Map(), operandTexts = new Map();
 function setFont(pixels, style = "") {
@@ -279,13 +272,10 @@ function drawText(i, r) {
   setFont(point, wait ? "italic " : "");
   const text = texts.find((t) => textWidth(t) <= room);
   if (!text) return;
-  if (wait) plate(x, y, textWidth(text), point);
+  if (wait) {
+    // A patch behind a wait's label, so that the hatching does not cross the letters.
+    ctx.fillStyle = colours.waitFill; ctx.fillRect(x - 3 * k, y - point * 0.7, textWidth(text) + 6 * k, point * 1.35);
+    ctx.fillStyle = colours.text;
+  }
   ctx.fillText(text, x, y - (two ? point * 0.62 : 0));
-}
-/** A patch behind a wait's label, so that the hatching does not cross the letters. */
-function plate(x, y, width, point) {
-  const ink = ctx.fillStyle;
-  ctx.fillStyle = colours.waitFill;
-  ctx.fillRect(x - 3 * size.k, y - point * 0.7, width + 6 * size.k, point * 1.35);
-  ctx.fillStyle = ink;
 }

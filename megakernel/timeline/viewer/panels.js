@@ -1,5 +1,4 @@
-// The page around the canvas: headline, legend, summary, details of the selection, measured range, tooltip. Names come
-// from files, so they become text nodes and never markup.
+// The page around the canvas. Names come from files, so they become text nodes and never markup.
 
 /** Make an element with attributes and children, which are nodes, texts, or lists of these. Empty ones are left out. */
 function h(tag, attributes, ...children) {
@@ -174,7 +173,7 @@ function details() {
     usual?.median > 0 && line("usual", `${time(usual.median)}; this one ${times(length[i] / usual.median)}`),
     kind[i] === COUNTER_WAIT && line("waits for", cause(i)),
   ];
-  const wait = isWait(i) ? i : waitOf(i), by = wait >= 0 ? releaser[wait] : -1;
+  const wait = waitOf(i), by = wait >= 0 ? releaser[wait] : -1;
   if (by >= 0) {
     const error = rankOfLane(lane[wait]) !== rankOfLane(lane[by]) && source.summary.clock_error_s;
     lines.push(line("released by", to(by, `${phaseOf(by).name} · ${place(by)} · ${laneName(lane[by])}`)));

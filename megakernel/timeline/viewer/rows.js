@@ -1,8 +1,6 @@
-// The rows of the timeline: ranks, their workers, and the roles of each worker. This file also keeps which rows are
-// open, and the position of each row.
+// The rows of the timeline (ranks, their workers, and the workers' roles), which of them are open, and their positions.
 
-// `order` lists all intervals, sorted by (lane, role, begin). `groupStart` has the position of the first interval of
-// each (lane, role) in this list.
+// `order` lists all intervals, sorted by (lane, role, begin). In it, `groupStart` has the start of each (lane, role).
 const groupStart = new Uint32Array(lanes * ROLES + 1), order = new Uint32Array(count);
 {
   for (let i = 0; i < count; i++) groupStart[lane[i] * ROLES + role[i] + 1]++;
@@ -10,8 +8,8 @@ const groupStart = new Uint32Array(lanes * ROLES + 1), order = new Uint32Array(c
   const next = groupStart.slice();
   for (let i = 0; i < count; i++) order[next[lane[i] * ROLES + role[i]]++] = i;
 }
-// `reach` has, for each interval of a (lane, role), the latest end of this interval and all earlier ones of the same
-// (lane, role). With it, a binary search finds the first interval that extends beyond a given time.
+// `reach` has the latest end of each interval and all earlier ones of its (lane, role). With it, a binary search finds
+// the first interval that extends beyond a given time.
 const reach = new Float64Array(count);
 function measureReach() {
   for (let g = 0; g < lanes * ROLES; g++) {
@@ -40,16 +38,11 @@ const rankKey = (s, rank) => `rank ${sources.indexOf(s)} ${rank}`;
 const workerKey = (l) => `worker ${l}`;
 if (ranked && lanes <= MANY_LANES) for (const s of sources) for (let r = 0; r < s.ranks; r++) opened.add(rankKey(s, r));
 
-function rolesOf(l) {
-  const found = [];
-  for (let r = 0; r < ROLES; r++) if (groupStart[l * ROLES + r + 1] > groupStart[l * ROLES + r]) found.push(r);
-  return found;
-}
+const rolesOf = (l) => [...meta.roles.keys()].filter((r) => groupStart[l * ROLES + r + 1] > groupStart[l * ROLES + r]);
 /** Make the rows that `opened` asks for. They grow to fill `room` device pixels, with `k` of them per CSS pixel. */
 function layRows(room, k) {
   rows = [];
   laneRow.fill(-1); roleRow.fill(-1);
-  const workers = (s, from, to) => { for (let l = from; l < to; l++) addWorker(s, l); };
   const most = Math.max(...sources.map((s) => s.ranks));
   if (ranked) {
     for (let r = 0; r < most; r++) {
@@ -58,7 +51,7 @@ function layRows(room, k) {
         const header = { key, type: "rank", size: isOpen ? ROW.open : ROW.rank, source: s, lane0: from, lane1: from + s.workers, role: -1, depth: 0, text: `${s.letter} rank ${r}`.trim(), openable: true, isOpen };
         rows.push(header);
         if (!isOpen) continue;
-        workers(s, from, from + s.workers);
+        for (let l = from; l < from + s.workers; l++) addWorker(s, l);
         for (let n = rows.indexOf(header) + 1; n < rows.length; n++) rows[n].header = header;
       }
     }

@@ -34,13 +34,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Task:
-    """The model and the work that a peer has to run.
-
-    The peer gets as many threads as we use, or the GPU if we use one.
-
+    """The model and the work that a peer has to run. The peer gets as many threads as we use, or the GPU if we use one.
     `gguf` is the model file for peers that read GGUF, and `weights` the type of its weights. `dtype` is our own compute
-    type, bf16 or f32.
-    """
+    type, bf16 or f32."""
 
     model: str
     gguf: str | None
@@ -62,9 +58,7 @@ class Peer(Protocol):
 
     def settings(self, phase: Timed) -> tuple[Settings, list[Settings]]:
         """Return the settings with which the search for the fastest ones starts, and the changes that it tries in turn.
-
-        The search applies each change to the best settings so far.
-        """
+        The search applies each change to the best settings so far."""
 
     def seconds(self, phase: Timed, settings: Settings) -> float:
         """Time one run of a phase, in seconds. If the peer needs a warm-up, an untimed run comes first."""
@@ -73,10 +67,8 @@ class Peer(Protocol):
 
 
 class Contest:
-    """A comparison with one peer: the search for its fastest settings, and the times of its runs.
-
-    The result of `figures` has the first phase's numbers at the top level, and one entry for each other phase.
-    """
+    """A comparison with one peer: the search for its fastest settings, and the times of its runs. The result of
+    `figures` has the first phase's numbers at the top level, and one entry for each other phase."""
 
     def __init__(self, peer: Peer, work: Trial, phases: Sequence[Timed]) -> None:
         self.peer = peer
@@ -116,9 +108,7 @@ class Contest:
 
     def figures(self, ours: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         """Return the median, least and greatest rates of the peer and of us, and our median divided by the peer's.
-
-        `ours` holds the seconds of our runs by phase.
-        """
+        `ours` holds the seconds of our runs by phase."""
         by_phase = {phase: self._compare(phase, ours[phase]) for phase in self._phases}
         first, *others = self._phases
         best: dict[str, Any] = {phase: self._best[phase] for phase in self._phases}

@@ -17,10 +17,8 @@ _SAID = 120  # maximum characters of an output that an error quotes
 
 
 def tool(given: Path, batched: bool) -> Path:
-    """Return the path of the benchmark program in the folder `given`, or in the folder of the program `given`.
-
-    Raises MegakernelError if the folder has no such program.
-    """
+    """Return the path of the benchmark program in the folder `given`, or in the folder of the program `given`. Raises
+    MegakernelError if the folder has no such program."""
     folder = given if given.is_dir() else given.parent
     path = folder / _BATCHED if batched else folder / "llama-bench" if given.is_dir() else given
     if not path.is_file() or not os.access(path, os.X_OK):
@@ -51,8 +49,7 @@ class LlamaBench:
         if self._path.name == _BATCHED:
             command += ["-tb", str(settings["threads"]), "-c", str(llama_cpp.context(work)), "--output-format", "jsonl"]
             command += ["-npp", str(work.prompt_tokens), "-ntg", str(work.decode_steps)]
-            # Request the measurement twice and use the second, because the tool itself warms up
-            # with a few tokens only.
+            # Request the measurement twice and use the second, because the tool itself warms up with a few tokens only.
             command += ["-npl", f"{work.sequences},{work.sequences}"]
             lines = [line for line in self._output(command).splitlines() if line.startswith("{")]
             last = self._json(lines[-1] if len(lines) == 2 else "")

@@ -26,24 +26,16 @@ def settings(task: Task, phase: Timed) -> tuple[Settings, list[Settings]]:
 
 
 def context(work: Trial) -> int:
-    """Return the context size for llama.cpp, in tokens.
-
-    llama.cpp rounds the length of each sequence up to a multiple of _PADDING.
-    """
+    """Return the context size for llama.cpp, in tokens. llama.cpp rounds the length of each sequence up to a multiple
+    of _PADDING."""
     return work.sequences * -(-(work.prompt_tokens + work.decode_steps) // _PADDING) * _PADDING
 
 
 def load(task: Task) -> tuple[Callable[[Timed, Settings], float], dict[str, Any]]:
-    """Return the function that times a run, and the peer's description.
-
-    `load` is called in the peer's own process (see `process`).
-    """
+    """Return the function that times a run, and the peer's description. `load` is called in the peer's own process (see
+    `process`)."""
     model = _Model(task)
-    return model.seconds, {
-        "program": f"llama-cpp-python {model.version}",
-        "weights": task.weights,
-        "kv_cache": "f16",
-    }
+    return model.seconds, {"program": f"llama-cpp-python {model.version}", "weights": task.weights, "kv_cache": "f16"}
 
 
 class _Model:
@@ -74,7 +66,6 @@ class _Model:
         return {"prefill": prefill, "decode": decode, "batch": prefill + decode}[phase]
 
     def _open(self, settings: Settings) -> None:
-        """Create a llama.cpp context with these settings."""
         if self._context:
             self._c.llama_batch_free(self._batch)
             self._c.llama_free(self._context)

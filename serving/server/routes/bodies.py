@@ -27,10 +27,8 @@ class Usage(BaseModel):
 
 
 class PromptLogprob(BaseModel):
-    """One token's log-probability.
-
-    `rank` is 1 for the most likely token, and None for a token that is not among the requested top tokens.
-    """
+    """One token's log-probability. `rank` is 1 for the most likely token, and None for a token that is not among the
+    requested top tokens."""
 
     logprob: float
     rank: int | None
@@ -42,8 +40,7 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]  # one element per prompt
 
 class CompletionLogprobs(BaseModel):
     """Log-probabilities as lists with one element per token. The first token of a prompt has no log-probability.
-    `text_offset` is the position in the text, in characters, where the token begins.
-    """
+    `text_offset` is the position in the text, in characters, where the token begins."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -214,10 +211,7 @@ def scores(tokens: Iterable[Token]) -> list[Score]:
 
 
 def completion_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], offset: int) -> CompletionLogprobs:
-    """Return the tokens' log-probabilities in the format of /v1/completions.
-
-    `offset` is the first token's position in the text, in characters.
-    """
+    """Return log-probabilities in the format of /v1/completions. The text of the first token begins at `offset`."""
     out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for token, logprob, top in tokens:
         text = _text(tokenizer, token)
@@ -234,10 +228,7 @@ def completion_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], offset
 
 
 def chat_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], count: int) -> ChatLogprobs:
-    """Return the tokens' log-probabilities in the format of /v1/chat/completions.
-
-    Each position also lists the `count` most likely tokens.
-    """
+    """Return log-probabilities in the format of /v1/chat/completions, with `count` top tokens at each position."""
     content = []
     for token, logprob, top in tokens:
         best = [_chat_token(tokenizer, other, value) for other, value in list((top or {}).items())[:count]]
@@ -255,10 +246,7 @@ def prompt_logprobs(
     tokenizer: Tokenizer | None, prompt: list[int], tops: list[dict[int, float]], count: int
 ) -> PromptLogprobs:
     """Return, for each position of the prompt, the log-probabilities of the prompt's token and of the `count` most
-    likely tokens.
-
-    `tops` has no entry for the first position, because the first token has no log-probability.
-    """
+    likely tokens. `tops` has no entry for the first position, because the first token has no log-probability."""
     found: PromptLogprobs = [None]
     for token, top in zip(prompt[1:], tops, strict=True):
         best = enumerate(likeliest(top, count, token).items(), 1)
@@ -282,8 +270,5 @@ def _chat_token(tokenizer: Tokenizer | None, token: int, logprob: float) -> TopL
 
 
 def _text(tokenizer: Tokenizer | None, token: int) -> str:
-    """Return the text of a single token, with U+FFFD for incomplete characters.
-
-    Without a tokenizer, the text is `token_id:N`, as in vLLM.
-    """
+    """Return a token's text, with U+FFFD for incomplete characters; without a tokenizer `token_id:N`, as in vLLM."""
     return f"token_id:{token}" if tokenizer is None else tokenizer.token_bytes(token).decode("utf-8", "replace")

@@ -10,22 +10,7 @@ from megakernel.serving.engine.sampling import StructuredOutputsParams
 from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.http import event
-from megakernel.serving.server.routes.bodies import (
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-    ChatResponse,
-    FunctionCall,
-    FunctionDelta,
-    ToolCall,
-    ToolCallDelta,
-    Usage,
-    chat_logprobs,
-    scores,
-)
+from megakernel.serving.server.routes import bodies
 from megakernel.serving.server.routes.requests import ChatRequest, Tool, ToolChoice
 from megakernel.serving.server.service import AnswerFormat, Service
 from megakernel.serving.text.codec import Codec
@@ -64,10 +49,10 @@ class _Chat(AnswerFormat):
 
     async def whole(self) -> bytes:
         choices = await self._answers.collect()
-        response = ChatResponse(
+        response = bodies.ChatResponse(
             **self._head,
             choices=[
-                ChatChoice(
+                bodies.ChatChoice(
                     index=choice.index,
                     message=message,
                     logprobs=self._logprobs(choice),
@@ -86,47 +71,43 @@ class _Chat(AnswerFormat):
     def _usage_chunk(self) -> bytes | None:
         return self._chunk([], self._usage(self._answers.completion_tokens)) if self._body.wants_usage_chunk else None
 
-    def _message(self, choice: Delta) -> ChatMessage:
+    def _message(self, choice: Delta) -> bodies.ChatMessage:
         """Return a choice as a message. Tool calls are extracted from the text of the choice."""
         if (reader := self._tools.reader(self._service.codec)) is None:
-            return ChatMessage(content=self._before + choice.text)
+            return bodies.ChatMessage(content=self._before + choice.text)
         text, deltas = reader.add(choice.text, True)
-        calls: list[ToolCall] = []
+        calls: list[bodies.ToolCall] = []
         for delta in deltas:
             if delta.name is not None:
-                calls.append(ToolCall(id=call_id(), function=FunctionCall(name=delta.name, arguments="")))
+                calls.append(bodies.ToolCall(id=call_id(), function=bodies.FunctionCall(name=delta.name, arguments="")))
             calls[delta.index].function.arguments += delta.arguments
         text = self._before + text
-        return ChatMessage(content=text or None if calls else text, tool_calls=calls or None)
+        return bodies.ChatMessage(content=text or None if calls else text, tool_calls=calls or None)
 
     def _tool_events(self, delta: Delta, reader: ToolReader) -> bytes:
-        """Return the events for the new tokens of a choice that may call tools.
-
-        There is no event for new text that may still turn out to be part of a tool call.
-        """
+        """Return the events for the new tokens of a choice that may call tools. There is no event for new text that may
+        still turn out to be part of a tool call."""
         text, found = reader.add(delta.text, delta.finish_reason is not None)
         # Many clients read only one call per event, so each piece of a call gets an event of its own.
-        pieces = [ChatDelta(content=text)] if text else []
-        pieces += [ChatDelta(tool_calls=[_call_delta(call)]) for call in found]
+        pieces = [bodies.ChatDelta(content=text)] if text else []
+        pieces += [bodies.ChatDelta(tool_calls=[_call_delta(call)]) for call in found]
         new = self._choice(delta)
-        new.delta = pieces.pop() if pieces else ChatDelta()
+        new.delta = pieces.pop() if pieces else bodies.ChatDelta()
         if delta.finish_reason is not None and reader.calls:
             new.finish_reason = "tool_calls"
-        events = [event(self._chunk([ChatChunkChoice(index=delta.index, delta=piece)])) for piece in pieces]
+        events = [event(self._chunk([bodies.ChatChunkChoice(index=delta.index, delta=piece)])) for piece in pieces]
         if new.delta.content or new.delta.tool_calls or new.finish_reason or new.logprobs or new.token_ids:
             events.append(event(self._chunk([new])))
         return b"".join(events)
 
     def _event(self, delta: Delta) -> bytes:
-        """Return the events for a delta.
-
-        The first event of each choice contains the role and, with `echo`, the text of the last assistant message.
-        """
+        """Return the events for a delta. The first event of each choice contains the role and, with `echo`, the text of
+        the last assistant message."""
         if delta.index in self._readers:
             return self._later_event(delta)
         self._readers[delta.index] = self._tools.reader(self._service.codec)
-        role = ChatDelta(role="assistant", content=self._before)
-        return event(self._chunk([ChatChunkChoice(index=delta.index, delta=role)])) + self._later_event(delta)
+        role = bodies.ChatDelta(role="assistant", content=self._before)
+        return event(self._chunk([bodies.ChatChunkChoice(index=delta.index, delta=role)])) + self._later_event(delta)
 
     def _later_event(self, delta: Delta) -> bytes:
         if (reader := self._readers[delta.index]) is not None:
@@ -136,38 +117,36 @@ class _Chat(AnswerFormat):
         return event(self._chunk([self._choice(delta)]))
 
     def _text_chunk(self, index: int, text: str) -> bytes:
-        return self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(content=text))])
+        return self._chunk([bodies.ChatChunkChoice(index=index, delta=bodies.ChatDelta(content=text))])
 
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> bytes:
-        return ChatChunk(**self._head, choices=choices, usage=usage).model_dump_json().encode()
+    def _chunk(self, choices: list[bodies.ChatChunkChoice], usage: bodies.Usage | None = None) -> bytes:
+        return bodies.ChatChunk(**self._head, choices=choices, usage=usage).model_dump_json().encode()
 
-    def _choice(self, delta: Delta) -> ChatChunkChoice:
-        return ChatChunkChoice(
+    def _choice(self, delta: Delta) -> bodies.ChatChunkChoice:
+        return bodies.ChatChunkChoice(
             index=delta.index,
-            delta=ChatDelta(content=delta.text),
+            delta=bodies.ChatDelta(content=delta.text),
             logprobs=self._logprobs(delta),
             finish_reason=delta.finish_reason,
             token_ids=delta.token_ids if self._shows_ids else None,
         )
 
-    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+    def _logprobs(self, delta: Delta) -> bodies.ChatLogprobs | None:
         if not self._body.logprobs:
             return None
-        return chat_logprobs(self._tokenizer, scores(delta.tokens), self._body.top_logprobs or 0)
+        return bodies.chat_logprobs(self._tokenizer, bodies.scores(delta.tokens), self._body.top_logprobs or 0)
 
 
-def _call_delta(call: CallDelta) -> ToolCallDelta:
-    part = ToolCallDelta(index=call.index, function=FunctionDelta(name=call.name, arguments=call.arguments))
-    if call.name is not None:
-        part.id, part.type = call_id(), "function"
-    return part
+def _call_delta(call: CallDelta) -> bodies.ToolCallDelta:
+    part = bodies.FunctionDelta(name=call.name, arguments=call.arguments)
+    if call.name is None:
+        return bodies.ToolCallDelta(index=call.index, function=part)
+    return bodies.ToolCallDelta(index=call.index, id=call_id(), type="function", function=part)
 
 
 class Tools:
-    """The tools of a request and the field `tool_choice`, which says which of them the model may or must call.
-
-    The constructor raises an HTTP error 400 if the tools and the choice contradict each other.
-    """
+    """The tools of a request and the field `tool_choice`, which says which of them the model may or must call. The
+    constructor raises an HTTP error 400 if the tools and the choice contradict each other."""
 
     def __init__(self, given: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> None:
         self.functions = {tool.function.name: tool.function.parameters for tool in given or ()}
@@ -185,11 +164,9 @@ class Tools:
         self._several = parallel is not False and named is None
 
     def structured(self, asked: StructuredOutputsParams | None, codec: Codec) -> StructuredOutputsParams | None:
-        """Return the format that the answer must match.
-
-        This is a grammar of tool calls if the request requires a tool call, and otherwise `asked`, the format that the
-        request's other fields set. Raises an HTTP error 400 if the request requires a tool call and also sets `asked`.
-        """
+        """Return the format that the answer must match. This is a grammar of tool calls if the request requires a tool
+        call, and otherwise `asked`, the format that the request's other fields set. Raises an HTTP error 400 if the
+        request requires a tool call and also sets `asked`."""
         if not self._required or codec.tokenizer is None:
             return asked
         if asked:

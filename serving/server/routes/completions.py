@@ -8,16 +8,7 @@ from fastapi.responses import Response
 
 from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.http import event
-from megakernel.serving.server.routes.bodies import (
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionResponse,
-    Score,
-    Usage,
-    completion_logprobs,
-    likeliest,
-    scores,
-)
+from megakernel.serving.server.routes import bodies
 from megakernel.serving.server.routes.requests import CompletionRequest
 from megakernel.serving.server.service import AnswerFormat, Service
 
@@ -30,26 +21,19 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
     prompts = await service.encode_prompts(body.prompts, body.add_special_tokens is not False)
     prompts = [service.truncated(prompt, body, body.max_tokens) for prompt in prompts]
     service.room(prompts, body.max_tokens)
+    scored = (body.prompt_logprobs, body.logprobs if body.echo else None)  # top tokens at each prompt position
     params = body.sampling(
         _DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1),
         body.structured(),
         n=body.n or 1,
         logprobs=body.logprobs,
-        prompt_logprobs=max(asked) if (asked := _scored(body)) else None,
+        prompt_logprobs=max((count for count in scored if count is not None), default=None),
     )
     given = body.prompts if body.truncate_prompt_tokens is None else prompts
     texts = await _texts(service, given, prompts) if body.echo else []
     answers = service.answers(prompts, params)
     completion = _Completion(service, body, model, prompts, texts, answers)
     return await service.respond(answers, completion, bool(body.stream))
-
-
-def _scored(body: CompletionRequest) -> list[int]:
-    """Return how many top tokens the request wants at each prompt position: the value of `prompt_logprobs`, and with
-    `echo` also the value of `logprobs`. Values that are not given are left out, so the list has 0 to 2 numbers.
-    """
-    asked = (body.prompt_logprobs, body.logprobs if body.echo else None)
-    return [count for count in asked if count is not None]
 
 
 async def _texts(service: Service, given: Sequence[str] | Sequence[list[int]], prompts: list[list[int]]) -> list[str]:
@@ -69,9 +53,7 @@ class _Completion(AnswerFormat):
         texts: list[str],
         answers: Answers,
     ) -> None:
-        """Prepare the answer to a request. `texts` has the texts of the prompts if `echo` is set, and is empty
-        otherwise.
-        """
+        """`texts` has the texts of the prompts if `echo` is set, and is empty otherwise."""
         super().__init__(service, "cmpl", body, model, prompts, answers)
         self._body, self._texts = body, texts
         self._offsets: dict[int, int] = {}  # for each choice that has begun: the text offset of its next token
@@ -81,41 +63,39 @@ class _Completion(AnswerFormat):
         for choice in choices:
             prompt = choice.index // (self._body.n or 1)
             choice.prompt_logprobs = self._prompt_logprobs(prompt, self._body.prompt_logprobs)
-        return self._response(choices, self._used()).model_dump_json().encode()
+        return self._json(choices, self._used())
 
     def _usage_chunk(self) -> bytes | None:
-        return self._response([], self._used()).model_dump_json().encode() if self._body.wants_usage_chunk else None
+        return self._json([], self._used()) if self._body.wants_usage_chunk else None
 
     def _event(self, delta: Delta) -> bytes:
         plain = delta.index in self._offsets and delta.finish_reason is None and self._body.logprobs is None
         if plain and not self._shows_ids and self._body.max_tokens != 0:
             return self._text_event(delta.index, delta.text)
-        return event(self._response([self._choice(delta)], None).model_dump_json().encode())
+        return event(self._json([self._choice(delta)]))
 
     def _text_chunk(self, index: int, text: str) -> bytes:
-        return self._response([CompletionChoice(index=index, text=text)], None).model_dump_json().encode()
+        return self._json([bodies.CompletionChoice(index=index, text=text)])
 
-    def _response(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionResponse:
-        return CompletionResponse(**self._head, choices=choices, usage=usage)
+    def _json(self, choices: list[bodies.CompletionChoice], usage: bodies.Usage | None = None) -> bytes:
+        return bodies.CompletionResponse(**self._head, choices=choices, usage=usage).model_dump_json().encode()
 
-    def _used(self) -> Usage:
+    def _used(self) -> bodies.Usage:
         return self._usage(0 if self._body.max_tokens == 0 else self._answers.completion_tokens)
 
-    def _choice(self, delta: Delta) -> CompletionChoice:
-        """Return a whole choice, or one chunk of a choice. With `echo`, the first chunk of a choice begins with the
-        prompt.
-        """
+    def _choice(self, delta: Delta) -> bodies.CompletionChoice:
+        """Return a choice, or one chunk of it. With `echo`, the first chunk of a choice begins with the prompt."""
         text, generated, reason = delta.text, delta.tokens, delta.finish_reason
         if self._body.max_tokens == 0:
             text, generated, reason = "", [], "length"
         first = delta.index not in self._offsets
-        scored: list[Score] = []
+        scored: list[bodies.Score] = []
         if first and self._body.echo:
             text = self._texts[delta.prompt] + text
             if self._body.logprobs is not None:
                 scored = self._prompt_scores(delta.prompt)
-        logprobs = self._logprobs(delta.index, scored + scores(generated))
-        return CompletionChoice(
+        logprobs = self._logprobs(delta.index, scored + bodies.scores(generated))
+        return bodies.CompletionChoice(
             index=delta.index,
             text=text,
             logprobs=logprobs,
@@ -124,19 +104,18 @@ class _Completion(AnswerFormat):
             prompt_token_ids=self._prompts[delta.prompt] if first and self._shows_ids else None,
         )
 
-    def _logprobs(self, index: int, tokens: list[Score]) -> CompletionLogprobs | None:
+    def _logprobs(self, index: int, tokens: list[bodies.Score]) -> bodies.CompletionLogprobs | None:
         offset = self._offsets.setdefault(index, 0)
         if self._body.logprobs is None:
             return None
-        logprobs = completion_logprobs(self._tokenizer, tokens, offset)
+        logprobs = bodies.completion_logprobs(self._tokenizer, tokens, offset)
         self._offsets[index] += sum(map(len, logprobs.tokens))
         return logprobs
 
-    def _prompt_scores(self, index: int) -> list[Score]:
+    def _prompt_scores(self, index: int) -> list[bodies.Score]:
         """Return the prompt's tokens with their log-probabilities. The first token has no log-probability, because no
-        token precedes it.
-        """
+        token precedes it."""
         prompt, (logprobs, tops) = self._prompts[index], self._answers.scores[index]
         count = self._body.logprobs or 0
         later = zip(prompt[1:], logprobs, tops, strict=True)
-        return [(prompt[0], None, None), *((token, p, likeliest(top, count, token)) for token, p, top in later)]
+        return [(prompt[0], None, None), *((token, p, bodies.likeliest(top, count, token)) for token, p, top in later)]

@@ -1,8 +1,6 @@
-"""The base class of all request bodies, and the request fields of other APIs that this server ignores or refuses.
-
-A field is ignored if it changes no answer. A refused field causes an error that gives the reason, unless its value has
-no effect. A field that no table and no class declares causes an error too. A value of null never causes an error.
-"""
+"""The base class of all request bodies, and the request fields of other APIs that this server ignores or refuses. A
+field is ignored if it changes no answer. A refused field causes an error that gives the reason, unless its value has no
+effect. A field that no table and no class declares causes an error too. A value of null never causes an error."""
 
 from __future__ import annotations
 
@@ -100,14 +98,11 @@ def _describe(schema: dict[str, Any], model: type[Any]) -> None:
 
 
 class Strict(BaseModel):
-    """A strictly validated JSON object. Its class declares the supported fields.
+    """A strictly validated JSON object. Its class declares the supported fields. `where` is how errors call this kind
+    of object. If it is empty, every undeclared field is ignored, and otherwise only those in `ignored`, which gives the
+    reasons."""
 
-    `where` is how errors call this kind of object. If it is empty, every undeclared field is ignored, and otherwise
-    only those in `ignored`, which gives the reasons.
-    """
-
-    # With strict=True, the string "5" is not accepted as a number, and 1 is not accepted as true. Infinity and NaN are
-    # refused, because JSON has neither.
+    # With strict=True, the string "5" is no number, and 1 is not true. JSON has neither infinity nor NaN.
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, json_schema_extra=_describe)
     where: ClassVar[str] = ""
     ignored: ClassVar[Mapping[str, str]] = IGNORED
@@ -124,10 +119,7 @@ class Strict(BaseModel):
 
 
 def _check(where: str, name: str, value: Any) -> None:
-    """Raise an error unless `value` is a neutral value of a refused field.
-
-    The types must be equal too: if false is neutral, 0 is not accepted.
-    """
+    """Raise an error unless `value` is a neutral value of a refused field, of the same type: 0 is not false."""
     if any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL.get(name, [])):
         return
     said = name if len(name) <= 60 else f"{name[:60]}..."

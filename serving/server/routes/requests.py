@@ -1,8 +1,6 @@
 """The pydantic models of the request bodies. They declare the range of every field, which the OpenAPI schema shows too.
-
 Names and defaults are those of vLLM, SGLang and the OpenAI API. A field that is null counts as absent. `fields.py` has
-the fields that the server ignores or refuses.
-"""
+the fields that the server ignores or refuses."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ def _whole(value: Any) -> Any:
 
 
 def _whole_list(value: Any) -> Any:
-    """Return a list with `_whole` applied to its items. Prompts may be long, so a list without floats is returned
-    without copying it.
-    """
+    """Return a list with `_whole` applied to its items. Prompts may be long, so a list without floats is not copied."""
     return [_whole(item) for item in value] if isinstance(value, list) and float in set(map(type, value)) else value
 
 
@@ -60,8 +56,7 @@ _WHOLE_LIST = BeforeValidator(_whole_list)
 
 def one_message(text: str) -> WrapValidator:
     """Return a validator for a union type. It replaces pydantic's errors, one for each member of the union, by the
-    single error message `text`.
-    """
+    single error message `text`."""
 
     def validate(value: Any, inner: Any) -> Any:
         try:
@@ -117,10 +112,8 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """The OpenAI API's field `response_format`, extended by llama.cpp's key `schema`.
-
-    The answer always follows the schema, whatever `strict` says.
-    """
+    """The OpenAI API's field `response_format`, extended by llama.cpp's key `schema`. The answer always follows the
+    schema, whatever `strict` says."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -138,14 +131,8 @@ class StructuredOutputs(Strict):
 
 
 # The older fields of vLLM and SGLang that name a form of the answer, with their names in StructuredOutputsParams.
-_FORMS = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "regex": "regex",
-    "ebnf": "grammar",
-}
+_FORMS = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
+_FORMS |= {"regex": "regex", "ebnf": "grammar"}
 
 
 class Body(Strict):
@@ -176,10 +163,8 @@ class Sampled(Body):
     def sampling(
         self, max_tokens: int, structured: StructuredOutputsParams | None = None, **more: Any
     ) -> SamplingParams:
-        """Return the engine's sampling parameters. `structured` is the format that the answer must match.
-
-        Raises MegakernelError if fields contradict each other.
-        """
+        """Return the engine's sampling parameters. `structured` is the format that the answer must match. Raises
+        MegakernelError if fields contradict each other."""
         names = (
             "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty stop stop_token_ids"
             " ignore_eos min_tokens include_stop_str_in_output skip_special_tokens allowed_token_ids bad_words"
@@ -232,10 +217,8 @@ class Choices(Sampled):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def structured(self) -> StructuredOutputsParams | None:
-        """Return the format that the answer must match, or None if no field sets one.
-
-        Raises an HTTP error 400 if the format is invalid or if several fields set one.
-        """
+        """Return the format that the answer must match, or None if no field sets one. Raises an HTTP error 400 if the
+        format is invalid or if several fields set one."""
         given: dict[str, dict[str, Any]] = {
             name: {field: value} for name, field in _FORMS.items() if (value := getattr(self, name)) is not None
         }

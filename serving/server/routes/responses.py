@@ -14,24 +14,9 @@ from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.http import event
 from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS
-from megakernel.serving.server.routes.bodies import FinishReason, PromptDetails, TokenLogprob, chat_logprobs, scores
+from megakernel.serving.server.routes import bodies, requests
 from megakernel.serving.server.routes.chat import Tools, call_id
 from megakernel.serving.server.routes.fields import OF_EARLIER_ANSWERS, OF_TEXT, Strict
-from megakernel.serving.server.routes.requests import (
-    MOST_TOOLS,
-    Arguments,
-    Conversation,
-    Function,
-    FunctionName,
-    JsonSchema,
-    Message,
-    NewTokens,
-    Sampled,
-    Text,
-    Tool,
-    TopCount,
-    one_message,
-)
 from megakernel.serving.server.service import AnswerFormat, Service, encode_json
 from megakernel.serving.text.tool_calls import CallDelta
 
@@ -45,7 +30,7 @@ class InputPart(Strict):
 
 Content = Annotated[
     str | Annotated[list[InputPart], Field(max_length=MAX_PARTS)],
-    one_message(f'must be text or a list of up to {MAX_PARTS} parts {{"type": "input_text", "text": ...}}'),
+    requests.one_message(f'must be text or a list of up to {MAX_PARTS} parts {{"type": "input_text", "text": ...}}'),
 ]
 
 
@@ -71,7 +56,7 @@ class InputCall(Strict):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: Arguments
+    arguments: requests.Arguments
 
 
 class InputResult(Strict):
@@ -99,7 +84,7 @@ Item = Annotated[
 ]
 
 
-class TextFormat(JsonSchema):
+class TextFormat(requests.JsonSchema):
     """The format of the answer's text. The answer always follows the schema, even if `strict` is false."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -114,31 +99,31 @@ class TextConfig(Strict):
 
 class ResponseTool(Strict):
     type: Literal["function"]
-    name: FunctionName
+    name: requests.FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
 _LOGPROBS = "message.output_text.logprobs"
-_CHOICES = 'must be "none", "auto", "required" or {"type": "function", "name": ...}'
+_TOLD = requests.one_message('must be "none", "auto", "required" or {"type": "function", "name": ...}')
 
 
-class ResponsesRequest(Sampled):
+class ResponsesRequest(requests.Sampled):
     where = "/v1/responses"
 
     input: Annotated[
-        Annotated[Text, Tag("(text)")]
+        Annotated[requests.Text, Tag("(text)")]
         | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES - 1), Tag("(items)")],
         Discriminator(lambda given: "(items)" if isinstance(given, list) else "(text)"),
     ]
     instructions: Annotated[str, Field(description="a system message before the conversation")] | None = None
-    max_output_tokens: NewTokens | None = None
-    top_logprobs: TopCount | None = None
+    max_output_tokens: requests.NewTokens | None = None
+    top_logprobs: requests.TopCount | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     text: TextConfig | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Annotated[Literal["none", "auto", "required"] | ResponseTool | None, one_message(_CHOICES)] = None
+    tools: Annotated[list[ResponseTool], Field(max_length=requests.MOST_TOOLS)] | None = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | ResponseTool | None, _TOLD] = None
     parallel_tool_calls: bool | None = None
     metadata: Annotated[dict[str, str], Field(description="returned unchanged with the answer")] | None = None
 
@@ -166,12 +151,9 @@ class ResponsesRequest(Sampled):
             self.parallel_tool_calls,
         )
 
-    def conversation(self) -> Conversation:
-        """Return the input items as the conversation that a chat template reads.
-
-        A function call is added to the assistant message that precedes it, or to a new assistant message if none
-        precedes it.
-        """
+    def conversation(self) -> requests.Conversation:
+        """Return the input items as the conversation that a chat template reads. A function call is added to the
+        assistant message that precedes it, or to a new assistant message if none precedes it."""
         said: list[dict[str, Any]] = []
         if self.instructions:
             said.append({"role": "system", "content": self.instructions})
@@ -181,15 +163,16 @@ class ResponsesRequest(Sampled):
             elif isinstance(item, InputResult):
                 said.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
             else:
-                if not said or said[-1]["role"] != "assistant" or len(said[-1].get("tool_calls", ())) == MOST_TOOLS:
+                last = said[-1] if said else {}
+                if last.get("role") != "assistant" or len(last.get("tool_calls", ())) == requests.MOST_TOOLS:
                     said.append({"role": "assistant", "content": ""})
                 called = {"name": item.name, "arguments": item.arguments}
                 said[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": called})
-        return Conversation(messages=[Message.model_validate(message) for message in said])
+        return requests.Conversation(messages=[requests.Message.model_validate(message) for message in said])
 
 
-def _chat_tool(tool: ResponseTool) -> Tool:
-    return Tool(type="function", function=Function(**tool.model_dump(exclude={"type"})))
+def _chat_tool(tool: ResponseTool) -> requests.Tool:
+    return requests.Tool(type="function", function=requests.Function(**tool.model_dump(exclude={"type"})))
 
 
 # -- the answer
@@ -201,7 +184,7 @@ class OutputText(BaseModel):
     type: Literal["output_text"] = "output_text"
     text: str = ""
     annotations: list[Any] = []
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: list[bodies.TokenLogprob] | None = None
 
 
 class OutputMessage(BaseModel):
@@ -227,7 +210,7 @@ class OutputDetails(BaseModel):
 
 class ResponseUsage(BaseModel):
     input_tokens: int
-    input_tokens_details: PromptDetails
+    input_tokens_details: bodies.PromptDetails
     output_tokens: int
     output_tokens_details: OutputDetails = OutputDetails()
     total_tokens: int
@@ -271,9 +254,7 @@ _REPEATED = ("instructions", "max_output_tokens", "temperature", "top_p", "top_l
 
 class Items:
     """The output items of one answer, in order. The last item is open while it may still grow; all others are closed.
-
-    Methods that change an item return the stream events that report the change.
-    """
+    Methods that change an item return the stream events that report the change."""
 
     def __init__(self, *, scored: bool) -> None:
         """Create an empty list of items. `scored` says whether text comes with log-probabilities."""
@@ -289,7 +270,7 @@ class Items:
         self._next += 1
         return b"event: " + name.encode() + b"\n" + event(data)
 
-    def add(self, text: str, calls: Sequence[CallDelta] = (), logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+    def add(self, text: str, calls: Sequence[CallDelta] = (), logprobs: Sequence[bodies.TokenLogprob] = ()) -> bytes:
         """Append text, and then function calls. If there is text and no message is open, open a new message for it."""
         events = []
         if text or logprobs:
@@ -404,12 +385,12 @@ class _Turn(AnswerFormat):
             return self._items.add(delta.text, logprobs=self._logprobs(delta))
         return self._items.add(*self._reader.add(delta.text, delta.finish_reason is not None))
 
-    def _close(self, reason: FinishReason | None) -> bytes:
+    def _close(self, reason: bodies.FinishReason | None) -> bytes:
         """Close the last output item. If the answer has no items, add an empty message first."""
         events = b"" if self._items.all else self._items.open_message()
         return events + self._items.close("completed" if reason == "stop" else "incomplete")
 
-    def _response(self, reason: FinishReason | None) -> ResponseObject:
+    def _response(self, reason: bodies.FinishReason | None) -> ResponseObject:
         """Return the response object so far. `reason` is None while the answer is generated."""
         body, usage = self._body, None
         if reason is not None:
@@ -438,7 +419,7 @@ class _Turn(AnswerFormat):
             parallel_tool_calls=body.parallel_tool_calls is not False,
         )
 
-    def _logprobs(self, delta: Delta) -> list[TokenLogprob]:
+    def _logprobs(self, delta: Delta) -> list[bodies.TokenLogprob]:
         if not self._body.wants_logprobs:
             return []
-        return chat_logprobs(self._tokenizer, scores(delta.tokens), self._body.top_logprobs or 0).content
+        return bodies.chat_logprobs(self._tokenizer, bodies.scores(delta.tokens), self._body.top_logprobs or 0).content

@@ -1,7 +1,5 @@
 """The engine schedules requests, ends their choices, and generates the same tokens whatever else runs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from threading import Event
@@ -24,7 +22,6 @@ from megakernel.serving.text.codec import Transcript
 
 
 def finish(engine: Engine) -> dict[int, list[Token]]:
-    """Run the engine until all requests are done. Return the tokens by the number of their choice."""
     found: dict[int, list[Token]] = {}
     for step in engine.run():
         for token in step.tokens:
@@ -70,14 +67,6 @@ def test_a_scored_prompt_does_not_take_the_logit_rows_of_others() -> None:
         engine.step()
     assert young.done
     assert [sorted(count for _, count in step) for step in backend.steps()] == [*[[1, 63]] * 3, [11]]
-
-
-def test_prompts_share_a_step_in_order_of_arrival() -> None:
-    engine, backend = fake_engine(step_tokens=8)
-    for length in (3, 4, 5):
-        engine.add(list(range(length)), SamplingParams(max_tokens=1))
-    finish(engine)
-    assert [[count for _, count in step] for step in backend.steps()] == [[3, 4, 1], [4]]
 
 
 def test_admission_waits_for_slots_and_pages_and_returns_them() -> None:

@@ -1,7 +1,5 @@
 """In every step, the engine does the same as a slow reference engine that handles its sequences one by one."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -15,7 +13,6 @@ def test_steps_tables_pages_and_tokens_are_those_of_the_slow_engine(seed: int) -
 
 
 def test_the_traffic_meets_everything() -> None:
-    """The random traffic of the test above includes each of the events in `named`."""
     met = Counter[str]()
     for seed in range(5):
         met += compare(seed, 200)

@@ -1,7 +1,5 @@
 """SamplingParams accepts the smallest and largest allowed value of each parameter and refuses values beyond."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -14,23 +12,10 @@ from megakernel.errors import MegakernelError
 _TINY, _HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _INT32 = 2**31 - 1
 # The smallest and the largest allowed value of each integer parameter.
-WHOLE = {
-    "top_k": (-1, _INT32),
-    "n": (1, 128),
-    "min_tokens": (0, 16),
-    "max_tokens": (1, _INT32),
-    "seed": (0, 2**64 - 1),
-    "logprobs": (0, 20),
-    "prompt_logprobs": (0, 20),
-}
-REAL = {
-    "temperature": (0.0, _HUGE),
-    "top_p": (_TINY, 1.0),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (_TINY, _HUGE),
-}
+WHOLE = {"top_k": (-1, _INT32), "n": (1, 128), "min_tokens": (0, 16), "max_tokens": (1, _INT32), "seed": (0, 2**64 - 1)}
+WHOLE |= {"logprobs": (0, 20), "prompt_logprobs": (0, 20)}
+REAL = {"temperature": (0.0, _HUGE), "top_p": (_TINY, 1.0), "min_p": (0.0, 1.0), "presence_penalty": (-2.0, 2.0)}
+REAL |= {"frequency_penalty": (-2.0, 2.0), "repetition_penalty": (_TINY, _HUGE)}
 
 
 def refused(message: str, **fields: Any) -> None:

@@ -1,7 +1,5 @@
 """Structured outputs: answers match their grammar and do not depend on what else is in the batch."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -54,10 +52,8 @@ def llm(folder: str) -> Iterator[LLM]:
 
 
 def test_every_answer_to_random_schemas_validates(llm: LLM) -> None:
-    """Answers of a model with random weights are valid for 60 random JSON schemas.
-
-    benchmarks/correctness/structured.py does the same for a thousand schemas.
-    """
+    """Answers of a model with random weights are valid for 60 random JSON schemas. benchmarks/correctness/structured.py
+    does the same for a thousand schemas."""
     rng = random.Random(1)
     schemas = [random_root(rng) for _ in range(60)]
     each = [params(seed, max_tokens=900, structured_outputs=wants(json=s)) for seed, s in enumerate(schemas)]
@@ -98,10 +94,8 @@ def said(llm: LLM, prompts: list[str], each: list[SamplingParams]) -> list[tuple
 
 @pytest.mark.parametrize("how", ["crowded", "speculating", "short of pages", "small steps", "no prefix cache"])
 def test_answers_depend_on_nothing_else(folder: str, llm: LLM, how: str) -> None:
-    """An answer is the same in a full batch, with speculation, after a preemption and without the prefix cache.
-
-    It is also the same with small steps. Tokens that the grammar forces then take several steps instead of one.
-    """
+    """An answer is the same in a full batch, with speculation, after a preemption and without the prefix cache. It is
+    also the same with small steps. Tokens that the grammar forces then take several steps instead of one."""
     each = [params(seed, n=1 + seed % 2, **({"presence_penalty": 0.5} if seed == 2 else {})) for seed in range(4)]
     expected = [entry for prompt, p in zip(PROMPTS, each, strict=True) for entry in said(llm, [prompt], [p])]
     limits: dict[str, Any] = {"max_seqs": 4, "step_tokens": 16} if how == "small steps" else {}
@@ -183,9 +177,8 @@ def test_one_thing_is_wanted_and_the_end_is_the_grammars() -> None:
 
 
 def test_who_cannot_go_on_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the grammar library gives up during an answer, the request fails with the library's error message
-    and frees all its KV pages.
-    """
+    """If the grammar library gives up during an answer, the request fails with the library's error message and frees
+    all its KV pages."""
     real, calls = Grammar.follow, 0
 
     def follow(self: Grammar, output: Any) -> list[int]:
@@ -219,8 +212,7 @@ def test_only_allowed_ids_are_generated(llm: LLM) -> None:
 
 def test_bad_words_are_not_generated(llm: LLM) -> None:
     """A bad word of one token is never generated. Of a longer bad word, the last token is never generated directly
-    after the word's other tokens.
-    """
+    after the word's other tokens."""
     abc = {"allowed_token_ids": [64, 65, 66]}
     free = llm.generate("abc", flat(**abc))[0].text
     assert free is not None and "aab" in free and "c" in free

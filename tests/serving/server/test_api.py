@@ -1,7 +1,5 @@
 """The HTTP server as clients of the OpenAI API and of vLLM see it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -59,7 +57,6 @@ def client(live: Live) -> openai.OpenAI:
 
 
 def sleeping(seconds: float) -> Callable[[Step, float], None]:
-    """Return a callback for `on_step` that sleeps, so that each step takes at least `seconds`."""
     return lambda step, wall_s: time.sleep(seconds)
 
 
@@ -71,8 +68,7 @@ def error_of(data: bytes) -> dict[str, Any]:
 @contextmanager
 def another(llm: LLM, live: Live, step_s: float = 0, **options: Any) -> Iterator[Live]:
     """Yield a second server for the same `llm`, with its own options and steps of at least `step_s` seconds. It starts
-    when the first server has no requests left.
-    """
+    when the first server has no requests left."""
     until(live.at_rest)
     with serving(llm, **options) as server:
         if step_s:
@@ -119,7 +115,6 @@ def test_errors_by_sdk(client: openai.OpenAI) -> None:
 
 
 def test_answers_are_those_of_the_engine_alone(live: Live, llm: LLM) -> None:
-    """A request over HTTP, streamed or not, gets the same tokens as the same request to the engine without a server."""
     settings: dict[str, Any] = {"temperature": 0.8, "seed": 7, "max_tokens": 10, "n": 2, "logprobs": 2}
     ids = [[72, 73], [74, 75, 76]]
     body = {**settings, "prompt": ids, "return_token_ids": True}
@@ -147,8 +142,7 @@ def test_forms_of_a_prompt(live: Live, prompt: Any, tokens: int) -> None:
 
 def test_prompts_are_scored_as_lm_eval_asks(live: Live, llm: LLM) -> None:
     """lm_eval sends batches of token ids with echo, logprobs=1 and max_tokens=1. Every token but the first gets a
-    log-probability, also the generated token at the end.
-    """
+    log-probability, also the generated token at the end."""
     prompts = [[72, 101, 108], [72, 101]]
     body = {"prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
     answer = live.post(COMPLETIONS, {"model": "bytes", **body})
@@ -235,8 +229,7 @@ def test_a_stop_string_ends_one_choice(slow: Live, stream: bool) -> None:
 
 def test_max_tokens_meet_the_context(live: Live) -> None:
     """After a prompt of CONTEXT - 1 tokens, one token fits and a request for two is refused. Without max_tokens,
-    generation ends when the context is full.
-    """
+    generation ends when the context is full."""
     prompt = [65] * (CONTEXT - 1)
     assert live.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 1})["usage"]["completion_tokens"] == 1
     assert live.post(COMPLETIONS, {"prompt": prompt})["usage"]["completion_tokens"] == 1
@@ -348,15 +341,11 @@ def test_the_openapi_schema_bounds_token_ids_by_the_vocabulary(live: Live) -> No
 def test_the_openapi_schema_is_true(tmp_path: Path, model: str) -> None:
     """Schemathesis sends requests that the schema allows and others that it forbids. All answers conform to the schema.
 
-    This is a sample of the full run:
-    `st --config-file tests/support/schemathesis.toml run URL/openapi.json --max-examples 1000`.
-    """
+    This is a sample of the full run: `st --config-file tests/support/schemathesis.toml run URL/openapi.json
+    --max-examples 1000`."""
     pytest.importorskip("schemathesis")
     config = Path(__file__).parents[2] / "support" / "schemathesis.toml"
-    with (
-        LLM(model, max_context=96, max_seqs=8, step_tokens=16, threads=1, backend="null") as llm,
-        serving(llm) as live,
-    ):
+    with LLM(model, max_context=96, max_seqs=8, step_tokens=16, threads=1, backend="null") as llm, serving(llm) as live:
         command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run"]
         flags = ["--max-examples", "4", "--phases", "coverage,fuzzing", "--no-color", "--generation-deterministic"]
         done = subprocess.run(
@@ -493,8 +482,7 @@ def test_leaving_while_running(live: Live, stream: bool, phase: str) -> None:
 
 def test_a_reader_that_stops_reading_delays_nobody(live: Live) -> None:
     """Other requests are answered while a client does not read its stream. The stream is generated to the end, and its
-    KV pages are freed although nothing was read.
-    """
+    KV pages are freed although nothing was read."""
     with live.send(CHAT, {**HELLO, "max_tokens": 450, "ignore_eos": True, "n": 4, "stream": True, "logprobs": True}):
         live.post(COMPLETIONS, {"prompt": "x", "max_tokens": 2})
         until(lambda: live.host.loop.engine.stats.pages_used == 0)

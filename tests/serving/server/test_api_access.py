@@ -1,7 +1,5 @@
 """Access control of the HTTP server, and limits on the work that one request can cause."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json
@@ -169,8 +167,7 @@ def test_what_was_refused_may_arrive_and_the_connection_goes_on(live: Live, monk
 
 def test_a_client_that_ends_its_side_has_left(live: Live) -> None:
     """The server cannot tell a client that only shuts down its sending side from one that has left. It sends no answer
-    and stops generating.
-    """
+    and stops generating."""
     with live.send(COMPLETIONS, {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "n": 4}) as sock:
         sock.shutdown(socket.SHUT_WR)
         assert sock.recv(100) == b""
@@ -180,8 +177,7 @@ def test_a_client_that_ends_its_side_has_left(live: Live) -> None:
 @pytest.mark.parametrize(("path", "status"), [(TOKENIZE, 413), ("/nowhere", 404), ("/metrics", 405)])
 def test_a_client_that_still_sends_is_not_reset(live: Live, path: str, status: int) -> None:
     """The client sends 40 MB after the server has answered, more than the socket buffers hold. It can still read the
-    answer, although the server closes the connection afterwards.
-    """
+    answer, although the server closes the connection afterwards."""
     head = f"POST {path} HTTP/1.1\nHost: x\nContent-Length: 40000000\nConnection: close"
     with begun(live, head) as sock:
         assert sock.recv(100, socket.MSG_PEEK).startswith(f"HTTP/1.1 {status} ".encode())
@@ -213,8 +209,7 @@ def test_all_bodies_share_one_budget(llm: LLM) -> None:
 
 def test_others_have_their_turn_between_large_bodies() -> None:
     """Three large bodies arrive at once. The application gets them one at a time, with at least TURNS iterations of the
-    event loop in between.
-    """
+    event loop in between."""
     rounds, begun = 0, list[int]()
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -328,8 +323,7 @@ def test_the_event_loop_never_tokenises(
 
 def test_encoding_lets_other_threads_run(live: Live) -> None:
     """Another thread runs while one encodes a long text. Some functions of `tokenizers` would hold the interpreter lock
-    until they return.
-    """
+    until they return."""
     assert live.service.tokenizer is not None
     ticks, done = 0, threading.Event()
 

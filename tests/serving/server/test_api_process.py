@@ -1,7 +1,5 @@
 """`megakernel serve` as a process: its first output, flags and configuration file, signals, and hostile clients."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket
@@ -134,8 +132,7 @@ def test_a_wrong_variable_is_one_line(capsys: pytest.CaptureFixture[str], monkey
 @pytest.mark.slow
 def test_a_sample_of_hostile_requests() -> None:
     """300 hostile requests cause no 5xx, no traceback and no memory leak. benchmarks/results/hostile-http.json has the
-    result for 10,000.
-    """
+    result for 10,000."""
     script = Path(__file__).parents[3] / "benchmarks" / "correctness" / "hostile_http.py"
     arguments = [sys.executable, str(script), "--count", "300", "--seed", "1", "--", "--threads", "1"]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
@@ -148,8 +145,7 @@ def test_a_sample_of_hostile_requests() -> None:
 @pytest.mark.slow
 def test_mixed_traffic(model: str) -> None:
     """The server survives 5 seconds of benchmarks/correctness/soak.py. benchmarks/results/soak.json has the result of
-    an hour.
-    """
+    an hour."""
     script = Path(__file__).parents[3] / "benchmarks" / "correctness" / "soak.py"
     flags = ["--minutes", "0.08", "--rounds", "1", "--clients", "12", "--connections", "200"]
     serve = ["--model", model, "--backend", "null", "--max-model-len", "256", "--api-server-count", "2", *SMALL[:4]]

@@ -1,7 +1,5 @@
 """Each request field does what docs/fields.md says, or is refused with an error that names it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

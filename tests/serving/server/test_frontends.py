@@ -1,7 +1,5 @@
 """A server of several processes: if one process is killed or suspended, the others go on or end cleanly."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Several servers (replicas) behind one address: routing, placement on a cluster, and two replicas on Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib.util
@@ -180,10 +178,8 @@ LOST = b'data: {"error":{"message":"the replica that computed this answer was lo
     ],
 )
 def test_a_lost_answer_ends_with_an_error(parts: list[Any], status: int, end: bytes | None) -> None:
-    """If a replica is lost, its answer ends with an error: status 503, or an error event at the end of the stream.
-
-    No error can be added to a JSON body that has begun, so the connection is closed before the body is complete.
-    """
+    """If a replica is lost, its answer ends with an error: status 503, or an error event at the end of the stream. No
+    error can be added to a JSON body that has begun, so the connection is closed before the body is complete."""
     from megakernel.serving.replicas.cluster import relay
 
     async def answer() -> AsyncIterator[Any]:
@@ -210,10 +206,8 @@ MODEL = ("--model", "random:smollm2-135m", "--threads", "1", *SMALL)
 
 @dataclass
 class Fleet:
-    """A running server with two replicas on its own Ray cluster.
-
-    All of its processes have `folder`, the cluster's temporary folder, in their environment.
-    """
+    """A running server with two replicas on its own Ray cluster. All of its processes have `folder`, the cluster's
+    temporary folder, in their environment."""
 
     process: subprocess.Popen[str]
     folder: str
@@ -240,10 +234,8 @@ class Fleet:
         return found
 
     def join(self, *flags: str) -> subprocess.CompletedProcess[str]:
-        """Run another `megakernel serve` that deploys on the same cluster.
-
-        Its environment has the cluster's token but not RAY_AUTH_MODE, which the command must then set itself.
-        """
+        """Run another `megakernel serve` that deploys on the same cluster. Its environment has the cluster's token but
+        not RAY_AUTH_MODE, which the command must then set itself."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         environment |= {"RAY_AUTH_TOKEN": self.token}
         arguments = command("serve", *flags, "--ray-address", self.ray_address, *MODEL)
@@ -340,9 +332,7 @@ def what_does_not_fit_is_refused_and_changes_nothing(fleet: Fleet) -> None:
 
 def a_lost_replica_is_told(fleet: Fleet, lost: str) -> None:
     """When one of two replicas is killed, exactly the two requests that it was answering fail, each with an error 503.
-
-    Two of the four requests are streams.
-    """
+    Two of the four requests are streams."""
     streams = [begun(fleet, 300) for _ in range(2)]
     with ThreadPoolExecutor() as pool:
         wholes = [pool.submit(fleet.live.request, "POST", "/v1/completions", some(max_tokens=300)) for _ in range(2)]

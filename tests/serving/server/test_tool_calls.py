@@ -1,7 +1,5 @@
 """Tool calls in three text formats: parsing of streamed answers, the HTTP routes, and the chat templates."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -320,13 +318,7 @@ def test_a_response_follows_a_schema(client: OpenAI) -> None:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "time"}])
 @pytest.mark.parametrize("parallel", [False, True])
 def test_a_response_calls_functions(client: OpenAI, choice: Any, parallel: bool) -> None:
-    given: dict[str, Any] = {
-        "model": "m",
-        "input": "x",
-        "tools": TOLD,
-        "tool_choice": choice,
-        "max_output_tokens": 1500,
-    }
+    given: dict[str, Any] = {"model": "m", "input": "x", "tools": TOLD, "tool_choice": choice}
     given |= {"parallel_tool_calls": parallel, "max_output_tokens": 1500, "extra_body": {"seed": 1}}
     whole = client.responses.create(**given)
     calls = [item for item in whole.output if item.type == "function_call"]

@@ -1,7 +1,5 @@
 """One client cannot block the others, neither in the tokeniser threads nor in the queue for the engine."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import threading
@@ -36,8 +34,7 @@ async def settle() -> None:
 
 def test_clients_take_turns() -> None:
     """If one client has queued 20 tasks and two other clients then queue a task each, these tasks wait for only one of
-    the 20.
-    """
+    the 20."""
 
     async def run() -> list[str]:
         turns, order, gate = ThreadTurns(1), list[str](), threading.Event()

@@ -1,7 +1,5 @@
 """Tests that code written for vLLM's Python API runs after its import is changed, and finds the fields it reads."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import math
