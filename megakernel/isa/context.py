@@ -106,9 +106,8 @@ class Context:
 
     def _places(self, sequence: Any, position: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[Any]]:
         """Return (page, offset in the page) of tokens. `sequence` is a number or has the shape of `position`."""
-        return self.table.block_tables[
-            sequence, position // self.dims.bucket.kv_page
-        ], position % self.dims.bucket.kv_page
+        page, offset = np.divmod(position, self.dims.bucket.kv_page)
+        return self.table.block_tables[sequence, page], offset
 
 
 def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, token: Any) -> tuple[Any, ...]:

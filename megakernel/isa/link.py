@@ -51,13 +51,9 @@ def _stored(access: Access, d: Dims) -> Bytes:
     if access.index is Index.LOGIT_OWNER and d.split.rank > 0:
         return out
     if access.rank is None:
-        blocks = np.arange(d.bucket.row_blocks)
+        first = d.bucket.row_block * np.arange(d.bucket.row_blocks)
         owned = np.zeros(d.split.tp, dtype=np.int64)
-        np.add.at(
-            owned,
-            d.owner(blocks * d.bucket.row_block),
-            np.minimum(d.bucket.row_block, d.bucket.tokens - blocks * d.bucket.row_block),
-        )
+        np.add.at(owned, d.owner(first), np.minimum(d.bucket.row_block, d.bucket.tokens - first))
         # `size[0]` has the bytes of all token rows. A row is stored only in the copy of the rank that owns it.
         out[:] = owned * int(size[0] // d.bucket.tokens)
     elif isinstance(access.rank, np.ndarray):

@@ -263,9 +263,8 @@ def _attention(program: Program, body: Part, dims: list[Dims]) -> Iterator[str]:
         bad = (heads < 1) | (columns["groups"] != -(-d.split.rank_kv_heads // np.maximum(heads, 1)))
         yield from each(body, rows[bad], f"its groups do not cover {d.split.rank_kv_heads} KV heads")
         same = body.records[rows][:, [bits.OPERAND_WORD + 1, bits.WAIT_WORD, bits.SIGNAL_WORD]]
-        yield from each(
-            body, rows[(same != same[:1]).any(axis=1)], "its grids differ from those of the rank's first attention"
-        )
+        bad = (same != same[:1]).any(axis=1)
+        yield from each(body, rows[bad], "its grids differ from those of the rank's first attention")
 
 
 def _drains(program: Program, body: Part) -> Iterator[str]:

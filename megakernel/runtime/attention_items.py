@@ -92,17 +92,15 @@ def write_items(table: StepTable, dealt: Dealt) -> None:
 
 def _deal(dims: Dims, seq: Ints, start: Ints, count: Ints) -> tuple[dict[str, Ints], Ints]:
     """Return the items of one rank as a dict with a column for each step-table field, and the rank's slot_items."""
-    query_rows = (
-        max(1, pages.UNITS * pages.QUERY_TILE // dims.model.group_size) if target_of(dims).pages else QUERY_TILE
-    )
+    gpu_rows = max(1, pages.UNITS * pages.QUERY_TILE // dims.model.group_size)
+    query_rows = gpu_rows if target_of(dims).pages else QUERY_TILE
     for tile_rows in (query_rows, dims.bucket.row_block):
         tiles = _tile(dims, seq, start, count, tile_rows)
         for cut in _Cut:
             pieces = _pieces(dims, tiles, cut)
             if len(pieces.slot) <= dims.bucket.items:
-                return _items(dims, tiles, pieces), np.searchsorted(
-                    pieces.slot, np.arange(dims.bucket.attention_slots + 1)
-                )
+                slots = np.arange(dims.bucket.attention_slots + 1)
+                return _items(dims, tiles, pieces), np.searchsorted(pieces.slot, slots)
     raise MegakernelError(
         f"the step needs {len(tiles.row)} attention items, but the program was compiled for at most {dims.bucket.items}"
     )

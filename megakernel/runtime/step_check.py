@@ -99,10 +99,8 @@ def _check_pages(t: StepTable, seq: NDArray[Any], start: NDArray[Any], last: NDA
 def _check_items(t: StepTable) -> None:
     d = t.dims
     n = int(t.slot_items[-1])
-    _require(
-        t.slot_items[0] == 0 and n <= d.bucket.items and np.all(np.diff(t.slot_items) >= 0),
-        "slot_items does not ascend",
-    )
+    ascends = t.slot_items[0] == 0 and n <= d.bucket.items and np.all(np.diff(t.slot_items) >= 0)
+    _require(ascends, "slot_items does not ascend")
     row, rows, head, heads = (x[:n] for x in (t.item_row, t.item_rows, t.item_kv_head, t.item_kv_heads))
     seq, block, blocks = t.item_seq[:n], t.item_block[:n], t.item_blocks[:n]
     _require((row >= 0) & (rows > 0) & (row + rows <= d.bucket.tokens), "an item's rows are outside tokens")
@@ -159,9 +157,8 @@ def _check_splits(t: StepTable, n: int, whole: NDArray[Any]) -> NDArray[Any]:
         ends = t.item_block[order] + t.item_blocks[order]
         starts = np.append(0, ends[:-1])
         _require((t.item_blocks[pieces] > 0), "a split has an empty item")
-        _require(
-            (t.item_block[order] == starts) & (ends[-1] == whole[one]), "a split does not cover its KV blocks once"
-        )
+        covers = (t.item_block[order] == starts) & (ends[-1] == whole[one])
+        _require(covers, "a split does not cover its KV blocks once")
         begin = int(t.item_partial[one])
         end = begin + int(t.item_rows[one] * t.item_kv_heads[one] * t.item_span[one])
         _require(begin >= 0 and end <= d.bucket.partials, "a split's partials are outside PARTIALS")
@@ -178,10 +175,9 @@ def _check_logit_rows(t: StepTable) -> None:
     _require((t.history_slot >= -1) & (t.history_slot < d.bucket.max_seqs), "a history slot is outside max_seqs")
     stored = t.sample_slot >= 0
     _require(~stored | (t.logit_rows >= 0), "the sample of a padding logit row is stored")
-    _require(
-        ~(stored | (t.history_slot >= 0)) | ((t.sample_position >= 0) & (t.sample_position <= d.bucket.max_context)),
-        "a sample is stored, or penalties are read, outside HISTORY",
-    )
+    inside = (t.sample_position >= 0) & (t.sample_position <= d.bucket.max_context)
+    unused = ~(stored | (t.history_slot >= 0))
+    _require(unused | inside, "a sample is stored, or penalties are read, outside HISTORY")
     _require((t.target >= -1) & (t.target < d.model.vocab), "a target is outside the vocabulary")
     _require((t.prompt_length >= 0) & (t.top_k >= 0) & (t.choice >= 0), "a prompt length, top_k or choice is negative")
     ranges = {
@@ -194,10 +190,8 @@ def _check_logit_rows(t: StepTable) -> None:
     }
     for name, holds in ranges.items():
         _require(holds, f"{name} is out of range")
-    _require(
-        (t.bias_begin >= 0) & (t.bias_begin <= t.bias_end) & (t.bias_end <= d.bucket.bias_entries),
-        "a bias range is wrong",
-    )
+    ordered = (t.bias_begin >= 0) & (t.bias_begin <= t.bias_end) & (t.bias_end <= d.bucket.bias_entries)
+    _require(ordered, "a bias range is wrong")
     _require((t.bias_ids >= 0) & (t.bias_ids < d.model.vocab), "a bias token is outside the vocabulary")
     _require(t.bias_values < np.inf, "a bias is NaN or +inf")
     _require((t.mask_count >= 0) & (t.mask_count <= d.bucket.mask_rows), "more masks are in use than there are")
