@@ -410,7 +410,7 @@ def mixed(report: Report, _: Path | None) -> None:
     llm, program, table = mixed_step()
     backend: Any = llm.engine.backend
     backend.time_launches()
-    sizes = program.forward, program.dims
+    sizes = program.forward, program.dims.split
     mixed_rows, contexts = [1] * decodes + [rows] * prompts, [context] * decodes + [rows] * prompts
     work = step_work(*sizes, mixed_rows, contexts, decodes + prompts)
     dense = step_work(*sizes, [1] * (prompts * rows + decodes), [1] * (prompts * rows + decodes), decodes + prompts)

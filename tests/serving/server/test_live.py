@@ -57,7 +57,7 @@ def test_a_snapshot_sums_the_steps() -> None:
     engine.add([1] * 20, SamplingParams(max_tokens=6))
     engine.add([2] * 3, SamplingParams(max_tokens=9))
     steps = run(engine, live, 5)
-    works = [step_work(s.program.forward, s.program.dims, s.rows, s.contexts, s.logit_rows) for s in steps]
+    works = [step_work(s.program.forward, s.program.dims.split, s.rows, s.contexts, s.logit_rows) for s in steps]
     bounds = [bound(work, CEILINGS) for work in works]
     snapshot = live.snapshot()
     total = snapshot["total"]
