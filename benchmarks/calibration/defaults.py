@@ -64,8 +64,8 @@ def point(model: str, machine: str, tp: int, rows: int) -> dict[str, Any]:
         "best_s": best_s,
         "loss": default / best_s - 1,
         "static_loss": static / best_s - 1,
-        "chosen": vars(chosen) | {"shape": vars(chosen.shape)},
-        "best": vars(best) | {"shape": vars(best.shape)},
+        "chosen": vars(chosen),
+        "best": vars(best),
         "choosing_s": spent,
     }
 
