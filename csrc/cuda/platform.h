@@ -1,6 +1,6 @@
 // The interface between the roles and the hardware: a class P with one object per warp. device.cuh implements
-// it in PTX for the GPU. tests/cuda/host implements it with fibres (user-space threads) and with OS threads, so
-// that tests on the CPU run the same roles.
+// it in PTX for the GPU. tests/cuda/host implements it with fibres (user-space threads) and with OS threads,
+// so that tests on the CPU run the same roles.
 //
 // Unless stated otherwise, all lanes of a warp call a function together, and one lane does the work. On the
 // host a warp has one lane.
