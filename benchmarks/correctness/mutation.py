@@ -45,7 +45,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from built_once import folder as built_folder
 from patched import patch
 from record import options, write
 from source_mutants import SourceMutant, of_cpp, of_python
@@ -533,7 +532,6 @@ def main() -> int:
     parser.add_argument("--again", type=Path, metavar="FILE", help="continue the run whose output is FILE")
     args = parser.parse_args()
     rows = Rows(json.loads(args.again.read_text())["mutants"] if args.again else [])
-    built_folder()  # create the folder before any fork, so that this process alone removes it
     for module in HEAVY:
         importlib.import_module(module)
     with tempfile.TemporaryDirectory() as name:
