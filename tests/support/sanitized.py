@@ -52,7 +52,7 @@ def main() -> int:
             [sys.executable, "-c", where], env=environment, capture_output=True, text=True, check=True
         )
         assert used.stdout.strip() == str(folder / "megakernel" / "_native.so"), used.stdout
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
         status = subprocess.run(command, cwd=ROOT, env=environment).returncode
         found = reports(folder)
     print(found, end="")
