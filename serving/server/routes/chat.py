@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
-
 from fastapi.responses import Response
 
 from megakernel.serving.engine.sampling import StructuredOutputsParams
 from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.http import event
+from megakernel.serving.server.replay import new_id
 from megakernel.serving.server.routes import bodies
 from megakernel.serving.server.routes.requests import ChatRequest, Tool, ToolChoice
 from megakernel.serving.server.service import AnswerFormat, Service
@@ -183,4 +182,4 @@ class Tools:
 
 
 def call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+    return f"call_{new_id()}"
