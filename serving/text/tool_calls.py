@@ -202,16 +202,17 @@ class ToolReader:
 
     def _between(self, last: bool) -> bool:
         """Read the text before and between calls. Returns whether more of the held text can be read now."""
-        self._held = text = self._held.lstrip(_SEPARATORS)
+        text, at = self._held, 0
+        while at < len(text) and text[at] in _SEPARATORS and not _at_mark(text, at, self._marks):
+            at += 1
+        self._held = text = text[at:]
         if text.startswith("{"):
             self._begin_object("", text)
         elif (found := _NAMED.match(text)) and found[1] in self._names:
             self._begin_object(found[0], text[found.end() :], name=found[1])
-        elif not last and (
-            _NAMED_BEGINNING.fullmatch(text) or any(mark.startswith(text) and text != mark for mark in self._marks)
-        ):
+        elif not last and (_NAMED_BEGINNING.fullmatch(text) or _at_mark(text, 0, self._marks) == "cut"):
             return False
-        else:
+        elif text:
             self._calling = False
         return bool(self._held)
 
@@ -289,10 +290,7 @@ class _Object:
         for at, character in enumerate(text):
             if self.done:
                 return at
-            marked: bool | None = False
-            if any(character == mark[0] for mark in self._marks):
-                marked = self._marked(text, at, last)
-            if marked is None:
+            if (marked := self._marked(text, at, last)) is None:
                 return at
             if len(self._open) == 1 and not self._quoted:
                 # An object whose bracket is missing ends where a list ends, or where no member can follow.
@@ -309,9 +307,8 @@ class _Object:
 
     def _marked(self, text: str, at: int, last: bool) -> bool | None:
         """Whether the text has a mark here that is not part of a string. None: that depends on the next text."""
-        if not any(text.startswith(mark, at) for mark in self._marks):
-            cut = any(mark.startswith(text[at:]) for mark in self._marks)
-            return None if cut and (not last or len(text) - at > 1) else False
+        if (mark := _at_mark(text, at, self._marks)) != "whole":
+            return None if mark and (not last or len(text) - at > 1) else False
         if not self._quoted:
             return True
         end = _STRING_END.match(text, at)
@@ -407,6 +404,13 @@ def _is_object(text: str) -> bool:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         return False
+
+
+def _at_mark(text: str, at: int, marks: tuple[str, ...]) -> str:
+    """Return whether the text has a mark at a position: "whole", "cut" by the end of the text, or neither ("")."""
+    if text.startswith(marks, at):
+        return "whole"
+    return "cut" if any(text[at : at + 1] == mark[0] and mark.startswith(text[at:]) for mark in marks) else ""
 
 
 def _beginning(text: str, mark: str) -> int:
