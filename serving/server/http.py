@@ -13,7 +13,15 @@ from fastapi.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megakernel.serving.server.errors import APIError, as_api_error
-from megakernel.serving.server.limits import BODY_SECONDS, LARGE_BODY, TURNS, AccessRules, Limits, has_more_values
+from megakernel.serving.server.limits import (
+    BODY_SECONDS,
+    LARGE_BODY,
+    TURNS,
+    AccessRules,
+    Limits,
+    check_text,
+    has_more_values,
+)
 from megakernel.serving.server.replay import HEADER, REPLAYED, replayed
 from megakernel.serving.server.turns import CLIENT
 
@@ -73,6 +81,7 @@ class Gate:
                         await asyncio.sleep(0)
             if has_more_values(body, self._max_values):
                 raise APIError(413, f"the body has more than {self._max_values} JSON values: send less")
+            check_text(body)
             messages = [{"type": "http.request", "body": body, "more_body": False}]
             del body
 

@@ -89,6 +89,13 @@ class Refused(_Record):
     later: bool
 
 
+class Unenforced(_Record):
+    """The JSON Schema keywords that the grammar of the job that begins at `first` does not enforce."""
+
+    first: int
+    keywords: tuple[str, ...]
+
+
 class Dead(_Record):
     """The engine has stopped."""
 
@@ -102,7 +109,7 @@ class Seen(_Record):
     content: bytes | None
 
 
-ToFrontend = Tokens | Refused | Dead | Seen
+ToFrontend = Tokens | Refused | Unenforced | Dead | Seen
 
 
 class Description(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -30,8 +31,16 @@ from megakernel.serving.server.turns import CLIENT, ThreadTurns
 from megakernel.serving.text.codec import Codec
 
 T = TypeVar("T")
-encode_json = msgspec.json.Encoder().encode
+_encode = msgspec.json.Encoder().encode
 _MARK = secrets.token_hex(16)  # a placeholder that `_text_event` replaces by the text of a chunk
+
+
+def encode_json(value: object) -> bytes:
+    """Return a value as JSON. The fast encoder cannot write whole numbers beyond 64 bits."""
+    try:
+        return _encode(value)
+    except OverflowError:
+        return json.dumps(value).encode()
 
 
 class Service:
@@ -189,10 +198,14 @@ class Service:
         """Return the whole answer, or a stream that begins when its first event exists. On any failure, generation is
         aborted."""
         try:
-            if not stream:
-                return Response(await self._in_time(answer.whole()), media_type="application/json")
-            chunks = answer.chunks()
-            return EventStream(await self._in_time(anext(chunks)), chunks, answer.last)
+            if stream:
+                chunks = answer.chunks()
+                response: Response = EventStream(await self._in_time(anext(chunks)), chunks, answer.last)
+            else:
+                response = Response(await self._in_time(answer.whole()), media_type="application/json")
+            if answers.unenforced:
+                response.headers["X-Unenforced"] = ", ".join(answers.unenforced)
+            return response
         except BaseException:
             answers.close()
             raise

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Discriminator,
     Field,
@@ -233,10 +232,10 @@ class Choices(Sampled):
             given["structured_outputs"] = {"json": outputs.json_, **outputs.model_dump(exclude={"json_"})}
         wanted = self.response_format
         if wanted is not None and wanted.type == "json_schema":
-            if wanted.json_schema is None:
-                told = "response_format.json_schema is required with type json_schema"
+            if wanted.json_schema is None or wanted.json_schema.schema_ is None:
+                told = "response_format.json_schema.schema is required with type json_schema"
                 raise APIError(400, told, param="response_format")
-            given["response_format"] = {"json": wanted.json_schema.schema_ or {}}
+            given["response_format"] = {"json": wanted.json_schema.schema_}
         elif wanted is not None and wanted.type == "json_object":
             given["response_format"] = {"json_object": True} if wanted.schema_ is None else {"json": wanted.schema_}
         if len(given) > 1:
@@ -289,20 +288,19 @@ class Tool(Strict):
     function: Function
 
 
-def _checked_json(text: str) -> str:
-    try:
-        json.loads(text or "{}")
-    except (ValueError, RecursionError) as e:
-        raise PydanticCustomError("json", "is not JSON: {why}", {"why": str(e)}) from e
-    return text
-
-
-Arguments = Annotated[str, AfterValidator(_checked_json)]  # the arguments of a call, as JSON text
-
-
 class CalledFunction(Strict):
     name: str
-    arguments: Arguments
+    arguments: str  # JSON, or a part of it if the answer was cut
+
+
+def _parsed(text: str) -> Any:
+    """Return the value of a JSON text. A text that is not JSON, or not representable in UTF-8, is returned itself."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return text
+    return value
 
 
 class Called(Strict):
@@ -313,8 +311,8 @@ class Called(Strict):
     function: CalledFunction
 
     def plain(self) -> dict[str, Any]:
-        """Return the call in the form that chat templates read: the arguments are an object, not JSON text."""
-        arguments = json.loads(self.function.arguments or "{}")
+        """Return the call in the form that chat templates read: the arguments are an object if they are JSON."""
+        arguments = _parsed(self.function.arguments or "{}")
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 

@@ -56,7 +56,7 @@ class InputCall(Strict):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: requests.Arguments
+    arguments: str
 
 
 class InputResult(Strict):
@@ -384,7 +384,7 @@ class _Turn(AnswerFormat):
     def _add(self, delta: Delta) -> bytes:
         if self._reader is None:
             return self._items.add(delta.text, logprobs=self._logprobs(delta))
-        return self._items.add(*self._reader.add(delta.text, delta.finish_reason is not None))
+        return self._items.add(*self._reader.add(delta.text, delta.finish_reason))
 
     def _close(self, reason: bodies.FinishReason | None) -> bytes:
         """Close the last output item. If the answer has no items, add an empty message first."""
