@@ -1,7 +1,8 @@
 """Runs tests with a native library built with sanitizers. Fails if a test fails or a sanitizer reports an error.
 
-python tests/support/sanitized.py thread tests/runtime/test_cpu_threads.py python tests/support/sanitized.py
-address,undefined tests/runtime"""
+python tests/support/sanitized.py thread tests/runtime/test_cpu_threads.py
+python tests/support/sanitized.py address,undefined tests/runtime
+"""
 
 import os
 import subprocess
