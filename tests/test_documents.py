@@ -56,24 +56,26 @@ NOT_RUN = {
     r"llama_cpp\.py|speed/cpu\.py|batched_decode\.py": "needs llama.cpp's sources, and takes an hour",
 }
 
-# Flags that tests add to a command, so that it finishes quickly or uses the server that the same document started. Only
-# the first regular expression that matches the command counts.
+# Flags that tests add to a command, so that it finishes quickly or uses the server that the same document started.
+# MODEL is a small model with random weights. Only the first regular expression that matches a command counts.
 _LOAD = "--num-prompts 2 --dataset random --random-input-len 8 --random-output-len 4"
 SMALLER = {
     r"^megakernel chat": "--max-tokens 4",
     r"bench latency .*llama-3.2-1b": "--model random:smollm2-135m --prompt-tokens 16 --tokens 2 --runs 1",
-    r"bench latency": "--prompt-tokens 16 --tokens 2 --runs 1",
-    r"bench throughput": _LOAD,
+    r"bench latency": "--model MODEL --prompt-tokens 16 --tokens 2 --runs 1",
+    r"^megakernel demo": "--model MODEL",
+    r"bench throughput": f"--model MODEL {_LOAD}",
     r"bench serve .*--vs": f"{_LOAD} --runs 1 --base-url URL --vs URL",
     r"bench serve": f"{_LOAD} --base-url URL",
     r"^megakernel serve": "--port 0 --json --max-model-len 256",  # a short context limits answers without max_tokens
     r"(compile|simulate|verify) .*--tokens (1024|8192)": "--tokens 64 --tp 2",
+    r"timeline .*--(json|perfetto|save)": "--model MODEL --launches 2",
     r"timeline .*--model": "--launches 2",
     r"overlaps\.py": "--rounds 1 --tokens 16",
     r"predictions\.py": "--batches 1",
     r"defaults\.py": "--rows 1 --tp 1 --machines h100 --models llama-3.2-1b",
     r"pairs\.py": "--rows 128",
-    r"speed/structured\.py": "--tokens 4 --rounds 1",
+    r"speed/structured\.py": "--model MODEL --tokens 4 --rounds 1",
     r"correctness/structured\.py": "--schemas 1 --tokens 64",
     r"predictions_host\.py": f"--predict-only --machine {ROOT}/benchmarks/machines/epyc-2.toml -o FILE",
 }
@@ -252,8 +254,8 @@ class Reader:
     command runs once for all documents, whichever process follows them, unless the rest of the document needs its
     output, its file or its server. `shared` is a folder with an entry for each command that has begun."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str], shared: Path) -> None:
-        self._capsys, self._shared = capsys, shared
+    def __init__(self, capsys: pytest.CaptureFixture[str], shared: Path, model: str) -> None:
+        self._capsys, self._shared, self._model = capsys, shared, model
         self._servers: list[subprocess.Popen[str]] = []
         self._url = "http://127.0.0.1:8000"
         self._printed = ""
@@ -284,7 +286,7 @@ class Reader:
                 return f"{type(e).__name__}: {e}"
             self._printed = self._capsys.readouterr().out
             return ""
-        more = (fitting(SMALLER, step) or "").replace("URL", self._url)
+        more = (fitting(SMALLER, step) or "").replace("URL", self._url).replace("MODEL", self._model)
         match [*step.words, *more.split()]:
             case "megakernel", "serve", *rest if "--help" not in rest:
                 return self._serve(rest)
@@ -327,6 +329,7 @@ def test_a_document_can_be_followed(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    model: str,
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(megakernel.__file__).parents[1]))
     monkeypatch.chdir(tmp_path)
@@ -335,7 +338,11 @@ def test_a_document_can_be_followed(
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "commands"
     shared.mkdir(exist_ok=True)
-    reader, wrong, steps = Reader(capsys, shared), [], [step for step in ALL[document] if not fitting(NOT_RUN, step)]
+    reader, wrong, steps = (
+        Reader(capsys, shared, model),
+        [],
+        [step for step in ALL[document] if not fitting(NOT_RUN, step)],
+    )
     try:
         for at, step in enumerate(steps):
             if not reader.knows(step, steps[at + 1 :]) and (problem := reader.follow(step)):
