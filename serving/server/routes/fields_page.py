@@ -11,7 +11,7 @@ from megakernel.serving.server.routes import fields, requests, responses
 
 _BODIES: list[type[fields.Strict]] = [requests.CompletionRequest, requests.ChatRequest, responses.ResponsesRequest]
 _BODIES += [requests.TokenizeText, requests.TokenizeMessages, requests.DetokenizeRequest]
-_BODIES += [requests.Message, requests.StreamOptions]
+_BODIES += [requests.Message, requests.Reasoning, requests.StreamOptions]
 _BODIES += [responses.InputMessage, responses.InputCall, responses.InputResult, responses.TextConfig]
 
 
