@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import NoReturn
 
 _INTERRUPTED = 130
 
 
-def _end(*_: object) -> NoReturn:
+def _end(*_: object) -> None:
     os._exit(_INTERRUPTED)
 
 
