@@ -7,7 +7,6 @@ the boxes that follow from the phase would not describe the data that a backend 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from functools import lru_cache
 from math import inf
@@ -145,9 +144,6 @@ def _together(forward: Forward) -> Iterator[str]:
         yield f"phases are not numbered in order, up to {MAX_PHASES}"
     if len(forward.by_name) != len(forward.by_number):
         yield "two phases have the same name"
-    for p in phases:
-        if not re.fullmatch(r"[\w.+-]{1,64}", p.name, re.ASCII):
-            yield f"the name {p.name[:64]!r} of a phase is not 1 to 64 letters, digits or characters of ._+-"
     attention = forward.numbers(Operation.ATTENTION)
     if len(attention) > 1:
         yield "there is more than one attention phase"
