@@ -35,8 +35,8 @@ ROPE_FREQS = "rope_freqs.weight"
 _READ = {
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
     "attention.value_length", "block_count", "context_length", "embedding_length", "feed_forward_length",
-    "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.factor", "rope.scaling.type",
-    "vocab_size",
+    "pooling_type", "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.factor",
+    "rope.scaling.type", "vocab_size",
 }  # fmt: skip
 _HARMLESS = {"attention.causal", "rope.scaling.finetuned", "rope.scaling.original_context_length", "tensor_data_layout"}
 

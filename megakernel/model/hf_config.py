@@ -15,9 +15,9 @@ from .limits import MOST_JSON_BYTES, check_config
 # Read below.
 _READ = {
     "architectures", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
-    "max_position_embeddings", "model_type", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
-    "partial_rotary_factor", "pretraining_tp", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
-    "tie_word_embeddings", "vocab_size",
+    "is_causal", "max_position_embeddings", "model_type", "num_attention_heads", "num_hidden_layers",
+    "num_key_value_heads", "partial_rotary_factor", "pretraining_tp", "rms_norm_eps", "rope_parameters", "rope_scaling",
+    "rope_theta", "tie_word_embeddings", "vocab_size",
 }  # fmt: skip
 
 # Keys that are known not to change the forward pass: keys for bookkeeping or for training, and defaults of text
@@ -81,6 +81,7 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
         if raw[key] is not None and raw[key] is not False:
             raise refuse(f"{key} = {short(raw[key])} is not supported and may change the result")
     keys = Keys(raw, source)
+    keys.only("is_causal", True)
     for key, wanted in (("hidden_act", "silu"), ("pretraining_tp", 1), ("partial_rotary_factor", 1)):
         keys.only(key, wanted)
     count = keys.count
@@ -112,7 +113,8 @@ def _family(raw: dict[str, Any], source: str) -> Family:
     """The family to which both `architectures` and `model_type` belong."""
     architectures, model_type = raw.get("architectures"), raw.get("model_type")
     for family in FAMILIES.values():
-        same = architectures == [family.architecture]
+        # The second is the model without its LM head, as embedding models are saved.
+        same = architectures in ([family.architecture], [family.architecture.replace("ForCausalLM", "Model")])
         if (same or architectures is None) and (model_type == family.name or (same and model_type is None)):
             return family
     known = ", ".join(f"{family.architecture} ({family.name})" for family in FAMILIES.values())

@@ -110,6 +110,8 @@ class Description(msgspec.Struct, frozen=True):
     name: str  # the model's name
     vocab: int
     max_context: int
+    hidden: int  # length of an embedding
+    pooling: str  # what `load_pooling` returned for the model
     kv_page: int  # tokens per KV page
     folder: str  # the folder with the socket and the board; only this server's processes can enter it
     rows: int  # the rows of the board: one for the engine, then one for each frontend

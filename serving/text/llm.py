@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megakernel import machine as machines
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype
-from megakernel.model import Checkpoint, load_tokenizer, open_checkpoint
+from megakernel.model import Checkpoint, load_pooling, load_tokenizer, open_checkpoint
 from megakernel.model.stored import bits_of, bytes_by_type, quantised_kv, stored_as
 from megakernel.model.tokenizer import Tokenizer
 from megakernel.runtime import choose_backend, create, rank_machine, registered
@@ -100,6 +100,7 @@ class LLM:
         self.config = checkpoint.config
         self.dtype = checkpoint.dtype if wanted is None else wanted
         self.tokenizer = load_tokenizer(model) if isinstance(model, str) else None
+        self.pooling = load_pooling(model) if isinstance(model, str) else "last"
         self.codec = Codec(self.model, self.tokenizer)
         eos = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
         self.grammars = Grammars(self.tokenizer, self.config.vocab, eos)

@@ -139,7 +139,11 @@ class Body(Strict):
     model: Annotated[str, Field(description="a name that /v1/models lists; default: the first one")] | None = None
 
 
-class Sampled(Body):
+class Truncated(Body):
+    truncate_prompt_tokens: Kept | None = None
+
+
+class Sampled(Truncated):
     """The fields that every generating endpoint accepts."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -157,7 +161,6 @@ class Sampled(Body):
     min_tokens: Annotated[int, Field(ge=0, le=INT32), WHOLE] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: Annotated[bool, Field(description="leave out special tokens; default: true")] | None = None
-    truncate_prompt_tokens: Kept | None = None
     stream: bool | None = None
 
     def sampling(
@@ -242,6 +245,12 @@ class Choices(Sampled):
         return None
 
 
+def prompt_list(given: Any) -> list[str] | list[list[int]]:
+    """Return the prompts of a field of type `Prompt` as a list, also if there is only one."""
+    one = isinstance(given, str) or isinstance(given[0], int)
+    return [given] if one else given
+
+
 class CompletionRequest(Choices):
     where = "/v1/completions"
 
@@ -250,12 +259,6 @@ class CompletionRequest(Choices):
     echo: bool | None = None
     logprobs: TopCount | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="must equal n"), WHOLE] | None = None
-
-    @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts as a list, also if there is only one."""
-        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if one else self.prompt  # type: ignore[return-value]
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
@@ -267,7 +270,7 @@ class CompletionRequest(Choices):
 
 
 MOST_TOOLS = 128  # the OpenAI API's limit
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class Function(Strict):

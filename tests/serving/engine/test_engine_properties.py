@@ -16,6 +16,7 @@ from megakernel.runtime.steps import Steps
 from megakernel.serving.engine.engine import Engine
 from megakernel.serving.engine.pages import ROOT, PagePool, page_hash
 from megakernel.serving.engine.request import Request
+from megakernel.serving.engine.sampling import POOLINGS
 from megakernel.serving.engine.tokens import Token
 from megakernel.serving.text import llm as llm_module
 
@@ -45,6 +46,11 @@ def assert_generated_alone(*requests: Request) -> None:
             assert (output_ids(choice), choice.finish_reason) == alone(request, choice.choice)
         if request.params.prompt_logprobs is not None:
             assert request.prompt_logprobs == [-float(p) for p in range(1, len(request.prompt_ids))]
+        if request.params.pooling is not None:  # the fake hidden state of a token is its position, counted from 1
+            count = len(request.prompt_ids)
+            mean = request.params.pooling == "mean"
+            assert request.pooled is not None and request.pooled_rows == (count if mean else 1)
+            assert request.pooled == ((count + 1) * count / 2 if mean else count)
 
 
 def assert_at_rest(engine: Engine, backend: FakeBackend) -> None:
@@ -101,6 +107,9 @@ def test_company_cuts_prefix_hits_preemption_aborts_and_proposals_change_nothing
     engine, backend = fake_engine(None, speculate=(depth, guesses) if depth else None, **chosen)
     prefixes = [[rng.randrange(60) for _ in range(100)] for _ in range(3)]
     left = [random_request(rng, prefixes) for _ in range(20)]
+    for pooling in POOLINGS * 3:
+        left.append((random_request(rng, prefixes)[0], SamplingParams(seed=1, max_tokens=1, pooling=pooling)))
+    rng.shuffle(left)
     done: list[Request] = []
     aborted: list[Request] = []
     found: dict[int, list[Token]] = {}
