@@ -40,6 +40,7 @@ class EngineHost:
             hidden=llm.config.hidden,
             pooling=llm.pooling,
             kv_page=dims.bucket.kv_page,
+            sampling=llm.sampling,
             folder=folder,
             rows=1 + frontends,
         )

@@ -113,6 +113,7 @@ class Description(msgspec.Struct, frozen=True):
     hidden: int  # length of an embedding
     pooling: str  # what `load_pooling` returned for the model
     kv_page: int  # tokens per KV page
+    sampling: dict[str, int | float]  # the model's defaults of sampling, with their names in SamplingParams
     folder: str  # the folder with the socket and the board; only this server's processes can enter it
     rows: int  # the rows of the board: one for the engine, then one for each frontend
 

@@ -255,7 +255,9 @@ async def answer_messages(service: Service, body: MessagesRequest) -> Response:
     prompt = await service.encode_chat(body.conversation(), tools.told)
     prompt = service.truncated(prompt, body, body.max_tokens)
     service.room([prompt], None)
-    params = body.sampling(min(body.max_tokens, service.max_context - len(prompt)), structured)
+    params = body.sampling(
+        service.description.sampling, min(body.max_tokens, service.max_context - len(prompt)), structured
+    )
     answers = service.answers([prompt], params, special=tools.used)
     return await service.respond(answers, _Message(service, body, model, prompt, answers, tools), bool(body.stream))
 
@@ -353,8 +355,9 @@ class _Message(AnswerFormat):
         if isinstance(end.stop_reason, str):
             return "stop_sequence", end.stop_reason
         if end.finish_reason == "length":
-            reached = self._answers.completion_tokens == self._most
-            return "max_tokens" if reached else "model_context_window_exceeded", None
+            made = self._answers.completion_tokens
+            full = len(self._prompts[0]) + made == self._service.max_context and made < self._most
+            return "model_context_window_exceeded" if full else "max_tokens", None
         return "tool_use" if self._reader is not None and self._reader.calls else "end_turn", None
 
 

@@ -27,6 +27,7 @@ async def chat(service: Service, body: ChatRequest) -> Response:
     prompt = service.truncated(prompt, body, wanted)
     service.room([prompt], wanted)
     params = body.sampling(
+        service.description.sampling,
         service.max_context - len(prompt) if wanted is None else wanted,
         structured,
         n=body.n or 1,

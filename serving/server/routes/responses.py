@@ -338,6 +338,7 @@ async def respond(service: Service, body: ResponsesRequest) -> Response:
     prompt = service.truncated(prompt, body, body.max_output_tokens)
     service.room([prompt], body.max_output_tokens)
     params = body.sampling(
+        service.description.sampling,
         body.max_output_tokens or service.max_context - len(prompt),
         structured,
         logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
