@@ -165,6 +165,7 @@ def mode(name: str) -> dict[str, Any]:
     ],
 )
 def test_the_folder_says_how_to_pool(tmp_path: Path, declared: dict[str, Any] | None, pooling: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
     (tmp_path / "1_Pooling").mkdir()
     if declared is not None:
         (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(declared))
