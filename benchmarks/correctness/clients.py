@@ -1,8 +1,9 @@
 """Tests structured outputs and tools with real clients: `python benchmarks/correctness/clients.py --url URL [-o FILE]`.
 
 The script needs client packages but not megakernel, so it runs in its own environment (`pip install openai instructor
-langchain-openai "pydantic-ai-slim[openai]"`) against a running server (`megakernel serve --model smollm2-135m`). Each
-case is tried once. A client that is not installed is reported and not counted. Exit status 1 means that a case failed.
+langchain-openai "pydantic-ai-slim[openai]" anthropic`) against a running server (`megakernel serve --model
+smollm2-135m`). Each case is tried once. A client that is not installed is reported and not counted. Exit status 1 means
+that a case failed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, Literal
 import openai
 from pydantic import BaseModel, ConfigDict, Field
 
-CLIENTS = ("openai", "instructor", "langchain-openai", "pydantic-ai-slim")
+CLIENTS = ("openai", "instructor", "langchain-openai", "pydantic-ai-slim", "anthropic")
 
 
 class Person(BaseModel):
@@ -176,6 +177,44 @@ class Cases:
         model = OpenAIChatModel(self.model, provider=OpenAIProvider(base_url=self.url, api_key="none"))
         agent = Agent(model, output_type=Person, retries=0, model_settings={"max_tokens": 200})
         assert isinstance(agent.run_sync("Bob is 31 years old.").output, Person)
+
+    def anthropic_messages(self) -> None:
+        """Test text, streams, tools with their results, and counts with Anthropic's package."""
+        import anthropic
+
+        client = anthropic.Anthropic(base_url=self.url.removesuffix("/v1"), api_key="none", max_retries=0)
+        told: dict[str, Any] = {"model": self.model, "messages": MESSAGES, "max_tokens": 200, "system": "Be brief."}
+        whole = client.messages.create(**told, temperature=0)
+        with client.messages.stream(**told, temperature=0) as stream:
+            assert "".join(stream.text_stream) == whole.content[0].text
+            assert stream.get_final_message().usage.output_tokens == whole.usage.output_tokens
+        ended = client.messages.create(**told, temperature=0, stop_sequences=[whole.content[0].text[3:9]])
+        assert ended.stop_reason == "stop_sequence"
+        assert ended.stop_sequence == whole.content[0].text[3:9]
+        counted = client.messages.count_tokens(model=self.model, messages=MESSAGES, system="Be brief.")
+        assert counted.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+
+    def anthropic_tools(self) -> None:
+        import anthropic
+
+        client = anthropic.Anthropic(base_url=self.url.removesuffix("/v1"), api_key="none", max_retries=0)
+        tools: Any = [{"name": "weather", "description": "Weather of a city", "input_schema": WEATHER}]
+        choice: Any = {"type": "tool", "name": "weather"}
+        told: dict[str, Any] = {"model": self.model, "max_tokens": 200, "tools": tools}
+        with client.messages.stream(**told, messages=MESSAGES, tool_choice=choice) as stream:
+            asked = stream.get_final_message()
+        [call] = asked.content
+        assert (asked.stop_reason, call.name, set(call.input)) == ("tool_use", "weather", {"city", "unit"})
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "20 degrees"}
+        turns = [*MESSAGES, {"role": "assistant", "content": asked.content}, {"role": "user", "content": [result]}]
+        assert client.messages.create(**told, messages=turns).role == "assistant"
+        try:
+            image = {"type": "image", "source": {"type": "url", "url": "http://example.com/x.png"}}
+            client.messages.create(**told, messages=[{"role": "user", "content": [image]}])
+        except anthropic.BadRequestError as e:
+            assert "type image is not supported" in e.message
+        else:
+            raise AssertionError("the server did not refuse an image")
 
 
 def main() -> int:

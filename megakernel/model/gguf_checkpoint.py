@@ -38,9 +38,9 @@ ROPE_FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "ro
 _READ = {
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
     "attention.sliding_window", "attention.value_length", "block_count", "context_length", "embedding_length",
-    "feed_forward_length", "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.attn_factor",
-    "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.type",
-    "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+    "feed_forward_length", "pooling_type", "rope.dimension_count", "rope.freq_base", "rope.scale_linear",
+    "rope.scaling.attn_factor", "rope.scaling.factor", "rope.scaling.original_context_length",
+    "rope.scaling.type", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
     "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_log_multiplier", "vocab_size",
 }  # fmt: skip
 _HARMLESS = {"attention.causal", "rope.scaling.finetuned", "tensor_data_layout"}

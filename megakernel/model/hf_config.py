@@ -17,9 +17,9 @@ from .rope import yarn_attention
 # Read below.
 _READ = {
     "activation", "architectures", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "hidden_size",
-    "intermediate_size", "max_position_embeddings", "model_type", "num_attention_heads", "num_hidden_layers",
-    "num_key_value_heads", "original_max_position_embeddings", "partial_rotary_factor", "rms_norm_eps",
-    "rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings", "vocab_size",
+    "intermediate_size", "is_causal", "max_position_embeddings", "model_type", "num_attention_heads",
+    "num_hidden_layers", "num_key_value_heads", "original_max_position_embeddings", "partial_rotary_factor",
+    "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings", "vocab_size",
 }  # fmt: skip
 
 # Other keys that never change the logits, each under its reason. Besides these, keys that begin with "_" are notes of
@@ -102,6 +102,7 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
         if raw[key] and not (key.startswith("_") or "drop" in key or "flash" in key or key.endswith("_token_id")):
             raise refuse(f"{key} = {short(raw[key])} is not supported and may change the result")
     keys = Keys(raw, source)
+    keys.only("is_causal", True)
     keys.only("hidden_act", "silu", "swish")
     keys.only("activation", "silu", "swiglu")
     keys.only("partial_rotary_factor", 1)
@@ -136,7 +137,8 @@ def _family(raw: dict[str, Any], source: str) -> Family:
     """The family to which both `architectures` and `model_type` belong."""
     architectures, model_type = raw.get("architectures"), raw.get("model_type")
     for family in FAMILIES.values():
-        same = architectures == [family.architecture]
+        # The second is the model without its LM head, as embedding models are saved.
+        same = architectures in ([family.architecture], [family.architecture.replace("ForCausalLM", "Model")])
         if (same or architectures is None) and (model_type == family.name or (same and model_type is None)):
             return family
     known = ", ".join(f"{family.architecture} ({family.name})" for family in FAMILIES.values())

@@ -19,6 +19,7 @@ from huggingface_hub.errors import (
 from ..errors import MegakernelError
 
 _CONFIG = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+_CONFIG += ["1_Pooling/config.json", "*_Dense/config.json"]  # of embedding models
 _WEIGHTS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
 _SPEC = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 

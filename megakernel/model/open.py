@@ -9,7 +9,7 @@ from ..errors import MegakernelError
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .folder import has_weights, model_file
-from .hf_config import read_hf_config, read_sampling
+from .hf_config import read_hf_config, read_json, read_sampling
 from .pypi import PACKAGES, cached, pull
 from .random_checkpoint import KNOWN_SHAPES, RandomCheckpoint
 from .safetensors_checkpoint import open_folder
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # gguf, tokenizers, jinja2 or huggingface_hub.
 
 _RANDOM = "random:"
+_POOLINGS = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}  # names of sentence-transformers
 
 
 def open_checkpoint(spec: str) -> Checkpoint:
@@ -72,6 +73,25 @@ def load_tokenizer(spec: str) -> Tokenizer | None:
 
     file, config = _gguf(path)
     return open_gguf_tokenizer(file, config.eos_ids)
+
+
+def load_pooling(spec: str) -> str:
+    """How the model that `spec` names turns the hidden states of a text's tokens into an embedding: "last", "mean", or
+    the name of another way. Models that declare none use the last token, as in vLLM."""
+    if spec.startswith(_RANDOM):
+        return "last"
+    path = _resolve(spec, weights=False)
+    if path.is_file():
+        metadata = _gguf(path)[0].metadata
+        number = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 0)
+        return {0: "last", 1: "mean", 3: "last"}.get(number, f"GGUF's pooling type {number}")
+    if any(path.glob("*_Dense")):
+        return "a dense layer"
+    file = path / "1_Pooling" / "config.json"
+    declared = read_json(file) if file.exists() else {"pooling_mode": "lasttoken"}
+    modes = [name for name, value in declared.items() if name.startswith("pooling_mode_") and value is True]
+    mode = str(declared.get("pooling_mode") or " and ".join(modes) or "none")
+    return _POOLINGS.get(mode.removeprefix("pooling_mode_"), mode)
 
 
 def load_sampling(spec: str) -> dict[str, Any]:

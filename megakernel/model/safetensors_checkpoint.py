@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,11 @@ class SafetensorsFiles:
             self._open_shards(folder, index)
         else:
             raise MegakernelError(f"{folder} holds neither {single.name} nor {index.name}: only safetensors are read")
+
+    def prefix(self, prefix: str) -> None:
+        """Put `prefix` before the name of every tensor."""
+        self.shapes = {prefix + name: shape for name, shape in self.shapes.items()}
+        self._tensors = {prefix + name: tensor for name, tensor in self._tensors.items()}
 
     def where(self, name: str) -> Path:
         return self._tensors[name].path
@@ -129,6 +135,9 @@ def open_folder(folder: Path, name: str) -> FileCheckpoint:
     """Open a Hugging Face model folder. `name` is the model's name in messages."""
     config = read_hf_config(folder)
     tensors = SafetensorsFiles(folder)
+    if "embed_tokens.weight" in tensors.shapes:  # an embedding model, which is saved without an LM head
+        tensors.prefix("model.")
+        config = replace(config, tied=True)
     _check_tied(config, tensors)
     return FileCheckpoint(name or folder.name, config, tensors, safetensors_naming(config))
 

@@ -13,12 +13,12 @@ from ..program import Program
 from ..trace import Trace
 
 
-class Logits(Protocol):
-    """Rows of logits: an array, or data that is copied from a device when it is read."""
+class HostRows(Protocol):
+    """Rows of an output: an array, or data that is copied from a device when it is read."""
 
     def __getitem__(self, rows: Any, /) -> Any: ...
 
-    def copy(self) -> NDArray[np.float32]: ...
+    def copy(self) -> NDArray[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Output:
 
     tokens: NDArray[np.int32]  # [logit_rows]
     logprobs: NDArray[np.float32]  # [logit_rows]
-    logits: Logits  # [logit_rows, vocab], without penalties, temperature or other sampling parameters
+    logits: HostRows  # [logit_rows, vocab], without penalties, temperature or other sampling parameters
+    hidden: HostRows  # [logit_rows, hidden], after the final norm, in the compute dtype (bfloat16 as uint16)
     seconds: float  # wall time of the launch
     trace: Trace | None
 

@@ -38,13 +38,14 @@ from megakernel.serving.engine.speculation import Speculation
 from megakernel.serving.engine.tokens import Score, Tokens
 
 _BLOCK = 64  # logits of a block; see `top_logprobs`
+_NO_ROWS: NDArray[np.float32] = np.empty((0, 0), np.float32)
 
 
 @dataclass(frozen=True)
 class Step:
     """A finished launch, with the tokens that it generated. `rows` holds each sequence's number of token rows in the
-    step, and `contexts` its number of tokens in the KV cache after the step. `output.logits` is empty unless the step's
-    requests needed logits on the host."""
+    step, and `contexts` its number of tokens in the KV cache after the step. `output.logits` and
+    `output.hidden` have only the rows that requests needed on the host."""
 
     program: Program
     rows: list[int]
@@ -402,7 +403,11 @@ def _report(running: _Running, output: Output, results: _Results, failed: list[S
     at = _index(told)
     chunk, first = turns.chunk[at], results.first[at]
     number, sequence = turns.number[chunk], turns.sequence[chunk]
-    begun = [one.request for one in sequence[first] if one.choice == 0] if np.count_nonzero(first) else []
+    for index, row in enumerate(turns.pooled):
+        if results.heard[row]:
+            turns.sequence[turns.chunk[row]].request.pool(output.hidden[index])
+    starting = sequence[first].tolist() if np.count_nonzero(first) else []
+    begun = [one.request for one in starting if one.choice == 0]
     tokens = Tokens(
         at=ended,
         choice=number,
@@ -416,6 +421,12 @@ def _report(running: _Running, output: Output, results: _Results, failed: list[S
             if request.params.prompt_logprobs is not None
         ],
         cached={request.first: request.cached_tokens for request in begun if request.cached_tokens},
+        admitted={one.request.first + one.choice: one.admitted_at for one in starting},
+        pooled={
+            request.first: (request.pooled / request.pooled_rows).astype(np.float32)
+            for request in begun
+            if request.pooled is not None
+        },
     )
     return Step(
         program=running.program,
@@ -441,6 +452,7 @@ def _own(output: Output, turns: Turns) -> Output:
         tokens=output.tokens[:rows].copy(),
         logprobs=output.logprobs[:rows].copy(),
         logits=output.logits[turns.read],
+        hidden=output.hidden[turns.pooled] if turns.pooled else _NO_ROWS,
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megakernel.runtime.steps import Ints, Lineup
-from megakernel.serving.engine.request import Objects, Sequence, Slots
+from megakernel.serving.engine.request import POOLED, Objects, Sequence, Slots
 
 VERIFIED_ROWS = 128  # maximum logit rows of a step with proposals; a step table has room for their logit biases
 
@@ -39,7 +39,7 @@ class Turns(Lineup):
     reader: Ints  # the reader and the number of the sequence's choice, as `Request` has them
     number: Ints
     # -- one element per logit row
-    top: Ints  # how many top log-probabilities to report; -1: report none
+    top: Ints  # as in `Slots`
     after: Ints  # the row's input token if it was proposed or forced, otherwise -1
 
     @property
@@ -65,6 +65,11 @@ class Turns(Lineup):
     def read(self) -> list[int]:
         """The logit rows whose logits the host has to read."""
         return (self.top > 0).nonzero()[0].tolist()
+
+    @cached_property
+    def pooled(self) -> list[int]:
+        """The logit rows whose hidden states the host has to read."""
+        return (self.top == POOLED).nonzero()[0].tolist()  # type: ignore[no-any-return]
 
     def alive(self, slots: Slots) -> NDArray[np.bool_]:
         """Whether each chunk's sequence still has the slot that it had when the step was planned."""
@@ -139,7 +144,7 @@ class Planner:
         start, known = int(slots.computed[slot]), int(slots.known[slot])
         end = start + count
         if sequence.scoring:
-            prompt, top = request.prompt_ids, request.params.prompt_logprobs or 0
+            prompt, top = request.prompt_ids, POOLED if request.params.pooling else request.params.prompt_logprobs or 0
             first, last = max(start, request.scored), min(end, len(prompt) - 1)
             rows += [_Row(chunk, at - start, -1, prompt[at + 1], False, top, -1) for at in range(first, last)]
             request.scored = max(last, request.scored)

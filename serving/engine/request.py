@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megakernel.isa import Dims
+from megakernel.isa import Dims, to_f32
 from megakernel.runtime.steps import FLOATS, Ints, SampleRow, Sampling, SequencePages
 from megakernel.serving.engine.grammars import Constraint
 from megakernel.serving.engine.pages import ROOT, page_hash
 from megakernel.serving.engine.sampling import SamplingParams
 
 Objects = NDArray[np.object_]
+POOLED = -2  # a value of `Slots.top` and `Turns.top`
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -36,6 +37,7 @@ class Sequence:
     finish_reason: str | None = None
     first_token_at: float = 0.0  # valid, like last_token_at, only while the choice does not run
     last_token_at: float = 0.0
+    admitted_at: float = 0.0  # when the choice first got a slot
     saved: list[int] = field(init=False)  # the tokens that were known when the choice last left its slot
     _hashes: list[bytes] = field(default_factory=list)
 
@@ -113,8 +115,10 @@ class Request:
     prompt_logprobs: list[float] = field(default_factory=list)  # element i is the log-probability of prompt token i + 1
     prompt_top_logprobs: list[dict[int, float]] = field(default_factory=list)
     cached_tokens: int | None = None  # prompt tokens that were in the prefix cache; None before the request is admitted
+    pooled: NDArray[np.float64] | None = None  # sum of the hidden states that `params.pooling` asks for, so far
+    pooled_rows: int = 0  # the number of these hidden states
     held: list[Sequence] = field(default_factory=list)  # choices that wait until the first has computed the prompt
-    scored: int = 0  # number of prompt tokens whose log-probabilities are computed or planned
+    scored: int = 0  # number of prompt tokens whose logit rows are computed or planned, if all need one
     seed: int = 0  # the user's seed, or a random one
     added_at: float = field(default_factory=perf_counter)
 
@@ -126,8 +130,15 @@ class Request:
         return all(choice.finish_reason is not None for choice in self.choices)
 
     def scores_prompt(self, choice: int) -> bool:
-        """Whether this choice computes the prompt's log-probabilities. The first does so for all choices, if asked."""
-        return choice == 0 and self.params.prompt_logprobs is not None
+        """Whether this choice needs a logit row for each prompt token, for log-probabilities or for a mean of hidden
+        states. The first choice does so for all choices."""
+        return choice == 0 and (self.params.prompt_logprobs is not None or self.params.pooling == "mean")
+
+    def pool(self, hidden: NDArray[np.generic]) -> None:
+        """Add the hidden state of the next prompt token. One state is added at a time, so the sum does not depend
+        on how steps divide the prompt."""
+        state = to_f32(hidden).astype(np.float64)
+        self.pooled, self.pooled_rows = state if self.pooled is None else self.pooled + state, self.pooled_rows + 1
 
 
 class Slots:
@@ -146,7 +157,8 @@ class Slots:
         self.known, self.length, self.computed, self.known_pages = np.zeros((4, n), np.int64)
         self.limit, self.prompt, self.early_until = np.zeros((3, n), np.int64)
         self.stop_ids = np.full((n, 1), -1)  # stop ids of each sequence, padded with -1
-        self.top = np.full(n, -1)  # how many top log-probabilities to report; -1: report none
+        # How many top log-probabilities to report. -1: none; POOLED: none, but the hidden state.
+        self.top = np.full(n, -1)
         self.holds = np.zeros(n, np.bool_)  # whether other choices wait until this one has computed the prompt
         self.constrained = np.zeros(n, np.bool_)  # whether the sequence has a `Constraint`, such as a grammar
         self.first_token_at, self.last_token_at = np.zeros((2, n))
@@ -161,6 +173,7 @@ class Slots:
         if (more := len(stop) - self.stop_ids.shape[1]) > 0:
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, more)), constant_values=-1)
         self.stop_ids[slot], self.stop_ids[slot, : len(stop)] = -1, stop
+        sequence.admitted_at = sequence.admitted_at or perf_counter()
         self.sequence[slot], self.reader[slot] = sequence, request.reader
         self.number[slot] = request.first + sequence.choice
         self.tokens[slot, : len(tokens)] = tokens
@@ -168,7 +181,7 @@ class Slots:
         self.computed[slot], self.known_pages[slot] = shared * self.page, shared
         self.limit[slot], self.prompt[slot] = sequence.length_limit, len(request.prompt_ids)
         self.early_until[slot] = len(request.prompt_ids) + request.params.min_tokens
-        self.top[slot] = -1 if logprobs is None else logprobs
+        self.top[slot] = POOLED if request.params.pooling else -1 if logprobs is None else logprobs
         self.holds[slot] = sequence.choice == 0 and bool(request.held)
         self.constrained[slot] = sequence.constraint is not None
         self.first_token_at[slot] = sequence.first_token_at

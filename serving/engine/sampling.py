@@ -11,6 +11,7 @@ from typing import Any
 from megakernel.errors import MegakernelError
 
 FINISH = (None, "stop", "length")  # reasons why a token ends its choice; arrays contain indices into this tuple
+POOLINGS = ("last", "mean")  # how the hidden states of a prompt's tokens become its embedding
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 # A step table has room for more biases per row than MAX_BIAS + MAX_STOP_IDS.
@@ -101,6 +102,8 @@ class SamplingParams:
     allowed_token_ids   generate these ids only; an end-of-sequence id must be listed too to be generated
     bad_words           texts that are never generated, neither at the beginning of a word nor within one
     structured_outputs  a grammar or schema that the whole text must match
+    pooling             also return the prompt's hidden state after the final norm, of its "last" token or as the "mean"
+                        over its tokens. This needs max_tokens=1, n=1, and no log-probabilities
 
     Raises MegakernelError, which names the field and its value, if a value is out of range."""
 
@@ -127,6 +130,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
     structured_outputs: StructuredOutputsParams | None = None
+    pooling: str | None = None
 
     def __post_init__(self) -> None:
         self._real("temperature", self.temperature, 0.0, _MOST)
@@ -172,6 +176,11 @@ class SamplingParams:
         for word in self.bad_words:
             if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_CHARACTERS:
                 raise _error("bad_words", word, f"must be non-empty strings of at most {MAX_BAD_CHARACTERS} characters")
+        if self.pooling is not None:
+            if self.pooling not in POOLINGS:
+                raise _error("pooling", self.pooling, f"must be one of {', '.join(POOLINGS)}")
+            if (self.max_tokens, self.n, self.logprobs, self.prompt_logprobs) != (1, 1, None, None):
+                raise _error("pooling", self.pooling, "needs max_tokens=1, n=1, and no log-probabilities")
         if self.structured_outputs is not None:
             for name in ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words"):
                 if getattr(self, name):

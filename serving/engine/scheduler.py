@@ -237,7 +237,7 @@ class Batch:
             self._preempt(sequence)
         for sequence in self.waiting:
             sequence.sampling = False
-            sequence.request.scored = len(sequence.request.prompt_logprobs)
+            sequence.request.scored = len(sequence.request.prompt_logprobs) or sequence.request.pooled_rows
         self._histories.clear()
         self.forget()
 

@@ -45,6 +45,8 @@ class Tokens(msgspec.Struct, tag=True, array_like=True):
     top: dict[int, dict[int, float]]  # array index of a token -> its `Token.top_logprobs`, if requested
     scores: list[Score]  # log-probabilities of prompts whose first token is in this step, if requested
     cached: dict[int, int]  # choice -> its prompt's tokens in the prefix cache, if not 0; with a prompt's first token
+    admitted: dict[int, float]  # choice -> when it first got a slot, in seconds of `perf_counter`; with its first token
+    pooled: dict[int, NDArray[np.float32]]  # choice -> pooled hidden state of its prompt, if requested
 
     def __len__(self) -> int:
         return len(self.choice)
@@ -59,7 +61,7 @@ class Tokens(msgspec.Struct, tag=True, array_like=True):
         if mine.all():
             return self
         choice = self.choice[mine]
-        held = set(choice.tolist()) if self.scores or self.cached else set()
+        held = set(choice.tolist()) if self.admitted else set()
         return Tokens(
             self.at,
             choice,
@@ -69,6 +71,8 @@ class Tokens(msgspec.Struct, tag=True, array_like=True):
             {int(np.count_nonzero(mine[:i])): top for i, top in self.top.items() if mine[i]},
             [score for score in self.scores if score.choice in held],
             {number: cached for number, cached in self.cached.items() if number in held},
+            {number: at for number, at in self.admitted.items() if number in held},
+            {number: state for number, state in self.pooled.items() if number in held},
         )
 
 

@@ -17,11 +17,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from megakernel.errors import MegakernelError
-from megakernel.serving.server.errors import APIError, ErrorResponse, answer_error, shortened
+from megakernel.serving.server.errors import APIError, ErrorResponse, MessagesError, answer_error, shortened
 from megakernel.serving.server.http import Gate, while_connected
 from megakernel.serving.server.limits import CHAT_PAGE, max_values
 from megakernel.serving.server.messages import ROOFLINE, TIMELINE
-from megakernel.serving.server.routes import bodies, requests
+from megakernel.serving.server.routes import anthropic, bodies, embeddings, requests
 from megakernel.serving.server.routes.chat import chat
 from megakernel.serving.server.routes.completions import complete
 from megakernel.serving.server.routes.responses import ResponseObject, ResponsesRequest, respond
@@ -33,6 +33,7 @@ _POST: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 404, 408, 413, 415,
 _GENERATE: dict[int | str, dict[str, Any]] = _POST | {
     200: {"content": {"text/event-stream": {}}, "description": "the answer, whole or as a stream"}
 }
+_MESSAGES: dict[int | str, dict[str, Any]] = _GENERATE | {status: {"model": MessagesError} for status in _POST}
 
 
 def create_app(service: Service, root_path: str = "") -> FastAPI:
@@ -60,10 +61,11 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
         app.add_exception_handler(kind, answer_error)
 
     @app.exception_handler(404)
-    async def nothing_there(request: Request, error: Exception) -> Response:
+    async def nothing_there(request: Request, _: Exception) -> Response:
         listed = [f"{'/'.join(r.methods or ())} {r.path}" for r in app.routes if isinstance(r, APIRoute)]
         where = shortened(f"{request.method} {request.url.path}")
-        return APIError(404, f"there is no route {where}: this server has {', '.join(listed)}").response()
+        error = APIError(404, f"there is no route {where}: this server has {', '.join(listed)}")
+        return error.response(request.scope["path"])
 
     @app.post("/v1/completions", response_model=bodies.CompletionResponse, responses=_GENERATE)
     async def completions(body: requests.CompletionRequest, request: Request) -> Response:
@@ -79,6 +81,21 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation. Nothing is stored."""
         return await while_connected(request.receive, respond(service, body))
+
+    @app.post("/v1/messages", response_model=anthropic.MessagesAnswer, responses=_MESSAGES)
+    async def messages(body: anthropic.MessagesRequest, request: Request) -> Response:
+        """Answer a conversation of Anthropic's Messages API."""
+        return await while_connected(request.receive, anthropic.answer_messages(service, body))
+
+    @app.post("/v1/messages/count_tokens", responses={status: {"model": MessagesError} for status in _POST})
+    async def count_tokens(body: anthropic.CountRequest) -> anthropic.TokenCount:
+        """Count the tokens of a conversation of Anthropic's Messages API."""
+        return await anthropic.count_tokens(service, body)
+
+    @app.post("/v1/embeddings", response_model=embeddings.EmbeddingResponse, responses=_POST)
+    async def embed(body: embeddings.EmbeddingRequest, request: Request) -> Response:
+        """Turn texts into vectors."""
+        return await while_connected(request.receive, embeddings.embed(service, body))
 
     @app.get("/v1/models", response_model=bodies.ModelList)
     async def models() -> bodies.ModelList:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import zmq
+from numpy.typing import NDArray
 
 from megakernel.errors import MegakernelError
 from megakernel.serving.engine.sampling import SamplingParams
@@ -43,6 +45,7 @@ class Delta:
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or the id of `stop_token_ids` that ended the choice
 
     @property
     def token_ids(self) -> list[int]:
@@ -62,6 +65,8 @@ class Answers:
     If prompt log-probabilities were requested, `scores` maps the number of a prompt to a pair of lists. Both have an
     element for each prompt token except the first. The first list has the log-probability of each token, and the second
     list has the most likely ids at the token's position. The entry of a prompt appears with its first generated token.
+
+    `pooled` maps the number of a prompt to its pooled hidden state, if `params.pooling` asks for that.
     """
 
     def __init__(
@@ -79,6 +84,8 @@ class Answers:
         self.times = [(0.0, 0.0)] * len(transcripts)
         self.scores: dict[int, tuple[list[float], list[dict[int, float]]]] = {}
         self.unenforced: tuple[str, ...] = ()
+        self.pooled: dict[int, NDArray[np.float32]] = {}
+        self.admitted: dict[int, float] = {}  # for each choice that has begun: when it first got a slot
         self.cached = self.completion_tokens = 0
         self.open = self._left = len(transcripts)  # choices that the engine, and this object, have not ended
         self._client, self._metrics, self._prompts = client, metrics, prompts
@@ -172,10 +179,13 @@ class Answers:
             last_at = at
             if transcript.finish_reason is not None:
                 delta.finish_reason = reason = "stop" if transcript.finish_reason == "stop" else "length"
+                delta.stop_reason = transcript.stop_reason
                 self._client.stop(self, index)  # no effect if the engine has already ended the choice
                 self._left -= 1
                 if metrics:
-                    metrics.finished(reason, at - self.submitted_at, len(transcript.token_ids))
+                    metrics.finished(
+                        reason, len(transcript.token_ids), self.submitted_at, self.admitted[index], first_at, at
+                    )
                 break
         self.times[index] = first_at, last_at
         self.completion_tokens += len(delta.tokens) - known
@@ -324,6 +334,12 @@ class EngineClient:
         for number, cached in tokens.cached.items():
             if answers := choices.get(number):
                 answers.cached += cached
+        for number, at in tokens.admitted.items():
+            if answers := choices.get(number):
+                answers.admitted[number - answers.first] = at
+        for number, state in tokens.pooled.items():
+            if answers := choices.get(number):
+                answers.pooled[(number - answers.first) // answers.n] = state
         for token in tokens:
             answers = choices.get(token.choice)
             if answers is None:

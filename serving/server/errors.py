@@ -1,10 +1,10 @@
-"""The error answers of the server, in the OpenAI API's format with vLLM's type names and codes."""
+"""The error answers of the server, in the OpenAI API's format with vLLM's type names and codes, or in Anthropic's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -28,6 +28,14 @@ _TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
 
 
 class ErrorInfo(BaseModel):
@@ -41,6 +49,18 @@ class ErrorResponse(BaseModel):
     error: ErrorInfo
 
 
+class MessagesErrorInfo(BaseModel):
+    type: str
+    message: str
+
+
+class MessagesError(BaseModel):
+    """An error in the shape of Anthropic's Messages API."""
+
+    type: Literal["error"] = "error"
+    error: MessagesErrorInfo
+
+
 class APIError(Exception):
     """Ends a request with the HTTP status `status`. `param` names the invalid field."""
 
@@ -50,14 +70,19 @@ class APIError(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.headers = status, message, param, dict(headers or {})
 
-    def body(self) -> bytes:
-        """Return the error as JSON. Characters that UTF-8 cannot represent are escaped."""
+    def body(self, path: str = "") -> bytes:
+        """Return the error as JSON, in the shape of the API that has the route `path`. Characters that UTF-8 cannot
+        represent are escaped."""
+        if is_messages(path):
+            named = _MESSAGES_TYPES.get(self.status) or ("api_error" if self.status >= 500 else "invalid_request_error")
+            told = MessagesErrorInfo(type=named, message=printable(self.message))
+            return MessagesError(error=told).model_dump_json().encode()
         kind = _TYPES.get(self.status) or HTTPStatus(self.status).phrase
         info = ErrorInfo(message=printable(self.message), type=kind, param=self.param, code=self.status)
         return ErrorResponse(error=info).model_dump_json().encode()
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status, self.headers, "application/json")
+    def response(self, path: str = "") -> Response:
+        return Response(self.body(path), self.status, self.headers, "application/json")
 
 
 def as_api_error(error: Exception) -> APIError:
@@ -76,7 +101,12 @@ def as_api_error(error: Exception) -> APIError:
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    return as_api_error(error).response()
+    return as_api_error(error).response(request.scope["path"])
+
+
+def is_messages(path: str) -> bool:
+    """Whether a route belongs to Anthropic's Messages API."""
+    return path.startswith("/v1/messages")
 
 
 def shortened(text: str) -> str:

@@ -37,6 +37,8 @@ class EngineHost:
             name=llm.model,
             vocab=llm.config.vocab,
             max_context=dims.bucket.max_context,
+            hidden=llm.config.hidden,
+            pooling=llm.pooling,
             kv_page=dims.bucket.kv_page,
             sampling=llm.sampling,
             folder=folder,

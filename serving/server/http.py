@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fastapi.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megakernel.serving.server.errors import APIError, as_api_error, quoted
+from megakernel.serving.server.errors import APIError, as_api_error, is_messages, quoted
 from megakernel.serving.server.limits import (
     BODY_SECONDS,
     LARGE_BODY,
@@ -73,7 +73,7 @@ class Gate:
         except ClientGone:
             log.debug("a client left %s", scope["path"])
         except APIError as e:
-            await e.response()(scope, receive, send)
+            await e.response(scope["path"])(scope, receive, send)
 
     async def _with_body(self, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body and call the application. The body counts against `max_bodies` until its answer has ended."""
@@ -195,9 +195,9 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def event(data: bytes) -> bytes:
-    """Return a server-sent event with the content `data`."""
-    return b"data: " + data + b"\n\n"
+def event(data: bytes, name: str = "") -> bytes:
+    """Return a server-sent event with the content `data`, and with a name unless this is empty."""
+    return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + data + b"\n\n"
 
 
 class EventStream(Response):
@@ -216,9 +216,9 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._rest):
             # The middleware changes only a response's start. So the many parts of a stream bypass it, to save time.
-            await while_connected(receive, self._send(scope.get(_DIRECT, send)))
+            await while_connected(receive, self._send(scope["path"], scope.get(_DIRECT, send)))
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, path: str, send: Send) -> None:
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
         last = b""
         try:
@@ -230,5 +230,5 @@ class EventStream(Response):
                 return  # the connection closes before the end of the body, so another server goes on with the answer
             if error.status == 500:
                 log.exception("a stream failed")
-            last = event(error.body())
+            last = event(error.body(path), "error" if is_messages(path) else "")
         await send({"type": "http.response.body", "body": last + self._end, "more_body": False})

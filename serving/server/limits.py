@@ -118,19 +118,19 @@ class AccessRules:
                 403, f"the Host header {quoted(host)} is not allowed: add this name to the server's --allowed-hosts"
             )
         if self.guards(path):
-            self._authorise(headers.get(b"authorization", b""))
+            self._authorise(headers)
 
     def guards(self, path: str) -> bool:
         return bool(self.keys) and path not in (_HEALTH, CHAT_PAGE) and not (self.open_metrics and path == _METRICS)
 
-    def _authorise(self, header: bytes) -> None:
-        given = _digest(_key(header))
+    def _authorise(self, headers: Mapping[bytes, bytes]) -> None:
+        sent = (_key(headers.get(b"authorization", b"")), headers.get(b"x-api-key", b""))  # the latter as at Anthropic
         # Compare with every key in constant time, so that the response time reveals nothing about the keys.
-        matches = [hmac.compare_digest(given, known) for known in self._digests]
+        matches = [hmac.compare_digest(_digest(given), known) for given in sent for known in self._digests]
         if not any(matches):
             raise APIError(
                 401,
-                "the API key is missing or wrong: send the header Authorization: Bearer KEY",
+                "the API key is missing or wrong: send the header Authorization: Bearer KEY or x-api-key: KEY",
                 headers={"WWW-Authenticate": 'Bearer, Basic realm="megakernel"'},
             )
 

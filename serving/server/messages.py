@@ -119,6 +119,8 @@ class Description(msgspec.Struct, frozen=True):
     name: str  # the model's name
     vocab: int
     max_context: int
+    hidden: int  # length of an embedding
+    pooling: str  # what `load_pooling` returned for the model
     kv_page: int  # tokens per KV page
     sampling: dict[str, int | float]  # the model's defaults of sampling, with their names in SamplingParams
     folder: str  # the folder with the socket and the board; only this server's processes can enter it

@@ -17,11 +17,45 @@ from megakernel.serving.engine.scheduler import Counts
 from megakernel.serving.server.board import ENGINE_FIELDS, Board
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+# vLLM's bounds for the phases of a request, and smaller ones.
+_PHASE = (
+    0.001,
+    0.01,
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    15,
+    20,
+    30,
+    40,
+    50,
+    60,
+    120,
+    240,
+    480,
+    960,
+    1920,
+    7680,
+)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _HISTOGRAMS = {
     "time_to_first_token_seconds": ("time from the request's arrival to the first token", _SECONDS),
     "inter_token_latency_seconds": ("time between two tokens of a choice", _SECONDS),
     "e2e_request_latency_seconds": ("time from the request's arrival to the end of a choice", _SECONDS),
+    "request_queue_time_seconds": (
+        "time from the request's arrival to a choice's admission",
+        _PHASE,
+    ),
+    "request_prefill_time_seconds": ("time from a choice's admission to its first token", _PHASE),
+    "request_decode_time_seconds": ("time from a choice's first token to its last", _PHASE),
+    "request_inference_time_seconds": ("time from a choice's admission to its last token", _PHASE),
     "request_prompt_tokens": ("tokens per prompt", _TOKENS),
     "request_generation_tokens": ("generated tokens per choice", _TOKENS),
 }
@@ -82,9 +116,14 @@ class Metrics(Collector):
         self._add("generation_tokens", 1)
         self._observe("inter_token_latency_seconds", seconds)
 
-    def finished(self, reason: str, seconds: float, tokens: int) -> None:
+    def finished(self, reason: str, tokens: int, arrived: float, admitted: float, first: float, last: float) -> None:
+        """Count a finished choice. The times are those of its arrival, its admission, and its first and last token."""
         self._add(reason, 1)
-        self._observe("e2e_request_latency_seconds", seconds)
+        self._observe("e2e_request_latency_seconds", last - arrived)
+        self._observe("request_queue_time_seconds", admitted - arrived)
+        self._observe("request_prefill_time_seconds", first - admitted)
+        self._observe("request_decode_time_seconds", last - first)
+        self._observe("request_inference_time_seconds", last - admitted)
         self._observe("request_generation_tokens", tokens)
 
     def _add(self, name: str, value: float) -> None:

@@ -28,7 +28,7 @@ from megakernel.serving.server.messages import Description
 from megakernel.serving.server.metrics import Metrics
 from megakernel.serving.server.replay import REPLAYED, created, new_id
 from megakernel.serving.server.routes.bodies import PromptDetails, PromptLogprobs, Usage, prompt_logprobs
-from megakernel.serving.server.routes.requests import Choices, Conversation, Sampled
+from megakernel.serving.server.routes.requests import Choices, Conversation, Sampled, Truncated
 from megakernel.serving.server.turns import CLIENT, ThreadTurns
 from megakernel.serving.text.codec import Codec
 
@@ -174,7 +174,7 @@ class Service:
                 f" and {asked}: shorten the prompt or lower max_tokens",
             )
 
-    def truncated(self, prompt: list[int], body: Sampled, wanted: int | None) -> list[int]:
+    def truncated(self, prompt: list[int], body: Truncated, wanted: int | None) -> list[int]:
         """Return the last `truncate_prompt_tokens` tokens of the prompt, or the whole prompt if that field is absent.
         If the field is -1, keep as many tokens as leave room in the context for `wanted` new tokens (at least one)."""
         most = body.truncate_prompt_tokens
@@ -201,25 +201,25 @@ class Service:
     async def respond(self, answers: Answers, answer: AnswerFormat, stream: bool) -> Response:
         """Return the whole answer, or a stream that begins when its first event exists. On any failure, generation is
         aborted."""
-        try:
-            if stream:
-                chunks = answer.chunks()
-                response: Response = EventStream(await self._in_time(anext(chunks)), chunks, answer.last)
-            else:
-                response = Response(await self._in_time(answer.whole()), media_type="application/json")
-            if answers.unenforced:
-                response.headers["X-Unenforced"] = ", ".join(answers.unenforced)
-            return response
-        except BaseException:
-            answers.close()
-            raise
+        if stream:
+            chunks = answer.chunks()
+            response: Response = EventStream(await self.finished(answers, anext(chunks)), chunks, answer.last)
+        else:
+            response = Response(await self.finished(answers, answer.whole()), media_type="application/json")
+        if answers.unenforced:
+            response.headers["X-Unenforced"] = ", ".join(answers.unenforced)
+        return response
 
-    async def _in_time(self, work: Awaitable[T]) -> T:
-        """Return the result of `work`. Raise a 503 if `work` takes longer than the server's time limit."""
+    async def finished(self, answers: Answers, work: Awaitable[T]) -> T:
+        """Return the result of `work`, which reads `answers`. On any failure, generation is aborted. Raises a 503 if
+        `work` takes longer than the server's time limit."""
         try:
             async with asyncio.timeout(self.limits.request_timeout):
                 return await work
-        except TimeoutError:
+        except BaseException as e:
+            answers.close()
+            if not isinstance(e, TimeoutError):
+                raise
             raise APIError(
                 503,
                 f"no complete answer, or no first token of a stream, within {self.limits.request_timeout:g} s:"

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megakernel import machine as machines
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype
-from megakernel.model import Checkpoint, load_sampling, load_tokenizer, open_checkpoint
+from megakernel.model import Checkpoint, load_pooling, load_sampling, load_tokenizer, open_checkpoint
 from megakernel.model.file_checkpoint import FileCheckpoint
 from megakernel.model.hf_config import read_sampling
 from megakernel.model.stored import bits_of, bytes_by_type, for_contexts, quantised_kv, stored_as
@@ -108,6 +108,7 @@ class LLM:
         self.config = checkpoint.config
         self.dtype = checkpoint.dtype if wanted is None else wanted
         self.tokenizer = load_tokenizer(model) if isinstance(model, str) else None
+        self.pooling = load_pooling(model) if isinstance(model, str) else "last"
         self.sampling = _sampling(model, generation_config)
         self.codec = Codec(self.model, self.tokenizer)
         eos = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())

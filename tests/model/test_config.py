@@ -137,6 +137,7 @@ def test_rope_spellings(spelling: dict[str, Any]) -> None:
         ("architectures", {"architectures": ["MistralForCausalLM"]}),
         ("model_type", {"model_type": "mistral"}),
         ("hidden_act", {"hidden_act": "gelu"}),
+        ("is_causal", {"is_causal": False}),
         ("activation", {"activation": "gelu"}),
         ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
         ("partial_rotary_factor", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),

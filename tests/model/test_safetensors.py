@@ -198,3 +198,16 @@ def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path: Path, dtype: 
             continue
         with pytest.raises(MegakernelError, match=rf"tensor {name} in .*\.safetensors contains a NaN or an infinity"):
             loaded(checkpoint, Buffer.W_DOWN, 1, checkpoint.dtype)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_model_needs_no_lm_head(tmp_path: Path, tied: bool) -> None:
+    """Embedding models are saved without the LM head, and their tensors have no prefix."""
+    model = tiny_llama(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path / "whole")
+    model.model.save_pretrained(tmp_path / "inner")
+    assert "embed_tokens.weight" in tensors(tmp_path / "inner")
+    whole, inner = (open_checkpoint(str(tmp_path / name)) for name in ("whole", "inner"))
+    assert inner.config.tied
+    for buffer in set(weights(inner.config)) - {Buffer.LM_HEAD}:
+        np.testing.assert_array_equal(loaded(inner, buffer), loaded(whole, buffer))

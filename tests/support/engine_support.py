@@ -110,6 +110,7 @@ class FakeBackend:
         logits = np.zeros((d.bucket.logit_rows, d.model.vocab), np.float32)
         tokens = np.zeros(d.bucket.logit_rows, np.int32)
         logprobs = np.zeros(d.bucket.logit_rows, np.float32)
+        hidden = np.zeros((d.bucket.logit_rows, 1), np.float32)
         for i in range(d.bucket.logit_rows):
             row = int(table.logit_rows[i])
             if row < 0:
@@ -129,10 +130,10 @@ class FakeBackend:
                 while bias.get(token) == -np.inf:
                     token = (token + 1) % d.model.vocab
             logits[i] = np.arange(d.model.vocab) == token
-            tokens[i], logprobs[i] = token, -position
+            tokens[i], logprobs[i], hidden[i] = token, -position, position
             if table.sample_slot[i] >= 0:
                 self.history[int(table.sample_slot[i])][position] = token
-        return Output(tokens, logprobs, logits, 0.0, None)
+        return Output(tokens, logprobs, logits, hidden, 0.0, None)
 
     def said(self, table: StepTable, i: int) -> list[int]:
         """Return the tokens that the repetition penalties of logit row `i` take into account."""

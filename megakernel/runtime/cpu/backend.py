@@ -154,9 +154,10 @@ class _Launch:
             raise
         self._backend._running = None
         seconds = time.perf_counter() - self._begun
-        outputs = (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT, Buffer.LOGITS)
-        tokens, logprobs, logits = (self._ranks.buffer(b)[: self._program.dims.bucket.logit_rows] for b in outputs)
-        return Output(tokens, logprobs, logits, seconds, self._trace() if self._traced else None)
+        outputs = (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT, Buffer.LOGITS, Buffer.Y)
+        rows = self._program.dims.bucket.logit_rows
+        tokens, logprobs, logits, hidden = (self._ranks.buffer(b)[:rows] for b in outputs)
+        return Output(tokens, logprobs, logits, hidden, seconds, self._trace() if self._traced else None)
 
     def abort(self) -> None:
         """Stop the launch, and return when it has stopped; its output is lost. Does nothing if it has ended."""

@@ -40,25 +40,26 @@ def _nothing(streams: int) -> Segment:
     return Segment(np.zeros((0, record.WORDS), np.int32), np.zeros(streams + 1, np.int32))
 
 
-class DeviceLogits:
-    """LOGITS of the last launch. Rows are copied to the host when they are read, because most steps need none."""
+class DeviceRows:
+    """LOGITS or Y of the last launch. Rows are copied to the host when they are read, because most steps need none."""
 
-    def __init__(self, heap: Heap, dims: Dims) -> None:
-        self._heap, self._dims = heap, dims
+    def __init__(self, heap: Heap, dims: Dims, buffer: Buffer) -> None:
+        self._heap, self._dims, self._buffer = heap, dims, buffer
 
-    def __getitem__(self, rows: Any) -> NDArray[np.float32]:
-        """Indexes like an array [logit_rows, vocab]; the first index is a row, a slice or a list of rows."""
-        d = self._dims
+    def __getitem__(self, rows: Any) -> NDArray[Any]:
+        """Indexes like an array [rows, columns]; the first index is a row, a slice or a list of rows."""
+        count, columns = BUFFERS[self._buffer].shape(self._dims, 0)
+        # Only the rank that sampled a row has its logits. Every rank has all rows of Y.
+        rank_rows = self._dims.own_logit_rows if self._buffer is Buffer.LOGITS else count
         first, rest = (rows[0], rows[1:]) if isinstance(rows, tuple) else (rows, ())
-        wanted = np.arange(d.bucket.logit_rows)[first]
-        got = np.empty((wanted.size, d.model.vocab), np.float32)
+        wanted = np.arange(count)[first]
+        got = np.empty((wanted.size, columns), self._heap.numpy_dtype(self._buffer))
         for i, row in enumerate(np.atleast_1d(wanted)):
-            # Read each row from the rank that sampled it, because only that rank has its logits.
-            got[i] = self._heap.read_row(int(row) // d.own_logit_rows, Buffer.LOGITS, int(row), d.model.vocab)
-        shaped = got.reshape(*wanted.shape, d.model.vocab)
+            got[i] = self._heap.read_row(int(row) // rank_rows, self._buffer, int(row), columns)
+        shaped = got.reshape(*wanted.shape, columns)
         return shaped[(slice(None),) * wanted.ndim + rest]
 
-    def copy(self) -> NDArray[np.float32]:
+    def copy(self) -> NDArray[Any]:
         return self[:]
 
 
@@ -234,7 +235,8 @@ class CudaBackend:
         self.kernel_s = max((watch.seconds() for watch in self._watches), default=0.0)
         tokens, logprobs = loaded.outputs()
         trace = self._tracing.collect(loaded, traced) if traced else None
-        return Output(tokens, logprobs, DeviceLogits(self._heap, loaded.program.dims), seconds, trace)
+        logits, hidden = (DeviceRows(self._heap, loaded.program.dims, b) for b in (Buffer.LOGITS, Buffer.Y))
+        return Output(tokens, logprobs, logits, hidden, seconds, trace)
 
     def _provide(self, gpu: Gpu, params: Any, blocks: int) -> None:
         """Set the launch parameters of the backend: the watchdog's limit, and scratch memory for sampling."""

@@ -138,10 +138,14 @@ class Heap:
         data = gpu.download(self.address(rank, buffer, layer), copy_bytes(buffer, d, self.pages))
         return data.view(spec.resolve_dtype(d.model).numpy).reshape(spec.shape(d, self.pages))
 
-    def read_row(self, rank: int, buffer: Buffer, row: int, length: int) -> NDArray[np.float32]:
-        """A copy of one row of a float32 matrix."""
-        size = length * np.dtype(np.float32).itemsize
-        return self.node.gpu(rank).download(self.address(rank, buffer) + row * size, size).view(np.float32)
+    def read_row(self, rank: int, buffer: Buffer, row: int, length: int) -> NDArray[Any]:
+        """A copy of one row of a matrix with rows of `length` elements."""
+        kind = self.numpy_dtype(buffer)
+        size = length * kind.itemsize
+        return self.node.gpu(rank).download(self.address(rank, buffer) + row * size, size).view(kind)
+
+    def numpy_dtype(self, buffer: Buffer) -> np.dtype[np.generic]:
+        return BUFFERS[buffer].resolve_dtype(self._dims.model).numpy
 
     def write(self, rank: int, buffer: Buffer, layer: int, array: NDArray[Any], *, at: int = 0) -> None:
         """Replace a rank's copy of a buffer, or a part that begins at element `at`."""

@@ -150,6 +150,7 @@ class ReferenceBackend:
             tokens=self.buffer(Buffer.TOKENS_OUT),
             logprobs=self.buffer(Buffer.LOGPROBS_OUT),
             logits=self._logits(),
+            hidden=self.buffer(Buffer.Y),
             seconds=time.perf_counter() - begin,
             trace=launch.trace() if trace else None,
         )

@@ -57,6 +57,7 @@ class _Chat(AnswerFormat):
                     message=message,
                     logprobs=self._logprobs(choice),
                     finish_reason=_reason(choice, bool(message.tool_calls)) or "length",
+                    stop_reason=choice.stop_reason,
                     token_ids=choice.token_ids if self._shows_ids else None,
                 )
                 for choice in choices
@@ -127,6 +128,7 @@ class _Chat(AnswerFormat):
             delta=bodies.ChatDelta(content=delta.text),
             logprobs=self._logprobs(delta),
             finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
             token_ids=delta.token_ids if self._shows_ids else None,
         )
 

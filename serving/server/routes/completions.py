@@ -9,7 +9,7 @@ from fastapi.responses import Response
 from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.http import event
 from megakernel.serving.server.routes import bodies
-from megakernel.serving.server.routes.requests import CompletionRequest
+from megakernel.serving.server.routes.requests import CompletionRequest, prompt_list
 from megakernel.serving.server.service import AnswerFormat, Service
 
 _DEFAULT_TOKENS = 16
@@ -18,7 +18,8 @@ _DEFAULT_TOKENS = 16
 async def complete(service: Service, body: CompletionRequest) -> Response:
     """Answer a request with the whole completion, or with a stream that begins when the first token exists."""
     model = service.model(body.model)
-    prompts = await service.encode_prompts(body.prompts, body.add_special_tokens is not False)
+    asked = prompt_list(body.prompt)
+    prompts = await service.encode_prompts(asked, body.add_special_tokens is not False)
     prompts = [service.truncated(prompt, body, body.max_tokens) for prompt in prompts]
     service.room(prompts, body.max_tokens)
     scored = (body.prompt_logprobs, body.logprobs if body.echo else None)  # top tokens at each prompt position
@@ -30,7 +31,7 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
         logprobs=body.logprobs,
         prompt_logprobs=max((count for count in scored if count is not None), default=None),
     )
-    given = body.prompts if body.truncate_prompt_tokens is None else prompts
+    given = asked if body.truncate_prompt_tokens is None else prompts
     texts = await _texts(service, given, prompts) if body.echo else []
     answers = service.answers(prompts, params)
     completion = _Completion(service, body, model, prompts, texts, answers)
@@ -86,9 +87,9 @@ class _Completion(AnswerFormat):
 
     def _choice(self, delta: Delta) -> bodies.CompletionChoice:
         """Return a choice, or one chunk of it. With `echo`, the first chunk of a choice begins with the prompt."""
-        text, generated, reason = delta.text, delta.tokens, delta.finish_reason
+        text, generated, reason, stop = delta.text, delta.tokens, delta.finish_reason, delta.stop_reason
         if self._body.max_tokens == 0:
-            text, generated, reason = "", [], "length"
+            text, generated, reason, stop = "", [], "length", None
         first = delta.index not in self._offsets
         scored: list[bodies.Score] = []
         if first and self._body.echo:
@@ -101,6 +102,7 @@ class _Completion(AnswerFormat):
             text=text,
             logprobs=logprobs,
             finish_reason=reason,
+            stop_reason=stop,
             token_ids=[token.token_id for token in generated] if self._shows_ids else None,
             prompt_token_ids=self._prompts[delta.prompt] if first and self._shows_ids else None,
         )

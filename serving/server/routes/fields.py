@@ -48,6 +48,15 @@ OF_STREAM_OPTIONS = {
 }
 OF_REASONING = _by_name({"the answer has no summary of its reasoning": "summary generate_summary"})
 OF_TEXT = {"verbosity": "the supported models have no verbosity setting"}
+OF_MESSAGES = _by_name(
+    {
+        "every prompt uses the prefix cache": "cache_control",
+        "reasoning is part of the answer's text": "thinking",
+        "the whole conversation is always read": "context_management",
+        "this server has one place and one speed": "inference_geo speed",
+        "it only identifies the client's user": "user_profile_id",
+    }
+)
 
 # Each row: why the fields are refused, their names, and the values that are accepted because they have no effect.
 _REFUSED: tuple[tuple[Any, ...], ...] = (
@@ -101,6 +110,7 @@ _REFUSED: tuple[tuple[Any, ...], ...] = (
      " data_parallel_rank routed_dp_rank disagg_prefill_dp_rank ngram_corpus_id"),
     ("this server answers only while the client waits", "background background_options", False),
     ("this server has no access programs", "access_programs"),
+    ("this server runs no tools and stores no files", "container mcp_servers", []),
 )  # fmt: skip
 # Types of tools that another server runs, or that only some models can use. No answer calls them, so they are left out.
 HOSTED_TOOLS = (

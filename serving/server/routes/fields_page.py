@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megakernel.serving.server.routes import fields, requests, responses
+from megakernel.serving.server.routes import anthropic, embeddings, fields, requests, responses
 
 _BODIES: list[type[fields.Strict]] = [requests.CompletionRequest, requests.ChatRequest, responses.ResponsesRequest]
+_BODIES += [anthropic.MessagesRequest, anthropic.CountRequest, embeddings.EmbeddingRequest]
 _BODIES += [requests.TokenizeText, requests.TokenizeMessages, requests.DetokenizeRequest]
-_BODIES += [requests.Message, requests.Reasoning, requests.StreamOptions]
+_BODIES += [requests.Message, anthropic.MessagesTurn, requests.Reasoning, requests.StreamOptions]
 _BODIES += [responses.InputMessage, responses.InputCall, responses.InputResult, responses.TextConfig]
 
 
@@ -32,6 +33,8 @@ def _lines() -> Iterator[str]:
     yield from _table(fields.OF_EARLIER_ANSWERS | fields.OF_STREAM_OPTIONS | fields.OF_TEXT)
     kinds = ", ".join(f"`{kind}`" for kind in fields.HOSTED_TOOLS.split("|"))
     yield f"\nEntries of `tools` with these types are left out, because no answer can call them: {kinds}."
+    yield "\nFurther fields that are ignored in requests to `/v1/messages` and its `count_tokens`:\n"
+    yield from _table(fields.OF_MESSAGES)
     yield "\n## Refused\n\nValues in parentheses have no effect, so a refused field may have them.\n"
     yield from _table(fields.REFUSED, fields.NEUTRAL)
 

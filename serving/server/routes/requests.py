@@ -154,7 +154,11 @@ class Body(Strict):
     model: Annotated[str, Field(description="a name that /v1/models lists; default: the first one")] | None = None
 
 
-class Sampled(Body):
+class Truncated(Body):
+    truncate_prompt_tokens: Kept | None = None
+
+
+class Sampled(Truncated):
     """The fields that every generating endpoint accepts."""
 
     temperature: Annotated[float, Field(ge=0, le=2), READ] | None = None
@@ -171,8 +175,9 @@ class Sampled(Body):
     ignore_eos: Flag | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT32), READ] | None = None
     include_stop_str_in_output: Flag | None = None
-    skip_special_tokens: Annotated[bool, Field(description="omit special tokens; default: true"), READ] | None = None
-    truncate_prompt_tokens: Kept | None = None
+    skip_special_tokens: Annotated[bool, Field(description="leave out special tokens; default: true"), READ] | None = (
+        None
+    )
     stream: Flag | None = None
 
     def sampling(
@@ -265,6 +270,12 @@ class Choices(Sampled):
         return None
 
 
+def prompt_list(given: Any) -> list[str] | list[list[int]]:
+    """Return the prompts of a field of type `Prompt` as a list, also if there is only one."""
+    one = isinstance(given, str) or isinstance(given[0], int)
+    return [given] if one else given
+
+
 class CompletionRequest(Choices):
     where = "/v1/completions"
 
@@ -273,12 +284,6 @@ class CompletionRequest(Choices):
     echo: Flag | None = None
     logprobs: TopCount | None = None
     max_completion_tokens: Annotated[int, Field(ge=0, le=INT32, description="max_tokens"), READ] | None = None
-
-    @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts as a list, also if there is only one."""
-        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if one else self.prompt  # type: ignore[return-value]
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
@@ -301,7 +306,7 @@ def _callable(tools: Any) -> Any:
 
 
 CALLABLE = BeforeValidator(_callable)
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class Function(Strict):

@@ -293,7 +293,7 @@ class Items:
         name = f"response.{kind}"
         data = encode_json({"type": name, "sequence_number": self._next, **content})
         self._next += 1
-        return b"event: " + name.encode() + b"\n" + event(data)
+        return event(data, name)
 
     def add(self, text: str, calls: Sequence[CallDelta] = (), logprobs: Sequence[bodies.TokenLogprob] = ()) -> bytes:
         """Append text, and then function calls. If there is text and no message is open, open a new message for it."""

@@ -241,6 +241,23 @@ def test_prompt_tokens_are_scored_wherever_the_prompt_is_cut(step_tokens: int) -
     assert max(table.dims.bucket.logit_rows for table in backend.tables) <= 64
 
 
+@pytest.mark.parametrize("step_tokens", [4, 16, 300])
+def test_hidden_states_are_pooled_wherever_the_prompt_is_cut(step_tokens: int) -> None:
+    """Also if the request loses its pages and must begin again. The fake hidden state of a token is its position,
+    counted from 1."""
+    engine, _ = fake_engine(step_tokens=step_tokens, pages=12)
+    other = engine.add([1], SamplingParams(max_tokens=100, ignore_eos=True))
+    wanted = {engine.add(list(range(50)) * 3, pooled("mean")).first: 75.5}
+    wanted |= {engine.add(list(range(50)) * 3, pooled("last")).first: 150.0, engine.add([7], pooled("mean")).first: 1.0}
+    found = {number: float(state[0]) for step in engine.run() for number, state in step.tokens.pooled.items()}
+    assert found == wanted and other.choices[0].outputs == 100
+    assert engine.stats.preemptions or step_tokens > 4
+
+
+def pooled(how: str) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=1, pooling=how)
+
+
 # -- refusals
 
 

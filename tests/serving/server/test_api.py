@@ -215,12 +215,15 @@ def test_a_stop_string_ends_one_choice(slow: Live, stream: bool) -> None:
     if stream:
         events = slow.events(COMPLETIONS, body)
         texts = ["".join(e["choices"][0]["text"] for e in events if e["choices"][0]["index"] == i) for i in (0, 1)]
-        reasons = [e["choices"][0]["finish_reason"] for e in events if e["choices"][0]["finish_reason"]]
+        ends = [e["choices"][0] for e in events if e["choices"][0]["finish_reason"]]
+        reasons = [choice["finish_reason"] for choice in ends]
     else:
         answer = slow.post(COMPLETIONS, body)
-        texts, reasons = ([choice[key] for choice in answer["choices"]] for key in ("text", "finish_reason"))
+        ends = answer["choices"]
+        texts, reasons = ([choice[key] for choice in ends] for key in ("text", "finish_reason"))
         assert answer["usage"]["completion_tokens"] == 8
     assert (texts, reasons) == (["a", "a"], ["stop", "stop"])
+    assert [choice["stop_reason"] for choice in ends] == ["bab", "bab"]
     slow.host.loop.on_step.pop()
     until(slow.at_rest)
     # The engine itself ended both choices at the stop string, and did not generate `most` tokens.
@@ -509,11 +512,16 @@ def test_metrics_have_the_names_that_routers_read(live: Live) -> None:
     names = ["prompt_tokens_total", "generation_tokens_total", "request_success_total", "num_preemptions_total"]
     names += [f"{what}_seconds_count" for what in ("time_to_first_token", "inter_token_latency", "e2e_request_latency")]
     names.append("request_generation_tokens_sum")
+    phases = [f"request_{phase}_time_seconds" for phase in ("queue", "prefill", "decode", "inference")]
+    names += [f"{phase}_count" for phase in phases]
     before = [value(name) for name in names]
     live.post(COMPLETIONS, {"prompt": ["abc", "d"], "max_tokens": 5, "ignore_eos": True})
-    assert [value(name) - b for name, b in zip(names, before, strict=True)] == [4, 10, 2, 0, 2, 8, 2, 10]
+    assert [value(name) - b for name, b in zip(names, before, strict=True)] == [4, 10, 2, 0, 2, 8, 2, 10, 2, 2, 2, 2]
     until(lambda: value("num_requests_running") == value("num_requests_waiting") == value("kv_cache_usage_perc") == 0)
     assert value("cache_config_info") == 1
+    queue, prefill, decode, inference = (value(f"{phase}_sum") for phase in phases)
+    assert min(queue, prefill, decode) > 0 and inference == pytest.approx(prefill + decode)
+    assert value("e2e_request_latency_seconds_sum") == pytest.approx(queue + inference)
     lengths = values("request_generation_tokens_bucket")
     assert lengths == sorted(lengths) and lengths[-1] == value("request_generation_tokens_count")
 

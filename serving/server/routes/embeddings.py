@@ -1,0 +1,77 @@
+"""POST /v1/embeddings. The hidden state of a text's last token, or the mean over its tokens, scaled to length 1."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from typing import Annotated, Literal
+
+import numpy as np
+from fastapi.responses import Response
+from numpy.typing import NDArray
+from pydantic import BaseModel, Field
+
+from megakernel.serving.engine.sampling import POOLINGS, SamplingParams
+from megakernel.serving.server.errors import APIError
+from megakernel.serving.server.routes import requests
+from megakernel.serving.server.service import Service, encode_json
+
+
+class EmbeddingRequest(requests.Truncated):
+    where = "/v1/embeddings"
+
+    input: requests.Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1, description="how many first dimensions to keep"), requests.READ] | None = (
+        None
+    )
+    add_special_tokens: requests.AddSpecial | None = None
+
+
+class Embedding(BaseModel):
+    """An embedding as numbers, or as the base64 text of little-endian float32 numbers."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingResponse(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+async def embed(service: Service, body: EmbeddingRequest) -> Response:
+    """Answer a request with one embedding for each input. The model's folder says how hidden states are pooled."""
+    model, known = service.model(body.model), service.description
+    if known.pooling not in POOLINGS:
+        raise APIError(400, f"{model} makes embeddings with {known.pooling}, but this server only with last or mean")
+    if body.dimensions is not None and body.dimensions > known.hidden:
+        raise APIError(400, f"dimensions must be at most {known.hidden}, not {body.dimensions}", param="dimensions")
+    prompts = await service.encode_prompts(requests.prompt_list(body.input), body.add_special_tokens is not False)
+    prompts = [service.truncated(prompt, body, None) for prompt in prompts]
+    service.room(prompts, None)
+    answers = service.answers(prompts, SamplingParams(temperature=0.0, max_tokens=1, pooling=known.pooling))
+    await service.finished(answers, answers.collect())
+    data = []
+    for index in range(len(prompts)):
+        vector = _unit(answers.pooled[index][: body.dimensions])
+        shown = base64.b64encode(vector.tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
+        data.append(encode_json({"object": "embedding", "index": index, "embedding": shown}))
+        await asyncio.sleep(0)  # Other clients have their turn between the vectors.
+    tokens = sum(map(len, prompts))
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    head = encode_json({"object": "list", "model": model, "usage": usage})
+    return Response(head[:-1] + b',"data":[' + b",".join(data) + b"]}", media_type="application/json")
+
+
+def _unit(vector: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Scale a vector to length 1. A vector of zeros remains as it is."""
+    return (vector / (float(np.linalg.norm(vector)) or 1.0)).astype("<f4")
