@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from ..errors import MegakernelError
+from ..errors import MegakernelError, regular
 from .chat_template import ChatTemplate
 from .hf_config import read_json
 from .limits import MOST_VOCABULARY
@@ -85,6 +85,10 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The source of the chat template."""
         return self._template.source if self._template else None
+
+    def set_chat_template(self, template: ChatTemplate) -> None:
+        """Replace the model's own chat template."""
+        self._template = template
 
     def stream(self, *, skip_special: bool = True) -> TextStream:
         """Return a decoder for ids that arrive one at a time."""
@@ -187,7 +191,7 @@ def _hf_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
     file = folder / "chat_template.jinja"
     if file.exists():
         try:
-            return ChatTemplate(file.read_text(encoding="utf-8"), str(file))
+            return ChatTemplate(regular(file).read_text(encoding="utf-8"), str(file))
         except (OSError, UnicodeDecodeError) as e:
             raise MegakernelError(f"cannot read {file}: {e}") from e
     source = config.get("chat_template")

@@ -56,7 +56,8 @@ class Answers:
 
     Choice c of prompt p has the number p * n + c, where `n` is the number of choices per prompt. `transcripts` has the
     text of each choice. `times` has the times of its first and its last token, 0 before the first. `cached` counts the
-    prompt tokens that were found in the prefix cache, over all prompts that have begun.
+    prompt tokens that were found in the prefix cache, over all prompts that have begun. `unenforced` has the JSON Schema
+    keywords that the answers may violate.
 
     If prompt log-probabilities were requested, `scores` maps the number of a prompt to a pair of lists. Both have an
     element for each prompt token except the first. The first list has the log-probability of each token, and the second
@@ -77,6 +78,7 @@ class Answers:
         self.transcripts = transcripts
         self.times = [(0.0, 0.0)] * len(transcripts)
         self.scores: dict[int, tuple[list[float], list[dict[int, float]]]] = {}
+        self.unenforced: tuple[str, ...] = ()
         self.cached = self.completion_tokens = 0
         self.open = self._left = len(transcripts)  # choices that the engine, and this object, have not ended
         self._client, self._metrics, self._prompts = client, metrics, prompts
@@ -302,6 +304,9 @@ class EngineClient:
                     if answers := self._choices.get(first):
                         self._drop(answers)
                         answers.fail(Overloaded(why) if later else MegakernelError(why))
+                case messages.Unenforced(first, keywords):
+                    if answers := self._choices.get(first):
+                        answers.unenforced = keywords
                 case messages.Seen(number, content):
                     future = self._asked.get(number)
                     if future is not None and not future.done():

@@ -10,12 +10,15 @@ import base64
 import binascii
 import hashlib
 import hmac
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from ipaddress import ip_address
+from typing import Any
 
-from megakernel.serving.server.errors import APIError, quoted
+from megakernel.serving.server.errors import APIError, quoted, shortened
 
 BODY_SECONDS = 60.0  # Maximum seconds for a body to arrive. Until then, a slow client occupies memory.
 LARGE_BODY = 1 << 18  # A body of more bytes takes milliseconds to parse, so short requests go first.
@@ -31,6 +34,8 @@ MAX_VALUES = 1 << 17  # Parsing and validating this many JSON values takes tens 
 
 # Chat is served without an API key, because its page itself asks for the key.
 CHAT_PAGE, _HEALTH, _METRICS = "/chat", "/health", "/metrics"
+
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^][\s:/?#@]*))(?::[0-9]*)?")
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,36 @@ def has_more_values(body: bytes, most: int) -> bool:
     return _marks(b"".join(plain.split(b'"')[::2])) >= most
 
 
+# An escape of half a character, whose other half is missing. It may be text that only looks like an escape.
+_HALF = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+)
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_PATH = 200  # characters of the path to a field that an error shows
+
+
+def check_text(body: bytes) -> None:
+    """Raise a 400, which names the field, if a JSON body has text with half a character (a lone surrogate), which UTF-8
+    cannot represent. A body that cannot have one is not parsed. A zero byte means that its encoding is not UTF-8."""
+    if not _HALF.search(body) and b"\0" not in body:
+        return
+    try:
+        waiting: list[tuple[str, Any]] = [("", json.loads(body))]
+    except (ValueError, RecursionError):
+        return  # reported when the body is parsed
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, (dict, list)):
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+            for name, one in inner:
+                waiting.append((f"{path}.{name}"[:_PATH], one))
+                if _SURROGATE.search(str(name)):
+                    waiting.append((f"{path}.{name}"[:_PATH], name))
+        elif isinstance(value, str) and _SURROGATE.search(value):
+            where = shortened(path.removeprefix(".")) or "the body"
+            raise APIError(400, f"{where} must be text without lone surrogates", param=where)
+
+
 def _marks(text: bytes) -> int:
     return text.count(b",") + text.count(b"[") + text.count(b"{")
 
@@ -75,9 +110,10 @@ class AccessRules:
     origins: tuple[str, ...] = ()  # websites whose pages may read the answers in a browser (CORS); `*`: any
 
     def check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
-        """Raise a 403 for a Host header that is not allowed, and a 401 for a missing or wrong key."""
-        host = headers.get(b"host", b"").decode("latin-1")
-        if self.hosts is not None and path != _HEALTH and _name(host) not in self.hosts:
+        """Raise a 400 for an invalid Host header, a 403 for one that is not allowed, a 401 for a missing or wrong
+        key."""
+        name = _name(host := headers.get(b"host", b"").decode("latin-1"))
+        if self.hosts is not None and path != _HEALTH and name not in self.hosts:
             raise APIError(
                 403, f"the Host header {quoted(host)} is not allowed: add this name to the server's --allowed-hosts"
             )
@@ -113,10 +149,11 @@ def local_names(host: str, address: str) -> frozenset[str] | None:
 
 
 def _name(host: str) -> str:
-    """Return the Host header without the port and without the brackets of an IPv6 address."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower()
+    """Return the Host header without the port and without the brackets of an IPv6 address. Raises a 400 if anything
+    else surrounds the name."""
+    if (found := _HOST.fullmatch(host)) is None:
+        raise APIError(400, f"the Host header {quoted(host)} is not a name and a port")
+    return (found[1] or found[2]).lower()
 
 
 def _key(header: bytes) -> bytes:

@@ -89,6 +89,13 @@ class Refused(_Record):
     later: bool
 
 
+class Unenforced(_Record):
+    """The JSON Schema keywords that the grammar of the job that begins at `first` does not enforce."""
+
+    first: int
+    keywords: tuple[str, ...]
+
+
 class Dead(_Record):
     """The engine has stopped."""
 
@@ -102,7 +109,7 @@ class Seen(_Record):
     content: bytes | None
 
 
-ToFrontend = Tokens | Refused | Dead | Seen
+ToFrontend = Tokens | Refused | Unenforced | Dead | Seen
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -113,6 +120,7 @@ class Description(msgspec.Struct, frozen=True):
     vocab: int
     max_context: int
     kv_page: int  # tokens per KV page
+    sampling: dict[str, int | float]  # the model's defaults of sampling, with their names in SamplingParams
     folder: str  # the folder with the socket and the board; only this server's processes can enter it
     rows: int  # the rows of the board: one for the engine, then one for each frontend
 
