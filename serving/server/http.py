@@ -22,6 +22,7 @@ from megakernel.serving.server.limits import (
     check_text,
     has_more_values,
 )
+from megakernel.serving.server.replay import HEADER, REPLAYED, replayed
 from megakernel.serving.server.turns import CLIENT
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Gate:
         headers = dict(scope["headers"])
         scope[_DIRECT] = send
         CLIENT.set(scope["client"][0] if scope.get("client") else "")
+        REPLAYED.set(replayed(headers.get(HEADER.encode())))
         if headers.keys() & {b"content-length", b"transfer-encoding"}:
             receive, send = _answered_to_the_end(receive, send)
         send = _with_id(send, headers.get(b"x-request-id", b""))
@@ -215,6 +217,8 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         except Exception as e:
             error = as_api_error(e)
+            if error.status == 503 and REPLAYED.get():
+                return  # the connection closes before the end of the body, so another server goes on with the answer
             if error.status == 500:
                 log.exception("a stream failed")
             last = event(error.body())

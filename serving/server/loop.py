@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
 from time import monotonic, perf_counter
@@ -306,10 +306,13 @@ class EngineLoop:
         if frontend not in self._readers:
             self._readers.append(frontend)
         job = _Job(key, asked.client, len(prompts) * n)
+        params = asked.params
         for number, prompt in enumerate(prompts):
+            if asked.seed is not None and asked.params.seed is None:
+                params = replace(params, seed=(asked.seed + number) % 2**64)
             request = self.engine.add(
                 prompt,
-                asked.params,
+                params,
                 first=first + number * n,
                 reader=self._readers.index(frontend),
                 client=asked.client,

@@ -24,6 +24,7 @@ from megakernel.serving.server.http import EventStream, event
 from megakernel.serving.server.limits import THREADS, AccessRules, Limits, max_values
 from megakernel.serving.server.messages import Description
 from megakernel.serving.server.metrics import Metrics
+from megakernel.serving.server.replay import REPLAYED, created, new_id
 from megakernel.serving.server.routes.bodies import PromptDetails, PromptLogprobs, Usage, prompt_logprobs
 from megakernel.serving.server.routes.requests import Choices, Conversation, Sampled
 from megakernel.serving.server.turns import CLIENT, ThreadTurns
@@ -114,6 +115,7 @@ class Service:
         values = dict(asked.chat_template_kwargs or {})
         if asked.add_generation_prompt is not None:
             values["add_generation_prompt"] = asked.add_generation_prompt
+        values["now"] = created()
         conversation = partial(
             self.codec.chat_ids,
             plain,
@@ -188,7 +190,9 @@ class Service:
         EngineDead if the engine has stopped, and MegakernelError if there are stop strings but no tokenizer."""
         self.codec.check(params)
         transcripts = [one for _ in prompts for one in self.codec.transcripts(params, special=special)]
-        return self.engine.submit(prompts, params, CLIENT.get(), transcripts, self.metrics)
+        replay = REPLAYED.get()
+        seed = replay.seed if replay else None
+        return self.engine.submit(prompts, params, CLIENT.get(), transcripts, self.metrics, seed)
 
     async def respond(self, answers: Answers, answer: AnswerFormat, stream: bool) -> Response:
         """Return the whole answer, or a stream that begins when its first event exists. On any failure, generation is
@@ -233,7 +237,7 @@ class AnswerFormat(ABC):
         # `_tokenizer` converts the tokens of log-probabilities to text; without it, they are written as `token_id:N`.
         choices = body if isinstance(body, Choices) else None
         self._tokenizer = None if choices and choices.return_tokens_as_token_ids else service.tokenizer
-        self._head: dict[str, Any] = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time())}
+        self._head: dict[str, Any] = {"id": f"{kind}-{new_id()}", "created": created()}
         self._head["model"] = model
         self._shows_ids = bool(choices and choices.return_token_ids) or service.tokenizer is None
         self._around: dict[int, list[bytes]] = {}  # for each choice: the bytes of its chunk before and after the text
@@ -242,10 +246,13 @@ class AnswerFormat(ABC):
     async def whole(self) -> bytes: ...
 
     async def chunks(self) -> AsyncGenerator[bytes]:
-        """Yield the events of the stream, without the last one."""
+        """Yield the events of the stream, without the last one. If another server can go on with the answer, begin with
+        the first token, even if it has no new event."""
+        replay = REPLAYED.get()
+        make = partial(replay.events, self._event) if replay else self._event
         try:
             while not self._answers.finished:
-                if events := b"".join(map(self._event, await self._answers.take())):
+                if (events := b"".join(map(make, await self._answers.take(singly=bool(replay))))) or replay:
                     yield events
             if (usage := self._usage_chunk()) is not None:
                 yield event(usage)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
-
 from fastapi.responses import Response
 
 from megakernel.serving.engine.sampling import StructuredOutputsParams
 from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.http import event
+from megakernel.serving.server.replay import new_id
 from megakernel.serving.server.routes import bodies
 from megakernel.serving.server.routes.requests import ChatRequest, Tool, ToolChoice
 from megakernel.serving.server.service import AnswerFormat, Service
@@ -27,6 +26,7 @@ async def chat(service: Service, body: ChatRequest) -> Response:
     prompt = service.truncated(prompt, body, wanted)
     service.room([prompt], wanted)
     params = body.sampling(
+        service.description.sampling,
         service.max_context - len(prompt) if wanted is None else wanted,
         structured,
         n=body.n or 1,
@@ -190,4 +190,4 @@ class Tools:
 
 
 def call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+    return f"call_{new_id()}"

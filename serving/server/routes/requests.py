@@ -5,6 +5,7 @@ the fields that the server ignores or refuses."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -160,10 +161,15 @@ class Sampled(Body):
     stream: bool | None = None
 
     def sampling(
-        self, max_tokens: int, structured: StructuredOutputsParams | None = None, **more: Any
+        self,
+        defaults: Mapping[str, float],
+        max_tokens: int,
+        structured: StructuredOutputsParams | None = None,
+        **more: Any,
     ) -> SamplingParams:
-        """Return the engine's sampling parameters. `structured` is the format that the answer must match. Raises
-        MegakernelError if fields contradict each other."""
+        """Return the engine's sampling parameters. The model's `defaults` replace those of SamplingParams and limit
+        `max_tokens`. `structured` is the format that the answer must match. Raises MegakernelError if fields
+        contradict each other."""
         names = (
             "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty stop stop_token_ids"
             " ignore_eos min_tokens include_stop_str_in_output skip_special_tokens allowed_token_ids bad_words"
@@ -171,8 +177,9 @@ class Sampled(Body):
         given = {name: value for name in names.split() if (value := getattr(self, name, None)) is not None}
         bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
         seed = None if self.seed is None else self.seed % 2**64
-        more |= {"structured_outputs": structured, "logit_bias": bias}
-        return SamplingParams(**given, seed=seed, max_tokens=max_tokens, **more)
+        more |= {"structured_outputs": structured, "logit_bias": bias, "seed": seed}
+        more["max_tokens"] = min(max_tokens, defaults.get("max_tokens", max_tokens))
+        return SamplingParams(**{**defaults, **given, **more})
 
 
 class StreamOptions(Strict):
