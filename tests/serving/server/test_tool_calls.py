@@ -423,6 +423,75 @@ def test_an_answer_is_a_call_or_json(kind: str, live: Live, monkeypatch: pytest.
     assert live.post("/v1/responses", {**told, "max_output_tokens": 1500})["output"][0]["type"] == "function_call"
 
 
+_STRICT = {"name": "final_output", "schema": PERSON | {"additionalProperties": False}, "strict": True}
+_FUNCTION: dict[str, Any] = {"name": "weather", "description": "", "strict": True}
+_FUNCTION |= {"parameters": WEATHER | {"$schema": "http://json-schema.org/draft-07/schema#"}}
+_CUT = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ro'}}
+_FAILED = {"role": "tool", "tool_call_id": "1", "content": "Error: the arguments are not JSON"}
+# Parts of the requests that clients send.
+CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "openai-agents, output_type": (
+        "/v1/responses",
+        {
+            "input": [{"role": "user", "content": "x"}],
+            "include": [],
+            "parallel_tool_calls": False,
+            "tools": [{"type": "function", **_FUNCTION}],
+            "text": {"format": {"type": "json_schema", **_STRICT}},
+            "max_output_tokens": 900,
+        },
+    ),
+    "pydantic-ai, NativeOutput": (
+        "/v1/chat/completions",
+        {
+            "messages": MESSAGES,
+            "tool_choice": "auto",
+            "tools": [{"type": "function", "function": _FUNCTION}],
+            "response_format": {"type": "json_schema", "json_schema": _STRICT},
+            "max_completion_tokens": 900,
+        },
+    ),
+    "ai, Output.object": (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+            "tool_choice": "auto",
+            "max_tokens": 900,
+            "tools": [{"type": "function", "function": _FUNCTION}],
+            "response_format": {"type": "json_schema", "json_schema": _STRICT},
+        },
+    ),
+    "langgraph, after a cut call": (
+        "/v1/chat/completions",
+        {
+            "messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [_CUT]}, _FAILED],
+            "max_tokens": 900,
+            "tools": [{"type": "function", "function": _FUNCTION}],
+            "response_format": {"type": "json_schema", "json_schema": _STRICT},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("bias", [100, -100])
+def test_what_clients_send_is_answered_by_a_call_or_json(live: Live, client: str, bias: int) -> None:
+    path, body = CLIENTS[client]
+    answer = live.post(path, {**body, "seed": 1, "logit_bias": {str(ids_of("< ")[0]): bias}})
+    if path == "/v1/responses":
+        made = [(item["name"], item["arguments"]) for item in answer["output"] if item["type"] == "function_call"]
+        content = answer["output"][0].get("content", [{"text": ""}])[0]["text"]
+    else:
+        message = answer["choices"][0]["message"]
+        made = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"] or ()]
+        content = message["content"]
+    if bias > 0:
+        check_calls(made, 16)
+    else:
+        assert not made
+        jsonschema.validate(json.loads(content), PERSON)
+
+
 def test_what_a_grammar_leaves_is_in_a_header(live: Live) -> None:
     listed = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2}
     tool = {
