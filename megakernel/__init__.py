@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import os.path
 
 # In an installed package, scheduler and serving are inside this folder. In a checkout, they are next to this folder.
-# (Python imports the checkout if it is the current folder.)
-if not (Path(__file__).parent / "scheduler").exists():
-    __path__.append(str(Path(__file__).parents[1]))
+# (Python imports the checkout if it is the current folder.) Importing `pathlib` or `typing` would take longer, and
+# `__main__` handles Ctrl-C only after this module.
+if not os.path.exists(os.path.join(__path__[0], "scheduler")):  # noqa: PTH110, PTH118
+    __path__.append(os.path.dirname(__path__[0]))  # noqa: PTH120
 
+TYPE_CHECKING = False  # type checkers take it for true
 if TYPE_CHECKING:
+    from typing import Any
+
     from megakernel.serving import (
         LLM,
         AsyncLLM,

@@ -13,8 +13,9 @@ from typing import Any
 
 from .errors import MegakernelError
 
-# A line begins with a flag, an environment variable or both. Then come the type of the value, the default and the
-# meaning. A default in parentheses says in words what happens without a value. Indented lines continue a line.
+# A line begins with a flag and its other names, an environment variable or both. Then come the type of the value, the
+# default and the meaning. A default in parentheses says in words what happens without a value. Indented lines continue
+# a line.
 _TABLE = """
 --model | text | smollm2-135m | smollm2-135m, ORG/NAME[@REV] on the Hugging Face hub, a folder, a .gguf file or
     random:NAME (model NAME with random weights)
@@ -27,7 +28,7 @@ _TABLE = """
     supports only auto
 --generation-config | text | auto | defaults of sampling: auto (the generation_config.json in the model's folder), vllm
     (none, so that the API's own defaults apply) or another folder with such a file
---tp | count | 1 | tensor-parallel ranks: 1, 2, 4 or 8
+--tp --tensor-parallel-size | count | 1 | tensor-parallel ranks: 1, 2, 4 or 8
 --speculate | depth | 0 | maximum tokens per sequence (0 to 63; 0 is off) that prompt lookup proposes and one step
     verifies, where this is faster; the generated tokens do not change
 --o-lowering | text | auto | O projection with several ranks: sharded (by attention head), replicated (on every rank) or
@@ -51,7 +52,13 @@ _TABLE = """
     gb200-nvl72, a node such as h100x8, or a .toml file
 --host | text | 127.0.0.1 | address to listen on; 0.0.0.0 means all addresses of this machine
 --port | port | 8000 | port to listen on; 0 chooses a free one
+--uds | text | (none) | path of a Unix socket to listen on instead of an address and a port
+--ssl-certfile | text | (none: plain HTTP) | PEM file with the certificate for HTTPS
+--ssl-keyfile | text | (in the certificate's file) | PEM file with the private key of --ssl-certfile
+--root-path | text | (none) | path under which a reverse proxy serves this server, such as /llm
 --served-model-name | text... | (the model's own name) | names that requests may use for the model
+--chat-template | text | (the model's own) | Jinja template that makes a conversation a prompt: a file or the
+    text itself
 --tool-call-parser | hermes/llama3_json/mistral | (that of the chat template) | format of the model's function calls:
     hermes, llama3_json or mistral
 --api-key MEGAKERNEL_API_KEY | key... | (none) | API key that requests must send as Authorization: Bearer KEY, except to
@@ -63,6 +70,7 @@ _TABLE = """
 --max-model-len | count | (the model's limit) | maximum tokens of a prompt and its answer together
 --max-num-seqs | count | 64 | sequences that run at once
 --max-num-batched-tokens | count | 512 | maximum tokens that one step computes
+--seed | depth | (random) | seed from which requests without a seed get theirs, in the order in which they arrive
 --max-queued-requests | count | 65536 | sequences of one client that may wait for their first step; further requests get
     a 503
 --api-server-count | count | 1 | processes for HTTP, tokenising and detokenising, besides the engine's process
@@ -181,9 +189,10 @@ class Setting:
     """A setting of the command line. The flag `flag` overrides the environment variable `env`, which overrides
     `default`. A setting without a flag has "" and one without a variable None. `default` is written as a user would
     type it, or, with `described`, says in words what happens without a value. `read` parses a value, and raises
-    ArgumentTypeError for an invalid one. With `several`, the flag takes a list."""
+    ArgumentTypeError for an invalid one. With `several`, the flag takes a list. `aliases` are its other names."""
 
     flag: str
+    aliases: tuple[str, ...]
     env: str | None
     read: Callable[[str], Any]
     several: bool
@@ -215,13 +224,13 @@ class Setting:
 def _setting(line: str) -> tuple[str, Setting]:
     """Return the name and the setting of a line of _TABLE. The name is that of the flag, in words."""
     names, kind, default, what = line.split(" | ")
-    flag = next((name for name in names.split() if name.startswith("--")), "")
-    env = names.removeprefix(flag).strip() or None
+    flag, *aliases = [name for name in names.split() if name.startswith("--")] or [""]
+    env = next((name for name in names.split() if name.isupper()), None)
     kind, several = kind.removesuffix("..."), kind.endswith("...")
     read = one_of(*kind.split("/")) if "/" in kind else _TYPES[kind]
     name = re.sub("[-_]", " ", (flag or str(env).lower()).removeprefix("--").removeprefix("megakernel_"))
     described = default.startswith("(")
-    return name, Setting(flag, env, read, several, default.strip("()"), described, what)
+    return name, Setting(flag, tuple(aliases), env, read, several, default.strip("()"), described, what)
 
 
 SETTINGS: dict[str, Setting] = dict(map(_setting, _TABLE.strip().replace("\n    ", " ").splitlines()))
@@ -240,6 +249,6 @@ def reference() -> str:
         "| --- | --- | --- |",
     ]
     for s in SETTINGS.values():
-        names = ", ".join(f"`{name}`" for name in (s.flag, s.env) if name)
+        names = ", ".join(f"`{name}`" for name in (s.flag, *s.aliases, s.env) if name)
         out.append(f"| {names} | {s.default} | {s.what} |")
     return "\n".join(out) + "\n"

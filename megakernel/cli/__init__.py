@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import io
 import logging
 import os
+import re
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -25,28 +30,83 @@ _GROUP = "measure speed"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return the exit status. Usage errors exit with status 2 through argparse."""
+    interrupted = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    closed = sys.stdout is None
+    _open_standard_files()
     try:
-        args = parser().parse_args(arguments)
+        if closed:
+            return _fail("standard output is closed")
+        args, unknown = parser().parse_known_args(arguments)
+        if unknown:
+            args.parser.error(_about_unknown(unknown, args.parser.format_usage(), getattr(args, "hints", {})))
         logging.basicConfig(level=args.log_level.upper(), format="megakernel: %(levelname)s: %(message)s")
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # replace characters that the terminal cannot show
-        status: int = args.run(args)
-        sys.stdout.flush()
+        with _on_interrupt(interrupt):
+            status: int = args.run(args)
+            sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The program that read our output has ended. Without this redirection, Python would report an error when it
-        # flushes standard output at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # the program that read our output has ended
         return FAILED
     except MegakernelError as e:
         return _fail(str(e))
     except MemoryError:
         return _fail("out of memory: use a smaller model or a smaller --context")
     except OSError as e:
+        _drop_output()
         remedy = ": free some space" if e.errno == errno.ENOSPC else ""
         return _fail(f"{e.filename}: {e.strerror}{remedy}" if e.filename else f"{e.strerror or e}{remedy}")
+    except Exception:
+        if interrupted:  # some packages turn an interrupt of their import into an error
+            return INTERRUPTED
+        raise
+
+
+def _open_standard_files() -> None:
+    """Open closed standard files on /dev/null. Otherwise a file or socket that is opened later would get the number of
+    a standard file, and what other code writes there."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
+@contextmanager
+def _on_interrupt(handler: Callable[..., None]) -> Iterator[None]:
+    """Handle Ctrl-C with `handler`, unless this process ignores Ctrl-C or this is not the main thread."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _drop_output() -> None:
+    """Discard output that cannot be written. Python would report an error when it flushes it at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _about_unknown(unknown: Sequence[str], usage: str, hints: Mapping[str, str]) -> str:
+    """Return the error for arguments that a verb does not know, with a hint for the first flag among them."""
+    flag = next((text.partition("=")[0] for text in unknown if text.startswith("-")), "")
+    near = difflib.get_close_matches(flag, re.findall(r"--[a-z][a-z-]+", usage), 1)
+    hint = hints.get(flag) or (f"did you mean {near[0]}?" if near else "")
+    return f"unrecognized arguments: {' '.join(unknown)}" + (f" ({hint})" if hint else "")
 
 
 def _fail(text: str) -> int:
@@ -82,7 +142,9 @@ def parser() -> argparse.ArgumentParser:
 
     def parser_in(verbs: Any, name: str, what: str, example: str, **more: Any) -> Any:
         text = what[0].upper() + what[1:] + "."
-        return verbs.add_parser(name, help=what, description=text, epilog=f"Example: {example}", **more)
+        made = verbs.add_parser(name, help=what, description=text, epilog=f"Example: {example}", **more)
+        made.set_defaults(parser=made)
+        return made
 
     def add(name: str, what: str, example: str) -> Any:
         group, _, verb = name.rpartition(" ")

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from rich.table import Table
 from rich.text import Text
 
@@ -153,9 +154,20 @@ async def _ceilings(args: argparse.Namespace, servers: list[ServerClient]) -> Ce
         return machine_ceilings(machine.load(args.machine))
     for server in servers:
         record = await server.get_json("/roofline")
-        if record and isinstance(record.get("ceilings"), dict):
-            return Ceilings(**record["ceilings"])
+        if record and "ceilings" in record:
+            return _checked(record["ceilings"], server.url)
     return None
+
+
+def _checked(given: Any, url: str) -> Ceilings:
+    """Return the ceilings that a server reports. Raises MegakernelError if the roofline cannot use them."""
+    try:
+        ceilings = msgspec.convert(given, Ceilings)
+    except msgspec.ValidationError as e:
+        raise MegakernelError(f"{url}/roofline has unusable ceilings: {e}: choose another --machine") from e
+    if min(ceilings.read_bytes_per_s, ceilings.flops) <= 0:
+        raise MegakernelError(f"{url}/roofline has ceilings that are not above 0: choose another --machine")
+    return ceilings
 
 
 def _workload(args: argparse.Namespace, server: ServerClient) -> tuple[str, ModelConfig, Workload]:

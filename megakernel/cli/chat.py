@@ -103,7 +103,7 @@ class _Talk:
         if self._typed:
             with suppress(ImportError):
                 import readline  # noqa: F401 -- gives `input` line editing and a history
-            output.stderr.print(f"{self._partner.name}: {_HELP}", style="dim")
+            output.stderr.print(f"{self._partner.name}: {_HELP}".translate(_CONTROLS), style="dim")
         for line in self._lines():
             if not (text := line.strip()):
                 continue
@@ -160,7 +160,7 @@ class _Talk:
             self._show("\n")
             figures = {name: getattr(answer, name) for name in ("tokens", "finish_reason", "ttft_s", "tpot_s")}
             self._answers.append(figures)
-            output.stderr.print(output.speed(**figures), style="dim")
+            output.stderr.print(output.speed(**figures).translate(_CONTROLS), style="dim")
 
     def _fit(self) -> int | None:
         """Leave out the oldest messages until the others and an answer fit into the context. Return how many tokens

@@ -34,6 +34,7 @@ def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool
     setting = SETTINGS[name]
     parser.add_argument(
         setting.flag,
+        *setting.aliases,
         default=None if optional else setting.value(),
         type=setting.read,
         metavar=setting.flag.lstrip("-").upper(),

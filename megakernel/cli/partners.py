@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
+
+import msgspec
 
 from ..errors import MegakernelError
 
@@ -19,8 +21,45 @@ if TYPE_CHECKING:
     from megakernel.serving import LLM, SamplingParams
 
 Messages = list[dict[str, str]]
+T = TypeVar("T")
 _SILENCE_S = 300.0  # a server that sends nothing for this long counts as unreachable
 _SHOWN = 300  # maximum characters shown of an answer that cannot be decoded
+_MOST_LINE = 1 << 20  # maximum bytes of an event of a stream
+_MOST_BYTES = 1 << 28  # maximum bytes of an answer
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int | None = None
+
+
+class _Event(msgspec.Struct):
+    """The fields of a streamed event that this program reads."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Count(msgspec.Struct):
+    count: int
+    max_model_len: int
 
 
 @dataclass
@@ -130,21 +169,21 @@ class RemoteModel:
         self._context: int | None = None
         with self._ask("/v1/models") as reply:
             try:
-                names = [str(one["id"]) for one in json.load(reply)["data"]]
+                names = [one.id for one in _decoded(reply.read(_MOST_LINE), _Models).data]
                 self.name = model or names[0]
-            except (ValueError, KeyError, IndexError, TypeError):
+            except (MegakernelError, IndexError):
                 raise MegakernelError(f"{self._url}/v1/models names no model: is this an OpenAI API?") from None
 
     def count(self, messages: Messages) -> tuple[int, int] | None:
         """Ask `/tokenize`, which megakernel and vLLM have. The server may refuse too long a conversation."""
         try:
             with self._ask("/tokenize", {"model": self.name, "messages": messages}) as reply:
-                found = json.load(reply)
-                self._context = int(found["max_model_len"])
-                return int(found["count"]), self._context
+                found = _decoded(reply.read(_MOST_LINE), _Count)
+                self._context = found.max_model_len
+                return found.count, found.max_model_len
         except _RefusedError:
             return (self._context + 1, self._context) if self._context and len(messages) > 1 else None
-        except (MegakernelError, ValueError, KeyError, TypeError):
+        except MegakernelError:
             return None
 
     def reply(
@@ -154,15 +193,15 @@ class RemoteModel:
         body |= self._how | ({} if max_tokens is None else {"max_tokens": max_tokens})
         with self._ask("/v1/chat/completions", body) as reply:
             for event in _events(reply):
-                if (error := event.get("error")) is not None:
-                    raise MegakernelError(_message({"error": error}))
-                for choice in event.get("choices") or ():
-                    if text := (choice.get("delta") or {}).get("content"):
+                if event.error is not None:
+                    raise MegakernelError(_message(event.error))
+                for choice in event.choices or ():
+                    if choice.delta and (text := choice.delta.content):
                         answer.add(text)
                         show(text)
-                    answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-                if usage := event.get("usage"):
-                    answer.tokens = usage["completion_tokens"]
+                    answer.finish_reason = choice.finish_reason or answer.finish_reason
+                if event.usage:
+                    answer.tokens = event.usage.completion_tokens
         if answer.finish_reason == "stopped":
             raise MegakernelError(f"{self._url} ended its answer in the middle")
 
@@ -172,32 +211,49 @@ class RemoteModel:
         or if it does not respond."""
         data = None if body is None else json.dumps(body).encode()
         try:
-            with urlopen(Request(self._url + path, data, self._headers), timeout=_SILENCE_S) as reply:
-                yield reply
-        except HTTPError as e:
-            raise _RefusedError(_message(e.read())) from None
+            try:
+                with urlopen(Request(self._url + path, data, self._headers), timeout=_SILENCE_S) as reply:
+                    yield reply
+            except HTTPError as e:
+                raise _RefusedError(_message(_error_in(e.read(_MOST_LINE)))) from None
         except (OSError, ValueError, http.client.HTTPException) as e:
             why = getattr(e, "reason", None) or e or type(e).__name__
             raise MegakernelError(f"the request to {self._url} failed: {why}") from e
 
 
-def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Yield the JSON of server-sent events, up to the event that ends a stream."""
-    for line in reply:
+def _decoded(data: bytes, kind: type[T]) -> T:
+    """Decode JSON. Raises MegakernelError if it is invalid, too deep, or not of the type `kind`."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise MegakernelError(f"the server sent {data[:_SHOWN]!r}, which is no valid answer: {e}") from None
+
+
+def _events(reply: http.client.HTTPResponse) -> Iterator[_Event]:
+    """Yield the server-sent events, up to the event that ends a stream."""
+    size = 0
+    while line := reply.readline(_MOST_LINE):
+        size += len(line)
+        if len(line) == _MOST_LINE or size > _MOST_BYTES:
+            raise MegakernelError(
+                f"the server sent a line of {_MOST_LINE} bytes or more than {_MOST_BYTES} bytes in all"
+            )
         data = line[5:].strip() if line.startswith(b"data:") else b""
         if data == b"[DONE]":
             return
         if data:
-            event = json.loads(data)
-            if not isinstance(event, dict):
-                raise ValueError(f"the server-sent event {data[:_SHOWN]!r} is not a JSON object")
-            yield event
+            yield _decoded(data, _Event)
 
 
-def _message(body: bytes | dict[str, Any]) -> str:
-    """Return the message in a server's error, or the start of `body` if it contains no message."""
+def _error_in(body: bytes) -> Any:
+    """Return the field `error` of a server's answer, or the body as text."""
     try:
-        return f"the server says: {(json.loads(body) if isinstance(body, bytes) else body)['error']['message']}"
-    except (ValueError, KeyError, TypeError):
-        text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
-        return f"the server says: {text[:_SHOWN]}"
+        return _decoded(body, dict[str, Any])["error"]
+    except (MegakernelError, KeyError):
+        return body.decode(errors="replace")
+
+
+def _message(error: Any) -> str:
+    """Describe a server's error by its message, or else by the start of its text."""
+    said = error.get("message") if isinstance(error, dict) else error
+    return f"the server says: {str(said or error)[:_SHOWN]}"

@@ -6,7 +6,10 @@ import argparse
 import json
 import logging
 import signal
+import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,30 +25,44 @@ if TYPE_CHECKING:
 
 
 _SETTINGS = (
-    *("model", "backend", "dtype", "weights", "kv cache dtype", "tp", "threads", "speculate", "host", "port"),
-    *(
-        "generation config",
-        "served model name",
-        "tool call parser",
-        "api key",
-        "open metrics",
-        "allowed hosts",
-        "cors origin",
-    ),
-    *("max model len", "max num seqs", "max num batched tokens", "api server count", "max queued requests"),
-    *("max body bytes", "request timeout", "stall timeout", "shutdown timeout", "replicas", "ray address", "routing"),
+    *("model", "backend", "dtype", "weights", "kv cache dtype", "tp", "threads", "speculate"),
+    *("generation config", "host", "port", "uds", "ssl certfile", "ssl keyfile", "root path"),
+    *("served model name", "chat template", "tool call parser", "api key", "open metrics", "allowed hosts"),
+    *("cors origin", "max model len", "max num seqs", "max num batched tokens", "seed", "api server count"),
+    *("max queued requests", "max body bytes", "request timeout", "stall timeout", "shutdown timeout"),
+    *("replicas", "ray address", "routing"),
 )
 # The settings that give the fields of Limits, in the order of the fields.
 _LIMITS = ("max queued requests", "max body bytes", "request timeout", "stall timeout")
+_NOT_FOR_REPLICAS = ("uds", "ssl certfile", "ssl keyfile", "root path")  # Ray's proxy accepts the connections
+# What to do about flags of vLLM that this server lacks.
+_OF_VLLM = {
+    "it is always so here: leave it out": "enable-auto-tool-choice enable-prefix-caching enable-chunked-prefill"
+    " async-scheduling enforce-eager disable-log-requests disable-log-stats disable-uvicorn-access-log",
+    "no code of a model is ever run: leave it out": "trust-remote-code",
+    "the KV cache is as large as --max-num-seqs and --max-model-len need": "gpu-memory-utilization"
+    " kv-cache-memory-bytes num-gpu-blocks-override block-size swap-space cpu-offload-gb",
+    "use --weights": "quantization load-format",
+    "use --model": "tokenizer tokenizer-mode revision tokenizer-revision download-dir hf-config-path",
+    "use --replicas": "data-parallel-size pipeline-parallel-size distributed-executor-backend",
+    "use --speculate": "speculative-config speculative-model num-speculative-tokens",
+    "use --cors-origin": "allowed-origins allowed-methods allowed-headers allow-credentials",
+    "use --log-level": "uvicorn-log-level enable-log-requests max-log-len",
+    "use --max-num-seqs": "max-concurrency",
+    "reasoning is part of the answer's text: leave it out": "reasoning-parser enable-reasoning",
+    "this server has no LoRA adapters": "enable-lora lora-modules max-loras max-lora-rank",
+}
 
 
 def register(add: AddVerb) -> None:
     parser = add("serve", "answer OpenAI API requests over HTTP", "megakernel serve --model smollm2-135m --port 8000")
+    parser.add_argument("positional", nargs="?", metavar="MODEL", help="the same as --model MODEL")
     for name in _SETTINGS:
         setting = SETTINGS[name]
         env = f"; {setting.env}" if setting.env else ""
         parser.add_argument(
             setting.flag,
+            *setting.aliases,
             dest=name,
             type=setting.read,
             nargs="+" if setting.several else "?" if setting.read is switch else None,
@@ -59,7 +76,9 @@ def register(add: AddVerb) -> None:
         metavar="FILE",
         help="a YAML file with these flags, such as `port: 8000`; flags on the command line take precedence",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(
+        run=run, hints={f"--{name}": hint for hint, names in _OF_VLLM.items() for name in names.split()}
+    )
 
 
 class _Config(argparse.Action):
@@ -86,7 +105,7 @@ def _flags(path: Path) -> list[str]:
         raise MegakernelError(f"{path} is not YAML: {' '.join(str(e).split()):.300}") from e
     if not isinstance(content, dict):
         raise MegakernelError(f"{path} must contain flags and their values, such as `port: 8000`")
-    known = {SETTINGS[name].flag.lstrip("-") for name in _SETTINGS}
+    known = {flag.lstrip("-") for name in _SETTINGS for flag in (SETTINGS[name].flag, *SETTINGS[name].aliases)}
     line: list[str] = []
     for key, value in content.items():
         name = key.replace("_", "-") if isinstance(key, str) else "a key that is not text"
@@ -100,29 +119,37 @@ def _flags(path: Path) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megakernel.serving.server.frontend import Start, allow_connections, listen, url
+    from megakernel.serving.server.frontend import Start, allow_connections, url
     from megakernel.serving.server.frontends import Frontends
     from megakernel.serving.server.host import EngineHost
-    from megakernel.serving.server.limits import AccessRules, Limits, local_names
+    from megakernel.serving.server.limits import AccessRules, Limits
 
     given = {n: SETTINGS[n].value() if (value := getattr(args, n)) is None else value for n in _SETTINGS}
+    if args.positional is not None:
+        if args.model not in (None, args.positional):
+            raise MegakernelError(f"two models are given, {args.positional} and --model {args.model}: leave one out")
+        given["model"] = args.positional
+    if given["chat template"] is not None:
+        given["chat template"] = _template(given["chat template"])
     if given["replicas"]:
+        for name in (name for name in _NOT_FOR_REPLICAS if given[name] is not None):
+            raise MegakernelError(f"{SETTINGS[name].flag} cannot be combined with --replicas")
         return serve_replicas(given, as_json=args.json)
     if given["ray address"]:
         raise MegakernelError("--ray-address needs --replicas, the number of servers to deploy")
-    # The port is opened before the model is loaded, so that a port in use fails at once.
-    sock = listen(given["host"], given["port"])
+    tls = _tls(given["ssl certfile"], given["ssl keyfile"])
     allow_connections()
     how = {name: given[name] for name in ("tp", "backend", "dtype", "weights", "threads", "speculate")}
     how |= {"max_context": given["max model len"], "max_seqs": given["max num seqs"]}
     how |= {"kv_cache_dtype": given["kv cache dtype"], "generation_config": given["generation config"]}
-    with sock, load(given["model"], **how, step_tokens=given["max num batched tokens"]) as llm:
+    # The port is opened before the model is loaded, so that a port in use fails at once.
+    with _listening(given) as sock, load(given["model"], **how, step_tokens=given["max num batched tokens"]) as llm:
         limits = Limits(*(given[name] for name in _LIMITS))
         hosts = given["allowed hosts"]
         access = AccessRules(
             keys=tuple(given["api key"] or ()),
             open_metrics=given["open metrics"],
-            hosts=local_names(given["host"], sock.getsockname()[0]) if hosts is None else _names(hosts),
+            hosts=_local_names(sock, given["host"]) if hosts is None else _names(hosts),
             origins=tuple(given["cors origin"] or ()),
         )
         name = (given["served model name"] or [llm.model])[0]
@@ -134,7 +161,8 @@ def run(args: argparse.Namespace) -> int:
             max_waiting=limits.max_waiting,
             ceilings=measured_ceilings(llm),
         )
-        address = url(sock)
+        root = (given["root path"] or "").strip("/")
+        address = url(sock, "https" if tls else "http")
         frontends = Frontends(
             listener=sock,
             count=given["api server count"],
@@ -150,6 +178,10 @@ def run(args: argparse.Namespace) -> int:
                 listener=sock.fileno(),
                 parent=-1,
                 tool_parser=given["tool call parser"],
+                chat_template=given["chat template"],
+                seed=given["seed"],
+                root_path=f"/{root}" if root else "",
+                tls=tls,
             ),
             on_gone=lambda identity: host.loop.forget(identity.encode()),
             on_ready=lambda: _ready(args.json, address, name, llm),
@@ -164,6 +196,56 @@ def run(args: argparse.Namespace) -> int:
         finally:
             host.close()
         return 128 + signal.SIGINT if frontends.ended_by == signal.SIGINT else 0
+
+
+@contextmanager
+def _listening(given: dict[str, Any]) -> Iterator[socket.socket]:
+    """Open the port or the Unix socket. The file of the latter is removed at the end."""
+    from megakernel.serving.server.frontend import listen, listen_on_path
+
+    path = given["uds"]
+    with listen(given["host"], given["port"]) if path is None else listen_on_path(path) as sock:
+        try:
+            yield sock
+        finally:
+            if path is not None:
+                Path(path).unlink(missing_ok=True)
+
+
+def _template(given: str) -> str:
+    """Return the source of a chat template, which is given as a file or as itself."""
+    from ..model.chat_template import ChatTemplate
+
+    if "{" in given or "\n" in given:
+        return ChatTemplate(given, "--chat-template").source
+    try:
+        with file_errors(f"read the chat template {given}"):
+            return ChatTemplate(Path(given).read_text(encoding="utf-8"), given).source
+    except UnicodeDecodeError as e:
+        raise MegakernelError(f"the chat template {given} is not UTF-8") from e
+
+
+def _tls(certificate: str | None, key: str | None) -> tuple[str, str] | None:
+    """Return the files of the private key and the certificate, after a check that they belong together."""
+    import ssl
+
+    if certificate is None:
+        if key is not None:
+            raise MegakernelError("--ssl-keyfile needs --ssl-certfile")
+        return None
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except OSError as e:
+        raise MegakernelError(
+            f"cannot use {certificate} and {key or 'its own key'} for HTTPS: {e.strerror or e}"
+        ) from e
+    return key or certificate, certificate
+
+
+def _local_names(sock: socket.socket, host: str) -> frozenset[str] | None:
+    from megakernel.serving.server.limits import local_names
+
+    return None if sock.family == socket.AF_UNIX else local_names(host, sock.getsockname()[0])
 
 
 def _names(hosts: list[str]) -> frozenset[str] | None:
@@ -191,7 +273,10 @@ def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
     else:
         path = "chat/completions"
         body = {"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
-    output.stdout.print(f"{name} is served at {address}/v1", style="bold")
+    # A Unix socket has no URL: curl takes its path and any host name.
+    path_only = address.startswith("unix:")
+    base = f"--unix-socket {address[5:]} http://localhost" if path_only else address
+    output.stdout.print(f"{name} is served at {address}{'' if path_only else '/v1'}", style="bold")
     output.rows(
         ("engine", f"{facts['backend']}, {facts['dtype']}, {facts['threads']} threads"),
         ("weights", str(facts["weights"])),
@@ -200,9 +285,9 @@ def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
             f"{kv_tokens:,} tokens in {facts['kv_cache']}: {kv_tokens // dims.bucket.max_context} sequences of"
             f" {dims.bucket.max_context:,}, {dims.bucket.max_seqs} at once",
         ),
-        ("live", f"{address}/ shows the steps against the roofline"),
+        *([] if path_only else [("live", f"{address}/ shows the steps against the roofline")]),
     )
     output.stdout.print(
-        f"curl {address}/v1/{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'", soft_wrap=True
+        f"curl {base}/v1/{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'", soft_wrap=True
     )
     sys.stdout.flush()

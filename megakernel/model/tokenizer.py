@@ -86,6 +86,10 @@ class Tokenizer:
         """The source of the chat template."""
         return self._template.source if self._template else None
 
+    def set_chat_template(self, template: ChatTemplate) -> None:
+        """Replace the model's own chat template."""
+        self._template = template
+
     def stream(self, *, skip_special: bool = True) -> TextStream:
         """Return a decoder for ids that arrive one at a time."""
         return TextStream(self._bytes[skip_special], self._strip)

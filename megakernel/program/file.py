@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ MOST_HEADER_BYTES = 1 << 20
 MOST_NAME = 255
 _COUNTS = ("ranks", "workers", "counters")
 _SEGMENTS = (*SEGMENTS, "queues")
+# Names of phases stand in pages, tables and commands.
+_PHASE_NAME = rf"[\w.+-]{{1,{MOST_NAME}}}"
 _ARRAYS = (*(f"{name}.{what}" for name in _SEGMENTS for what in ("records", "offsets")), *TOTALS)
 
 
@@ -66,9 +69,12 @@ def _decode(data: bytes) -> Program:
     lengths = _lengths(fields["arrays"])
     _table(fields["forward"], "forward", SEGMENTS)
     forward = Forward.from_json(fields["forward"])
-    for what, name in [("machine", fields["machine"]), *(("a phase", phase.name) for phase in forward)]:
-        if not isinstance(name, str) or not name.isprintable() or len(name) > MOST_NAME:
-            raise ValueError(f"the name of {what} is not printable text of up to {MOST_NAME} characters")
+    machine = fields["machine"]
+    if not isinstance(machine, str) or not machine.isprintable() or len(machine) > MOST_NAME:
+        raise ValueError(f"the name of machine is not printable text of up to {MOST_NAME} characters")
+    for phase in forward:
+        if not isinstance(phase.name, str) or not re.fullmatch(_PHASE_NAME, phase.name, re.ASCII):
+            raise ValueError(f"the name of a phase is not 1 to {MOST_NAME} letters, digits and characters of . _ + -")
     arrays, start = {}, START + size
     if start + 4 * sum(lengths.values()) != len(data):
         raise ValueError("the file's arrays do not have the lengths that its header states")

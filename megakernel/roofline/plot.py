@@ -15,9 +15,13 @@ from ..machine import Hardware
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _ROOFS = {"fp4": "fp4 matrix", "fp8": "fp8 matrix", "bf16": "bf16 matrix", "fp32": "fp32"}
-_STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "roofline", "font.size": 9.0, "font.family": "sans-serif"}
+_STYLE: Any = {
+    **{"svg.fonttype": "none", "svg.hashsalt": "roofline", "font.size": 9.0, "font.family": "sans-serif"},
+    "text.parse_math": False,  # names may contain dollar signs
+}
 _GAP = 0.045  # least distance of two labels, as a fraction of the height of the axes
 _PAGE = """<!doctype html><meta charset=utf-8><title>Roofline</title>
+<meta http-equiv=Content-Security-Policy content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
 <style>body{margin:0}svg{display:block;width:100vw;height:100vh}</style>
 """
 

@@ -6,7 +6,6 @@ import base64
 import json
 import zlib
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ from .resolve import Resolved, by_phase
 from .resources import RESOURCES, curves, peaks
 from .spans import Floats, Ints
 from .summary import Summary
+from .template import asset, fill, policy, timeline_script
 from .waterfall import FAR
 
-_SCRIPTS = ("data", "rows", "detail", "paint", "layers", "curves", "overlay", "find", "panels", "input", "main")
 _ACCESS_KINDS, _INDEXES = list(acc.Kind), list(acc.Index)
 _OWNERS = -3  # besides OWN and EVERY, a third value for a region's rank: the ranks that own its rows
 _LAYOUT = {
@@ -88,20 +87,15 @@ def page(*shown: tuple[Resolved, Summary], comparison: Comparison | None = None)
     }
     # `_columns` has the widest elements first, so every column is aligned to its element size.
     packed = zlib.compress(b"".join(np.ascontiguousarray(a).tobytes() for a in columns.values()), 6)
+    script = timeline_script()
     parts = {
-        "STYLE": _asset("viewer.css"),
-        "SCRIPT": "\n".join(_asset(f"{name}.js") for name in _SCRIPTS),
-        "META": json.dumps(meta, separators=(",", ":")).replace("</", "<\\/"),
+        "POLICY": policy(script),
+        "STYLE": asset("viewer.css"),
+        "SCRIPT": script,
+        "META": json.dumps(meta, separators=(",", ":")).replace("<", r"\u003c"),  # so that no text can end the element
         "DATA": base64.b64encode(packed).decode(),
     }
-    made = _asset("viewer.html")
-    for name, text in parts.items():
-        made = made.replace(f"@@{name}@@", text)
-    return made
-
-
-def _asset(name: str) -> str:
-    return (files(__package__) / "viewer" / name).read_text(encoding="utf-8")
+    return fill(asset("viewer.html"), parts)
 
 
 def _meta(sources: list[_Source], phases: list[Phase], unit_s: float) -> dict[str, Any]:

@@ -11,14 +11,42 @@ from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
 from megakernel.errors import MegakernelError
 from megakernel.serving.bench.report import Outcome
 from megakernel.serving.bench.workload import LoadJob
 
-_LINE_LIMIT = 1 << 24  # maximum bytes of a line
+_LINE_LIMIT = 1 << 20  # maximum bytes of a line, of all headers and of a streamed event
+_MOST_BYTES = 1 << 26  # maximum bytes of an answer
 _CONNECT_S = 30.0
 _READ = 1 << 16
 _CPU = 'megakernel:cpu_seconds_total{process="'
+_ERRORS = (OSError, EOFError, ValueError, asyncio.LimitOverrunError, RecursionError, msgspec.DecodeError)
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Answer(msgspec.Struct):
+    """The fields of an answer, or of a streamed event, that this client reads."""
+
+    choices: list[msgspec.Raw] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+_decode = msgspec.json.Decoder(_Answer).decode
 
 
 class ServerClient:
@@ -51,14 +79,17 @@ class ServerClient:
         if the server does not report CPU seconds."""
         _, body = await self.get("/metrics")
         lines = [line for line in body.decode(errors="replace").splitlines() if line.startswith(_CPU)]
-        return {line.removeprefix(_CPU).partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
+        try:
+            return {line.removeprefix(_CPU).partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
+        except ValueError:
+            raise MegakernelError(f"{self.url}/metrics has CPU seconds that are no numbers: {lines[0][:200]}") from None
 
     async def discover(self) -> None:
         """Set `model` to the first model that the server lists, unless `model` is set already."""
         status, body = await self.get("/v1/models")
         try:
-            self.model = self.model or str(json.loads(body)["data"][0]["id"])
-        except (ValueError, KeyError, IndexError, TypeError):
+            self.model = self.model or msgspec.json.decode(body, type=_Models).data[0].id
+        except (*_ERRORS, IndexError):
             raise MegakernelError(
                 f"{self.url}/v1/models answered {status} without a model name: {_short(body)}"
             ) from None
@@ -68,7 +99,7 @@ class ServerClient:
         try:
             connection, status = await self._ask("GET", path, b"")
             body = b"".join([piece async for piece in connection.body()])
-        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as e:
+        except _ERRORS as e:
             raise MegakernelError(f"{self.url} does not answer: {e or type(e).__name__}; is the server up?") from e
         self._give(connection)
         return status, body
@@ -77,8 +108,8 @@ class ServerClient:
         """Return the JSON object at `path`, or None if the server does not return one."""
         status, body = await self.get(path)
         try:
-            found = json.loads(body) if status == 200 else None
-        except ValueError:
+            found = msgspec.json.decode(body) if status == 200 else None
+        except _ERRORS:
             return None
         return found if isinstance(found, dict) else None
 
@@ -104,12 +135,12 @@ class ServerClient:
                 elif stream:
                     await self._read_events(connection, outcome)
                 else:
-                    _read_usage(json.loads(b"".join([piece async for piece in connection.body()])), outcome)
+                    _read_usage(_decode(b"".join([piece async for piece in connection.body()])), outcome)
             except BaseException:
                 connection.close()
                 raise
             self._give(connection)
-        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as e:
+        except _ERRORS as e:
             outcome.error = f"{type(e).__name__}: {e}"
         self.events += 1
         outcome.end = perf_counter()
@@ -127,18 +158,19 @@ class ServerClient:
             now = perf_counter()
             self.events += 1
             *events, held = (held + piece).replace(b"\r\n", b"\n").split(b"\n\n")
+            if len(held) > _LINE_LIMIT:
+                raise ValueError(f"an event has more than {_LINE_LIMIT} bytes")
             for event in events:
                 data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
                 if data == b"[DONE]":
                     done = True
                 elif data:
-                    message = json.loads(data)
-                    if message.get("error"):
+                    message = _decode(data)
+                    if message.error:
                         outcome.error = _short(data)
-                    if message.get("choices"):
+                    if message.choices:
                         outcome.moments.append(now)
-                    if message.get("usage"):
-                        _read_usage(message, outcome)
+                    _read_usage(message, outcome)
         if not done and outcome.error is None:
             outcome.error = "the stream ended without [DONE]"
 
@@ -175,52 +207,77 @@ class _Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._headers: dict[str, str] = {}
+        self._received = 0  # bytes of the answer so far
         self.reusable = False
 
     async def ask(self, data: bytes) -> int:
         """Send `data` and return the status of the answer."""
-        self.reusable = False
+        self.reusable, self._received = False, 0
         self._writer.write(data)
         await self._writer.drain()
         head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         pairs = (line.split(":", 1) for line in head[1:] if ":" in line)
         self._headers = {name.lower(): value.strip() for name, value in pairs}
-        return int(head[0].split()[1])
+        try:
+            return int(head[0].split()[1])
+        except IndexError:
+            raise ValueError(f"{head[0][:200]!r} is no status line") from None
 
     async def body(self) -> AsyncIterator[bytes]:
         """Yield the body in chunks as they arrive."""
         headers, reader = self._headers, self._reader
         sized = True
         if headers.get("transfer-encoding", "").lower() == "chunked":
-            while size := int((await reader.readline()).split(b";")[0], 16):
-                yield await reader.readexactly(size)
+            while left := int((await self._line()).split(b";")[0], 16):
+                async for piece in self._pieces(left):
+                    yield piece
                 await reader.readexactly(2)
-            while await reader.readline() != b"\r\n":
+            while await self._line() != b"\r\n":
                 pass
         elif "content-length" in headers:
-            left = int(headers["content-length"])
-            while left:
-                piece = await reader.read(min(left, _READ))
-                if not piece:
-                    raise EOFError("the connection closed before the end of the answer")
-                left -= len(piece)
+            async for piece in self._pieces(int(headers["content-length"])):
                 yield piece
         else:
             sized = False
             while piece := await reader.read(_READ):
+                self._count(len(piece))
                 yield piece
         self.reusable = sized and headers.get("connection", "").lower() != "close"
+
+    async def _pieces(self, left: int) -> AsyncIterator[bytes]:
+        """Yield the next `left` bytes."""
+        while left > 0:
+            piece = await self._reader.read(min(left, _READ))
+            if not piece:
+                raise EOFError("the connection closed before the end of the answer")
+            self._count(len(piece))
+            left -= len(piece)
+            yield piece
+
+    async def _line(self) -> bytes:
+        line = await self._reader.readline()
+        if not line:
+            raise EOFError("the connection closed before the end of the answer")
+        self._count(len(line))
+        return line
+
+    def _count(self, size: int) -> None:
+        self._received += size
+        if self._received > _MOST_BYTES:
+            raise ValueError(f"an answer has more than {_MOST_BYTES} bytes")
 
     def close(self) -> None:
         self._writer.close()
 
 
-def _read_usage(message: dict[str, Any], outcome: Outcome) -> None:
-    usage = message.get("usage") or {}
-    outcome.prompt_tokens = usage.get("prompt_tokens", outcome.prompt_tokens)
-    outcome.output_tokens = usage.get("completion_tokens", outcome.output_tokens)
+def _read_usage(message: _Answer, outcome: Outcome) -> None:
+    if (usage := message.usage) is not None:
+        outcome.prompt_tokens = usage.prompt_tokens if usage.prompt_tokens is not None else outcome.prompt_tokens
+        outcome.output_tokens = (
+            usage.completion_tokens if usage.completion_tokens is not None else outcome.output_tokens
+        )
 
 
 def _short(body: bytes) -> str:
-    text = " ".join(body.decode(errors="replace").split())
+    text = str(MegakernelError(" ".join(body[:2000].decode(errors="replace").split())))  # without control characters
     return text if len(text) <= 200 else f"{text[:200]}..."

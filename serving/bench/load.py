@@ -15,6 +15,7 @@ from multiprocessing.sharedctypes import Synchronized
 from time import perf_counter
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from megakernel.errors import MegakernelError
@@ -86,15 +87,31 @@ def _shifted(on_done: OnDone, before: int, total: int, done: int, _: int) -> Non
     on_done(before + done, total)
 
 
+class _Total(msgspec.Struct):
+    steps: int
+    wall_s: float
+    bound_s: float
+
+
+class _Record(msgspec.Struct):
+    """What a server's `/roofline` says about the steps since its start."""
+
+    total: _Total
+    counts: Counts | None = None
+
+
 def _steps(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the figures of the steps that a server ran between two answers, `before` and `after`, of its `/roofline`.
     The result is None if the server ran no steps or if an answer has no figures of steps."""
-    if not before or not after or "total" not in before or "total" not in after:
+    try:
+        first, last = (msgspec.convert(record, _Record) for record in (before, after))
+    except msgspec.ValidationError:
         return None
-    steps, wall, bound = (after["total"][name] - before["total"][name] for name in ("steps", "wall_s", "bound_s"))
-    if not steps:
+    names = ("steps", "wall_s", "bound_s")
+    steps, wall, bound = (getattr(last.total, name) - getattr(first.total, name) for name in names)
+    if not steps or not wall:
         return None
-    counts = Counts(**after["counts"]) - Counts(**before["counts"]) if "counts" in after else Counts()
+    counts = last.counts - first.counts if last.counts and first.counts else Counts()
     return {"steps": steps, "step_s": wall / steps, "roofline_fraction": bound / wall, **counts.figures()}
 
 

@@ -26,16 +26,18 @@ from megakernel.serving.server.routes.chat import chat
 from megakernel.serving.server.routes.completions import complete
 from megakernel.serving.server.routes.responses import ResponseObject, ResponsesRequest, respond
 from megakernel.serving.server.service import Service
+from megakernel.timeline.template import fill, policy, timeline_script
 
 _ERROR = {"model": ErrorResponse}
-_POST: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 404, 408, 413, 503), _ERROR)
+_POST: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 404, 408, 413, 415, 503), _ERROR)
 _GENERATE: dict[int | str, dict[str, Any]] = _POST | {
     200: {"content": {"text/event-stream": {}}, "description": "the answer, whole or as a stream"}
 }
 
 
-def create_app(service: Service) -> FastAPI:
-    """Create the server's ASGI application. Its lifespan opens and closes the connection to the engine."""
+def create_app(service: Service, root_path: str = "") -> FastAPI:
+    """Create the server's ASGI application, which a reverse proxy may serve under `root_path`. Its lifespan opens and
+    closes the connection to the engine."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -52,6 +54,7 @@ def create_app(service: Service) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        root_path=root_path,
     )
     for kind in (APIError, MegakernelError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer_error)
@@ -131,7 +134,7 @@ def create_app(service: Service) -> FastAPI:
         """The server's version."""
         return bodies.VersionResponse(version=version("megakernel"))
 
-    live_page, chat_page = _page("live.html"), _page("chat.html")
+    live_page, chat_page = _page("live.html"), _page("chat.html", timeline_script())
 
     @app.get("/", include_in_schema=False)
     async def page() -> HTMLResponse:
@@ -172,11 +175,13 @@ def _model(service: Service, name: str) -> bodies.ModelCard:
     )
 
 
-def _page(name: str) -> str:
-    """Return the text of an HTML file with the common style sheet inserted."""
+def _page(name: str, *more: str) -> str:
+    """Return an HTML page. Pages that it opens from memory inherit its policy, so it allows the scripts `more` too."""
     folder = files("megakernel.serving.server") / "web"
+    template = (folder / name).read_text(encoding="utf-8")
+    own = template.partition("<script>")[2].partition("</script>")[0]
     style = (folder / "page.css").read_text(encoding="utf-8")
-    return (folder / name).read_text(encoding="utf-8").replace("/* page.css */", style)
+    return fill(template, {"POLICY": policy(own, *more), "STYLE": style})
 
 
 def _correct(schema: dict[str, Any], service: Service) -> None:

@@ -14,33 +14,28 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from megakernel.errors import MegakernelError
 from megakernel.model import load_tokenizer
+from megakernel.model.chat_template import ChatTemplate
 from megakernel.serving.server.app import create_app
 from megakernel.serving.server.client import Overloaded
-from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.limits import AccessRules, Limits
 from megakernel.serving.server.messages import Description
+from megakernel.serving.server.protocol import HttpProtocol
 from megakernel.serving.server.service import Service
 
 _BACKLOG = 4096
 # Seconds until an idle connection is closed: longer than clients and proxies usually keep one, so they close it first.
 _IDLE = 75
 _UNREAD = 60_000  # milliseconds until a connection is dropped if the client does not read its answer
-_MOST_HEAD = 1 << 16  # maximum bytes of a request's header: of its request line and all header fields
-# A header field counts as so many bytes more, as in HTTP/2, because short ones take as long to parse as long ones.
-_FIELD = 32
 # New objects that trigger a garbage collection. Python's default is 700. With 50,000, one paused requests for 95 ms.
 _GC_THRESHOLD = 5_000
 READY = b"R"  # the message of a frontend to its parent when the frontend accepts connections
-
-# uvicorn warns about every request that is not valid HTTP, so any client could fill the log.
-logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -57,6 +52,10 @@ class Start(msgspec.Struct, frozen=True):
     listener: int  # file descriptor of the listening socket that all frontends share
     parent: int  # file descriptor of a socket whose other end closes when the parent ends
     tool_parser: str | None = None  # name of the model's tool call format; None: the chat template decides
+    chat_template: str | None = None  # Jinja source that replaces the model's chat template
+    seed: int | None = None  # makes the seeds of requests that have none reproducible
+    root_path: str = ""  # path under which a reverse proxy serves this server
+    tls: tuple[str, str] | None = None  # paths of the PEM files with the private key and the certificate
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -75,11 +74,29 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def url(sock: socket.socket) -> str:
+def listen_on_path(path: str) -> socket.socket:
+    """Return a bound Unix socket. It replaces a socket on which nobody listens any more. Raises MegakernelError if the
+    path cannot be bound."""
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        if Path(path).is_socket():
+            with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+                probe.connect(path)
+                raise OSError("another server listens there")
+            Path(path).unlink()
+        sock.bind(path)
+    except OSError as e:
+        raise MegakernelError(f"cannot listen on {path}: {e.strerror or e}: choose another --uds") from e
+    return sock
+
+
+def url(sock: socket.socket, scheme: str = "http") -> str:
     """Return the server's URL for clients on this machine."""
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def allow_connections() -> None:
@@ -89,66 +106,22 @@ def allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-class _HeadTooLarge(Exception):
-    pass
-
-
-class HttpProtocol(HttpToolsProtocol):
-    """The HTTP/1.1 protocol of one connection, with errors as JSON and a limit on the size of a header. It closes the
-    connection if no complete header arrives within `timeout_keep_alive` seconds. The time counts from the end of the
-    last answer, or from the beginning of a new connection."""
-
-    _head = 0  # bytes of the current header so far
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-
-    def data_received(self, data: bytes) -> None:
-        # Hide the timer from uvicorn's own method, which would cancel it at the first byte of a header.
-        waiting, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
-        super().data_received(data)
-        if waiting is None:
-            return
-        # If no answer is pending, the header is incomplete, or this is the rest of a refused body: the timer continues.
-        idle = self.cycle is None or self.cycle.response_complete
-        if idle and self.timeout_keep_alive_task is None:
-            self.timeout_keep_alive_task = waiting
-        else:
-            waiting.cancel()
-
-    def on_url(self, url: bytes) -> None:
-        self._count(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + _FIELD)
-        super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        super().on_headers_complete()
-        self._head = 0
-
-    def _count(self, size: int) -> None:
-        self._head += size
-        if self._head > _MOST_HEAD:
-            raise _HeadTooLarge
-
-    def send_400_response(self, msg: str) -> None:
-        body = APIError(400, f"the request is not valid HTTP, or its header is larger than {_MOST_HEAD} bytes").body()
-        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
-        self.transport.close()
-
-
 class FrontendServer(uvicorn.Server):
     """The server of one frontend. It serves until the process gets SIGTERM or `end` is called, and then finishes its
     requests. `on_ready` is called on the event loop when connections are accepted. Requests that are not finished
-    `drain_seconds` after the shutdown began get a 503."""
+    `drain_seconds` after the shutdown began get a 503. `tls` has the files of the private key and the certificate."""
 
-    def __init__(self, service: Service, *, on_ready: Callable[[], None], drain_seconds: float) -> None:
+    def __init__(
+        self,
+        service: Service,
+        *,
+        on_ready: Callable[[], None],
+        drain_seconds: float,
+        root_path: str = "",
+        tls: tuple[str, str] | None = None,
+    ) -> None:
         config = uvicorn.Config(
-            create_app(service),
+            create_app(service, root_path),
             http=HttpProtocol,
             lifespan="on",
             ws="none",
@@ -157,6 +130,8 @@ class FrontendServer(uvicorn.Server):
             server_header=False,
             backlog=_BACKLOG,
             timeout_keep_alive=_IDLE,
+            ssl_keyfile=tls[0] if tls else None,
+            ssl_certfile=tls[1] if tls else None,
         )
         super().__init__(config)
         self._service, self._on_ready, self._drain_seconds = service, on_ready, drain_seconds
@@ -194,8 +169,11 @@ def main(start: Start) -> int:
     logging.basicConfig(level=start.log_level, format="megakernel: %(levelname)s: %(message)s")
     allow_connections()
     parent = socket.socket(fileno=start.parent)
-    about = (start.description, load_tokenizer(start.description.source), start.number, start.identity)
-    service = Service(*about, start.names, start.access, start.limits, start.tool_parser)
+    tokenizer = load_tokenizer(start.description.source)
+    if tokenizer and start.chat_template is not None:
+        tokenizer.set_chat_template(ChatTemplate(start.chat_template, "--chat-template"))
+    about = (start.description, tokenizer, start.number, start.identity)
+    service = Service(*about, start.names, start.access, start.limits, start.tool_parser, start.seed)
     # Collect garbage less often, because the objects that each token needs form no cycles.
     gc.set_threshold(_GC_THRESHOLD)
     orphaned = False
@@ -215,7 +193,13 @@ def main(start: Start) -> int:
         with contextlib.suppress(OSError):  # If the parent has ended, the event loop calls `gone`.
             parent.send(READY)
 
-    server = FrontendServer(service, on_ready=ready, drain_seconds=start.drain_seconds)
+    server = FrontendServer(
+        service,
+        on_ready=ready,
+        drain_seconds=start.drain_seconds,
+        root_path=start.root_path,
+        tls=start.tls,
+    )
     server.run(sockets=[socket.socket(fileno=start.listener)])
     if orphaned:
         shutil.rmtree(start.description.folder, ignore_errors=True)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fastapi.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megakernel.serving.server.errors import APIError, as_api_error
+from megakernel.serving.server.errors import APIError, as_api_error, quoted
 from megakernel.serving.server.limits import (
     BODY_SECONDS,
     LARGE_BODY,
@@ -53,15 +53,20 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        if scope["method"] == "HEAD":  # answered like GET; the HTTP protocol leaves out the body
+            scope = {**scope, "method": "GET"}
         scope[_DIRECT] = send
         CLIENT.set(scope["client"][0] if scope.get("client") else "")
         REPLAYED.set(replayed(headers.get(HEADER.encode())))
         if headers.keys() & {b"content-length", b"transfer-encoding"}:
             receive, send = _answered_to_the_end(receive, send)
         send = _with_id(send, headers.get(b"x-request-id", b""))
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
         try:
-            self._access.check(scope["path"], headers)
-            if scope["method"] == "POST" and scope["path"] in self._takes_body:
+            if [name for name, _ in scope["headers"]].count(b"host") > 1:
+                raise APIError(400, "the request has several Host headers: send one")
+            self._access.check(path, headers)
+            if scope["method"] == "POST" and path in self._takes_body:
                 await self._with_body(headers, scope, receive, send)
             else:
                 await self._app(scope, receive, send)
@@ -72,6 +77,10 @@ class Gate:
 
     async def _with_body(self, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body and call the application. The body counts against `max_bodies` until its answer has ended."""
+        coding = headers.get(b"content-encoding", b"").decode("latin-1")
+        if coding.lower() not in ("", "identity"):
+            told = f"the body is compressed ({quoted(coding)}): send it without Content-Encoding"
+            raise APIError(415, told, headers={"Accept-Encoding": "identity"})
         body = await self._read(headers, receive)
         size = len(body)
         try:

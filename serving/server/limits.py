@@ -35,6 +35,8 @@ MAX_VALUES = 1 << 17  # Parsing and validating this many JSON values takes tens 
 # Chat is served without an API key, because its page itself asks for the key.
 CHAT_PAGE, _HEALTH, _METRICS = "/chat", "/health", "/metrics"
 
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^][\s:/?#@]*))(?::[0-9]*)?")
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -108,9 +110,10 @@ class AccessRules:
     origins: tuple[str, ...] = ()  # websites whose pages may read the answers in a browser (CORS); `*`: any
 
     def check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
-        """Raise a 403 for a Host header that is not allowed, and a 401 for a missing or wrong key."""
-        host = headers.get(b"host", b"").decode("latin-1")
-        if self.hosts is not None and path != _HEALTH and _name(host) not in self.hosts:
+        """Raise a 400 for an invalid Host header, a 403 for one that is not allowed, a 401 for a missing or wrong
+        key."""
+        name = _name(host := headers.get(b"host", b"").decode("latin-1"))
+        if self.hosts is not None and path != _HEALTH and name not in self.hosts:
             raise APIError(
                 403, f"the Host header {quoted(host)} is not allowed: add this name to the server's --allowed-hosts"
             )
@@ -146,10 +149,11 @@ def local_names(host: str, address: str) -> frozenset[str] | None:
 
 
 def _name(host: str) -> str:
-    """Return the Host header without the port and without the brackets of an IPv6 address."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower()
+    """Return the Host header without the port and without the brackets of an IPv6 address. Raises a 400 if anything
+    else surrounds the name."""
+    if (found := _HOST.fullmatch(host)) is None:
+        raise APIError(400, f"the Host header {quoted(host)} is not a name and a port")
+    return (found[1] or found[2]).lower()
 
 
 def _key(header: bytes) -> bytes:

@@ -8,7 +8,9 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from random import Random
 from typing import Any, TypeVar
 
 import msgspec
@@ -57,15 +59,18 @@ class Service:
         access: AccessRules | None = None,
         limits: Limits | None = None,
         tool_parser: str | None = None,
+        seed: int | None = None,
     ) -> None:
         """`number` is the index of the frontend's row on the board (the counters in shared memory). `identity` is its
         name in its messages to the engine; no later frontend gets the same name. `tool_parser` names the model's tool
-        call format. If it is None, the chat template determines the format."""
+        call format. If it is None, the chat template determines the format. With `seed`, requests
+        without a seed get one that depends on `seed` and on the order of the requests."""
         self.description = description
         self.codec = Codec(description.name, tokenizer, tool_parser)
         self.access, self.limits = access or AccessRules(), limits or Limits()
         self.names = names or [description.name]
         self._turns = ThreadTurns(THREADS)
+        self._seeds = None if seed is None else Random(f"{seed} {number}")
         self._longest = tokenizer.longest_token() if tokenizer else 0
         self.started = int(time.time())
         self.engine = EngineClient(description, identity)
@@ -111,11 +116,8 @@ class Service:
         plain = [message.plain() for message in asked.messages]
         told = [encode_json(tools).decode()] if tools else []
         told += [encode_json(calls).decode() for message in plain if (calls := message.get("tool_calls"))]
-        self._check_text("".join([*(message["content"] for message in plain), *told]))
-        values = dict(asked.chat_template_kwargs or {})
-        if asked.add_generation_prompt is not None:
-            values["add_generation_prompt"] = asked.add_generation_prompt
-        values["now"] = created()
+        self._check_text("".join([*(m["content"] + m.get("reasoning_content", "") for m in plain), *told]))
+        values = {**asked.template_values, "now": created()}
         conversation = partial(
             self.codec.chat_ids,
             plain,
@@ -188,9 +190,11 @@ class Service:
     def answers(self, prompts: list[list[int]], params: SamplingParams, *, special: bool = False) -> Answers:
         """Submit prompts to the engine, and return their choices. `special` keeps the text of special tokens. Raises
         EngineDead if the engine has stopped, and MegakernelError if there are stop strings but no tokenizer."""
+        replay = REPLAYED.get()
+        if self._seeds and params.seed is None and replay is None:
+            params = replace(params, seed=self._seeds.getrandbits(64))
         self.codec.check(params)
         transcripts = [one for _ in prompts for one in self.codec.transcripts(params, special=special)]
-        replay = REPLAYED.get()
         seed = replay.seed if replay else None
         return self.engine.submit(prompts, params, CLIENT.get(), transcripts, self.metrics, seed)
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from api_support import Live, serving
 from commands import command, run
+from fake_openai import DEEP, HOSTILE, answering, whole
 
 from megakernel import LLM
 from megakernel.cli import chat as chat_verb
@@ -94,6 +95,28 @@ def test_errors_of_a_server_are_its_own(
     for flags, why in cases:
         status, out, err = chat(capsys, monkeypatch, b"hello\n", *flags)
         assert status == 1 and why in err and "Traceback" not in err and not out, (flags, out, err)
+
+
+MODELS = whole(b'{"data":[{"id":"m"}]}')
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_server_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    first, endless = HOSTILE[name]
+    with answering(MODELS, whole(b"{}", "404 X"), first, endless=endless) as url:
+        status, out, err = chat(capsys, monkeypatch, b"hello\n", "--base-url", url)
+    assert status == 1 and not out and err.count("\n") == 1 and err.startswith("megakernel: error: "), err
+    assert len(err) < 1000 and err[:-1].isprintable()
+
+
+@pytest.mark.parametrize("models", [b"{}", b"[]", b'{"data":"x"}', b'{"data":[{"id":7}]}', b'{"data":[]}', DEEP])
+def test_a_hostile_list_of_models_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, models: bytes
+) -> None:
+    with answering(whole(models)) as url:
+        assert "names no model" in chat(capsys, monkeypatch, b"hello\n", "--base-url", url)[2]
 
 
 class Terminal:

@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+import sys
 from io import StringIO
 from pathlib import Path
 from unittest.mock import Mock
@@ -352,6 +353,68 @@ def test_interrupt_exits_with_130(model: str) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, b"")
+
+
+_INTERRUPTED_IMPORT = """
+import os, signal, sys
+from megakernel.__main__ import main
+module = sys.argv.pop(1)
+class Finder:
+    def find_spec(name, *_):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+status = main()
+if module == "end":
+    os.kill(os.getpid(), signal.SIGINT)
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("megakernel.cli", "doctor"),
+        ("numpy", "generate --prompt x"),
+        ("rich.console", "roofline"),
+        ("tokenizers", "generate --prompt x --model random:llama-3.2-1b"),
+        ("fastapi", "serve --model random:llama-3.2-1b --port 0"),
+        ("end", "completion bash"),
+    ],
+)
+def test_an_interrupt_of_an_import_is_silent(module: str, arguments: str) -> None:
+    line = [sys.executable, "-P", "-c", _INTERRUPTED_IMPORT, module, *arguments.split()]
+    done = subprocess.run(line, capture_output=True, timeout=120)
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
+@pytest.mark.parametrize("verb", ["doctor", "roofline", "serve", "completion bash"])
+def test_closed_standard_output_is_one_line(verb: str) -> None:
+    done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command(*verb.split())], capture_output=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, b"megakernel: error: standard output is closed\n")
+
+
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    line = ["sh", "-c", '"$@" 1</dev/null', "sh", *command("completion", "bash")]
+    done = subprocess.run(line, capture_output=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, b"megakernel: error: Bad file descriptor\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ("serve --gpu-memory-utilization 0.9", "(the KV cache is as large as --max-num-seqs"),
+        ("serve --quantization=fp8 model", "(use --weights)"),
+        ("serve --max-num-sequences 3", "(did you mean --max-num-seqs?)"),
+        ("generate --prompt x --max-tokns 3", "(did you mean --max-tokens?)"),
+        ("bench serve --zzzzzz", "unrecognized arguments: --zzzzzz\n"),
+    ],
+)
+def test_an_unknown_flag_is_told_with_the_nearest(
+    capsys: pytest.CaptureFixture[str], arguments: str, hint: str
+) -> None:
+    status, _, err = run(capsys, *arguments.split())
+    assert status == 2 and hint in err
 
 
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from commands import fails, run, run_json
 from engine_support import CONFIG
-from fake_openai import FakeServer, running
+from fake_openai import HOSTILE, FakeServer, answering, running
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype, Split
@@ -167,6 +167,33 @@ def test_key_and_path() -> None:
 def test_ports_that_an_address_leaves_out() -> None:
     for url, port in (("https://host/v1", 443), ("host", 80), ("http://host:7", 7)):
         assert ServerClient(url)._port == port
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_answer_is_an_outcome(monkeypatch: pytest.MonkeyPatch, name: str, stream: bool) -> None:
+    monkeypatch.setattr(client, "_MOST_BYTES", 1 << 22)
+    first, endless = HOSTILE[name]
+
+    async def ask(url: str) -> Outcome:
+        return await ServerClient(url, model="m").complete(jobs((3, 2))[0], stream=stream)
+
+    with answering(first, endless=endless) as url:
+        outcome = asyncio.run(ask(url))
+    assert outcome.error and len(outcome.error) < 1000
+
+
+@pytest.mark.parametrize(
+    ("page", "why"),
+    [
+        ({"ceilings": {"x": 1}}, "unusable ceilings"),
+        ({"ceilings": "x"}, "unusable ceilings"),
+        ({"ceilings": {"read_bytes_per_s": 0, "flops": 1, "threads": 1, "how": "x"}}, "not above 0"),
+    ],
+)
+def test_hostile_ceilings_are_one_line(capsys: pytest.CaptureFixture[str], page: dict[str, Any], why: str) -> None:
+    with running(FakeServer(pages={"/roofline": page})) as server:
+        assert why in fails(capsys, "bench", "serve", "--base-url", server.url, "--num-prompts", "2")
 
 
 def test_long_errors_of_a_server_are_cut() -> None:

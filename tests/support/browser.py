@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from megakernel.timeline.template import policy
 
 _CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _OFF = ("gpu", "quic", "background-networking", "component-update", "sync", "dev-shm-usage")
@@ -63,7 +66,10 @@ class Browser:
         `window.timeline`."""
         script, end, rest = page.read_text(encoding="utf-8").rpartition("})();</script>")
         asking = page.with_suffix(".asking.html")
-        asking.write_text(script + _TIMELINE.read_text(encoding="utf-8") + end + rest, encoding="utf-8")
+        text = script + _TIMELINE.read_text(encoding="utf-8") + end + rest
+        own = text.rpartition("<script>")[2].partition("</script>")[0]
+        text = re.sub('content="default-src[^"]*"', f'content="{policy(own)}"', text, count=1)
+        asking.write_text(text, encoding="utf-8")
         self.visit(asking.resolve().as_uri(), "window.timeline")
 
     def visit(self, url: str, ready: str) -> None:

@@ -62,7 +62,7 @@ def run(function: Callable[[], None], **env: object) -> str:
         settings = os.environ | {key: str(value) for key, value in env.items()}
         forks.stdin.write(json.dumps([function.__name__, settings, folder]) + "\n")
         forks.stdin.flush()
-        if not select.select([forks.stdout], [], [], 120)[0]:
+        if not select.select([forks.stdout], [], [], 600)[0]:
             os.killpg(forks.pid, signal.SIGKILL)
             _forks.cache_clear()
             pytest.fail(f"{function.__name__} does not end")

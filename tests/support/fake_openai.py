@@ -3,9 +3,10 @@ API that the benchmark calls, and fails in the ways that a test selects."""
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -89,6 +90,61 @@ class FakeServer:
                 await writer.drain()
                 await asyncio.sleep(self.delay_s)
         writer.write(b"0\r\n\r\n")
+
+
+@contextmanager
+def answering(*raw: bytes, endless: bytes = b"") -> Iterator[str]:
+    """Run a server that answers the first request with `raw[0]`, the second with `raw[1]` and so on, and the rest with
+    the last. Each answer is followed by `endless`, again and again, and then the connection closes. Yields its URL."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    asked = 0
+
+    def serve() -> None:
+        nonlocal asked
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection, suppress(OSError):
+                    connection.recv(1 << 16)
+                    connection.sendall(raw[min(asked, len(raw) - 1)])
+                    asked += 1
+                    while endless and asked >= len(raw):
+                        connection.sendall(endless)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield "http://{}:{}".format(*listener.getsockname())
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+def whole(body: bytes, status: str = "200 OK") -> bytes:
+    """Return an HTTP answer with the body."""
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+
+
+DEEP = b'{"choices":' + b"[" * 200_000
+# Answers that are no answers of an OpenAI server. The second value is sent endlessly.
+HOSTILE: dict[str, tuple[bytes, bytes]] = {
+    "choices": (whole(b'data: {"choices":"x"}\n\n'), b""),
+    "choice": (whole(b'data: {"choices":["x"]}\n\n'), b""),
+    "delta": (whole(b'data: {"choices":[{"delta":7}]}\n\n'), b""),
+    "list": (whole(b"data: [1]\n\n"), b""),
+    "usage": (whole(b'data: {"choices":[],"usage":"x"}\n\ndata: {"usage":{"completion_tokens":"9"}}\n\n'), b""),
+    "deep": (whole(b"data: " + DEEP + b"\n\n"), b""),
+    "deep error": (whole(DEEP, "500 X"), b""),
+    "no json": (whole(b"data: {\xff\n\n"), b""),
+    "endless line": (b"HTTP/1.1 200 OK\r\n\r\ndata: ", b"x" * 65536),
+    "endless error": (b"HTTP/1.1 500 OK\r\n\r\n", b"x" * 65536),
+    "endless head": (b"HTTP/1.1 200 OK\r\n", b"X: " + b"y" * 60_000 + b"\r\n"),
+    "large chunk": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffff\r\n", b"x" * 65536),
+    "odd chunk": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nxxxxx", b""),
+    "cut trailer": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b""),
+    "no status": (b"HTTP/1.1\r\n\r\n", b""),
+    "nothing": (b"", b""),
+}
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from browser import Browser, browser, missing
 
 from megakernel import machine
 from megakernel.cli.simulate import decode_step
-from megakernel.isa import Dtype
+from megakernel.isa import Dtype, Forward
 from megakernel.model import load_config
 from megakernel.scheduler import compile_program
 from megakernel.scheduler.simulate import simulate
@@ -526,6 +526,41 @@ def test_clocks_of_ranks_have_an_uncertainty(node: Browser) -> None:
     )
     node.run("timeline.select(arguments[0])", wait)
     assert "± 2 µs" in _text(node, "details")
+
+
+_HOSTILE = (
+    "<img src=x onerror=window.hit=1>",
+    "@@DATA@@",
+    "</script><script>window.hit=1</script>",
+    "<!--<script>",
+    "]]>",
+)
+
+
+def test_names_in_a_file_are_only_text(driver: Browser, tmp_path: Path, stalled: Resolved) -> None:
+    """Programs in memory may have any names. None of them becomes markup, ends an element or is expanded, and the
+    page's policy refuses every other script."""
+    names = iter(_HOSTILE)
+    forward = stalled.program.forward
+    segments = [tuple(replace(p, name=next(names, p.name)) for p in segment) for segment in forward.segments]
+    program = replace(stalled.program, forward=Forward(*segments), machine=_HOSTILE[2])
+    header = replace(stalled.trace.header, program=program.hash, source=_HOSTILE[0])
+    step = resolve(program, replace(stalled.trace, header=header))
+    path = tmp_path / "hostile.html"
+    write_html(path, (step, summarise(step)))
+    driver.open_timeline(path)
+    shown = _text(driver, "legend") + _text(driver, "summary") + _text(driver, "headline")
+    used = [name for name in _HOSTILE if name in shown]
+    assert _HOSTILE[0] in _text(driver, "headline") and len(used) >= 3 and "@@DATA@@" in shown
+    driver.run(
+        "for (const row of document.querySelectorAll('button, [title]')) row.dispatchEvent(new Event('mouseover'))"
+    )
+    assert driver.run("return document.querySelectorAll('img').length") == 0 and driver.run("return window.hit") is None
+    assert _complaints(driver) == []
+    driver.run("const s = document.createElement('script'); s.textContent = 'window.hit = 1'; document.body.append(s)")
+    driver.run("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=window.hit=1>')")
+    _soon(lambda: sum("Content Security Policy" in line for line in driver.log()) > 0)
+    assert driver.run("return window.hit") is None
 
 
 def test_two_traces_one_below_the_other(pair: Browser) -> None:

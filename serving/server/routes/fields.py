@@ -18,8 +18,9 @@ def _by_name(table: Mapping[str, str]) -> dict[str, str]:
 # Reasons, each with the names of the fields that it concerns.
 IGNORED = _by_name(
     {
-        "it only identifies the client's user": "user safety_identifier",
-        "every prompt uses the prefix cache": "prompt_cache_key prompt_cache_retention prompt_cache_options",
+        "it only identifies the client or its user": "user safety_identifier client_metadata",
+        "every prompt uses the prefix cache": "prompt_cache_key prompt_cache_retention prompt_cache_options"
+        " cache_prompt",
         "this server has only one tier": "service_tier",
         "nothing is stored": "store metadata",
         "it is only a speed hint; `--speculate` works without it": "prediction",
@@ -31,6 +32,13 @@ IGNORED = _by_name(
         "tokens are sent immediately, several per event to a slow client": "stream_interval",
         "metrics have no client-defined labels": "custom_labels",
         "reasoning is part of the answer's text": "separate_reasoning stream_reasoning",
+        "only chat templates read it": "reasoning_effort reasoning",
+        "the supported models have no verbosity setting": "verbosity",
+        "the grammar backend is always llguidance": "guided_decoding_backend",
+        "it chooses among providers and models, and this server has one": "provider route models",
+        "every answer has the usage": "usage",
+        "it adjusts a sampler that this server lacks": "mirostat_tau mirostat_eta xtc_threshold dry_base"
+        " dry_allowed_length dry_penalty_last_n dry_sequence_breakers dynatemp_exponent",
     }
 )
 OF_EARLIER_ANSWERS = _by_name({"they only describe an earlier answer": "id status type annotations phase"})
@@ -38,12 +46,13 @@ OF_STREAM_OPTIONS = {
     "include_obfuscation": "events have no obfuscation padding",
     "continuous_usage_stats": "the usage is sent once, in the last event",
 }
+OF_REASONING = _by_name({"the answer has no summary of its reasoning": "summary generate_summary"})
 OF_TEXT = {"verbosity": "the supported models have no verbosity setting"}
 
 # Each row: why the fields are refused, their names, and the values that are accepted because they have no effect.
 _REFUSED: tuple[tuple[Any, ...], ...] = (
     ("the grammar backend is llguidance: use guided_json, guided_regex, guided_choice or guided_grammar",
-     "guided_decoding_backend guided_whitespace_pattern structural_tag"),
+     "guided_whitespace_pattern structural_tag"),
     ("use response_format or guided_json", "json_schema"),
     ("use tools in /v1/chat/completions", "tools functions", []),
     ("use tool_choice, and tool_calls in messages", "function_call", "none", "auto"),
@@ -61,20 +70,26 @@ _REFUSED: tuple[tuple[Any, ...], ...] = (
      " custom_logit_processor", [], {}),
     ("use return_token_ids and /detokenize", "return_token_offsets return_prompt_text return_token_strs", False),
     ("all clients share one prefix cache", "cache_salt extra_key"),
-    ("use max_tokens, which bounds all tokens together", "thinking_token_budget", -1),
+    ("use max_tokens, which bounds all tokens together", "thinking_token_budget thinking_budget", -1),
     ("reasoning is part of the answer's text", "include_reasoning", True),
-    ("reasoning is part of the text, and the supported models have no setting for its effort",
-     "reasoning reasoning_content", {}, ""),
-    ("set the chat template's variable in chat_template_kwargs", "reasoning_effort"),
-    ("the supported models have no verbosity setting", "verbosity", "medium"),
+    ("send it in an entry of messages", "reasoning_content", {}, ""),
+    ("set enable_thinking in chat_template_kwargs", "enable_thinking thinking"),
     ("this server runs only the model's own template", "chat_template"),
     ("pass them in chat_template_kwargs if the template reads them", "documents", []),
-    ("this server handles text only", "audio image"),
+    ("this server handles text only", "audio image images image_url video files attachments", []),
     ("this server handles text only", "media_io_kwargs mm_processor_kwargs images_config", {}),
     ("this server handles text only", "modalities", ["text"]),
     ("send it as content", "refusal"),
     ("this server does not search the web", "web_search_options"),
     ("this server has no moderation", "moderation"),
+    ("use continue_final_message", "prefix partial", False),
+    ("use max_tokens", "n_predict num_predict max_new_tokens", -1),
+    ("use repetition_penalty", "repeat_penalty", 1, 1.0),
+    ("use temperature 0", "do_sample", True),
+    ("use guided_grammar", "grammar", ""),
+    ("this server lacks this sampler", "typical_p typical tfs_z tfs", 1, 1.0),
+    ("this server lacks this sampler", "mirostat top_a xtc_probability dry_multiplier dynatemp_range", 0, 0.0),
+    ("send its fields directly", "extra_body", {}),
     ("stop accepts texts, not regular expressions", "stop_regex", [], ""),
     ("use include_stop_str_in_output", "no_stop_trim", False),
     ("this server has no LoRA adapters", "lora_path"),
@@ -87,25 +102,31 @@ _REFUSED: tuple[tuple[Any, ...], ...] = (
     ("this server answers only while the client waits", "background background_options", False),
     ("this server has no access programs", "access_programs"),
 )  # fmt: skip
+# Types of tools that another server runs, or that only some models can use. No answer calls them, so they are left out.
+HOSTED_TOOLS = (
+    "web_search|web_search_preview|file_search|code_interpreter|image_generation|computer|computer_use_preview|mcp"
+    "|local_shell|shell|apply_patch|custom|namespace|tool_search"
+)
 REFUSED = {name: why for why, names, *_ in _REFUSED for name in names.split()}
 NEUTRAL: dict[str, list[Any]] = {name: neutral for _, names, *neutral in _REFUSED for name in names.split()}
 
 
 def _describe(schema: dict[str, Any], model: type[Any]) -> None:
     """State in the OpenAPI schema that fields which the class `model` does not declare may only be null."""
-    if model.where:
+    if model.where and not model.lenient:
         schema["additionalProperties"] = {"type": "null"}
 
 
 class Strict(BaseModel):
     """A strictly validated JSON object. Its class declares the supported fields. `where` is how errors call this kind
     of object. If it is empty, every undeclared field is ignored, and otherwise only those in `ignored`, which gives the
-    reasons."""
+    reasons. A `lenient` class also ignores fields that no table names."""
 
     # With strict=True, the string "5" is no number, and 1 is not true. JSON has neither infinity nor NaN.
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, json_schema_extra=_describe)
     where: ClassVar[str] = ""
     ignored: ClassVar[Mapping[str, str]] = IGNORED
+    lenient: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -113,7 +134,9 @@ class Strict(BaseModel):
         """Raise an error for a field that the server refuses or does not know."""
         if cls.where and isinstance(given, dict):
             for name, value in given.items():
-                if name not in cls.model_fields and name not in cls.ignored and value is not None:
+                if name in cls.model_fields or name in cls.ignored or value is None:
+                    continue
+                if name in REFUSED or not cls.lenient:
                     _check(cls.where, name, value)
         return given
 

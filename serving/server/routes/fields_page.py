@@ -11,7 +11,7 @@ from megakernel.serving.server.routes import fields, requests, responses
 
 _BODIES: list[type[fields.Strict]] = [requests.CompletionRequest, requests.ChatRequest, responses.ResponsesRequest]
 _BODIES += [requests.TokenizeText, requests.TokenizeMessages, requests.DetokenizeRequest]
-_BODIES += [requests.Message, requests.StreamOptions]
+_BODIES += [requests.Message, requests.Reasoning, requests.StreamOptions]
 _BODIES += [responses.InputMessage, responses.InputCall, responses.InputResult, responses.TextConfig]
 
 
@@ -30,6 +30,8 @@ def _lines() -> Iterator[str]:
     yield from _table(fields.IGNORED)
     yield "\nFurther fields that are ignored in entries of `messages` and `input`, in `stream_options` and in `text`:\n"
     yield from _table(fields.OF_EARLIER_ANSWERS | fields.OF_STREAM_OPTIONS | fields.OF_TEXT)
+    kinds = ", ".join(f"`{kind}`" for kind in fields.HOSTED_TOOLS.split("|"))
+    yield f"\nEntries of `tools` with these types are left out, because no answer can call them: {kinds}."
     yield "\n## Refused\n\nValues in parentheses have no effect, so a refused field may have them.\n"
     yield from _table(fields.REFUSED, fields.NEUTRAL)
 

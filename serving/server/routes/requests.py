@@ -5,6 +5,7 @@ the fields that the server ignores or refuses."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -33,7 +34,13 @@ from megakernel.serving.engine.sampling import (
 )
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS, MAX_STOP_CHARACTERS, MAX_STOPS
-from megakernel.serving.server.routes.fields import OF_EARLIER_ANSWERS, OF_STREAM_OPTIONS, Strict
+from megakernel.serving.server.routes.fields import (
+    HOSTED_TOOLS,
+    OF_EARLIER_ANSWERS,
+    OF_REASONING,
+    OF_STREAM_OPTIONS,
+    Strict,
+)
 
 INT32, _SEED = 2**31 - 1, 2**63
 
@@ -41,14 +48,21 @@ INT32, _SEED = 2**31 - 1, 2**63
 VOCABULARY = {"x-vocabulary": True}
 
 
-def _whole(value: Any) -> Any:
-    """Return a whole number such as 1.0 as an integer, because JSON does not distinguish 1.0 from 1."""
+def _read(value: Any) -> Any:
+    """Return a whole number such as 1.0 as an integer, because JSON does not distinguish 1.0 from 1. Return the number
+    or truth value that a short text holds, because forms and configuration files of clients send "128" for 128."""
+    if isinstance(value, str) and len(value) < 32:
+        try:
+            held = json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+        value = held if isinstance(held, (int, float)) else value
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _whole_list(value: Any) -> Any:
-    """Return a list with `_whole` applied to its items. Prompts may be long, so a list without floats is not copied."""
-    return [_whole(item) for item in value] if isinstance(value, list) and float in set(map(type, value)) else value
+    """Return a list with `_read` applied to its items. Prompts may be long, so a list without floats is not copied."""
+    return [_read(item) for item in value] if isinstance(value, list) and float in set(map(type, value)) else value
 
 
 _WHOLE_LIST = BeforeValidator(_whole_list)
@@ -71,11 +85,12 @@ def contradiction(field: str, text: str) -> PydanticCustomError:
     return PydanticCustomError("contradiction", text, {"field": field})
 
 
-# In an Annotated type, WHOLE must come after the Field with the bounds: otherwise, the schema lacks the bounds.
-WHOLE = BeforeValidator(_whole)
-TopCount = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE]
-NewTokens = Annotated[int, Field(ge=1, le=INT32, description="default: up to the context limit"), WHOLE]
-Kept = Annotated[int, Field(ge=-1, le=INT32, description="how many last tokens to keep; -1: as many as fit"), WHOLE]
+# In an Annotated type, READ must come after the Field with the bounds: otherwise, the schema lacks the bounds.
+READ = BeforeValidator(_read)
+Flag = Annotated[bool, READ]
+TopCount = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), READ]
+NewTokens = Annotated[int, Field(ge=1, le=INT32, description="default: up to the context limit"), READ]
+Kept = Annotated[int, Field(ge=-1, le=INT32, description="how many last tokens to keep; -1: as many as fit"), READ]
 TokenId = Annotated[int, Field(ge=0, le=INT32, json_schema_extra=VOCABULARY)]
 Text = Annotated[str, Field(min_length=1)]
 # `fail_fast` stops at the first invalid item, because describing many errors takes tens of milliseconds.
@@ -90,10 +105,10 @@ Prompt = Annotated[
     ),
 ]
 Bias = Annotated[
-    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100), READ]],
     Field(max_length=MAX_BIAS, json_schema_extra={"additionalProperties": False}),
 ]
-AddSpecial = Annotated[bool, Field(description="add the BOS token; default: true for text, false for messages")]
+AddSpecial = Annotated[bool, Field(description="add the BOS token; default: true for text, false for messages"), READ]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stop = Annotated[
     StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)],
@@ -108,7 +123,7 @@ class JsonSchema(Strict):
     name: str | None = None
     description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: bool | None = None
+    strict: Flag | None = None
 
 
 class ResponseFormat(Strict):
@@ -127,7 +142,7 @@ class StructuredOutputs(Strict):
     regex: Text | None = None
     choice: _Texts | None = None
     grammar: Text | None = None
-    json_object: bool | None = None
+    json_object: Flag | None = None
 
 
 # The older fields of vLLM and SGLang that name a form of the answer, with their names in StructuredOutputsParams.
@@ -142,23 +157,23 @@ class Body(Strict):
 class Sampled(Body):
     """The fields that every generating endpoint accepts."""
 
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT32), WHOLE] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-_SEED, lt=_SEED), WHOLE] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2), READ] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1), READ] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32), READ] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1), READ] | None = None
+    seed: Annotated[int, Field(ge=-_SEED, lt=_SEED), READ] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2), READ] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2), READ] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e6), READ] | None = None
     logit_bias: Bias | None = None
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS), _WHOLE_LIST] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=INT32), WHOLE] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: Annotated[bool, Field(description="leave out special tokens; default: true")] | None = None
+    ignore_eos: Flag | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT32), READ] | None = None
+    include_stop_str_in_output: Flag | None = None
+    skip_special_tokens: Annotated[bool, Field(description="omit special tokens; default: true"), READ] | None = None
     truncate_prompt_tokens: Kept | None = None
-    stream: bool | None = None
+    stream: Flag | None = None
 
     def sampling(
         self,
@@ -186,18 +201,19 @@ class StreamOptions(Strict):
     where = "stream_options"
     ignored = OF_STREAM_OPTIONS
 
-    include_usage: bool | None = None
+    include_usage: Flag | None = None
 
 
 class Choices(Sampled):
     """The fields that completions and chat accept."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), READ] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="must equal n"), READ] | None = None
     prompt_logprobs: TopCount | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: AddSpecial | None = None
-    return_token_ids: Annotated[bool, Field(description="also return `token_ids`")] | None = None
-    return_tokens_as_token_ids: Annotated[bool, Field(description="write `token_id:N` for text")] | None = None
+    return_token_ids: Annotated[bool, Field(description="also return `token_ids`"), READ] | None = None
+    return_tokens_as_token_ids: Annotated[bool, Field(description="write `token_id:N` for text"), READ] | None = None
 
     structured_outputs: StructuredOutputs | None = None
     allowed_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
@@ -211,9 +227,10 @@ class Choices(Sampled):
     response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
-    def _fields_belong_to_streams(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise contradiction("stream_options", "stream_options requires stream=true")
+    def _choices_agree(self) -> Self:
+        # At temperature 0, all choices are the same, so the best of several is the first.
+        if self.best_of is not None and self.best_of != (self.n or 1) and self.temperature != 0:
+            raise contradiction("best_of", "best_of must equal n, because this server does not rank choices")
         if self.prompt_logprobs is not None and self.stream:
             raise contradiction("prompt_logprobs", "prompt_logprobs cannot be streamed: set stream to false")
         return self
@@ -252,10 +269,10 @@ class CompletionRequest(Choices):
     where = "/v1/completions"
 
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0, le=INT32, description="default: 16"), WHOLE] | None = None
-    echo: bool | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=INT32, description="default: 16"), READ] | None = None
+    echo: Flag | None = None
     logprobs: TopCount | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="must equal n"), WHOLE] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0, le=INT32, description="max_tokens"), READ] | None = None
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -265,14 +282,25 @@ class CompletionRequest(Choices):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise contradiction("best_of", "best_of must equal n, because this server does not rank choices")
+        if self.max_tokens is None:
+            self.max_tokens = self.max_completion_tokens
         if self.max_tokens == 0 and not self.echo:
             raise contradiction("max_tokens", "max_tokens may be 0 only with echo, to score a prompt")
         return self
 
 
 MOST_TOOLS = 128  # the OpenAI API's limit
+_HOSTED = re.compile(f"({HOSTED_TOOLS})(_[0-9_]+)?")
+
+
+def _callable(tools: Any) -> Any:
+    """Return the tools without those that only another server can run."""
+    if not isinstance(tools, list):
+        return tools
+    return [t for t in tools if not (isinstance(t, dict) and _HOSTED.fullmatch(str(t.get("type"))[:64]))]
+
+
+CALLABLE = BeforeValidator(_callable)
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
@@ -280,7 +308,7 @@ class Function(Strict):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: Flag | None = None
 
 
 class Tool(Strict):
@@ -327,6 +355,7 @@ class TextPart(Strict):
 class Message(Strict):
     where = "an entry of messages"
     ignored = OF_EARLIER_ANSWERS
+    lenient = True
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[
@@ -336,6 +365,8 @@ class Message(Strict):
 
     tool_calls: Annotated[list[Called], Field(max_length=MOST_TOOLS)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: Annotated[str, Field(description="the reasoning of an earlier answer")] | None = None
+    reasoning: Annotated[str, Field(description="the same as reasoning_content")] | None = None
     name: str | None = None
 
     def plain(self) -> dict[str, Any]:
@@ -343,6 +374,7 @@ class Message(Strict):
         content = self.content
         text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
         more: dict[str, Any] = {"tool_call_id": self.tool_call_id, "name": self.name}
+        more["reasoning_content"] = self.reasoning_content or self.reasoning or None
         if self.tool_calls:
             more["tool_calls"] = [call.plain() for call in self.tool_calls]
         return {"role": self.role, "content": text} | {key: value for key, value in more.items() if value is not None}
@@ -352,13 +384,22 @@ _CHOICES = 'must be "none", "auto", "required" or {"type": "function", "function
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
+class Reasoning(Strict):
+    where = "reasoning"
+    ignored = OF_REASONING
+
+    effort: str | None = None
+
+
 class Conversation(Strict):
     """A conversation, and how the model's chat template turns it into a prompt."""
 
     messages: Messages
-    add_generation_prompt: Annotated[bool, Field(description="begin a new answer; usually true")] | None = None
-    continue_final_message: Annotated[bool, Field(description="the answer continues the last message")] | None = None
+    add_generation_prompt: Annotated[bool, Field(description="begin a new answer; usually true"), READ] | None = None
+    continue_final_message: Annotated[bool, Field(description="continue the last message"), READ] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(description="more variables for the template")] | None = None
+    reasoning_effort: Annotated[str, Field(description="a variable for the template; none: no thinking")] | None = None
+    reasoning: Annotated[Reasoning, Field(description="reasoning.effort is reasoning_effort")] | None = None
     add_special_tokens: AddSpecial | None = None
 
     @model_validator(mode="after")
@@ -371,18 +412,30 @@ class Conversation(Strict):
             raise contradiction("chat_template_kwargs", told)
         return self
 
+    @property
+    def template_values(self) -> dict[str, Any]:
+        """Return the variables that the request sets for the chat template."""
+        values: dict[str, Any] = {}
+        if effort := self.reasoning_effort or (self.reasoning and self.reasoning.effort):
+            values["reasoning_effort"] = effort
+            if effort == "none":
+                values["enable_thinking"] = False
+        if self.add_generation_prompt is not None:
+            values["add_generation_prompt"] = self.add_generation_prompt
+        return values | (self.chat_template_kwargs or {})
+
 
 class ChatRequest(Conversation, Choices):
     where = "/v1/chat/completions"
 
     max_completion_tokens: NewTokens | None = None
     max_tokens: NewTokens | None = None  # the older name of max_completion_tokens
-    logprobs: bool | None = None
+    logprobs: Flag | None = None
     top_logprobs: TopCount | None = None
-    echo: Annotated[bool, Field(description="repeat the last message if the assistant wrote it")] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    echo: Annotated[bool, Field(description="repeat the last message if the assistant wrote it"), READ] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS), CALLABLE] | None = None
     tool_choice: Annotated[ToolChoice | None, one_message(_CHOICES)] = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: Flag | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:

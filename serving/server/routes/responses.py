@@ -41,6 +41,7 @@ def _text(content: str | list[InputPart]) -> str:
 class InputMessage(Strict):
     where = "an input item of type message"
     ignored = OF_EARLIER_ANSWERS
+    lenient = True
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
@@ -52,6 +53,7 @@ class InputCall(Strict):
 
     where = "an input item of type function_call"
     ignored = OF_EARLIER_ANSWERS
+    lenient = True
 
     type: Literal["function_call"]
     call_id: str
@@ -64,22 +66,30 @@ class InputResult(Strict):
 
     where = "an input item of type function_call_output"
     ignored = OF_EARLIER_ANSWERS
+    lenient = True
 
     type: Literal["function_call_output"]
     call_id: str
     output: Content
 
 
+class InputReasoning(Strict):
+    """The reasoning before an earlier answer. It is left out, because chat templates leave it out too."""
+
+    type: Literal["reasoning"]
+
+
 def _kind(given: Any) -> str:
     """Return the tag of an input item. An unknown kind counts as a message, and the validation as a message fails."""
     kind = given.get("type") if isinstance(given, dict) else None
-    return f"({kind})" if kind in ("function_call", "function_call_output") else "(message)"
+    return f"({kind})" if kind in ("function_call", "function_call_output", "reasoning") else "(message)"
 
 
 Item = Annotated[
     Annotated[InputMessage, Tag("(message)")]
     | Annotated[InputCall, Tag("(function_call)")]
-    | Annotated[InputResult, Tag("(function_call_output)")],
+    | Annotated[InputResult, Tag("(function_call_output)")]
+    | Annotated[InputReasoning, Tag("(reasoning)")],
     Discriminator(_kind),
 ]
 
@@ -102,10 +112,21 @@ class ResponseTool(Strict):
     name: requests.FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: requests.Flag | None = None
 
 
 _LOGPROBS = "message.output_text.logprobs"
+# Of these additions to an answer, only log-probabilities exist here. The others belong to tools of OpenAI's servers.
+Addition = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+]
 _TOLD = requests.one_message('must be "none", "auto", "required" or {"type": "function", "name": ...}')
 
 
@@ -120,11 +141,12 @@ class ResponsesRequest(requests.Sampled):
     instructions: Annotated[str, Field(description="a system message before the conversation")] | None = None
     max_output_tokens: requests.NewTokens | None = None
     top_logprobs: requests.TopCount | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: list[Addition] | None = None
     text: TextConfig | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=requests.MOST_TOOLS)] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=requests.MOST_TOOLS), requests.CALLABLE] | None = None
     tool_choice: Annotated[Literal["none", "auto", "required"] | ResponseTool | None, _TOLD] = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: requests.Flag | None = None
+    reasoning: requests.Reasoning | None = None
     metadata: Annotated[dict[str, str], Field(description="returned unchanged with the answer")] | None = None
 
     @property
@@ -162,13 +184,16 @@ class ResponsesRequest(requests.Sampled):
                 said.append({"role": item.role, "content": _text(item.content)})
             elif isinstance(item, InputResult):
                 said.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
-            else:
+            elif isinstance(item, InputCall):
                 last = said[-1] if said else {}
                 if last.get("role") != "assistant" or len(last.get("tool_calls", ())) == requests.MOST_TOOLS:
                     said.append({"role": "assistant", "content": ""})
                 called = {"name": item.name, "arguments": item.arguments}
                 said[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": called})
-        return requests.Conversation(messages=[requests.Message.model_validate(message) for message in said])
+        if not said:
+            raise APIError(400, "input has no message, function_call or function_call_output", param="input")
+        messages = [requests.Message.model_validate(message) for message in said]
+        return requests.Conversation(messages=messages, reasoning=self.reasoning)
 
 
 def _chat_tool(tool: ResponseTool) -> requests.Tool:

@@ -253,7 +253,7 @@ def test_max_tokens_meet_the_context(live: Live) -> None:
         (COMPLETIONS, {"prompt": ["a"] * 2049}, "prompt", "up to 2048"),
         (COMPLETIONS, {"prompt": [260]}, None, "prompt token 260 is outside the vocabulary of 260"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens", "only with echo"),
-        (COMPLETIONS, {"prompt": "a", "max_tokens": "9"}, "max_tokens", "must be a whole number, not '9'"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": "9x"}, "max_tokens", "must be a whole number, not '9x'"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": True}, "max_tokens", "must be a whole number, not True"),
         (COMPLETIONS, {"prompt": "a", "temperature": 2.1}, "temperature", "temperature must be at most 2, not 2.1"),
         (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p", "top_p must be above 0, not 0"),
@@ -265,7 +265,6 @@ def test_max_tokens_meet_the_context(live: Live) -> None:
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"260": 1}}, None, "token 260 is outside the vocabulary"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias.1", "must be at most 100"),
         (COMPLETIONS, {"prompt": "a", "min_tokens": 5, "max_tokens": 4}, None, "must not exceed max_tokens"),
-        (COMPLETIONS, {"prompt": "a", "stream_options": {}}, "stream_options", "requires stream=true"),
         (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop", "each of 1 to 1024 characters"),
         (
             COMPLETIONS,
@@ -353,7 +352,7 @@ def test_the_openapi_schema_is_true(tmp_path: Path, model: str) -> None:
         )
         assert done.returncode == 0, done.stdout
         found = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
-        assert found and found[1] == found[2] and int(found[1]) > 200, done.stdout
+        assert found and found[1] == found[2] and int(found[1]) > 100, done.stdout
         until(live.at_rest)
 
 

@@ -3,6 +3,7 @@
 import json
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,89 @@ def test_who_may_ask_is_set_by_flags(model: str, tmp_path: Path, capsys: pytest.
             assert answered.get("access-control-allow-origin") == (page["Origin"] if "--config" in flags else None)
 
 
+def ask(address: tuple[str, str | int], context: ssl.SSLContext | None = None) -> bytes:
+    """Return the answer to a request on a Unix socket ("unix", path) or over TLS (host, port)."""
+    if address[0] == "unix":
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(address[1])
+    else:
+        sock = socket.create_connection(address, timeout=30)  # type: ignore[arg-type]
+    with sock if context is None else context.wrap_socket(sock, server_hostname="localhost") as line:
+        line.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        return b"".join(iter(lambda: line.recv(65536), b""))
+
+
+@pytest.mark.slow
+def test_ways_to_listen_and_the_names_of_vllm(model: str, tmp_path: Path) -> None:
+    path, template = tmp_path / "socket", tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    flags = (model, "--tensor-parallel-size", "1", "--uds", str(path), "--chat-template", str(template), "--seed", "7")
+    texts = []
+    for _ in range(2):
+        with started("--json", *flags) as running:
+            assert running.stdout is not None
+            assert json.loads(running.stdout.readline())["url"] == f"unix:{path}"
+            assert b"HTTP/1.1 200 OK" in ask(("unix", str(path)))
+            curl = ["curl", "-s", "--unix-socket", str(path), "-H", "Content-Type: application/json"]
+            bodies = [("tokenize", {"messages": [{"role": "user", "content": "x"}]})]
+            bodies += [("v1/completions", {"prompt": "x", "max_tokens": 4, "ignore_eos": True})] * 2
+            said = [
+                json.loads(subprocess.check_output([*curl, f"http://localhost/{where}", "-d", json.dumps(body)]))
+                for where, body in bodies
+            ]
+            assert said[0]["count"] == len("[x]")
+            texts.append([one["choices"][0]["text"] for one in said[1:]])
+            running.terminate()
+            assert running.wait(timeout=30) == 0
+        assert not path.exists()
+    assert texts[0] == texts[1] and texts[0][0] != texts[0][1]
+
+
+@pytest.mark.slow
+def test_https_under_a_path(model: str, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    line = f"openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -keyout {key} -out {certificate}"
+    subprocess.run(line.split(), check=True, capture_output=True)
+    context = ssl.create_default_context(cafile=str(certificate))
+    context.check_hostname = False
+    files = ("--ssl-keyfile", str(key), "--ssl-certfile", str(certificate))
+    with process("--model", model, *files, "--root-path", "llm/", "--max-body-bytes", "100") as (_, facts, live):
+        assert facts["url"] == f"https://127.0.0.1:{live.port}"
+        assert b"HTTP/1.1 200 OK" in ask(("127.0.0.1", live.port), context)
+        for path in ("/version", "/llm/version"):
+            with context.wrap_socket(socket.create_connection(("127.0.0.1", live.port))) as line_:
+                line_.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+                assert line_.recv(100).startswith(b"HTTP/1.1 200 ")
+        with context.wrap_socket(socket.create_connection(("127.0.0.1", live.port))) as line_:
+            head = "POST /llm/tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999\r\nConnection: close\r\n\r\n"
+            line_.sendall(head.encode())
+            assert line_.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+def test_wrong_ways_to_listen_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    broken = tmp_path / "broken.pem"
+    broken.write_text("no key")
+    with socket.socket(socket.AF_UNIX) as live:
+        live.bind(str(tmp_path / "live"))
+        live.listen()
+        for flags, why in (
+            (("--uds", str(tmp_path / "live")), "another server listens there"),
+            (("--uds", str(broken)), "Address already in use"),
+            (("--uds", str(tmp_path / "none" / "socket")), "No such file"),
+            (("--uds", "x" * 200), "too long"),
+            (("--ssl-keyfile", str(broken)), "--ssl-keyfile needs --ssl-certfile"),
+            (("--ssl-certfile", str(broken)), "for HTTPS"),
+            (("--ssl-certfile", str(tmp_path / "none")), "No such file"),
+            (("--chat-template", str(tmp_path / "none")), "cannot read the chat template"),
+            (("--chat-template", "{% for %}"), "the chat template of --chat-template is broken"),
+            (("--replicas", "2", "--uds", "x"), "--uds cannot be combined with --replicas"),
+            (("--model", "a"), "two models are given, /nowhere and --model a"),
+        ):
+            assert why in fails(capsys, "serve", "/nowhere", *flags), flags
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
@@ -152,10 +236,10 @@ def test_a_wrong_variable_is_one_line(capsys: pytest.CaptureFixture[str], monkey
 
 @pytest.mark.slow
 def test_a_sample_of_hostile_requests() -> None:
-    """120 hostile requests cause no 5xx, no traceback and no memory leak. benchmarks/results/hostile-http.json has the
+    """300 hostile requests cause no 5xx, no traceback and no memory leak. benchmarks/results/hostile-http.json has the
     result for 10,000."""
     script = Path(__file__).parents[3] / "benchmarks" / "correctness" / "hostile_http.py"
-    arguments = [sys.executable, str(script), "--count", "120", "--seed", "1", "--", "--threads", "1"]
+    arguments = [sys.executable, str(script), "--count", "300", "--seed", "1", "--", "--threads", "1"]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)

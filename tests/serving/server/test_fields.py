@@ -32,7 +32,8 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder = tmp_path_factory.mktemp("model")
     byte_model(folder, gain=0.01)
     template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{{ mood }}"
+        "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+        "{{ m.content }}</>{% endfor %}{{ mood }}{{ reasoning_effort }}{{ enable_thinking }}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
@@ -101,7 +102,12 @@ def test_an_ignored_field_is_taken_with_any_value_and_an_unknown_one_is_named(
             "messages.0.tool_calls.0.function",
             "is required",
         ),
-        (CHAT, {"messages": [{"role": "user", "content": "x", "prefix": True}]}, "messages.0.prefix", "not a field of"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "x", "prefix": True}]},
+            "messages.0.prefix",
+            "use continue_final_message",
+        ),
         (CHAT, {"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "is not a field of"),
         (CHAT, {"modalities": ["text", "audio"]}, "modalities", "text only"),
         (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
@@ -115,8 +121,10 @@ def test_an_ignored_field_is_taken_with_any_value_and_an_unknown_one_is_named(
         (RESPONSES, {"input": ""}, "input", "must have at least 1 characters"),
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content", "parts"),
         (RESPONSES, {"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id", "is required"),
-        (RESPONSES, {"input": [{"type": "reasoning"}]}, "input.0.type", "must be 'message'"),
-        (RESPONSES, {"input": [{"role": "user", "content": "x", "call_id": "1"}]}, "input.0.call_id", "type message"),
+        (RESPONSES, {"input": [{"type": "reasoning"}]}, "input", "input has no message"),
+        (RESPONSES, {"input": [{"type": "image_generation_call"}]}, "input.0.type", "must be 'message'"),
+        (RESPONSES, {"reasoning": {"max_tokens": 9}}, "reasoning.max_tokens", "is not a field of reasoning"),
+        (COMPLETIONS, {"best_of": 2}, "best_of", "must equal n"),
         (
             RESPONSES,
             {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]},
@@ -125,7 +133,7 @@ def test_an_ignored_field_is_taken_with_any_value_and_an_unknown_one_is_named(
         ),
         (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format.type", "must be 'text'"),
         (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "is required"),
-        (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0.type", "must be 'function'"),
+        (RESPONSES, {"tools": [{"type": "web_serch"}]}, "tools.0.type", "must be 'function'"),
         (RESPONSES, {"tool_choice": "required"}, "tool_choice", "needs tools"),
         (
             RESPONSES,
@@ -140,6 +148,51 @@ def test_what_cannot_be_is_a_400(live: Live, path: str, body: Any, param: str | 
     error = live.post(path, {**plain, **body}, 400)["error"]
     assert error["param"] == param and message in error["message"], error
     assert "Input should" not in error["message"] and "validation" not in error["message"]
+
+
+_USER = {"role": "user", "content": "hello"}
+_FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+# What clients send although it changes no answer here, beside the fields of fields.IGNORED.
+_SENT = [
+    (COMPLETIONS, {"prompt": "x"}, {"max_tokens": None, "max_completion_tokens": 1, "n": 1, "best_of": 1}),
+    (COMPLETIONS, {"prompt": "x"}, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+    (COMPLETIONS, {"prompt": "x"}, {"temperature": 0, "best_of": 3}),
+    (COMPLETIONS, {"prompt": "x"}, {"max_tokens": "1", "n": "1", "temperature": "0.5", "echo": "false", "top_k": "-1"}),
+    (CHAT, HELLO, {"reasoning": None, "reasoning_effort": "high", "verbosity": "low", "best_of": 1}),
+    (CHAT, HELLO, {"reasoning": {"effort": "low"}, "provider": {"order": ["x"]}, "usage": {"include": True}}),
+    (CHAT, HELLO, {"repeat_penalty": 1.0, "cache_prompt": True, "typical_p": 1, "mirostat": 0, "dry_base": 1.75}),
+    (
+        CHAT,
+        HELLO,
+        {"messages": [{**_USER, "sender": "a", "timestamp": 1, "metadata": {}, "files": [], "prefix": False}]},
+    ),
+    (CHAT, HELLO, {"messages": [{**_USER, "content": [{"type": "text", "text": "a", "cache_control": {}}]}]}),
+    (CHAT, HELLO, {"tools": [{"type": "custom", "custom": {"name": "f"}}], "tool_choice": "auto"}),
+    (RESPONSES, {"input": "x"}, {"client_metadata": {"a": "b"}, "reasoning": {"effort": "high", "summary": "auto"}}),
+    (RESPONSES, {"input": "x"}, {"include": ["reasoning.encrypted_content", "web_search_call.action.sources"]}),
+    (RESPONSES, {"input": "x"}, {"text": {"verbosity": "low"}, "store": False, "prompt_cache_key": "k"}),
+    (RESPONSES, {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}, _USER]}, {}),
+    (RESPONSES, {"input": [{**_USER, "internal_chat_message_metadata_passthrough": {"a": 1}}]}, {}),
+]
+
+
+@pytest.mark.parametrize(("path", "plain", "sent"), _SENT)
+def test_what_clients_send_is_taken(live: Live, path: str, plain: dict[str, Any], sent: dict[str, Any]) -> None:
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    assert live.post(path, {limit: 1, **plain, **sent})["usage"]["total_tokens"] > 1
+
+
+def test_tools_that_only_other_servers_run_are_left_out(live: Live) -> None:
+    hosted = [{"type": kind} for kind in ("web_search_2025_08_26", "local_shell", "namespace", "mcp")]
+    custom = {
+        "type": "custom",
+        "name": "apply_patch",
+        "format": {"type": "grammar", "syntax": "lark", "definition": ""},
+    }
+    body = {"input": "x", "truncate_prompt_tokens": 9, "max_output_tokens": 1, "tools": [*hosted, _FUNCTION, custom]}
+    assert [tool["name"] for tool in live.post(RESPONSES, body)["tools"]] == ["f"]
+    error = live.post(RESPONSES, {**body, "tools": hosted, "tool_choice": "required"}, 400)["error"]
+    assert "needs tools" in error["message"]
 
 
 # -- supported fields
@@ -219,6 +272,22 @@ def test_a_conversation_may_end_as_it_is_asked_to(live: Live) -> None:
     assert prompt_of(live, messages=said[:1], chat_template_kwargs={"mood": "!"}) == "<user>a</>!<assistant>"
 
 
+def test_a_template_sees_reasoning_and_its_effort(live: Live) -> None:
+    said = [{"role": "assistant", "content": "b", "reasoning_content": "why"}, {"role": "user", "content": "c"}]
+    told = "<assistant>(why)b</><user>c</>"
+    for more, effort in (
+        ({}, ""),
+        ({"reasoning_effort": "high"}, "high"),
+        ({"reasoning": {"effort": "low"}}, "low"),
+        ({"reasoning_effort": "none"}, "noneFalse"),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "noneTrue"),
+    ):
+        assert prompt_of(live, messages=said, **more) == f"{told}{effort}<assistant>"
+    assert prompt_of(live, messages=[{**said[0], "reasoning_content": None, "reasoning": "why"}, said[1]]).startswith(
+        told
+    )
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_may_begin_with_what_it_continues(live: Live, stream: bool) -> None:
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Sure"}]
@@ -289,8 +358,8 @@ def test_a_response_by_sdk(client: openai.OpenAI, live: Live) -> None:
         assert answer.usage.input_tokens == len("<user>hello</><assistant>")
     ended = client.responses.create(model="bytes", input="a", max_output_tokens=9, extra_body={**extra, "stop": "yx"})
     assert (ended.status, ended.output_text, ended.incomplete_details) == ("completed", "x", None)
-    with pytest.raises(openai.BadRequestError, match=r"tools\.0\.type must be 'function', not 'web_search'"):
-        client.responses.create(model="bytes", input="a", tools=[{"type": "web_search"}])
+    with pytest.raises(openai.BadRequestError, match=r"tools\.0\.type must be 'function', not 'search'"):
+        client.responses.create(model="bytes", input="a", tools=[{"type": "search"}])
 
 
 def test_a_streamed_response_by_sdk(client: openai.OpenAI) -> None:

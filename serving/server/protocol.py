@@ -1,0 +1,134 @@
+"""The HTTP/1.1 protocol of one connection, on uvicorn's: what a client may send, and when the connection ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from megakernel.serving.server.errors import APIError
+
+_MOST_HEAD = 1 << 16  # maximum bytes of a request's header: of its request line and all header fields
+# A header field counts as so many bytes more, as in HTTP/2, because short ones take as long to parse as long ones.
+_FIELD = 32
+_MOST_WAITING = 128  # maximum requests of a connection that wait for the answer before theirs
+
+# uvicorn warns about every request that is not valid HTTP, so any client could fill the log.
+logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+
+
+class _TooMuch(Exception):
+    pass
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """The HTTP/1.1 protocol of one connection, with errors as JSON and a limit on the size of a header. It closes the
+    connection if no complete header arrives within `timeout_keep_alive` seconds. The time counts from the end of the
+    last answer, or from the beginning of a new connection. It also closes the connection, after the answers to earlier
+    requests, if more than _MOST_WAITING requests arrive before their turn."""
+
+    _head = 0  # bytes of the current header so far
+    _data = b""  # the bytes that arrived last
+    _answering: RequestResponseCycle | None = None  # uvicorn's `cycle` is the request that arrived last
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._answering is not None:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
+        self.pipeline.clear()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        # Hide the timer from uvicorn's own method, which would cancel it at the first byte of a header.
+        waiting, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
+        self._data = data
+        super().data_received(data)
+        self._data = b""
+        if waiting is None:
+            return
+        # If no answer is pending, the header is incomplete, or this is the rest of a refused body: the timer continues.
+        idle = self.cycle is None or self.cycle.response_complete
+        if idle and self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = waiting
+        else:
+            waiting.cancel()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + _FIELD)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= _MOST_WAITING:
+            raise _TooMuch
+        super().on_headers_complete()
+        self._head = 0
+
+    def _count(self, size: int) -> None:
+        self._head += size
+        if self._head > _MOST_HEAD:
+            raise _TooMuch
+
+    def _should_upgrade(self) -> bool:
+        """Return whether uvicorn calls `handle_websocket_upgrade` for a header with `Upgrade`."""
+        return bool(self.parser.get_method() != b"CONNECT")
+
+    def handle_websocket_upgrade(self) -> None:
+        """Ignore the client's wish for another protocol, as HTTP allows. The parser has taken the body for that other
+        protocol, so it gets the header once more without `Upgrade`, and then the body."""
+        [end] = sys.exception().args  # type: ignore[union-attr]
+        fields = b"".join(b"%s: %s\r\n" % field for field in self.headers if field[0] != b"upgrade")
+        line = f"{self.scope['method']} {self.url.decode('latin-1')} HTTP/{self.scope['http_version']}\r\n"
+        self._data = line.encode("latin-1") + fields + b"\r\n" + self._data[end:]
+        super().data_received(self._data)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = _without_chunks(app, cycle)
+        super()._start_asgi_task(cycle, app)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not valid HTTP and close the connection, after the answers to complete earlier requests."""
+        last = self.cycle
+        if last is not None and not last.response_complete and not last.more_body:
+            last.keep_alive = False
+            return
+        if self._answering is None or self._answering.response_complete or not self._answering.response_started:
+            why = f"the request is not valid HTTP, or its header is larger than {_MOST_HEAD} bytes"
+            body = APIError(400, why).body()
+            head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
+        self.transport.close()
+
+
+def _without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> Any:
+    """Wrap the application for an HTTP/1.0 request, whose client knows no chunks. A body of unknown length is sent as
+    it is, and the end of the connection ends it."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        sized = True
+
+        async def send_plain(message: Message) -> None:
+            nonlocal sized
+            if message["type"] == "http.response.start":
+                sized = any(name.lower() == b"content-length" for name, _ in message["headers"])
+                cycle.chunked_encoding = None if sized else False
+            elif not sized:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return answer
