@@ -61,7 +61,7 @@ _ITEM = r"[^()\\\[]|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]"
 _LOOKAROUND = re.compile(
     rf"(\\.)|(\[\^?\]?(?:\\.|[^\]\\])*\])|\(\?<?[=!](?:{_ITEM}|\((?:{_ITEM})*\))*\)", re.DOTALL
 )
-_BEYOND = re.compile(r"\\[bB1-9k]|\(\?<?[=!]")  # what no finite automaton, or not the library's, can match
+_BEYOND = re.compile(r"\\[bB1-9k]|(?<!\\)\(\?<?[=!]")  # what no finite automaton, or not the library's, can match
 
 
 class _Schema:

@@ -59,8 +59,8 @@ class Answers:
 
     Choice c of prompt p has the number p * n + c, where `n` is the number of choices per prompt. `transcripts` has the
     text of each choice. `times` has the times of its first and its last token, 0 before the first. `cached` counts the
-    prompt tokens that were found in the prefix cache, over all prompts that have begun. `unenforced` has the JSON Schema
-    keywords that the answers may violate.
+    prompt tokens that were found in the prefix cache, over all prompts that have begun. `unenforced` has the JSON
+    Schema keywords that the answers may violate.
 
     If prompt log-probabilities were requested, `scores` maps the number of a prompt to a pair of lists. Both have an
     element for each prompt token except the first. The first list has the log-probability of each token, and the second

@@ -81,8 +81,8 @@ def calls_grammar(
 ) -> str:
     """Return the grammar, in Lark's notation, of an answer that consists of a call of one of `functions`. If `several`
     is set, the answer may have more calls. If `answer` is given, a JSON schema, the answer may match it instead.
-    `functions` maps names to JSON schemas of parameters. `grammar_worker.py` reads `x-root`, which makes a schema the root
-    for its references, and `title`, which errors show."""
+    `functions` maps names to JSON schemas of parameters. `grammar_worker.py` reads `x-root`, which makes a schema the
+    root for its references, and `title`, which errors show."""
     rules = []
     for number, (name, parameters) in enumerate(functions.items()):
         arguments = {"type": "object", **(parameters or {}), "x-root": True}
@@ -286,7 +286,7 @@ class _Object:
 
     def add(self, text: str, last: bool) -> int:
         """Read `text` up to the object's end, or up to a mark that may end it. Returns the number of characters read.
-        The caller must give the rest again together with more, unless it is a cut mark at the end of the `last` text."""
+        The caller must give the rest again together with more. After the `last` text, the rest is a cut mark."""
         for at, character in enumerate(text):
             if self.done:
                 return at

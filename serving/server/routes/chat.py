@@ -170,10 +170,11 @@ class Tools:
         self._several = parallel is not False and named is None
 
     def structured(self, asked: StructuredOutputsParams | None, codec: Codec) -> StructuredOutputsParams | None:
-        """Return the format that the answer must match. `asked` is the format that the request's other fields set. If the
-        request requires a tool call, the format is a grammar of calls. If the model may call tools and `asked` is a JSON
-        schema, the answer consists of calls, or matches the schema. Raises an HTTP error 400 if the request requires a
-        tool call and sets another kind of format."""
+        """Return the format that the answer must match. `asked` is the format that the request's other fields set.
+
+        If the request requires a tool call, the format is a grammar of calls. If the model may call tools and `asked`
+        is a JSON schema, the answer consists of calls, or matches the schema. Raises an HTTP error 400 if the request
+        requires a tool call and sets another kind of format."""
         schema = asked.schema if asked else None
         if not self.used or codec.tokenizer is None or (not self._required and schema is None):
             return asked

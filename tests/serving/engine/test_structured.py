@@ -13,8 +13,9 @@ from schemas import random_root
 
 from megakernel import LLM, MegakernelError, SamplingParams
 from megakernel.serving import StructuredOutputsParams
+from megakernel.serving.engine import grammars
 from megakernel.serving.engine.engine import Step
-from megakernel.serving.engine.grammars import Grammar
+from megakernel.serving.engine.grammars import Grammar, Grammars
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -174,6 +175,26 @@ def test_one_thing_is_wanted_and_the_end_is_the_grammars() -> None:
     for more in ({"min_tokens": 1}, {"ignore_eos": True}):
         with pytest.raises(MegakernelError, match=f"{next(iter(more))}=.* structured outputs"):
             params(**more)
+
+
+def test_compiled_grammars_are_kept_up_to_a_number_of_bytes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grammars used last are kept, one that is larger than the limit is not, and a failed one leaves nothing."""
+    kept = Grammars(llm.tokenizer, llm.config.vocab, frozenset({257}))
+    monkeypatch.setattr(grammars, "MOST_KEPT_BYTES", 100_000)
+    monkeypatch.setattr(kept, "_checked", lambda kind, text: (f"start: /{text}/", [], 40_000))
+    made = [params(structured_outputs=wants(regex=f"{'ab'[n]}+")) for n in (0, 1)]
+    for wanted in made:
+        assert kept.get(wanted) is not None
+    assert kept.known(made[0]) and len(kept._known) == 2  # the second was used less recently now
+    kept.get(params(structured_outputs=wants(regex="c")))
+    assert kept.known(made[0]) and not kept.known(made[1]) and kept._kept_bytes < 100_000
+    monkeypatch.setattr(kept, "_checked", lambda kind, text: ("start: nothing", [], 40_000))
+    with pytest.raises(MegakernelError, match="structured outputs"):
+        kept.get(params(structured_outputs=wants(regex="d")))
+    assert len(kept._known) == 2
+    monkeypatch.setattr(kept, "_checked", lambda kind, text: (f"start: /{text}/", [], 200_000))
+    large = params(structured_outputs=wants(regex="e"))
+    assert kept.get(large) is not None and not kept.known(large) and not kept._known and kept._kept_bytes == 0
 
 
 def test_who_cannot_go_on_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

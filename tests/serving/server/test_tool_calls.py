@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from api_support import Live, serving, until
+from api_support import Live, ids_of, serving, until
 from model_helpers import byte_model
 from openai import OpenAI
 
@@ -305,6 +305,224 @@ def test_free_answers_are_content(client: OpenAI, choice: Any) -> None:
     assert "".join(e.choices[0].delta.content or "" for e in events).strip() == whole.message.content.strip()
 
 
+def forced(text: str, **more: Any) -> dict[str, Any]:
+    """Return a chat request with tools whose answer is `text`."""
+    return {"messages": MESSAGES, "tools": TOOLS, "guided_choice": [text], "max_tokens": 500, **more}
+
+
+def answered(live: Live, body: dict[str, Any]) -> tuple[str, list[tuple[str, str]], str]:
+    """Return an answer's content, calls and finish reason, which are the same in a stream."""
+    [choice] = live.post("/v1/chat/completions", body)["choices"]
+    made = [(call["function"]["name"], call["function"]["arguments"]) for call in choice["message"]["tool_calls"] or ()]
+    content, calls, reason = "", list[tuple[str, str]](), None
+    for event in live.events("/v1/chat/completions", body):
+        [part] = event["choices"]
+        content += part["delta"].get("content") or ""
+        for call in part["delta"].get("tool_calls") or ():
+            calls += [(call["function"]["name"], "")] if "id" in call else []
+            calls[-1] = calls[-1][0], calls[-1][1] + call["function"]["arguments"]
+        reason = part["finish_reason"] or reason
+    whole = (choice["message"]["content"] or "", made, choice["finish_reason"])
+    assert (content, calls, reason) == whole
+    return whole
+
+
+def test_a_call_that_is_cut_says_so_and_may_be_sent_back(live: Live) -> None:
+    text = f'<tool_call>{{"name": "weather", "arguments": {R}}}</tool_call>'
+    assert answered(live, forced(text)) == ("", [("weather", R)], "tool_calls")
+    cut = text.index('me"}')
+    _, [(name, arguments)], reason = answered(live, forced(text, max_tokens=cut))
+    assert (name, arguments, reason) == ("weather", '{"city": "Ro', "length")
+    for given in (
+        arguments,
+        "",
+        "null",
+        "5",
+        "text",
+        '{"a": "\\ud800"}',
+        "[" * 1500,
+        '{"a": 1e999}',
+        f'{{"a": {"9" * 40}}}',
+    ):
+        said = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": name, "arguments": given}}]}
+        result = {"role": "tool", "tool_call_id": "1", "content": "sunny"}
+        live.post("/v1/chat/completions", {"messages": [*MESSAGES, said, result], "tools": TOOLS, "max_tokens": 1})
+        back = {"type": "function_call", "call_id": "1", "name": name, "arguments": given}
+        live.post("/v1/responses", {"input": [{"role": "user", "content": "x"}, back], "max_output_tokens": 1})
+
+
+PLACES: list[tuple[str, Any, str]] = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "HALF"}]}, "messages.0.content"),
+    ("/v1/chat/completions", {"tools": [{"function": {"description": "HALF"}}]}, "tools.0.function.description"),
+    ("/v1/chat/completions", {"tools": [{"function": {"parameters": {"enum": [1, "HALF"]}}}]}, "parameters.enum.1"),
+    (
+        "/v1/chat/completions",
+        {"tools": [{"function": {"parameters": {"properties": {"HALF": {}}}}}]},
+        "parameters.properties",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"tool_calls": [{"function": {"arguments": "HALF"}}]}]},
+        "function.arguments",
+    ),
+    ("/v1/chat/completions", {"HALF": 1}, "ud800"),
+    ("/v1/completions", {"prompt": ["a", "HALF"]}, "prompt.1"),
+    ("/v1/completions", {"prompt": "a", "guided_json": {"const": "HALF"}}, "guided_json.const"),
+    ("/v1/responses", {"input": "x", "metadata": {"a": "HALF"}}, "metadata.a"),
+    (
+        "/v1/responses",
+        {"input": "x", "tools": [{"type": "function", "name": "f", "description": "HALF"}]},
+        "description",
+    ),
+    ("/tokenize", {"prompt": "HALF"}, "prompt"),
+    ("/detokenize", "HALF", "the body"),
+]
+
+
+@pytest.mark.parametrize("half", [r"\ud800", r"\uDC00", r"\ud83d\ude00\ude00", r"\ud83d\ud83d\ude00"])
+@pytest.mark.parametrize(("path", "body", "where"), PLACES)
+def test_half_characters_are_refused_wherever_they_are(live: Live, path: str, body: Any, where: str, half: str) -> None:
+    text = json.dumps(body).replace("HALF", f"é{half}" if where != "ud800" else r"x\ud800")
+    for data in (text.encode(), text.encode("utf-16")):
+        status, _, answer = live.request("POST", path, data, {"Content-Type": "application/json"})
+        error = json.loads(answer)["error"]
+        assert status == 400 and "without lone surrogates" in error["message"] and where in error["param"], error
+
+
+def test_whole_characters_are_no_half_ones(live: Live) -> None:
+    for text in (r"\ud83d\ude00", r"\\ud800", "é😀", r"\u0041"):
+        status, _, _ = live.request(
+            "POST", "/tokenize", f'{{"prompt": "{text}"}}'.encode(), {"Content-Type": "application/json"}
+        )
+        assert status == 200
+
+
+PERSON: dict[str, Any] = {"type": "object", "properties": {"age": {"enum": [1, 2]}}, "required": ["age"]}
+JSON_PERSON: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_an_answer_is_a_call_or_json(kind: str, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tools and a schema for the answer, an answer is a call or JSON of the schema. A bias of the character with
+    which calls begin decides which. If a call is required, the answer is one."""
+    monkeypatch.setattr(live.service.codec, "tool_parser", kind)
+    body = {"messages": MESSAGES, "tools": TOOLS, "response_format": JSON_PERSON, "max_tokens": 1500, "seed": 5}
+    body |= {"parallel_tool_calls": False}
+    character = {"hermes": "<", "mistral": "[", "llama3_json": "n"}[kind]
+    for bias in (100, -100):
+        content, calls, reason = answered(live, {**body, "logit_bias": {str(ids_of(f"{character} ")[0]): bias}})
+        if bias > 0:
+            check_calls(calls, 1)
+            assert reason == "tool_calls" and not content
+        else:
+            assert not calls and reason == "stop"
+            jsonschema.validate(json.loads(content), PERSON)
+    for choice in live.post("/v1/chat/completions", {**body, "n": 2, "tool_choice": "required"})["choices"]:
+        assert choice["finish_reason"] == "tool_calls"
+    told = {"input": "x", "tools": TOLD, "text": {"format": {"type": "json_object"}}, "tool_choice": "required"}
+    assert live.post("/v1/responses", {**told, "max_output_tokens": 1500})["output"][0]["type"] == "function_call"
+
+
+_STRICT = {"name": "final_output", "schema": PERSON | {"additionalProperties": False}, "strict": True}
+_FUNCTION: dict[str, Any] = {"name": "weather", "description": "", "strict": True}
+_FUNCTION |= {"parameters": WEATHER | {"$schema": "http://json-schema.org/draft-07/schema#"}}
+_CUT = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ro'}}
+_FAILED = {"role": "tool", "tool_call_id": "1", "content": "Error: the arguments are not JSON"}
+# Parts of the requests that clients send.
+CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "openai-agents, output_type": (
+        "/v1/responses",
+        {
+            "input": [{"role": "user", "content": "x"}],
+            "include": [],
+            "parallel_tool_calls": False,
+            "tools": [{"type": "function", **_FUNCTION}],
+            "text": {"format": {"type": "json_schema", **_STRICT}},
+            "max_output_tokens": 900,
+        },
+    ),
+    "pydantic-ai, NativeOutput": (
+        "/v1/chat/completions",
+        {
+            "messages": MESSAGES,
+            "tool_choice": "auto",
+            "tools": [{"type": "function", "function": _FUNCTION}],
+            "response_format": {"type": "json_schema", "json_schema": _STRICT},
+            "max_completion_tokens": 900,
+        },
+    ),
+    "ai, Output.object": (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+            "tool_choice": "auto",
+            "max_tokens": 900,
+            "tools": [{"type": "function", "function": _FUNCTION}],
+            "response_format": {"type": "json_schema", "json_schema": _STRICT},
+        },
+    ),
+    "langgraph, after a cut call": (
+        "/v1/chat/completions",
+        {
+            "messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [_CUT]}, _FAILED],
+            "max_tokens": 900,
+            "tools": [{"type": "function", "function": _FUNCTION}],
+            "response_format": {"type": "json_schema", "json_schema": _STRICT},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("bias", [100, -100])
+def test_what_clients_send_is_answered_by_a_call_or_json(live: Live, client: str, bias: int) -> None:
+    path, body = CLIENTS[client]
+    answer = live.post(path, {**body, "seed": 1, "logit_bias": {str(ids_of("< ")[0]): bias}})
+    if path == "/v1/responses":
+        made = [(item["name"], item["arguments"]) for item in answer["output"] if item["type"] == "function_call"]
+        content = answer["output"][0].get("content", [{"text": ""}])[0]["text"]
+    else:
+        message = answer["choices"][0]["message"]
+        made = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"] or ()]
+        content = message["content"]
+    if bias > 0:
+        check_calls(made, 16)
+    else:
+        assert not made
+        jsonschema.validate(json.loads(content), PERSON)
+
+
+def test_what_a_grammar_leaves_is_in_a_header(live: Live) -> None:
+    listed = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"properties": {"a": listed}, "required": ["a"]}},
+    }
+    for stream in (False, True):
+        for more in ({"guided_json": listed}, {"tools": [tool], "tool_choice": "required"}):
+            body = {"messages": MESSAGES, "max_tokens": 99, "stream": stream, **more}
+            assert live.request("POST", "/v1/chat/completions", body)[1]["x-unenforced"] == "uniqueItems"
+    assert (
+        "x-unenforced" not in live.request("POST", "/v1/completions", {"prompt": "x", "guided_json": {"const": 1}})[1]
+    )
+
+
+@pytest.mark.parametrize("number", [2**63, 2**64, -(2**70), 10**400])
+def test_numbers_of_any_size_pass(live: Live, number: int) -> None:
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer", "maximum": number}}}}
+    told: dict[str, Any] = {"input": "x", "tools": [{"type": "function", **tool}], "max_output_tokens": 1}
+    body = {"messages": MESSAGES, "tools": [{"type": "function", "function": tool}], "max_tokens": 1}
+    for stream, choice in itertools.product((False, True), ("auto", "required")):
+        more = {"stream": stream, "tool_choice": choice}
+        assert live.request("POST", "/v1/chat/completions", {**body, **more})[0] in (200, 400)
+        assert live.request("POST", "/v1/responses", {**told, **more})[0] in (200, 400)
+    for form in (
+        {"guided_json": {"const": number}},
+        {"response_format": {"type": "json_object", "schema": {"maximum": number}}},
+    ):
+        assert live.request("POST", "/v1/completions", {"prompt": "x", **form})[0] in (200, 400)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no tools": ({"tool_choice": "required"}, "tool_choice needs tools"),
     "unknown": (
@@ -318,7 +536,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
             "tool_choice": "required",
         },
-        "structured outputs.*x",
+        "structured outputs: the tool f: Invalid type: x$",
+    ),
+    "an answer's schema": (
+        {"tools": TOOLS, "response_format": {"type": "json_object", "schema": {"type": "x"}}},
+        "structured outputs: the format of the answer: Invalid type: x$",
+    ),
+    "unwrapped": (
+        {"response_format": {"type": "json_schema", "json_schema": WEATHER}},
+        "json_schema.schema is required",
+    ),
+    "half unwrapped": (
+        {"response_format": {"type": "json_schema", "name": "n", "schema": WEATHER}},
+        "schema is required",
     ),
     "both": ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "cannot be combined"),
     "a name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, r"must match \^\[a-zA-Z0-9_.-\]"),

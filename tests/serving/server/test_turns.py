@@ -13,7 +13,7 @@ import zmq
 from api_support import Live, serving
 from engine_support import fake_engine
 
-from megakernel import LLM, SamplingParams
+from megakernel import LLM, SamplingParams, StructuredOutputsParams
 from megakernel.serving.engine.grammars import Grammars
 from megakernel.serving.server.board import ENGINE_FIELDS, Board
 from megakernel.serving.server.loop import EngineLoop
@@ -181,3 +181,35 @@ def test_one_client_does_not_fill_the_queue(tmp_path: Path) -> None:
         for first in (1, 2, 10, 11, 12, 30):
             loop._abort(b"frontend", first)
         assert engine.idle and not loop._open_of and submit(40, "greedy")
+
+
+def test_grammars_are_compiled_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client whose grammars wait to be compiled delays another client by one grammar."""
+    engine, _ = fake_engine(max_seqs=1)
+    row = Board(tmp_path / "board", 1, create=True).row(0, ENGINE_FIELDS)
+    with zmq.Context() as context:
+        grammars = Grammars(None, engine.dims.model.vocab, frozenset())
+        loop = EngineLoop(engine, context, "inproc://grammars", row, max_waiting=99, grammars=grammars)
+        started: list[Callable[[Any], None]] = []
+        order: list[int] = []
+
+        def run_beside(kind: str, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+            order.append(work())
+            started.append(then)
+
+        monkeypatch.setattr(loop, "_run_beside", run_beside)
+        monkeypatch.setattr(loop, "_compile", lambda params: int(params.structured_outputs.regex))
+        monkeypatch.setattr(loop, "_queue", lambda key, asked, constraint: None)
+        for first in range(8):
+            params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=f"{first}"))
+            asked = Submit(first, [prompt_bytes([1])], params, "other" if first in (6, 7) else "greedy")
+            loop._submit(b"frontend", asked)
+        assert order == [0]  # one at a time
+        loop._abort(b"frontend", 2)
+        for then in started:
+            then(None)
+        assert order == [0, 1, 6, 7, 3, 4, 5]  # the turn of 2 is skipped
+        assert not loop._compiling and not loop._uncompiled and not loop._compiles
+        loop._control.close()
+        loop._beside.close()
+        loop._socket.close()

@@ -1,0 +1,176 @@
+"""The rewriting of JSON schemas for the grammar library: which texts match, and which keywords are left."""
+
+import datetime
+import decimal
+import enum
+import ipaddress
+import json
+import pathlib
+import uuid
+from typing import Annotated, Any, Literal
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from pydantic import BaseModel, Discriminator, Field, Json, SecretStr, Tag, TypeAdapter, networks, types
+
+from megakernel.serving.engine.grammar_worker import _FORMATS, _compile, _Vocabulary
+
+TOKENS = [bytes([byte]) for byte in range(256)]
+TOKENIZER = LLTokenizer(TokenizerWrapper(_Vocabulary([*TOKENS, b""], [256], 256)), eos_token=[256])
+
+
+def compiled(notation: str, text: str) -> tuple[str, list[str]]:
+    answer = _compile(TOKENIZER, notation, text)
+    assert "text" in answer, (text, answer)
+    grammar, left, size = json.loads(answer["text"])
+    assert size >= len(grammar)
+    return grammar, left
+
+
+def matches(grammar: str, text: str) -> bool:
+    matcher, tokens = LLMatcher(TOKENIZER, grammar, log_level=0), list(text.encode())
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
+INTEGERS = {"type": "object", "additionalProperties": {"type": "integer"}}
+# A schema, the texts that match it, texts that do not, and the keywords that the grammar leaves.
+SCHEMAS: list[tuple[dict[str, Any], list[str], list[str], list[str]]] = [
+    # Objects are closed unless the schema opens them.
+    (A, ["{}", '{"a": 1}'], ['{"b": 1}'], []),
+    ({**A, "additionalProperties": True}, ['{"a": 1, "b": "x"}'], [], []),
+    ({"type": "object"}, ['{"x": [1]}'], [], []),
+    ({"type": "object", "properties": {}}, ["{}"], ['{"x": 1}'], []),
+    ({**A, "required": ["z"]}, ['{"a": 1, "z": "q"}'], ['{"z": 1, "y": 2}'], []),
+    ({"type": "object", "patternProperties": {"^x": {}}}, ['{"x1": 1}'], ['{"y": 1}'], []),
+    ({"type": "array", "items": A, "maxItems": 1}, ['[{"a": 1}]'], ['[{"b": 1}]'], []),
+    ({"anyOf": [A, {"type": "null"}]}, ["null", '{"a": 1}'], ['{"b": 1}'], []),
+    # Combined schemas are closed together.
+    ({"allOf": [A, B]}, ['{"a": 1, "b": 2}'], ['{"a": 1}', '{"b": 2, "c": 3}'], []),
+    ({"allOf": [A], "title": "t"}, ['{"a": 1}'], ['{"c": 3}'], []),
+    ({**A, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, ['{"a": 1}', '{"b": 2}'], ["{}", '{"a": 1, "c": 2}'],
+     []),
+    ({"allOf": [A, {**B, "additionalProperties": True}]}, ['{"a": 1, "b": 2, "c": 3}'], [], []),
+    ({"$ref": "#/$defs/A", "properties": {"b": {}}, "$defs": {"A": A}}, ['{"a": 1, "b": 2}'], ['{"a": 1, "c": 2}'], []),
+    (
+        {"$defs": {"A": A}, "properties": {"p": {"$ref": "#/$defs/A"}}, "allOf": [{"$ref": "#/$defs/A"}]},
+        ['{"p": {"a": 1}, "a": 2}'],
+        ['{"p": {"p": 1}}', '{"p": {}, "c": 1}'],
+        [],
+    ),
+    ({"allOf": [{"$ref": "#/$defs/a~1b%20c"}], "$defs": {"a/b c": A}}, ['{"a": 1}'], ['{"c": 3}'], []),
+    ({**A, "properties": {"n": {"$ref": "#"}}}, ['{"n": {"n": {}}}'], ['{"n": {"a": 1}}'], []),
+    # Keywords that the library lacks.
+    ({**INTEGERS, "propertyNames": {"enum": ["x", "y"]}}, ['{"x": 1}'], ['{"z": 1}'], []),
+    ({**INTEGERS, "propertyNames": {"$ref": "#/$defs/N"}, "$defs": {"N": {"const": "x"}}}, ['{"x": 1}'], ['{"z": 1}'],
+     []),
+    ({**INTEGERS, "propertyNames": {"pattern": "^a+$"}}, ['{"aa": 1}'], ['{"z": 1}'], []),
+    ({**INTEGERS, "propertyNames": {"type": "string"}}, ['{"aa": 1}'], [], []),
+    ({**INTEGERS, "propertyNames": {"minLength": 2}}, ['{"a": 1}'], ['{"a": "x"}'], ["propertyNames"]),
+    ({"type": "array", "items": {"const": 1}, "uniqueItems": True}, ["[1, 1]"], ["[2]"], ["uniqueItems"]),
+    ({"type": "array", "items": {"const": 1}, "uniqueItems": False}, ["[1, 1]"], [], []),
+    ({"oneOf": [{"type": "integer"}, {"type": "null"}]}, ["1", "null"], ['"x"'], []),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ["1"], ['"x"'], ["oneOf"]),
+    ({"type": "string", "format": "path"}, ['"x"'], ["1"], []),
+    ({"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?\d*\.?\d*$"}, ['"-1.5"'], ['"x"', '"1.5x"'], ["pattern"]),
+    ({"type": "string", "pattern": r"^(?=[(?=a)]+(b))a\(?=$"}, ['"a(="', '"a="'], ['"b"'], ["pattern"]),
+    ({"type": "string", "pattern": r"^(a)\1$"}, ['"b"'], ["1"], ["pattern"]),
+    ({"const": {"$ref": "#/x", "uniqueItems": True}}, ['{"$ref": "#/x", "uniqueItems": true}'], [], []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong", "left"), SCHEMAS)
+def test_schemas(schema: dict[str, Any], right: list[str], wrong: list[str], left: list[str]) -> None:
+    grammar, found = compiled("json", json.dumps(schema))
+    assert found == left
+    assert [text for text in right if not matches(grammar, text)] == []
+    assert [text for text in wrong if matches(grammar, text)] == []
+
+
+def test_the_librarys_formats_are_enforced() -> None:
+    for name in _FORMATS:
+        assert not matches(compiled("json", json.dumps({"type": "string", "format": name}))[0], '"?"'), name
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    toys: "list[Cat] | None" = None
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+
+
+def tag(value: Any) -> str:
+    return str(value.kind)
+
+
+COMBINED: list[Any] = [set[str], frozenset[Colour], dict[Colour, int], dict[uuid.UUID, Cat], Json[int], Cat | None]
+COMBINED += [
+    dict[Annotated[str, Field(pattern="^a")], int],
+    Annotated[dict[str, int], Field(min_length=1)],
+    tuple[int, str],
+]
+COMBINED += [Annotated[Cat | Dog, Field(discriminator="kind")], Cat | Dog, dict[datetime.date, list[SecretStr]]]
+COMBINED += [Annotated[Annotated[Cat, Tag("cat")] | Annotated[Dog, Tag("dog")], Discriminator(tag)]]
+COMBINED += [Annotated[decimal.Decimal, Field(max_digits=5, decimal_places=2)], decimal.Decimal, complex, bytes]
+COMBINED += [pathlib.Path, datetime.timedelta, ipaddress.IPv4Interface, ipaddress.IPv6Network, Literal[1, "a", None]]
+
+
+def test_every_type_of_pydantic_is_taken() -> None:
+    named = [getattr(module, name) for module in (types, networks) for name in module.__all__]
+    taken = 0
+    for kind in [*named, *COMBINED]:
+        try:
+            schema = TypeAdapter(kind).json_schema()
+        except Exception:  # no type, or one that needs another package
+            assert kind in named
+            continue
+        compiled("json", json.dumps(schema))
+        taken += 1
+    assert taken > 60
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"required": 5}, "Expected array for 'required'"),
+        ({"properties": ["a"]}, "properties must be an object"),
+        ({"allOf": 5}, "allOf must be an array"),
+        ({"$ref": 5, "properties": {}}, "must be a string"),
+        ({"allOf": [{"$ref": "#/nowhere"}]}, "nowhere"),
+        ({"type": "array", "contains": {}}, "contains"),
+        ({"const": float("inf")}, "JSON compliant"),
+        ({"type": "string", "maxLength": 10**30}, "maxLength"),
+        ({"type": "integer", "minimum": 2**64}, "range"),
+    ],
+)
+def test_what_is_wrong_with_a_schema_is_said(schema: dict[str, Any], why: str) -> None:
+    assert why in _compile(TOKENIZER, "json", json.dumps(schema))["failed"]
+
+
+def test_nesting_is_limited() -> None:
+    assert "deep" in _compile(TOKENIZER, "json", '{"items":' * 5000 + "{}" + "}" * 5000)["failed"]
+
+
+@pytest.mark.parametrize("escape", ["d", "w", "s", "D", "W", "S"])
+def test_classes_of_regular_expressions_are_ascii(escape: str) -> None:
+    inside = {"d": "7", "w": "_", "s": "\t"}[escape.lower()]
+    for form in (rf"\{escape}", rf"[\{escape}\\]"):
+        grammar = compiled("regex", form)[0]
+        assert matches(grammar, inside) == escape.islower()
+        for beyond in ("٣", "é", "\u00a0", "🯸"):
+            assert matches(grammar, beyond) == escape.isupper()
+
+
+def test_an_error_names_the_rule_and_not_the_grammar() -> None:
+    rules = [
+        f"f{i}: %json {json.dumps({'title': f'the tool {i}', 'type': 'x' if i == 2 else 'object'})}" for i in range(4)
+    ]
+    grammar = "\n".join(["start: f0 | f1 | f2 | f3", *rules])
+    assert _compile(TOKENIZER, "grammar", grammar) == {"failed": "the tool 2: Invalid type: x"}
