@@ -45,7 +45,8 @@ def check_config(config: ModelConfig, source: str) -> ModelConfig:
 
     own = {"layers": MOST_LAYERS, "vocab": MOST_VOCABULARY}
     for name in ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "max_context"):
-        if not 0 < getattr(config, name) <= (most := own.get(name, _LARGEST)):
+        most = own.get(name, _LARGEST)
+        if not 0 < getattr(config, name) <= most:
             raise refuse(f"{name} is {getattr(config, name)}; it must be between 1 and {most}")
     if config.heads % config.kv_heads:
         raise refuse(f"{config.heads} attention heads cannot be divided evenly among {config.kv_heads} key/value heads")
