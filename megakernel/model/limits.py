@@ -61,7 +61,7 @@ def check_config(config: ModelConfig, source: str) -> ModelConfig:
         raise refuse(f"RMS norm epsilon is {config.rms_eps}; it must be at least 0 and below 1")
 
     rope = config.rope
-    if not (math.isfinite(rope.theta) and 0 < rope.theta < 1e30):
+    if not 1e-9 < rope.theta < 1e30:
         raise refuse(f"RoPE theta is {rope.theta}; it must be positive and finite")
     if not (math.isfinite(rope.factor) and 0 < rope.factor < 1e9):
         raise refuse(f"RoPE scaling factor is {rope.factor}; it must be positive and finite")
