@@ -45,7 +45,8 @@ def check_config(config: ModelConfig, source: str) -> ModelConfig:
 
     own = {"layers": MOST_LAYERS, "vocab": MOST_VOCABULARY}
     for name in ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "max_context"):
-        if not 0 < getattr(config, name) <= (most := own.get(name, _LARGEST)):
+        most = own.get(name, _LARGEST)
+        if not 0 < getattr(config, name) <= most:
             raise refuse(f"{name} is {getattr(config, name)}; it must be between 1 and {most}")
     if config.heads % config.kv_heads:
         raise refuse(f"{config.heads} attention heads cannot be divided evenly among {config.kv_heads} key/value heads")
@@ -60,7 +61,7 @@ def check_config(config: ModelConfig, source: str) -> ModelConfig:
         raise refuse(f"RMS norm epsilon is {config.rms_eps}; it must be at least 0 and below 1")
 
     rope = config.rope
-    if not (math.isfinite(rope.theta) and 0 < rope.theta < 1e30):
+    if not 1e-9 < rope.theta < 1e30:
         raise refuse(f"RoPE theta is {rope.theta}; it must be positive and finite")
     if not (math.isfinite(rope.factor) and 0 < rope.factor < 1e9):
         raise refuse(f"RoPE scaling factor is {rope.factor}; it must be positive and finite")

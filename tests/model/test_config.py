@@ -186,6 +186,7 @@ def test_rope_spellings(spelling: dict[str, Any]) -> None:
         ("hidden_size", {"hidden_size": 10**400}),
         ("vocab", {"vocab_size": 2 * 10**9}),
         ("vocab_size", {"vocab_size": None}),
+        ("vocab is 0; it must be between 1 and 16777216", {"vocab_size": 0}),
         ("intermediate_size", {"intermediate_size": 1.5}),
         ("mlp_bias", {"mlp_bias": "yes"}),
         ("eos", {"eos_token_id": 300}),
