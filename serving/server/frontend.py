@@ -20,13 +20,13 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from megakernel.errors import MegakernelError
-from megakernel.model import load_tokenizer
 from megakernel.serving.server.app import create_app
 from megakernel.serving.server.client import Overloaded
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.limits import AccessRules, Limits
 from megakernel.serving.server.messages import Description
 from megakernel.serving.server.service import Service
+from megakernel.serving.text.codec import Codec
 
 _BACKLOG = 4096
 # Seconds until an idle connection is closed: longer than clients and proxies usually keep one, so they close it first.
@@ -194,8 +194,8 @@ def main(start: Start) -> int:
     logging.basicConfig(level=start.log_level, format="megakernel: %(levelname)s: %(message)s")
     allow_connections()
     parent = socket.socket(fileno=start.parent)
-    about = (start.description, load_tokenizer(start.description.source), start.number, start.identity)
-    service = Service(*about, start.names, start.access, start.limits, start.tool_parser)
+    codec = Codec.of(start.description.name, start.description.source, start.tool_parser)
+    service = Service(start.description, codec, start.number, start.identity, start.names, start.access, start.limits)
     # Collect garbage less often, because the objects that each token needs form no cycles.
     gc.set_threshold(_GC_THRESHOLD)
     orphaned = False

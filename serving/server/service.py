@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi.responses import Response
 
-from megakernel.errors import MegakernelError
 from megakernel.model.tokenizer import Tokenizer
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.server.board import Board
@@ -40,23 +39,21 @@ class Service:
     def __init__(
         self,
         description: Description,
-        tokenizer: Tokenizer | None,
+        codec: Codec,
         number: int,
         identity: str,
         names: list[str] | None = None,
         access: AccessRules | None = None,
         limits: Limits | None = None,
-        tool_parser: str | None = None,
     ) -> None:
         """`number` is the index of the frontend's row on the board (the counters in shared memory). `identity` is its
-        name in its messages to the engine; no later frontend gets the same name. `tool_parser` names the model's tool
-        call format. If it is None, the chat template determines the format."""
+        name in its messages to the engine; no later frontend gets the same name."""
         self.description = description
-        self.codec = Codec(description.name, tokenizer, tool_parser)
+        self.codec = codec
         self.access, self.limits = access or AccessRules(), limits or Limits()
         self.names = names or [description.name]
         self._turns = ThreadTurns(THREADS)
-        self._longest = tokenizer.longest_token() if tokenizer else 0
+        self._longest = codec.tokenizer.longest_token() if codec.tokenizer else 0
         self.started = int(time.time())
         self.engine = EngineClient(description, identity)
         board = Board(description.board, description.rows)
@@ -116,9 +113,7 @@ class Service:
         return await self._turns.run(conversation)
 
     async def decode(self, ids: list[int]) -> str:
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise MegakernelError(f"{self.names[0]} has no tokenizer, so token ids cannot be converted to text")
+        tokenizer = self.codec.need("token ids cannot be converted to text")
         self.check_count(ids)
         vocab = self.description.vocab
         if (wrong := next((token for token in ids if token >= vocab), None)) is not None:
@@ -178,7 +173,7 @@ class Service:
         """Submit prompts to the engine, and return their choices. `special` keeps the text of special tokens. Raises
         EngineDead if the engine has stopped, and MegakernelError if there are stop strings but no tokenizer."""
         self.codec.check(params)
-        transcripts = [one for _ in prompts for one in self.codec.transcripts(params, special=special)]
+        transcripts = [one for prompt in prompts for one in self.codec.transcripts(prompt, params, special=special)]
         return self.engine.submit(prompts, params, CLIENT.get(), transcripts, self.metrics)
 
     async def respond(self, answers: Answers, answer: AnswerFormat, stream: bool) -> Response:
