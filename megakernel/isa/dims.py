@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -262,10 +263,10 @@ class Dims:
         """The sizes as each rank sees them."""
         return [self.on(rank) for rank in range(self.split.tp)]
 
-    @property
+    @cached_property
     def flat(self) -> dict[str, float]:
-        """All sizes by name, in the order of DIM_FIELDS."""
-        sizes = asdict(self.model) | vars(self.split) | vars(self.bucket) | vars(self.worker)
+        """All sizes by name, in the order of DIM_FIELDS. It is kept, because each launch compares its sizes."""
+        sizes = vars(self.model) | vars(self.split) | vars(self.bucket) | vars(self.worker)
         return {name: sizes[name] for name, _ in DIM_FIELDS}
 
     @staticmethod

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,10 +36,10 @@ class Counts:
     accepted: int = 0  # proposed tokens that were right
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(*map(int.__add__, astuple(self), astuple(other)))
+        return Counts(*map(int.__add__, vars(self).values(), vars(other).values()))
 
     def __sub__(self, other: Counts) -> Counts:
-        return Counts(*map(int.__sub__, astuple(self), astuple(other)))
+        return Counts(*map(int.__sub__, vars(self).values(), vars(other).values()))
 
     @property
     def tokens_per_step(self) -> float:
