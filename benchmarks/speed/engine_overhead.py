@@ -46,7 +46,7 @@ def measure(
     requests = [
         engine.add([rng.randrange(3, vocab) for _ in range(rng.randint(*prompt))], PARAMS) for _ in range(sequences)
     ]
-    transcripts = {request.first: llm.codec.transcripts(PARAMS)[0] for request in requests}
+    transcripts = {request.first: llm.codec.transcripts(request.prompt_ids, PARAMS)[0] for request in requests}
 
     def step() -> float:
         done = engine.step()

@@ -1,123 +1,165 @@
-"""Builds a tokenizer from the metadata of a GGUF file."""
+"""Builds a tokenizer from a vocabulary that is described in the terms of GGUF's metadata."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from ..errors import MegakernelError
 from .chat_template import ChatTemplate
-from .gguf_checkpoint import GgufFile
-from .limits import MOST_TOKEN_CHARACTERS
-from .tokenizer import Tokenizer
+from .config import Keys, short
+from .limits import MOST_SPLIT_CHARACTERS
+from .splits import BEGUN, COMPOSED, SPELLED, SPLITS, WHOLE_PIECES
+from .tokenizer import Tokenizer, UnknownTokenizer, backend_errors
 
-# The published rules that split a text into pieces before BPE. Qwen2's rule is Llama 3's, except that each digit is a
-# piece. Tekken, Mistral's rule, also splits between a lower-case and an upper-case letter.
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_TEKKEN_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SPLITS = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3_SPLIT),
-    "qwen2": _LLAMA3_SPLIT.replace("{1,3}", ""),
-    "tekken": _TEKKEN_SPLIT,
-}
-# The splitting rules of tokenizers that, by default, put BOS before a text. If a piece of the text is itself in the
-# vocabulary, these tokenizers use that token and apply no merges.
-_WHOLE_PIECES = ("llama-bpe", "llama3", "llama-v3", "tekken")
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # the numbers that GGML gives to types of tokens
+NORMAL, _UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # the numbers that GGML gives to types of tokens
+# The texts of tokens that end a turn in published models. A file often names only one of its ends by id.
+_ENDS = {
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|return|>", "<|call|>",
+    "<|calls|>", "<|flush|>", "<|tool_response>", "<turn|>", "<end_of_turn>", "<end_of_utterance>", "<eos>", "</s>",
+    "<EOT>", "_<EOT>", "▁<EOT>", "[EOT]", "[EOS]", "<｜end▁of▁sentence｜>", "[e~[",
+}  # fmt: skip
+# A text ends nothing in a vocabulary that has all tokens of one of these sets, where it has another meaning.
+_NO_ENDS = {"<|end|>": ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"}), "</s>": ({"<|tool_response>"},)}
+# The names of special tokens in templates, and their names in GGUF's keys.
+_NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "cls": "cls"}
+_NAMED |= {"mask": "mask"}
+_SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}  # where a file names no others
 
 
-def open_gguf_tokenizer(file: GgufFile, eos_ids: tuple[int, ...]) -> Tokenizer:
-    """Open the tokenizer of a GGUF file: byte-level BPE ("gpt2") with the splitting rule that `tokenizer.ggml.pre`
-    names, or SentencePiece ("llama"). Any other tokenizer or rule is refused by name. Raises MegakernelError.
+def open_gguf_tokenizer(metadata: Mapping[str, Any], source: str, eos_ids: Iterable[int]) -> Tokenizer | None:
+    """Open the tokenizer of the GGUF file `source`. The arguments and errors are those of `ggml_tokenizer`."""
+    keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
+    texts = {name: text for name, key in keys.items() if isinstance(text := metadata.get(key), str)}
+    templates = {name: ChatTemplate(text, source) for name, text in texts.items()}
+    return ggml_tokenizer(metadata, source, eos_ids=eos_ids, templates=templates)
+
+
+def ggml_tokenizer(
+    metadata: Mapping[str, Any],
+    source: str,
+    *,
+    eos_ids: Iterable[int],
+    special: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Tokenizer | None:
+    """Build a tokenizer: byte-level BPE ("gpt2") with the splitting rule that `tokenizer.ggml.pre` names, or
+    SentencePiece's BPE ("llama"). Return None if there is none.
+
+    `special` are texts of special tokens by their names, which precede those of the metadata. `more` is passed to
+    `Tokenizer`. Raises MegakernelError, and UnknownTokenizer for another tokenizer or rule.
     """
+    keys = Keys(dict(metadata), source, "tokenizer.ggml.")
+    model, pre = keys.get("model"), keys.get("pre") or "default"
+    if model in (None, "none", "no_vocab"):
+        return None
+    if model not in ("gpt2", "gemma4", "llama"):
+        raise UnknownTokenizer(f"{source}: tokenizer {short(model)} is not supported, only 'gpt2' and 'llama'")
+    tokens, types = _tokens(keys)
+    ids = {token: i for i, token in enumerate(tokens)}
+    if len(ids) < len(tokens):
+        twice = next(token for i, token in enumerate(tokens) if ids[token] != i)
+        raise MegakernelError(f"{source}: the vocabulary has the token {short(twice)} twice")
+    defaults = _SENTENCEPIECE_IDS if model == "llama" else {}
+    named = {
+        f"{name}_token": next(iter(keys.ids(f"{key}_token_id")), defaults.get(name)) for name, key in _NAMED.items()
+    }
+    for name in ("bos_token", "eos_token"):
+        if (number := named[name]) is not None and number >= len(tokens):
+            raise MegakernelError(f"{source}: {name}_id is {number}, outside of the vocabulary of {len(tokens)} tokens")
+    own = {name: tokens[i] for name, i in named.items() if i is not None and 0 <= i < len(tokens)} | dict(special or {})
 
-    def get(key: str, default: Any = None) -> Any:
-        return file.metadata.get(f"tokenizer.ggml.{key}", default)
-
-    tokens, types = get("tokens"), get("token_type", [])
-    if not _strings(tokens) or not isinstance(types, list) or len(types) > len(tokens):
-        raise MegakernelError(f"{file.path}: the tokenizer's tokens or their types are missing or malformed")
-    if (most := max(map(len, tokens))) > MOST_TOKEN_CHARACTERS:
-        raise MegakernelError(
-            f"{file.path}: a token has {most} characters, more than the limit of {MOST_TOKEN_CHARACTERS}"
-        )
-    model, pre = get("model"), get("pre")
-    if model == "gpt2":
-        backend = _byte_level(file, tokens, get("merges"), pre)
-    elif model == "llama":
-        backend = _sentencepiece(file, tokens, types, get("scores"), get("add_space_prefix", True))
+    if model == "llama":
+        backend = _sentencepiece(keys, tokens, types, own.get("unk_token"))
     else:
+        backend = _merging(keys, tokens, "gemma4" if model == "gemma4" else pre, own.get("unk_token"))
+    ends = {token for token in _ENDS & ids.keys() if types[ids[token]] != NORMAL or "|" in token or "｜" in token}
+    ends -= {text for text, sets in _NO_ENDS.items() if any(others <= ids.keys() for others in sets)}
+    hidden = [t for t, kind in zip(tokens, types, strict=True) if kind in (_UNKNOWN, CONTROL) or t in ends]
+    shown = [t for t, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED and t not in ends]
+    with backend_errors(f"cannot use the tokens of {source}"):
+        backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in hidden])
+        backend.add_tokens([AddedToken(token, normalized=False) for token in shown])
+
+    def around(name: str, default: bool) -> list[int]:
+        wanted = default if keys.get(f"add_{name}_token") is None else keys.flag(f"add_{name}_token")
+        return [ids[own[f"{name}_token"]]] if wanted and own.get(f"{name}_token") in ids else []
+
+    before = around("bos", model != "gpt2" or pre in BEGUN)
+    ends_by_text = sorted(ids[token] for token in ends)
+    return Tokenizer(
+        backend, eos_ids=[*eos_ids, *ends_by_text], special=own, before=before, after=around("eos", False), **more
+    )
+
+
+def merges_of(ranked: Sequence[str], known: Collection[str], source: str) -> list[tuple[str, str]]:
+    """All pairs of `known` tokens that join to a token of `ranked`; those that join to the first token come first."""
+    if (characters := sum(len(token) ** 2 for token in ranked)) > MOST_SPLIT_CHARACTERS:
         raise MegakernelError(
-            f"{file.path}: tokenizer {model!r} is not supported, only 'gpt2' and 'llama': give token ids instead"
+            f"{source}: the tokens are too long: their parts have {characters} characters, more than the limit of "
+            f"{MOST_SPLIT_CHARACTERS}"
         )
-    for kind, add in ((_CONTROL, backend.add_special_tokens), (_USER_DEFINED, backend.add_tokens)):
-        names = [token for token, own in zip(tokens, types, strict=False) if own == kind]
-        add([AddedToken(name, normalized=False, special=kind == _CONTROL) for name in names])
-
-    named = {n: get(f"{n}_token_id") for n in ("bos", "eos")}
-    if any(isinstance(i, int) and not 0 <= i < len(tokens) for i in named.values()):
-        raise MegakernelError(f"{file.path}: the id of BOS or EOS is outside of the vocabulary of {len(tokens)} tokens")
-    special = {f"{n}_token": tokens[i] for n, i in named.items() if isinstance(i, int)}
-    # If the file does not say whether to add BOS, SentencePiece and the rules in _WHOLE_PIECES add it.
-    bos = special.get("bos_token") if get("add_bos_token", model == "llama" or pre in _WHOLE_PIECES) else None
-    eos = special.get("eos_token") if get("add_eos_token", False) else None
-    if bos or eos:
-        parts = [part for part in (bos, "$A", eos) if part]
-        ids = [(token, tokens.index(token)) for token in (bos, eos) if token]
-        backend.post_processor = processors.TemplateProcessing(single=parts, special_tokens=ids)
-    chat = file.metadata.get("tokenizer.chat_template")
-    template = ChatTemplate(chat, str(file.path)) if isinstance(chat, str) else None
-    return Tokenizer(backend, eos_ids=eos_ids, template=template, special=special)
+    return [
+        (token[:cut], token[cut:])
+        for token in ranked
+        for cut in range(1, len(token))
+        if token[:cut] in known and token[cut:] in known
+    ]
 
 
-def _byte_level(file: GgufFile, tokens: list[str], merges: Any, pre: Any) -> Backend:
-    if not _strings(merges):
-        raise MegakernelError(f"{file.path}: the tokenizer's merges are missing or not strings")
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    backend = _bpe(file, tokens, pairs, ignore_merges=pre in _WHOLE_PIECES)
-    if pre == "qwen2":
-        backend.normalizer = normalizers.NFC()  # as in the tokenizer.json of Qwen2
-    backend.pre_tokenizer = _splitter(file, pre)
+def _tokens(keys: Keys) -> tuple[list[str], list[int]]:
+    """The texts and the types of all tokens. A token without text gets a name that no text has."""
+    tokens, types = keys.get("tokens"), keys.get("token_type")
+    if not _list_of(tokens, str):
+        raise MegakernelError(f"{keys.source}: {keys.prefix}tokens is missing or is not a list of texts")
+    if types is None:
+        types = [NORMAL] * len(tokens)
+    if not _list_of(types, int) or len(types) != len(tokens):
+        raise MegakernelError(f"{keys.source}: {keys.prefix}token_type is not a list of {len(tokens)} numbers")
+    return [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)], types
+
+
+def _merging(keys: Keys, tokens: list[str], pre: Any, unk: str | None) -> Backend:
+    """A BPE tokenizer that makes merges in the order in which the metadata list them."""
+    if not isinstance(pre, str) or pre not in SPLITS.keys() | SPELLED:
+        raise UnknownTokenizer(f"{keys.source}: the pre-tokeniser {short(pre)} is not supported")
+    if not _list_of(merges := keys.get("merges"), str):
+        raise MegakernelError(f"{keys.source}: {keys.prefix}merges is missing or is not a list of texts")
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in dict.fromkeys(merges))]
+    if pre in SPELLED:
+        backend = _bpe(keys, tokens, pairs, byte_fallback=True, unk_token=unk)
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), behavior="isolated")
+        return _spelled(backend, space_prefix=False)
+    backend = _bpe(keys, tokens, pairs, ignore_merges=pre in WHOLE_PIECES)
+    if pre in COMPOSED:
+        backend.normalizer = normalizers.NFC()
+    steps = [pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in SPLITS[pre]]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def _splitter(file: GgufFile, pre: Any) -> pre_tokenizers.PreTokenizer:
-    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if pre == "gpt-2":
-        return gpt2
-    if pre == "smollm":  # its vocabulary was trained with each digit as a piece
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
-    if pre in _SPLITS:
-        gpt2.use_regex = False
-        return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_SPLITS[pre]), behavior="isolated"), gpt2])
-    known = ", ".join(("smollm", "gpt-2", *_SPLITS))
-    raise MegakernelError(f"{file.path}: pre-tokeniser {pre!r} is not supported, only {known}: give token ids instead")
-
-
-def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int], scores: Any, space_prefix: bool) -> Backend:
+def _sentencepiece(keys: Keys, tokens: list[str], types: list[int], unk: str | None) -> Backend:
     """A SentencePiece BPE tokenizer, which first makes the merge whose resulting token has the best score."""
-    if not (isinstance(scores, list) and len(scores) == len(tokens) == len(types)) or _strings(scores):
-        raise MegakernelError(f"{file.path}: the tokenizer's scores or token types are missing")
-    known = set(tokens)
-    ranked = sorted((i for i, kind in enumerate(types) if kind == _NORMAL), key=lambda i: -scores[i])
-    pairs = [
-        (token[:cut], token[cut:])
-        for token in map(tokens.__getitem__, ranked)
-        for cut in range(1, len(token))
-        if token[:cut] in known and token[cut:] in known
-    ]
-    backend = _bpe(file, tokens, pairs, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    scores = keys.get("scores")
+    right = _list_of(scores, float, int) and len(scores) == len(tokens) and all(score == score for score in scores)
+    if not right or keys.get("token_type") is None:
+        raise MegakernelError(f"{keys.source}: the tokenizer's scores or token types are missing, or are no numbers")
+    ranked = sorted((i for i, kind in enumerate(types) if kind == NORMAL), key=lambda i: -scores[i])
+    pairs = merges_of([tokens[i] for i in ranked], set(tokens), keys.source)
+    backend = _bpe(keys, tokens, pairs, byte_fallback=True, unk_token=unk, fuse_unk=True)
+    prefix = keys.get("add_space_prefix")
+    return _spelled(backend, space_prefix=prefix is None or keys.flag("add_space_prefix"))
+
+
+def _spelled(backend: Backend, *, space_prefix: bool) -> Backend:
+    """Add the steps for a vocabulary in which "▁" stands for a space and "<0x0A>" for a byte."""
     prepend = [normalizers.Prepend("▁")] if space_prefix else []
     backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if space_prefix else []
@@ -125,12 +167,11 @@ def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int], scores: 
     return backend
 
 
-def _bpe(file: GgufFile, tokens: list[str], pairs: list[tuple[str, str]], **options: Any) -> Backend:
-    try:
+def _bpe(keys: Keys, tokens: list[str], pairs: list[tuple[str, str]], **options: Any) -> Backend:
+    with backend_errors(f"{keys.source}: the tokenizer's merges do not fit its tokens"):
         return Backend(BPE({token: i for i, token in enumerate(tokens)}, pairs, **options))
-    except Exception as e:  # the package `tokenizers` raises Exception itself
-        raise MegakernelError(f"{file.path}: the tokenizer's merges do not fit its tokens: {e}") from e
 
 
-def _strings(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], str)
+def _list_of(value: Any, *kinds: type) -> bool:
+    """Whether `value` is a list of these types that is not empty. All elements of a GGUF list have the same type."""
+    return isinstance(value, list) and bool(value) and type(value[0]) in kinds

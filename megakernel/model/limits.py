@@ -32,9 +32,9 @@ MOST_METADATA_ELEMENTS = 1 << 22
 MOST_STRING_BYTES = 1 << 22
 # The largest alignment of tensors in a GGUF file, in bytes.
 MOST_ALIGNMENT = 1 << 20
-# The maximum length of a token in a SentencePiece vocabulary, because each token is split at every place to derive
-# merges. Published tokens have up to 512 characters.
-MOST_TOKEN_CHARACTERS = 1 << 12
+# To derive merges, each token of a SentencePiece vocabulary is split at every place. This is the maximum number of
+# characters of all parts, which takes seconds. Published vocabularies have 2^26.
+MOST_SPLIT_CHARACTERS = 1 << 30
 
 
 def check_config(config: ModelConfig, source: str) -> ModelConfig:

@@ -60,19 +60,22 @@ def load_config(spec: str) -> ModelConfig:
 
 
 def load_tokenizer(spec: str) -> Tokenizer | None:
-    """The tokenizer of the model that `spec` names; None if it has none, so that it works with token ids only."""
+    """The tokenizer of the model that `spec` names; None if it has none, so that it works with token ids only.
+
+    Raises MegakernelError, and UnknownTokenizer for a tokenizer that does not run here; token ids work then, too.
+    """
     if spec.startswith(_RANDOM):
         _random(spec)
         return None
     path = _resolve(spec, weights=False)
     if path.is_dir():
-        from .tokenizer import open_hf_tokenizer
+        from .hf_tokenizer import open_hf_tokenizer
 
         return open_hf_tokenizer(path, read_hf_config(path).eos_ids)
     from .gguf_tokenizer import open_gguf_tokenizer
 
     file, config = _gguf(path)
-    return open_gguf_tokenizer(file, config.eos_ids)
+    return open_gguf_tokenizer(file.metadata, str(path), config.eos_ids)
 
 
 def load_pooling(spec: str) -> str:

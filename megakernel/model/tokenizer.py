@@ -5,23 +5,28 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from ..errors import MegakernelError, regular
+from ..errors import MegakernelError
 from .chat_template import ChatTemplate
-from .hf_config import read_json
-from .limits import MOST_VOCABULARY
+
+
+class UnknownTokenizer(MegakernelError):
+    """Raised for a tokenizer that this package cannot run. The model still works with token ids."""
 
 
 class Tokenizer:
     """Converts between text and token ids. A token in `eos_ids` ends a text. `vocab_size` includes added tokens.
 
-    `special` has the texts of the special tokens `bos_token` and `eos_token`, if the model has them.
+    `special` has the texts of special tokens by their names, such as `bos_token`, if the model has them. `templates`
+    are the chat templates `default` and `tool_use`, of which the latter is used for conversations with tools. `listed`
+    are more template variables. `before` and `after` are the ids that begin and end a text, besides those that the
+    backend adds. `before` also begins a conversation whose template does not write it.
     """
 
     def __init__(
@@ -29,12 +34,17 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         *,
         eos_ids: Iterable[int] = (),
-        template: ChatTemplate | None = None,
+        templates: Mapping[str, ChatTemplate] | None = None,
         special: Mapping[str, str] | None = None,
+        listed: Mapping[str, list[str]] | None = None,
+        before: Sequence[int] = (),
+        after: Sequence[int] = (),
     ) -> None:
         self._backend = backend
-        self._template = template
+        self._templates = dict(templates or {})
         self.special = dict(special or {})
+        self._listed = dict(listed or {})
+        self._before, self._after = list(before), list(after)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         named = (backend.token_to_id(text) for name, text in self.special.items() if name == "eos_token")
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*eos_ids, *(i for i in named if i is not None)]))
@@ -44,15 +54,15 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """The ids of `text`, in which special tokens are recognised. `add_special` adds BOS if the model wants it."""
-        try:
-            # The package's function `encode_batch_fast` releases the GIL, but its function `encode` does not.
-            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
-            ids: list[int] = list(encoding.ids)
-        except (TypeError, UnicodeEncodeError) as e:  # the version of `tokenizers` determines which one it raises
-            raise MegakernelError("the text holds a lone surrogate, which no encoding of Unicode allows") from e
-        except Exception as e:  # raised if tokenizer.json refers to something that it does not define
-            raise MegakernelError(f"the model's tokenizer failed: {str(e)[:500]}") from e
-        return ids
+        # An incomplete tokenizer.json may refer to something that it does not define.
+        with backend_errors("the model's tokenizer failed"):
+            try:
+                # The package's function `encode_batch_fast` releases the GIL, but its function `encode` does not.
+                [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
+            except (TypeError, UnicodeEncodeError) as e:  # the version of `tokenizers` determines which one it raises
+                raise MegakernelError("the text holds a lone surrogate, which no encoding of Unicode allows") from e
+        ids: list[int] = list(encoding.ids)
+        return [*self._before, *ids, *self._after] if add_special else ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
@@ -71,33 +81,47 @@ class Tokenizer:
 
         `values` are more template variables. With `continue_final`, the answer continues the last message's text.
         """
-        if self._template is None:
+        values = {**self.special, **self._listed, **(values or {})}
+        if (template := self._template(bool(values.get("tools")))) is None:
             raise MegakernelError("the model has no chat template: give a plain prompt instead")
-        values = {**self.special, **(values or {})}
         if continue_final:
-            values["add_generation_prompt"] = False
-        text = self._template.render(messages, values)
-        if continue_final:
-            text = _up_to_last(text, messages)
-        return self.encode(text, add_special=add_special)
+            text = _up_to_mark(template.render(_marked(messages), {**values, "add_generation_prompt": False}), messages)
+        else:
+            text = template.render(messages, values)
+        ids = self.encode(text, add_special=add_special)
+        return ids if ids[: len(self._before)] == self._before else self._before + ids
 
     @property
     def chat_template(self) -> str | None:
-        """The source of the chat template."""
-        return self._template.source if self._template else None
+        """The source of the chat template for conversations without tools."""
+        template = self._template(False)
+        return template.source if template else None
 
     def set_chat_template(self, template: ChatTemplate) -> None:
-        """Replace the model's own chat template."""
-        self._template = template
+        """Replace the model's own chat templates."""
+        self._templates = {"default": template}
 
-    def stream(self, *, skip_special: bool = True) -> TextStream:
-        """Return a decoder for ids that arrive one at a time."""
-        return TextStream(self._bytes[skip_special], self._strip)
+    @property
+    def tool_template(self) -> str | None:
+        """The source of the chat template for conversations with tools."""
+        template = self._template(True)
+        return template.source if template else None
+
+    def _template(self, tools: bool) -> ChatTemplate | None:
+        default = self._templates.get("default")
+        return self._templates.get("tool_use", default) if tools else default
+
+    def stream(self, *, skip_special: bool = True, after: Iterable[int] = ()) -> TextStream:
+        """Return a decoder for ids that arrive one at a time and continue the text of the ids `after`."""
+        starts = not any(map(self._bytes[skip_special], after))
+        return TextStream(self._bytes[skip_special], self._strip and starts)
 
     def token_bytes(self, token: int, *, skip_special: bool = False) -> bytes:
         """The bytes that `token` adds to a text. They may end inside a character, which the next token completes."""
         if (added := self._added.get(token)) is not None:
-            return b"" if skip_special and added.special else added.content.encode()
+            if skip_special and added.special:
+                return b""
+            return _sentencepiece(added.content) if self._piece is _sentencepiece else added.content.encode()
         piece = self._backend.id_to_token(token)
         if piece is None:
             return b""  # the id is padding of the vocabulary and has no text
@@ -113,21 +137,39 @@ class Tokenizer:
 
     def longest_token(self) -> int:
         """The maximum number of bytes that one token can add to a text."""
-        return max(len(self.token_bytes(token)) for token in range(self.vocab_size))
+        ids = self._backend.get_vocab(with_added_tokens=True).values()
+        return max((len(self.token_bytes(token)) for token in ids), default=0)
 
 
-def _up_to_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Cut a conversation off at the end of its last message, from which the template may have stripped whitespace."""
-    content = str(messages[-1]["content"]) if messages else ""
-    core = content.strip()
-    if not core:
-        raise MegakernelError("the last message has no text that could be continued")
-    start = text.rfind(core)
-    if start < 0:
+@contextmanager
+def backend_errors(what: str) -> Iterator[None]:
+    """Turn an error of the package `tokenizers` into a MegakernelError: `what`, with the package's message."""
+    try:
+        yield
+    except (MegakernelError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as e:  # the package raises Exception, or BaseException after a panic in Rust
+        raise MegakernelError(f"{what}: {str(e)[:500]}") from e
+
+
+# Stands after the text of a message that the answer continues, to find the text's end in the rendered conversation. If
+# the space is missing there, the template has removed white space from the text's end.
+_MARK = "THE-ANSWER-CONTINUES-HERE "
+
+
+def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    if not messages:
+        raise MegakernelError("there is no message that the answer could continue")
+    *before, last = messages
+    return [*before, {**last, "content": f"{last['content']}{_MARK}"}]
+
+
+def _up_to_mark(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Cut a rendered conversation off at the end of its last message, as transformers does."""
+    head, mark, tail = text.rpartition(_MARK.strip())
+    if not mark or messages[-1]["content"].strip() not in text:
         raise MegakernelError("the chat template changes the last message's text, so an answer cannot continue it")
-    end = start + len(core)
-    rest = content[content.index(core) + len(core) :]
-    return text[: end + len(rest)] if text.startswith(rest, end) else text[:end]
+    return head if tail.startswith(" ") else head.rstrip()
 
 
 class TextStream:
@@ -150,56 +192,6 @@ class TextStream:
         return self._utf8.decode(b"", final=True)
 
 
-def open_hf_tokenizer(folder: Path, eos_ids: Iterable[int]) -> Tokenizer | None:
-    """Open the folder's `tokenizer.json`, or return None without one. `eos_ids` are from the model's configuration."""
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        return None
-    _check_ids(read_json(path), path)
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except BaseException as e:  # `tokenizers` raises Exception, or BaseException after a panic in Rust
-        if isinstance(e, (KeyboardInterrupt, SystemExit)):
-            raise
-        raise MegakernelError(f"cannot read {path}: {str(e)[:500]}") from e
-    backend.no_truncation()
-    backend.no_padding()
-    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
-    special = {name: text for name in ("bos_token", "eos_token") if (text := _token_text(config.get(name)))}
-    return Tokenizer(backend, eos_ids=eos_ids, template=_hf_template(folder, config), special=special)
-
-
-def _check_ids(declared: dict[str, Any], path: Path) -> None:
-    """Refuse huge token ids, because the package `tokenizers` allocates memory in proportion to the largest id."""
-    model, added = declared.get("model"), declared.get("added_tokens")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else []
-    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    for number in ids:
-        if not isinstance(number, int) or not 0 <= number < MOST_VOCABULARY:
-            raise MegakernelError(f"{path}: token id {number!s:.60} is not a number below {MOST_VOCABULARY}")
-
-
-def _token_text(value: Any) -> str | None:
-    if isinstance(value, dict):
-        value = value.get("content")
-    # Ignore a string with a lone surrogate (half of a UTF-16 pair), which no text can contain.
-    return value if isinstance(value, str) and not re.search("[\ud800-\udfff]", value) else None
-
-
-def _hf_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        try:
-            return ChatTemplate(regular(file).read_text(encoding="utf-8"), str(file))
-        except (OSError, UnicodeDecodeError) as e:
-            raise MegakernelError(f"cannot read {file}: {e}") from e
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        source = next((t.get("template") for t in source if isinstance(t, dict) and t.get("name") == "default"), None)
-    return ChatTemplate(source, str(folder / "tokenizer_config.json")) if isinstance(source, str) else None
-
-
 def _decoder(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
     """A function from an entry of the vocabulary to its bytes, and whether the first space of a text is dropped.
 
@@ -214,7 +206,7 @@ def _decoder(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], boo
     if "ByteFallback" in kinds or "Metaspace" in kinds:
         strips = "Strip" in kinds or any(step.get("prepend_scheme") in ("always", "first") for step in steps)
         return _sentencepiece, strips
-    raise MegakernelError(f"tokenizer.json has a decoder of type {declared.get('type')!r}, which is not supported")
+    raise UnknownTokenizer(f"tokenizer.json has a decoder of type {declared.get('type')!r}, which is not supported")
 
 
 @cache

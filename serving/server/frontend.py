@@ -20,7 +20,6 @@ import msgspec
 import uvicorn
 
 from megakernel.errors import MegakernelError
-from megakernel.model import load_tokenizer
 from megakernel.model.chat_template import ChatTemplate
 from megakernel.serving.server.app import create_app
 from megakernel.serving.server.client import Overloaded
@@ -28,6 +27,7 @@ from megakernel.serving.server.limits import AccessRules, Limits
 from megakernel.serving.server.messages import Description
 from megakernel.serving.server.protocol import HttpProtocol
 from megakernel.serving.server.service import Service
+from megakernel.serving.text.codec import Codec
 
 _BACKLOG = 4096
 # Seconds until an idle connection is closed: longer than clients and proxies usually keep one, so they close it first.
@@ -169,11 +169,11 @@ def main(start: Start) -> int:
     logging.basicConfig(level=start.log_level, format="megakernel: %(levelname)s: %(message)s")
     allow_connections()
     parent = socket.socket(fileno=start.parent)
-    tokenizer = load_tokenizer(start.description.source)
-    if tokenizer and start.chat_template is not None:
-        tokenizer.set_chat_template(ChatTemplate(start.chat_template, "--chat-template"))
-    about = (start.description, tokenizer, start.number, start.identity)
-    service = Service(*about, start.names, start.access, start.limits, start.tool_parser, start.seed)
+    codec = Codec.of(start.description.name, start.description.source, start.tool_parser)
+    if codec.tokenizer and start.chat_template is not None:
+        codec.tokenizer.set_chat_template(ChatTemplate(start.chat_template, "--chat-template"))
+    about = (start.description, codec, start.number, start.identity, start.names, start.access, start.limits)
+    service = Service(*about, start.seed)
     # Collect garbage less often, because the objects that each token needs form no cycles.
     gc.set_threshold(_GC_THRESHOLD)
     orphaned = False

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi.responses import Response
 
-from megakernel.errors import MegakernelError
 from megakernel.model.tokenizer import Tokenizer
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.server.board import Board
@@ -52,26 +51,24 @@ class Service:
     def __init__(
         self,
         description: Description,
-        tokenizer: Tokenizer | None,
+        codec: Codec,
         number: int,
         identity: str,
         names: list[str] | None = None,
         access: AccessRules | None = None,
         limits: Limits | None = None,
-        tool_parser: str | None = None,
         seed: int | None = None,
     ) -> None:
         """`number` is the index of the frontend's row on the board (the counters in shared memory). `identity` is its
-        name in its messages to the engine; no later frontend gets the same name. `tool_parser` names the model's tool
-        call format. If it is None, the chat template determines the format. With `seed`, requests
-        without a seed get one that depends on `seed` and on the order of the requests."""
+        name in its messages to the engine; no later frontend gets the same name. With `seed`, requests without a seed
+        get one that depends on `seed` and on the order of the requests."""
         self.description = description
-        self.codec = Codec(description.name, tokenizer, tool_parser)
+        self.codec = codec
         self.access, self.limits = access or AccessRules(), limits or Limits()
         self.names = names or [description.name]
         self._turns = ThreadTurns(THREADS)
         self._seeds = None if seed is None else Random(f"{seed} {number}")
-        self._longest = tokenizer.longest_token() if tokenizer else 0
+        self._longest = codec.tokenizer.longest_token() if codec.tokenizer else 0
         self.started = int(time.time())
         self.engine = EngineClient(description, identity)
         board = Board(description.board, description.rows)
@@ -129,9 +126,7 @@ class Service:
         return await self._turns.run(conversation)
 
     async def decode(self, ids: list[int]) -> str:
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise MegakernelError(f"{self.names[0]} has no tokenizer, so token ids cannot be converted to text")
+        tokenizer = self.codec.need("token ids cannot be converted to text")
         self.check_count(ids)
         vocab = self.description.vocab
         if (wrong := next((token for token in ids if token >= vocab), None)) is not None:
@@ -194,7 +189,7 @@ class Service:
         if self._seeds and params.seed is None and replay is None:
             params = replace(params, seed=self._seeds.getrandbits(64))
         self.codec.check(params)
-        transcripts = [one for _ in prompts for one in self.codec.transcripts(params, special=special)]
+        transcripts = [one for prompt in prompts for one in self.codec.transcripts(prompt, params, special=special)]
         seed = replay.seed if replay else None
         return self.engine.submit(prompts, params, CLIENT.get(), transcripts, self.metrics, seed)
 

@@ -48,7 +48,7 @@ class AsyncLLM:
         if self._client is None:
             self._client = EngineClient(self._host.description, "frontend")
             self._client.start()
-        answers = self._client.submit([ids], params, "", self._llm.codec.transcripts(params))
+        answers = self._client.submit([ids], params, "", self._llm.codec.transcripts(ids, params))
         try:
             while not answers.finished:
                 await answers.take()

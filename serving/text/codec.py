@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megakernel.errors import MegakernelError
-from megakernel.model.tokenizer import TextStream, Tokenizer
+from megakernel.model import load_tokenizer
+from megakernel.model.tokenizer import TextStream, Tokenizer, UnknownTokenizer
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.engine.tokens import Token
 from megakernel.serving.text.tool_calls import ToolFormat, tool_format, with_tools
@@ -102,14 +103,27 @@ class Codec:
     model: str
     tokenizer: Tokenizer | None
     tool_parser: str | None = None  # a key of FORMATS; None: the chat template decides
+    why: str | None = None  # why there is no tokenizer, if the model has one that does not run here
+
+    @classmethod
+    def of(cls, model: str, source: str, tool_parser: str | None = None) -> Codec:
+        """Return the codec of the model that `source` names, as `load_tokenizer` takes it."""
+        try:
+            return cls(model, load_tokenizer(source), tool_parser)
+        except UnknownTokenizer as e:
+            return cls(model, None, tool_parser, str(e))
+
+    def need(self, remedy: str) -> Tokenizer:
+        """Return the tokenizer. Raises MegakernelError with the remedy if there is none."""
+        if self.tokenizer is None:
+            raise MegakernelError(f"{self.why or f'{self.model} has no tokenizer'}: {remedy}")
+        return self.tokenizer
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt."""
         if not isinstance(prompt, str):
             return list(prompt)
-        if self.tokenizer is None:
-            raise MegakernelError(f"{self.model} has no tokenizer: give token ids instead of text")
-        return self.tokenizer.encode(prompt)
+        return self.need("give token ids instead of text").encode(prompt)
 
     def chat_ids(
         self,
@@ -121,26 +135,45 @@ class Codec:
     ) -> list[int]:
         """Return the token ids of a conversation, up to the point where the answer begins. The model may call `tools`
         in the answer. `values` and `how` are passed to `Tokenizer.apply_chat_template`."""
-        if self.tokenizer is None:
-            raise MegakernelError(f"{self.model} has no tokenizer: give token ids instead of a conversation")
+        tokenizer = self.need("give token ids instead of a conversation")
+        template = (tokenizer.tool_template if tools else tokenizer.chat_template) or ""
         told = [dict(message) for message in messages]
-        if tools and "tools" not in (self.tokenizer.chat_template or ""):
+        if "developer" not in template:
+            told = _for_system(told)
+        if tools and "tools" not in template:
             told = with_tools(told, tools, self.tools)
         elif tools:
             values = {**(values or {}), "tools": list(tools)}
-        return self.tokenizer.apply_chat_template(told, values, **how)
+        return tokenizer.apply_chat_template(told, values, **how)
 
     @property
     def tools(self) -> ToolFormat:
         """The format in which the model writes calls of functions."""
-        return tool_format(self.tool_parser, self.tokenizer.chat_template if self.tokenizer else None)
+        return tool_format(self.tool_parser, self.tokenizer.tool_template if self.tokenizer else None)
 
     def check(self, params: SamplingParams) -> None:
         """Raise MegakernelError if `params` need a tokenizer and the model has none."""
         if params.stop_strings and self.tokenizer is None:
             raise MegakernelError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
 
-    def transcripts(self, params: SamplingParams, *, special: bool = False) -> list[Transcript]:
+    def transcripts(self, prompt: Sequence[int], params: SamplingParams, *, special: bool = False) -> list[Transcript]:
         """Return a transcript for each choice. `special` keeps special tokens in the text, whatever `params` say."""
-        tokenizer, skip = self.tokenizer, params.skip_special_tokens and not special
-        return [Transcript(params, tokenizer.stream(skip_special=skip) if tokenizer else None) for _ in range(params.n)]
+        if (tokenizer := self.tokenizer) is None:
+            return [Transcript(params, None) for _ in range(params.n)]
+        skip = params.skip_special_tokens and not special
+        return [Transcript(params, tokenizer.stream(skip_special=skip, after=prompt)) for _ in range(params.n)]
+
+
+def _for_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Make developer messages system messages, for a chat template that does not know them. Such messages in a row
+    become one, because most templates read only one."""
+    if all(message["role"] != "developer" for message in messages):
+        return messages
+    told: list[dict[str, Any]] = []
+    for message in messages:
+        system = message["role"] in ("system", "developer")
+        if system and told and told[-1]["role"] == "system":
+            told[-1]["content"] += f"\n\n{message['content']}"
+        else:
+            told.append({**message, "role": "system"} if system else message)
+    return told

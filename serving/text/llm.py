@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megakernel import machine as machines
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype
-from megakernel.model import Checkpoint, load_pooling, load_sampling, load_tokenizer, open_checkpoint
+from megakernel.model import Checkpoint, load_pooling, load_sampling, open_checkpoint
 from megakernel.model.file_checkpoint import FileCheckpoint
 from megakernel.model.hf_config import read_sampling
 from megakernel.model.stored import bits_of, bytes_by_type, for_contexts, quantised_kv, stored_as
@@ -107,10 +107,10 @@ class LLM:
         self.model = checkpoint.name
         self.config = checkpoint.config
         self.dtype = checkpoint.dtype if wanted is None else wanted
-        self.tokenizer = load_tokenizer(model) if isinstance(model, str) else None
+        self.codec = Codec.of(self.model, model) if isinstance(model, str) else Codec(self.model, None)
+        self.tokenizer = self.codec.tokenizer
         self.pooling = load_pooling(model) if isinstance(model, str) else "last"
         self.sampling = _sampling(model, generation_config)
-        self.codec = Codec(self.model, self.tokenizer)
         eos = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
         self.grammars = Grammars(self.tokenizer, self.config.vocab, eos)
         self.threads = machines.host(threads).workers
@@ -189,7 +189,7 @@ class LLM:
             self.engine.add(prompt, p, constraint=constraint)
             for prompt, p, constraint in zip(ids, each, constraints, strict=True)
         ]
-        texts = [self.codec.transcripts(p) for p in each]
+        texts = [self.codec.transcripts(prompt, p) for prompt, p in zip(ids, each, strict=True)]
         choices = {
             request.first + choice: (request, choice, transcripts)
             for request, transcripts in zip(requests, texts, strict=True)
@@ -238,9 +238,7 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        if self.tokenizer is None:
-            raise MegakernelError(f"{self.model} has no tokenizer")
-        return self.tokenizer
+        return self.codec.need("use token ids")
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise MegakernelError if the model can never run this prompt with these parameters."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Iterable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,13 @@ from unicodedata import normalize
 import pytest
 import regex
 import tokenizers
-from model_helpers import SHAPE, tiny_gguf
+from tokenizer_support import (
+    byte_backend,
+    byte_gguf,
+    hf_folder,
+    loaded,
+    pieces,
+)
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
@@ -22,6 +29,7 @@ from megakernel.errors import MegakernelError
 from megakernel.model import load_tokenizer
 from megakernel.model.chat_template import ChatTemplate
 from megakernel.model.gguf_checkpoint import GgufFile
+from megakernel.model.splits import COMPOSED, SPLITS, WHOLE_PIECES
 from megakernel.model.tokenizer import Tokenizer, byte_alphabet
 
 SAMPLES = [
@@ -49,10 +57,13 @@ RULES = {
 }
 
 
-def loaded(path: Path) -> Tokenizer:
-    tokenizer = load_tokenizer(str(path))
-    assert tokenizer is not None
-    return tokenizer
+def split(text: str, rules: Iterable[str]) -> list[str]:
+    """Split a text by rules: a match is a piece, and so is the text between two matches."""
+    words = [text]
+    for rule in rules:
+        cut = [[0, *(at for m in regex.finditer(rule, w, regex.V1) for at in m.span()), len(w)] for w in words]
+        words = [w[a:b] for w, places in zip(words, cut, strict=True) for a, b in pairwise(places) if a < b]
+    return words
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +83,12 @@ class PlainBpe:
         self.word = cache(self._word)
 
     def encode(self, text: str) -> list[int]:
-        words = [normalize("NFC", text) if self.pre == "qwen2" else text]
-        for rule in RULES[self.pre]:
-            words = [part for word in words for part in regex.findall(rule, word)]
+        words = split(normalize("NFC", text) if self.pre in COMPOSED else text, RULES.get(self.pre, SPLITS[self.pre]))
         return [token for word in words for token in self.word(word)]
 
     def _word(self, word: str) -> list[int]:
         parts = [self.letters[byte] for byte in word.encode()]
-        if self.pre in ("llama-bpe", "tekken") and "".join(parts) in self.ids:
+        if self.pre in WHOLE_PIECES and "".join(parts) in self.ids:
             return [self.ids["".join(parts)]]
         while len(parts) > 1:
             rank, i = min((self.ranks.get(pair, 10**9), i) for i, pair in enumerate(pairwise(parts)))
@@ -98,7 +107,7 @@ def test_smollm_equals_the_rule_written_out(smol: Tokenizer, smollm2: Path) -> N
 
 
 def test_special_tokens(smol: Tokenizer) -> None:
-    assert smol.eos_ids == (2,) and smol.vocab_size == 49152
+    assert smol.eos_ids == (2, 0) and smol.vocab_size == 49152
     ids = smol.encode("a<|im_end|>\n<|im_start|>")
     assert ids[1] == 2 and ids[-1] == 1
     assert smol.decode(ids) == "a\n"
@@ -131,26 +140,6 @@ def test_stream_never_cuts_a_character(smol: Tokenizer) -> None:
         smol.encode("\ud800")
 
 
-BYTES = sorted(byte_alphabet())
-
-
-def byte_gguf(
-    path: Path, *, merges: list[str], special: tuple[str, str, str] = ("<s>", "</s>", "<user>"), **metadata: Any
-) -> Path:
-    """Write a GGUF file whose vocabulary has all bytes, the results of `merges`, and BOS, EOS and another token."""
-    tokens = [*BYTES, *(m.replace(" ", "") for m in merges), *special]
-    kinds = [1] * (len(tokens) - 3) + [3, 3, 4]
-    given = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "merges": merges, "token_type": kinds}
-    given |= {"bos_token_id": len(tokens) - 3, "eos_token_id": len(tokens) - 2}
-    named = {f"tokenizer__ggml__{key}": value for key, value in given.items()}
-    tiny_gguf(path, **{**named, **metadata, "llama__vocab_size": len(tokens)})
-    return path
-
-
-def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
-    return [tokenizer.decode([i], skip_special=False) for i in tokenizer.encode(text)]
-
-
 @cache
 def merges_across_all() -> list[str]:
     """Merges that would join any text into one token, so that only the splitting rule separates pieces."""
@@ -172,9 +161,9 @@ def merges_across_all() -> list[str]:
 )
 def test_splitting_rules_by_name(tmp_path: Path, pre: str, parts: list[str]) -> None:
     merges = ["1 2", "12 3", "123 4", "a B", "/ Ċ", "/Ċ /"]
-    path = byte_gguf(tmp_path / "m.gguf", merges=merges, tokenizer__ggml__pre=pre)
+    path = byte_gguf(tmp_path / "m.gguf", merges=merges, pre=pre)
     assert pieces(loaded(path), "1234aB/\n/") == parts
-    byte_gguf(path, merges=merges_across_all(), tokenizer__ggml__pre=pre)
+    byte_gguf(path, merges=merges_across_all(), pre=pre)
     tokenizer, plain = loaded(path), PlainBpe(path)
     for text in SAMPLES:
         assert tokenizer.encode(text, add_special=False) == plain.encode(text), text
@@ -182,7 +171,7 @@ def test_splitting_rules_by_name(tmp_path: Path, pre: str, parts: list[str]) -> 
 
 def test_bos_and_eos_flags(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    byte_gguf(path, merges=["a b"], tokenizer__ggml__add_bos_token=True, tokenizer__ggml__add_eos_token=True)
+    byte_gguf(path, merges=["a b"], add_bos_token=True, add_eos_token=True)
     tokenizer = loaded(path)
     assert pieces(tokenizer, "ab<user>") == ["<s>", "ab", "<user>", "</s>"]
     assert tokenizer.decode(tokenizer.encode("é<user>")) == "é<user>"
@@ -191,35 +180,18 @@ def test_bos_and_eos_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"tokenizer__ggml__pre": "deepseek-llm"}, "pre-tokeniser 'deepseek-llm' is not supported, only smollm, gpt-2"),
-        ({"tokenizer__ggml__model": "bert"}, "tokenizer 'bert' is not supported.*token ids"),
-        ({"tokenizer__ggml__merges": ["ab"]}, "merges do not fit"),
-        ({"tokenizer__ggml__merges": ["x yz"]}, "merges do not fit"),
-        ({"tokenizer__ggml__eos_token_id": 4000}, "eos token id 4000 is outside"),
+        ({"pre": "new"}, 'pre-tokeniser "new" is not supported'),
+        ({"model": "bert"}, "tokenizer \"bert\" is not supported, only 'gpt2' and 'llama'"),
+        ({"merges": ["ab"]}, "merges do not fit"),
+        ({"merges": ["x yz"]}, "merges do not fit"),
+        ({"eos_token_id": 4000}, "eos token id 4000 is outside"),
         ({"tokenizer__chat_template": "{% for %}"}, "chat template of .* is broken"),
     ],
 )
 def test_refused_by_name(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
-    path = byte_gguf(tmp_path / "m.gguf", merges=["a b"], **metadata)
+    path = byte_gguf(tmp_path / "m.gguf", **metadata)
     with pytest.raises(MegakernelError, match=message):
         load_tokenizer(str(path))
-
-
-def hf_folder(folder: Path, backend: tokenizers.Tokenizer, family: str = "llama", **config: Any) -> Path:
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    shape = {**SHAPE, "vocab_size": 300, "model_type": family, "sliding_window": None, "eos_token_id": 3}
-    (folder / "config.json").write_text(json.dumps(shape))
-    return folder
-
-
-def byte_backend(special: tuple[str, ...] = ("<s>", "</s>")) -> tokenizers.Tokenizer:
-    vocab = {token: i for i, token in enumerate([*BYTES, "ab"])}
-    backend = tokenizers.Tokenizer(models.BPE(vocab, [("a", "b")]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(special))
-    return backend
 
 
 def transformers_tokenizer(folder: Path, bos: str, eos: str, template: str) -> PreTrainedTokenizerFast:
@@ -295,7 +267,7 @@ def test_chats_of_a_family_from_a_folder_and_from_a_gguf_file(
     folder = loaded(tmp_path)
     path = byte_gguf(tmp_path / "m.gguf", merges=["a b"], special=special, tokenizer__chat_template=template)
     file = loaded(path)
-    assert (folder.eos_ids, file.eos_ids) == ((3, *ends), (ends[0],))
+    assert (folder.eos_ids, file.eos_ids) == ((3, *ends), tuple(ends if family == "qwen2" else ends[:1]))
     theirs = transformers_tokenizer(tmp_path, bos, eos, template)
     messages = [{"role": role, "content": f" {role} ab"} for role in ("user", "assistant", "user")]
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
@@ -335,32 +307,6 @@ def test_sentencepiece_alphabet(tmp_path: Path) -> None:
     for text in ("a a", "a 🎉 a", " a"):
         ids = tokenizer.encode(text)
         assert streamed(tokenizer, ids) == backend.decode(ids) == text
-
-
-def test_sentencepiece_in_a_gguf(tmp_path: Path) -> None:
-    """Scores rank the merges: "ab" comes before "bc", and both before "abc". Unknown letters become byte tokens, and
-    BOS is added by default.
-    """
-    path = tmp_path / "m.gguf"
-    learned = ["ab", "bc", "▁abc", "abc", "▁", "a", "b", "c"]
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *learned]
-    tiny_gguf(
-        path,
-        tokenizer__ggml__model="llama",
-        tokenizer__ggml__tokens=tokens,
-        tokenizer__ggml__scores=[0.0] * 259 + [-float(i) for i in range(len(learned))],
-        tokenizer__ggml__token_type=[2, 3, 3] + [6] * 256 + [1] * len(learned),
-        tokenizer__ggml__bos_token_id=1,
-        tokenizer__ggml__eos_token_id=2,
-        llama__vocab_size=len(tokens),
-    )
-    tokenizer = loaded(path)
-    found = [tokens[i] for i in tokenizer.encode("abc bcé</s>")]
-    assert found == ["<s>", "▁abc", "▁", "bc", "<0xC3>", "<0xA9>", "</s>"]
-    assert tokenizer.decode(tokenizer.encode("abc bcé")) == "abc bcé"
-    tiny_gguf(path, tokenizer__ggml__model="llama", tokenizer__ggml__tokens=tokens, llama__vocab_size=len(tokens))
-    with pytest.raises(MegakernelError, match="scores or token types are missing"):
-        load_tokenizer(str(path))
 
 
 @pytest.mark.slow

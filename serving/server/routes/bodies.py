@@ -213,20 +213,17 @@ def scores(tokens: Iterable[Token]) -> list[Score]:
     return [(token.token_id, token.logprob, token.top_logprobs) for token in tokens]
 
 
-def completion_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], offset: int) -> CompletionLogprobs:
-    """Return log-probabilities in the format of /v1/completions. The text of the first token begins at `offset`."""
-    out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+def completion_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], offsets: Iterable[int]) -> CompletionLogprobs:
+    """Return log-probabilities in the format of /v1/completions. `offsets` are those of the tokens in the text."""
+    out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=list(offsets))
     for token, logprob, top in tokens:
-        text = _text(tokenizer, token)
-        out.tokens.append(text)
+        out.tokens.append(_text(tokenizer, token))
         out.token_logprobs.append(None if logprob is None else max(logprob, _LOWEST))
         likeliest: dict[str, float] = {}
         for other, value in (top or {}).items():
             # Different ids may have the same text. Of these, keep the most likely id, which comes first.
             likeliest.setdefault(_text(tokenizer, other), max(value, _LOWEST))
         out.top_logprobs.append(None if logprob is None else likeliest)
-        out.text_offset.append(offset)
-        offset += len(text)
     return out
 
 

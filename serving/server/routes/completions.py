@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from fastapi.responses import Response
 
+from megakernel.model.tokenizer import TextStream
 from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.http import event
 from megakernel.serving.server.routes import bodies
@@ -45,6 +47,19 @@ async def _texts(service: Service, given: Sequence[str] | Sequence[list[int]], p
     return [one if isinstance(one, str) else await service.decode(ids) for one, ids in zip(given, prompts, strict=True)]
 
 
+class _Place:
+    """Finds where tokens begin in a text, in characters. `stream` decodes the text; without it, the text is empty."""
+
+    def __init__(self, stream: TextStream | None) -> None:
+        self.offset, self._stream = 0, stream
+
+    def next(self, token: int) -> int:
+        """Return the offset of `token`, which follows the tokens of earlier calls."""
+        before = self.offset
+        self.offset += len(self._stream.add(token)) if self._stream else 0
+        return before
+
+
 class _Completion(AnswerFormat):
     def __init__(
         self,
@@ -58,7 +73,7 @@ class _Completion(AnswerFormat):
         """`texts` has the texts of the prompts if `echo` is set, and is empty otherwise."""
         super().__init__(service, "cmpl", body, model, prompts, answers)
         self._body, self._texts = body, texts
-        self._offsets: dict[int, int] = {}  # for each choice that has begun: the text offset of its next token
+        self._places: dict[int, _Place] = {}  # for each choice that has begun: where its next token is
 
     async def whole(self) -> bytes:
         choices = [self._choice(delta) for delta in await self._answers.collect()]
@@ -71,7 +86,7 @@ class _Completion(AnswerFormat):
         return self._json([], self._used()) if self._body.wants_usage_chunk else None
 
     def _event(self, delta: Delta) -> bytes:
-        plain = delta.index in self._offsets and delta.finish_reason is None and self._body.logprobs is None
+        plain = delta.index in self._places and delta.finish_reason is None and self._body.logprobs is None
         if plain and not self._shows_ids and self._body.max_tokens != 0:
             return self._text_event(delta.index, delta.text)
         return event(self._json([self._choice(delta)]))
@@ -90,13 +105,20 @@ class _Completion(AnswerFormat):
         text, generated, reason, stop = delta.text, delta.tokens, delta.finish_reason, delta.stop_reason
         if self._body.max_tokens == 0:
             text, generated, reason, stop = "", [], "length", None
-        first = delta.index not in self._offsets
+        first = delta.index not in self._places
         scored: list[bodies.Score] = []
+        offsets: list[int] = []
+        if first:
+            self._places[delta.index] = _Place(self._stream(delta.prompt))
         if first and self._body.echo:
             text = self._texts[delta.prompt] + text
+            self._places[delta.index].offset = len(self._texts[delta.prompt])
             if self._body.logprobs is not None:
-                scored = self._prompt_scores(delta.prompt)
-        logprobs = self._logprobs(delta.index, scored + bodies.scores(generated))
+                scored, offsets = self._prompt_scores(delta.prompt), self._prompt_offsets(delta.prompt)
+        logprobs = None
+        if self._body.logprobs is not None:
+            offsets += [self._places[delta.index].next(token.token_id) for token in generated]
+            logprobs = bodies.completion_logprobs(self._tokenizer, scored + bodies.scores(generated), offsets)
         return bodies.CompletionChoice(
             index=delta.index,
             text=text,
@@ -107,13 +129,19 @@ class _Completion(AnswerFormat):
             prompt_token_ids=self._prompts[delta.prompt] if first and self._shows_ids else None,
         )
 
-    def _logprobs(self, index: int, tokens: list[bodies.Score]) -> bodies.CompletionLogprobs | None:
-        offset = self._offsets.setdefault(index, 0)
-        if self._body.logprobs is None:
-            return None
-        logprobs = bodies.completion_logprobs(self._tokenizer, tokens, offset)
-        self._offsets[index] += sum(map(len, logprobs.tokens))
-        return logprobs
+    def _stream(self, prompt: int) -> TextStream | None:
+        tokenizer, skip = self._service.tokenizer, self._body.skip_special_tokens is not False
+        return tokenizer.stream(skip_special=skip, after=self._prompts[prompt]) if tokenizer else None
+
+    def _prompt_offsets(self, index: int) -> list[int]:
+        """Return where each prompt token begins in the prompt's text, which has no BOS that the tokenizer added."""
+        ids, tokenizer = self._prompts[index], self._service.tokenizer
+        if tokenizer is None:
+            return [0] * len(ids)
+        special = list(takewhile(lambda token: not tokenizer.token_bytes(token, skip_special=True), ids))
+        added = not self._texts[index].startswith(tokenizer.decode(special, skip_special=False))
+        place = _Place(tokenizer.stream(skip_special=False))
+        return [0] * added + [place.next(token) for token in ids[added:]]
 
     def _prompt_scores(self, index: int) -> list[bodies.Score]:
         """Return the prompt's tokens with their log-probabilities. The first token has no log-probability, because no

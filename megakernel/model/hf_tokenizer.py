@@ -1,0 +1,172 @@
+"""Opens the tokenizer of a Hugging Face folder: the tokenizer's own file, special tokens and chat templates."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections import Counter
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from ..errors import MegakernelError, regular
+from .chat_template import ChatTemplate
+from .gguf_tokenizer import CONTROL, NORMAL, USER_DEFINED, ggml_tokenizer, merges_of
+from .hf_config import read_json
+from .limits import MOST_VOCABULARY
+from .tokenizer import Tokenizer, UnknownTokenizer, backend_errors, byte_alphabet
+
+# Texts that models of other kinds, or with other rules for white space and for similar characters, split differently.
+_SAMPLES = (
+    "The capital of France  is\n\tParis, or x\u00bd \ufb01n\u00e9 \u4f60\u597d 12345",
+    " a ",
+    "Unbelievably, it isn't",
+)
+
+
+def open_hf_tokenizer(folder: Path, eos_ids: Iterable[int]) -> Tokenizer | None:
+    """Open the folder's `tokenizer.json`, or else its `tekken.json` or `tokenizer.model`. Without any, return None.
+
+    `eos_ids` are from the model's configuration. Raises MegakernelError, and UnknownTokenizer for a tokenizer that does
+    not run here.
+    """
+    config = _optional(folder / "tokenizer_config.json")
+    special, listed = _special(folder, config)
+    more: dict[str, Any] = {"eos_ids": eos_ids, "templates": _templates(folder, config), "listed": listed}
+    if (path := folder / "tokenizer.json").exists():
+        return Tokenizer(_backend(path), special=special, **more)
+    if (path := folder / "tekken.json").exists():
+        return _ggml(path, _tekken(path), special=special, **more)
+    if (path := folder / "tokenizer.model").exists():
+        return _sentencepiece(path, config, special=special, **more)
+    return None
+
+
+def _backend(path: Path) -> tokenizers.Tokenizer:
+    _check_ids(read_json(path), path)
+    with backend_errors(f"cannot read {path}"):
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _check_ids(declared: dict[str, Any], path: Path) -> None:
+    """Refuse huge token ids, because the package `tokenizers` allocates memory in proportion to the largest id, and two
+    tokens of the vocabulary with the same id.
+    """
+    model, added = declared.get("model"), declared.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    own = [*vocabulary.values()] if isinstance(vocabulary, dict) else []
+    more = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    for number in own + more:
+        if not isinstance(number, int) or not 0 <= number < MOST_VOCABULARY:
+            raise MegakernelError(f"{path}: token id {number!s:.60} is not a number below {MOST_VOCABULARY}")
+    for number, count in Counter(own).most_common(1):
+        if count > 1:
+            raise MegakernelError(f"{path}: {count} tokens of the vocabulary have the id {number}")
+
+
+def _tekken(path: Path) -> dict[str, Any]:
+    """The vocabulary of Mistral's `tekken.json` in GGUF's terms: special tokens, then pieces of bytes by rank."""
+    declared, letters = read_json(path), {byte: letter for letter, byte in byte_alphabet().items()}
+    try:
+        room, total = (int(declared["config"][f"default_{name}"]) for name in ("num_special_tokens", "vocab_size"))
+        names = {int(token["rank"]): str(token["token_str"]) for token in declared["special_tokens"]}
+        special = [names.get(i, f"<SPECIAL_{i}>") for i in range(min(room, MOST_VOCABULARY))]
+        raw = [base64.b64decode(token["token_bytes"]) for token in declared["vocab"][: max(total - room, 0)]]
+        ids = {f"{name}_token_id": special.index(text) for name, text in (("bos", "<s>"), ("eos", "</s>"))}
+    except (KeyError, TypeError, ValueError) as e:
+        raise UnknownTokenizer(f"{path} does not have the known form: {e!r:.200}") from e
+    own = ["".join(map(letters.__getitem__, token)) for token in raw]
+    pairs = merges_of(own, set(own), str(path))
+    types = [CONTROL] * len(special) + [NORMAL] * len(own)
+    merges = [" ".join(pair) for pair in pairs]
+    return {"model": "gpt2", "pre": "tekken", "tokens": special + own, "token_type": types, "merges": merges, **ids}
+
+
+def _sentencepiece(path: Path, config: dict[str, Any], **more: Any) -> Tokenizer | None:
+    """The tokenizer of a SentencePiece model, with the tokens that other files add to it."""
+    from gguf import vocab
+
+    remedy = "put the model's tokenizer.json beside it"
+    if find_spec("sentencepiece") is None:
+        raise UnknownTokenizer(
+            f"{path} needs the package sentencepiece: run `pip install 'megakernel[sentencepiece]'`, or {remedy}"
+        )
+    with backend_errors(f"cannot read {path} and the tokens that other files add to it"):
+        opened = vocab.SentencePieceVocab(path.parent)
+        tokens = {i: (text.decode(), score, int(kind)) for i, (text, score, kind) in enumerate(opened.all_tokens())}
+        for number, added in (config.get("added_tokens_decoder") or {}).items():
+            kind = CONTROL if added["special"] else USER_DEFINED
+            tokens[int(number)] = (added["content"], 0.0, tokens.get(int(number), (0, 0, kind))[2])
+        texts, scores, types = map(list, zip(*(tokens[i] for i in range(len(tokens))), strict=True))
+    original = opened.sentencepiece_tokenizer
+    ids = {
+        "bos": original.bos_id(),
+        "eos": original.eos_id(),
+        "unknown": original.unk_id(),
+        "padding": original.pad_id(),
+    }
+    facts = {f"{name}_token_id": number for name, number in ids.items() if number >= 0}
+    facts |= {"model": "llama", "tokens": texts, "scores": scores, "token_type": types}
+    facts |= {"add_bos_token": config.get("add_bos_token") is not False}
+    made = _ggml(path, facts, **more)
+    if made and any(made.encode(text, add_special=False) != original.encode(text) for text in _SAMPLES):
+        raise UnknownTokenizer(f"{path} splits text by rules that are not supported: {remedy}")
+    return made
+
+
+def _ggml(path: Path, facts: dict[str, Any], **more: Any) -> Tokenizer | None:
+    return ggml_tokenizer({f"tokenizer.ggml.{key}": value for key, value in facts.items()}, str(path), **more)
+
+
+def _special(folder: Path, config: dict[str, Any]) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """The texts of special tokens by their names, and lists of more of them, as templates see them.
+
+    As in transformers, `special_tokens_map.json` has precedence, but not over a configuration that lists added tokens.
+    """
+    mapped = _optional(folder / "special_tokens_map.json")
+    config = {name: value for name, value in config.items() if value is not None}
+    both = {**mapped, **config} if "added_tokens_decoder" in config else {**config, **mapped}
+    extra = both.get("extra_special_tokens")
+    both |= extra if isinstance(extra, dict) else {"additional_special_tokens": extra} if extra else {}
+    named = {name: text for name, value in both.items() if name.endswith("_token") and (text := _token_text(value))}
+    more = both.get("additional_special_tokens")
+    texts = [text for value in more if (text := _token_text(value))] if isinstance(more, list) else []
+    return named, {"additional_special_tokens": texts} if texts else {}
+
+
+def _token_text(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    # Ignore a string with a lone surrogate (half of a UTF-16 pair), which no text can contain.
+    return value if isinstance(value, str) and not re.search("[\ud800-\udfff]", value) else None
+
+
+def _templates(folder: Path, config: dict[str, Any]) -> dict[str, ChatTemplate]:
+    """The templates `default` and `tool_use`. Those in files have precedence over those in the configuration."""
+    default, tools = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
+    found = {name: _template(file) for name, file in (("default", default), ("tool_use", tools)) if file.exists()}
+    if "default" in found:
+        return found
+    given = config.get("chat_template")
+    listed = [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
+    sources = {"default": given} if isinstance(given, str) else {str(t.get("name")): t.get("template") for t in listed}
+    where = str(folder / "tokenizer_config.json")
+    named = {n: ChatTemplate(text, where) for n in ("default", "tool_use") if isinstance(text := sources.get(n), str)}
+    return named | found
+
+
+def _template(file: Path) -> ChatTemplate:
+    try:
+        return ChatTemplate(regular(file).read_text(encoding="utf-8"), str(file))
+    except (OSError, UnicodeDecodeError) as e:
+        raise MegakernelError(f"cannot read {file}: {e}") from e
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}

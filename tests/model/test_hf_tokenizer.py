@@ -1,0 +1,272 @@
+"""Tests tokenizers of folders against transformers: special tokens, named templates, continued messages, odd files."""
+
+from __future__ import annotations
+
+import base64
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizer_support import BYTES, byte_backend, hf_folder, loaded, pieces
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megakernel.errors import MegakernelError
+from megakernel.model import load_tokenizer
+from megakernel.model.tokenizer import UnknownTokenizer, byte_alphabet
+
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+TRIMMED = "{% for m in messages %}[{{ m['content'] | trim }}]{% endfor %}"
+STARTS = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [CHATML, TRIMMED, STARTS])
+@pytest.mark.parametrize("content", ["<", "|", "i", "e", "end", "", " ", "im_end|>", "ab", "  ab \n", "<s>", "\n"])
+def test_an_answer_continues_the_last_message_as_in_transformers(tmp_path: Path, template: str, content: str) -> None:
+    backend = byte_backend(("<s>", "</s>", "<|im_start|>", "<|im_end|>"))
+    hf_folder(tmp_path, backend, bos_token="<s>", eos_token="</s>", chat_template=template)
+    theirs = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": content}]
+    expected = theirs.apply_chat_template(messages, continue_final_message=True)["input_ids"]
+    assert loaded(tmp_path).apply_chat_template(messages, continue_final=True) == expected
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{{ messages[-1].content[:3] }}", "fixed"])
+def test_a_message_that_the_template_changes_cannot_be_continued(tmp_path: Path, template: str) -> None:
+    tokenizer = loaded(hf_folder(tmp_path, byte_backend(), chat_template=template))
+    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Nobody"}]
+    with pytest.raises(MegakernelError, match="the chat template changes the last message's text"):
+        tokenizer.apply_chat_template(messages, continue_final=True)
+    with pytest.raises(MegakernelError, match="no message that the answer could continue"):
+        tokenizer.apply_chat_template([], continue_final=True)
+
+
+PLAIN, TOOLS = "plain {{ tools }}", "{% for t in tools %}tool {{ t.function.name }}{% endfor %}"
+LISTED = [{"name": "default", "template": PLAIN}, {"name": "rag", "template": "no"}]
+BOTH = [*LISTED, {"name": "tool_use", "template": TOOLS}]
+ASKED = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize(
+    ("config", "files"),
+    [
+        (BOTH, {}),
+        (LISTED, {}),
+        (PLAIN, {}),
+        (None, {"chat_template": PLAIN, "additional_chat_templates/tool_use": TOOLS}),
+        (BOTH, {"chat_template": "file {{ tools }}"}),
+        ("old", {"chat_template": PLAIN, "additional_chat_templates/tool_use": TOOLS}),
+    ],
+)
+def test_named_templates_as_in_transformers(tmp_path: Path, config: Any, files: dict[str, str]) -> None:
+    hf_folder(tmp_path, byte_backend(), chat_template=config)
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name, text in files.items():
+        (tmp_path / f"{name}.jinja").write_text(text)
+    ours, theirs = loaded(tmp_path), PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    for tools in (None, ASKED):
+        messages = [{"role": "user", "content": "x"}]
+        expected = theirs.apply_chat_template(messages, tools=tools)["input_ids"]
+        assert ours.apply_chat_template(messages, {"tools": tools} if tools else None) == expected
+
+
+SEEN = ("bos", "eos", "unk", "sep", "pad", "cls", "mask", "image")
+SHOW = " ".join(f"{{{{ {name}_token }}}}" for name in SEEN)
+
+
+@pytest.mark.parametrize(
+    ("config", "mapped"),
+    [
+        ({"bos_token": "<s>", "pad_token": {"content": "<p>", "__type": "AddedToken"}, "unk_token": None}, {}),
+        ({}, {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, "unk_token": "<u>"}),
+        ({"bos_token": "<p>", "image_token": "<u>", "add_bos_token": True}, {"bos_token": "<s>"}),
+        ({"extra_special_tokens": {"image_token": "<u>"}, "mask_token": "ab"}, {}),
+        ({"bos_token": "<p>", "added_tokens_decoder": {"257": {"content": "<s>"}}}, {"bos_token": "<s>"}),
+    ],
+)
+def test_templates_see_what_they_see_in_transformers(
+    tmp_path: Path, config: dict[str, Any], mapped: dict[str, Any]
+) -> None:
+    hf_folder(tmp_path, byte_backend(("<s>", "</s>", "<u>", "<p>")), **config, chat_template=SHOW)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(mapped))
+    theirs = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    tokenizer, messages = loaded(tmp_path), [{"role": "user", "content": "x"}]
+    assert tokenizer.apply_chat_template(messages) == theirs.apply_chat_template(messages)["input_ids"]
+    assert (257 + 1 in tokenizer.eos_ids) == ("eos_token" in mapped)
+
+
+@pytest.mark.parametrize("name", ["additional_special_tokens", "extra_special_tokens"])
+def test_templates_see_additional_special_tokens(tmp_path: Path, name: str) -> None:
+    shown = "{{ additional_special_tokens | join(',') }}"
+    more = ["<u>", {"content": "<p>"}, 7, "\ud800"]
+    tokenizer = loaded(hf_folder(tmp_path, byte_backend(), chat_template=shown, **{name: more}))
+    assert tokenizer.decode(tokenizer.apply_chat_template([])) == "<u>,<p>"
+
+
+def changed(*path: str, value: Any) -> bytes:
+    """Return a tokenizer.json in which the value at `path` is replaced."""
+    declared = inner = json.loads(byte_backend().to_str())
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return json.dumps(declared).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "is not valid JSON"),
+        (b"[]", "does not contain a JSON object"),
+        (b'{"a": "\xff"}', "is not valid JSON"),
+        (b"{}", "cannot read"),
+        (changed("model", "vocab", value={"a": 0, "b": 0}), "2 tokens of the vocabulary have the id 0"),
+        (changed("model", "vocab", value={"a": [1]}), r"token id \[1\] is not a number"),
+        (changed("model", "vocab", value={"a": 2**40}), "token id 1099511627776 is not a number below 16777216"),
+        (changed("model", "vocab", value=[["a", 1.0]]), "cannot read"),
+        (changed("model", "merges", value=[["x", "yz"]]), "cannot read"),
+        (changed("model", "merges", value=7), "cannot read"),
+        (changed("model", value={"type": "New"}), "cannot read"),
+        (changed("model", value=None), "cannot read"),
+        (changed("added_tokens", value=[{"id": 5}]), "cannot read"),
+        (changed("added_tokens", value="x"), "cannot read"),
+        (changed("normalizer", value={"type": "Precompiled", "precompiled_charsmap": "AAAA"}), "cannot read"),
+    ],
+)
+def test_hostile_tokenizers_are_refused_by_name(tmp_path: Path, data: bytes, message: str) -> None:
+    folder = hf_folder(tmp_path, None)
+    (folder / "tokenizer.json").write_bytes(data)
+    with pytest.raises(MegakernelError, match=message):
+        load_tokenizer(str(folder))
+
+
+def test_an_empty_vocabulary_and_ids_with_gaps(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path, None)
+    (folder / "tokenizer.json").write_bytes(changed("model", value={"type": "BPE", "vocab": {}, "merges": []}))
+    assert loaded(folder).longest_token() == 4 and loaded(folder).encode("é") == []
+    gaps = {"type": "BPE", "vocab": {"a": 30, "bcd": 70_000}, "merges": []}
+    (folder / "tokenizer.json").write_bytes(changed("model", value=gaps))
+    assert loaded(folder).decode([30, 70_000, 9]) == "abcd"
+
+
+def test_an_unknown_decoder_leaves_token_ids(tmp_path: Path) -> None:
+    backend = byte_backend()
+    backend.decoder = decoders.WordPiece()
+    with pytest.raises(UnknownTokenizer, match="decoder of type 'WordPiece', which is not supported"):
+        loaded(hf_folder(tmp_path, backend))
+
+
+METASPACE = [
+    (pre_tokenizers.Metaspace(prepend_scheme="always"), decoders.Metaspace(prepend_scheme="always"), True),
+    (pre_tokenizers.Metaspace(prepend_scheme="never"), decoders.Metaspace(prepend_scheme="never"), False),
+    (None, None, True),
+]
+
+
+@pytest.mark.parametrize(("pre", "decoder", "strips"), METASPACE)
+def test_only_the_start_of_the_whole_text_loses_its_space(tmp_path: Path, pre: Any, decoder: Any, strips: bool) -> None:
+    """A continuation is what the whole text has after the prompt's text, whatever tokens the prompt has."""
+    vocab = {t: i for i, t in enumerate(["<unk>", "<s>", "[INST]", "▁", "a", "▁a", "<0xC3>", "<0xA9>"])}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    if pre is None:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        decoder = decoders.Sequence(steps)
+    else:
+        backend.pre_tokenizer = pre
+    backend.decoder = decoder
+    backend.add_special_tokens(["<unk>", "<s>", "[INST]"])
+    tokenizer = loaded(hf_folder(tmp_path, backend))
+    made = [5, 5, 4]
+    for skip in (True, False):
+        for prompt in ([], [1], [1, 2], [1, 5], [5], [3], [1, 6], [4, 2]):
+            stream = tokenizer.stream(skip_special=skip, after=prompt)
+            text = "".join(map(stream.add, made))
+            whole = backend.decode([*prompt, *made], skip_special_tokens=skip)
+            assert whole.removesuffix("a aa").endswith(" ") == text.startswith(" ") or whole == text, prompt
+            if 6 not in prompt:
+                assert backend.decode(prompt, skip_special_tokens=skip) + text == whole, (skip, prompt)
+        assert tokenizer.stream(skip_special=True, after=[1]).add(5) == ("a" if strips else " a")
+
+
+def tekken(path: Path, ranks: list[bytes]) -> None:
+    """Write a tekken.json with the special tokens of the newest version, and tokens by rank."""
+    names = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
+    special = [{"rank": i, "token_str": name, "is_control": True} for i, name in enumerate(names)]
+    vocab = [
+        {"rank": i, "token_bytes": base64.b64encode(token).decode(), "token_str": None} for i, token in enumerate(ranks)
+    ]
+    sizes = {"default_num_special_tokens": 10, "default_vocab_size": 10 + len(ranks), "num_vocab_tokens": len(ranks)}
+    pattern = (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    config = {"pattern": pattern, **sizes, "version": "v11"}
+    path.write_text(json.dumps({"config": config, "vocab": vocab, "special_tokens": special}))
+
+
+def test_tekken_alone(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path, None, chat_template="{{ bos_token }}[INST]{{ messages[0].content }}[/INST]")
+    learned = [b"th", b"he", b"the", b" the", b"\xe4\xbd", b"\xe4\xbd\xa0", b"Th"]
+    tekken(folder / "tekken.json", [*(bytes([i]) for i in range(256)), *learned])
+    tokenizer = loaded(folder)
+    assert pieces(tokenizer, "The the") == ["<s>", "T", "he", " the"]
+    assert tokenizer.encode("你", add_special=False) == [10 + 256 + 5] and tokenizer.decode([271]) == "你"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "he"}]) == [1, 3, 10 + 257, 4]
+    assert tokenizer.eos_ids == (3, 2)
+    (folder / "tekken.json").write_text('{"config": {}}')
+    with pytest.raises(UnknownTokenizer, match=r"tekken\.json does not have the known form"):
+        load_tokenizer(str(folder))
+
+
+def test_tekken_is_the_owners(tmp_path: Path) -> None:
+    owner = pytest.importorskip("mistral_common.tokens.tokenizers.tekken").Tekkenizer
+    text = Path(__file__).read_text()
+    path = hf_folder(tmp_path, None) / "tekken.json"
+    tekken(path, ranked(text))
+    ours, theirs = loaded(tmp_path), owner.from_file(str(path))
+    for line in [*text.replace("<", "").replace("[", "").splitlines(), "naïve 你好 12345\n\n  x/"]:
+        assert ours.encode(line, add_special=False) == theirs.encode(line, bos=False, eos=False), line
+
+
+def ranked(text: str) -> list[bytes]:
+    """Return all bytes, and the tokens that BPE learns from a text."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=600, show_progress=False, initial_alphabet=BYTES)
+    backend.train_from_iterator([text], trainer)
+    letters = byte_alphabet()
+    merged = ["".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
+    return [*(bytes([i]) for i in range(256)), *(bytes(letters[c] for c in token) for token in dict.fromkeys(merged))]
+
+
+def test_a_sentencepiece_model_alone(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path, None)
+    (folder / "tokenizer.model").write_bytes(b"x")
+    if find_spec("sentencepiece") is None:
+        with pytest.raises(UnknownTokenizer, match=r"needs the package sentencepiece: run `pip install"):
+            load_tokenizer(str(folder))
+    library = pytest.importorskip("sentencepiece")
+    with pytest.raises(MegakernelError, match=r"cannot read .*tokenizer\.model"):
+        load_tokenizer(str(folder))
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(Path(__file__).read_text())
+    common = {"input": str(corpus), "model_prefix": str(folder / "tokenizer"), "vocab_size": 500}
+    common |= {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    library.SentencePieceTrainer.train(**common, model_type="bpe")
+    added = {"500": {"content": "<|im_start|>", "special": True}, "501": {"content": "<think>", "special": False}}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    tokenizer, owner = loaded(folder), library.SentencePieceProcessor(str(folder / "tokenizer.model"))
+    for line in [*corpus.read_text().replace("<", "").splitlines(), "naïve 你好 \t x"]:
+        ids = tokenizer.encode(line)
+        assert ids == [owner.bos_id(), *owner.encode(line)] and tokenizer.decode(ids) == owner.decode(ids[1:]), line
+    assert tokenizer.encode("a<|im_start|><think>", add_special=False)[-2:] == [500, 501]
+    library.SentencePieceTrainer.train(**common, model_type="unigram")
+    with pytest.raises(UnknownTokenizer, match="splits text by rules that are not supported"):
+        load_tokenizer(str(folder))
