@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from stat import S_ISREG
 
 
 class MegakernelError(Exception):
@@ -27,14 +30,27 @@ def file_errors(task: str) -> Iterator[None]:
         raise MegakernelError(f"cannot {task}: {e.strerror or e}") from e
 
 
+def regular(path: Path) -> Path:
+    """Return `path` if it is a regular file or a link to one. Raises OSError otherwise: a FIFO could make its reader
+    wait forever, and a device may never end.
+    """
+    if not S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return path
+
+
 @contextmanager
 def whole_file(path: Path, what: str) -> Iterator[Path]:
     """Yield a file to write, which replaces `path` when the block ends, so that a reader never sees a partial file.
 
-    If the disk is full, the old file stays and nothing else is left behind. A device is written directly. Raises
-    MegakernelError: "cannot write `what`", with the system's message.
+    If the disk is full, the old file stays and nothing else is left behind. Several processes may write `path` at once.
+    A device is written directly. Raises MegakernelError: "cannot write `what`", with the system's message.
     """
-    part = path if path.exists() and not path.is_file() else path.with_name(path.name + ".part")
+    part = (
+        path
+        if path.exists() and not path.is_file()
+        else path.with_name(f"{path.stem[:40]}.{secrets.token_hex(4)}.part")
+    )
     with file_errors(f"write {what}"):
         try:
             yield part

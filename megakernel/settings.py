@@ -26,6 +26,8 @@ _TABLE = """
     q5_0, q5_1, q4_k, q5_k or q6_k; a GPU supports only auto
 --kv-cache-dtype | text | auto | type of K and V in memory: auto (the compute type) or q8_0 (8.5 bits per value); a GPU
     supports only auto
+--generation-config | text | auto | defaults of sampling: auto (the generation_config.json in the model's folder), vllm
+    (none, so that the API's own defaults apply) or another folder with such a file
 --tp --tensor-parallel-size | count | 1 | tensor-parallel ranks: 1, 2, 4 or 8
 --speculate | depth | 0 | maximum tokens per sequence (0 to 63; 0 is off) that prompt lookup proposes and one step
     verifies, where this is faster; the generated tokens do not change

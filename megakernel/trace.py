@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import MegakernelError, file_errors, whole_file
+from .errors import MegakernelError, file_errors, regular, whole_file
 
 
 class Role(IntEnum):
@@ -110,7 +110,7 @@ class Trace:
     @staticmethod
     def load(path: Path) -> Trace:
         with file_errors(f"read trace {path}"):
-            data = path.read_bytes()
+            data = regular(path).read_bytes()
         if data[:8] != _MAGIC:
             raise MegakernelError(f"{path} is not a trace file of this version")
         start = 16 + int.from_bytes(data[8:16], "little")

@@ -35,6 +35,14 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> str:
     return "random:tiny"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Use all cores, but not for single files, which are quicker without worker processes, and not for a shared GPU."""
+    named = config.option.markexpr == "gpu" or any(".py" in argument for argument in config.args)
+    if not named and getattr(config.option, "numprocesses", 0) is None and not hasattr(config, "workerinput"):
+        config.option.numprocesses, config.option.dist = "auto", "worksteal"
+
+
 def pytest_sessionstart() -> None:
     """Have every step table checked, accept measurements of peak rates on a busy machine, and let Ctrl-C interrupt. A
     shell makes the processes that it starts in the background ignore Ctrl-C, and child processes inherit this setting.

@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from commands import run_json, run_python
 from sizes import least_dims
 from tiny_llama import error, hf_logits, make_llama
 from transformers import LlamaForCausalLM
@@ -22,14 +24,19 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SPEED = BENCHMARKS / "speed"
 
 
+@pytest.fixture
+def measured_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run the commands of a script in this process. Its servers are processes."""
+    monkeypatch.setattr("servers.measured", partial(run_json, capsys))
+
+
+@pytest.mark.usefixtures("measured_here")
 def test_many_requests_through_the_server(tmp_path: Path, model: str) -> None:
     """With 60 requests instead of 65,536, the server answers every request in full and its memory is sampled."""
     out = tmp_path / "out.json"
     flags = ["--model", model, "--backend", "null", "--num-prompts", "60", "--repetitions", "2"]
     flags += ["--max-concurrency", "32", "--logs", str(tmp_path), "-o", str(out)]
-    command = [sys.executable, str(SPEED / "sharegpt_65536.py"), *flags, "--serve-flags", "--threads", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run_python(str(SPEED / "sharegpt_65536.py"), *flags, "--serve-flags", "--threads", "1")
     result = json.loads(out.read_text())
     assert result["answered"] and [one["completed"] for one in result["raw"]["runs"]] == [60, 60]
     assert result["ours"]["tokens_per_s"] == result["raw"]["runs"][1]["tokens_per_s"]  # run 0 is a warm-up
@@ -37,12 +44,11 @@ def test_many_requests_through_the_server(tmp_path: Path, model: str) -> None:
     assert result["memory"]["samples"] and result["machine"]["cores"] >= 1
 
 
+@pytest.mark.usefixtures("measured_here")
 def test_a_server_is_compared_with_another_installation(tmp_path: Path, model: str) -> None:
     out = tmp_path / "out.json"
     flags = ["--model", model, "--num-prompts", "8", "--max-concurrency", "4", "--runs", "1", "-o", str(out)]
-    command = [sys.executable, str(SPEED / "serving_overhead.py"), "--before", sys.executable, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run_python(str(SPEED / "serving_overhead.py"), "--before", sys.executable, *flags)
     for [one] in json.loads(out.read_text())["runs"].values():
         assert one["failed"] == 0 and one["output_tokens"] > 0
         assert 0 < one["cpu_us_per_token"]["engine"] < one["server_us_per_token"]
@@ -51,10 +57,7 @@ def test_a_server_is_compared_with_another_installation(tmp_path: Path, model: s
 def test_speculation_is_compared_with_none(tmp_path: Path, model: str) -> None:
     out = tmp_path / "out.json"
     flags = ["--model", model, "--tokens", "12", "--rounds", "1", "--speculate", "3", "-o", str(out)]
-    done = subprocess.run(
-        [sys.executable, str(SPEED / "speculation.py"), *flags], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    run_python(str(SPEED / "speculation.py"), *flags)
     for one in json.loads(out.read_text())["texts"].values():
         assert one["same_bits"] and one["tokens"] == 12 and one["ratio"] > 0
         assert [run["proposed"] for run in one["runs"]["plain"]] == [0]
@@ -66,8 +69,7 @@ def test_perplexity_is_that_of_the_scored_halves(tmp_path: Path, model: str) -> 
     out = tmp_path / "out.json"
     script = BENCHMARKS / "correctness" / "perplexity.py"
     flags = ["--model", model, "--chunks", "2", "-o", str(out)]
-    done = subprocess.run([sys.executable, str(script), *flags], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run_python(str(script), *flags)
     found = json.loads(out.read_text())
     assert found["same_bits"] and found["perplexity"] == found["perplexity_f32_weights"]
     assert (found["chunks"], found["scored_tokens"]) == (2, 2 * 255)

@@ -21,6 +21,7 @@ from pathlib import Path
 import atheris
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 with atheris.instrument_imports(include=["megakernel.program"]):
     import megakernel.program

@@ -4,8 +4,8 @@ runs the tests that reach the change.
     python benchmarks/correctness/mutation.py --python 400 --native 100 -o benchmarks/results/mutation.json
 
 Mutants are drawn with a seed from all operators, comparisons, constants and statements (source_mutants.py in
-tests/support), in Python lines that a test reaches, and in the C++ of csrc/{cpu,common,simulate,verify}. `--lines FILE`
-stores which test reaches which line (lines_reached.py in tests/support), and `--tests` restricts the tests. For each
+support), in Python lines that a test reaches, and in the C++ of csrc/{cpu,common,simulate,verify}. `--lines FILE`
+stores which test reaches which line (lines_reached.py in support), and `--tests` restricts the tests. For each
 mutant, the cheapest tests that reach it are run, as many as fit into SECONDS of processor time. The tests in the folder
 of tests/ that is named like the mutant's package run first. A mutant is killed if a test fails or if the tests do not
 end.
@@ -50,7 +50,7 @@ from record import options, write
 from source_mutants import SourceMutant, of_cpp, of_python
 
 ROOT = Path(__file__).parents[2]
-SUPPORT = ROOT / "tests" / "support"
+SUPPORT = ROOT / "benchmarks" / "support"
 FOLDERS = ("megakernel", "scheduler", "serving")
 # The tests chosen for a mutant need at most this many seconds of CPU time on the unchanged package. On the mutant they
 # may take three times as long.

@@ -362,8 +362,8 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
         seconds = time.monotonic() - begin
         seen = dict(target.seen)
         watching.cancel()
-        ending = asyncio.ensure_future(mixed(traffic, 3.0, args.clients))
-        await asyncio.sleep(1.0)
+        ending = asyncio.ensure_future(mixed(traffic, min(3.0, args.minutes * 60), args.clients))
+        await asyncio.sleep(min(1.0, args.minutes * 20))
         target.ending = True
         server.send_signal(signal.SIGTERM)
         async with asyncio.timeout(HANG):

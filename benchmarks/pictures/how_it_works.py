@@ -26,6 +26,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 WORKER = 5  # the SM whose roles and page ring are drawn
 LAYER = 1  # the second of three simulated layers is drawn
 COLOURS = {
+    "attn_norm": "yellow",
     "next_norm": "yellow",
     "down_reduce": "yellow",
     "down_partial": "green",
@@ -175,6 +176,41 @@ def _roles_of(out: Picture, y: float, title: str, run: Run, short: dict[str, str
     out.text(sum(ends) / 2, y + 190, f"one layer: {last.end - before.end:.1f} µs", anchor="middle")
 
 
+# -- how-to-read.svg: work, waits and causes
+
+
+def reading() -> Picture:
+    """Draw one layer of a prompt of 512 tokens on five SMs, with an arrow to a wait from the work that ended it."""
+    run = Run(batch("llama-3.2-1b", 1, 512, Options()))
+    short = {
+        "qkv_rope": "QKV",
+        "attention": "attention",
+        "o_proj": "O",
+        "gate_up_silu": "gate, up",
+        "down_proj": "down",
+    }
+    names = dict.fromkeys(COLOURS, "") | short
+    layer = run.rows[(run.rows["kind"] == IntervalKind.COMPUTE) & (run.rows["layer"] == LAYER)]
+    out = Picture(270, "Work, waits and causes on five SMs")
+    axis = Axis(out, float(layer["begin"].min()) / 1e3, float(layer["end"].max()) / 1e3)
+    lanes = {worker: 52 + 36 * i for i, worker in enumerate((3, 20, 40, 60, 87))}
+    shown = {worker: run.of(0, worker) for worker in lanes}
+    for worker, y in lanes.items():
+        kinds = IntervalKind.COUNTER_WAIT, IntervalKind.COMPUTE
+        axis.lane(y, f"SM {worker}", labelled(shown[worker], names, *kinds), 28)
+    waits = [one for one in shown[60] if one.phase == "gate_up_silu" and one.kind is IntervalKind.COUNTER_WAIT]
+    wait = next(one for one in waits if one.instruction[0] == LAYER)
+    cause, bottom = run.at(int(run.releasers[wait.number])), lanes[87] + 28
+    out.line((axis.x(cause.end) - 2, lanes[87]), (axis.x(wait.end), lanes[60] + 30), arrow=True)
+    for at, words in ((axis.begin + 38, "work"), (wait.begin + 10, "wait")):
+        out.text(axis.x(at), 24, words, anchor="middle", bold=True, size=15)
+        out.line((axis.x(at), 30), (axis.x(at), lanes[3] + 2), arrow=True)
+    axis.ticks(bottom + 6, 40)
+    out.text(axis.x(cause.end), bottom + 42, "cause of the wait", anchor="middle", bold=True, size=15)
+    out.line((axis.x(cause.end), bottom + 28), (axis.x(cause.end), bottom - 2), arrow=True)
+    return out
+
+
 # -- how-overlap.svg: phases side by side
 
 
@@ -320,7 +356,7 @@ def ranks() -> Picture:
     return out
 
 
-PICTURES = {"pipeline": pipeline, "roles": roles, "overlap": overlap, "ring": ring, "ranks": ranks}
+PICTURES = {"pipeline": pipeline, "roles": roles, "overlap": overlap, "to-read": reading, "ring": ring, "ranks": ranks}
 
 
 def main() -> None:

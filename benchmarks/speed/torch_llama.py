@@ -63,9 +63,10 @@ class TorchLlama(torch.nn.Module):
                 self.register_buffer(f"{buffer.name}_{layer}", weight)
         where = self._weight(_B.INV_FREQ).device
         positions = torch.arange(capacity, device=where, dtype=torch.float32)
-        angle = positions[:, None] * self._weight(_B.INV_FREQ)
-        self.register_buffer("cos", angle.cos())
-        self.register_buffer("sin", angle.sin())
+        frequencies, factor = self._weight(_B.INV_FREQ).split([d.model.head_dim // 2, 1])
+        angle = positions[:, None] * frequencies
+        self.register_buffer("cos", factor * angle.cos())
+        self.register_buffer("sin", factor * angle.sin())
         shape = (d.model.layers, d.model.kv_heads, capacity, d.model.head_dim)
         self.register_buffer("keys", torch.zeros(shape, device=where, dtype=dtype))
         self.register_buffer("values", torch.zeros(shape, device=where, dtype=dtype))

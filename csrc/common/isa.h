@@ -36,7 +36,7 @@ enum class Dtype : int32_t { F32 = 0, BF16 = 1, I32 = 2, F16 = 3, Q8_0 = 4, Q4_0
 enum class Buffer : int32_t {
   kNone = -1,
   EMBED = 0,  // token embeddings
-  INV_FREQ = 1,  // RoPE inverse frequencies, including RoPE scaling
+  INV_FREQ = 1,  // scaled RoPE frequencies, then the factor of cos and sin
   ATTN_NORM = 2,  // RMS norm scales before attention
   W_QKV = 3,  // QKV projection: q heads, k heads, v heads
   B_QKV = 4,  // bias of W_QKV

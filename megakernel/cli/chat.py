@@ -31,13 +31,14 @@ def register(add: AddVerb) -> None:
     parser = add("chat", "talk to a model, in this process or on a server", "megakernel chat --model smollm2-135m")
     add_model_run(parser)
     add_setting(parser, "speculate")
+    add_setting(parser, "generation config")
     parser.add_argument(
         "--base-url",
         metavar="URL",
         help="talk to the server at this address; flags that say how to run a model here are then ignored",
     )
     parser.add_argument("--api-key", metavar="KEY", help="the API key of the server at --base-url")
-    parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (default: 1)")
+    parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (default: the model's, else 1)")
     add_count(parser, "--max-tokens", None, "end an answer after this many tokens (default: the context's end)")
     parser.set_defaults(run=run)
 
@@ -53,8 +54,10 @@ def run(args: argparse.Namespace) -> int:
             from megakernel.serving import SamplingParams
 
             # SamplingParams checks the flag before a model is loaded, so that a wrong value fails at once.
-            params = SamplingParams() if args.temperature is None else SamplingParams(temperature=args.temperature)
-            partner = LocalModel(open_.enter_context(open_llm(args, max_seqs=1)), params)
+            given = {} if args.temperature is None else {"temperature": args.temperature}
+            SamplingParams(**given)
+            llm = open_.enter_context(open_llm(args, max_seqs=1))
+            partner = LocalModel(llm, SamplingParams(**{"max_tokens": None, **llm.sampling, **given}))
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")  # a pipe may contain any bytes
         return _Talk(partner, args.max_tokens, args.json).run()

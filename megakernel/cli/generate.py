@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import output
@@ -28,6 +29,7 @@ def register(add: AddVerb) -> None:
     prompt.add_argument("--chat", metavar="TEXT", help="a user's message; it is put into the model's chat template")
     add_model_run(parser)
     add_setting(parser, "speculate")
+    add_setting(parser, "generation config")
     sampling = parser.add_argument_group("sampling, as in the OpenAI API and vLLM")
     for name, what in _HELP.items():
         kind = float if name in _REAL else int
@@ -47,7 +49,7 @@ def register(add: AddVerb) -> None:
 
 _REAL = {"temperature", "top-p", "min-p", "presence-penalty", "frequency-penalty", "repetition-penalty"}
 _HELP = {
-    "temperature": "0 is greedy (default: 1)",
+    "temperature": "0 is greedy (default: the model's, else 1)",
     "top-p": "keep the most likely tokens with this total probability (default: 1, all)",
     "min-p": "drop tokens with less than this fraction of the highest probability (default: 0, none)",
     "presence-penalty": "subtract this from the logits of tokens that were generated before (default: 0)",
@@ -71,20 +73,23 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a token id and a value like 42=-1.5") from None
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """Return the sampling parameters from the flags. SamplingParams has the defaults and the checks."""
+def sampling_params(args: argparse.Namespace, defaults: Mapping[str, float]) -> SamplingParams:
+    """Return the sampling parameters: the flags, then the model's `defaults`. SamplingParams has the checks."""
     from megakernel.serving import SamplingParams
 
     names = [name.replace("-", "_") for name in _HELP] + ["stop", "stop_token_ids"]
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     return SamplingParams(
-        **{"max_tokens": MAX_TOKENS, **given}, ignore_eos=args.ignore_eos, logit_bias=dict(args.logit_bias or ())
+        **{"max_tokens": MAX_TOKENS, **defaults, **given},
+        ignore_eos=args.ignore_eos,
+        logit_bias=dict(args.logit_bias or ()),
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    params = sampling_params(args)  # checks the flags before a model is loaded, so that a wrong flag fails at once
+    params = sampling_params(args, {})  # checks the flags before a model is loaded, so that a wrong flag fails at once
     with open_llm(args, max_seqs=params.n) as llm:
+        params = sampling_params(args, llm.sampling)
         prompt = args.prompt_ids if args.prompt is None else args.prompt
         if args.chat is not None:
             prompt = llm.chat_ids([{"role": "user", "content": args.chat}])

@@ -93,7 +93,8 @@ def open_llm(args: argparse.Namespace, *, max_seqs: int, step_tokens: int | None
     """Load the model that the flags of `add_model_run` describe. It is downloaded first if necessary."""
     names = ("tp", "backend", "dtype", "weights", "kv_cache_dtype", "threads")
     how = {name: getattr(args, name) for name in names}
-    how["speculate"] = getattr(args, "speculate", 0)  # only some verbs have this flag
+    how["speculate"] = getattr(args, "speculate", 0)  # only some verbs have these flags
+    how["generation_config"] = getattr(args, "generation_config", "vllm")
     step_tokens = step_tokens or SETTINGS["max num batched tokens"].value()
     return load(args.model, **how, max_context=args.context, max_seqs=max_seqs, step_tokens=step_tokens)
 
@@ -104,7 +105,20 @@ def load(model: str, **how: Any) -> LLM:
 
     fetch(model)
     with output.busy(f"loading {model}"):
-        return LLM(model, **how)
+        llm = LLM(model, **how)
+    if llm.widened:
+        sizes = ", ".join(f"{output.bytes_text(size)} in {kind}" for kind, size in llm.widened.items())
+        output.stderr.print(
+            f"{model} has {sizes}: no backend computes with these types, so the weights take {llm.about['weights']} in "
+            "memory; --weights chooses a smaller type",
+            style="dim",
+        )
+    if llm.sampling:
+        said = ", ".join(f"{name} {value:g}" for name, value in llm.sampling.items())
+        output.stderr.print(
+            f"sampling defaults of generation_config.json: {said}; --generation-config vllm ignores them", style="dim"
+        )
+    return llm
 
 
 def fetch(model: str) -> None:

@@ -123,7 +123,8 @@ class LocalModel:
             answer.add(text)
             show(text)
 
-        ids, params = self._llm.chat_ids(messages), replace(self._params, max_tokens=max_tokens)
+        ids, most = self._llm.chat_ids(messages), max_tokens or self._params.max_tokens
+        params = replace(self._params, max_tokens=most)
         with _interrupted_between_steps() as check:
             [result] = self._llm.generate([ids], params, on_token=take, on_step=lambda _: check())
         answer.finish_reason = result.finish_reason

@@ -59,6 +59,7 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
                 at_once=2 * given["max num seqs"],
                 slack=given["max num seqs"] // 4 + 1 if given["routing"] == "prefix" else None,
                 max_body=given["max body bytes"],
+                stall_seconds=given["stall timeout"],
                 drain_seconds=given["shutdown timeout"],
             )
             cluster.deploy(plan, host, port)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import machine as machines
-from ..errors import MegakernelError, file_errors
+from ..errors import MegakernelError, file_errors, regular
 from ..isa import OperationFamily
 from ..roofline import PhasePart, StepRoofline, memory_fit, step_roofline
 from ..roofline.plot import Mark, Point, write_plot
@@ -127,9 +127,9 @@ def _achieved(path: Path) -> list[Point]:
     """Return the decode and prefill rates in a benchmark's JSON."""
     try:
         with file_errors(f"read {path}"):
-            measured = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise MegakernelError(f"{path} is not JSON: {e}") from e
+            measured = json.loads(regular(path).read_text())
+    except (ValueError, RecursionError) as e:
+        raise MegakernelError(f"{path} is not JSON: {str(e)[:200]}") from e
     out = []
     decode = measured if isinstance(measured, dict) else {}
     for name, figures in (("", decode), (" prefill", decode.get("prefill"))):

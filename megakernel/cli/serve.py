@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MegakernelError, file_errors
+from ..errors import MegakernelError, file_errors, regular
 from ..settings import SETTINGS, switch
 from . import output
 from .host import measured_ceilings
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _SETTINGS = (
     *("model", "backend", "dtype", "weights", "kv cache dtype", "tp", "threads", "speculate"),
-    *("host", "port", "uds", "ssl certfile", "ssl keyfile", "root path"),
+    *("generation config", "host", "port", "uds", "ssl certfile", "ssl keyfile", "root path"),
     *("served model name", "chat template", "tool call parser", "api key", "open metrics", "allowed hosts"),
     *("cors origin", "max model len", "max num seqs", "max num batched tokens", "seed", "api server count"),
     *("max queued requests", "max body bytes", "request timeout", "stall timeout", "shutdown timeout"),
@@ -99,18 +99,21 @@ def _flags(path: Path) -> list[str]:
 
     try:
         with file_errors(f"read {path}"):
-            content = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as e:
-        raise MegakernelError(f"{path} is not YAML: {e}") from e
+            # A replica's server gets its flags through a pipe.
+            content = yaml.safe_load((path if path == Path("/dev/stdin") else regular(path)).read_text())
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        raise MegakernelError(f"{path} is not YAML: {' '.join(str(e).split()):.300}") from e
     if not isinstance(content, dict):
         raise MegakernelError(f"{path} must contain flags and their values, such as `port: 8000`")
     known = {flag.lstrip("-") for name in _SETTINGS for flag in (SETTINGS[name].flag, *SETTINGS[name].aliases)}
     line: list[str] = []
     for key, value in content.items():
-        name = str(key).replace("_", "-")
+        name = key.replace("_", "-") if isinstance(key, str) else "a key that is not text"
         if name not in known:
-            raise MegakernelError(f"{path}: {key} is not a flag of serve: see megakernel serve --help")
+            raise MegakernelError(f"{path}: {name} is not a flag of serve: see megakernel serve --help")
         values = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, str | float) or (isinstance(item, int) and abs(item) < 1 << 63) for item in values):
+            raise MegakernelError(f"{path}: the value of {key} is not text, a number or a list of them")
         line += [f"--{name}", *(str(item) for item in values)]
     return line
 
@@ -138,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     allow_connections()
     how = {name: given[name] for name in ("tp", "backend", "dtype", "weights", "threads", "speculate")}
     how |= {"max_context": given["max model len"], "max_seqs": given["max num seqs"]}
-    how["kv_cache_dtype"] = given["kv cache dtype"]
+    how |= {"kv_cache_dtype": given["kv cache dtype"], "generation_config": given["generation config"]}
     # The port is opened before the model is loaded, so that a port in use fails at once.
     with _listening(given) as sock, load(given["model"], **how, step_tokens=given["max num batched tokens"]) as llm:
         limits = Limits(*(given[name] for name in _LIMITS))

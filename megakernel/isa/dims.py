@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from enum import IntEnum
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np

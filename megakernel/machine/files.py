@@ -8,7 +8,7 @@ from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import MegakernelError, file_errors
+from ..errors import MegakernelError, file_errors, regular
 from .hardware import Chip, Core, Costs, Curve, Fabric, Hardware, Issue, Link, Node, Rates, Tiles
 from .host import cpu_count, table
 
@@ -65,7 +65,7 @@ def _merged(path: Path, above: tuple[Path, ...]) -> Table:
     """The table of a machine file, combined with the tables of its bases. The file's own values take precedence."""
     try:
         with file_errors(f"read machine file {path}"):
-            table = tomllib.loads(path.read_text())
+            table = tomllib.loads(regular(path).read_text())
     # ValueError covers TOML errors, bytes that are not UTF-8, and integers with too many digits. RecursionError means
     # that values are nested too deeply.
     except (ValueError, RecursionError) as e:

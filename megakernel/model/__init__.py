@@ -2,7 +2,7 @@
 
 from .checkpoint import Checkpoint
 from .config import ModelConfig, Rope, RopeKind
-from .open import gguf_path, load_config, load_tokenizer, local_checkpoint, open_checkpoint
+from .open import gguf_path, load_config, load_sampling, load_tokenizer, local_checkpoint, open_checkpoint
 from .pypi import PACKAGES, cached, pull
 from .random_checkpoint import KNOWN_SHAPES, RandomCheckpoint
 
@@ -17,6 +17,7 @@ __all__ = [
     "cached",
     "gguf_path",
     "load_config",
+    "load_sampling",
     "load_tokenizer",
     "local_checkpoint",
     "open_checkpoint",

@@ -14,8 +14,8 @@ from .limits import MOST_PROMPT_CHARACTERS, MOST_TEMPLATE_BYTES, MOST_TEMPLATE_C
 from .template_worker import environment
 
 # Template variables that a request must not set in `chat_template_kwargs`, because the server or other fields of the
-# request set them.
-OWN_NAMES = {"messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"}
+# request set them. `now` is the time that the function `strftime_now` shows; default: the time of the rendering.
+OWN_NAMES = {"messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "now"}
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..errors import MegakernelError
 from ..isa import Dtype, ModelSizes
@@ -15,12 +15,22 @@ class RopeKind(Enum):
     DEFAULT = "default"
     LINEAR = "linear"
     LLAMA3 = "llama3"
+    YARN = "yarn"
+    LONGROPE = "longrope"
     FACTORS = "factors"  # each RoPE pair has a divisor of its frequency, as in GGUF files of Llama 3.1
 
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotary embedding of a model. `factor` divides all frequencies (LINEAR) or only the low ones (LLAMA3)."""
+    """The rotary embedding of a model.
+
+    `factor` divides all frequencies (LINEAR) or only the low ones (LLAMA3, YARN), and `attention` multiplies all
+    cosines and sines. A frequency is low if it turns fewer than `low_freq_factor` times within `original_context`
+    tokens (YaRN's beta_slow), and it is not changed above `high_freq_factor` turns (beta_fast). YaRN interpolates
+    between the RoPE pairs at these borders, which are whole numbers if `truncate` is true. `factors` divide the
+    frequencies one by one. With LONGROPE, `short_factors` take their place if the context is not longer than
+    `original_context`.
+    """
 
     theta: float = 10000.0
     kind: RopeKind = RopeKind.DEFAULT
@@ -29,6 +39,16 @@ class Rope:
     high_freq_factor: float = 4.0
     original_context: int = 8192
     factors: tuple[float, ...] = ()
+    short_factors: tuple[float, ...] = ()
+    truncate: bool = True
+    attention: float = 1.0
+
+    def longest(self, context: int) -> int:
+        """The longest context of a model whose file names `context`. Files with YaRN often name the shorter context
+        that the model had before. As in vLLM, they get the longer one.
+        """
+        extended = int(self.original_context * min(self.factor, 1e9)) if self.kind is RopeKind.YARN else 0
+        return max(context, extended)
 
 
 @dataclass(frozen=True)
@@ -81,22 +101,28 @@ class Keys:
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
+        if not _finite(value):
             raise self._wrong(key, "a finite number")
         return float(value)
 
     def ids(self, key: str) -> tuple[int, ...]:
-        """The token ids of a key whose value is one id, a list of ids or null."""
+        """The token ids of a key whose value is one id, a list of ids or null. Files also write -1 for none."""
         value = self.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) < 1 << 63 for i in ids):
             raise self._wrong(key, "token ids")
-        return tuple(ids)
+        return tuple(i for i in ids if i != -1)
 
-    def flag(self, key: str) -> bool:
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """The numbers of a key whose value is a list of finite numbers."""
+        if not isinstance(value := self.get(key), list) or not all(map(_finite, value)):
+            raise self._wrong(key, "a list of finite numbers")
+        return tuple(map(float, value))
+
+    def flag(self, key: str, default: bool = False) -> bool:
         if not isinstance(value := self.get(key), bool | None):
             raise self._wrong(key, "true or false")
-        return bool(value)
+        return default if value is None else value
 
     def only(self, key: str, *allowed: object, default: object = None) -> None:
         """Refuse any value but null and `allowed`. An absent key has the value `default`."""
@@ -107,6 +133,10 @@ class Keys:
 
     def _wrong(self, key: str, what: str) -> MegakernelError:
         return MegakernelError(f"{self.source}: {self.prefix}{key} is {short(self.get(key))}, not {what}")
+
+
+def _finite(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def short(value: Any) -> str:

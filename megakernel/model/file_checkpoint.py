@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import MegakernelError, file_errors
+from ..errors import MegakernelError, file_errors, regular
 from ..isa import BUFFERS, Buffer, Dtype, Split, all_finite
 from .checkpoint import (
     CHUNK,
@@ -28,7 +28,7 @@ from .checkpoint import (
 )
 from .config import ModelConfig
 from .families import forward, weights
-from .rope import inverse_frequencies
+from .rope import rope_table
 
 
 class TensorFile(Protocol):
@@ -66,10 +66,21 @@ class Naming:
 
 
 class FileCheckpoint:
-    """A Checkpoint that reads from a TensorFile. The constructor checks every name and shape, but reads no weights."""
+    """A Checkpoint that reads from a TensorFile. The constructor checks every name and shape, but reads no weights.
 
-    def __init__(self, name: str, config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
+    `widened` has the bytes that the file has in each type that no backend computes with, by the type's name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        tensors: TensorFile,
+        naming: Naming,
+        widened: Mapping[str, int] | None = None,
+    ) -> None:
         self.name = name
+        self.widened = widened or {}
         self.config = config
         self._tensors = tensors
         self._naming = naming
@@ -83,7 +94,7 @@ class FileCheckpoint:
 
     def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
         if buffer is Buffer.INV_FREQ:
-            return [vector(inverse_frequencies(self.config.rope, self.config.head_dim))]
+            return [vector(rope_table(self.config))]
         source = Buffer.EMBED if buffer is Buffer.LM_HEAD and self.config.tied else buffer
         wanted = None if buffer in self.storage else BUFFERS[buffer].resolve_dtype(split.model)
         out = []
@@ -196,7 +207,7 @@ def map_file(path: Path) -> NDArray[np.uint8]:
     """Map a non-empty file into memory, and return its bytes as an array. The bytes are read on access."""
     try:
         with file_errors(f"read {path}"):
-            return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+            return np.memmap(regular(path), dtype=np.uint8, mode="r").view(np.ndarray)
     except ValueError as e:
         raise MegakernelError(f"{path} is empty: fetch the file again") from e
 

@@ -8,6 +8,7 @@ dequantisation uses the package.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +23,27 @@ from .checkpoint import CHUNK
 from .config import Keys, ModelConfig, Rope, RopeKind
 from .families import FAMILIES
 from .file_checkpoint import FileCheckpoint, Naming, check_ranges, map_file
+from .folder import GGUF_PART
 from .limits import MOST_ALIGNMENT, MOST_METADATA_ELEMENTS, MOST_STRING_BYTES, check_config
+from .rope import yarn_attention
 
 _LISTS = GGUFValueType.STRING, GGUFValueType.ARRAY
 _SCALARS = {int(kind): np.dtype(kind.name.lower()).newbyteorder("<") for kind in GGUFValueType if kind not in _LISTS}
 # `rows` returns tensors of these types as they are stored. It converts tensors of all other types to float32.
 _KEPT = {GGMLQuantizationType[kind.name]: kind for kind in Dtype if kind is not Dtype.I32}
 
-ROPE_FREQS = "rope_freqs.weight"
+ROPE_FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 # Metadata keys, without the architecture's prefix. The keys in `_READ` are read, and those in `_HARMLESS` never change
 # a forward pass. Any other key with this prefix is refused by name, unless its value is empty, zero or false.
 _READ = {
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
-    "attention.value_length", "block_count", "context_length", "embedding_length", "feed_forward_length",
-    "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.factor", "rope.scaling.type",
-    "vocab_size",
+    "attention.sliding_window", "attention.value_length", "block_count", "context_length", "embedding_length",
+    "feed_forward_length", "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.attn_factor",
+    "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.type",
+    "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_log_multiplier", "vocab_size",
 }  # fmt: skip
-_HARMLESS = {"attention.causal", "rope.scaling.finetuned", "rope.scaling.original_context_length", "tensor_data_layout"}
+_HARMLESS = {"attention.causal", "rope.scaling.finetuned", "tensor_data_layout"}
 
 
 class _Cursor:
@@ -103,29 +108,70 @@ class _Cursor:
 
 
 class GgufFile:
-    """A GGUF file as a TensorFile. The values of `metadata` are numbers, strings, and lists of either."""
+    """A GGUF file, or all parts of a model that is split into several, as a TensorFile. `path` is any of the parts. The
+    values of `metadata`, which is the first part's, are numbers, strings, and lists of either.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.metadata: dict[str, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._tensors: dict[str, tuple[GGMLQuantizationType, NDArray[np.uint8]]] = {}  # their rows as bytes
+        self._tensors: dict[str, tuple[GGMLQuantizationType, NDArray[np.uint8], Path]] = {}  # their rows as bytes
+        self.metadata = self._open(path)
+        if (count := self.metadata.get("split.count", 0)) not in (0, 1):
+            self._open_others(path, count, self.metadata.get("split.no"))
+
+    def _open_others(self, path: Path, count: Any, number: Any) -> None:
+        """Open all parts but `path`, which is number `number`, counted from 0, of `count`."""
+        if not (isinstance(count, int) and isinstance(number, int) and 0 <= number < count):
+            raise MegakernelError(
+                f"{path} is damaged: it cannot be part {number!r:.20} of {count!r:.20}, counted from 0"
+            )
+        name = GGUF_PART.fullmatch(path.name)
+        if name is None or (int(name[2]), int(name[4])) != (number + 1, count):
+            raise MegakernelError(
+                f"{path} contains part {number + 1} of a model in {count} parts, so its name must end with "
+                f"-{number + 1:05}-of-{count:05}.gguf: give all parts the names that they had"
+            )
+        for other in sorted(set(range(count)) - {number}):
+            part = path.with_name(f"{name[1]}{other + 1:05}{name[3]}{name[4]}{name[5]}")
+            if not part.exists():
+                raise MegakernelError(f"{part} does not exist: {path.name} needs all {count} parts in its folder")
+            metadata = self._open(part)
+            if (metadata.get("split.no"), metadata.get("split.count")) != (other, count):
+                raise MegakernelError(f"{part} is not part {other + 1} of {count}: fetch the file again")
+            if other == 0:
+                self.path, self.metadata = part, metadata
+        if (declared := self.metadata.get("split.tensors.count", len(self.shapes))) != len(self.shapes):
+            raise MegakernelError(
+                f"{self.path}: the {count} parts have {len(self.shapes)} tensors, but the model has {declared}: "
+                "fetch the files again"
+            )
+
+    def _open(self, path: Path) -> dict[str, Any]:
+        """Add the tensors of one file, and return its metadata."""
         data = map_file(path)
         try:
-            self._parse(_Cursor(path, data), data)
+            return self._parse(path, _Cursor(path, data), data)
         except UnicodeDecodeError as e:
             raise MegakernelError(
                 f"{path} is damaged: a string in its header is not UTF-8; fetch the file again"
             ) from e
 
+    def widened(self) -> dict[str, int]:
+        """The bytes of all tensors that `rows` converts to another type, by the name of their type."""
+        sizes = Counter[str]()
+        for type_, data, _ in self._tensors.values():
+            sizes[type_.name] += 0 if type_ in _KEPT else data.nbytes
+        return dict(+sizes)
+
     def where(self, name: str) -> Path:
-        return self.path
+        return self._tensors[name][2]
 
     def dtype(self, name: str) -> Dtype:
         return _KEPT.get(self._tensors[name][0], Dtype.F32)
 
     def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
-        type_, data = self._tensors[name]
+        type_, data, _ = self._tensors[name]
         rows, columns = data[start:end], math.prod(self.shapes[name][1:])
         if type_ in _KEPT:
             return rows.view(_KEPT[type_].numpy.newbyteorder("<"))
@@ -134,38 +180,38 @@ class GgufFile:
             values[first : first + step] = dequantize(rows[first : first + step], type_)
         return values
 
-    def _parse(self, cursor: _Cursor, data: NDArray[np.uint8]) -> None:
+    def _parse(self, path: Path, cursor: _Cursor, data: NDArray[np.uint8]) -> dict[str, Any]:
         if cursor.bytes(4) != b"GGUF":
-            raise MegakernelError(f"{self.path} is not a GGUF file")
+            raise MegakernelError(f"{path} is not a GGUF file")
         version = cursor.u32()
         if version not in (2, 3):
             raise MegakernelError(
-                f"{self.path} has GGUF version {version}; only 2 and 3, in little-endian byte order, are supported"
+                f"{path} has GGUF version {version}; only 2 and 3, in little-endian byte order, are supported"
             )
+        metadata: dict[str, Any] = {}
         tensors, entries = cursor.count(cursor.u64()), cursor.count(cursor.u64())
         for _ in range(entries):
             key = cursor.string()
-            if key in self.metadata:
-                raise MegakernelError(f"{self.path} is damaged: metadata key {key} appears twice")
-            self.metadata[key] = cursor.value()
-        table = [self._tensor_entry(cursor) for _ in range(tensors)]
-        alignment = self.metadata.get("general.alignment", 32)
+            if key in metadata:
+                raise MegakernelError(f"{path} is damaged: metadata key {key} appears twice")
+            metadata[key] = cursor.value()
+        table = [self._tensor_entry(path, cursor) for _ in range(tensors)]
+        alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= MOST_ALIGNMENT:
-            raise MegakernelError(
-                f"{self.path} is damaged: general.alignment is {alignment}, not 1 to {MOST_ALIGNMENT}"
-            )
+            raise MegakernelError(f"{path} is damaged: general.alignment is {alignment}, not 1 to {MOST_ALIGNMENT}")
         start = -(-cursor.offset // alignment) * alignment
         ranges = [(start + offset, start + offset + size, name) for name, _, offset, size in table]
-        check_ranges(self.path, ranges, start, len(data))
+        check_ranges(path, ranges, start, len(data))
         for (begin, end, name), (_, type_, _, _) in zip(ranges, table, strict=True):
-            self._tensors[name] = type_, data[begin:end].reshape(self.shapes[name][0], -1)
+            self._tensors[name] = type_, data[begin:end].reshape(self.shapes[name][0], -1), path
+        return metadata
 
-    def _tensor_entry(self, cursor: _Cursor) -> tuple[str, GGMLQuantizationType, int, int]:
+    def _tensor_entry(self, path: Path, cursor: _Cursor) -> tuple[str, GGMLQuantizationType, int, int]:
         """Return a tensor's name, type, offset and size in bytes, and add its shape to `shapes`, slowest axis first."""
         name, axes = cursor.string(), cursor.u32()
         if name in self.shapes or not 1 <= axes <= 4:
             what = "appears twice" if name in self.shapes else f"has {axes} axes"
-            raise MegakernelError(f"{self.path} is damaged: tensor {name} {what}")
+            raise MegakernelError(f"{path} is damaged: tensor {name} {what}")
         sizes = [cursor.u64() for _ in range(axes)]
         kind, offset = cursor.u32(), cursor.u64()
         try:
@@ -173,14 +219,14 @@ class GgufFile:
             block, block_bytes = GGML_QUANT_SIZES[type_]
             dequantize(np.zeros((1, block_bytes), dtype=np.uint8), type_)
         except (ValueError, KeyError) as e:
-            raise MegakernelError(f"tensor {name} in {self.path} has type {kind}, unknown to the gguf package") from e
+            raise MegakernelError(f"tensor {name} in {path} has type {kind}, unknown to the gguf package") from e
         except NotImplementedError as e:
             raise MegakernelError(
-                f"tensor {name} in {self.path} has type {type_.name}, which the gguf package cannot read"
+                f"tensor {name} in {path} has type {type_.name}, which the gguf package cannot read"
             ) from e
         if 0 in sizes or sizes[0] % block or (axes == 1 and block > 1):
             raise MegakernelError(
-                f"{self.path} is damaged: tensor {name} has shape {sizes[::-1]}, which type {type_.name} does not allow"
+                f"{path} is damaged: tensor {name} has shape {sizes[::-1]}, which type {type_.name} does not allow"
             )
         self.shapes[name] = tuple(reversed(sizes))
         return name, type_, offset, math.prod(sizes) // block * block_bytes
@@ -190,14 +236,14 @@ def open_gguf(path: Path, name: str) -> FileCheckpoint:
     """Open a GGUF file. `name` is the model's name in messages. Raises MegakernelError."""
     file = GgufFile(path)
     config = gguf_config(file)
-    return FileCheckpoint(name, config, file, gguf_naming(config))
+    return FileCheckpoint(name, config, file, gguf_naming(config), file.widened())
 
 
 def gguf_naming(config: ModelConfig) -> Naming:
     family = FAMILIES[config.family]
     names = {buffer: weight.gguf for buffer, weight in family.weights.items()}
     halved = {} if family.interleaved else {buffer: weight.rotated for buffer, weight in family.weights.items()}
-    return Naming(names, halved, biases_optional=True, ignored=(ROPE_FREQS,))
+    return Naming(names, halved, biases_optional=True, ignored=(ROPE_FREQS, _LONG, _SHORT))
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
@@ -222,6 +268,8 @@ def gguf_config(file: GgufFile) -> ModelConfig:
 
     keys = Keys(metadata, source, prefix)
     count = keys.count
+    rope = _rope(file, keys)
+    longest = rope.longest(count("context_length"))
     hidden, heads = count("embedding_length"), count("attention.head_count")
     head_dim = count("attention.key_length", hidden // heads if heads > 0 else 0)
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -239,9 +287,9 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         heads=heads,
         kv_heads=count("attention.head_count_kv", heads),
         head_dim=head_dim,
-        max_context=count("context_length"),
+        max_context=min(longest, count("attention.sliding_window", 0) or longest),
         rms_eps=keys.number("attention.layer_norm_rms_epsilon"),
-        rope=_rope(file, keys),
+        rope=rope,
         tied="output.weight" not in file.shapes,
         family=family.name,
         qkv_bias=bool(biases & {"attn_q", "attn_k", "attn_v"}),
@@ -254,18 +302,45 @@ def gguf_config(file: GgufFile) -> ModelConfig:
 
 
 def _rope(file: GgufFile, keys: Keys) -> Rope:
-    theta = keys.number("rope.freq_base", Rope.theta)
+    theta, context = keys.number("rope.freq_base", Rope.theta), keys.count("context_length")
     # The default type is that of llama.cpp. Linear scaling without a factor, or with a factor of 1, has no effect.
-    kind = keys.raw.get(f"{keys.prefix}rope.scaling.type", "linear")
-    factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 0.0)
-    if kind not in ("none", "linear"):
+    kind = keys.get("rope.scaling.type") or "linear"
+    factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 0.0) or 1.0
+    if kind not in ("none", "linear", "yarn", "longrope"):
         raise MegakernelError(
-            f"{keys.source}: {keys.prefix}rope.scaling.type {kind!r} is not supported, only none and linear"
+            f"{keys.source}: {keys.prefix}rope.scaling.type {kind!r} is not supported, only none, linear, yarn and "
+            "longrope"
         )
-    linear = kind == "linear" and factor not in (0.0, 1.0)
-    if ROPE_FREQS in file.shapes:
-        if linear or len(file.shapes[ROPE_FREQS]) != 1:
-            raise MegakernelError(f"{file.path}: {ROPE_FREQS} together with other RoPE scaling is not supported")
-        factors = file.rows(ROPE_FREQS, 0, file.shapes[ROPE_FREQS][0])
-        return Rope(theta, RopeKind.FACTORS, factors=tuple(factors.astype(float).ravel().tolist()))
-    return Rope(theta, RopeKind.LINEAR, factor) if linear else Rope(theta)
+    for key in ("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"):
+        keys.only(key, 1)
+    attention = keys.number("rope.scaling.attn_factor", 1.0)
+    tables = {name: _factors(file, name) for name in (ROPE_FREQS, _LONG, _SHORT) if name in file.shapes}
+    if tables and kind != "none" and factor != 1.0:
+        raise MegakernelError(f"{file.path}: {next(iter(tables))} together with other RoPE scaling is not supported")
+    original = keys.count("rope.scaling.original_context_length", 0) or context
+    if ROPE_FREQS in tables:
+        return Rope(theta, RopeKind.FACTORS, factors=tables[ROPE_FREQS], attention=attention)
+    if tables or kind == "longrope":
+        if len(tables) < 2:
+            raise MegakernelError(f"{file.path}: longrope needs both {_LONG} and {_SHORT}")
+        long, short = tables[_LONG], tables[_SHORT]
+        return Rope(
+            theta,
+            RopeKind.LONGROPE,
+            original_context=original,
+            factors=long,
+            short_factors=short,
+            attention=attention,
+        )
+    if kind == "yarn":
+        slow, fast = (keys.number(f"rope.scaling.yarn_beta_{n}", d) for n, d in (("slow", 1.0), ("fast", 32.0)))
+        attention *= yarn_attention(factor, 1.0, keys.number("rope.scaling.yarn_log_multiplier", 0.0))
+        return Rope(theta, RopeKind.YARN, factor, slow, fast, original, attention=attention)
+    linear = kind == "linear" and factor != 1.0
+    return Rope(theta, RopeKind.LINEAR, factor, attention=attention) if linear else Rope(theta, attention=attention)
+
+
+def _factors(file: GgufFile, name: str) -> tuple[float, ...]:
+    if len(file.shapes[name]) != 1:
+        raise MegakernelError(f"{file.where(name)}: {name} is not a vector")
+    return tuple(file.rows(name, 0, file.shapes[name][0]).astype(float).ravel().tolist())

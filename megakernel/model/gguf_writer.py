@@ -19,7 +19,7 @@ from .families import FAMILIES
 from .file_checkpoint import expected_shapes, tensors_of
 from .gguf_checkpoint import ROPE_FREQS, gguf_naming
 from .quantise import quantise
-from .rope import inverse_frequencies
+from .rope import inverse_frequencies, rope_table
 
 
 def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path | None = None) -> None:
@@ -70,6 +70,8 @@ def _add_config(writer: Any, config: ModelConfig) -> None:
     if config.rope.kind is RopeKind.LINEAR:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.rope.factor)
+    if config.rope.attention != 1.0:
+        writer.add_rope_scaling_attn_factors(config.rope.attention)
 
 
 def _add_tokenizer(writer: Any, source: Path | None) -> None:
@@ -84,10 +86,10 @@ def _add_tokenizer(writer: Any, source: Path | None) -> None:
 
 def _rope_factors(config: ModelConfig) -> NDArray[np.float32] | None:
     """The divisor of each RoPE pair's frequency; None if they are not scaled, or all by the same number."""
-    if config.rope.kind not in (RopeKind.LLAMA3, RopeKind.FACTORS):
+    if config.rope.kind in (RopeKind.DEFAULT, RopeKind.LINEAR):
         return None
     unscaled = inverse_frequencies(Rope(config.rope.theta), config.head_dim)
-    factors: NDArray[np.float32] = unscaled / inverse_frequencies(config.rope, config.head_dim)
+    factors: NDArray[np.float32] = unscaled / rope_table(config)[:-1]
     return factors
 
 

@@ -3,46 +3,67 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import MegakernelError
+from ..errors import MegakernelError, regular
 from .config import Keys, ModelConfig, Rope, RopeKind, short
 from .families import FAMILIES, Family
 from .limits import MOST_JSON_BYTES, check_config
+from .rope import yarn_attention
 
 # Read below.
 _READ = {
-    "architectures", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
-    "max_position_embeddings", "model_type", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
-    "partial_rotary_factor", "pretraining_tp", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
-    "tie_word_embeddings", "vocab_size",
+    "activation", "architectures", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "hidden_size",
+    "intermediate_size", "max_position_embeddings", "model_type", "num_attention_heads", "num_hidden_layers",
+    "num_key_value_heads", "original_max_position_embeddings", "partial_rotary_factor", "rms_norm_eps",
+    "rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings", "vocab_size",
 }  # fmt: skip
 
-# Keys that are known not to change the forward pass: keys for bookkeeping or for training, and defaults of text
-# generation.
+# Other keys that never change the logits, each under its reason. Besides these, keys that begin with "_" are notes of
+# the software that wrote the file, keys with "drop" in their name are for training, those with "flash" choose a kernel,
+# and those that end with "_token_id" name tokens that a forward pass treats like any other.
 _HARMLESS = {
-    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "attention_dropout", "attn_implementation",
-    "chunk_size_feed_forward", "dtype", "embd_pdrop", "finetuning_task", "hidden_dropout", "id2label",
-    "initializer_range", "is_decoder", "is_encoder_decoder", "keys_to_ignore_at_inference", "label2id", "max_length",
-    "mlp_dropout", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "resid_pdrop",
-    "return_dict", "sep_token_id", "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config",
-    "transformers_version", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache",
-}  # fmt: skip
+    "for training": """aux_loss_alpha gradient_checkpointing ignore_index initializer_factor initializer_range
+        label_smoothing neftune_noise_alpha use_reentrant_checkpointing z_loss""",
+    "how a program computes, not what: kernels, types, splits of matrices, results besides logits": """
+        attn_implementation auto_map chunk_size_feed_forward dtype is_decoder output_attentions output_hidden_states
+        pretraining_tp return_dict tf_legacy_loss torch_dtype torchscript use_bfloat16 use_cache""",
+    "notes about the model's origin, its tokenizer and its tasks": """base_model finetuning_task id2label
+        is_llama_config keys_to_ignore_at_inference label2id language license model_name name_or_path num_labels
+        padding_side problem_type task_specific_params tokenizer_class tokenizer_model_max_length tokenizer_padding_side
+        transformers.js_config transformers_version unsloth_fixed unsloth_version""",
+    "maximum lengths of training and of tokenizers; the model's own is max_position_embeddings": """max_seq_len
+        max_seq_length max_sequence_length model_max_length seq_len seq_length""",
+    "defaults of text generation, of which those in generation_config.json count": """do_sample diversity_penalty
+        early_stopping encoder_no_repeat_ngram_size length_penalty max_length max_new_tokens min_length min_p
+        no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores prefix
+        remove_invalid_values repetition_penalty return_dict_in_generate temperature top_k top_p typical_p""",
+}
+_IGNORED = {key for keys in _HARMLESS.values() for key in keys.split()}
 
-_ROPE_KEYS = {
+_ORIGINAL = "original_max_position_embeddings"
+# The keys that each kind of RoPE needs, and those that it may have.
+_NEEDS = {
     RopeKind.DEFAULT: set[str](),
     RopeKind.LINEAR: {"factor"},
-    RopeKind.LLAMA3: {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    RopeKind.LLAMA3: {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL},
+    RopeKind.YARN: {"factor"},
+    RopeKind.LONGROPE: {"long_factor", "short_factor"},
+}
+_MAY_HAVE = {
+    RopeKind.YARN: {"attention_factor", "beta_fast", "beta_slow", "finetuned", "mscale", "mscale_all_dim", "truncate"},
+    RopeKind.LONGROPE: {"attention_factor"},
 }
 
 
 def read_hf_config(folder: Path) -> ModelConfig:
     """Read `folder/config.json`, and add the end-of-text ids of `generation_config.json` if that file exists.
 
-    A key that is neither read nor known to be harmless is refused by name, unless its value is null or false, because
-    it may change the result. Raises MegakernelError.
+    A key that is neither read nor known to be harmless is refused by name, unless its value is null, false, zero or
+    empty, because it may change the result. Raises MegakernelError.
     """
     path = folder / "config.json"
     config = parse_hf_config(read_json(path), str(path))
@@ -56,7 +77,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a file that contains one JSON object. Raises MegakernelError, which names the file."""
     try:
-        if (size := path.stat().st_size) > MOST_JSON_BYTES:
+        if (size := regular(path).stat().st_size) > MOST_JSON_BYTES:
             raise MegakernelError(f"{path} has {size} bytes, more than the limit of {MOST_JSON_BYTES}")
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as e:
@@ -77,17 +98,20 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
         return MegakernelError(f"{source}: {what}")
 
     family = _family(raw, source)
-    for key in sorted(set(raw) - _READ - _HARMLESS - family.keys):
-        if raw[key] is not None and raw[key] is not False:
+    for key in sorted(set(raw) - _READ - _IGNORED - family.keys):
+        if raw[key] and not (key.startswith("_") or "drop" in key or "flash" in key or key.endswith("_token_id")):
             raise refuse(f"{key} = {short(raw[key])} is not supported and may change the result")
     keys = Keys(raw, source)
-    for key, wanted in (("hidden_act", "silu"), ("pretraining_tp", 1), ("partial_rotary_factor", 1)):
-        keys.only(key, wanted)
+    keys.only("hidden_act", "silu", "swish")
+    keys.only("activation", "silu", "swiglu")
+    keys.only("partial_rotary_factor", 1)
     count = keys.count
     hidden, heads = count("hidden_size"), count("num_attention_heads")
     if raw.get("head_dim") is None and (heads <= 0 or hidden % heads):
         raise refuse(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads} and head_dim is missing")
-    bos = keys.ids("bos_token_id")
+    bos, context = keys.ids("bos_token_id"), count("max_position_embeddings", family.context)
+    rope = _rope(keys, context)
+    own, longest = family.read(keys), rope.longest(context)
     config = ModelConfig(
         vocab=count("vocab_size"),
         hidden=hidden,
@@ -96,14 +120,14 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
         heads=heads,
         kv_heads=count("num_key_value_heads", heads),
         head_dim=count("head_dim", hidden // heads if heads > 0 else 0),
-        max_context=count("max_position_embeddings"),
+        max_context=min(longest, own.pop("window", longest)),
         rms_eps=keys.number("rms_norm_eps", 1e-6),
-        rope=_rope(keys),
+        rope=rope,
         tied=keys.flag("tie_word_embeddings"),
         bos_id=bos[0] if bos else None,
         eos_ids=keys.ids("eos_token_id"),
         family=family.name,
-        **family.read(keys),
+        **own,
     )
     return check_config(config, source)
 
@@ -122,8 +146,10 @@ def _family(raw: dict[str, Any], source: str) -> Family:
     )
 
 
-def _rope(keys: Keys) -> Rope:
-    """Read RoPE's settings from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before)."""
+def _rope(keys: Keys, context: int) -> Rope:
+    """Read RoPE's settings from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before).
+    `context` is the model's longest context.
+    """
     raw, source = keys.raw, keys.source
     both = [key for key in ("rope_parameters", "rope_scaling") if raw.get(key) is not None]
     if len(both) == 2 and raw["rope_parameters"] != raw["rope_scaling"]:
@@ -137,30 +163,73 @@ def _rope(keys: Keys) -> Rope:
     if len(named) > 1 or (table and not named and set(table) - {"rope_theta"}):
         raise MegakernelError(f"{where} must name exactly one rope_type, not {', '.join(sorted(named)) or 'none'}")
     name = named.pop() if named else "default"
-    kind = next((k for k in _ROPE_KEYS if k.value == name), None)
+    kind = next((k for k in _NEEDS if k.value == name), None)
     if kind is None:
-        known = ", ".join(k.value for k in _ROPE_KEYS)
+        known = ", ".join(k.value for k in _NEEDS)
         raise MegakernelError(f"{where}: rope_type {name!r} is not supported, only {known}")
-    if missing := sorted(_ROPE_KEYS[kind] - set(table)):
+    if missing := sorted(_NEEDS[kind] - set(table)):
         raise MegakernelError(f"{where}: rope_type {name!r} needs {missing[0]}")
     if table.get("partial_rotary_factor") not in (None, 1):
         raise MegakernelError(f"{where}: partial_rotary_factor = {table['partial_rotary_factor']} is not supported")
-    # Keys of other RoPE kinds are accepted, because they have no effect and some configs contain them.
-    known_keys = set().union(*_ROPE_KEYS.values(), {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
-    for extra in sorted(set(table) - known_keys):
+    # Keys that other RoPE kinds need are accepted, because they have no effect and some configs contain them.
+    known_keys = {"rope_type", "type", "rope_theta", "partial_rotary_factor", _ORIGINAL, *_MAY_HAVE.get(kind, ())}
+    for extra in sorted(set(table) - known_keys.union(*_NEEDS.values())):
         if table[extra] is not None and table[extra] is not False:
             raise MegakernelError(f"{where}: {extra} is not supported for rope_type {name!r}")
 
-    theta, inside = keys.number("rope_theta", Rope.theta), Keys(table, where)
-    if table.get("rope_theta") is not None:
-        inner = inside.number("rope_theta", Rope.theta)
-        if raw.get("rope_theta") is not None and inner != theta:
-            raise MegakernelError(f"{where}: rope_theta is {inner}, but {theta} at the top level")
-        theta = inner
+    inside = Keys(table, where)
+    theta = _once(keys, inside, "rope_theta", Rope.theta)
     if kind is RopeKind.DEFAULT:
         return Rope(theta)
-    factor = inside.number("factor", 1.0)
     if kind is RopeKind.LINEAR:
-        return Rope(theta, kind, factor)
-    low, high = inside.number("low_freq_factor", 1.0), inside.number("high_freq_factor", 1.0)
-    return Rope(theta, kind, factor, low, high, int(inside.number("original_max_position_embeddings", 1.0)))
+        return Rope(theta, kind, inside.number("factor", 1.0))
+    original = int(_once(keys, inside, _ORIGINAL, context))
+    if not 2 <= original < 1 << 31:
+        raise MegakernelError(f"{where}: {_ORIGINAL} is {original}; it must be at least 2")
+    scale = inside.number("factor", context / original)
+    rope = Rope(theta, kind, scale, original_context=original)
+    if kind is RopeKind.LLAMA3:
+        low, high = inside.number("low_freq_factor", 1.0), inside.number("high_freq_factor", 1.0)
+        return replace(rope, low_freq_factor=low, high_freq_factor=high)
+    if kind is RopeKind.YARN:
+        attention = yarn_attention(scale, inside.number("mscale", 0.0), inside.number("mscale_all_dim", 0.0))
+        return replace(
+            rope,
+            low_freq_factor=inside.number("beta_slow", 0.0) or 1.0,
+            high_freq_factor=inside.number("beta_fast", 0.0) or 32.0,
+            truncate=inside.flag("truncate", True),
+            attention=inside.number("attention_factor", attention),
+        )
+    attention = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+    return replace(
+        rope,
+        factor=1.0,
+        factors=inside.numbers("long_factor"),
+        short_factors=inside.numbers("short_factor"),
+        attention=inside.number("attention_factor", attention),
+    )
+
+
+def _once(outer: Keys, inner: Keys, key: str, default: float) -> float:
+    """The number of a key that may be at the top level, in the table of RoPE settings, or in both with one value."""
+    values = {keys.number(key) for keys in (outer, inner) if keys.get(key) is not None}
+    if len(values) > 1:
+        raise MegakernelError(f"{inner.source}: {key} is {inner.get(key)}, but {outer.get(key)} at the top level")
+    return values.pop() if values else default
+
+
+# The keys of generation_config.json that vLLM applies, and their names in SamplingParams.
+_SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+_SAMPLING |= {"max_new_tokens": "max_tokens"}
+
+
+def read_sampling(folder: Path) -> dict[str, Any]:
+    """The defaults of sampling in `folder/generation_config.json`, with their names in SamplingParams. Raises
+    MegakernelError.
+    """
+    path = folder / "generation_config.json"
+    keys = Keys(read_json(path), str(path))
+    given = {key: name for key, name in _SAMPLING.items() if keys.get(key) is not None}
+    return {
+        name: (keys.count if key in ("top_k", "max_new_tokens") else keys.number)(key) for key, name in given.items()
+    }

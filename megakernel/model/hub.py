@@ -45,7 +45,7 @@ def fetch(spec: str, *, weights: bool) -> Path:
         info = HfApi(endpoint=endpoint).model_info(repo, revision=revision, files_metadata=True)
         if weights:
             _check_weights(repo, {file.rfilename: file.size or 0 for file in info.siblings or []})
-        return Path(snapshot_download(repo, revision=info.sha, allow_patterns=patterns, endpoint=endpoint))
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, endpoint=endpoint))
     except MegakernelError:
         raise
     except GatedRepoError as e:
@@ -85,7 +85,14 @@ def _check_weights(repo: str, sizes: dict[str, int]) -> None:
 
 
 def _from_cache(repo: str, revision: str | None, patterns: list[str], weights: bool, why: str) -> Path:
-    remedy = f"{repo} cannot be fetched because {why}, and the cache does not hold it: connect, or give a local folder"
+    cache = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "refs"
+    held = [str(ref.relative_to(cache)) for ref in sorted(cache.rglob("*")) if ref.is_file()]
+    other = f"give {repo}@{held[0]}, which it holds, " if held and (revision or "main") not in held else ""
+    which = f"{repo}@{revision}" if revision else repo
+    remedy = (
+        f"{which} cannot be fetched because {why}, and the cache does not hold it: connect, {other}"
+        "or give a local folder"
+    )
     try:
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=True))
     except (LocalEntryNotFoundError, OSError, ValueError) as e:

@@ -50,7 +50,10 @@ def check_config(config: ModelConfig, source: str) -> ModelConfig:
     if config.heads % config.kv_heads:
         raise refuse(f"{config.heads} attention heads cannot be divided evenly among {config.kv_heads} key/value heads")
     if config.head_dim % 8:
-        raise refuse(f"head size {config.head_dim} is not supported: it must be a multiple of 8")
+        raise refuse(
+            f"head size {config.head_dim} is not supported: it must be a multiple of 8, because vector instructions "
+            "and tensor cores load 8 elements of a head at once"
+        )
     if config.heads * config.head_dim > _LARGEST:
         raise refuse(f"{config.heads} heads of size {config.head_dim} are together more than {_LARGEST} columns")
     if not (math.isfinite(config.rms_eps) and 0 <= config.rms_eps < 1):
@@ -61,18 +64,22 @@ def check_config(config: ModelConfig, source: str) -> ModelConfig:
         raise refuse(f"RoPE theta is {rope.theta}; it must be positive and finite")
     if not (math.isfinite(rope.factor) and 0 < rope.factor < 1e9):
         raise refuse(f"RoPE scaling factor is {rope.factor}; it must be positive and finite")
-    if rope.kind is RopeKind.LLAMA3:
-        if not 0 < rope.low_freq_factor < rope.high_freq_factor < math.inf:
+    if rope.kind in (RopeKind.LLAMA3, RopeKind.YARN):
+        if not 1e-9 < rope.low_freq_factor < rope.high_freq_factor < 1e9:
             raise refuse(
-                f"llama3 RoPE scaling needs 0 < low_freq_factor < high_freq_factor, "
-                f"not {rope.low_freq_factor} and {rope.high_freq_factor}"
+                f"{rope.kind.value} RoPE scaling needs 0 < low_freq_factor < high_freq_factor (YaRN: beta_slow < "
+                f"beta_fast), not {rope.low_freq_factor} and {rope.high_freq_factor}"
             )
         if not 0 < rope.original_context <= _LARGEST:
             raise refuse(f"original_max_position_embeddings is {rope.original_context}; it must be positive")
-    if rope.kind is RopeKind.FACTORS and not (
-        len(rope.factors) == config.head_dim // 2 and all(0 < f < math.inf for f in rope.factors)
-    ):
-        raise refuse(f"RoPE factors must be {config.head_dim // 2} positive finite numbers")
+    if rope.kind is RopeKind.YARN and rope.theta <= 1:
+        raise refuse(f"RoPE theta is {rope.theta}; YaRN needs more than 1")
+    if not 0 < rope.attention < 1e9:
+        raise refuse(f"RoPE attention factor is {rope.attention}; it must be positive and finite")
+    lists = {RopeKind.FACTORS: [rope.factors], RopeKind.LONGROPE: [rope.factors, rope.short_factors]}
+    for factors in lists.get(rope.kind, []):
+        if len(factors) != config.head_dim // 2 or not all(1e-9 < factor < 1e9 for factor in factors):
+            raise refuse(f"RoPE factors must be {config.head_dim // 2} positive finite numbers")
 
     if config.bos_id is not None and not 0 <= config.bos_id < config.vocab:
         raise refuse(f"bos token id {config.bos_id} is outside the vocabulary of {config.vocab}")

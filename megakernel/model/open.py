@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MegakernelError
 from .checkpoint import Checkpoint
 from .config import ModelConfig
-from .hf_config import read_hf_config
+from .folder import has_weights, model_file
+from .hf_config import read_hf_config, read_sampling
 from .pypi import PACKAGES, cached, pull
 from .random_checkpoint import KNOWN_SHAPES, RandomCheckpoint
-from .safetensors_checkpoint import INDICES, open_folder
+from .safetensors_checkpoint import open_folder
 
 if TYPE_CHECKING:
     from .gguf_checkpoint import GgufFile
@@ -26,8 +27,8 @@ _RANDOM = "random:"
 def open_checkpoint(spec: str) -> Checkpoint:
     """The weights that `spec` names, opened and checked but not read.
 
-    `spec` is a known name (`smollm2-135m`, downloaded if necessary), a Hugging Face folder, a `.gguf` file,
-    ORG/NAME[@REV] on the hub, or `random:NAME[:SEED]`. Raises MegakernelError.
+    `spec` is a known name (`smollm2-135m`, downloaded if necessary), a Hugging Face folder, a GGUF file, a folder with
+    one, ORG/NAME[@REV] on the hub, or `random:NAME[:SEED]`. Raises MegakernelError.
     """
     if spec.startswith(_RANDOM):
         config, seed = _random(spec)
@@ -40,7 +41,7 @@ def local_checkpoint(spec: str) -> Checkpoint | None:
     if spec.startswith(_RANDOM):
         return open_checkpoint(spec)
     path = _resolve(spec, weights=False)
-    return _open(path, spec) if path.is_file() or any((path / name).exists() for name in INDICES) else None
+    return _open(path, spec) if path.is_file() or has_weights(path) else None
 
 
 def gguf_path(spec: str) -> Path | None:
@@ -73,6 +74,16 @@ def load_tokenizer(spec: str) -> Tokenizer | None:
     return open_gguf_tokenizer(file, config.eos_ids)
 
 
+def load_sampling(spec: str) -> dict[str, Any]:
+    """The sampling parameters that the author of the model `spec` recommends, as `read_sampling` returns them. A model
+    without a generation_config.json has none.
+    """
+    if spec.startswith(_RANDOM):
+        return {}
+    folder = _resolve(spec, weights=False)
+    return read_sampling(folder) if (folder / "generation_config.json").exists() else {}
+
+
 def _open(path: Path, name: str) -> Checkpoint:
     if path.is_dir():
         return open_folder(path, name)
@@ -103,10 +114,8 @@ def _resolve(spec: str, *, weights: bool) -> Path:
         return cached(spec) or pull(spec).path
     path = Path(spec).expanduser()
     if path.exists():
-        if path.is_dir() or path.suffix == ".gguf":
-            return path
-        raise MegakernelError(f"{spec} is neither a folder nor a .gguf file")
-    if path.suffix == ".gguf":
+        return model_file(path, weights=weights)
+    if path.suffix.lower() == ".gguf":
         raise MegakernelError(f"{spec} does not exist")
     from .hub import fetch, is_hub_spec
 
@@ -114,5 +123,5 @@ def _resolve(spec: str, *, weights: bool) -> Path:
         return fetch(spec, weights=weights)
     known = ", ".join(PACKAGES)
     raise MegakernelError(
-        f"no model {spec!r}: give a known name ({known}), a folder, a .gguf file, ORG/NAME on the hub, or random:NAME"
+        f"no model {spec!r}: give a known name ({known}), a folder, a GGUF file, ORG/NAME on the hub, or random:NAME"
     )

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ..isa import BUFFERS, Buffer, Dtype, Split
 from .checkpoint import Storage, WeightRows, column_share, converted, cut, row_shares, vector
 from .config import ModelConfig, Rope, RopeKind
-from .rope import inverse_frequencies
+from .rope import rope_table
 
 
 def _llama3(
@@ -63,7 +63,7 @@ class RandomCheckpoint:
 
     def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
         if buffer is Buffer.INV_FREQ:
-            return [vector(inverse_frequencies(self.config.rope, self.config.head_dim))]
+            return [vector(rope_table(self.config))]
         whole = self._whole(Buffer.EMBED if buffer is Buffer.LM_HEAD and self.config.tied else buffer, layer, split)
         rows = cut([whole], buffer, split)
         return converted(rows, column_share(buffer, split).size, BUFFERS[buffer].resolve_dtype(split.model))

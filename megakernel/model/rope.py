@@ -7,12 +7,21 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from .config import Rope, RopeKind
+from .config import ModelConfig, Rope, RopeKind
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> NDArray[np.float32]:
+def rope_table(config: ModelConfig) -> NDArray[np.float32]:
+    """Return what the RoPE operation reads, float32 [head_dim / 2 + 1]: the inverse frequencies for contexts of
+    `config.max_context` tokens, then the factor of all cosines and sines.
+    """
+    return np.append(
+        inverse_frequencies(config.rope, config.head_dim, config.max_context), np.float32(config.rope.attention)
+    )
+
+
+def inverse_frequencies(rope: Rope, head_dim: int, context: int | None = None) -> NDArray[np.float32]:
     """Return RoPE's inverse frequencies, theta ** (-2i / head_dim) for i < head_dim / 2, scaled as `rope` says, as a
-    float32 array [head_dim / 2].
+    float32 array [head_dim / 2]. `context` is the longest context (None: any), which matters only for LongRoPE.
 
     Every operation rounds to float32, in the order of Hugging Face's `modeling_rope_utils`, so that positions far into
     a context get the same rotation as in Hugging Face's code. The power is the only exception: this function rounds it
@@ -22,13 +31,20 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> NDArray[np.float32]:
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     power = np.power(np.float64(np.float32(rope.theta)), exponent.astype(np.float64)).astype(np.float32)
     frequencies = np.float32(1) / power
-    if rope.kind is RopeKind.LINEAR:
-        return frequencies / np.float32(rope.factor)
-    if rope.kind is RopeKind.LLAMA3:
-        return _llama3(rope, frequencies)
-    if rope.kind is RopeKind.FACTORS:
-        factors: NDArray[np.float32] = np.array(rope.factors, dtype=np.float32)
-        return frequencies / factors
+    match rope.kind:
+        case RopeKind.LINEAR:
+            return frequencies / np.float32(rope.factor)
+        case RopeKind.LLAMA3:
+            return _llama3(rope, frequencies)
+        case RopeKind.YARN:
+            return _yarn(rope, power)
+        case RopeKind.LONGROPE:
+            short = context is not None and context <= rope.original_context
+            factors: NDArray[np.float32] = np.array(rope.short_factors if short else rope.factors, np.float32)
+            return np.float32(1) / (factors * power)
+        case RopeKind.FACTORS:
+            factors = np.array(rope.factors, np.float32)
+            return frequencies / factors
     return frequencies
 
 
@@ -44,3 +60,34 @@ def _llama3(rope: Rope, frequencies: NDArray[np.float32]) -> NDArray[np.float32]
     smooth = (np.float32(1) / wavelength * np.float32(context) - np.float32(low)) / np.float32(high - low)
     blended = (np.float32(1) - smooth) * scaled / factor + smooth * scaled
     return np.where(medium, blended, scaled)
+
+
+def _yarn(rope: Rope, power: NDArray[np.float32]) -> NDArray[np.float32]:
+    """YaRN ("YaRN: Efficient Context Window Extension of Large Language Models", 2023): divide low frequencies by
+    `factor`, keep high ones, and interpolate linearly in the number of the RoPE pair in between.
+    """
+    pairs = len(power)
+
+    def pair(turns: float) -> float:
+        """The RoPE pair, as a real number, that turns so many times within the original context."""
+        return pairs * math.log(rope.original_context / (turns * 2 * math.pi)) / math.log(rope.theta)
+
+    low, high = pair(rope.high_freq_factor), pair(rope.low_freq_factor)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    high += 0.001 if low == high else 0.0
+    ramp = (np.arange(pairs, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
+    kept: NDArray[np.float32] = np.float32(1) - ramp.clip(0, 1)
+    divided: NDArray[np.float32] = np.float32(1) / (np.float32(rope.factor) * power)
+    frequencies: NDArray[np.float32] = divided * (np.float32(1) - kept) + np.float32(1) / power * kept
+    return frequencies
+
+
+def yarn_attention(factor: float, mscale: float = 0.0, mscale_all_dim: float = 0.0) -> float:
+    """YaRN's factor of cosines and sines, as DeepSeek generalises it with two more numbers, which are not negative."""
+
+    def of(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    return of(mscale) / of(mscale_all_dim) if mscale > 0 and mscale_all_dim > 0 else of(1.0)

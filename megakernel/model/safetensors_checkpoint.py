@@ -20,10 +20,10 @@ from ..isa import Dtype
 from .config import ModelConfig
 from .families import FAMILIES
 from .file_checkpoint import FileCheckpoint, Naming, check_ranges, map_file
+from .folder import INDICES
 from .hf_config import read_hf_config, read_json
 
 _DTYPES = {kind.name: kind.numpy.newbyteorder("<") for kind in (Dtype.F32, Dtype.F16, Dtype.BF16)}
-INDICES = ("model.safetensors", "model.safetensors.index.json")  # a folder with weights has one of these files
 _HEADER_LIMIT = 100_000_000  # the limit that the format sets, in bytes
 
 

@@ -10,10 +10,21 @@ import numpy as np
 
 from ..errors import MegakernelError
 from ..isa import BUFFERS, Buffer, Dtype, Split
-from .checkpoint import Checkpoint, Storage, StoredRows, WeightRows, column_bytes, column_share, converted, row_shares
+from .checkpoint import (
+    Checkpoint,
+    Storage,
+    StoredRows,
+    WeightRows,
+    column_bytes,
+    column_share,
+    converted,
+    row_shares,
+    vector,
+)
 from .config import ModelConfig
 from .families import weights
 from .quantise import quantise
+from .rope import rope_table
 
 # The values of `--weights` besides `auto`, which keeps the checkpoint's own types.
 WEIGHT_TYPES = {kind.name.lower(): kind for kind in Dtype if kind is not Dtype.I32}
@@ -95,3 +106,23 @@ class _Stored:
             return converted(rows, inner, self._kind)
         floats = (part.data.view(np.float32) for part in converted(rows, inner, Dtype.F32))
         return [WeightRows(self._kind, quantise(part, self._kind)) for part in floats]
+
+
+def for_contexts(checkpoint: Checkpoint, tokens: int) -> Checkpoint:
+    """`checkpoint` for contexts of up to `tokens` tokens, for which LongRoPE may have other frequencies."""
+    rope = checkpoint.config.rope
+    return _Shorter(checkpoint, tokens) if rope.short_factors and tokens <= rope.original_context else checkpoint
+
+
+class _Shorter:
+    """The checkpoint that `for_contexts` returns."""
+
+    def __init__(self, whole: Checkpoint, tokens: int) -> None:
+        self.name, self.dtype, self.storage = whole.name, whole.dtype, whole.storage
+        self.config = replace(whole.config, max_context=tokens)
+        self._whole = whole
+
+    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
+        return (
+            [vector(rope_table(self.config))] if buffer is Buffer.INV_FREQ else self._whole.rows(buffer, layer, split)
+        )

@@ -46,7 +46,6 @@ def environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 
 
@@ -80,6 +79,8 @@ def main(cpu_seconds: float, memory_bytes: int, most_characters: int) -> None:
     timed("broken", compile)
     for line in lines:
         values = json.loads(line)
+        now = values.pop("now", None)  # in seconds since 1970
+        values["strftime_now"] = (datetime.now() if now is None else datetime.fromtimestamp(now)).strftime
         assert template is not None
         timed("failed", lambda values=values: template.render(values))  # type: ignore[misc]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from ..errors import MegakernelError
+from ..errors import MegakernelError, regular
 from .chat_template import ChatTemplate
 from .hf_config import read_json
 from .limits import MOST_VOCABULARY
@@ -191,7 +191,7 @@ def _hf_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
     file = folder / "chat_template.jinja"
     if file.exists():
         try:
-            return ChatTemplate(file.read_text(encoding="utf-8"), str(file))
+            return ChatTemplate(regular(file).read_text(encoding="utf-8"), str(file))
         except (OSError, UnicodeDecodeError) as e:
             raise MegakernelError(f"cannot read {file}: {e}") from e
     source = config.get("chat_template")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import MegakernelError, file_errors
+from ..errors import MegakernelError, file_errors, regular
 from ..isa import DIM_FIELDS, Dims, Forward
 from ..isa.record import WORDS
 from .checks import check
@@ -32,7 +32,7 @@ _ARRAYS = (*(f"{name}.{what}" for name in _SEGMENTS for what in ("records", "off
 def load_program(path: Path) -> Program:
     """Load a program file. Raises MegakernelError if it cannot be read, or if the program is not valid."""
     with file_errors(f"read program {path}"):
-        return program_from_bytes(path.read_bytes(), str(path))
+        return program_from_bytes(regular(path).read_bytes(), str(path))
 
 
 def program_from_bytes(data: bytes, name: str) -> Program:

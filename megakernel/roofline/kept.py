@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ..errors import MegakernelError, file_errors, whole_file
+from ..errors import MegakernelError, file_errors, regular, whole_file
 from ..machine import cpu_count, processor
 from ..model.cache import cache_folder
 from .ceilings import Measured, last_level_cache
@@ -52,7 +52,7 @@ def keep(machine: str, found: Measured) -> None:
 
 def _read() -> dict[str, dict[str, object]]:
     try:
-        with path().open("rb") as file:
+        with regular(path()).open("rb") as file:
             text = file.read(_LARGEST_FILE + 1)
         found = json.loads(text) if len(text) <= _LARGEST_FILE else None
     except FileNotFoundError:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megakernel.errors import MegakernelError
+from megakernel.errors import MegakernelError, regular
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def sharegpt_file(path: Path, encode: Callable[[str], Sequence[int]], count: int
     try:
         conversations = json.loads(_read(path))
         turns = [[str(t["value"]) for t in c["conversations"][:2]] for c in conversations]
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise MegakernelError(
             f'{path} is not a ShareGPT file, which is a JSON list of {{"conversations": [{{"from", "value"}}, ...]}}:'
             f" {e!r}"
@@ -103,7 +103,7 @@ def sharegpt_file(path: Path, encode: Callable[[str], Sequence[int]], count: int
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return regular(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise MegakernelError(f"cannot read workload {path}: {e}") from e
 

@@ -1,25 +1,36 @@
 """A process that compiles untrusted grammars, because a hostile grammar may take unlimited time or memory.
 
 The process reads lines of JSON from standard input. The first line is the vocabulary, and each further line is a pair
-of a notation and a grammar. The process answers each line with one line of JSON: {"text": the grammar in the notation
-of the library llguidance} or {"failed": the reason}. The operating system ends the process if it exceeds its limits on
-CPU time or memory.
+of a notation and a text: "json" and a JSON schema, "regex" and a regular expression, "choice" and a JSON list of texts,
+or "grammar" and a grammar in Lark's notation or GBNF. The process answers each line with one line of JSON: {"text": a
+JSON list} or {"failed": the reason}. The list has the grammar in the notation of the library llguidance, the JSON
+Schema keywords that the grammar does not enforce, and the bytes of memory that the compiled grammar takes. The
+operating system ends the process if it exceeds its limits on CPU time or memory.
 
 This file imports nothing from the package, so that the process starts quickly."""
 
 from __future__ import annotations
 
 import base64
+import ctypes
 import json
 import re
 import resource
 import signal
 import sys
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # GBNF has "::=" where Lark has ":"
+_JSON_RULE = re.compile(r"^(\w+: %json )(\{.*\})$", re.MULTILINE)
+# The white space in JSON is what Python's json module writes, because models know this form, and because fixed white
+# space need not be sampled. With lenient=False, the library refuses schema keywords that it does not implement.
+_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_OPTIONS |= {"lenient": False, "coerce_one_of": True}
 
 
 class _Vocabulary:
@@ -37,25 +48,239 @@ class _Vocabulary:
         return [self._ids[byte] for byte in (data[i : i + 1] for i in range(len(data))) if byte in self._ids]
 
 
+# -- JSON schemas
+
+_FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())  # the library's
+_COMBINING = ("$ref", "allOf", "anyOf", "oneOf")  # keywords with schemas that apply to the same value
+_NESTED = frozenset("items prefixItems additionalItems additionalProperties not if then else contains".split())
+_NAMED = frozenset("properties patternProperties $defs definitions dependentSchemas".split())
+_PARTS = "x-parts"  # the key under which the root has schemas that references point to
+
+# An escape, a character class, or a lookaround with at most one group in it.
+_ITEM = r"[^()\\\[]|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]"
+_LOOKAROUND = re.compile(
+    rf"(\\.)|(\[\^?\]?(?:\\.|[^\]\\])*\])|\(\?<?[=!](?:{_ITEM}|\((?:{_ITEM})*\))*\)", re.DOTALL
+)
+_BEYOND = re.compile(r"\\[bB1-9k]|\(\?<?[=!]")  # what no finite automaton, or not the library's, can match
+
+
+class _Schema:
+    """Rewrites a JSON schema for the grammar library.
+
+    An object may only have the properties that its schema names, unless the schema has `additionalProperties`: models
+    invent properties where they may. Properties of combined schemas, such as those in `allOf`, count together. Unknown
+    formats are annotations. `left` collects the keywords that the grammar cannot enforce, or only in part."""
+
+    def __init__(self, root: dict[str, Any], outer: _Schema | None = None) -> None:
+        """A schema with the key `x-root` inside of the schema `outer` is the root for its own references."""
+        self.root = root
+        self.left: set[str] = outer.left if outer else set()
+        self._parts: list[Any] = outer._parts if outer else []
+        self._at = self._reserved() if outer else "#"
+        self._open: dict[str, str] = {}  # references to schemas that are combined with others, and to their rewriting
+        self._dropped = {"propertyNames", "x-root"} | ({"$id"} if outer else set())
+
+    def text(self) -> str:
+        """Return the schema in the form that the library reads, as JSON."""
+        rewritten = self._rewritten(self.root)
+        parts = {_PARTS: self._parts} if self._parts else {}
+        return json.dumps({**rewritten, **parts, "x-guidance": _OPTIONS}, allow_nan=False)
+
+    def _reserved(self) -> str:
+        self._parts.append(True)
+        return f"#/{_PARTS}/{len(self._parts) - 1}"
+
+    def _keep(self, place: str, part: Any) -> str:
+        self._parts[int(place.rpartition("/")[2])] = part
+        return place
+
+    def _rewritten(self, schema: Any, combined: bool = False) -> Any:
+        """Return the schema in its new form. If it is `combined` with others, they are closed together later."""
+        if not isinstance(schema, dict):
+            return schema
+        if "x-root" in schema and schema is not self.root:
+            inner = _Schema(schema, self)
+            return {"$ref": self._keep(inner._at, inner._rewritten(schema, combined))}
+        combining = [key for key in _COMBINING if key in schema]
+        named = not schema.keys().isdisjoint(("properties", "patternProperties", "required"))
+        combines = bool(combining) and (named or len(combining) > 1 or "allOf" in combining)
+        out: dict[str, Any] = {}
+        for key, value in schema.items():
+            if key == "$ref":
+                out[key] = self._reference(value, combined or combines)
+            elif key in _COMBINING and isinstance(value, list):
+                # Schemas with a discriminator exclude each other, so `anyOf` says the same.
+                key = "anyOf" if key == "oneOf" and "discriminator" in schema and "anyOf" not in schema else key
+                out[key] = [self._rewritten(one, combined or combines) for one in value]
+            elif key in _NESTED:
+                several = isinstance(value, list)
+                out[key] = [self._rewritten(one) for one in value] if several else self._rewritten(value)
+            elif key in _NAMED and isinstance(value, dict):
+                out[key] = {name: self._rewritten(one) for name, one in value.items()}
+            elif key == "pattern" and isinstance(value, str):
+                if pattern := self._pattern(value):
+                    out[key] = pattern
+            elif key == "uniqueItems":
+                self.left |= {key} if value else set()
+            elif key not in self._dropped and (key != "format" or value in _FORMATS):
+                out[key] = value
+        if "propertyNames" in schema:
+            self._limit_names(schema["propertyNames"], out)
+        if not combined and (named or combines):
+            self._close(schema, out, combines)
+        return out
+
+    def _close(self, schema: dict[str, Any], out: dict[str, Any], combines: bool) -> None:
+        every = list(self._combined(schema, set()))
+        opened = "additionalProperties" in out or any("additionalProperties" in one for one in every)
+        if opened or all("properties" not in one and "patternProperties" not in one for one in every):
+            return
+        names = {name: True for one in every for key in ("properties", "required") for name in one.get(key, ())}
+        patterns = {pattern: True for one in every for pattern in one.get("patternProperties", ())}
+        if combines:
+            closing = {"properties": names, "patternProperties": patterns, "additionalProperties": False}
+            out["allOf"] = [*out.get("allOf", ()), closing]
+        else:
+            out["properties"] = names | out.get("properties", {})
+            out["additionalProperties"] = False
+
+    def _combined(self, schema: Any, seen: set[str]) -> Iterator[dict[str, Any]]:
+        """Yield the schema and all schemas that apply to the same value."""
+        if not isinstance(schema, dict):
+            return
+        yield schema
+        for key in _COMBINING[1:]:
+            for one in schema.get(key, ()):
+                yield from self._combined(one, seen)
+        if (reference := schema.get("$ref")) not in seen and isinstance(reference, str):
+            seen.add(reference)
+            yield from self._combined(self._target(reference), seen)
+
+    def _reference(self, reference: Any, combined: bool) -> Any:
+        """Return a reference to the new form of a schema. A schema that is `combined` with others is rewritten apart,
+        because other references to it must find it closed."""
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return reference
+        if not combined or self._target(reference) is None:
+            return self._at + reference[1:]
+        if reference not in self._open:
+            self._open[reference] = place = self._reserved()
+            self._keep(place, self._rewritten(self._target(reference), True))
+        return self._open[reference]
+
+    def _target(self, reference: str) -> Any:
+        """Return the schema that a reference points to, or None."""
+        found: Any = self.root
+        for part in filter(None, reference.removeprefix("#").split("/")):
+            step = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and step.isdigit() and int(step) < len(found):
+                found = found[int(step)]
+            else:
+                found = found.get(step) if isinstance(found, dict) else None
+        return found
+
+    def _limit_names(self, names: Any, out: dict[str, Any]) -> None:
+        """Limit the names of properties, which the library cannot: list them, or give their pattern."""
+        if isinstance(names, dict) and isinstance(names.get("$ref"), str):
+            names = self._target(names["$ref"])
+        value, given = out.get("additionalProperties", True), names if isinstance(names, dict) else {}
+        free = "properties" not in out and "patternProperties" not in out
+        listed = given.get("enum", [given["const"]] if "const" in given else None)
+        if free and isinstance(listed, list):
+            out["properties"] = {name: value for name in listed if isinstance(name, str)}
+        elif free and isinstance(given.get("pattern"), str):
+            out["patternProperties"] = {self._pattern(given["pattern"]): value}
+        elif given.keys() - {"type", "title", "description"}:
+            self.left.add("propertyNames")
+            return
+        else:
+            return
+        out["additionalProperties"] = False
+
+    def _pattern(self, pattern: str) -> str:
+        """Return a pattern without lookarounds, or an empty text if it cannot be expressed even so."""
+        plain = _LOOKAROUND.sub(lambda found: found[1] or found[2] or "", pattern)
+        beyond = _BEYOND.search(re.sub(r"\\\\", "", plain))
+        self.left |= {"pattern"} if beyond or plain != pattern else set()
+        return "" if beyond else plain
+
+
+# -- compilation
+
+
 def _compile(tokenizer: LLTokenizer, notation: str, text: str) -> dict[str, str]:
+    schemas: list[tuple[_Schema, str]] = []
+    release_memory()
+    before = _resident()
     try:
-        grammar = _from_either(text) if notation == "grammar" else text
-    except (ValueError, RecursionError) as e:
+        grammar = _read(notation, text, schemas)
+    except RecursionError:
+        return {"failed": "it is nested too deeply"}
+    except ValueError as e:
         return {"failed": str(e)}
+    matcher = _matcher(tokenizer, grammar)
+    if matcher.is_error():
+        for schema, written in schemas if notation == "grammar" else ():
+            alone = _matcher(tokenizer, LLMatcher.grammar_from_json_schema(written))
+            if alone.is_error():
+                return {"failed": f"{schema.root.get('title', '%json')}: {alone.get_error()}"}
+        return {"failed": matcher.get_error()}
+    left = set().union(*(schema.left for schema, _ in schemas))
+    left |= {"oneOf"} if any("oneOf" in warning for warning in matcher.get_grammar_warnings()) else set()
+    return {"text": json.dumps([grammar, sorted(left), max(_resident() - before, len(grammar))])}
+
+
+def _matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     matcher = LLMatcher(tokenizer, grammar, log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()
-    return {"failed": matcher.get_error()} if matcher.is_error() else {"text": grammar}
+    return matcher
 
 
-def _from_either(text: str) -> str:
-    """Convert a grammar in GBNF or Lark's notation to the library's notation."""
+def _read(notation: str, text: str, schemas: list[tuple[_Schema, str]]) -> str:
+    """Convert a grammar to the library's notation. The JSON schemas in it, rewritten, are added to `schemas`."""
+
+    def rewritten(schema: Any) -> str:
+        if not isinstance(schema, dict):
+            raise ValueError(f"a JSON schema must be an object, not {schema!r:.80}")
+        found = _Schema(schema)
+        try:
+            written = found.text()
+        except (TypeError, AttributeError):  # let the library say why the schema is malformed
+            written = json.dumps({**schema, "x-guidance": _OPTIONS})
+        schemas.append((found, written))
+        return written
+
+    if notation == "json":
+        return str(LLMatcher.grammar_from_json_schema(rewritten(json.loads(text))))
+    if notation == "regex":
+        return str(LLMatcher.grammar_from_regex(regex_to_lark(text, "dws")))
+    if notation == "choice":
+        choices = json.loads(text)
+        "".join(choices).encode()  # raises a ValueError for half characters
+        return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices))))
     if _GBNF_RULE.search(text):
         try:
             text = gbnf_to_lark(text)
         except Exception as e:  # the library raises no more specific type
             raise ValueError(f"the grammar is not valid GBNF: {e}") from e
+    text = _JSON_RULE.sub(lambda found: found[1] + rewritten(json.loads(found[2])), text)
     return str(LLMatcher.grammar_from_lark(text))
+
+
+def release_memory() -> None:
+    """Return freed memory to the operating system, where the C library can."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+
+
+def _resident() -> int:
+    """Return the bytes of memory that this process takes now, or 0 where the operating system does not tell."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 def main(cpu_seconds: float, memory_bytes: int) -> None:

@@ -5,12 +5,14 @@ grammar may never finish. If that succeeds, the grammar is compiled in this proc
 from __future__ import annotations
 
 import base64
+import json
 import os
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 from megakernel.errors import MegakernelError
 from megakernel.model.limited import Ended, LimitedProcess
 from megakernel.model.tokenizer import Tokenizer
+from megakernel.serving.engine.grammar_worker import release_memory
 from megakernel.serving.engine.sampling import SamplingParams, StructuredOutputsParams
 
 Ids = NDArray[np.int32]
@@ -27,14 +30,17 @@ _WORKER = Path(__file__).with_name("grammar_worker.py")
 # The limits of one compilation. Ordinary schemas take 1 to 30 ms.
 MOST_GRAMMAR_SECONDS = 2.0
 MOST_GRAMMAR_BYTES = 1 << 30
-_KEPT = 256  # compiled grammars in the cache; the least recently used one is dropped first
+# Compiled grammars in the cache, and their bytes. The least recently used one is dropped first.
+MOST_KEPT, MOST_KEPT_BYTES = 256, 512 << 20
 _SHOWN = 500  # characters of the library's reason that an error shows
 
 
 class Constraint(ABC):
-    """Tracks the output of one sequence. `error` says why the output has no valid continuation, or is empty."""
+    """Tracks the output of one sequence. `error` says why the output has no valid continuation, or is empty. `left` has
+    the JSON Schema keywords that the constraint does not enforce."""
 
     error = ""
+    left: tuple[str, ...] = ()
 
     @abstractmethod
     def copy(self) -> Constraint:
@@ -81,14 +87,14 @@ class Grammar(Constraint):
     says which tokens may be sampled. Forced tokens and masks depend on the output alone. All tokens of a forced text
     are determined at once, so they do not depend on how many steps output them."""
 
-    def __init__(self, matcher: LLMatcher, executor: LLExecutor) -> None:
+    def __init__(self, matcher: LLMatcher, executor: LLExecutor, left: tuple[str, ...]) -> None:
         """`matcher` must not have read any token yet. The constraint advances only a copy of it."""
-        self._start, self._executor = matcher, executor
+        self._start, self._executor, self.left = matcher, executor, left
         self.matcher = matcher.deep_copy()
         self._read: list[int] = []  # the output, then the forced tokens
 
     def copy(self) -> Grammar:
-        return Grammar(self._start, self._executor)
+        return Grammar(self._start, self._executor, self.left)
 
     def follow(self, output: Ids) -> list[int]:
         read, matcher = self._read, self.matcher
@@ -130,6 +136,13 @@ def write_masks(masks: NDArray[np.int32], constraints: Sequence[Constraint]) -> 
             one.write(masks[row])
 
 
+@dataclass(frozen=True)
+class _Compiled:
+    matcher: LLMatcher
+    left: tuple[str, ...]
+    size: int  # bytes
+
+
 class Grammars:
     """Makes the constraint that sampling parameters ask for, for one model's tokens. It is thread-safe."""
 
@@ -137,7 +150,8 @@ class Grammars:
         """`vocab` is the model's vocabulary size, which may be larger than the tokenizer's."""
         self._tokenizer, self._vocab, self._eos_ids = tokenizer, vocab, sorted(eos_ids)
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()
+        self._kept_bytes = 0
         self._checker: LimitedProcess | None = None
         self._library: LLTokenizer | None = None
         self._executor = LLExecutor(len(os.sched_getaffinity(0)))
@@ -171,10 +185,10 @@ class Grammars:
 
     def _kept(self, key: tuple[str, str]) -> Grammar | None:
         with self._lock:
-            if (matcher := self._known.get(key)) is None:
+            if (found := self._known.get(key)) is None:
                 return None
             self._known.move_to_end(key)
-            return Grammar(matcher, self._executor)
+            return Grammar(found.matcher, self._executor, found.left)
 
     def _grammar(self, wanted: StructuredOutputsParams) -> Grammar:
         if (found := self._kept(key := wanted.source())) is not None:
@@ -183,21 +197,32 @@ class Grammars:
             raise MegakernelError(
                 "structured outputs need a tokenizer and an end-of-sequence token; this model lacks one"
             )
-        matcher = LLMatcher(self._tokens(), self._checked(*key), log_level=0)
+        source, left, size = self._checked(*key)
+        matcher = LLMatcher(self._tokens(), source, log_level=0)
         if not matcher.is_error():
             # The library finishes its preparations with the first mask. Compute one now, so that no step has to wait.
             matcher.compute_bitmask()
         if matcher.is_error():
             raise _refused(matcher.get_error())
-        with self._lock:
-            self._known[key] = matcher
-            while len(self._known) > _KEPT:
-                self._known.popitem(last=False)
-        return Grammar(matcher, self._executor)
+        self._keep(key, compiled := _Compiled(matcher, tuple(left), size + len(key[1])))
+        return Grammar(matcher, self._executor, compiled.left)
 
-    def _checked(self, *source: str) -> str:
-        """Compile a grammar in the separate process, and return the grammar in the library's own notation. Raises
-        MegakernelError if the grammar is invalid or exceeds the limits on time and memory."""
+    def _keep(self, key: tuple[str, str], compiled: _Compiled) -> None:
+        with self._lock:
+            dropped = [self._known.pop(key)] if key in self._known else []
+            self._known[key] = compiled
+            self._kept_bytes += compiled.size - sum(one.size for one in dropped)
+            while len(self._known) > MOST_KEPT or self._kept_bytes > MOST_KEPT_BYTES:
+                dropped.append(self._known.popitem(last=False)[1])
+                self._kept_bytes -= dropped[-1].size
+        if dropped:
+            dropped.clear()
+            release_memory()
+
+    def _checked(self, *source: str) -> tuple[str, list[str], int]:
+        """Compile a grammar in the separate process. Returns the grammar in the library's own notation, the JSON Schema
+        keywords that it does not enforce, and its bytes when compiled. Raises MegakernelError if the grammar is invalid
+        or exceeds the limits on time and memory."""
         with self._lock:
             if self._checker is None:
                 vocabulary = self._vocabulary()
@@ -210,7 +235,8 @@ class Grammars:
             raise _refused(str(e)) from e
         if kind != "text":
             raise _refused(text)
-        return text
+        grammar, left, size = json.loads(text)
+        return grammar, left, size
 
     def _tokens(self) -> LLTokenizer:
         with self._lock:

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llguidance import LLMatcher
-
 from megakernel.errors import MegakernelError
 
 FINISH = (None, "stop", "length")  # reasons why a token ends its choice; arrays contain indices into this tuple
@@ -21,18 +19,14 @@ MAX_STOP_IDS = 128
 MAX_BAD_WORDS, MAX_BAD_CHARACTERS = 256, 256  # each bad word is compared with the end of the text after each token
 _LEAST, _MOST = 2.0**-126, (2 - 2**-23) * 2.0**127  # range of positive float32 numbers, the type in step tables
 # The maximum length of a schema or grammar. The largest common ones have thousands of characters.
-MOST_GRAMMAR_CHARACTERS = 1 << 20
-GRAMMAR, COMPLETE = "grammar", "complete"
-# The white space in JSON is what Python's json module writes, because models know this form, and because fixed white
-# space need not be sampled. With lenient=False, the library refuses schema keywords that it does not implement.
-JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
+MOST_GRAMMAR_CHARACTERS = 2 << 20
 
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """The format that the whole text must match. Exactly one of the fields is given.
 
-    json         a JSON schema, as a dict or as JSON text
+    json         a JSON schema, as a dict or as JSON text; kept as text
     regex        a regular expression
     choice       a list of texts; the answer is one of them
     grammar      a context-free grammar, in Lark's notation or in GBNF (EBNF)
@@ -54,6 +48,11 @@ class StructuredOutputsParams:
             raise MegakernelError(
                 f"structured outputs need one of json, regex, choice, grammar and json_object, not {found}"
             )
+        if self.json is not None and not isinstance(self.json, str):
+            try:  # text carries any number to the engine's process; MessagePack only those of 64 bits
+                object.__setattr__(self, "json", jsons.dumps(self.json))
+            except (TypeError, ValueError, RecursionError) as e:
+                raise MegakernelError(f"structured outputs: json is not a JSON schema: {str(e)[:500]}") from e
         for name in ("regex", "grammar"):
             if (text := getattr(self, name)) is not None and (not isinstance(text, str) or not text):
                 raise MegakernelError(f"structured outputs: {name} must be a non-empty string")
@@ -61,32 +60,22 @@ class StructuredOutputsParams:
             isinstance(self.choice, str) or not self.choice or not all(isinstance(c, str) and c for c in self.choice)
         ):
             raise MegakernelError("structured outputs: choice must be a list of non-empty strings")
-        size = sum(map(len, self.choice or ())) + len(self.regex or "") + len(self.grammar or "")
-        if size > MOST_GRAMMAR_CHARACTERS:
+        if len(self.source()[1]) > MOST_GRAMMAR_CHARACTERS:
             raise MegakernelError(f"structured outputs: {given[0]} has more than {MOST_GRAMMAR_CHARACTERS} characters")
 
-    def source(self) -> tuple[str, str]:
-        """Return the pair (notation, grammar). The notation GRAMMAR means Lark or GBNF; the worker process finds out
-        which. COMPLETE means that the grammar library can read the grammar as it is."""
-        try:
-            found = (GRAMMAR, self.grammar) if self.grammar is not None else (COMPLETE, self._text())
-        except (ValueError, RecursionError) as e:
-            raise MegakernelError(f"structured outputs: {str(e)[:500]}") from e
-        if len(found[1]) > 2 * MOST_GRAMMAR_CHARACTERS:
-            raise MegakernelError(f"structured outputs: the grammar has more than {MOST_GRAMMAR_CHARACTERS} characters")
-        return found
+    @property
+    def schema(self) -> str | None:
+        """The JSON schema that the answer must match, as JSON text, or None if the format is not given by one."""
+        assert self.json is None or isinstance(self.json, str)
+        return '{"type": "object"}' if self.json_object else self.json
 
-    def _text(self) -> str:
-        if self.regex is not None:
-            return LLMatcher.grammar_from_regex(self.regex)
+    def source(self) -> tuple[str, str]:
+        """Return the notation and the text of the grammar, as `grammar_worker.py` reads them."""
+        if (schema := self.schema) is not None:
+            return "json", schema
         if self.choice is not None:
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(jsons.dumps, self.choice)))
-        schema = {"type": "object"} if self.json is None else self.json
-        if isinstance(schema, str):
-            schema = jsons.loads(schema)
-        if not isinstance(schema, Mapping):
-            raise ValueError(f"a JSON schema must be an object, not {schema!r:.80}")
-        return LLMatcher.grammar_from_json_schema(jsons.dumps(schema), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+            return "choice", jsons.dumps(list(self.choice))
+        return ("regex", self.regex) if self.regex is not None else ("grammar", self.grammar or "")
 
 
 @dataclass(frozen=True)

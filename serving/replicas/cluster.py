@@ -7,16 +7,20 @@ is a Ray actor with its own `megakernel serve` process."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
 import socket
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
+from functools import partial
+from time import monotonic
 from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import TaskCancelledError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from ray.serve.schema import LoggingConfig
@@ -26,15 +30,15 @@ from starlette.types import Receive, Scope, Send
 
 from megakernel.errors import MegakernelError
 from megakernel.serving.replicas.placement import ClusterNode, Plan
+from megakernel.serving.replicas.relay import relay
 from megakernel.serving.replicas.routing import SeenPrefixes, choose, prefix_of
-from megakernel.serving.replicas.server_process import Headers, ServerProcess
+from megakernel.serving.replicas.server_process import Head, Headers, Part, ServerProcess
 from megakernel.serving.server.errors import APIError
-from megakernel.serving.server.http import event
+from megakernel.serving.server.replay import Replay
 
 FRONT, REPLICAS = "megakernel", "megakernel-replicas"  # Ray applications; the front stays when replicas change
 _NO_LIMIT = 1 << 20  # number of requests at once, in effect unlimited; each replica's server has limits of its own
 _CONNECT_SECONDS = 5.0
-_EVENT_END = b"\n\n"
 _HEALTH_SECONDS = 2.0
 
 
@@ -46,16 +50,19 @@ class Replica:
         self._server = ServerProcess(settings, on_end=lambda: os._exit(1))
 
     async def answer(
-        self, method: str, target: str, headers: Headers, body: bytes, prefix: list[bytes]
-    ) -> AsyncGenerator[tuple[int, Headers] | bytes]:
-        """Pass a request to the server and yield the parts of the answer. Only the router uses `prefix`."""
-        async for part in self._server.ask(method, target, headers, body):
+        self, method: str, target: str, headers: Headers, body: bytes, replay: Replay, prefix: list[bytes]
+    ) -> AsyncGenerator[Part]:
+        """Pass a request to the server and yield the parts of the answer. Only the router uses `prefix`. Raises an
+        error if the server can no longer answer any request."""
+        async for part in self._server.ask(method, target, headers, body, replay):
+            if isinstance(part, Head) and part.status == 503:
+                await self.check_health()
             yield part
 
     async def check_health(self) -> None:
         """Raise an error if the server's /health does not answer with status 200. Ray then replaces the replica."""
         async for part in self._server.ask("GET", "/health", [], b""):
-            if isinstance(part, tuple) and part[0] != 200:
+            if isinstance(part, Head) and part.status != 200:
                 raise RuntimeError("the server's /health does not answer with status 200")
 
 
@@ -99,9 +106,10 @@ class Front:
     """The ASGI application that passes requests on to replicas. Ray cancels the task of a request when the client
     closes the connection."""
 
-    def __init__(self, max_body: int) -> None:
-        self._max_body = max_body
+    def __init__(self, max_body: int, stall_seconds: float) -> None:
+        self._max_body, self._stall_seconds = max_body, stall_seconds
         self._handle: Any = None
+        self._looked_at, self._any_runs = 0.0, True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, more = bytearray(), True
@@ -120,38 +128,27 @@ class Front:
             target += f"?{query}"
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         sent = bytes(body)
-        parts = self._handle.answer.remote(scope["method"], target, headers, sent, prefix=prefix_of(sent))
+        ask = partial(self._ask, scope["method"], target, headers, sent, prefix=prefix_of(sent))
+        await relay(ask, self._look, self._stall_seconds, scope, receive, send)
+
+    async def _ask(self, *request: Any, prefix: list[bytes]) -> AsyncGenerator[Part]:
+        parts = self._handle.answer.remote(*request, prefix=prefix)
         try:
-            await relay(parts, scope, receive, send)
+            async for part in parts:
+                yield part
+        except TaskCancelledError as e:  # Ray cancelled the call, because the client has left
+            raise asyncio.CancelledError from e
         finally:
             parts.cancel()  # this does nothing if the answer has ended
 
-
-async def relay(parts: Any, scope: Scope, receive: Receive, send: Send) -> None:
-    """Pass a replica's answer on to the client. If the replica is lost, the client gets a 503, or an error event."""
-    headers: Headers | None = None
-    part: tuple[int, Headers] | bytes = b""
-    last = b""
-    try:
-        async for part in parts:
-            if isinstance(part, tuple):
-                status, headers = part
-                raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
-                await send({"type": "http.response.start", "status": status, "headers": raw})
-            else:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-    except Exception:
-        logging.getLogger("ray.serve").exception("a replica was lost")
-        lost = APIError(503, "the replica that computed this answer was lost: ask again", headers={"Retry-After": "1"})
-        if headers is None:
-            await lost.response()(scope, receive, send)
-            return
-        if not dict(headers).get("content-type", "").startswith("text/event-stream"):
-            raise  # so that Ray closes the connection before the announced end of the body
-        if isinstance(part, bytes) and not part.endswith(_EVENT_END):
-            last = _EVENT_END  # ends an incomplete last event
-        last += event(lost.body()) + event(b"[DONE]")
-    await send({"type": "http.response.body", "body": last, "more_body": False})
+    async def _look(self) -> bool:
+        """Return whether a replica runs. Ray is asked at most once a second, however many requests wait."""
+        if (now := monotonic()) - self._looked_at >= 1.0:
+            self._looked_at = now
+            application = (await asyncio.to_thread(serve.status)).applications.get(REPLICAS)
+            states = application.deployments[Replica.__name__].replica_states if application else {}
+            self._any_runs = states.get("RUNNING", 0) > 0
+        return self._any_runs
 
 
 def join(address: str | None, cpus: int) -> list[ClusterNode]:
@@ -203,7 +200,7 @@ def deploy(plan: Plan, host: str, port: int) -> None:
     try:
         serve.run(replica.bind(plan.settings), name=REPLICAS, route_prefix=None, logging_config=quiet)
         if FRONT not in serve.status().applications:
-            app = Starlette(routes=[Mount("/", app=Front(plan.max_body))])
+            app = Starlette(routes=[Mount("/", app=Front(plan.max_body, plan.stall_seconds))])
             front = serve.deployment(
                 serve.ingress(app)(type("FrontActor", (), {})),
                 ray_actor_options={"num_cpus": 0},

@@ -59,6 +59,7 @@ class Plan:
     at_once: int
     slack: int | None
     max_body: int
+    stall_seconds: float
     drain_seconds: float
 
 

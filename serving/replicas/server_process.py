@@ -4,25 +4,43 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from yarl import URL
 
 from megakernel.errors import MegakernelError
+from megakernel.runtime.cpu.native import simd
+from megakernel.serving.server.replay import HEADER, KEY, Replay
 
 Headers = list[tuple[str, str]]
-# Headers that are not passed on, because they hold for one connection only or because Ray's proxy sets them itself.
-_NOT_PASSED_ON = {"connection", "content-length", "date", "keep-alive", "transfer-encoding", "x-request-id"}
+# Headers that are not passed on, because they hold for one connection only or because others set them.
+_NOT_PASSED_ON = {"connection", "content-length", "date", "keep-alive", "transfer-encoding", "x-request-id", HEADER}
 _FLAGS = ("--host", "127.0.0.1", "--port", "0")
 # The operating system kills the server when the thread that started it ends (PR_SET_PDEATHSIG, SIGKILL). The server
 # itself requests this, because a process with Ray's threads must not run code between fork and exec.
 _MAIN = "import ctypes, sys; ctypes.CDLL(None).prctl(1, 9); from megakernel.cli import main; sys.exit(main())"
+
+
+class Head(NamedTuple):
+    """The beginning of an answer. Replicas of the same `kind` give the same answer to a request, bit for bit."""
+
+    status: int
+    headers: Headers
+    kind: str
+
+    @property
+    def streams(self) -> bool:
+        return dict(self.headers).get("content-type", "").startswith("text/event-stream")
+
+
+Part = Head | bytes  # of an answer: first a Head, then pieces of the body
 
 
 class ServerProcess:
@@ -35,6 +53,7 @@ class ServerProcess:
     def __init__(self, settings: Mapping[str, Any], on_end: Callable[[], None]) -> None:
         self._session: aiohttp.ClientSession | None = None
         self._on_end, self._ready, self._last_line = on_end, False, ""
+        self._key = secrets.token_hex(16)
         begun: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
         watch = threading.Thread(target=self._watch, args=(begun,), daemon=True)
         watch.start()
@@ -46,7 +65,10 @@ class ServerProcess:
         if not line:
             watch.join()
             raise MegakernelError(self._last_line.removeprefix("megakernel: error: ") or "the server did not start")
-        self._url: str = json.loads(line)["url"]
+        facts = json.loads(line)
+        self._url: str = facts.pop("url")
+        del facts["kv_tokens"]  # answers do not depend on the size of the KV pool
+        self._kind = json.dumps([settings, facts, simd()])
         self._ready = True
 
     def _watch(self, begun: SimpleQueue[subprocess.Popen[str]]) -> None:
@@ -58,7 +80,7 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry), KEY: self._key},
         )
         begun.put(process)
         assert process.stderr is not None
@@ -70,9 +92,10 @@ class ServerProcess:
             self._on_end()
 
     async def ask(
-        self, method: str, target: str, headers: Headers, body: bytes
-    ) -> AsyncGenerator[tuple[int, Headers] | bytes]:
-        """Pass on a request. Yields status and headers, then pieces of the body. Closing the generator aborts it."""
+        self, method: str, target: str, headers: Headers, body: bytes, replay: Replay | None = None
+    ) -> AsyncGenerator[Part]:
+        """Pass on a request and yield the parts of the answer. With `replay`, streams have marks. Closing the generator
+        aborts the request."""
         session = self._session = self._session or aiohttp.ClientSession(
             auto_decompress=False,
             connector=aiohttp.TCPConnector(limit=0),
@@ -80,10 +103,11 @@ class ServerProcess:
             skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
         )
         url = URL(self._url + target, encoded=True)
+        own = [(HEADER, replay.header(self._key))] if replay else []
         async with session.request(
-            method, url, headers=_passed_on(headers), data=body or None, allow_redirects=False
+            method, url, headers=_passed_on(headers) + own, data=body or None, allow_redirects=False
         ) as answer:
-            yield answer.status, _passed_on(answer.headers.items())
+            yield Head(answer.status, _passed_on(answer.headers.items()), self._kind)
             async for piece in answer.content.iter_any():
                 yield piece
 

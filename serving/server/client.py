@@ -56,7 +56,8 @@ class Answers:
 
     Choice c of prompt p has the number p * n + c, where `n` is the number of choices per prompt. `transcripts` has the
     text of each choice. `times` has the times of its first and its last token, 0 before the first. `cached` counts the
-    prompt tokens that were found in the prefix cache, over all prompts that have begun.
+    prompt tokens that were found in the prefix cache, over all prompts that have begun. `unenforced` has the JSON Schema
+    keywords that the answers may violate.
 
     If prompt log-probabilities were requested, `scores` maps the number of a prompt to a pair of lists. Both have an
     element for each prompt token except the first. The first list has the log-probability of each token, and the second
@@ -77,6 +78,7 @@ class Answers:
         self.transcripts = transcripts
         self.times = [(0.0, 0.0)] * len(transcripts)
         self.scores: dict[int, tuple[list[float], list[dict[int, float]]]] = {}
+        self.unenforced: tuple[str, ...] = ()
         self.cached = self.completion_tokens = 0
         self.open = self._left = len(transcripts)  # choices that the engine, and this object, have not ended
         self._client, self._metrics, self._prompts = client, metrics, prompts
@@ -90,19 +92,23 @@ class Answers:
     def finished(self) -> bool:
         return not self._left
 
-    async def take(self) -> list[Delta]:
-        """Wait for new tokens. Returns at most one delta per choice, which has all that is new since the last call. If
-        the engine cannot answer, `take` and `collect` raise the error that `EngineClient.submit` describes."""
-        deltas: dict[int, Delta] = {}
+    async def take(self, *, singly: bool = False) -> list[Delta]:
+        """Wait for new tokens. Returns at most one delta per choice, which has all that is new since the last call, or
+        with `singly` a delta per token. If the engine cannot answer, `take` and `collect` raise the error that
+        `EngineClient.submit` describes."""
+        deltas: list[Delta] = []
         while not deltas:
-            await self._take(deltas)
-        return list(deltas.values())
+            for index, tokens in (await self._arrived()).items():
+                parts = [[token] for token in tokens] if singly else [tokens]
+                deltas += [delta for part in parts if (delta := self._add(index, part)).tokens]
+        return deltas
 
     async def collect(self) -> list[Delta]:
         """Wait until all choices are complete, and return them in order."""
         choices: dict[int, Delta] = {}
         while not self.finished:
-            await self._take(choices)
+            for index, tokens in (await self._arrived()).items():
+                choices[index] = self._add(index, tokens, choices.get(index))
         return [choices[index] for index in sorted(choices)]
 
     def close(self) -> None:
@@ -125,7 +131,8 @@ class Answers:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def _take(self, deltas: dict[int, Delta]) -> None:
+    async def _arrived(self) -> dict[int, list[Token]]:
+        """Wait for tokens, and return those of each choice."""
         while not self._tokens:
             if self._error is not None:
                 raise self._error
@@ -135,8 +142,7 @@ class Answers:
         if self._metrics and self._prompts:  # tokens arrived, so the engine accepted the prompts
             self._metrics.prompts(self._prompts)
         self._prompts = ()
-        for index, tokens in (self._with_scores(taken) if self._scored else taken).items():
-            self._add(index, tokens, deltas)
+        return self._with_scores(taken) if self._scored else taken
 
     def _with_scores(self, taken: dict[int, list[Token]]) -> dict[int, list[Token]]:
         """Return the tokens of those choices whose prompt's log-probabilities have arrived. Keep all other tokens for a
@@ -146,13 +152,13 @@ class Answers:
         known = [index for index in self._held if index // self.n in self.scores]
         return {index: self._held.pop(index) for index in known}
 
-    def _add(self, index: int, tokens: list[Token], deltas: dict[int, Delta]) -> None:
+    def _add(self, index: int, tokens: list[Token], before: Delta | None = None) -> Delta:
+        """Append tokens to a choice. Returns what is new, added to the delta `before` if there is one."""
         transcript, metrics = self.transcripts[index], self._metrics
+        delta = before or Delta(index, index // self.n)
         if transcript.finish_reason is not None:
-            return  # the engine generated these tokens before it learned of the stop string
-        if (delta := deltas.get(index)) is None:
-            delta = deltas[index] = Delta(index, index // self.n)
-        (first_at, last_at), before = self.times[index], len(delta.tokens)
+            return delta  # the engine generated these tokens before it learned of the stop string
+        (first_at, last_at), known = self.times[index], len(delta.tokens)
         for token in tokens:
             delta.text += transcript.add(token)
             delta.tokens.append(token)
@@ -172,7 +178,8 @@ class Answers:
                     metrics.finished(reason, at - self.submitted_at, len(transcript.token_ids))
                 break
         self.times[index] = first_at, last_at
-        self.completion_tokens += len(delta.tokens) - before
+        self.completion_tokens += len(delta.tokens) - known
+        return delta
 
 
 class EngineClient:
@@ -213,17 +220,19 @@ class EngineClient:
         client: str,
         transcripts: list[Transcript],
         metrics: Metrics | None = None,
+        seed: int | None = None,
     ) -> Answers:
-        """Submit a client's prompts. `transcripts` has a new transcript for each choice, prompt by prompt. Raises
-        EngineDead if the engine is known to be dead. `Answers.take` may raise an error later: Overloaded, EngineDead,
-        or another MegakernelError if a prompt can never run or if a constraint allows no next token."""
+        """Submit a client's prompts. `transcripts` has a new transcript for each choice, prompt by prompt. `seed` is
+        that of `messages.Submit`. Raises EngineDead if the engine is known to be dead. `Answers.take` may raise an
+        error later: Overloaded, EngineDead, or another MegakernelError if a prompt can never run or if a constraint
+        allows no next token."""
         if self.dead is not None:
             raise self.dead
         answers = Answers(self, self._next, prompts, params, transcripts, metrics)
         self._next += answers.choices
         for number in range(answers.first, self._next):
             self._choices[number] = answers
-        self._send(messages.Submit(answers.first, list(map(messages.prompt_bytes, prompts)), params, client))
+        self._send(messages.Submit(answers.first, list(map(messages.prompt_bytes, prompts)), params, client, seed))
         return answers
 
     def stop(self, answers: Answers, number: int) -> None:
@@ -295,6 +304,9 @@ class EngineClient:
                     if answers := self._choices.get(first):
                         self._drop(answers)
                         answers.fail(Overloaded(why) if later else MegakernelError(why))
+                case messages.Unenforced(first, keywords):
+                    if answers := self._choices.get(first):
+                        answers.unenforced = keywords
                 case messages.Seen(number, content):
                     future = self._asked.get(number)
                     if future is not None and not future.done():

@@ -38,6 +38,7 @@ class EngineHost:
             vocab=llm.config.vocab,
             max_context=dims.bucket.max_context,
             kv_page=dims.bucket.kv_page,
+            sampling=llm.sampling,
             folder=folder,
             rows=1 + frontends,
         )

@@ -13,7 +13,16 @@ from fastapi.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megakernel.serving.server.errors import APIError, as_api_error, quoted
-from megakernel.serving.server.limits import BODY_SECONDS, LARGE_BODY, TURNS, AccessRules, Limits, has_more_values
+from megakernel.serving.server.limits import (
+    BODY_SECONDS,
+    LARGE_BODY,
+    TURNS,
+    AccessRules,
+    Limits,
+    check_text,
+    has_more_values,
+)
+from megakernel.serving.server.replay import HEADER, REPLAYED, replayed
 from megakernel.serving.server.turns import CLIENT
 
 log = logging.getLogger(__name__)
@@ -48,6 +57,7 @@ class Gate:
             scope = {**scope, "method": "GET"}
         scope[_DIRECT] = send
         CLIENT.set(scope["client"][0] if scope.get("client") else "")
+        REPLAYED.set(replayed(headers.get(HEADER.encode())))
         if headers.keys() & {b"content-length", b"transfer-encoding"}:
             receive, send = _answered_to_the_end(receive, send)
         send = _with_id(send, headers.get(b"x-request-id", b""))
@@ -80,6 +90,7 @@ class Gate:
                         await asyncio.sleep(0)
             if has_more_values(body, self._max_values):
                 raise APIError(413, f"the body has more than {self._max_values} JSON values: send less")
+            check_text(body)
             messages = [{"type": "http.request", "body": body, "more_body": False}]
             del body
 
@@ -215,6 +226,8 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         except Exception as e:
             error = as_api_error(e)
+            if error.status == 503 and REPLAYED.get():
+                return  # the connection closes before the end of the body, so another server goes on with the answer
             if error.status == 500:
                 log.exception("a stream failed")
             last = event(error.body())

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
 from time import monotonic, perf_counter
@@ -29,6 +29,7 @@ from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.server import messages
 from megakernel.serving.server.board import Row
 from megakernel.serving.server.client import Overloaded
+from megakernel.serving.server.turns import Turns
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -102,7 +103,9 @@ class EngineLoop:
         self._readers: list[bytes] = []  # frontends that have sent jobs; the index is `Request.reader`
         self._open = 0  # number of unfinished choices
         self._open_of: Counter[str] = Counter()  # number of unfinished choices, by client
-        self._compiling: dict[_Key, messages.Submit] = {}  # jobs whose grammar is being compiled
+        self._compiling: dict[_Key, messages.Submit] = {}  # jobs whose grammar is being compiled or waits for that
+        self._uncompiled: Turns[_Key] = Turns()  # those whose grammar waits
+        self._compiles = False
         self._looking: dict[str, list[tuple[bytes, int]]] = {}  # queries that wait: their frontends and numbers
         self._frontends: set[bytes] = set()
         self._gone: set[bytes] = set()
@@ -207,7 +210,16 @@ class EngineLoop:
             else:
                 self._check_room(asked)
                 self._compiling[key] = asked
-                self._run_beside(_GRAMMARS, partial(self._compile, params), partial(self._take_compiled, key))
+                self._uncompiled.put(asked.client, key)
+                self._compile_next()
+
+    def _compile_next(self) -> None:
+        """Compile one grammar of the client whose turn it is, unless another grammar is being compiled."""
+        while not self._compiles and (taken := self._uncompiled.take()):
+            if asked := self._compiling.get(key := taken[1]):  # otherwise it was aborted
+                self._compiles = True
+                work, then = partial(self._compile, asked.params), partial(self._take_compiled, key)
+                self._run_beside(_GRAMMARS, work, then)
 
     def _compile(self, params: SamplingParams) -> Constraint | MegakernelError:
         try:
@@ -221,6 +233,8 @@ class EngineLoop:
             return MegakernelError("structured outputs: internal error, see the server's log")
 
     def _take_compiled(self, key: _Key, result: Constraint | MegakernelError) -> None:
+        self._compiles = False
+        self._compile_next()
         asked = self._compiling.pop(key, None)
         if asked is None:
             return  # aborted
@@ -292,10 +306,13 @@ class EngineLoop:
         if frontend not in self._readers:
             self._readers.append(frontend)
         job = _Job(key, asked.client, len(prompts) * n)
+        params = asked.params
         for number, prompt in enumerate(prompts):
+            if asked.seed is not None and asked.params.seed is None:
+                params = replace(params, seed=(asked.seed + number) % 2**64)
             request = self.engine.add(
                 prompt,
-                asked.params,
+                params,
                 first=first + number * n,
                 reader=self._readers.index(frontend),
                 client=asked.client,
@@ -305,6 +322,8 @@ class EngineLoop:
         if not self._jobs:
             self.row.put(progress_at=monotonic())
         self._jobs[key] = job
+        if constraint and constraint.left:
+            self._socket.send_multipart([frontend, messages.encode(messages.Unenforced(first, constraint.left))])
         self._job_of.update(dict.fromkeys(job.requests, job))
         self._open += job.open
         self._open_of[job.client] += job.open

@@ -30,12 +30,14 @@ class Hello(_Record):
 class Submit(_Record):
     """Asks the engine to continue each of `prompts` with `params`. A prompt is the bytes of its int32 token ids. The
     job's choices are numbered from `first` on. `client` names the client that sent the job: when many requests wait,
-    the engine admits requests of different clients in turn."""
+    the engine admits requests of different clients in turn. If `params` have no seed, prompt number i gets the seed
+    `seed` + i, or a random seed if `seed` is None."""
 
     first: int
     prompts: list[bytes]
     params: SamplingParams
     client: str
+    seed: int | None = None
 
 
 class Stop(_Record):
@@ -87,6 +89,13 @@ class Refused(_Record):
     later: bool
 
 
+class Unenforced(_Record):
+    """The JSON Schema keywords that the grammar of the job that begins at `first` does not enforce."""
+
+    first: int
+    keywords: tuple[str, ...]
+
+
 class Dead(_Record):
     """The engine has stopped."""
 
@@ -100,7 +109,7 @@ class Seen(_Record):
     content: bytes | None
 
 
-ToFrontend = Tokens | Refused | Dead | Seen
+ToFrontend = Tokens | Refused | Unenforced | Dead | Seen
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -111,6 +120,7 @@ class Description(msgspec.Struct, frozen=True):
     vocab: int
     max_context: int
     kv_page: int  # tokens per KV page
+    sampling: dict[str, int | float]  # the model's defaults of sampling, with their names in SamplingParams
     folder: str  # the folder with the socket and the board; only this server's processes can enter it
     rows: int  # the rows of the board: one for the engine, then one for each frontend
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -25,14 +26,23 @@ from megakernel.serving.server.http import EventStream, event
 from megakernel.serving.server.limits import THREADS, AccessRules, Limits, max_values
 from megakernel.serving.server.messages import Description
 from megakernel.serving.server.metrics import Metrics
+from megakernel.serving.server.replay import REPLAYED, created, new_id
 from megakernel.serving.server.routes.bodies import PromptDetails, PromptLogprobs, Usage, prompt_logprobs
 from megakernel.serving.server.routes.requests import Choices, Conversation, Sampled
 from megakernel.serving.server.turns import CLIENT, ThreadTurns
 from megakernel.serving.text.codec import Codec
 
 T = TypeVar("T")
-encode_json = msgspec.json.Encoder().encode
+_encode = msgspec.json.Encoder().encode
 _MARK = secrets.token_hex(16)  # a placeholder that `_text_event` replaces by the text of a chunk
+
+
+def encode_json(value: object) -> bytes:
+    """Return a value as JSON. The fast encoder cannot write whole numbers beyond 64 bits."""
+    try:
+        return _encode(value)
+    except OverflowError:
+        return json.dumps(value).encode()
 
 
 class Service:
@@ -107,10 +117,11 @@ class Service:
         told = [encode_json(tools).decode()] if tools else []
         told += [encode_json(calls).decode() for message in plain if (calls := message.get("tool_calls"))]
         self._check_text("".join([*(m["content"] + m.get("reasoning_content", "") for m in plain), *told]))
+        values = {**asked.template_values, "now": created()}
         conversation = partial(
             self.codec.chat_ids,
             plain,
-            asked.template_values,
+            values,
             tools=tools,
             continue_final=bool(asked.continue_final_message),
             add_special=bool(asked.add_special_tokens),
@@ -179,20 +190,26 @@ class Service:
     def answers(self, prompts: list[list[int]], params: SamplingParams, *, special: bool = False) -> Answers:
         """Submit prompts to the engine, and return their choices. `special` keeps the text of special tokens. Raises
         EngineDead if the engine has stopped, and MegakernelError if there are stop strings but no tokenizer."""
-        if self._seeds and params.seed is None:
+        replay = REPLAYED.get()
+        if self._seeds and params.seed is None and replay is None:
             params = replace(params, seed=self._seeds.getrandbits(64))
         self.codec.check(params)
         transcripts = [one for _ in prompts for one in self.codec.transcripts(params, special=special)]
-        return self.engine.submit(prompts, params, CLIENT.get(), transcripts, self.metrics)
+        seed = replay.seed if replay else None
+        return self.engine.submit(prompts, params, CLIENT.get(), transcripts, self.metrics, seed)
 
     async def respond(self, answers: Answers, answer: AnswerFormat, stream: bool) -> Response:
         """Return the whole answer, or a stream that begins when its first event exists. On any failure, generation is
         aborted."""
         try:
-            if not stream:
-                return Response(await self._in_time(answer.whole()), media_type="application/json")
-            chunks = answer.chunks()
-            return EventStream(await self._in_time(anext(chunks)), chunks, answer.last)
+            if stream:
+                chunks = answer.chunks()
+                response: Response = EventStream(await self._in_time(anext(chunks)), chunks, answer.last)
+            else:
+                response = Response(await self._in_time(answer.whole()), media_type="application/json")
+            if answers.unenforced:
+                response.headers["X-Unenforced"] = ", ".join(answers.unenforced)
+            return response
         except BaseException:
             answers.close()
             raise
@@ -224,7 +241,7 @@ class AnswerFormat(ABC):
         # `_tokenizer` converts the tokens of log-probabilities to text; without it, they are written as `token_id:N`.
         choices = body if isinstance(body, Choices) else None
         self._tokenizer = None if choices and choices.return_tokens_as_token_ids else service.tokenizer
-        self._head: dict[str, Any] = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time())}
+        self._head: dict[str, Any] = {"id": f"{kind}-{new_id()}", "created": created()}
         self._head["model"] = model
         self._shows_ids = bool(choices and choices.return_token_ids) or service.tokenizer is None
         self._around: dict[int, list[bytes]] = {}  # for each choice: the bytes of its chunk before and after the text
@@ -233,10 +250,13 @@ class AnswerFormat(ABC):
     async def whole(self) -> bytes: ...
 
     async def chunks(self) -> AsyncGenerator[bytes]:
-        """Yield the events of the stream, without the last one."""
+        """Yield the events of the stream, without the last one. If another server can go on with the answer, begin with
+        the first token, even if it has no new event."""
+        replay = REPLAYED.get()
+        make = partial(replay.events, self._event) if replay else self._event
         try:
             while not self._answers.finished:
-                if events := b"".join(map(self._event, await self._answers.take())):
+                if (events := b"".join(map(make, await self._answers.take(singly=bool(replay))))) or replay:
                     yield events
             if (usage := self._usage_chunk()) is not None:
                 yield event(usage)

@@ -1,4 +1,4 @@
-"""Worker threads for work that would block the event loop. Clients take turns in using them."""
+"""Turns of clients, and worker threads for work that would block the event loop, which clients use in turn."""
 
 from __future__ import annotations
 
@@ -8,10 +8,34 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 CLIENT: ContextVar[str] = ContextVar("client", default="")  # the client address of the current request
+
+
+class Turns(Generic[T]):
+    """Entries that wait, of several clients. The clients are served in turn, however many entries each has."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()  # in the order of the clients' turns
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def put(self, client: str, entry: T) -> None:
+        self._waiting.setdefault(client, deque()).append(entry)
+
+    def take(self, allowed: Callable[[str], bool] = lambda client: True) -> tuple[str, T] | None:
+        """Remove the entry whose turn it is, of a client that is `allowed`. Returns the client and the entry."""
+        if (client := next(filter(allowed, self._waiting), None)) is None:
+            return None
+        entry = self._waiting[client].popleft()
+        if self._waiting[client]:
+            self._waiting.move_to_end(client)
+        else:
+            del self._waiting[client]
+        return client, entry
 
 
 class ThreadTurns:
@@ -23,14 +47,13 @@ class ThreadTurns:
         self._free = threads
         # The number of calls of each client that have a thread.
         self._running: Counter[str] = Counter()
-        # The calls of each client that wait for a thread. The clients are in the order of their turns.
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._waiting: Turns[asyncio.Future[None]] = Turns()  # the calls that wait for a thread
 
     async def run(self, work: Callable[[], T]) -> T:
         """Wait for the client's turn, run `work` in a thread, and return its result."""
         client, loop = CLIENT.get(), asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
-        self._waiting.setdefault(client, deque()).append(turn)
+        self._waiting.put(client, turn)
         self._deal()
         try:
             await turn
@@ -56,14 +79,10 @@ class ThreadTurns:
 
     def _deal(self) -> None:
         while self._free:
-            client = next((c for c in self._waiting if self._free > 1 or c not in self._running), None)
-            if client is None:
+            taken = self._waiting.take(lambda client: self._free > 1 or client not in self._running)
+            if taken is None:
                 return
-            turn = self._waiting[client].popleft()
-            if self._waiting[client]:
-                self._waiting.move_to_end(client)
-            else:
-                del self._waiting[client]
+            client, turn = taken
             if not turn.cancelled():
                 self._free -= 1
                 self._running[client] += 1

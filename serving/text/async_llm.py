@@ -38,7 +38,7 @@ class AsyncLLM:
         """Continue a prompt. Yields the whole answer so far whenever new tokens arrive; the last answer is `finished`.
         The request is aborted if the caller stops iterating. Raises MegakernelError if the prompt or a parameter is
         invalid."""
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self._llm.get_default_sampling_params()
         asked = as_prompts(prompt)
         if len(asked) != 1:
             raise MegakernelError(f"generate takes one prompt, not {len(asked)}: call it once for each prompt")

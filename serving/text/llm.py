@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,8 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megakernel import machine as machines
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype
-from megakernel.model import Checkpoint, load_tokenizer, open_checkpoint
-from megakernel.model.stored import bits_of, bytes_by_type, quantised_kv, stored_as
+from megakernel.model import Checkpoint, load_sampling, load_tokenizer, open_checkpoint
+from megakernel.model.file_checkpoint import FileCheckpoint
+from megakernel.model.hf_config import read_sampling
+from megakernel.model.stored import bits_of, bytes_by_type, for_contexts, quantised_kv, stored_as
 from megakernel.model.tokenizer import Tokenizer
 from megakernel.runtime import choose_backend, create, rank_machine, registered
 from megakernel.scheduler import Options, step_seconds, with_matmul
@@ -61,6 +64,8 @@ class LLM:
     prefix_cache compute the common prefix of several prompts only once
     speculate    maximum tokens that speculative decoding proposes per sequence and step; 0 turns it off. The
                  generated tokens are the same with any value
+    generation_config  defaults of sampling: auto (the generation_config.json of the model's folder), vllm (those of
+                 SamplingParams) or another folder with such a file
 
     `vllm` takes arguments with vLLM's names, such as tensor_parallel_size and max_model_len."""
 
@@ -79,6 +84,7 @@ class LLM:
         speculate: int = 0,
         weights: str = "auto",
         kv_cache_dtype: str = "auto",
+        generation_config: str = "auto",
         **vllm: Any,
     ) -> None:
         if own := own_names(vllm):
@@ -93,13 +99,16 @@ class LLM:
         check_depth(speculate)
         wanted = parse_dtype(dtype)
         quantised = quantised_kv(kv_cache_dtype)
-        checkpoint = stored_as(open_checkpoint(model) if isinstance(model, str) else model, weights)
+        opened = open_checkpoint(model) if isinstance(model, str) else model
+        self.widened = opened.widened if isinstance(opened, FileCheckpoint) else {}
+        checkpoint = stored_as(opened, weights)
         backend, wanted = choose_backend(backend, checkpoint.config, wanted, weights, kv_cache_dtype)
         self.machine = rank_machine(backend, threads, tp)
         self.model = checkpoint.name
         self.config = checkpoint.config
         self.dtype = checkpoint.dtype if wanted is None else wanted
         self.tokenizer = load_tokenizer(model) if isinstance(model, str) else None
+        self.sampling = _sampling(model, generation_config)
         self.codec = Codec(self.model, self.tokenizer)
         eos = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
         self.grammars = Grammars(self.tokenizer, self.config.vocab, eos)
@@ -130,7 +139,7 @@ class LLM:
         dims = programs.get(1, 1).dims
         pages = -(-kv_tokens // dims.bucket.kv_page)
         self.engine = Engine(
-            create(backend, checkpoint, dims, pages, dtype=self.dtype, threads=self.threads),
+            create(backend, for_contexts(checkpoint, context), dims, pages, dtype=self.dtype, threads=self.threads),
             programs,
             dims,
             pages=pages,
@@ -158,14 +167,15 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt, and return the results in the order of the prompts.
 
-        `sampling_params` is one object for all prompts, or a list with one object for each prompt.
+        `sampling_params` is one object for all prompts, or a list with one object for each prompt. Without it, the
+        model's defaults apply (`get_default_sampling_params`).
 
         A prompt is text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. `on_token` is called with each token
         and the text that it completes, `on_step` after each step. Without these callbacks, `use_tqdm` shows a progress
         bar on a terminal. Raises MegakernelError before anything runs if a prompt or a parameter is invalid."""
         asked = as_prompts(prompts)
         ids = [self.encode(prompt) for prompt in asked]
-        given = SamplingParams() if sampling_params is None else sampling_params
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = [given] * len(ids) if isinstance(given, SamplingParams) else list(given)
         if len(each) != len(ids):
             raise MegakernelError(
@@ -220,6 +230,10 @@ class LLM:
         scores, cached = (request.prompt_logprobs, request.prompt_top_logprobs), request.cached_tokens or 0
         name, ids = str(request.id), request.prompt_ids
         return request_output(name, prompt, ids, choices, self.tokenizer, request.params, scores, cached)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The sampling parameters that the model's author recommends; other fields have their usual defaults."""
+        return SamplingParams(**self.sampling)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -289,6 +303,18 @@ class LLM:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _sampling(model: str | Checkpoint, source: str) -> dict[str, Any]:
+    """Return the model's defaults of sampling, with their names in SamplingParams, after a check of their values."""
+    if source == "vllm" or (source == "auto" and not isinstance(model, str)):
+        return {}
+    found = load_sampling(str(model)) if source == "auto" else read_sampling(Path(source))
+    try:
+        SamplingParams(**found)
+    except MegakernelError as e:
+        raise MegakernelError(f"generation_config.json: {e}; --generation-config vllm ignores this file") from e
+    return found
 
 
 def parse_dtype(name: str) -> Dtype | None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megakernel.errors import MegakernelError
 from megakernel.model.tokenizer import Tokenizer
-from megakernel.serving.engine.sampling import JSON_OPTIONS
 
 _MOST_CALLS = 16  # maximum number of calls in an answer, if a grammar constrains it
 
@@ -72,21 +71,36 @@ def _told(message: dict[str, Any], form: ToolFormat) -> dict[str, Any]:
     return {"role": message["role"], "content": f"{message['content']}\n{text}".strip()}
 
 
-def calls_grammar(functions: Mapping[str, Any], form: ToolFormat, tokenizer: Tokenizer, *, several: bool) -> str:
+def calls_grammar(
+    functions: Mapping[str, Any],
+    form: ToolFormat,
+    tokenizer: Tokenizer,
+    *,
+    several: bool,
+    answer: str | None = None,
+) -> str:
     """Return the grammar, in Lark's notation, of an answer that consists of a call of one of `functions`. If `several`
-    is set, the answer may have more calls. `functions` maps names to JSON schemas of parameters. Each schema is a rule
-    of its own, so that references within the schema stay valid."""
+    is set, the answer may have more calls. If `answer` is given, a JSON schema, the answer may match it instead.
+    `functions` maps names to JSON schemas of parameters. `grammar_worker.py` reads `x-root`, which makes a schema the root
+    for its references, and `title`, which errors show."""
     rules = []
     for number, (name, parameters) in enumerate(functions.items()):
-        head = f'{{"name": {json.dumps(name)}, {json.dumps(form.arguments)}: '
-        schema = {**(parameters or {"type": "object"}), "x-guidance": JSON_OPTIONS}
-        rules += [f'f{number}: {json.dumps(head)} a{number} "}}"', f"a{number}: %json {json.dumps(schema)}"]
+        arguments = {"type": "object", **(parameters or {}), "x-root": True}
+        members = {"name": {"const": name}, form.arguments: arguments}
+        schema = {"title": f"the tool {name}", "type": "object", "properties": members, "required": list(members)}
+        rules.append(f"f{number}: %json {json.dumps(schema)}")
     call = f"({' | '.join(f'f{number}' for number in range(len(functions)))})"
     begin, end = _text(form.begin, tokenizer), _text(form.end, tokenizer)
     one = f"{begin} {call} {end}" if form.each else call
     more = f" ({json.dumps(form.between)} {one}){{0,{_MOST_CALLS - 1}}}" if several else ""
-    start = one + more if form.each or form.bare else f'{begin} "[" {one}{more} {end}'
-    return "\n".join([f"start: {start}", *rules])
+    calls = one + more if form.each or form.bare else f'{begin} "[" {one}{more} {end}'
+    if answer is None:
+        return "\n".join([f"start: {calls}", *rules])
+    try:
+        schema = {**json.loads(answer), "title": "the format of the answer"}
+    except (TypeError, ValueError, RecursionError) as e:
+        raise MegakernelError(f"structured outputs: the JSON schema is not a JSON object: {str(e)[:500]}") from e
+    return "\n".join(["start: calls | answer", f"calls: {calls}", f"answer: %json {json.dumps(schema)}", *rules])
 
 
 def _text(text: str, tokenizer: Tokenizer) -> str:
@@ -104,155 +118,299 @@ class CallDelta:
     arguments: str = ""
 
 
+_SEPARATORS = " \n\r\t,;[]}"  # what models write around calls, besides marks
+_BARE = re.compile(r"\s*(\[\s*)?(?=\{)")  # before a call without `begin`
+_BARE_BEGINNING = re.compile(r"\s*(\[\s*)?")
+# A call as recent Mistral models write it: the name, and then the arguments.
+_NAMED = re.compile(r"([a-zA-Z0-9_.-]{1,64})((?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*)(?=\{)")
+_NAMED_BEGINNING = re.compile(r"[a-zA-Z0-9_.-]{1,64}(?:\[[\w\]\[]{0,80})?\s*")
+
+
 class ToolReader:
-    """Splits a streamed answer into content and calls of the functions `names`, at most `most` calls. Text that begins
-    like a call but turns out to be no call is content."""
+    """Splits a streamed answer into content and calls of the functions `names`, at most `most` calls. What cannot be
+    read as a call is content, but its marks, whole or cut, are not."""
 
     def __init__(self, form: ToolFormat, names: Collection[str], most: int | None = None) -> None:
         self.calls = 0
         self._form, self._names, self._most = form, names, most
-        self._mark = form.begin.strip()
-        self._held = ""  # text not yet read, or text that may be the start of `begin`
-        self._calling = False
+        self._begin, self._end = form.begin.strip(), form.end.strip()
+        self._marks = tuple(mark for mark in (self._begin, self._end) if len(mark) > 1)
+        self._held = ""  # text not yet read, or text that may be the start of a mark
+        self._calling = False  # whether a call comes next
+        self._opened = False  # whether a call's `end` comes later
         self._object: _Object | None = None
         self._fresh = True  # whether only white space has arrived so far
+        self._said = False  # whether content has been returned since the last call
         self._space = ""  # white space that becomes content if more content follows
 
-    def add(self, text: str, last: bool = False) -> tuple[str, list[CallDelta]]:
-        """Read more text. Returns the text that is now known to be content, and new pieces of calls. With the `last`
-        text, everything that was held back is returned."""
+    def add(self, text: str, reason: str | None = None) -> tuple[str, list[CallDelta]]:
+        """Read more text. Returns the text that is now known to be content, and new pieces of calls. With the last
+        text comes the finish reason of the answer. Then everything that was held back is returned. A call that is not
+        complete is completed if only brackets are missing, unless the answer was cut (`length`)."""
         self._held += text
         content: list[str] = []
         deltas: list[CallDelta] = []
+        last = reason is not None
         while self._held:
             if self._object is not None:
-                self._read(self._object, content, deltas)
+                going = self._read(self._object, content, deltas, last)
             elif self._calling:
-                if not self._between(last):
-                    break
-            elif not self._outside(content, last):
+                going = self._between(last)
+            else:
+                going = self._outside(content, last)
+            if not going:
                 break
-        if last and self._object is not None:
-            self._give_up(self._object, content)
+        if last:
+            if self._object is not None:
+                self._object.end(reason or "stop")
+                self._tell(self._object, content, deltas)
+            if self._said:
+                content.append(self._space)
         return "".join(content), deltas
 
     def _outside(self, content: list[str], last: bool) -> bool:
-        """Read content up to the next `begin`. Returns whether more of the held text can be read now."""
+        """Read content up to the next mark. Returns whether more of the held text can be read now."""
         text = self._held
-        if self._form.bare and self._fresh and text.lstrip().startswith("{"):
-            self._held, self._calling = text.lstrip(), True
-            return True
-        at = text.find(self._mark)
-        if at >= 0:
+        if self._form.bare and self._fresh:
+            if found := _BARE.match(text):
+                self._begin_object(text[: found.end()], text[found.end() :], bare=True)
+                return True
+            if not last and _BARE_BEGINNING.fullmatch(text):
+                return False
+        marks = self._marks if self._opened else self._marks[:1]
+        at, mark = min(((text.find(mark), mark) for mark in marks if mark in text), default=(-1, ""))
+        if mark:
             self._give(text[:at], content)
-            self._held, self._calling = text[at + len(self._mark) :], True
+            self._held, self._calling = text[at + len(mark) :], mark == self._begin
+            self._opened = self._calling
             return True
-        kept = 0 if last else _beginning(text, self._mark)
-        if self._form.bare and self._fresh and not last and not text.strip():
-            kept = len(text)
-        self._held = text[len(text) - kept :]
+        kept = max(_beginning(text, mark) for mark in marks)
         self._give(text[: len(text) - kept], content)
+        self._held = text[len(text) - kept :]
+        if last and kept == 1:  # a single character is content, more are a cut mark
+            self._give(self._held, content)
         return False
 
     def _give(self, text: str, content: list[str]) -> None:
         """Emit content, but hold back trailing white space, because white space around calls is not content."""
         text = self._space + text
-        self._space = "" if text.strip() else text
-        if not self._space and text:
-            content.append(text)
-            self._fresh = False
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        if shown:
+            content.append(shown)
+            self._fresh, self._said = False, True
 
     def _between(self, last: bool) -> bool:
-        """Read the text between calls. Returns whether more of the held text can be read now."""
-        end = self._form.end.strip()
-        text = self._held.lstrip(" \n\r\t,;[")
+        """Read the text before and between calls. Returns whether more of the held text can be read now."""
+        text, at = self._held, 0
+        while at < len(text) and text[at] in _SEPARATORS and not _at_mark(text, at, self._marks):
+            at += 1
+        self._held = text = text[at:]
         if text.startswith("{"):
-            self._held, self._object = text, _Object((self._form.arguments, "arguments", "parameters"))
-            return True
-        if end and end.startswith(text[: len(end)]) and len(text) < len(end) and not last:
-            self._held = text
+            self._begin_object("", text)
+        elif (found := _NAMED.match(text)) and found[1] in self._names:
+            self._begin_object(found[0], text[found.end() :], name=found[1])
+        elif not last and (_NAMED_BEGINNING.fullmatch(text) or _at_mark(text, 0, self._marks) == "cut"):
             return False
-        self._held = text.removeprefix(end)
-        self._calling = not text
+        elif text:
+            self._calling = False
         return bool(self._held)
 
-    def _read(self, found: _Object, content: list[str], deltas: list[CallDelta]) -> None:
-        self._held = self._held[found.add(self._held) :]
+    def _begin_object(self, before: str, rest: str, *, bare: bool = False, name: str | None = None) -> None:
+        keys = (self._form.arguments, "arguments", "parameters")
+        self._held, self._object = rest, _Object(self._names, keys, self._marks, bare=bare, before=before, name=name)
+
+    def _read(self, found: _Object, content: list[str], deltas: list[CallDelta], last: bool) -> bool:
+        used = found.add(self._held, last)
+        self._held = self._held[used:]
+        self._tell(found, content, deltas)
+        return used > 0 or found.done
+
+    def _tell(self, found: _Object, content: list[str], deltas: list[CallDelta]) -> None:
+        """Return what is new of a call. An object that is no call is content."""
         more = self._most is None or self.calls < self._most
-        arguments = found.arguments
-        if arguments is not None and (found.begun or (more and found.name in self._names)):
+        if found.is_call and (found.begun or more):
             if not found.begun:
-                found.begun, self.calls, self._fresh, self._space = True, self.calls + 1, False, ""
+                found.begun, self.calls, self._fresh, self._said, self._space = True, self.calls + 1, False, False, ""
                 deltas.append(CallDelta(self.calls - 1, found.name))
-            if len(arguments) > found.told:
-                deltas.append(CallDelta(self.calls - 1, None, arguments[found.told :]))
-                found.told = len(arguments)
+            if new := "".join(found.arguments[found.told :]):
+                deltas.append(CallDelta(self.calls - 1, None, new))
+                found.told = len(found.arguments)
         if found.done:
-            if not found.begun and more:
-                self._give_up(found, content)
             self._object = None
-
-    def _give_up(self, found: _Object, content: list[str]) -> None:
-        if not found.begun:
-            self._give(found.text, content)
-        self._object = None
+            if not found.is_call:
+                self._give("".join(found.text), content)
+            self._calling = found.is_call or (found.closed and not found.bare)
 
 
-# Text up to a token of JSON that matters here: a whole string, bracket, comma, or colon with white space after it.
-_TOKEN = re.compile(r'[^][{}:,"]*("[^"\\]*(?:\\.[^"\\]*)*"|[][{},]|:\s*(?=\S))', re.DOTALL)
+_STRING_END = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*"\s*(\S?)', re.DOTALL)
+_OTHER_KEYS = ("name", "type", "id")
 
 
-@dataclass(slots=True)
 class _Object:
-    """A JSON object that may describe a call, read while it streams. A JSON parser would not do: the arguments are
-    passed on as they are written, and models write line breaks into strings, which JSON forbids."""
+    """A JSON object that may describe a call, read character by character while it streams. A JSON parser would not
+    do: arguments are passed on before they are complete, and models leave out brackets and write line breaks into
+    strings, which JSON forbids.
 
-    keys: tuple[str, ...]  # names of the member that has the arguments
-    text: str = ""
-    begun: bool = False  # whether the reader has returned the function's name
-    told: int = 0  # number of characters of the arguments that the reader has returned
-    done: bool = False
-    _read: int = 0  # length of the text that has been read
-    _depth: int = 0  # number of open brackets
-    _last: str = ""  # the last string of the object itself
-    _values: dict[str, slice] = field(default_factory=dict)  # where the members' values are in `text`; no stop: open
+    `text` is what has been read. `arguments` has the arguments as far as they are known, in pieces. `told` counts the
+    pieces that the reader has returned, and `begun` says whether it has returned the name. `bare` says that nothing
+    announced a call, so the object may be an answer in JSON. `closed` says that the last bracket has been read."""
 
-    def add(self, text: str) -> int:
-        """Read `text` up to the object's end. Returns how many characters of `text` were used."""
-        before = len(self.text)
-        self.text += text
-        while not self.done and (found := _TOKEN.match(self.text, self._read)):
-            token, at, self._read = found[1], found.start(1), found.end()
-            if self._depth == 1:
-                if token[0] == ":":
-                    self._values[_string(self._last)] = slice(self._read, None)
-                elif token in (",", "}"):
-                    self._values = {key: slice(v.start, v.stop or at) for key, v in self._values.items()}
-                elif token[0] == '"':
-                    self._last = token
-            self._depth += (token in ("{", "[")) - (token in ("}", "]"))
-            self.done = self._depth == 0
-        if self.done:
-            self.text = self.text[: self._read]
-        return len(self.text) - before
-
-    @property
-    def name(self) -> str | None:
-        """The function's name, as soon as all of it has arrived."""
-        value = self._values.get("name", slice(None))
-        return _string(self.text[value].strip()) if value.stop else None
+    def __init__(
+        self,
+        names: Collection[str],
+        keys: tuple[str, ...],
+        marks: tuple[str, ...],
+        *,
+        bare: bool,
+        before: str,
+        name: str | None,
+    ) -> None:
+        """`keys` are names of the member that has the arguments. `before` is text of the object that was read already.
+        If `name` is given, the text is the arguments of that function."""
+        self.bare, self.name, self.text = bare, name, [before]
+        self.arguments: list[str] = []
+        self.told, self.begun, self.done, self.closed = 0, False, False, False
+        self._names, self._keys, self._marks = names, keys, marks
+        self._only_arguments = name is not None
+        self._open = ["}"] * self._only_arguments  # the brackets that will close the open ones
+        self._key = keys[0] if self._only_arguments else None  # the key whose value is being read
+        self._item: list[str] = []  # the key or the value that is being read
+        self._comma = ""  # a comma and white space that are dropped if no value follows
+        self._quoted = self._escaped = False
+        self._hopeless = False  # whether this cannot be a call any more
 
     @property
-    def arguments(self) -> str | None:
-        """The arguments as far as they have arrived. None: they have not begun."""
-        return next((self.text[self._values[key]] for key in self.keys if key in self._values), None)
+    def is_call(self) -> bool:
+        return not self._hopeless and self.name in self._names and bool(self.arguments)
+
+    def add(self, text: str, last: bool) -> int:
+        """Read `text` up to the object's end, or up to a mark that may end it. Returns the number of characters read.
+        The caller must give the rest again together with more, unless it is a cut mark at the end of the `last` text."""
+        for at, character in enumerate(text):
+            if self.done:
+                return at
+            if (marked := self._marked(text, at, last)) is None:
+                return at
+            if len(self._open) == 1 and not self._quoted:
+                # An object whose bracket is missing ends where a list ends, or where no member can follow.
+                marked = marked or character == "]"
+                if not marked and self._key is None and character not in ' \n\r\t,:"}':
+                    self.end("broken")
+                    return at
+            if marked:
+                self.end("mark")
+                return at
+            self.text.append(character)
+            self._take(character)
+        return len(text)
+
+    def _marked(self, text: str, at: int, last: bool) -> bool | None:
+        """Whether the text has a mark here that is not part of a string. None: that depends on the next text."""
+        if (mark := _at_mark(text, at, self._marks)) != "whole":
+            return None if mark and (not last or len(text) - at > 1) else False
+        if not self._quoted:
+            return True
+        end = _STRING_END.match(text, at)
+        if end is None or not end[1]:
+            return end is None if last else None
+        return end[1] not in ",:}]"
+
+    def _take(self, character: str) -> None:
+        if self._quoted:
+            self._quoted = self._escaped or character != '"'
+            self._escaped = character == "\\" and not self._escaped
+            self._item.append(json.dumps(character)[1:-1] if character < " " else character)
+        elif len(self._open) == 1 and character in ",:}":
+            if character != ":":
+                self._end_value()
+            elif self._key is None:
+                self._key, self._item = _string(self._item), []
+                if self.bare and not self.arguments and self._key not in (*self._keys, *_OTHER_KEYS):
+                    self.done = self._hopeless = True
+            if character == "}":
+                self._no_arguments()
+                self.done = self.closed = True
+        elif character in "}]":
+            self._comma = ""
+            while character in self._open[1:] and (closer := self._open.pop()):
+                self._item.append(closer)
+                if closer == character:
+                    break
+            if len(self._open) == 1:
+                self._end_value()
+        elif character == "," or (self._comma and character.isspace()):
+            self._comma += character
+        else:
+            if character == "{" and len(self._open) == 1 and self._key in self._keys and not self.arguments:
+                self._item = self.arguments
+            self._item.append(self._comma + character)
+            self._comma, self._quoted = "", character == '"'
+            if character in "{[":
+                self._open.append("}" if character == "{" else "]")
+                self._item = self._item if len(self._open) > 1 else []
+
+    def _end_value(self) -> None:
+        """Read the value of a member that has ended."""
+        item, key, self._item, self._key = self._item, self._key, [], None
+        if item is self.arguments:
+            self.done = self._only_arguments
+        elif key == "name" and self.name is None:
+            self.name = _string(item)
+            self._hopeless = self.name not in self._names
+            self.done = self.bare and self._hopeless
+        elif key in self._keys and not self.arguments:
+            value = "".join(item).strip()
+            value = _string(item) if value.startswith('"') else value
+            if _is_object(value):
+                self.arguments.append(value)
+            elif value.strip() not in ("", "null", "[]"):
+                self._hopeless, self.done = True, self.bare
+            self._no_arguments()
+
+    def _no_arguments(self) -> None:
+        """Take missing arguments for none."""
+        if not self.arguments:
+            self.arguments.append("{}")
+
+    def end(self, how: str) -> None:
+        """End an object whose last bracket is missing: at a `mark`, at a character that cannot follow (`broken`), or
+        with the answer, whose finish reason is `stop` or `length`. What was cut stays cut."""
+        self.done = True
+        if how == "length":
+            return
+        if self._item is not self.arguments:
+            self._end_value()
+            if how == "mark" or (how == "stop" and not self.bare):
+                self._no_arguments()
+            return
+        closers = "".join(reversed(self._open[1:]))
+        for tail in ("", '"', "null", ": null", '": null') if how == "mark" else ("",):
+            if _is_object("".join(self.arguments) + tail + closers):
+                self.arguments.append(tail + closers)
+                return
 
 
-def _string(text: str) -> str:
+def _string(text: Iterable[str]) -> str:
     try:
-        return str(json.loads(text))
-    except ValueError:
+        found = json.loads("".join(text))
+    except (ValueError, RecursionError):
         return ""
+    return found if isinstance(found, str) else ""
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _at_mark(text: str, at: int, marks: tuple[str, ...]) -> str:
+    """Return whether the text has a mark at a position: "whole", "cut" by the end of the text, or neither ("")."""
+    if text.startswith(marks, at):
+        return "whole"
+    return "cut" if any(text[at : at + 1] == mark[0] and mark.startswith(text[at:]) for mark in marks) else ""
 
 
 def _beginning(text: str, mark: str) -> int:

@@ -91,7 +91,8 @@ def test_every_sampling_flag_arrives() -> None:
     flags = "--temperature .5 --top-p .6 --min-p .1 --top-k 3 --presence-penalty .1 --frequency-penalty .2 --n 2"
     flags += " --repetition-penalty 1.1 --seed 4 --max-tokens 5 --min-tokens 1 --logprobs 6 --prompt-logprobs 7"
     flags += " --stop a --stop b --stop-token-ids 8,9 --ignore-eos --logit-bias 1=2.5 --logit-bias 2=-1"
-    parsed = sampling_params(parser().parse_args(["generate", "--prompt", "x", *flags.split()]))
+    defaults = {"temperature": 9.0, "top_k": 9, "max_tokens": 9}
+    parsed = sampling_params(parser().parse_args(["generate", "--prompt", "x", *flags.split()]), defaults)
     sampled = {"temperature": 0.5, "top_p": 0.6, "min_p": 0.1, "top_k": 3, "seed": 4, "n": 2}
     penalties = {"presence_penalty": 0.1, "frequency_penalty": 0.2, "repetition_penalty": 1.1}
     ends = {"max_tokens": 5, "min_tokens": 1, "stop": ["a", "b"], "stop_token_ids": [8, 9], "ignore_eos": True}

@@ -3,12 +3,14 @@ installed. The tests also show that the tracing code adds nothing to builds with
 removed from the sources, the compiler generates the same PTX."""
 
 import fnmatch
+import json
 import re
 import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
+from built_once import built_once
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import Units
@@ -159,14 +161,19 @@ def taken_out(text: str, start: str, pair: str) -> str:
 
 
 def ptx(sources: dict[str, str], folder: Path) -> str:
-    for name, text in sources.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
     nvcc = compile.nvcc_path()
     if nvcc is None:
         pytest.skip("needs nvcc")
-    command = [nvcc, "-ptx", "-std=c++20", "-arch=compute_90a", "-DMK_UNITS=1", "megakernel.cu", "-o", "-"]
-    return subprocess.run(command, cwd=folder / "cuda", capture_output=True, text=True, check=True).stdout
+    command = [nvcc, "-ptx", "-std=c++20", "-arch=compute_90a", "-DMK_UNITS=1", "megakernel.cu", "-o"]
+
+    def make(target: Path) -> None:
+        for name, text in sources.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        subprocess.run([*command, str(target)], cwd=folder / "cuda", check=True)
+
+    content = json.dumps([compile.nvcc(nvcc).version, command, sorted(sources.items())])
+    return built_once("megakernel.ptx", content.encode(), make).read_text()
 
 
 @pytest.mark.slow

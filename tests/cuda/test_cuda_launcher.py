@@ -575,13 +575,14 @@ def test_the_check_of_instructions_finds_faults() -> None:
 @pytest.mark.slow
 @pretended(fibres=True, OMP_NUM_THREADS=1)
 def test_the_cases_of_the_check_are_right_on_the_host() -> None:
-    """The interpreter's code, run on the host, passes all cases of `doctor`'s check, which runs first on a real GPU."""
+    """On the host, the interpreter's code passes all cases of `doctor`'s check, which runs first on a GPU."""
     from megakernel.cli import doctor_gpu
 
     no_compiler()
     kernel = FibreKernel(os.environ["FIBRES"])
     for case in doctor_gpu.cases():
-        assert doctor_gpu.check(case, seeds=1, repeats=1) == []
+        one_layer = replace(case, config=replace(case.config, layers=1))
+        assert doctor_gpu.check(one_layer, seeds=1, repeats=1) == []
     assert kernel.wrong == []
 
 

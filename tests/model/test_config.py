@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import LlamaConfig as HfConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megakernel.errors import MegakernelError
 from megakernel.model import ModelConfig, Rope, RopeKind
-from megakernel.model.hf_config import parse_hf_config, read_hf_config
-from megakernel.model.rope import inverse_frequencies
+from megakernel.model.hf_config import parse_hf_config, read_hf_config, read_sampling
+from megakernel.model.rope import rope_table
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -40,6 +40,9 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+ORIGINAL = "original_max_position_embeddings"
+YARN = {"type": "yarn", "factor": 4.0, ORIGINAL: 128}
+LONG = {"rope_type": "longrope", "long_factor": [2.0] * 8, "short_factor": [1.0] * 8, ORIGINAL: 128}
 PLAIN = ModelConfig(300, 64, 100, 2, 4, 2, 16, 512, 1e-5, Rope(), family="llama")
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
@@ -52,6 +55,7 @@ def parse(**changes: Any) -> ModelConfig:
 
 
 UNUSED = {"use_sliding_window": False, "layer_types": [FULL, FULL]}
+USED = {"use_sliding_window": True, "max_window_layers": 1}
 
 
 @pytest.mark.parametrize(
@@ -71,19 +75,47 @@ UNUSED = {"use_sliding_window": False, "layer_types": [FULL, FULL]}
         ({**QWEN3, "head_dim": 24, "attention_bias": True}, {"head_dim": 24, "qkv_bias": True, "o_bias": True}),
         ({"rope_scaling": {"type": "linear", "factor": 4}}, {"rope": Rope(1e4, RopeKind.LINEAR, 4.0)}),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, {"rope": Rope(7.0)}),
-        ({"quantization_config": None, "sliding_window": None, "use_flash": False, "pretraining_tp": 1}, {}),
+        (
+            {
+                "quantization_config": None,
+                "sliding_window": None,
+                "use_flash": False,
+                "moe_layers": [],
+                "logit_cap": 0.0,
+            },
+            {},
+        ),
+        # What published files contain besides: SmolLM2, Falcon 3, Llama 1, Together's and fine-tuned models.
+        ({"is_llama_config": True, "rope_interleaved": False, "neftune_noise_alpha": 5.0, "pretraining_tp": 2}, {}),
+        ({"activation": "swiglu", "hidden_act": "swish", "model_max_length": 64, "max_sequence_length": 2048}, {}),
+        ({"bos_token_id": -1, "eos_token_id": -1, "pad_token_id": -1, "tokenizer_class": "LlamaTokenizer"}, {}),
+        (
+            {"eos_token_id": [-1, 7], "image_token_id": 9, "attention_dropout": 0.1, "embd_pdrop": 0.1},
+            {"eos_ids": (7,)},
+        ),
+        ({"auto_map": {"AutoModelForCausalLM": "m.M"}, "_flash_attn_2_enabled": True, "flash_attn": True}, {}),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1}, {}),
+        ({"num_beams": 1, "typical_p": 1.0, "min_length": 0, "max_length": 20, "task_specific_params": {"a": 1}}, {}),
+        ({"max_position_embeddings": None}, {"max_context": 2048}),
+        # All programs agree on contexts that are not longer than the window.
+        ({"sliding_window": 128}, {"max_context": 128}),
+        ({"sliding_window": 4096}, {}),
+        ({**MISTRAL, "max_position_embeddings": 32768, "head_dim": 24}, {"max_context": 4096, "head_dim": 24}),
+        ({**MISTRAL, "max_position_embeddings": None, "sliding_window": None}, {"max_context": 131072}),
+        ({**MISTRAL, "sliding_window": 512}, {}),
+        ({**QWEN2, "max_position_embeddings": None}, {"qkv_bias": True, "max_context": 32768}),
+        ({**QWEN2, **USED, "sliding_window": 256}, {"qkv_bias": True, "max_context": 256}),
+        (
+            {**QWEN2, **USED, "layer_types": [FULL, WINDOW], "sliding_window": 256},
+            {"qkv_bias": True, "max_context": 256},
+        ),
+        ({**QWEN2, **USED, "max_window_layers": 2, "sliding_window": 256}, {"qkv_bias": True}),
+        ({**QWEN3, **USED, "sliding_window": None}, {}),
     ],
 )
 def test_what_a_file_says_is_read(spelling: dict[str, Any], read: dict[str, Any]) -> None:
     family = spelling.get("model_type", "llama")
     assert parse(**spelling) == replace(PLAIN, **{"family": family} | read)
-
-
-def test_mistral_has_a_window_unless_it_says_that_it_has_none() -> None:
-    assert parse(**MISTRAL, sliding_window=None, head_dim=24) == replace(PLAIN, family="mistral", head_dim=24)
-    for window in ({}, {"sliding_window": 2048}):
-        with pytest.raises(MegakernelError, match=r"sliding_window = (4096|2048) is not supported, only null"):
-            parse(**MISTRAL, **window)
 
 
 @pytest.mark.parametrize(
@@ -105,22 +137,36 @@ def test_rope_spellings(spelling: dict[str, Any]) -> None:
         ("architectures", {"architectures": ["MistralForCausalLM"]}),
         ("model_type", {"model_type": "mistral"}),
         ("hidden_act", {"hidden_act": "gelu"}),
-        ("pretraining_tp", {"pretraining_tp": 2}),
+        ("activation", {"activation": "gelu"}),
         ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
         ("partial_rotary_factor", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
         ("quantization_config", {"quantization_config": {"quant_method": "gptq"}}),
-        ("sliding_window", {"sliding_window": 4096}),
-        ("use_sliding_window", {**QWEN2, "use_sliding_window": True}),
+        ("use_sliding_window", {"use_sliding_window": True}),
+        ("max_context", {"sliding_window": -1}),
+        ("sliding_window", {**MISTRAL, "sliding_window": "wide"}),
+        ("layer_types", {**QWEN2, **USED, "layer_types": [WINDOW, FULL]}),
         ("layer_types", {**QWEN2, "layer_types": [FULL, WINDOW]}),
-        ("use_sliding_window", {**QWEN3, "use_sliding_window": True}),
         ("layer_types", {**QWEN3, "layer_types": [WINDOW, FULL]}),
         ("mlp_bias", {**QWEN3, "mlp_bias": True}),
         ("attention_bias", {**QWEN2, "attention_bias": True}),
         ("attn_logit_softcapping", {"attn_logit_softcapping": 30.0}),
         ("some_new_key", {"some_new_key": 1}),
-        ("yarn", {"rope_scaling": {"type": "yarn", "factor": 4.0}}),
+        ("rope_interleaved", {"rope_interleaved": True}),
+        ("logit_scale", {"logit_scale": 0.5}),
+        ("factor", {"rope_scaling": {"type": "yarn", "factor": 0}}),
+        ("factor", {"rope_scaling": {"type": "yarn"}}),
+        ("original_max_position_embeddings", {"rope_scaling": {**YARN, ORIGINAL: 1}}),
+        ("original_max_position_embeddings", {"rope_scaling": YARN, ORIGINAL: 16}),
+        ("beta_slow", {"rope_scaling": {**YARN, "beta_slow": 40}}),
+        ("theta", {"rope_scaling": YARN, "rope_theta": 1.0}),
+        ("truncate", {"rope_scaling": {**YARN, "truncate": "no"}}),
+        ("attention factor", {"rope_scaling": {**YARN, "attention_factor": -1.0}}),
+        ("short_mscale", {"rope_scaling": {**YARN, "long_factor": [1.0], "short_factor": [1.0], "short_mscale": 1.0}}),
         ("dynamic", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
-        ("longrope", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}),
+        ("long_factor", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}),
+        ("long_factor", {"rope_parameters": {**LONG, "long_factor": [1.0, "x"]}}),
+        ("RoPE factors must be 8", {"rope_parameters": {**LONG, "short_factor": [1.0] * 7}}),
+        ("RoPE factors must be 8", {"rope_parameters": {**LONG, "long_factor": [1.0] * 7 + [0.0]}}),
         ("low_freq_factor", {"rope_scaling": {**LLAMA3, "low_freq_factor": 5.0}}),
         ("factor", {"rope_scaling": {"type": "linear"}}),
         ("factor", {"rope_scaling": {"type": "linear", "factor": 0}}),
@@ -131,7 +177,7 @@ def test_rope_spellings(spelling: dict[str, Any]) -> None:
         ("rms_norm_eps", {"rms_norm_eps": "small"}),
         ("rms_norm_eps", {"rms_norm_eps": 10**400}),
         ("heads", {"num_key_value_heads": 3}),
-        ("head size", {"head_dim": 12}),
+        ("head size 100 .*load 8 elements", {"head_dim": 100}),
         ("hidden_size", {"hidden_size": 66}),
         ("num_attention_heads", {"num_attention_heads": 0}),
         ("layers", {"num_hidden_layers": 0}),
@@ -150,10 +196,44 @@ def test_refused_by_name(named: str, changes: dict[str, Any]) -> None:
         parse(**changes)
 
 
+def test_yarn_lengthens_the_context_as_in_vllm() -> None:
+    assert parse(rope_scaling=YARN).max_context == 512
+    assert parse(rope_scaling=YARN, max_position_embeddings=128).max_context == 512
+    assert parse(rope_scaling={**YARN, ORIGINAL: None}).max_context == 2048
+    assert (
+        parse(
+            rope_scaling={**YARN, ORIGINAL: None, "finetuned": True}, original_max_position_embeddings=256
+        ).max_context
+        == 1024
+    )
+
+
 def test_generation_config_adds_ends(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**BASE, "eos_token_id": 5}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 9]}))
     assert read_hf_config(tmp_path).eos_ids == (5, 9)
+
+
+@pytest.mark.parametrize(
+    ("content", "read"),
+    [
+        ({"temperature": 0.6, "top_p": 0.9, "do_sample": True, "bos_token_id": 1}, {"temperature": 0.6, "top_p": 0.9}),
+        (
+            {"top_k": 20, "min_p": 0, "repetition_penalty": 1, "max_new_tokens": 99},
+            {"top_k": 20, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 99},
+        ),
+        ({"temperature": None}, {}),
+        ({"top_k": 2.5}, "top_k is 2.5, not a whole number"),
+        ({"temperature": "hot"}, 'temperature is "hot", not a finite number'),
+    ],
+)
+def test_defaults_of_sampling(tmp_path: Path, content: dict[str, Any], read: dict[str, float] | str) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    if isinstance(read, dict):
+        assert read_sampling(tmp_path) == read
+    else:
+        with pytest.raises(MegakernelError, match=rf"generation_config\.json: {read}"):
+            read_sampling(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"a": ', "\x00"])
@@ -163,6 +243,11 @@ def test_damaged_file(tmp_path: Path, text: str) -> None:
         read_hf_config(tmp_path)
 
 
+def own_factors(head_dim: int) -> dict[str, list[float]]:
+    pairs = range(1, head_dim // 2 + 1)
+    return {"short_factor": [1 + i / 100 for i in pairs], "long_factor": [1.0 + i * i / 7 for i in pairs]}
+
+
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 128])
 @pytest.mark.parametrize(
     "scaling",
@@ -170,16 +255,32 @@ def test_damaged_file(tmp_path: Path, text: str) -> None:
         {"rope_type": "default"},
         {"rope_type": "linear", "factor": 3.0},
         {**LLAMA3, "factor": 32.0},
-        {**LLAMA3, "original_max_position_embeddings": 128},
+        {**LLAMA3, ORIGINAL: 128},
+        {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 32768},
+        {"rope_type": "yarn", "factor": 16.0, ORIGINAL: 512, "beta_fast": 64.0, "beta_slow": 0.5, "truncate": False},
+        {"rope_type": "yarn", "factor": 1.0},
+        {"rope_type": "yarn", "factor": 40.0, ORIGINAL: 4096, "mscale": 1.0, "mscale_all_dim": 0.7},
+        {"rope_type": "yarn", "factor": 8.0, ORIGINAL: 16, "attention_factor": 0.8},
+        {"rope_type": "longrope", ORIGINAL: 4096},
+        {"rope_type": "longrope", ORIGINAL: 4096, "factor": 3.0},
+        {"rope_type": "longrope", ORIGINAL: 65536, "attention_factor": 1.3},
     ],
 )
-def test_frequencies_are_those_of_transformers(head_dim: int, scaling: dict[str, Any]) -> None:
+def test_frequencies_and_factor_are_those_of_transformers(head_dim: int, scaling: dict[str, Any]) -> None:
     parameters = {**scaling, "rope_theta": 500000.0}
+    if scaling["rope_type"] == "longrope":
+        parameters |= own_factors(head_dim)
     raw = {**BASE, "head_dim": head_dim, "max_position_embeddings": 131072, "rope_parameters": parameters}
-    with torch.no_grad():
-        theirs = LlamaRotaryEmbedding(HfConfig(**raw)).inv_freq.numpy()
-    ours = inverse_frequencies(parse_hf_config(raw, "").rope, head_dim)
-    assert ours.dtype == np.float32
-    # torch does not round powers correctly, so a few frequencies differ by one unit in the last place.
-    np.testing.assert_allclose(ours, theirs, rtol=2.0**-23, atol=0)
-    assert (ours == theirs).mean() >= 0.9
+    config = parse_hf_config(raw, "")
+    hf = HfConfig(**{**raw, "rope_parameters": dict(parameters)})
+    contexts = (131072, scaling.get(ORIGINAL, 8192)) if scaling["rope_type"] == "longrope" else (131072,)
+    for context in contexts:
+        if scaling["rope_type"] == "default":
+            theirs, factor = LlamaRotaryEmbedding(hf).inv_freq, 1.0
+        else:
+            theirs, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](hf, seq_len=context)
+        *ours, attention = rope_table(replace(config, max_context=context))
+        assert attention.dtype == np.float32 and attention == np.float32(factor)
+        # torch does not round powers correctly, so a few frequencies differ by one unit in the last place.
+        np.testing.assert_allclose(ours, theirs.numpy(), rtol=2.0**-22, atol=0)
+        assert (ours == theirs.numpy()).mean() >= 0.75

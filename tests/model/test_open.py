@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from model_helpers import weight_count
@@ -92,13 +90,3 @@ def test_bad_names(spec: str, message: str) -> None:
     for opener in (open_checkpoint, load_config, load_tokenizer):
         with pytest.raises(MegakernelError, match=message):
             opener(spec)
-
-
-def test_bad_files(tmp_path: Path) -> None:
-    (tmp_path / "model.bin").write_text("x")
-    (tmp_path / "folder.gguf").mkdir()
-    absent = r"config\.json does not exist"
-    for name, message in (("model.bin", r"neither a folder nor a \.gguf file"), ("", absent), ("folder.gguf", absent)):
-        for opener in (open_checkpoint, load_config):
-            with pytest.raises(MegakernelError, match=message):
-                opener(str(tmp_path / name))

@@ -178,7 +178,7 @@ def test_index_errors(tmp_path: Path) -> None:
 def test_folder_without_weights(tmp_path: Path) -> None:
     saved(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(MegakernelError, match="only safetensors"):
+    with pytest.raises(MegakernelError, match=r"no weights: fetch model\.safetensors"):
         open_checkpoint(str(tmp_path))
 
 

@@ -28,6 +28,8 @@ SHAPES = {
     "mlp bias": {"mlp_bias": True, "ffn": 75},
     "linear rope": {"rope": ROPES["linear"]},
     "llama3 rope": {"rope": ROPES["llama3"]},
+    "yarn rope": {"rope": ROPES["yarn"]},
+    "longrope": {"rope": ROPES["longrope"]},
     "one layer": {"layers": 1, "rms_eps": 1e-2},
     "mistral": {"family": "mistral", "sliding_window": None, "heads": 5, "kv_heads": 5, "hidden": 56, "ffn": 61},
     "qwen2": {"family": "qwen2", "heads": 7, "kv_heads": 1, "head_dim": 24, "hidden": 40, "ffn": 91, "vocab": 203},
@@ -53,7 +55,7 @@ def test_f32(name, backend):
 
 
 @pytest.mark.parametrize(
-    "name", ["mha", "gqa 9:3", "tied", "attention bias", "llama3 rope", "mistral", "qwen2", "qwen3"]
+    "name", ["mha", "gqa 9:3", "tied", "attention bias", "llama3 rope", "yarn rope", "mistral", "qwen2", "qwen3"]
 )
 def test_bf16(name):
     """The error against float32 is at most 1.5 times that of transformers in bfloat16."""

@@ -15,8 +15,9 @@ sys.path[:0] = [{support!r}]
 import numpy as np
 from cpu_support import PAGES, RandomCheckpoint
 from handmade import make_dims, make_program
-from hostile_files import decode_step, machines
 from sizes import least_dims
+from megakernel import machine as machines
+from megakernel.cli.simulate import decode_step
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype
 from megakernel.model.config import ModelConfig

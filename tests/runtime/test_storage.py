@@ -299,13 +299,6 @@ def test_cuda_refuses_them_and_auto_takes_another() -> None:
 # -- whole models
 
 
-def test_the_engine_without_arithmetic() -> None:
-    blocks, _ = quantised(DIMS)
-    with LLM(blocks, backend="null", max_context=32, max_seqs=1) as llm:
-        result = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))[0]
-    assert result.token_ids == [0] * 4
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("weights", "kv"), [("auto", "auto"), ("f32", "auto"), ("q8_0", "auto"), ("auto", "q8_0")])
 def test_the_default_model_answers(smollm2: Path, weights: str, kv: str) -> None:

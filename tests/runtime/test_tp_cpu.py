@@ -361,17 +361,6 @@ def test_weights_that_ranks_have_in_common_are_held_once() -> None:
     assert list(held(2, "sharded").values()) == [1, 1, 2, 2, 1, 2]
 
 
-@pytest.mark.parametrize("queue", ["none", "body"])
-def test_eight_times_132_workers_on_two_threads(queue: str) -> None:
-    """Two threads run as many streams as eight GPUs of 132 SMs have, and the results agree with those of one rank."""
-    config = ModelConfig(320, 128, 512, 2, 16, 8, 16, 200)
-    options = {"tp": 8, "workers": 132, "o": "sharded", "residual": "dealt", "queue": queue}
-    one = run_compiled(config, tp=1)
-    for (logits, tokens), (expected, chosen) in zip(run_compiled(config, **options), one, strict=True):
-        np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
-        np.testing.assert_array_equal(tokens, chosen)
-
-
 @pytest.mark.parametrize("tp", [1, 8])
 def test_null_backend_runs_programs_without_weights(tp: int) -> None:
     dims = hand_dims(CUT, tp, "replicated", "replicated")

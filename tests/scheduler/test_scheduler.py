@@ -110,15 +110,6 @@ def test_work_is_spread_evenly() -> None:
     assert len(outputs) == 132 and max(outputs) < 1.15 * np.mean(outputs)
 
 
-def test_llama_70b_for_132_workers_is_about_a_megabyte() -> None:
-    program = compiled(LLAMA_70B, machine.load("h100"), 2048, logit_rows=64)
-    assert len(program.to_bytes()) < 1.5e6
-    figures = describe(program)
-    assert figures["instructions"] == program.instructions == sum(figures["by_opcode"].values())
-    assert figures["all_to_all_per_layer"] == 0
-    assert max(figures["waits_per_instruction"]) == 1
-
-
 def test_one_row_block_joins_all_to_all_between_phases() -> None:
     # `all_to_all_per_layer` counts barriers between two phases that each have several instructions. Each norm is a
     # single instruction here, so five barriers are left for two workers: three (one per group of heads) between QKV and
@@ -291,38 +282,6 @@ def test_a_steps_bound_counts_what_programs_of_even_shards_send(options: Options
     assert (
         tp * step_work(program.forward, program.dims.split, [32], [32], 8).link_bytes == figures["link_bytes"] - tokens
     )
-
-
-@EACH_LOWERING
-@pytest.mark.parametrize("tp", [2, 4, 8])
-@pytest.mark.parametrize("tokens", [1, 11, 30])
-def test_link_bytes_of_uneven_shards_are_their_own_sizes(options: Options, tp: int, tokens: int) -> None:
-    program = uneven(tokens, tp, options)
-    link = np.array(describe(program)["link_bytes_per_layer"])
-    d, rows = program.dims, np.zeros(tp, dtype=int)
-    for token in range(tokens):
-        rows[token // d.bucket.row_block % tp] += 1
-    if options.residual == "replicated":
-        rows[:] = tokens
-    for to, start in itertools.product(range(tp), range(tp)):
-        peer = program.rank_dims(start)
-        partials = (peer.split.rank_ffn > 0) + (peer.split.rank_heads > 0 and options.o == "sharded")
-        values = rows[to] * (partials * d.model.hidden + (peer.split.q_cols if options.o == "replicated" else 0))
-        if options.residual == "dealt":
-            values += 2 * rows[start] * d.model.hidden
-        assert link[start, to] == (2 * values if start != to else 0)
-
-
-def test_link_bytes_of_a_launch_are_its_layers_and_its_logits() -> None:
-    program = compiled(UNEVEN, small_machine(2, 2), 9, 5, 4, Options(norm="own"))
-    figures = describe(program)
-    d, rows = program.dims, 5
-    sampled = [len(range(r * d.own_logit_rows, min(rows, (r + 1) * d.own_logit_rows))) for r in range(4)]
-    logits = sum(4 * n * (d.model.vocab - program.rank_dims(r).split.rank_vocab) for r, n in enumerate(sampled))
-    gathered = 3 * rows * d.model.hidden * 2 if figures["lowering"]["residual"] == "dealt" else 0
-    tokens = 8 * (rows - sampled[0])
-    layers = d.model.layers * int(np.sum(figures["link_bytes_per_layer"]))
-    assert figures["link_bytes"] == layers + logits + gathered + tokens
 
 
 def test_with_many_rows_a_layer_ends_with_the_next_ones_norm_beside_its_last_matmul() -> None:

@@ -3,13 +3,16 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
 import pytest
 from api_support import serving
+from built_once import built_once
 
 from megakernel import LLM
 
@@ -24,22 +27,21 @@ def pip(*arguments: str) -> None:
         pytest.skip(f"no package index has {' '.join(arguments[1:])}")
 
 
-@pytest.fixture
-def bench_serving(tmp_path: Path) -> Path:
-    """Return the path of bench_serving.py, after installing the packages that it imports. The package `datasets` is a
-    stub, because only workloads from the Hugging Face hub need it."""
-    folder = tmp_path / "sglang"
-    folder.mkdir()
-    pip("download", WHEEL, "--dest", str(folder))
+def make(folder: Path) -> None:
+    """Install the packages that bench_serving.py imports. The package `datasets` is a stub, because only workloads from
+    the Hugging Face hub need it."""
+    shutil.rmtree(folder, ignore_errors=True)  # of a try that failed
     pip("install", "--target", str(folder), *IMPORTS)
-    [wheel] = folder.glob("sglang-*.whl")
-    zipfile.ZipFile(wheel).extract(MEMBER, folder)
+    with tempfile.TemporaryDirectory() as downloads:
+        pip("download", WHEEL, "--dest", downloads)
+        [wheel] = Path(downloads).glob("sglang-*.whl")
+        zipfile.ZipFile(wheel).extract(MEMBER, folder)
     (folder / "datasets.py").write_text("def load_dataset(*_, **__):\n    raise OSError('no hub here')\n")
-    return folder / MEMBER
 
 
 @pytest.mark.slow
-def test_sglang_bench_serving(bench_serving: Path, tmp_path: Path, model: str) -> None:
+def test_sglang_bench_serving(tmp_path: Path, model: str) -> None:
+    bench_serving = built_once("sglang", " ".join([sys.version, WHEEL, *IMPORTS]).encode(), make) / MEMBER
     conversations, result = tmp_path / "sharegpt.json", tmp_path / "result.jsonl"
     rng = random.Random(0)
     turns = [["x" * rng.randint(5, 200), "y" * rng.randint(4, 40)] for _ in range(24)]

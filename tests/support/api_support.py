@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -109,6 +110,18 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come true"
         time.sleep(0.005)
+
+
+def by_choice(body: bytes) -> list[bytes]:
+    """Return the events of a stream, choice by choice, because choices may advance in any order. The number of cached
+    tokens is left out, because it depends on the replica."""
+    body = re.sub(rb'"cached_tokens":\d+', b"", body)
+
+    def choice(event: bytes) -> int:
+        found = re.search(rb'"choices":\[\{"index":(\d+)', event)
+        return int(found[1]) if found else 99
+
+    return sorted(body.split(b"\n\n"), key=choice)
 
 
 def ids_of(text: str) -> list[int]:

@@ -1,8 +1,12 @@
 """Runs commands of the `megakernel` command line, in the test process or as a separate process."""
 
 import json
+import os
+import runpy
 import sys
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -25,6 +29,22 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         status = int(e.code or 0)
     captured = capsys.readouterr()
     return status, captured.out, captured.err
+
+
+def run_python(*words: str) -> None:
+    """Run `python SCRIPT ...` or `python -m MODULE ...` in this process. Raises SystemExit if its status is not 0."""
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ):
+        try:
+            if words[0] == "-m":
+                patch.setattr(sys, "argv", list(words[1:]))
+                runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            else:
+                patch.setattr(sys, "argv", list(words))
+                patch.setattr(sys, "path", [str(Path(words[0]).parent), *sys.path])
+                runpy.run_path(words[0], run_name="__main__")
+        except SystemExit as e:
+            if e.code:
+                raise
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class RandomCheckpoint:
         shape = BUFFERS[buffer].shape(self.dims, PAGES)
         random = np.random.default_rng((int(buffer), layer)).standard_normal(shape, dtype=np.float32)
         if buffer is Buffer.INV_FREQ:
-            random = (10000.0 ** -np.linspace(0, 1, shape[0], endpoint=False)).astype(np.float32)
+            random = np.append(10000.0 ** -np.linspace(0, 1, shape[0] - 1, endpoint=False), 1.25).astype(np.float32)
         elif len(shape) > 1:
             random /= np.float32(np.sqrt(shape[-1]))
         return random

@@ -20,6 +20,7 @@ from megakernel.runtime.step_check import check_step
 from megakernel.scheduler import compile_program
 from megakernel.serving.engine.engine import Engine
 from megakernel.serving.engine.programs import Programs
+from megakernel.serving.engine.request import Request
 from megakernel.serving.engine.scheduler import SCORED_ROWS
 from megakernel.serving.engine.speculation import Speculation
 
@@ -274,3 +275,20 @@ def fake_engine(
         speculation=speculation(*speculate) if speculate else None,
     )
     return engine, backend
+
+
+def alone(request: Request, choice: int) -> tuple[list[int], str]:
+    """Return the tokens that a choice must generate, and its finish reason."""
+    params, seed = request.params, request.seed & 0xFFFFFFFF
+    tokens, stop = list(request.prompt_ids), {*params.stop_token_ids, *([] if params.ignore_eos else [EOS])}
+    made: list[int] = []
+    while True:
+        token = continuation(digest(tokens), seed, choice)
+        while len(made) < params.min_tokens and token in stop:
+            token = (token + 1) % CONFIG.vocab
+        tokens.append(token)
+        made.append(token)
+        if token in stop:
+            return made, "stop"
+        if len(made) == params.max_tokens or len(tokens) == 256:
+            return made, "length"

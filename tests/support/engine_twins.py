@@ -1,5 +1,6 @@
-"""Compares the engine with `SlowEngine`, a simple implementation of the same rules, under the same random traffic. To
-run it by hand for at least STEPS steps: `python tests/support/engine_twins.py STEPS SEED`."""
+"""Compares the engine with `SlowEngine`, a simple implementation of the same rules, under the same random traffic, and
+the tokens of each request with those that it would get alone. To run at least STEPS steps:
+`python tests/support/engine_twins.py STEPS SEED`."""
 
 import random
 import sys
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from engine_support import EOS, FakeBackend, Guesses, continuation, digest, fake_engine, speculation
+from engine_support import EOS, FakeBackend, Guesses, alone, continuation, digest, fake_engine, output_ids, speculation
 from msgspec.structs import replace
 from slow_engine import SlowEngine, SlowSpeculation, SlowStep
 
@@ -154,6 +155,7 @@ def compare(seed: int, steps: int) -> Counter[str]:
     prefixes = [[rng.randrange(60) for _ in range(100)] for _ in range(3)]
     busy, failing = rng.choice([0.05, 0.3, 0.6]), rng.choice([0.0, 0.0, 0.01])
     added: list[tuple[Request, Request]] = []
+    stopped: set[int] = set()
     while both.met["steps"] < steps:
         while both.fast.idle or (both.fast.stats.waiting < 20 and rng.random() < busy):
             prompt = rng.choice(prefixes)[: rng.randint(0, 100)] + [
@@ -162,6 +164,7 @@ def compare(seed: int, steps: int) -> Counter[str]:
             added.append(both.add(prompt, random_params(rng), guesses))
         for requests in rng.sample(added, 1) if rng.random() < 0.03 else []:
             choice = rng.randrange(len(requests[0].choices)) if rng.random() < 0.5 else -1
+            stopped.add(requests[0].id)
             for engine, request in zip((both.fast, both.slow), requests, strict=True):
                 if choice < 0:
                     engine.abort(request)
@@ -188,6 +191,10 @@ def compare(seed: int, steps: int) -> Counter[str]:
             assert request.prompt_top_logprobs == other.prompt_top_logprobs
         for request, other in [pair for pair in added if pair[0].done]:
             assert [c.tokens for c in request.choices] == [c.tokens for c in other.choices]
+            for one in request.choices:
+                if one.finish_reason != "abort" and request.id not in stopped:
+                    assert (output_ids(one), one.finish_reason) == alone(request, one.choice)
+                    both.met["generated alone"] += 1
         added = [pair for pair in added if not pair[0].done]
     stats = both.fast.stats
     both.met |= Counter(preemptions=stats.preemptions, hits=stats.prefix_hits, accepted=stats.counts.accepted)

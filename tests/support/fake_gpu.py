@@ -4,9 +4,14 @@ table and the weights through their pointers. The fake GPU needs a process of it
 loaded instead of NVIDIA's: `run` calls a function of a test module in such a process."""
 
 import ctypes
+import functools
+import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -51,20 +56,51 @@ def run(function: Callable[[], None], **env: object) -> str:
     driver = linked(
         "libcuda.so.1", ROOT / "tests" / "support" / "fake_cuda" / "libcuda.cpp", *FLAGS, "-shared", "-fPIC", "-pthread"
     )
-    home = Path(function.__code__.co_filename)
-    paths = [str(home.parent), str(ROOT / "tests" / "support")]
-    name = f"there.{function.__name__}"
-    code = f"import sys; sys.path[:0] = {paths!r}; import {home.stem} as there; getattr({name}, 'body', {name})()"
-    settings = {key: str(value) for key, value in env.items()}
-    done = subprocess.run(
+    forks = _forks(Path(function.__code__.co_filename), driver.parent)
+    assert forks.stdin is not None and forks.stdout is not None
+    with tempfile.TemporaryDirectory() as folder:
+        settings = os.environ | {key: str(value) for key, value in env.items()}
+        forks.stdin.write(json.dumps([function.__name__, settings, folder]) + "\n")
+        forks.stdin.flush()
+        if not select.select([forks.stdout], [], [], 600)[0]:
+            os.killpg(forks.pid, signal.SIGKILL)
+            _forks.cache_clear()
+            pytest.fail(f"{function.__name__} does not end")
+        assert forks.stdout.readline() == "0\n", (Path(folder) / "err").read_text()[-3000:]
+        return (Path(folder) / "out").read_text()
+
+
+_FORKS = """
+import json, os, sys
+sys.path[:0] = {paths!r}
+import {module} as there
+for line in sys.stdin:
+    name, settings, folder = json.loads(line)
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    os.environ.update(settings)
+    for number, file in ((1, "out"), (2, "err")):
+        os.dup2(os.open(os.path.join(folder, file), os.O_WRONLY | os.O_CREAT), number)
+    function = getattr(there, name)
+    getattr(function, "body", function)()
+    break
+"""
+
+
+@functools.cache
+def _forks(module: Path, driver: Path) -> subprocess.Popen[str]:
+    """Start a process that uses the fake driver and has imported a test module. It forks for each call of a function of
+    this module, so that the imports, which take two seconds, are done once."""
+    code = _FORKS.format(paths=[str(module.parent), str(ROOT / "tests" / "support")], module=module.stem)
+    return subprocess.Popen(
         [sys.executable, "-P", "-c", code],
-        env=os.environ | {"LD_LIBRARY_PATH": str(driver.parent)} | settings,
-        capture_output=True,
+        env=os.environ | {"LD_LIBRARY_PATH": str(driver)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=120,
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 def pretended(*, fibres: bool = False, **env: object) -> Callable[[Callable[[], None]], Callable[..., None]]:

@@ -32,11 +32,11 @@ def tiny_llama(dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCa
     return model.to(dtype)
 
 
-def byte_model(folder: Path, gain: float = 1.0) -> None:
+def byte_model(folder: Path, gain: float = 1.0, **changes: Any) -> None:
     """Write a model folder: random weights, a tokenizer with one token per byte, and a chat template. The tokens of the
     bytes have ids 0 to 255 of a vocabulary of 260. `gain` scales the logits. A gain of 0.01 makes them small compared
-    with logit biases and penalties."""
-    model = tiny_llama(vocab_size=260, max_position_embeddings=4096)
+    with logit biases and penalties. `changes` are fields of config.json."""
+    model = tiny_llama(vocab_size=260, max_position_embeddings=4096, **changes)
     with torch.no_grad():
         model.lm_head.weight.mul_(gain)
     model.save_pretrained(folder)

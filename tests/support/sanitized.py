@@ -1,7 +1,8 @@
 """Runs tests with a native library built with sanitizers. Fails if a test fails or a sanitizer reports an error.
 
-python tests/support/sanitized.py thread tests/runtime/test_cpu_threads.py python tests/support/sanitized.py
-address,undefined tests/runtime"""
+python tests/support/sanitized.py thread tests/runtime/test_cpu_threads.py
+python tests/support/sanitized.py address,undefined tests/runtime
+"""
 
 import os
 import subprocess
@@ -51,7 +52,7 @@ def main() -> int:
             [sys.executable, "-c", where], env=environment, capture_output=True, text=True, check=True
         )
         assert used.stdout.strip() == str(folder / "megakernel" / "_native.so"), used.stdout
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
         status = subprocess.run(command, cwd=ROOT, env=environment).returncode
         found = reports(folder)
     print(found, end="")

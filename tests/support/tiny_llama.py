@@ -27,6 +27,10 @@ ROPES = {
     "default": Rope(theta=10000.0),
     "linear": Rope(theta=10000.0, kind=RopeKind.LINEAR, factor=4.0),
     "llama3": Rope(500000.0, RopeKind.LLAMA3, 8.0, 1.0, 4.0, original_context=64),
+    "yarn": Rope(10000.0, RopeKind.YARN, 8.0, 1.0, 32.0, original_context=64),
+    "longrope": Rope(
+        10000.0, RopeKind.LONGROPE, 8.0, original_context=64, factors=(4.0,) * 3 + (9.0,) * 5, short_factors=(1.0,) * 8
+    ),
 }
 
 
@@ -55,10 +59,15 @@ class TinyCheckpoint(FileCheckpoint):
 
     def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
         super().__init__("tiny", config, _StateDict(model), safetensors_naming(config))
-        self._inv_freq = model.model.rotary_emb.inv_freq.numpy().astype(np.float32)
+        # transformers replaces LongRoPE's short frequencies only when a text is long.
+        self._own = config.rope.kind is RopeKind.LONGROPE
+        rotary = model.model.rotary_emb
+        self._rope = np.append(rotary.inv_freq.numpy(), np.float32(rotary.attention_scaling))
 
     def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
-        return [vector(self._inv_freq)] if buffer is Buffer.INV_FREQ else super().rows(buffer, layer, split)
+        if buffer is Buffer.INV_FREQ and not self._own:
+            return [vector(self._rope)]
+        return super().rows(buffer, layer, split)
 
 
 def make_llama(seed: int, family: str = "llama", **shape: Any) -> tuple[PreTrainedModel, TinyCheckpoint]:
@@ -104,6 +113,10 @@ def _rope_arguments(rope: Rope, kind: type[PretrainedConfig]) -> dict[str, Any]:
     scaling: dict[str, Any] = {"rope_type": rope.kind.value}
     if rope.kind is not RopeKind.DEFAULT:
         scaling["factor"] = rope.factor
+    if rope.kind is RopeKind.LONGROPE:
+        scaling |= {"long_factor": list(rope.factors), "short_factor": list(rope.short_factors)}
+    if rope.kind in (RopeKind.YARN, RopeKind.LONGROPE):
+        scaling["original_max_position_embeddings"] = rope.original_context
     if rope.kind is RopeKind.LLAMA3:
         scaling["low_freq_factor"] = rope.low_freq_factor
         scaling["high_freq_factor"] = rope.high_freq_factor

@@ -5,7 +5,7 @@ import io
 import json
 import re
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,7 +30,6 @@ from megakernel.timeline import (
     render_launches,
     resolve,
     summarise,
-    write_html,
     write_perfetto,
 )
 from megakernel.timeline.compare import Comparison
@@ -224,13 +223,6 @@ def test_a_trace_that_does_not_fit_is_refused(change, message: str) -> None:
         resolve(good.program, change(good.program, good.trace))
 
 
-def test_summary_is_json_with_the_promised_keys() -> None:
-    data = json.loads(json.dumps(asdict(summarise(simulated(synthetic.llama()))), allow_nan=False))
-    assert {"busy", "overlap", "exposed_communication", "critical_path", "dropped"} <= set(data)
-    assert set(data["overlap"]) == {"inside_worker", "loads_under_compute", "across_workers", "across_ranks", "phases"}
-    assert [r["name"] for r in data["resources"]] == ["matrix", "vector", "memory", "cache"]
-
-
 def test_work_is_spread_over_the_intervals_that_did_it() -> None:
     """The FLOPs of an o_partial are spread over its COMPUTE interval [0, 60), the bytes of its weights over its LOAD
     interval [0, 20), and the bytes that it sends over its STORE interval [60, 80)."""
@@ -411,12 +403,6 @@ def test_comparison_on_the_command_line(
     ):
         assert main([*start, *map(str, wrong)]) == 1
         assert message in capsys.readouterr().err
-
-
-def test_unwritable_paths_are_named(tmp_path: Path) -> None:
-    for write in (lambda path, r: write_html(path, (r, summarise(r))), write_perfetto):
-        with pytest.raises(MegakernelError, match="No such file"):
-            write(tmp_path / "absent" / "file", step())
 
 
 def perfetto(r: Resolved, folder: Path) -> tuple[list[pb.TracePacket], dict[int, pb.TrackDescriptor]]:

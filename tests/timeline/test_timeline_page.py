@@ -384,15 +384,6 @@ def test_keys_alone_reach_everything(limits: Browser) -> None:
     limits.keys("c")
 
 
-def test_what_outliers_took_is_told_apart(page: Browser, stalled: Resolved) -> None:
-    """The list of phases is sorted by time, without the time that outliers took beyond the median."""
-    found = summarise(stalled).instructions
-    late = next(i for i in found if i.outliers)
-    lines = page.run("return [...document.querySelectorAll('#summary .bars > button')].map((b) => b.innerText)")
-    assert any(late.name in line and "1 outlier" in line for line in lines)
-    assert found[0] is not late and max(found, key=lambda i: i.total_s - i.outliers_s) is found[0]
-
-
 def test_hover_help_and_theme(page: Browser) -> None:
     _, at = _a_wait(page)
     page.move(at["x"], at["y"])

@@ -33,18 +33,19 @@ inline void gather(const Call& call, const Run& op) {
   }
 }
 
-// Computes the RoPE factors of each row: the cosine and sine of each of the row's angles. An angle is the
-// row's position times one of the inverse frequencies, which are the phase's weights. Cosines and sines
-// alternate in output[r].
+// Computes the RoPE factors of each row: the cosine and sine of each of the row's angles, times a factor. An
+// angle is the row's position times one of the inverse frequencies. The phase's weights are these
+// frequencies, then the factor. Cosines and sines alternate in output[r].
 inline void rope(const Call& call, const Run& op) {
   const Dims& d = *call.dims;
   const float* inv_freq = call.weights<float>();
+  const float factor = inv_freq[d.head_dim / 2];
   for (int r = op.row; r < op.row + op.rows; ++r) {
     float* out = call.output<float>() + int64_t{r} * d.head_dim;
     for (int i = 0; i < d.head_dim / 2; ++i) {
       const double angle = static_cast<float>(call.step->positions[r]) * inv_freq[i];
-      out[2 * i] = static_cast<float>(cos(angle));
-      out[2 * i + 1] = static_cast<float>(sin(angle));
+      out[2 * i] = factor * static_cast<float>(cos(angle));
+      out[2 * i + 1] = factor * static_cast<float>(sin(angle));
     }
   }
 }

@@ -29,7 +29,8 @@ class Family:
 
     `weights` maps each buffer to its tensor names. `interleaved` says that the rows of a RoPE pair are adjacent in GGUF
     files. `read` returns the ModelConfig fields that follow from the family, or from the config.json keys that only
-    this family has, which `keys` lists.
+    this family has, which `keys` lists. Its entry `window`, if any, is a sliding window in tokens. `context` is the
+    longest context of a config.json that names none.
     """
 
     name: str
@@ -40,3 +41,4 @@ class Family:
     read: Callable[[Keys], dict[str, Any]]
     keys: frozenset[str] = frozenset()
     interleaved: bool = True
+    context: int = 2048

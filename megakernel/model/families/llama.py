@@ -62,11 +62,20 @@ WEIGHTS: dict[Buffer, Weight] = {
 
 
 def read(config: Keys) -> dict[str, Any]:
-    """Read which matmuls have biases: `attention_bias` means those of attention, `mlp_bias` those of the MLP."""
+    """Read which matmuls have biases: `attention_bias` means those of attention, `mlp_bias` those of the MLP. Some
+    programs apply a sliding window and others ignore it, but they agree on contexts that are not longer.
+    """
     attention = config.flag("attention_bias")
-    return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": config.flag("mlp_bias")}
+    window = {"window": config.count("sliding_window")} if config.get("sliding_window") else {}
+    return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": config.flag("mlp_bias"), **window}
 
 
 LLAMA = Family(
-    "llama", "LlamaForCausalLM", ("llama",), forward, WEIGHTS, read, frozenset({"attention_bias", "mlp_bias"})
+    "llama",
+    "LlamaForCausalLM",
+    ("llama",),
+    forward,
+    WEIGHTS,
+    read,
+    frozenset({"attention_bias", "mlp_bias", "sliding_window"}),
 )

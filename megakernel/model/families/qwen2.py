@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...isa.record import MOST_LAYERS
 from ..config import Keys
 from .family import Family
 from .llama import WEIGHTS, forward
 
 
 def read(config: Keys) -> dict[str, Any]:
-    """Accept the sliding-window keys only if no layer uses a sliding window."""
-    config.only("use_sliding_window", False)
-    config.only("layer_types", ["full_attention"] * config.count("num_hidden_layers"))
-    return {"qkv_bias": True}
+    """Read the sliding window, which only the layers from `max_window_layers` on use, and only if it is turned on."""
+    layers, first = config.count("num_hidden_layers"), config.count("max_window_layers", 28)
+    if not config.flag("use_sliding_window") or config.raw.get("sliding_window", 4096) is None:
+        first = layers
+    types = ["full_attention" if layer < first else "sliding_attention" for layer in range(min(layers, MOST_LAYERS))]
+    config.only("layer_types", types)
+    return {"qkv_bias": True} | ({"window": config.count("sliding_window", 4096)} if first < layers else {})
 
 
 QWEN2 = Family(
@@ -25,4 +29,5 @@ QWEN2 = Family(
     read,
     frozenset({"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"}),
     interleaved=False,
+    context=32768,
 )

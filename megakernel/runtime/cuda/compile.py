@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import MegakernelError
+from ...errors import MegakernelError, regular
 from ...isa import Units
 from ...model.cache import cache_folder
 from .params import Ablation
@@ -119,7 +119,7 @@ def cubin(build: Build) -> bytes:
     with_ = compiler()
     path = cache_folder() / "cubin" / f"{key(with_, build)}.cubin"
     try:
-        return path.read_bytes()
+        return regular(path).read_bytes()
     except OSError:
         pass
     terminal = sys.stderr.isatty()

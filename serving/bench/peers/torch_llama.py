@@ -13,7 +13,7 @@ from megakernel.isa import Dtype
 from megakernel.model import Checkpoint, open_checkpoint
 from megakernel.model.families import FAMILIES
 from megakernel.model.file_checkpoint import tensors_of
-from megakernel.model.rope import inverse_frequencies
+from megakernel.model.rope import rope_table
 from megakernel.model.safetensors_checkpoint import safetensors_naming
 from megakernel.serving.bench.peers.contest import Settings, Task, Timed
 
@@ -77,7 +77,8 @@ def build(checkpoint: Checkpoint, dtype: str) -> Any:
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     rotary = model.model.rotary_emb
-    rotary.inv_freq = rotary.original_inv_freq = torch.from_numpy(inverse_frequencies(config.rope, config.head_dim))
+    *frequencies, rotary.attention_scaling = rope_table(config)
+    rotary.inv_freq = rotary.original_inv_freq = torch.tensor(frequencies)
     return model.eval()
 
 

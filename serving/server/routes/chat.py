@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
-
 from fastapi.responses import Response
 
 from megakernel.serving.engine.sampling import StructuredOutputsParams
 from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.http import event
+from megakernel.serving.server.replay import new_id
 from megakernel.serving.server.routes import bodies
 from megakernel.serving.server.routes.requests import ChatRequest, Tool, ToolChoice
 from megakernel.serving.server.service import AnswerFormat, Service
@@ -27,6 +26,7 @@ async def chat(service: Service, body: ChatRequest) -> Response:
     prompt = service.truncated(prompt, body, wanted)
     service.room([prompt], wanted)
     params = body.sampling(
+        service.description.sampling,
         service.max_context - len(prompt) if wanted is None else wanted,
         structured,
         n=body.n or 1,
@@ -56,7 +56,7 @@ class _Chat(AnswerFormat):
                     index=choice.index,
                     message=message,
                     logprobs=self._logprobs(choice),
-                    finish_reason="tool_calls" if message.tool_calls else choice.finish_reason or "length",
+                    finish_reason=_reason(choice, bool(message.tool_calls)) or "length",
                     token_ids=choice.token_ids if self._shows_ids else None,
                 )
                 for choice in choices
@@ -75,7 +75,7 @@ class _Chat(AnswerFormat):
         """Return a choice as a message. Tool calls are extracted from the text of the choice."""
         if (reader := self._tools.reader(self._service.codec)) is None:
             return bodies.ChatMessage(content=self._before + choice.text)
-        text, deltas = reader.add(choice.text, True)
+        text, deltas = reader.add(choice.text, choice.finish_reason or "length")
         calls: list[bodies.ToolCall] = []
         for delta in deltas:
             if delta.name is not None:
@@ -87,14 +87,13 @@ class _Chat(AnswerFormat):
     def _tool_events(self, delta: Delta, reader: ToolReader) -> bytes:
         """Return the events for the new tokens of a choice that may call tools. There is no event for new text that may
         still turn out to be part of a tool call."""
-        text, found = reader.add(delta.text, delta.finish_reason is not None)
+        text, found = reader.add(delta.text, delta.finish_reason)
         # Many clients read only one call per event, so each piece of a call gets an event of its own.
         pieces = [bodies.ChatDelta(content=text)] if text else []
         pieces += [bodies.ChatDelta(tool_calls=[_call_delta(call)]) for call in found]
         new = self._choice(delta)
         new.delta = pieces.pop() if pieces else bodies.ChatDelta()
-        if delta.finish_reason is not None and reader.calls:
-            new.finish_reason = "tool_calls"
+        new.finish_reason = _reason(delta, bool(reader.calls))
         events = [event(self._chunk([bodies.ChatChunkChoice(index=delta.index, delta=piece)])) for piece in pieces]
         if new.delta.content or new.delta.tool_calls or new.finish_reason or new.logprobs or new.token_ids:
             events.append(event(self._chunk([new])))
@@ -137,6 +136,11 @@ class _Chat(AnswerFormat):
         return bodies.chat_logprobs(self._tokenizer, bodies.scores(delta.tokens), self._body.top_logprobs or 0)
 
 
+def _reason(choice: Delta, calls: bool) -> bodies.FinishReason | None:
+    """Return why a choice has ended. A call that `max_tokens` cut must not look complete."""
+    return "tool_calls" if calls and choice.finish_reason == "stop" else choice.finish_reason
+
+
 def _call_delta(call: CallDelta) -> bodies.ToolCallDelta:
     part = bodies.FunctionDelta(name=call.name, arguments=call.arguments)
     if call.name is None:
@@ -164,16 +168,19 @@ class Tools:
         self._several = parallel is not False and named is None
 
     def structured(self, asked: StructuredOutputsParams | None, codec: Codec) -> StructuredOutputsParams | None:
-        """Return the format that the answer must match. This is a grammar of tool calls if the request requires a tool
-        call, and otherwise `asked`, the format that the request's other fields set. Raises an HTTP error 400 if the
-        request requires a tool call and also sets `asked`."""
-        if not self._required or codec.tokenizer is None:
+        """Return the format that the answer must match. `asked` is the format that the request's other fields set. If the
+        request requires a tool call, the format is a grammar of calls. If the model may call tools and `asked` is a JSON
+        schema, the answer consists of calls, or matches the schema. Raises an HTTP error 400 if the request requires a
+        tool call and sets another kind of format."""
+        schema = asked.schema if asked else None
+        if not self.used or codec.tokenizer is None or (not self._required and schema is None):
             return asked
-        if asked:
+        if asked and schema is None:
             raise APIError(
-                400, "a required tool call cannot be combined with another constraint on the answer: give one of them"
+                400, "a required tool call cannot be combined with a format other than JSON: give one of them"
             )
-        grammar = calls_grammar(self._callable, codec.tools, codec.tokenizer, several=self._several)
+        answer = None if self._required else schema
+        grammar = calls_grammar(self._callable, codec.tools, codec.tokenizer, several=self._several, answer=answer)
         return StructuredOutputsParams(grammar=grammar)
 
     def reader(self, codec: Codec) -> ToolReader | None:
@@ -182,4 +189,4 @@ class Tools:
 
 
 def call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+    return f"call_{new_id()}"

@@ -23,6 +23,7 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
     service.room(prompts, body.max_tokens)
     scored = (body.prompt_logprobs, body.logprobs if body.echo else None)  # top tokens at each prompt position
     params = body.sampling(
+        service.description.sampling,
         _DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1),
         body.structured(),
         n=body.n or 1,

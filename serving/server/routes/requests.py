@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Discriminator,
     Field,
@@ -176,10 +176,15 @@ class Sampled(Body):
     stream: Flag | None = None
 
     def sampling(
-        self, max_tokens: int, structured: StructuredOutputsParams | None = None, **more: Any
+        self,
+        defaults: Mapping[str, float],
+        max_tokens: int,
+        structured: StructuredOutputsParams | None = None,
+        **more: Any,
     ) -> SamplingParams:
-        """Return the engine's sampling parameters. `structured` is the format that the answer must match. Raises
-        MegakernelError if fields contradict each other."""
+        """Return the engine's sampling parameters. The model's `defaults` replace those of SamplingParams and limit
+        `max_tokens`. `structured` is the format that the answer must match. Raises MegakernelError if fields
+        contradict each other."""
         names = (
             "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty stop stop_token_ids"
             " ignore_eos min_tokens include_stop_str_in_output skip_special_tokens allowed_token_ids bad_words"
@@ -187,8 +192,9 @@ class Sampled(Body):
         given = {name: value for name in names.split() if (value := getattr(self, name, None)) is not None}
         bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
         seed = None if self.seed is None else self.seed % 2**64
-        more |= {"structured_outputs": structured, "logit_bias": bias}
-        return SamplingParams(**given, seed=seed, max_tokens=max_tokens, **more)
+        more |= {"structured_outputs": structured, "logit_bias": bias, "seed": seed}
+        more["max_tokens"] = min(max_tokens, defaults.get("max_tokens", max_tokens))
+        return SamplingParams(**{**defaults, **given, **more})
 
 
 class StreamOptions(Strict):
@@ -243,10 +249,10 @@ class Choices(Sampled):
             given["structured_outputs"] = {"json": outputs.json_, **outputs.model_dump(exclude={"json_"})}
         wanted = self.response_format
         if wanted is not None and wanted.type == "json_schema":
-            if wanted.json_schema is None:
-                told = "response_format.json_schema is required with type json_schema"
+            if wanted.json_schema is None or wanted.json_schema.schema_ is None:
+                told = "response_format.json_schema.schema is required with type json_schema"
                 raise APIError(400, told, param="response_format")
-            given["response_format"] = {"json": wanted.json_schema.schema_ or {}}
+            given["response_format"] = {"json": wanted.json_schema.schema_}
         elif wanted is not None and wanted.type == "json_object":
             given["response_format"] = {"json_object": True} if wanted.schema_ is None else {"json": wanted.schema_}
         if len(given) > 1:
@@ -310,20 +316,19 @@ class Tool(Strict):
     function: Function
 
 
-def _checked_json(text: str) -> str:
-    try:
-        json.loads(text or "{}")
-    except (ValueError, RecursionError) as e:
-        raise PydanticCustomError("json", "is not JSON: {why}", {"why": str(e)}) from e
-    return text
-
-
-Arguments = Annotated[str, AfterValidator(_checked_json)]  # the arguments of a call, as JSON text
-
-
 class CalledFunction(Strict):
     name: str
-    arguments: Arguments
+    arguments: str  # JSON, or a part of it if the answer was cut
+
+
+def _parsed(text: str) -> Any:
+    """Return the value of a JSON text. A text that is not JSON, or not representable in UTF-8, is returned itself."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return text
+    return value
 
 
 class Called(Strict):
@@ -334,8 +339,8 @@ class Called(Strict):
     function: CalledFunction
 
     def plain(self) -> dict[str, Any]:
-        """Return the call in the form that chat templates read: the arguments are an object, not JSON text."""
-        arguments = json.loads(self.function.arguments or "{}")
+        """Return the call in the form that chat templates read: the arguments are an object if they are JSON."""
+        arguments = _parsed(self.function.arguments or "{}")
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 

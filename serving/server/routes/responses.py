@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -14,6 +13,7 @@ from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.http import event
 from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS
+from megakernel.serving.server.replay import new_id
 from megakernel.serving.server.routes import bodies, requests
 from megakernel.serving.server.routes.chat import Tools, call_id
 from megakernel.serving.server.routes.fields import OF_EARLIER_ANSWERS, OF_TEXT, Strict
@@ -58,7 +58,7 @@ class InputCall(Strict):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: requests.Arguments
+    arguments: str
 
 
 class InputResult(Strict):
@@ -311,7 +311,7 @@ class Items:
             events.append(self._tell("output_text.delta", content_index=0, delta=text, logprobs=shown))
         for call in calls:
             if call.name is not None:
-                made = OutputCall(id=f"fc_{secrets.token_hex(12)}", call_id=call_id(), name=call.name)
+                made = OutputCall(id=f"fc_{new_id()}", call_id=call_id(), name=call.name)
                 events += [self.close(), self._add(made)]
             if call.arguments:
                 item = self.all[-1]
@@ -322,7 +322,7 @@ class Items:
 
     def open_message(self) -> bytes:
         """Open a message without text."""
-        message = OutputMessage(id=f"msg_{secrets.token_hex(12)}", content=[])
+        message = OutputMessage(id=f"msg_{new_id()}", content=[])
         events = self._add(message)
         message.content = [OutputText(logprobs=[] if self._scored else None)]
         return events + self._tell("content_part.added", content_index=0, part=OutputText().model_dump())
@@ -363,6 +363,7 @@ async def respond(service: Service, body: ResponsesRequest) -> Response:
     prompt = service.truncated(prompt, body, body.max_output_tokens)
     service.room([prompt], body.max_output_tokens)
     params = body.sampling(
+        service.description.sampling,
         body.max_output_tokens or service.max_context - len(prompt),
         structured,
         logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
@@ -408,7 +409,7 @@ class _Turn(AnswerFormat):
     def _add(self, delta: Delta) -> bytes:
         if self._reader is None:
             return self._items.add(delta.text, logprobs=self._logprobs(delta))
-        return self._items.add(*self._reader.add(delta.text, delta.finish_reason is not None))
+        return self._items.add(*self._reader.add(delta.text, delta.finish_reason))
 
     def _close(self, reason: bodies.FinishReason | None) -> bytes:
         """Close the last output item. If the answer has no items, add an empty message first."""

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from engine_support import CONFIG, EOS, TINY, FakeBackend, Guesses, continuation, digest, fake_engine, output_ids
+from engine_support import EOS, TINY, FakeBackend, alone, fake_engine, output_ids
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
@@ -16,27 +16,9 @@ from megakernel.runtime.steps import Steps
 from megakernel.serving.engine.engine import Engine
 from megakernel.serving.engine.pages import ROOT, PagePool, page_hash
 from megakernel.serving.engine.request import Request
-from megakernel.serving.engine.tokens import Token
 from megakernel.serving.text import llm as llm_module
 
 PAGE = 16
-
-
-def alone(request: Request, choice: int) -> tuple[list[int], str]:
-    """Return the tokens that a choice must generate, and its finish reason."""
-    params, seed = request.params, request.seed & 0xFFFFFFFF
-    tokens, stop = list(request.prompt_ids), {EOS, *params.stop_token_ids}
-    made: list[int] = []
-    while True:
-        token = continuation(digest(tokens), seed, choice)
-        while len(made) < params.min_tokens and token in stop:
-            token = (token + 1) % CONFIG.vocab
-        tokens.append(token)
-        made.append(token)
-        if token in stop:
-            return made, "stop"
-        if len(made) == params.max_tokens or len(tokens) == 256:
-            return made, "length"
 
 
 def assert_generated_alone(*requests: Request) -> None:
@@ -58,90 +40,6 @@ def finish(engine: Engine, backend: FakeBackend) -> None:
     for _ in engine.run():
         pass
     assert_at_rest(engine, backend)
-
-
-def random_request(rng: random.Random, prefixes: list[list[int]]) -> tuple[list[int], SamplingParams]:
-    prompt = rng.choice(prefixes)[: rng.randint(0, 100)] + [rng.randrange(60) for _ in range(rng.randint(1, 30))]
-    most = rng.randint(1, 40)
-    params = SamplingParams(
-        seed=rng.randrange(2**32),
-        max_tokens=most,
-        min_tokens=rng.randint(0, most) if rng.random() < 0.3 else 0,
-        n=rng.choice([1, 1, 1, 2, 4]),
-        stop_token_ids=[rng.randrange(60)] if rng.random() < 0.3 else (),
-        logprobs=rng.choice([None, 0, 2]),
-        prompt_logprobs=rng.choice([None, None, None, 0, 1]),
-        repetition_penalty=rng.choice([1.0, 1.0, 1.5]),  # makes the fake model check HISTORY; changes no token
-    )
-    return prompt, params
-
-
-def guessed(rng: random.Random) -> Guesses:
-    """Return a source of proposals for speculation. A random share of the proposed tokens is wrong."""
-    share = rng.choice([0.0, 0.1, 0.4, 1.0])
-    return Guesses(lambda place: rng.random() < share)
-
-
-def add(engine: Engine, guesses: Guesses, prompt: list[int], params: SamplingParams) -> Request:
-    request = engine.add(prompt, params)
-    for choice in request.choices:
-        guesses.tell(choice, prompt + alone(request, choice.choice)[0])
-    return request
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("depth", [0, 5])
-@pytest.mark.parametrize("seed", range(8))
-def test_company_cuts_prefix_hits_preemption_aborts_and_proposals_change_nothing(seed: int, depth: int) -> None:
-    rng = random.Random(seed)
-    guesses = guessed(rng)
-    limits: dict[str, Any] = {"max_seqs": [2, 5, 9], "pages": [12, 16, 40], "step_tokens": [9, 16, 50]}
-    limits["prefix_cache"] = [True] * 4 + [False]
-    chosen = {name: rng.choice(values) for name, values in limits.items()}
-    engine, backend = fake_engine(None, speculate=(depth, guesses) if depth else None, **chosen)
-    prefixes = [[rng.randrange(60) for _ in range(100)] for _ in range(3)]
-    left = [random_request(rng, prefixes) for _ in range(20)]
-    done: list[Request] = []
-    aborted: list[Request] = []
-    found: dict[int, list[Token]] = {}
-    while left or not engine.idle:
-        while left and (engine.idle or rng.random() < 0.3):
-            prompt, params = left.pop()
-            (aborted if rng.random() < 0.2 else done).append(add(engine, guesses, prompt, params))
-        if aborted and rng.random() < 0.1:
-            engine.abort(rng.choice(aborted))
-        if not engine.idle:
-            for token in engine.step().tokens:
-                found.setdefault(token.choice, []).append(token)
-    for request in done:
-        assert_generated_alone(request)
-        for choice in request.choices:
-            tokens = found[request.first + choice.choice]
-            assert [t.token_id for t in tokens] == output_ids(choice)
-            assert [t.finish_reason for t in tokens[:-1]] == [None] * (len(tokens) - 1)
-            assert tokens[-1].finish_reason == choice.finish_reason
-            assert [t.logprob for t in tokens] == [-float(len(request.prompt_ids) + i) for i in range(len(tokens))]
-    assert_at_rest(engine, backend)
-
-
-@pytest.mark.parametrize("depth, preemptions", [(0, 4), (5, 1)])
-def test_the_random_runs_meet_every_phase(depth: int, preemptions: int) -> None:
-    """Random requests as in the test above cause preemptions and prefix cache hits. With speculation, some proposed
-    tokens are accepted and others rejected."""
-    rng = random.Random(1)
-    guesses = Guesses(lambda place: rng.random() < 0.2)
-    speculate = (depth, guesses) if depth else None
-    engine, backend = fake_engine(None, max_seqs=9, pages=12, step_tokens=16, speculate=speculate)
-    prefixes = [[rng.randrange(60) for _ in range(100)]]
-    for _ in range(15):
-        add(engine, guesses, *random_request(rng, prefixes))
-    finish(engine, backend)
-    stats, counts = engine.stats, engine.stats.counts
-    assert stats.preemptions >= preemptions and 0 < stats.prefix_hits < stats.prefix_queries
-    if depth:
-        assert 100 < counts.accepted < counts.proposed and counts.tokens_per_step > 1.3
-    else:
-        assert (counts.proposed, counts.accepted, counts.tokens_per_step) == (0, 0, 1.0)
 
 
 def test_who_loses_its_pages_comes_back_with_the_token_that_was_being_sampled() -> None:

@@ -346,13 +346,13 @@ def test_the_openapi_schema_is_true(tmp_path: Path, model: str) -> None:
     config = Path(__file__).parents[2] / "support" / "schemathesis.toml"
     with LLM(model, max_context=96, max_seqs=8, step_tokens=16, threads=1, backend="null") as llm, serving(llm) as live:
         command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run"]
-        flags = ["--max-examples", "4", "--phases", "coverage,fuzzing", "--no-color", "--generation-deterministic"]
+        flags = ["--max-examples", "1", "--phases", "coverage,fuzzing", "--no-color", "--generation-deterministic"]
         done = subprocess.run(
             [*command, *flags, f"{live.url}/openapi.json"], capture_output=True, text=True, timeout=600, cwd=tmp_path
         )
         assert done.returncode == 0, done.stdout
         found = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
-        assert found and found[1] == found[2] and int(found[1]) > 500, done.stdout
+        assert found and found[1] == found[2] and int(found[1]) > 100, done.stdout
         until(live.at_rest)
 
 

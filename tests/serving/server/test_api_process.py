@@ -7,11 +7,15 @@ import ssl
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from api_support import Live
-from commands import fails
+from api_support import serving
+from commands import fails, run
 from serve_process import SMALL, begin_stream, process, rest, started
+
+from megakernel import LLM
+from megakernel.serving.server.frontend import Start
 
 
 @pytest.mark.slow
@@ -21,7 +25,7 @@ def test_a_signal_lets_finish_what_has_begun(model: str, signum: int, status: in
     with process("--model", model, *flags) as (server, facts, live):
         assert (facts["model"], facts["max_model_len"], facts["max_num_seqs"]) == ("one", 2048, 8)
         assert facts["kv_tokens"] >= 2048
-        with begin_stream(live, 1000) as sock:
+        with begin_stream(live, 500) as sock:
             server.send_signal(signum)
             assert rest(sock).rstrip().endswith(b"data: [DONE]\n\n\r\n0")
         _, err = server.communicate(timeout=30)
@@ -59,39 +63,46 @@ def test_what_a_person_sees(model: str) -> None:
             assert json.loads(done.stdout)["choices"][0]["finish_reason"] in ("stop", "length")
 
 
-@pytest.mark.slow
+def made_of(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[LLM, Start]:
+    """Return the model and the configuration of the frontends that `megakernel serve` makes of these flags."""
+    server = "megakernel.serving.server"
+    with mock.patch(f"{server}.host.EngineHost") as host, mock.patch(f"{server}.frontends.Frontends") as frontends:
+        status, _, err = run(capsys, "serve", "--port", "0", "--backend", "null", "--threads", "1", *SMALL, *flags)
+    assert status == 0, err
+    return host.call_args.args[0], frontends.call_args.kwargs["start"]
+
+
 def test_flags_win_over_a_file_over_the_environment(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "serve.yaml"
     config.write_text(f"model: {model}\nmax-model-len: 256\nserved-model-name: [a, b]\napi_key: file\n")
     monkeypatch.setenv("MEGAKERNEL_API_KEY", "environment")
     # Flags override the file, whether they come before --config (--max-model-len) or after it (--served-model-name).
     # No flag sets the API key, so the file's key overrides the environment's.
-    with process("--config", str(config), "--served-model-name", "c") as (_, facts, live):
-        assert (facts["model"], facts["max_model_len"]) == ("c", 2048)
-        for key, status in (("file", 200), ("environment", 401)):
-            assert live.request("GET", "/v1/models", headers={"Authorization": f"Bearer {key}"})[0] == status
-    with process("--model", model) as (_, _, live):
-        assert live.request("GET", "/v1/models", headers={"Authorization": "Bearer environment"})[0] == 200
+    llm, start = made_of(capsys, "--config", str(config), "--served-model-name", "c")
+    assert (llm.engine.dims.bucket.max_context, start.names, start.access.keys) == (2048, ["c"], ("file",))
+    assert made_of(capsys, "--model", model)[1].access.keys == ("environment",)
 
 
-@pytest.mark.slow
-def test_who_may_ask_is_set_by_flags(model: str, tmp_path: Path) -> None:
-    def status(live: Live, path: str, host: str) -> int:
-        return live.request("GET", path, headers={"Host": host})[0]
-
-    with process("--model", model, "--api-key", "k", "--open-metrics") as (_, _, live):
-        assert status(live, "/metrics", "localhost") == 200
-        assert status(live, "/version", "localhost") == 401 and status(live, "/version", "evil.example") == 403
+def test_who_may_ask_is_set_by_flags(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "serve.yaml"
     config.write_text("open-metrics: false\nallowed-hosts: [Proxy.example]\ncors-origin: https://chat.example\n")
-    with process("--model", model, "--config", str(config)) as (_, _, live):
-        assert status(live, "/version", "proxy.example") == 200 and status(live, "/version", "localhost") == 403
-        page = {"Origin": "https://chat.example", "Host": "proxy.example"}
-        assert live.request("GET", "/version", headers=page)[1]["access-control-allow-origin"] == page["Origin"]
-    with process("--model", model, "--allowed-hosts", "*") as (_, _, live):
-        assert status(live, "/version", "evil.example") == 200
+    page = {"Origin": "https://chat.example", "Host": "proxy.example"}
+    for flags, requests in (
+        (
+            ["--api-key", "k", "--open-metrics"],
+            [("/metrics", "localhost", 200), ("/version", "localhost", 401), ("/version", "evil.example", 403)],
+        ),
+        (["--config", str(config)], [("/version", "localhost", 403), ("/version", "proxy.example", 200)]),
+        (["--allowed-hosts", "*"], [("/version", "evil.example", 200)]),
+    ):
+        start = made_of(capsys, "--model", model, *flags)[1]
+        with LLM(model, backend="null", threads=1, max_seqs=1) as llm, serving(llm, access=start.access) as live:
+            found = [live.request("GET", path, headers={"Host": host})[0] for path, host, _ in requests]
+            assert found == [status for *_, status in requests], flags
+            answered = live.request("GET", "/version", headers=page)[1]
+            assert answered.get("access-control-allow-origin") == (page["Origin"] if "--config" in flags else None)
 
 
 def ask(address: tuple[str, str | int], context: ssl.SSLContext | None = None) -> bytes:
@@ -183,7 +194,16 @@ def test_wrong_ways_to_listen_are_one_line(capsys: pytest.CaptureFixture[str], t
         ("prot: 1\n", "prot is not a flag of serve"),
         ("- port\n", "must contain flags and their values"),
         ("port: [\n", "is not YAML"),
-        ("port: " + "[" * 9999, "is not YAML"),
+        ("[" * 5000, "is not YAML"),
+        ("port: " + "{a: " * 3000, "is not YAML"),
+        ("port: 2020-99-99\n", "is not YAML"),
+        ("port: " + "9" * 5000 + "\n", "is not YAML"),
+        ("port: 0x" + "f" * 5000 + "\n", "the value of port is not text, a number"),
+        ("port: {a: 1}\n", "the value of port is not text, a number"),
+        ("port:\n", "the value of port is not text, a number"),
+        ("? [1, 2]\n: 3\n", "is not YAML"),
+        ("8000: port\n", "a key that is not text is not a flag"),
+        ("port: &a [x, x]\nhost: [*a, *a]\n", "the value of host is not text, a number"),
         (None, "cannot read"),
     ],
 )
@@ -194,7 +214,7 @@ def test_a_wrong_file_is_one_line(
     if text is not None:
         config.write_text(text)
     err = fails(capsys, "serve", "--config", str(config))
-    assert message in err and str(config) in err
+    assert message in err and str(config) in err and len(err) < 600
 
 
 def test_a_port_in_use_fails_before_the_model_is_read(capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,13 +249,13 @@ def test_a_sample_of_hostile_requests() -> None:
 
 @pytest.mark.slow
 def test_mixed_traffic(model: str) -> None:
-    """The server survives 5 seconds of benchmarks/correctness/soak.py. benchmarks/results/soak.json has the result of
+    """The server survives 2 seconds of benchmarks/correctness/soak.py. benchmarks/results/soak.json has the result of
     an hour."""
     script = Path(__file__).parents[3] / "benchmarks" / "correctness" / "soak.py"
-    flags = ["--minutes", "0.08", "--rounds", "1", "--clients", "12", "--connections", "200"]
+    flags = ["--minutes", "0.03", "--rounds", "1", "--clients", "8", "--connections", "100"]
     serve = ["--model", model, "--backend", "null", "--max-model-len", "256", "--api-server-count", "2", *SMALL[:4]]
     arguments = [sys.executable, str(script), *flags, "--", *serve]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
-    assert result["answers"]["200"] > 200 and result["wrong"] == []
+    assert result["answers"]["200"] > 100 and result["wrong"] == []

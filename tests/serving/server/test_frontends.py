@@ -56,7 +56,7 @@ def asleep(pid: int) -> Iterator[None]:
 def stream_of(frontend: int, other: int, live: Live) -> socket.socket:
     """Start a stream that `frontend` serves, because the process `other` is suspended when the request arrives."""
     with asleep(other):
-        return begin_stream(live, 1900)
+        return begin_stream(live, 1200)
 
 
 def to_end(stream: socket.socket) -> bytes:
@@ -92,12 +92,12 @@ def test_the_death_of_a_frontend_ends_only_its_own_streams(model: str) -> None:
         with asleep(second):  # so that the new frontend must answer
             live.post(COMPLETIONS, BRIEF)
             until(lambda: at_rest(live))
-            # The engine stopped the two choices of the killed frontend's stream before they had 1900 tokens each.
-            assert value(live, "megakernel:token_rows_total") < 3.6 * 1900
+            # The engine stopped the two choices of the killed frontend's stream before they had 1200 tokens each.
+            assert value(live, "megakernel:token_rows_total") < 3.6 * 1200
             # The metrics still include what the killed frontend counted. In total these are two requests of 3 tokens,
-            # the two choices of the kept stream with 1900 tokens each, and part of the lost stream.
+            # the two choices of the kept stream with 1200 tokens each, and part of the lost stream.
             assert value(live, "vllm:request_success_total") == 4
-            assert value(live, "vllm:generation_tokens_total") > 3 + 2 * 1900 + 3
+            assert value(live, "vllm:generation_tokens_total") > 3 + 2 * 1200 + 3
         server.terminate()
         _, err = server.communicate(timeout=30)
         assert server.returncode == 0
@@ -115,8 +115,8 @@ def test_a_frontend_that_sleeps_holds_nobody_up(model: str) -> None:
                 until(lambda: at_rest(live))  # the engine is done, and the tokens wait for `first`
             text = to_end(late)
             assert text.endswith(END)
-            assert text.count(b"data: {") < 2 * 1900  # late tokens come several per event
-        until(lambda: value(live, "vllm:generation_tokens_total") == 3 * 3 + 2 * 1900)
+            assert text.count(b"data: {") < 2 * 1200  # late tokens come several per event
+        until(lambda: value(live, "vllm:generation_tokens_total") == 3 * 3 + 2 * 1200)
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ Engine.step = fail
     try:
         assert server.stdout is not None
         port = int(server.stdout.readline().partition('"url": "http://127.0.0.1:')[2].partition('"')[0])
-        with begin_stream(Live(None, None, None, "", port), 1900) as stream:  # type: ignore[arg-type]
+        with begin_stream(Live(None, None, None, "", port), 1200) as stream:  # type: ignore[arg-type]
             text = rest(stream)
         assert b'"code":503' in text and b"the engine has stopped, restart the server" in text
         _, err = server.communicate(timeout=30)

@@ -14,18 +14,20 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
-from api_support import Live, until
+from api_support import Live, by_choice, until
 from commands import command, fails
+from model_helpers import byte_model
 from serve_process import SMALL
 
 from megakernel.cli import parser
@@ -33,6 +35,8 @@ from megakernel.errors import MegakernelError
 from megakernel.serving import replicas
 from megakernel.serving.replicas.placement import ClusterNode, ReplicaShare, place, prepare
 from megakernel.serving.replicas.routing import SeenPrefixes, choose, prefix_of
+from megakernel.serving.replicas.server_process import Head
+from megakernel.serving.server.replay import Replay
 
 # -- routing
 
@@ -163,45 +167,27 @@ def test_an_address_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> 
     assert "listen on the same port: give another --port" in fails(capsys, *asked, "--port", "0")
 
 
-SSE = (200, [("content-type", "text/event-stream; charset=utf-8")])
-LOST = b'data: {"error":{"message":"the replica that computed this answer was lost: ask again"'
-
-
 @with_ray
-@pytest.mark.parametrize(
-    ("parts", "status", "end"),
-    [
-        ([], 503, LOST.removeprefix(b"data: ")),
-        ([SSE, b"data: 1\n\n"], 200, b"data: 1\n\n" + LOST),
-        ([SSE, b"data: 1\n\nda"], 200, b"data: 1\n\nda\n\n" + LOST),
-        ([(200, [("content-type", "application/json")]), b"{"], 200, None),
-    ],
-)
-def test_a_lost_answer_ends_with_an_error(parts: list[Any], status: int, end: bytes | None) -> None:
-    """If a replica is lost, its answer ends with an error: status 503, or an error event at the end of the stream. No
-    error can be added to a JSON body that has begun, so the connection is closed before the body is complete."""
-    from megakernel.serving.replicas.cluster import relay
+@pytest.mark.parametrize("healthy", [True, False])
+def test_a_server_that_cannot_answer_is_a_lost_replica(healthy: bool) -> None:
+    """A 503 of a server that works is its answer. If the server no longer works, another replica must answer."""
+    from megakernel.serving.replicas.cluster import Replica
 
-    async def answer() -> AsyncIterator[Any]:
-        for part in parts:
-            yield part
-        raise RuntimeError("the actor died")
+    async def ask(method: str, target: str, headers: Any, body: bytes, replay: Any = None) -> AsyncIterator[Any]:
+        yield Head(200 if target == "/health" and healthy else 503, [], "kind")
 
-    sent: list[Any] = []
+    async def answer() -> list[Any]:
+        replica = Replica.__new__(Replica)
+        replica._server = Mock(ask=ask)
+        return [part async for part in replica.answer("POST", "/v1/completions", [], b"", Replay(1, 1), [])]
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    with contextlib.nullcontext() if end else pytest.raises(RuntimeError):
-        asyncio.run(relay(answer(), {"type": "http"}, None, send))  # type: ignore[arg-type]
-    assert sent[0]["status"] == status
-    assert sent[-1].get("more_body", False) == (end is None)
-    assert b"".join(message["body"] for message in sent[1:]).startswith(end or b"{")
+    with contextlib.nullcontext() if healthy else pytest.raises(RuntimeError, match="/health"):
+        assert [part.status for part in asyncio.run(answer())] == [503]
 
 
 # -- two replicas
 
-MODEL = ("--model", "random:smollm2-135m", "--threads", "1", *SMALL)
+LIMITS = ("--threads", "1", *SMALL)
 
 
 @dataclass
@@ -214,6 +200,7 @@ class Fleet:
     ray_address: str
     live: Live
     token: str
+    model: str
 
     def servers(self) -> dict[int, Live]:
         """Return the process id of each replica's own server, with a client for the port on which it listens."""
@@ -238,7 +225,7 @@ class Fleet:
         not RAY_AUTH_MODE, which the command must then set itself."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         environment |= {"RAY_AUTH_TOKEN": self.token}
-        arguments = command("serve", *flags, "--ray-address", self.ray_address, *MODEL)
+        arguments = command("serve", *flags, "--ray-address", self.ray_address, "--model", self.model, *LIMITS)
         return subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=200)
 
 
@@ -247,11 +234,11 @@ def at(port: int) -> Live:
 
 
 @contextmanager
-def two_replicas() -> Iterator[Fleet]:
+def two_replicas(model: str) -> Iterator[Fleet]:
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # paths of Unix sockets must be short
     token = secrets.token_hex(16)
     environment = os.environ | {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-    arguments = command("serve", "--replicas", "2", "--port", "0", "--json", *MODEL)
+    arguments = command("serve", "--replicas", "2", "--port", "0", "--json", "--model", model, *LIMITS)
     process = subprocess.Popen(arguments, env=environment, stdout=PIPE, stderr=PIPE, text=True)
     try:
         assert process.stdout is not None and process.stderr is not None
@@ -260,17 +247,25 @@ def two_replicas() -> Iterator[Fleet]:
         facts = json.loads(line)
         assert (facts["replicas"], facts["threads"], facts["routing"]) == (2, 1, "prefix")
         port = int(facts["url"].rpartition(":")[2])
-        yield Fleet(process, folder, facts["ray_address"], at(port), token)
+        yield Fleet(process, folder, facts["ray_address"], at(port), token, model)
     finally:
         process.kill()
         process.communicate()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def running(server: Live) -> int:
+def metric(server: Live, name: str) -> int:
     _, _, text = server.request("GET", "/metrics")
-    [value] = re.findall(r"^vllm:num_requests_running\S* (\S+)", text.decode(), re.MULTILINE)
+    [value] = re.findall(rf"^vllm:{name}\S* (\S+)", text.decode(), re.MULTILINE)
     return int(float(value))
+
+
+def running(server: Live) -> int:
+    return metric(server, "num_requests_running")
+
+
+def generated(server: Live) -> int:
+    return metric(server, "generation_tokens_total")
 
 
 def some(**fields: Any) -> dict[str, Any]:
@@ -330,26 +325,97 @@ def what_does_not_fit_is_refused_and_changes_nothing(fleet: Fleet) -> None:
     assert fleet.servers().keys() == before
 
 
-def a_lost_replica_is_told(fleet: Fleet, lost: str) -> None:
-    """When one of two replicas is killed, exactly the two requests that it was answering fail, each with an error 503.
-    Two of the four requests are streams."""
-    streams = [begun(fleet, 300) for _ in range(2)]
-    with ThreadPoolExecutor() as pool:
-        wholes = [pool.submit(fleet.live.request, "POST", "/v1/completions", some(max_tokens=300)) for _ in range(2)]
-        until(lambda: [running(server) for server in fleet.servers().values()] == [2, 2])
-        server = min(fleet.servers())
-        parent = int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
-        os.kill(parent if lost == "actor" else server, signal.SIGKILL)
-        ends = [to_end(stream) for stream in streams]
-        answers = [whole.result() for whole in wholes]
-    errors = [end for end in ends if '"finish_reason":"length"' not in end]
-    refused = [json.loads(text) for status, _, text in answers if status == 503]
-    assert len(errors) + len(refused) == 2
-    for end in errors:
-        refused.append(json.loads(re.findall(r"^data: (.*error.*)$", end, re.MULTILINE)[0]))
-    assert {(error["error"]["code"], error["error"]["type"]) for error in refused} == {(503, "ServiceUnavailableError")}
-    for _ in range(6):
-        fleet.live.post("/v1/completions", some())
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+VICTIMS: dict[str, Callable[[list[int]], list[int]]] = {
+    "actor": lambda servers: [parent(servers[0])],
+    "server": lambda servers: servers[:1],
+    "frontend": lambda servers: children(servers[0]),
+    "both": lambda servers: servers,
+}
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "minLength": 150, "maxLength": 150}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+CALL = {"tools": [{"type": "function", "function": {"name": "f", "parameters": PERSON}}], "tool_choice": "required"}
+FORM = {"guided_json": PERSON}
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"seed": 5, "stop": ["zzz", "\ufffd" * 9]}),
+    ("/v1/completions", {"temperature": 0, "logprobs": 1, "stream_options": {"include_usage": True}}),
+    ("/v1/completions", {"n": 2, "seed": 6}),
+    ("/v1/completions", {"return_token_ids": True, "logprobs": 0}),  # without a seed
+    ("/v1/chat/completions", {"seed": 7, **CALL}),
+    ("/v1/chat/completions", {"seed": 8, "n": 2, **FORM}),
+    ("/v1/chat/completions", {"seed": 9, "stream": False, **CALL}),
+    ("/v1/responses", {"seed": 1}),
+]
+
+
+def varied(number: int) -> tuple[str, dict[str, Any]]:
+    """Return the path and the body of one of 24 requests."""
+    path, fields = KINDS[number % len(KINDS)]
+    text = f"prompt {number} " * (1 + number % 5)
+    given: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "max_tokens": 250}
+    if path == "/v1/completions":
+        given = {"prompt": list(text.encode()), "max_tokens": 200, "ignore_eos": True}
+    elif path == "/v1/responses":
+        given = {"input": text, "max_output_tokens": 200}
+    return path, {"stream": True, **given, **fields}
+
+
+def without_names(data: bytes) -> list[bytes]:
+    """Return the events of an answer, choice by choice, without the values that differ whenever a request is repeated.
+    Within one answer, each of these values must be one and the same."""
+    for name in (b"id", b"created", b"created_at", b"item_id"):
+        pattern = rb'"%s":("[a-z]+-?_?[0-9a-f]{24}"|\d+)' % name
+        found = set(re.findall(pattern, data))
+        assert len({value.partition(b"_")[0] for value in found}) == len(found), found
+        data = re.sub(pattern, b"", data)
+    return by_choice(data)
+
+
+def ask_all(fleet: Fleet, numbers: Sequence[int]) -> list[Future[tuple[int, dict[str, str], bytes]]]:
+    pool = ThreadPoolExecutor(len(numbers))
+    asked = [pool.submit(fleet.live.request, "POST", *varied(number)) for number in numbers]
+    pool.shutdown(wait=False)
+    return asked
+
+
+def a_lost_replica_loses_nothing(fleet: Fleet, lost: str) -> None:
+    """Processes are killed while 24 requests are answered. Each answer is the one that the request gets when nothing is
+    lost. A request without a seed cannot be repeated, so the server scores its tokens in one prompt instead."""
+    expected = [asked.result()[2] for asked in ask_all(fleet, range(24))]
+    until(lambda: len(fleet.servers()) == 2 and not any(map(running, fleet.servers().values())))
+    before = {pid: generated(server) for pid, server in fleet.servers().items()}
+    answers = ask_all(fleet, range(24))
+    until(lambda: all(generated(server) > before[pid] + 100 for pid, server in fleet.servers().items()))
+    for pid in VICTIMS[lost](sorted(fleet.servers())):
+        os.kill(pid, signal.SIGKILL)
+    for number, answer in enumerate(answers):
+        status, _, data = answer.result()
+        assert status == 200, data
+        path, body = varied(number)
+        if "seed" in body or "temperature" in body:
+            assert without_names(data) == without_names(expected[number]), number
+            continue
+        *events, end, _ = data.split(b"\n\n")
+        assert end == b"data: [DONE]"
+        choices = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
+        tokens = [token for choice in choices for token in choice["token_ids"]]
+        scores = [score for choice in choices for score in choice["logprobs"]["token_logprobs"]]
+        asked = {"prompt": body["prompt"] + tokens, "max_tokens": 0, "echo": True, "logprobs": 0}
+        told = fleet.live.post(path, asked)["choices"][0]["logprobs"]["token_logprobs"]
+        assert len(tokens) == 200 and scores == told[-200:]
+    until(lambda: len(fleet.servers()) == 2, 100)  # Ray replaces what was killed
 
 
 def replicas_are_replaced_without_a_failed_request(fleet: Fleet) -> None:
@@ -380,17 +446,18 @@ def the_end_leaves_nothing_behind(fleet: Fleet) -> None:
 
 @with_ray
 @pytest.mark.slow
-def test_the_life_of_two_replicas() -> None:
+def test_the_life_of_two_replicas(tmp_path: Path) -> None:
     """This is one test, because starting Ray takes longer than all of these checks."""
-    with two_replicas() as fleet:
+    byte_model(tmp_path, hidden_size=512, intermediate_size=1536, num_hidden_layers=12)
+    with two_replicas(str(tmp_path)) as fleet:
         it_is_the_same_server(fleet)
         requests_are_shared_batched_and_cancelled(fleet)
         a_prompt_goes_where_its_beginning_went(fleet)
         what_does_not_fit_is_refused_and_changes_nothing(fleet)
-        a_lost_replica_is_told(fleet, "actor")
-        until(lambda: len(fleet.servers()) == 2, 100)  # Ray replaces the killed replica
+        a_lost_replica_loses_nothing(fleet, "actor")
         replicas_are_replaced_without_a_failed_request(fleet)
-        a_lost_replica_is_told(fleet, "server")
+        for lost in ("server", "frontend", "both"):
+            a_lost_replica_loses_nothing(fleet, lost)
         the_end_leaves_nothing_behind(fleet)
 
 

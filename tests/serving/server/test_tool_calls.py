@@ -45,33 +45,62 @@ CALLS = [("weather", {"city": 'a"}{', "unit": "C"}), ("time", {"zone": ["UTC"]})
 MESSAGES = [{"role": "user", "content": "x"}]
 
 
-def texts(kind: str) -> list[tuple[str, str, int]]:
-    """Return answers in the format `kind`: each answer's text, its content outside calls, and its number of calls."""
-    one, two = (text % FORMATS[kind].arguments for text in (ONE, TWO))
-    mark = FORMATS[kind].begin.strip()
-    both = {
-        "hermes": f"<tool_call>\n{one}\n</tool_call>\n<tool_call>\n{two}\n</tool_call>",
-        "llama3_json": f"{one}; {two}",
-        "mistral": f"[TOOL_CALLS][{one}, {two}]",
-    }[kind]
-    single = {"hermes": f"<tool_call>{one}</tool_call>", "llama3_json": f"{mark}{one}", "mistral": f"{mark} [{one}]"}
-    unknown = single[kind].replace("weather", "nothing")
-    found = [
-        (both, "", 2),
-        (single[kind], "", 1),
-        ("plain { text [ of < braces", "plain { text [ of < braces", 0),
-        (unknown, one.replace("weather", "nothing"), 0),
-        (mark + one[:9], one[:9].strip(), 0),
-        ("", "", 0),
+R = '{"city": "Rome"}'
+# What models write, as a call in JSON with the key `%s` for its arguments, and the calls that it makes.
+FORMS_OF_CALLS: dict[str, tuple[str, list[tuple[str, Any]]]] = {
+    "brackets and quotes in a string": (ONE, CALLS[:1]),
+    "name last": (TWO, CALLS[1:]),
+    "two": (f"{ONE}@{TWO}", CALLS),
+    "a list": (f"[{ONE}, {TWO}]", CALLS),
+    "no last bracket": (ONE[:-1], CALLS[:1]),
+    "no last bracket of the first": (f"{ONE[:-1]}@{TWO}", CALLS),
+    "one bracket too many": (ONE + "}", CALLS[:1]),
+    "another bracket": ('{"name": "weather", "%s": {"city": ["a"}}', [("weather", {"city": ["a"]})]),
+    "a comma before a bracket": ('{"name": "weather", "%s": {"city": ["a", ] ,}, }', [("weather", {"city": ["a"]})]),
+    "a line break in a string": ('{"name": "weather", "%s": {"city": "a\n\tb"}}', [("weather", {"city": "a\n\tb"})]),
+    "a mark in a string": (
+        '{"name": "weather", "%s": {"city": "END"}}',
+        [("weather", {"city": "END"})],
+    ),
+    "no arguments": ('{"name": "time"}', [("time", {})]),
+    "null": ('{"name": "time", "%s": null}', [("time", {})]),
+    "an empty list": ('{"%s": [], "name": "time"}', [("time", {})]),
+    "an empty text": ('{"name": "time", "%s": ""}', [("time", {})]),
+    "arguments as text": ('{"name": "weather", "%s": "{\\"city\\": \\"Rome\\"}"}', [("weather", {"city": "Rome"})]),
+    "another key": (
+        '{"type": "function", "name": "weather", "parameters": {"city": "Rome"}}',
+        [("weather", {"city": "Rome"})],
+    ),
+    "more keys": ('{"name": "weather", "%s": {"city": "Rome"}, "id": "1"}', [("weather", {"city": "Rome"})]),
+    "unknown": ('{"name": "nothing", "%s": {"city": "Rome"}}', []),
+    "no name": ('{"%s": {"city": "Rome"}}', []),
+    "not an object": ('{"name": "weather", "%s": 5}', []),
+    "a name that is none": ('{"name": ["weather"], "%s": {}}', []),
+    "Python": ("{'name': 'weather', '%s': {'city': 'Rome'}}", []),
+    "nothing": ("", []),
+}
+
+
+def written(kind: str, what: str) -> tuple[str, list[tuple[str, Any]]]:
+    """Return an answer in the format `kind` with the call `what`, and the calls that it makes."""
+    form, (text, calls) = FORMATS[kind], FORMS_OF_CALLS[what]
+    text = text.replace("%s", form.arguments).replace("END", form.end.strip() * (len(form.end) > 1) or "<")
+    calls = [
+        (name, json.loads(json.dumps(given).replace("END", form.end.strip() * (len(form.end) > 1) or "<")))
+        for name, given in calls
     ]
-    return found + ([(f"Hi <b>\n{both}\nbye", "Hi <b>\nbye", 2)] if kind == "hermes" else [])
+    if kind == "hermes":
+        return f"<tool_call>\n{text}\n</tool_call>".replace("@", "\n</tool_call>\n<tool_call>\n"), calls
+    if kind == "mistral":
+        return "[TOOL_CALLS]" + (text if text.startswith("[") else f"[{text}]").replace("@", ", "), calls
+    return text.replace("@", "; "), calls
 
 
-def read(reader: ToolReader, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+def read(reader: ToolReader, pieces: list[str], reason: str = "stop") -> tuple[str, list[tuple[str, str]]]:
     content = ""
     calls: list[tuple[str, str]] = []
     for at, piece in enumerate(pieces, 1):
-        text, deltas = reader.add(piece, at == len(pieces))
+        text, deltas = reader.add(piece, reason if at == len(pieces) else None)
         content += text
         for delta in deltas:
             if delta.name is not None:
@@ -81,19 +110,85 @@ def read(reader: ToolReader, pieces: list[str]) -> tuple[str, list[tuple[str, st
     return content, calls
 
 
+@pytest.mark.parametrize("what", FORMS_OF_CALLS)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_calls_are_found_however_a_text_is_cut(kind: str) -> None:
-    for text, content, calls in texts(kind):
-        cuts = [[text], list(text) or [""], *([text[:at], text[at:]] for at in range(1, len(text)))]
-        for pieces in cuts:
-            found, made = read(ToolReader(FORMATS[kind], NAMES), pieces)
-            assert found.replace("\n\n", "\n").strip() == content, (text, pieces)
-            assert [(name, json.loads(arguments)) for name, arguments in made] == CALLS[:calls]
+def test_calls_are_found_as_models_write_them(kind: str, what: str) -> None:
+    """Each form is either a right call or content without marks, also with text before and after it."""
+    text, calls = written(kind, what)
+    for before, after in (("", ""), ("Hi <b>\n", ""), ("", "\nbye")):
+        if FORMATS[kind].bare and before:
+            text = FORMATS[kind].begin + text
+        content, made = read(ToolReader(FORMATS[kind], NAMES), [before + text + after])
+        assert [(name, json.loads(arguments)) for name, arguments in made] == calls
+        assert not any(mark in content for mark in ("tool_call", "TOOL_CALLS", "python_tag")), content
+        if calls:
+            assert content.split() == (before + after).split()
+
+
+@pytest.mark.parametrize("what", FORMS_OF_CALLS)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_stream_is_read_as_the_whole_answer_wherever_it_is_cut(kind: str, what: str) -> None:
+    """The answer is cut at every position. What remains, as the end of the model or of `max_tokens`, is read at once,
+    by characters, and in two pieces, always with the same result, and no mark is passed on."""
+    text = f"Hi\n{FORMATS[kind].begin if FORMATS[kind].bare else ''}{written(kind, what)[0]} bye "
+    for end, reason in itertools.product(range(1, len(text) + 1), ("stop", "length")):
+        whole = content, calls = read(ToolReader(FORMATS[kind], NAMES), [text[:end]], reason)
+        assert read(ToolReader(FORMATS[kind], NAMES), list(text[:end]), reason) == whole
+        for at in range(1 + end % 7, end, 16):
+            assert read(ToolReader(FORMATS[kind], NAMES), [text[:at], text[at:end]], reason) == whole
+        assert "<tool" not in content and "</" not in content and "TOOL" not in content and "<|" not in content, content
+        assert "mark" in what or not any(re.search("<|TOOL", arguments) for _, arguments in calls), calls
+        for name, arguments in calls:
+            assert name in NAMES and arguments.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "content", "calls"),
+    [
+        ("mistral", f"[TOOL_CALLS]weather{R}[TOOL_CALLS]time[ARGS]{{}}", "", [("weather", R), ("time", "{}")]),
+        ("mistral", f"[TOOL_CALLS]weather[CALL_ID]a1[ARGS]{R}", "", [("weather", R)]),
+        ("mistral", f"[TOOL_CALLS]nothing{R}", f"nothing{R}", []),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Rome</tool_call>', "", [("weather", R)]),
+        (
+            "hermes",
+            '<tool_call>{"name": "weather", "arguments": {"city": </tool_call>',
+            "",
+            [("weather", '{"city": null}')],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "weather", "arguments": {"a": [1, {"b": 2</tool_call>',
+            "",
+            [("weather", '{"a": [1, {"b": 2}]}')],
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "weather", "arguments": {"a": [1, {"b": 2',
+            "",
+            [("weather", '{"a": [1, {"b": 2}]}')],
+        ),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Ro', "", [("weather", '{"city": "Ro')]),
+        ("hermes", "a < b, <table>, {x} [y] ", "a < b, <table>, {x} [y] ", []),
+        ("hermes", "a <", "a <", []),
+        ("llama3_json", '{"answer": {"name": "time"}, "b": [1]} ', '{"answer": {"name": "time"}, "b": [1]} ', []),
+        ("llama3_json", '[{"a": 1}, {"b": 2}]', '[{"a": 1}, {"b": 2}]', []),
+        ("llama3_json", " [1] is {a}", " [1] is {a}", []),
+    ],
+)
+def test_answers_at_the_edge(kind: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    for pieces in ([text], list(text)):
+        assert read(ToolReader(FORMATS[kind], NAMES), pieces) == (content, calls)
+
+
+def test_json_that_is_no_call_is_streamed() -> None:
+    """In a format whose calls have no mark, an answer in JSON is not held back until it is complete."""
+    reader = ToolReader(FORMATS["llama3_json"], NAMES)
+    assert [reader.add(piece)[0] for piece in ('{"ci', 'ty": ', '"Ro')] == ["", '{"city":', ' "Ro']
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_only_one_call_is_told_where_only_one_is_wanted(kind: str) -> None:
-    text = texts(kind)[0][0]
+    text = written(kind, "two")[0]
     assert [name for name, _ in read(ToolReader(FORMATS[kind], NAMES, most=1), list(text))[1]] == ["weather"]
 
 
@@ -225,17 +320,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "structured outputs.*x",
     ),
-    "both": (
-        {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
-        "cannot be combined",
-    ),
-    "arguments": (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-        "not JSON",
-    ),
+    "both": ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "cannot be combined"),
     "a name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, r"must match \^\[a-zA-Z0-9_.-\]"),
     "two forms": ({"regex": "a", "guided_choice": ["b"]}, "guided_choice and regex .*give one"),
-    "no schema": ({"response_format": {"type": "json_schema"}}, "json_schema is required"),
+    "no schema": ({"response_format": {"type": "json_schema"}}, "json_schema.schema is required"),
     "malformed": ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "not regex and grammar"),
     "broken": ({"guided_regex": "(a"}, "unclosed group"),
     "hostile": ({"guided_json": {"type": "integer", "multipleOf": 99999999}}, "takes more than|needs more than"),
@@ -243,13 +331,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-@pytest.mark.parametrize("stream", [False, True])
-def test_refusals_name_what_is_wrong(client: OpenAI, what: str, stream: bool) -> None:
+def test_refusals_name_what_is_wrong(client: OpenAI, what: str) -> None:
     more, why = REFUSED[what]
     body = {"messages": MESSAGES} | more
     with pytest.raises(openai.BadRequestError, match=why):
         client.chat.completions.create(
-            model="m", messages=body.pop("messages"), max_tokens=5, stream=stream, extra_body=body
+            model="m", messages=body.pop("messages"), max_tokens=5, stream=what == "broken", extra_body=body
         )
 
 

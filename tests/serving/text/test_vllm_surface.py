@@ -54,30 +54,8 @@ for output in llm.chat(messages=[conversation] * 3, sampling_params=params, use_
     print(f"Prompt: {output.prompt!r}, Output: {output.outputs[0].text!r}")
 """
 
-PREFIX = """
-from vllm import LLM, SamplingParams
 
-prefix = "You teach at a school and write a letter to the parents of a class before its journey to the sea. "
-prompts = ["Dear parents,", "The bus leaves", "Please pack"]
-generating_prompts = [prefix + prompt for prompt in prompts]
-sampling_params = SamplingParams(temperature=0.0)
-
-regular_llm = LLM(model=MODEL, gpu_memory_utilization=0.4, max_model_len=200)
-outputs = regular_llm.generate(generating_prompts, sampling_params)
-expected = [output.outputs[0].text for output in outputs]
-del regular_llm
-
-prefix_cached_llm = LLM(model=MODEL, enable_prefix_caching=True, gpu_memory_utilization=0.4, max_model_len=200)
-prefix_cached_llm.generate(generating_prompts[0], sampling_params)
-outputs = prefix_cached_llm.generate(generating_prompts, sampling_params)
-assert [output.outputs[0].text for output in outputs] == expected
-assert all(output.num_cached_tokens > 64 for output in outputs), [o.num_cached_tokens for o in outputs]
-for output in outputs:
-    print(f"Prompt: {output.prompt!r}, Output: {output.outputs[0].text!r}")
-"""
-
-
-@pytest.mark.parametrize(("example", "lines"), [(BASIC, 3), (CHAT, 4), (PREFIX, 3)], ids=["basic", "chat", "prefix"])
+@pytest.mark.parametrize(("example", "lines"), [(BASIC, 3), (CHAT, 4)], ids=["basic", "chat"])
 def test_an_example_runs_with_another_import(example: str, lines: int, model: str) -> None:
     printed = io.StringIO()
     with redirect_stdout(printed):
@@ -184,7 +162,7 @@ def test_conversations(llm: LLM) -> None:
 
 def test_arguments_in_vllms_names(model: str) -> None:
     how = {"max_model_len": 96, "max_num_seqs": 3, "max_num_batched_tokens": 16, "enable_prefix_caching": False}
-    with LLM(model=model, tensor_parallel_size=2, dtype="float", threads=2, enforce_eager=True, **how) as made:
+    with LLM(model=model, tensor_parallel_size=2, dtype="float", threads=2, gpu_memory_utilization=0.4, **how) as made:
         dims = made.engine.dims
         assert (dims.split.tp, dims.bucket.max_context, dims.bucket.max_seqs) == (2, 96, 3) and made.dtype.name == "F32"
         assert [made.generate([7] * 40)[0].num_cached_tokens for _ in range(2)] == [0, 0]

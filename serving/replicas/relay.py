@@ -1,0 +1,121 @@
+"""Passes a replica's answer on to the client. If the replica is lost, another one gives the rest of the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+
+from starlette.types import Receive, Scope, Send
+
+from megakernel.serving.replicas.server_process import Head, Part
+from megakernel.serving.server.errors import APIError
+from megakernel.serving.server.http import event
+from megakernel.serving.server.replay import MARK, Replay
+
+log = logging.getLogger("ray.serve")
+# A request that kills every replica must not go on forever. So it fails after this number of attempts in a row that
+# gave the client nothing new. The pauses between them, each twice as long as the last, add up to 51 s.
+_MOST_ATTEMPTS, _FIRST_PAUSE = 10, 0.1
+_LOOK_SECONDS = 1.0  # how often a request that waits for its first part looks whether a replica runs
+
+
+class _Lost(Exception):
+    """The replica cannot give the rest of its answer."""
+
+
+class _NoneLeft(Exception):
+    """No replica has run for the stall timeout."""
+
+
+async def relay(
+    ask: Callable[[Replay], AsyncGenerator[Part]],
+    any_runs: Callable[[], Awaitable[bool]],
+    stall_seconds: float,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+) -> None:
+    """Send the client the answer to a request, which `ask` passes to a replica: the head, then pieces of the body. If
+    the replica is lost, ask again. The client gets the events of a stream as soon as it is known which tokens they
+    show, and any other answer when it is complete, so nothing is sent twice. If no replica runs for `stall_seconds`,
+    the client gets a 503, or an error event."""
+    replay = Replay(secrets.randbits(64), int(time.time()))
+    sent: Head | None = None  # what the client has got
+    attempts = 0
+    while True:
+        head, rest = Head(0, [], ""), b""
+        try:
+            async with aclosing(_parts(ask(replay), any_runs, stall_seconds)) as parts:
+                async for part in parts:
+                    if isinstance(part, Head):
+                        head = part
+                        if sent and (head.status, head.kind) != (sent.status, sent.kind):
+                            raise _Lost(f"another replica has a different answer, with status {head.status}")
+                        continue
+                    rest += part
+                    if not head.streams:
+                        continue
+                    *known, rest = MARK.split(rest)  # events and the number of their choice, in turn
+                    if known and sent is None:
+                        await _start(head, send)
+                        sent = head
+                    for choice in map(int, known[1::2]):
+                        replay.given[choice] = replay.given.get(choice, 0) + 1
+                        attempts = 0
+                    if events := b"".join(known[::2]):
+                        await send({"type": "http.response.body", "body": events, "more_body": True})
+            if sent is None:
+                await _start(head, send)
+            break
+        except _Lost as e:
+            attempts += 1
+            log.warning("a replica was lost: %r", e.__cause__ or e)
+            if attempts == _MOST_ATTEMPTS or isinstance(e.__cause__, _NoneLeft):
+                told = "the replica that computed this answer was lost: ask again"
+                lost = APIError(503, told, headers={"Retry-After": "1"})
+                if sent is None:
+                    await lost.response()(scope, receive, send)
+                    return
+                rest = event(lost.body()) + event(b"[DONE]")
+                break
+            await asyncio.sleep(_FIRST_PAUSE * 2 ** (attempts - 1))
+    await send({"type": "http.response.body", "body": rest, "more_body": False})
+
+
+async def _parts(
+    parts: AsyncGenerator[Part], any_runs: Callable[[], Awaitable[bool]], stall_seconds: float
+) -> AsyncGenerator[Part]:
+    """Yield the parts of an answer. Raises _Lost for whatever error ends them, and if no replica begins to answer."""
+    try:
+        async with aclosing(parts):
+            yield await _first(parts, any_runs, stall_seconds)
+            async for part in parts:
+                yield part
+    except Exception as e:
+        raise _Lost from e
+
+
+async def _first(parts: AsyncGenerator[Part], any_runs: Callable[[], Awaitable[bool]], stall_seconds: float) -> Part:
+    first = asyncio.ensure_future(anext(parts))
+    seen = time.monotonic()
+    try:
+        while not first.done():
+            await asyncio.wait((first,), timeout=_LOOK_SECONDS)
+            now = time.monotonic()
+            if first.done() or await any_runs():
+                seen = now
+            elif now - seen >= stall_seconds:
+                raise _NoneLeft
+        return first.result()
+    finally:
+        first.cancel()
+        await asyncio.wait((first,))
+
+
+async def _start(head: Head, send: Send) -> None:
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in head.headers]
+    await send({"type": "http.response.start", "status": head.status, "headers": raw})
