@@ -104,6 +104,8 @@ class HttpProtocol(HttpToolsProtocol):
         last = self.cycle
         if last is not None and not last.response_complete and not last.more_body:
             last.keep_alive = False
+            self.flow.read_paused = False  # so that the end of an answer does not resume reading
+            self.transport.pause_reading()
             return
         if self._answering is None or self._answering.response_complete or not self._answering.response_started:
             why = f"the request is not valid HTTP, or its header is larger than {_MOST_HEAD} bytes"

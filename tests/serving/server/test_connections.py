@@ -4,6 +4,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from api_support import Live, serving, until
@@ -140,8 +141,8 @@ GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def test_a_client_that_only_sends_is_stopped(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client sends 20,000 requests and reads nothing. The server keeps few of them, and closes the connection when
-    the client reads the answers to these."""
+    """The client sends 20,000 requests and reads nothing. The server keeps few of them, stops reading, and closes the
+    connection after the answers to these."""
     most = 0
 
     def counted(self: protocol.HttpProtocol, data: bytes) -> None:
@@ -156,11 +157,14 @@ def test_a_client_that_only_sends_is_stopped(live: Live, monkeypatch: pytest.Mon
         try:
             for _ in range(19):
                 sock.sendall(GET * 1000)
-        except TimeoutError:
+        except OSError:
             pass
         sock.settimeout(30)
-        text = sock.makefile("rb").read()
-    assert most == protocol._MOST_WAITING and text.count(b"HTTP/1.1 200 OK") == most + 1
+        text = b""
+        with suppress(ConnectionResetError):  # the server closes the connection although it has not read everything
+            while piece := sock.recv(1 << 20):
+                text += piece
+    assert most == protocol._MOST_WAITING and text.count(b"HTTP/1.1 200 OK") <= most + 1
     assert live.request("GET", "/health")[0] == 200
     until(lambda: not live.server.server_state.connections)
 
