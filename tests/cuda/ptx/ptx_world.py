@@ -123,7 +123,7 @@ def built(build: Build, faults: tuple[Fault, ...] = ()) -> Path:
     def compile_kernel(target: Path) -> None:
         source = target.with_name("kernel.cpp")
         source.write_text(code)
-        _run(*compiler(), *_FLAGS, "-O0", *_processor(), f"-I{HERE}", "-c", str(source), "-o", str(target))
+        _run(*compiler(), *_FLAGS, "-w", "-O0", *_processor(), f"-I{HERE}", "-c", str(source), "-o", str(target))
 
     def compile_runtime(target: Path) -> None:
         flags = ["-O2", *_processor(), f"-DMK_SMS={build.sms}"]
