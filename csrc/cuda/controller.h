@@ -38,7 +38,7 @@ class Controller {
     MK_LOOP for (where.number = offsets[0]; where.number < offsets[1]; ++where.number) {
       const int32_t* record = params_.records[where.segment] + static_cast<int64_t>(where.number) * kWords;
       if (operation_of(record) == Operation::kDrain && !drain(operands<Drain>(record), where)) return false;
-      if (p_.aborted()) return false;
+      if (aborted()) return false;
       publish(record, where);
     }
     return true;
@@ -56,7 +56,7 @@ class Controller {
     const int32_t body = params_.offsets[kBody][block_.dims.tp * params_.workers];
     int32_t* claims = params_.claims[block_.rank] + where.layer * params_.queues + op.queue;
     while (true) {
-      if (p_.aborted()) return false;
+      if (aborted()) return false;
       if (!wait_for_room(kClaimSlots, where)) return false;
       if (published_ > 0 && !wait_for(published_ - 1, &Slot<P>::loaded, where)) return false;
       const int32_t item = p_.claim(claims, (params_.launch - 1) * length, op.end);
@@ -77,6 +77,9 @@ class Controller {
   MK_FN bool wait_for(uint32_t j, typename P::Barrier Slot<P>::* what, const Where& where) {
     return p_.wait_always(block_.slots[slot_of(j)].*what, slot_parity(j), where);
   }
+
+  // Returns whether the launch was aborted, as one lane sees it: all lanes must take the same branch.
+  MK_FN bool aborted() { return shuffle(p_.aborted(), 0) != 0; }
 
   MK_FN Operation operation_of(const int32_t* record) const {
     const int32_t n = record_phase(record);

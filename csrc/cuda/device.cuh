@@ -80,7 +80,7 @@ class Device {
   }
 
   MK_DEVICE bool wait(Barrier& b, uint32_t parity, const Where& where) {
-    return wait_for<1>(b, parity, where);
+    return wait_for<kSms>(b, parity, where);
   }
   MK_DEVICE bool wait_always(Barrier& b, uint32_t parity, const Where& where = between()) {
     if (wait_for<kSms>(b, parity, where)) return true;
@@ -102,7 +102,7 @@ class Device {
     if (lane_ == 0)
       asm volatile(
           "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
-          " mbarrier.arrive.release.cta.shared::cluster.b64 _, [there], %2; }" ::"r"(at(b)),
+          " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there], %2; }" ::"r"(at(b)),
           "r"(sm), "r"(count)
           : "memory");
   }

@@ -46,12 +46,18 @@ MK_DEVICE void stamp(Device& p, uint64_t* to) {
 
 }  // namespace mk
 
-extern "C" __global__ void __cluster_dims__(mk::kSms) __launch_bounds__(mk::kThreads, 1)
+// Only workers of several SMs need clusters.
+#if defined(MK_SMS) && MK_SMS > 1
+#define MK_CLUSTER __cluster_dims__(mk::kSms)
+#else
+#define MK_CLUSTER
+#endif
+
+extern "C" __global__ void MK_CLUSTER __launch_bounds__(mk::kThreads, 1)
     megakernel(const __grid_constant__ mk::Params params) {
   using namespace mk;
   extern __shared__ __align__(kAlignment) unsigned char memory[];
   if (static_cast<int32_t>(blockIdx.x) >= params.ranks * params.workers * kSms) return;
-  if (shared_address(memory) % kAlignment != 0) __trap();
   Shared& shared =
       // `here` hides the address from the compiler, which would otherwise hoist all address computations
       *reinterpret_cast<Shared*>(memory + here(0));

@@ -205,6 +205,9 @@ class CudaBackend:
             self._by_phases(loaded).launch()
         else:
             loaded.launches += 1
+            # Prepare all grids before any begins: grids wait for each other, and allocating memory or loading code on
+            # a GPU may wait for its running grid.
+            ready = []
             for grid in loaded.grids:
                 grid.gpu.use()
                 grid.params.launch = loaded.launches % 2**32
@@ -212,7 +215,11 @@ class CudaBackend:
                 self._provide(grid.gpu, grid.params, grid.blocks)
                 if launch.traced:
                     self._tracing.prepare(grid, loaded.program)
-                grid.begin(self._kernel(grid.gpu, loaded.program.dims, trace=launch.traced))
+                kernel = self._kernel(grid.gpu, loaded.program.dims, trace=launch.traced)
+                ready.append((grid.gpu, grid.prepared(kernel)))
+            for gpu, prepared in ready:
+                gpu.use()
+                prepared.begin(together=True)
         for watch in self._watches:
             watch.end()
         loaded.fetch()

@@ -97,6 +97,11 @@ class Gpu:
         d = self.driver
         if not check("asking the GPU", d.cuDeviceCanAccessPeer(self._device, other._device)):
             raise MegakernelError(f"GPU {self.ordinal} cannot reach the memory of GPU {other.ordinal}: use --tp 1")
+        atomics = d.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+        if not check("asking the GPU", d.cuDeviceGetP2PAttribute(atomics, self._device, other._device)):
+            raise MegakernelError(
+                f"GPU {self.ordinal} cannot signal GPU {other.ordinal}: their link has no native atomics: use --tp 1"
+            )
         answer = d.cuCtxEnablePeerAccess(other.context, 0)
         if int(answer[0]) != _PEER_ENABLED:
             check("mapping a peer's memory", answer)

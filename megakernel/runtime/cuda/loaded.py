@@ -123,12 +123,10 @@ class Grid:
         """Begin to copy a step table from pinned memory."""
         self.gpu.send(self._tables["step_words"], words)
 
-    def begin(self, kernel: Kernel) -> None:
-        """Launch the whole program."""
-        prepared = self._prepared.get(id(kernel))
-        if prepared is None:
-            prepared = self._prepared.setdefault(id(kernel), Prepared(kernel, self.blocks, self.params))
-        prepared.begin(together=True)
+    def prepared(self, kernel: Kernel) -> Prepared:
+        """Return what launches the whole program with a kernel."""
+        known = self._prepared.get(id(kernel))
+        return known or self._prepared.setdefault(id(kernel), Prepared(kernel, self.blocks, self.params))
 
     def waits(self) -> list[stall.Wait]:
         """Return what warps waited for in the last launch, as far as the watchdog has reported it."""

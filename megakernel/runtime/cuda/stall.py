@@ -40,7 +40,7 @@ class Wait:
     segment: int
     layer: int
     number: int
-    kind: str  # a key of AWAITED
+    kind: str  # a key of AWAITED, or empty if the record names none
     index: int
     value: int
     expected: int
@@ -59,7 +59,8 @@ def waits_of(program: Program, notes: NDArray[Any], ranks: range) -> list[Wait]:
         worker, sm = divmod(block, program.dims.worker.sms)
         rank, worker = divmod(worker, program.workers)
         n = {name: int(notes[index][name]) for name in NOTE.names or () if name not in ("set", "awaited")}
-        found.append(Wait(ranks.start + rank, worker, sm, warp, kind=list(AWAITED)[notes[index]["awaited"]], **n))
+        kind = dict(enumerate(AWAITED)).get(int(notes[index]["awaited"]), "")
+        found.append(Wait(ranks.start + rank, worker, sm, warp, kind=kind, **n))
     return found
 
 
@@ -212,10 +213,13 @@ def _block(program: Program, wait: Wait) -> int:
 
 
 def _exists(program: Program, wait: Wait) -> bool:
-    """Whether a wait lies between instructions or in an instruction of the program."""
-    if wait.segment not in range(len(SEGMENTS)):
-        return wait.segment < 0
-    return wait.number in range(len(program.numbered(wait.segment)[0]))
+    """Whether a wait is for a barrier or counter, between instructions or in an instruction of the program."""
+    if wait.kind not in AWAITED or wait.segment >= len(SEGMENTS):
+        return False
+    if wait.segment < 0:
+        return True
+    layers = program.dims.model.layers if wait.segment == BODY else 1
+    return wait.layer in range(layers) and wait.number in range(len(program.numbered(wait.segment)[0]))
 
 
 def _describe(program: Program, w: Wait) -> str:
@@ -228,7 +232,7 @@ def _describe(program: Program, w: Wait) -> str:
         name = program.forward.by_number[int(record.phase_number(records[w.number]))].name
         layer = f", layer {w.layer}" if w.segment == BODY else ""
         where = f"{'before' if w.warp == 0 else 'in'} {SEGMENTS[w.segment]} record {w.number} ({name}{layer})"
-    what = AWAITED[w.kind].format(w.index)
+    what = AWAITED.get(w.kind, "no known barrier").format(w.index)
     if w.kind == COUNTER:
         block = f"in block {_block(program, w)} " if _exists(program, w) else ""
         state = f"{block}it has value {w.value}, expected {w.expected}"

@@ -12,8 +12,8 @@
 // behaviour is not documented for all of them.
 //
 // Environment variables set the number of devices (FAKE_CUDA_DEVICES, default 1), the SMs of each
-// (FAKE_CUDA_SMS, 132), ten times the compute capability (FAKE_CUDA_CAPABILITY, 90) and the driver's version
-// (FAKE_CUDA_VERSION, 13000).
+// (FAKE_CUDA_SMS, 132), ten times the compute capability (FAKE_CUDA_CAPABILITY, 90), the driver's version
+// (FAKE_CUDA_VERSION, 13000) and whether links between GPUs have atomics (FAKE_CUDA_PEER_ATOMICS, 1).
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -218,6 +218,9 @@ int cuDevicePrimaryCtxRetain(int64_t* context, int device) { return give(context
 int cuDevicePrimaryCtxRelease_v2(int) { return kOk; }
 int cuCtxSetCurrent(int64_t context) { return give(&current, context); }
 int cuDeviceCanAccessPeer(int* can, int, int) { return give(can, 1); }
+int cuDeviceGetP2PAttribute(int* value, int, int, int) {
+  return give(value, setting("FAKE_CUDA_PEER_ATOMICS", 1));
+}
 int cuCtxEnablePeerAccess(int64_t context, unsigned) {
   const std::lock_guard lock(memory_mutex);
   return peers.insert({current, context}).second ? kOk : kPeerEnabled;

@@ -1,0 +1,191 @@
+// Bulk copies, which run asynchronously: a copy is checked when it starts, and performed some time later.
+#pragma once
+#include "memory.h"
+
+namespace ptx {
+
+// An access of a bulk copy that `t` starts. It happens some time before `party` reaches `time`.
+inline Access async_access(const Thread& t, bool write, uint32_t party, uint32_t time, bool global,
+                           Scope scope = kNone) {
+  return {write, true, scope, static_cast<uint16_t>(t.site), static_cast<uint16_t>(t.task), party,
+          0,     time, global};
+}
+
+// Records an asynchronous access. It must come after ordinary accesses that a proxy fence separates from it,
+// and after asynchronous ones that have completed.
+inline void touch_async(const Thread& t, const Access& access, uint64_t address, uint32_t bytes) {
+  const Known& fenced = access.global ? t.knows->seen.global : t.knows->seen.shared;
+  world->touch(access, *t.block, address, bytes, [&](const Stamp& earlier, uint32_t lane) {
+    if (earlier.async) return t.knows->has(earlier.party, 0, earlier.time);
+    return fenced && fenced->has(earlier.party, lane, earlier.time);
+  });
+}
+
+constexpr const char* kBulkWait = "bulk stores";
+
+// -- tensor maps
+
+struct Box {
+  mk::HostMap map;
+  mk::Corner corner{};
+};
+
+inline Box box_of(Thread& t, uint64_t address, std::initializer_list<int32_t> at, int dimensions) {
+  Box out;
+  memcpy(&out.map, reinterpret_cast<const void*>(address), sizeof out.map);
+  std::copy(at.begin(), at.end(), out.corner.at);
+  const auto& acquired = t.block->maps[address];
+  if (std::none_of(acquired.begin(), acquired.end(),
+                   [&](const Access& a) { return t.knows->has(a.party, a.lane, a.time); }))
+    world->fail(t, "a tensor map is used that the block has not acquired");
+  if (!out.map.base || out.map.bytes() == 0 || out.map.item == 0) {
+    world->fail(t, "an empty tensor map is used");
+    out.map = {};
+    return out;
+  }
+  for (int d = dimensions; d < mk::kMapDimensions; ++d)
+    if (out.map.sizes[d] != 1) world->fail(t, "a tensor map has more dimensions than the instruction");
+  return out;
+}
+
+// Calls f(address, bytes) for each row of the box's part inside the tensor.
+template <class F>
+inline void for_rows(const Box& box, F&& f) {
+  const mk::HostMap& m = box.map;
+  const int32_t begin = std::max(box.corner.at[0], 0),
+                end = std::min(box.corner.at[0] + m.box[0], m.sizes[0]);
+  if (begin >= end) return;
+  const int rows = static_cast<int>(m.bytes()) / m.item / m.box[0];
+  for (int row = 0; row < rows; ++row) {
+    const char* at = m.base + begin * m.strides[0];
+    bool inside = true;
+    for (int d = 1, left = row; d < mk::kMapDimensions; left /= m.box[d++]) {
+      const int32_t place = box.corner.at[d] + left % m.box[d];
+      inside = inside && place >= 0 && place < m.sizes[d];
+      at += place * m.strides[d];
+    }
+    if (inside) f(reinterpret_cast<uint64_t>(at), static_cast<uint32_t>((end - begin) * m.item));
+  }
+}
+
+inline void check_page(const Thread& t, uint32_t offset, const mk::HostMap& map) {
+  if (offset % (map.swizzled ? 1024 : 128)) world->fail(t, "a box in shared memory is misaligned");
+}
+
+// -- loads
+
+// Starts a load into the blocks of a cluster. fetch(page) performs it; its bytes complete on each block's own
+// barrier.
+template <class Fetch>
+inline void load(Thread& t, const std::vector<Block*>& blocks, uint32_t offset, uint32_t bytes,
+                 uint32_t barrier,
+                 std::function<void(const std::function<void(uint64_t, uint32_t)>&)> sources, Fetch&& fetch) {
+  if (!check_shared(t, offset, bytes)) return;
+  for (Block* block : blocks) {
+    Mbarrier& b = barrier_at(t, block->rank << 24 | offset_of(barrier), false);
+    if (!b.fenced) world->fail(t, "an mbarrier is used for copies whose initialisation no fence follows");
+    if (block->live == 0) world->fail(t, "a bulk copy into the memory of a block that has ended");
+    char* to = block->memory + offset;
+    touch_async(t, async_access(t, true, b.party, b.phase + 1, false), reinterpret_cast<uint64_t>(to), bytes);
+    bool any = false;
+    sources([&](uint64_t from, uint32_t size) {
+      any |= world->for_declared(t, from, size, [&](uint64_t part, uint32_t length) {
+        touch_async(t, async_access(t, false, b.party, b.phase + 1, true), part, length);
+      });
+    });
+    if (!any) world->fail(t, "loads memory of which its instruction declares nothing");
+    memset(to, 0xFF, bytes);  // NaN until the copy completes
+    ++block->copies;
+    world->later([=, &b] {
+      fetch(to);
+      --block->copies;
+      b.bytes -= bytes;
+      settle(b);
+    });
+  }
+}
+
+void Thread::load_box(uint32_t to, uint64_t map, std::initializer_list<int32_t> at, int dimensions,
+                      uint32_t barrier, uint16_t mask) {
+  const Box box = box_of(*this, map, at, dimensions);
+  if (!box.map.base) return;
+  check_page(*this, offset_of(to), box.map);
+  std::vector<Block*> blocks;
+  for (int rank = 0; rank < kClusterBlocks; ++rank)
+    if (mask >> rank & 1) blocks.push_back(block->cluster->blocks[rank]);
+  if (mask == 0) blocks = {&block_of(*this, to)};
+  if (mask >> kClusterBlocks) world->fail(*this, "a multicast to blocks outside the cluster");
+  load(
+      *this, blocks, offset_of(to), box.map.bytes(), barrier, [&](const auto& each) { for_rows(box, each); },
+      [box](char* page) { mk::load_box(page, box.map, box.corner); });
+}
+
+void Thread::load_bytes(uint32_t to, uint64_t from, uint32_t bytes, uint32_t barrier) {
+  if (offset_of(to) % 16 || from % 16 || bytes % 16 || bytes == 0)
+    return world->fail(*this, "a misaligned bulk copy");
+  load(
+      *this, {&block_of(*this, to)}, offset_of(to), bytes, barrier,
+      [&](const auto& each) { each(from, bytes); },
+      [=](char* page) { memcpy(page, reinterpret_cast<const void*>(from), bytes); });
+}
+
+void Thread::prefetch_box(uint64_t map, std::initializer_list<int32_t> at, int dimensions) {
+  box_of(*this, map, at, dimensions);
+}
+
+// -- stores
+
+void Thread::store_box(uint64_t map, std::initializer_list<int32_t> at, int dimensions, uint32_t from,
+                       bool add) {
+  const Box box = box_of(*this, map, at, dimensions);
+  if (!box.map.base) return;
+  const uint32_t offset = offset_of(from), bytes = box.map.bytes();
+  check_page(*this, offset, box.map);
+  if (!check_shared(*this, offset, bytes)) return;
+  if (add && box.map.item != 4) world->fail(*this, "an addition to elements that are not float32");
+  if (warp->storer && warp->storer != this) world->fail(*this, "two lanes of a warp start bulk stores");
+  warp->storer = this;
+  Warp* const w = warp;
+  const size_t group = w->groups.size() - 1;
+  const uint32_t time = static_cast<uint32_t>(group + 1);
+  char* const page = block->memory + offset;
+  touch_async(*this, async_access(*this, false, w->read_party, time, false), reinterpret_cast<uint64_t>(page),
+              bytes);
+  for_rows(box, [&](uint64_t to, uint32_t size) {
+    world->check_global(*this, to, size, true);
+    touch_async(*this, async_access(*this, true, w->write_party, time, true, add ? kGpu : kNone), to, size);
+  });
+  ++w->groups[group].unread, ++w->groups[group].unwritten, ++block->copies;
+  Thread* const self = this;
+  const auto wake = [self] {
+    if (self->waits == kBulkWait) world->ready(*self);
+  };
+  world->later([=] {
+    auto read = std::make_shared<std::vector<char>>(page, page + bytes);
+    --w->groups[group].unread, --self->block->copies;
+    wake();
+    world->later([=] {
+      (add ? mk::add_box : mk::store_box)(box.map, box.corner, read->data());
+      --w->groups[group].unwritten;
+      wake();
+    });
+  });
+}
+
+void Thread::commit_bulk() { warp->groups.emplace_back(); }
+
+void Thread::wait_bulk(uint32_t pending, bool read) {
+  if (warp->storer && warp->storer != this) return;
+  const size_t committed = warp->groups.size() - 1, end = committed - std::min<size_t>(pending, committed);
+  const auto complete = [&] {
+    return std::all_of(warp->groups.begin(), warp->groups.begin() + static_cast<ptrdiff_t>(end),
+                       [read](const BulkGroup& g) { return g.unread == 0 && (read || g.unwritten == 0); });
+  };
+  while (!complete()) world->block(kBulkWait);
+  const uint32_t time = static_cast<uint32_t>(end);
+  if (time == 0) return;
+  knows->seen.all = with(knows->seen.all, warp->read_party, time);
+  if (!read) knows->seen.all = with(knows->seen.all, warp->write_party, time);
+}
+
+}  // namespace ptx

@@ -1,0 +1,262 @@
+// Accesses to memory by threads: addresses, memory order, fences and mbarriers.
+#pragma once
+#include "../../../csrc/cuda/watchdog.h"
+#include "world.h"
+
+namespace ptx {
+
+// -- addresses
+
+uint64_t Thread::time() { return world->time += 32; }
+uint32_t Thread::shared_memory() const { return block->rank << 24 | kReserved; }
+uint64_t Thread::parameters() const { return reinterpret_cast<uint64_t>(&block->grid->copy); }
+
+// Returns the block of the cluster in whose shared memory an address lies.
+inline Block& block_of(const Thread& t, uint32_t address) {
+  const uint32_t rank = address >> 24;
+  if (rank < static_cast<uint32_t>(kClusterBlocks)) return *t.block->cluster->blocks[rank];
+  world->fail(t, "an address in shared memory is outside the cluster");
+  return *t.block;
+}
+inline uint32_t offset_of(uint32_t address) { return address & 0xFFFFFF; }
+
+uint64_t Thread::generic(uint32_t address) {
+  return reinterpret_cast<uint64_t>(block_of(*this, address).memory) + offset_of(address);
+}
+uint64_t Thread::generic_at_rank(uint64_t address, uint32_t rank) {
+  const Block* own = world->block_at(address);
+  if (!own || rank >= static_cast<uint32_t>(kClusterBlocks)) {
+    world->fail(*this, "mapa of an address that is not in shared memory");
+    return address;
+  }
+  return address - reinterpret_cast<uint64_t>(own->memory) +
+         reinterpret_cast<uint64_t>(block->cluster->blocks[rank]->memory);
+}
+
+// Returns whether a range lies in the launch's shared memory; reports a range that does so only in part.
+inline bool check_shared(const Thread& t, uint32_t offset, uint32_t bytes) {
+  if (offset >= kReserved && offset + bytes <= kReserved + mk::kSharedBytes) return true;
+  world->fail(t, "an address is outside the block's shared memory");
+  return false;
+}
+
+// -- loads, stores, atomics
+
+inline Access access_by(const Thread& t, bool write, Scope scope) {
+  return {write,
+          false,
+          scope,
+          static_cast<uint16_t>(t.site),
+          static_cast<uint16_t>(t.task),
+          t.knows->party,
+          t.lane,
+          t.knows->now,
+          false};
+}
+
+// The lanes of a warp that wait long overwrite one another's record of it. device.cuh explains why that does
+// no harm.
+inline bool is_late_record(const Thread& t, uint64_t address) {
+  const auto& late = reinterpret_cast<const Memory*>(t.block->memory + kReserved)->late;
+  return address - reinterpret_cast<uint64_t>(&late) < sizeof late;
+}
+
+// Checks and records an access by the thread itself. Returns where it is.
+inline char* access(Thread& t, uint64_t address, uint32_t bytes, bool write, Scope scope) {
+  char* at = reinterpret_cast<char*>(address);
+  if (address % bytes) world->fail(t, "a misaligned access to memory");
+  if (address - t.parameters() < sizeof(mk::Params)) {
+    if (write) world->fail(t, "a store to the kernel's parameters");
+    return at;
+  }
+  if (const Block* owner = world->block_at(address)) {
+    const uint32_t offset = static_cast<uint32_t>(at - owner->memory);
+    if (!check_shared(t, offset, bytes)) return const_cast<char*>(owner->memory) + kReserved;
+    if (owner->cluster != t.block->cluster) world->fail(t, "an access to another cluster's shared memory");
+    if (owner->barriers.contains(offset & ~7u)) world->fail(t, "an ordinary access to an mbarrier");
+    if (owner->live == 0) world->fail(t, "an access to the shared memory of a block that has ended");
+  } else {
+    world->check_global(t, address, bytes, write);
+  }
+  if (is_late_record(t, address)) return at;
+  t.knows->touched = true;
+  world->touch(
+      access_by(t, write, scope), *t.block, address, bytes,
+      [&t](const Stamp& earlier, uint32_t lane) { return t.knows->has(earlier.party, lane, earlier.time); });
+  return at;
+}
+
+inline void acquire(Thread& t, uint64_t address, Order order) {
+  const auto found = world->released.find(address);
+  if (found == world->released.end()) return;
+  for (const World::Released& from : found->second)
+    if (includes(order.scope, *t.block, *from.block) && includes(from.order.scope, *from.block, *t.block))
+      t.knows->seen.join(from.seen);
+}
+
+inline void release(Thread& t, uint64_t address, Order order) {
+  Seen seen = t.knows->seen;
+  seen.all = t.knows->publish();
+  std::vector<World::Released>& all = world->released[address];
+  for (World::Released& old : all) {
+    // Releases whose scopes include the same threads are kept together.
+    if (old.order.scope != order.scope || !includes(order.scope, *t.block, *old.block)) continue;
+    old.seen.join(seen);
+    return;
+  }
+  all.push_back({order, t.block, seen});
+}
+
+const char* Thread::read(uint64_t address, uint32_t bytes, Order order) {
+  if (order.scope != kNone) world->sometimes_yield(8);
+  const char* at = access(*this, address, bytes, false, order.scope);
+  if (order.kind & kAcquire) acquire(*this, address, order);
+  return at;
+}
+
+char* Thread::write(uint64_t address, uint32_t bytes, Order order) {
+  char* at = access(*this, address, bytes, true, order.scope);
+  if (order.scope != kNone) {
+    world->released.erase(address);
+    if (order.kind & kRelease) release(*this, address, order);
+    world->wake(world->sleeping);
+  }
+  return at;
+}
+
+// Atomic operations continue the release sequences of earlier ones.
+char* Thread::update(uint64_t address, uint32_t bytes, Order order) {
+  world->sometimes_yield(4);
+  char* at = access(*this, address, bytes, true, order.scope);
+  if (order.kind & kAcquire) acquire(*this, address, order);
+  if (order.kind & kRelease) release(*this, address, order);
+  world->wake(world->sleeping);
+  return at;
+}
+
+// -- fences
+
+void Thread::fence_barriers() {
+  for (auto& [offset, barrier] : block->barriers)
+    if (barrier.init.party == knows->party && barrier.init.lane == lane) barrier.fenced = true;
+}
+
+// Everything before the fence happens before asynchronous accesses after it.
+void Thread::fence_async(bool everywhere) {
+  const Known before = knows->publish();
+  knows->seen.shared = join(knows->seen.shared, before);
+  if (everywhere) knows->seen.global = join(knows->seen.global, before);
+}
+
+void Thread::acquire_map(uint64_t map, uint32_t bytes) {
+  if (map % 64 || bytes != mk::kMapBytes)
+    world->fail(*this, "a fence for something that is not a tensor map");
+  knows->touched = true;
+  block->maps[map].push_back(access_by(*this, false, kNone));
+}
+
+// -- mbarriers
+
+inline Mbarrier& barrier_at(const Thread& t, uint32_t address, bool own) {
+  static Mbarrier none;
+  Block& owner = block_of(t, address);
+  if (own && &owner != t.block) world->fail(t, "the mbarrier is not in the thread's own block");
+  const auto found = owner.barriers.find(offset_of(address));
+  if (found == owner.barriers.end()) {
+    world->fail(t, "no mbarrier has been initialised there");
+    return none = {};
+  }
+  Mbarrier& b = found->second;
+  if (!t.knows->has(b.init.party, b.init.lane, b.init.time))
+    world->fail(t, "nothing orders the mbarrier's use after its initialisation");
+  if (&owner != t.block && !b.fenced)
+    world->fail(t, "a remote mbarrier is used whose initialisation no fence follows");
+  return b;
+}
+
+// Completes the phase if nothing is missing.
+inline void settle(Mbarrier& b) {
+  if (b.pending > 0 || b.bytes != 0) return;
+  ++b.phase;
+  b.pending = b.expected;
+  for (int rank = 0; rank < kMaxCluster; ++rank) {
+    for (int wide = 0; wide < 2; ++wide) {
+      b.done[rank][wide].join(b.open[rank][wide]);
+      b.open[rank][wide] = {};
+    }
+  }
+  world->wake(b.waiting);
+}
+
+void Thread::init(uint32_t address, uint32_t arrivals) {
+  const uint32_t offset = offset_of(address);
+  if (offset % 8 || !check_shared(*this, offset, 8))
+    return world->fail(*this, "an mbarrier at an invalid address");
+  if (arrivals == 0 || arrivals >= 1u << 20)
+    world->fail(*this, "an mbarrier with an invalid number of arrivals");
+  if (block->barriers.contains(offset)) world->fail(*this, "an mbarrier is initialised twice");
+  Mbarrier& b = block->barriers[offset] = {};
+  b.expected = b.pending = arrivals;
+  const auto* memory = reinterpret_cast<const Memory*>(block->memory + kReserved);
+  const mk::BarrierName name =
+      mk::name_of(*memory, *reinterpret_cast<const DeviceBarrier*>(block->memory + offset));
+  static const char* const names[] = {"counter", "full",   "ready",   "empty",   "fetched",
+                                      "inputs",  "loaded", "outputs", "retired", "parted"};
+  b.party =
+      world->party(*block, std::string("a copy for barrier ") + names[static_cast<int>(name.what)] + " " +
+                               std::to_string(name.slot) + " of block " + std::to_string(block->index));
+  knows->touched = true;
+  b.init = access_by(*this, true, kNone);
+}
+
+void Thread::arrive(uint32_t address, uint32_t count, uint32_t bytes, Scope scope, bool releases) {
+  world->sometimes_yield(8);
+  Mbarrier& b = barrier_at(*this, address, false);
+  b.bytes += bytes;
+  if (b.bytes >= 1 << 20) world->fail(*this, "an mbarrier expects too many bytes");
+  if (count > b.pending) return world->fail(*this, "more arrivals at an mbarrier than its phase has");
+  if (releases) {
+    Seen own = knows->seen;
+    own.all = knows->publish();
+    b.open[block->rank][scope == kCluster].join(own);
+  }
+  b.pending -= count;
+  settle(b);
+}
+
+// If the barrier says that an instruction is in its slot, the thread works on that instruction from now on.
+inline void note_task(Thread& t, uint32_t offset) {
+  const auto& memory = *reinterpret_cast<const Memory*>(t.block->memory + kReserved);
+  for (const auto& slot : memory.slots) {
+    if (reinterpret_cast<const char*>(&slot.fetched) != t.block->memory + offset) continue;
+    t.task = slot.task.end() ? 0 : world->task_of(slot.task.where);
+  }
+}
+
+// Waits until the phase with this parity has completed, or for some time. Returns whether it has.
+bool Thread::wait(uint32_t address, uint32_t parity, Scope scope, bool acquires) {
+  Mbarrier& b = barrier_at(*this, address, true);
+  if (parity > 1) world->fail(*this, "the parity of a phase is neither 0 nor 1");
+  if ((b.phase & 1) == parity) {
+    if (world->draw(16) == 0) {
+      world->yield();
+    } else {
+      b.waiting.push_back(this);
+      world->block("an mbarrier");
+    }
+    if ((b.phase & 1) == parity) return false;
+  }
+  Known completed = with(nullptr, b.party, b.phase);  // loads that have completed
+  if (b.phase > 0) knows->seen.all = join(knows->seen.all, completed);
+  if (acquires) {
+    for (uint32_t rank = 0; rank < static_cast<uint32_t>(kClusterBlocks); ++rank) {
+      const bool own = rank == block->rank;
+      if (own || scope == kCluster) knows->seen.join(b.done[rank][1]);
+      if (own) knows->seen.join(b.done[rank][0]);
+    }
+  }
+  note_task(*this, offset_of(address));
+  return true;
+}
+
+}  // namespace ptx

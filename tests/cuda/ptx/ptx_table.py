@@ -1,0 +1,172 @@
+"""What each PTX instruction means in C++: one table, which is also the list of all that the translator understands.
+
+A line without indentation is the common part of the anchors of a section of the PTX ISA, as in
+https://docs.nvidia.com/cuda/parallel-thread-execution/#integer-arithmetic-instructions-add. The other lines are entries
+with three columns, which at least two spaces separate:
+
+1. The instruction with all its modifiers. Braces list alternatives, `{name:this|that}`, and give them a name.
+2. The types of the operands, the destination's before the `=`. A type is a PTX type or the name of an alternative.
+   `*` stands for an operand that is not a value: an address, a list of registers, a label. No types: no operands.
+3. The C++ expression for the destination, or a statement if there is none. `{0}` is the first operand after the
+   destination, `{t}` the C++ type of the alternative `t`, `{t.name}` its PTX name. A name alone, such as `load`, is a
+   function of ptx_code.py.
+"""
+
+import re
+from dataclasses import dataclass
+
+_TABLE = r"""
+integer-arithmetic-instructions
+  add.{t:s32|s64}                    t = t t        add({0}, {1})
+  sub.{t:s32|s64}                    t = t t        sub({0}, {1})
+  mul.lo.{t:s32|s64}                 t = t t        mul({0}, {1})
+  mul.hi.{t:s32}                     t = t t        high({0}, {1})
+  mul.wide.{t:s32}                   s64 = t t      int64_t{{{0}}} * {1}
+  mul.wide.{t:u32}                   u64 = t t      uint64_t{{{0}}} * {1}
+  mul.wide.{t:u16}                   u32 = t t      uint32_t{{{0}}} * {1}
+  mad.lo.{t:s32}                     t = t t t      add(mul({0}, {1}), {2})
+  div.{t:s32|u32|u64}                t = t t        quotient({0}, {1})
+  rem.{t:s32}                        t = t t        remainder_of({0}, {1})
+  neg.{t:s32}                        t = t          sub({t}{{0}}, {0})
+  min.{t:s32|u32|u64}                t = t t        {0} < {1} ? {0} : {1}
+  max.{t:s32|u32|u64}                t = t t        {0} > {1} ? {0} : {1}
+  bfi.{t:b32|b64}                    t = t t u32 u32  insert({0}, {1}, {2}, {3})
+floating-point-instructions
+  add.{t:f32}                        t = t t        {0} + {1}
+  sub.{t:f32|f64}                    t = t t        {0} - {1}
+  mul.{t:f32|f64}                    t = t t        {0} * {1}
+  fma.rn.{t:f32|f64}                 t = t t t      std::fma({0}, {1}, {2})
+  fma.rm.{t:f32}                     t = t t t      fma_down({0}, {1}, {2})
+  div.{how:rn|approx}.{t:f32}        t = t t        {0} / {1}
+  neg.{t:f32|f64}                    t = t          -{0}
+  max.{t:f32}                        t = t t        std::fmax({0}, {1})
+  rcp.rn.{t:f32}                     t = t          1.0f / {0}
+  sqrt.rn.{t:f32}                    t = t          std::sqrt({0})
+  rsqrt.approx.{t:f32}               t = t          1.0f / std::sqrt({0})
+  ex2.approx.{t:f32}                 t = t          std::exp2({0})
+  ex2.approx.ftz.{t:f32}             t = t          flushed(std::exp2(flushed({0})))
+comparison-and-selection-instructions
+  setp.{c:eq|ne|lt|le|gt|ge}.{t:b32|b64|s16|s32|s64|u32|u64|f64}  pred = t t  {c}({0}, {1})
+  setp.{c:eq|lt|gt}.{t:f32}          pred = t t     {c}({0}, {1})
+  setp.{c:equ|neu|ltu|leu|gtu|geu}.{t:f32}  pred = t t  {c}({0}, {1})
+  selp.{t:b32|b64|u16|u32|u64|f32|f64}  t = t t pred  {2} ? {0} : {1}
+logic-and-shift-instructions
+  and.{t:b16|b32|b64|pred}           t = t t        {0} & {1}
+  or.{t:b16|b32|b64|pred}            t = t t        {0} | {1}
+  xor.{t:b16|b32|b64|pred}           t = t t        {0} ^ {1}
+  not.{t:b32|b64}                    t = t          ~{0}
+  not.{t:pred}                       t = t          !{0}
+  shl.{t:b32|b64}                    t = t u32      left({0}, {1})
+  shr.{t:s32|u32|u64}                t = t u32      right({0}, {1})
+data-movement-and-conversion-instructions
+  mov.{t:b32|b64|u16|u32|u64|f32|f64|pred}  t = t   {0}
+  cvt.{d:u16|u32|u64|s64}.{t:u16|u32|u64|s32}  d = t  static_cast<{d}>({0})
+  cvt.rn.{d:f32|f64}.{t:s32|u64|f64}  d = t         static_cast<{d}>({0})
+  cvt.{d:f64}.{t:f32}                d = t          double{{{0}}}
+  cvt.rzi.{d:s32|u64}.{t:f32|f64}    d = t          truncated<{d}>({0})
+  cvt.rpi.{d:f64}.{t:f64}            d = t          std::ceil({0})
+  cvt.sat.{d:f32}.{t:f32}            d = t          saturated({0})
+  cvt.rn.bf16.f32                    b16 = f32      bf16({0})
+  cvt.rn.bf16x2.f32                  b32 = f32 f32  uint32_t{{bf16({0})}} << 16 | bf16({1})
+  cvta.to.global.u64                 u64 = u64      {0}
+  cvta.shared.u64                    u64 = u64      T.generic(static_cast<uint32_t>({0}))
+  mapa.shared::cluster.u32           u32 = u32 u32  T.at_rank({0}, {1})
+  mapa.u64                           u64 = u64 u32  T.generic_at_rank({0}, {1})
+  ld.param{v:|.v2|.v4}.{t:s32|u32|u64}  * *         parameter
+  ld{o:|.volatile|.relaxed.gpu|.relaxed.sys|.acquire.gpu|.acquire.sys}{space:|.global|.shared}{cache:|.cg}{v:|.v2|.v4}.{t:u8|u16|u32|s32|u64|f32}  * *  load
+  st{o:|.relaxed.gpu|.relaxed.sys}{space:|.global|.shared}{v:|.v2|.v4}.{t:u8|u16|u32|u64|f32}  * *  store
+  prefetch.global.L2                 *              (void)0
+  shfl.sync.{mode:idx|bfly}.b32      * b32 b32 b32 b32  shuffle
+  cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes  * * u32 *  load_bytes
+  cp.async.bulk.tensor.{n:3d|5d}.shared::cluster.global.tile.mbarrier::complete_tx::bytes  * * *  load_box
+  cp.async.bulk.tensor.{n:3d}.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster  * * * u16  load_box
+  cp.async.bulk.tensor.{n:3d}.global.shared::cta.tile.bulk_group  * *  store_box
+  cp.reduce.async.bulk.tensor.{n:3d}.global.shared::cta.add.tile.bulk_group  * *  add_box
+  cp.async.bulk.prefetch.tensor.{n:5d}.L2.global.tile  *  prefetch_box
+  cp.async.bulk.commit_group                        T.commit_bulk()
+  cp.async.bulk.wait_group           u32            T.wait_bulk({0}, false)
+  cp.async.bulk.wait_group.read      u32            T.wait_bulk({0}, true)
+control-flow-instructions
+  bra                                *              jump
+  bra.uni                            *              jump
+  ret                                               return
+parallel-synchronization-and-communication-instructions
+  bar.sync                           *              barrier
+  bar.warp.sync                      b32            T.sync_warp({0})
+  barrier.cluster.arrive.release                    T.arrive_cluster()
+  barrier.cluster.wait.acquire                      T.wait_cluster()
+  vote.sync.all.pred                 pred = pred b32  T.vote_all({0}, {1})
+  atom{o:|.acq_rel.gpu}{space:|.global|.shared}.{op:add|exch|cas}.{t:u32|s32|b32}  * * * *  atomic
+  red{o:|.relaxed.gpu|.relaxed.sys|.release.gpu|.release.sys}{space:.global}.{op:add}.{t:s32}  * *  reduce
+  fence.mbarrier_init.release.cluster               T.fence_barriers()
+  fence.proxy.async                                 T.fence_async(true)
+  fence.proxy.async.shared::cta                     T.fence_async(false)
+  fence.proxy.tensormap::generic.acquire.sys  * *   acquire_map
+  mbarrier.init.shared::cta.b64      * u32          barrier_init
+  mbarrier.arrive.{o:release|relaxed}.{scope:cta|cluster}.shared::{to:cta|cluster}.b64  * * *  barrier_arrive
+  mbarrier.arrive.expect_tx.release.{scope:cta}.shared::cta.b64  * * u32  barrier_expect
+  mbarrier.try_wait.parity.{o:acquire|relaxed}.{scope:cta|cluster}.shared::cta.b64  * * u32 u32  barrier_wait
+warp-level-matrix-instructions
+  mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32  * * * *  mma
+  ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16  * *  ldmatrix
+asynchronous-warpgroup-level-matrix-instructions
+  wgmma.fence.sync.aligned                          T.wgmma_fence()
+  wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16  * b64 b64 pred * * * *  wgmma
+  wgmma.commit_group.sync.aligned                   T.wgmma_commit()
+  wgmma.wait_group.sync.aligned      *              wgmma_wait
+miscellaneous-instructions
+  nanosleep.u32                      u32            T.sleep()
+  setmaxnreg.{way:inc|dec}.sync.aligned.u32  *      registers
+"""  # noqa: E501
+
+CPP = {"pred": "bool", "f32": "float", "f64": "double"} | {
+    f"{kind}{bits}": f"{'' if kind == 's' else 'u'}int{bits}_t" for kind in "bus" for bits in (8, 16, 32, 64)
+}
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """An entry of the table. `section` is the anchor in the PTX ISA."""
+
+    section: str
+    pattern: re.Pattern[str]
+    result: str | None
+    operands: tuple[str, ...]
+    code: str
+
+
+def _meanings() -> list[Meaning]:
+    out, section = [], ""
+    for line in _TABLE.strip().splitlines():
+        if not line.startswith(" "):
+            section = line
+            continue
+        columns = re.split(r" {2,}", line.strip())
+        name, types, code = columns if len(columns) == 3 else (columns[0], "", columns[1])
+        parts = re.split(r"\{(\w+):([^}]*)\}", name)
+        regex = "".join(
+            re.escape(part)
+            if i % 3 == 0
+            else f"(?P<{part}>"
+            if i % 3 == 1
+            else "|".join(map(re.escape, part.split("|"))) + ")"
+            for i, part in enumerate(parts)
+        )
+        result, _, operands = types.rpartition("=")
+        first = re.match(r"\w+", name)
+        assert first
+        out.append(
+            Meaning(f"{section}-{first[0]}", re.compile(regex), result.strip() or None, tuple(operands.split()), code)
+        )
+    return out
+
+
+MEANINGS = _meanings()
+
+
+def meaning(opcode: str) -> tuple[Meaning, dict[str, str]]:
+    """Return the entry for an opcode with its modifiers, and the alternatives that it names."""
+    for entry in MEANINGS:
+        if match := entry.pattern.fullmatch(opcode):
+            return entry, match.groupdict()
+    raise ValueError(f"{opcode} is not in the table of PTX instructions")

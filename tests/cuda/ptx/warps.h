@@ -1,0 +1,162 @@
+// What the threads of a warp, block or cluster do together: warp-wide exchanges, barriers, registers, sleep.
+#pragma once
+#include "world.h"
+
+namespace ptx {
+
+// Waits until all lanes of the warp have come to the same kind of meeting. The last one calls
+// together(arguments), where arguments[lane] is what the lane has passed. If `aligned`, all lanes must come
+// from the same instruction.
+template <class Arguments, class F>
+inline void meet(Thread& t, const char* kind, bool aligned, Arguments& mine, F&& together) {
+  Meeting& m = t.warp->meeting;
+  if (m.arrived == 0) {
+    m.kind = kind, m.site = t.site;
+  } else if (m.kind != kind) {
+    world->fail(t, std::string("a lane comes to ") + kind + " while others of its warp are at " + m.kind +
+                       ", " + kSites[m.site]);
+  } else if (aligned && m.site != t.site) {
+    world->fail(t, std::string("lanes execute ") + kind + " at different places, also at " + kSites[m.site]);
+  }
+  m.arguments[t.lane] = &mine;
+  if (++m.arrived < kLanes) return world->block(kind);
+  m.arrived = 0;
+  Arguments* all[kLanes];
+  for (int lane = 0; lane < kLanes; ++lane) all[lane] = static_cast<Arguments*>(m.arguments[lane]);
+  together(all);
+  for (Thread* lane : t.warp->lanes)
+    if (lane != &t) world->ready(*lane);
+  world->sometimes_yield(4);
+}
+
+inline void check_mask(const Thread& t, uint32_t mask) {
+  if (mask != 0xFFFFFFFF) world->fail(t, "only full masks of lanes are supported");
+}
+
+// Makes all that a lane of the warp has done or seen happen before whatever any lane does next.
+inline void synchronise(Warp& warp) {
+  uint32_t now = 0;
+  Seen seen = warp.lanes[0]->knows->seen;
+  for (const Thread* lane : warp.lanes) {
+    now = std::max(now, lane->knows->now);
+    seen.join(lane->knows->seen);
+  }
+  const bool used = std::any_of(std::begin(warp.lanes), std::end(warp.lanes), [&](const Thread* lane) {
+    return lane->knows->touched || lane->knows->now != lane->knows->synced + 1;
+  });
+  for (Thread* lane : warp.lanes) {
+    Knowledge& k = *lane->knows;
+    k.seen = seen;
+    if (used) k.synced = now, k.now = now + 1, k.touched = false;
+  }
+}
+
+Shuffled Thread::shuffle(bool butterfly, uint32_t value, uint32_t b, uint32_t c, uint32_t mask) {
+  check_mask(*this, mask);
+  struct {
+    uint32_t value, source;
+    Shuffled got;
+  } mine{value, 0, {}};
+  const uint32_t segment = c >> 8 & 31, clamp = c & 31, most = (lane & segment) | (clamp & ~segment);
+  mine.source = butterfly ? lane ^ (b & 31) : (lane & segment) | (b & 31 & ~segment);
+  mine.got.ok = mine.source <= most;
+  if (!mine.got.ok) mine.source = lane;
+  meet(*this, butterfly ? "shfl.bfly" : "shfl.idx", false, mine, [](auto all) {
+    for (int i = 0; i < kLanes; ++i) all[i]->got.value = all[all[i]->source]->value;
+  });
+  return mine.got;
+}
+
+bool Thread::vote_all(bool value, uint32_t mask) {
+  check_mask(*this, mask);
+  meet(*this, "vote.all", false, value, [](bool** all) {
+    const bool every = std::all_of(all, all + kLanes, [](const bool* one) { return *one; });
+    for (int i = 0; i < kLanes; ++i) *all[i] = every;
+  });
+  return value;
+}
+
+void Thread::sync_warp(uint32_t mask) {
+  check_mask(*this, mask);
+  meet(*this, "bar.warp.sync", false, mask, [this](auto) { synchronise(*warp); });
+}
+
+// bar.sync is barrier.sync.aligned: the lanes of a warp arrive together.
+void Thread::barrier(uint32_t index, uint32_t threads) {
+  if (index >= kNamedBarriers || threads % kLanes) return world->fail(*this, "no such barrier");
+  if (threads == 0) threads = kThreads;
+  NamedBarrier& b = block->named[index];
+  uint64_t turn = 0;
+  meet(*this, "bar.sync", true, turn, [&](uint64_t** all) {
+    synchronise(*warp);
+    if (b.arrived > 0 && b.threads != threads)
+      world->fail(*this, "warps pass different numbers of threads to a barrier");
+    b.threads = threads;
+    Seen own = knows->seen;
+    own.all = with(own.all, warp->party, knows->synced);
+    b.seen.join(own);
+    for (int i = 0; i < kLanes; ++i) *all[i] = b.turn;
+    if ((b.arrived += kLanes) < threads) return;
+    b.done = b.seen;
+    b.seen = {};
+    b.arrived = 0;
+    ++b.turn;
+    world->wake(b.waiting);
+  });
+  while (b.turn == turn) {
+    b.waiting.push_back(this);
+    world->block("bar.sync");
+  }
+  knows->seen.join(b.done);
+}
+
+void Thread::arrive_cluster() {
+  Cluster& c = *block->cluster;
+  Seen own = knows->seen;
+  own.all = knows->publish();
+  c.seen.join(own);
+  cluster_turn = c.turn;
+  if (++c.arrived < static_cast<uint32_t>(kThreads * kClusterBlocks)) return;
+  c.arrived = 0;
+  ++c.turn;
+  c.done.join(c.seen);
+  c.seen = {};
+  world->wake(c.waiting);
+}
+
+void Thread::wait_cluster() {
+  Cluster& c = *block->cluster;
+  if (c.turn == cluster_turn) {
+    c.waiting.push_back(this);
+    world->block("barrier.cluster.wait");
+  }
+  knows->seen.join(c.done);
+}
+
+void Thread::sleep() {
+  world->time += 32;
+  world->sleeping.push_back(this);
+  world->block("a change of a counter");
+}
+
+// The warps of a block share its registers: a request waits until others have given up enough.
+void Thread::set_registers(bool more, uint32_t count) {
+  if (count < 24 || count > 256 || count % 8)
+    world->fail(*this, "setmaxnreg of an invalid number of registers");
+  if (more ? count < warp->registers : count > warp->registers)
+    world->fail(*this, "setmaxnreg in the wrong direction");
+  meet(*this, "setmaxnreg", true, count, [](auto) {});
+  const int extra = static_cast<int>(count) - static_cast<int>(warp->registers);
+  while (warp->registers != count) {  // the first lane that finds enough takes them for the warp
+    if (extra > block->free_registers) {
+      block->want_registers.push_back(this);
+      world->block("registers");
+      continue;
+    }
+    block->free_registers -= extra;
+    warp->registers = count;
+    world->wake(block->want_registers);
+  }
+}
+
+}  // namespace ptx

@@ -1,0 +1,341 @@
+// A launch: its grids on one or several GPUs, their blocks, warps and threads, and the order in which these
+// run. Each GPU thread is a fibre. Only one runs at a time, until it must wait for others; a seed decides
+// which one is next, and when an asynchronous copy happens.
+#pragma once
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <chrono>
+#include <functional>
+#include <map>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+#include "../../../csrc/cuda/block.h"
+#include "../host/tensor_map.h"
+#include "clocks.h"
+#include "regions.h"
+
+namespace ptx {
+
+using mk::kThreads, mk::kWarps;
+constexpr uint32_t kReserved = 1024;  // shared memory below this offset belongs to the system
+constexpr uint32_t kSpan = 1 << 18;   // distance between the shared memories of blocks
+constexpr int kMaxCluster = 2, kNamedBarriers = 16;
+constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+
+struct DeviceBarrier {
+  uint64_t state;
+};
+using Memory = mk::BlockMemory<DeviceBarrier>;
+
+struct Fibre {
+  jmp_buf here;
+  ucontext_t start;
+  bool begun = false;
+};
+
+using Threads = std::vector<Thread*>;
+
+// An mbarrier. `open` is what the arrivals in the current phase release, by block and scope; `done` includes
+// all earlier phases.
+struct Mbarrier {
+  uint32_t expected, pending, party;
+  int64_t bytes = 0;
+  uint32_t phase = 0;
+  Seen open[kMaxCluster][2], done[kMaxCluster][2];
+  Access init;
+  bool fenced = false;  // fence.mbarrier_init has followed
+  Threads waiting;
+};
+
+struct NamedBarrier {
+  uint32_t arrived = 0, threads = 0;
+  uint64_t turn = 0;
+  Seen seen, done;
+  Threads waiting;
+};
+
+// Bulk stores of a warp. Only one of its lanes may start them.
+struct BulkGroup {
+  int unread = 0, unwritten = 0;
+};
+
+struct Meeting {
+  const char* kind = nullptr;
+  int site = 0, arrived = 0;
+  void* arguments[kLanes];
+};
+
+struct Warp {
+  int index;
+  Thread* lanes[kLanes];
+  Meeting meeting;
+  uint32_t registers = kLaunchRegisters;
+  uint32_t party, read_party, write_party, wgmma_party;
+  Thread* storer = nullptr;
+  std::vector<BulkGroup> groups{1};  // the last one is not committed
+  bool wgmma_fenced = false;
+  uint32_t wgmma_groups = 0, wgmma_done = 0;  // committed, waited for
+  struct Result {
+    float value;
+    uint32_t group;
+  };
+  std::vector<Result> results[kLanes];                          // of wgmmas that may still run, for each lane
+  std::vector<std::tuple<int, uint64_t, uint64_t>> multiplied;  // code site and descriptors of each wgmma
+};
+
+struct Grid {
+  const mk::Params* params;
+  mk::Params copy;
+  int device, blocks;
+};
+
+struct Cluster {
+  Block* blocks[kMaxCluster];
+  uint32_t arrived = 0;
+  uint64_t turn = 0;
+  Seen seen, done;
+  Threads waiting;
+};
+
+struct Block {
+  Grid* grid;
+  Cluster* cluster;
+  uint32_t index, rank;  // in the grid, in the cluster
+  char* memory;          // offset 0 of its shared memory
+  Warp warps[kWarps];
+  std::map<uint32_t, Mbarrier> barriers;  // by offset
+  NamedBarrier named[kNamedBarriers];
+  int free_registers = 0;
+  Threads want_registers;
+  std::map<uint64_t, std::vector<Access>> maps;  // who has acquired a tensor map
+  int live = kThreads, copies = 0;               // threads that have not ended, and bulk copies in flight
+};
+
+struct Party {
+  Block* block;
+  std::string name;
+};
+
+enum class Copies : int32_t { kRandom, kEarly, kLate };
+
+// How a launch runs. Python has the same structure.
+struct Schedule {
+  uint64_t seed;
+  int32_t copies;          // a Copies
+  int32_t unfair;          // 0; 1: some warps run only if others wait; 2: some blocks
+  int32_t races;           // whether to look for races
+  int32_t planted;         // the fault that is active
+  uint64_t abort_at;       // after this many switches between threads, the host aborts the launch; 0: never
+  double limit_s;          // real time after which the launch fails
+  const Regions* regions;  // null: accesses are not compared with declarations
+};
+
+struct Statistics {
+  uint64_t switches, copies, accesses, idle;  // idle: steps of virtual time
+};
+
+class World {
+ public:
+  World(const Schedule& schedule, std::vector<Grid>& grids) : schedule(schedule), grids_(grids) {
+    make_blocks();
+  }
+
+  // Returns what went wrong, a line each; empty if nothing did.
+  std::string run();
+
+  // -- for threads
+  uint32_t draw(uint32_t below) {
+    random_ ^= random_ << 13, random_ ^= random_ >> 7, random_ ^= random_ << 17;
+    return static_cast<uint32_t>((random_ >> 32) * below >> 32);
+  }
+  void ready(Thread& thread) {
+    thread.waits = "";
+    runnable_.push_back(&thread);
+  }
+  void wake(Threads& waiting) {
+    Threads woken;
+    woken.swap(waiting);
+    for (Thread* thread : woken) ready(*thread);
+    if (!woken.empty()) idle_ = 0;
+  }
+  // Lets others run until something wakes the thread, which must be in a list of waiting threads.
+  void block(const char* what) {
+    current->waits = what;
+    leave();
+  }
+  void yield() {
+    ready(*current);
+    leave();
+  }
+  void sometimes_yield(uint32_t one_in) {
+    if (draw(one_in) == 0) yield();
+  }
+  void later(std::function<void()> copy) { copies_.push_back(std::move(copy)); }
+  void fail(const std::string& text) {
+    if (failures_.size() < 40) failures_.insert(text);
+  }
+  void fail(const Thread& thread, const std::string& text) { fail(name(thread) + ": " + text); }
+  std::string name(const Thread& thread) const;
+  std::string name(const Stamp& stamp, uint32_t lanes) const;
+
+  uint32_t party(Block& block, const std::string& name) {
+    parties_.push_back({&block, name});
+    return static_cast<uint32_t>(parties_.size() - 1);
+  }
+  int32_t task_of(const mk::Where& where);
+  // Reports an access to a buffer that the thread's instruction does not declare.
+  void check_global(Thread& thread, uint64_t address, uint32_t bytes, bool write);
+  // Calls f(address, bytes) for each part of a row of a box that the thread's instruction declares to read.
+  // Other parts fill the box but do not influence results. Returns whether there is a part.
+  template <class F>
+  bool for_declared(const Thread& thread, uint64_t address, uint32_t bytes, F&& f) const;
+  // Records an access and reports it if it races with an earlier one. before(stamp, lane): whether the
+  // earlier one happens before.
+  template <class Before>
+  void touch(const Access& access, Block& block, uint64_t address, uint32_t bytes, Before&& before);
+  Block* block_at(uint64_t generic) {
+    const uint64_t offset = generic - reinterpret_cast<uint64_t>(memory_);
+    return offset < blocks_.size() * uint64_t{kSpan} ? blocks_[offset / kSpan].get() : nullptr;
+  }
+
+  const Schedule schedule;
+  Statistics statistics{};
+  Thread* current = nullptr;
+  uint64_t time = uint64_t{1} << 40;  // nanoseconds
+  Threads sleeping;
+
+  // What strong accesses to a place in global memory have released.
+  struct Released {
+    Order order;
+    Block* block;
+    Seen seen;
+  };
+  std::unordered_map<uint64_t, std::vector<Released>> released;
+
+ private:
+  std::pair<const Region*, const Region*> declared(const Thread& thread) const;
+  void make_blocks();
+  void make_threads(Block& block);
+  static void enter();
+  void resume(Thread& thread);
+  void leave();
+  Thread& choose();
+  bool pass_time();
+  void race(const Access& access, const Stamp& earlier, uint32_t lanes, bool wrote, uint64_t address);
+  void note_ends();
+
+  std::vector<Grid>& grids_;
+  std::vector<std::unique_ptr<Block>> blocks_;
+  std::vector<std::unique_ptr<Cluster>> clusters_;
+  std::deque<Thread> threads_;
+  std::deque<Fibre> fibres_;
+  std::deque<Knowledge> knowledge_;
+  char *memory_ = nullptr, *stacks_ = nullptr;
+  uint64_t random_ = 0;
+  Threads runnable_;
+  std::vector<std::function<void()>> copies_;
+  jmp_buf home_;
+  int live_ = 0, idle_ = 0;
+  std::set<std::string> failures_;
+  std::set<std::tuple<int, int, bool, bool>> races_;  // pairs of code sites that are reported
+  std::vector<Party> parties_;
+  std::vector<mk::Where> tasks_{mk::between()};
+  std::map<std::tuple<int, int, int>, int32_t> task_numbers_;
+  Shadow shadow_;
+};
+
+inline World* world = nullptr;
+
+template <class F>
+bool World::for_declared(const Thread& t, uint64_t address, uint32_t bytes, F&& f) const {
+  if (!schedule.regions) return f(address, bytes), true;
+  const int64_t from = static_cast<int64_t>(address);
+  const int layer = tasks_[static_cast<size_t>(t.task)].layer;
+  const auto [begin, end] = declared(t);
+  bool any = false;
+  for (const Region* region = begin; region != end; ++region) {
+    if (!(region->kinds & (kReads | kLoads))) continue;
+    const auto [low, high] = region->overlap(from, from + bytes, layer);
+    if (low == high) continue;
+    any = true;
+    if (region->kinds & kReads) f(static_cast<uint64_t>(low), static_cast<uint32_t>(high - low));
+  }
+  return any;
+}
+
+// Whether a scope that a thread of block `a` uses includes the threads of block `b`.
+inline bool includes(Scope scope, const Block& a, const Block& b) {
+  switch (scope) {
+    case kNone:
+      return false;
+    case kCta:
+      return &a == &b;
+    case kCluster:
+      return a.cluster == b.cluster;
+    case kGpu:
+      return a.grid->device == b.grid->device;
+    case kSystem:
+      return true;
+  }
+  return false;
+}
+
+template <class Before>
+void World::touch(const Access& access, Block& block, uint64_t address, uint32_t bytes, Before&& before) {
+  ++statistics.accesses;
+  if (!schedule.races) return;
+  const Stamp own(access);
+  const auto strong = [&](const Stamp& other) {
+    Block& there = *parties_[other.party].block;
+    return access.scope != kNone && other.scope != kNone && includes(access.scope, block, there) &&
+           includes(static_cast<Scope>(other.scope), there, block);
+  };
+  const auto read_before = [&](const Reader& reader) {
+    for (uint32_t left = reader.lanes; left; left &= left - 1)
+      if (!before(reader.stamp, static_cast<uint32_t>(std::countr_zero(left)))) return false;
+    return true;
+  };
+  shadow_.for_cells(address, bytes, [&](Cell& cell) {
+    if (cell.write.time && !before(cell.write, cell.write.lane) && !strong(cell.write))
+      race(access, cell.write, 1u << cell.write.lane, true, address);
+    if (access.write) {
+      const auto check = [&](const Reader& reader) {
+        if (reader.stamp.time && !read_before(reader) && !strong(reader.stamp))
+          race(access, reader.stamp, reader.lanes, false, address);
+      };
+      check(cell.reader);
+      if (cell.more)
+        for (const Reader& reader : *cell.more) check(reader);
+      cell.write = own;
+      cell.reader = {};
+      cell.more.reset();
+      return;
+    }
+    const auto same = [&](const Stamp& s) {
+      return s.time == own.time && s.party == own.party && s.async == own.async && s.scope == own.scope;
+    };
+    const auto replaceable = [&](const Reader& r) { return r.stamp.async == own.async && read_before(r); };
+    const Reader mine{own, 1u << access.lane};
+    if (same(cell.reader.stamp)) {
+      cell.reader.lanes |= mine.lanes;
+    } else if (!cell.reader.stamp.time || replaceable(cell.reader)) {
+      cell.reader = mine;
+    } else {
+      if (!cell.more) cell.more = std::make_unique<std::vector<Reader>>();
+      for (Reader& reader : *cell.more) {
+        if (!same(reader.stamp)) continue;
+        reader.lanes |= mine.lanes;
+        return;
+      }
+      std::erase_if(*cell.more, replaceable);
+      cell.more->push_back(mine);
+    }
+  });
+}
+
+}  // namespace ptx
