@@ -132,7 +132,7 @@ def built(build: Build, faults: tuple[Fault, ...] = ()) -> Path:
     def link(target: Path) -> None:
         _run(*compiler(), "-shared", str(kernel_object), str(runtime_object), "-o", str(target))
 
-    shared = " ".join((version(), *_FLAGS, *_processor())).encode() + (HERE / "machine.h").read_bytes()
+    shared = " ".join((version(), *_FLAGS, "-O1", *_processor())).encode() + (HERE / "machine.h").read_bytes()
     kernel_object = built_once("kernel.o", shared + code.encode(), compile_kernel)
     runtime_object = built_once("runtime.o", shared + sources(ROOT) + bytes([build.sms]), compile_runtime)
     return built_once("ptx.so", f"{kernel_object} {runtime_object}".encode(), link)
