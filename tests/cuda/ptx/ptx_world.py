@@ -24,6 +24,7 @@ from megakernel.runtime.cuda.compile import Build
 from megakernel.runtime.cuda.params import STRUCTURES
 
 HERE = Path(__file__).parent
+_compiler = cuda.compiler  # the real one, which `no_compiler` replaces in the test's process
 SAID = 1 << 16
 COPIES = ("random", "early", "late")
 _FLAGS = [
@@ -81,7 +82,7 @@ def ptx_of(build: Build, folder: Path | None = None) -> str:
         check(nvrtc.nvrtcGetPTX(program, code))
         target.write_bytes(code.rstrip(b"\0"))
 
-    content = ("ptx" + cuda.key(cuda.compiler(), build)).encode()
+    content = ("ptx" + cuda.key(_compiler(), build)).encode()
     return built_once("megakernel.ptx", content, make).read_text()
 
 
@@ -111,7 +112,7 @@ def emulated(*builds: Build, **env: object) -> Callable[[Callable[[], None]], Ca
 def built(build: Build, faults: tuple[Fault, ...] = ()) -> Path:
     """Build the library that runs launches of a build. `faults` are compiled in; a schedule may activate one of them.
 
-    Without optimisation, the frame of a translated thread is larger than its stack.
+    It must exist before the test's process needs it: NVRTC crashes on the small stack of the fake driver's threads.
     """
     translator = Translator(
         {name.rpartition("/")[2]: text.decode().splitlines() for name, text in cuda.sources().items()}, faults
