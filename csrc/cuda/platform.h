@@ -20,13 +20,13 @@
 //                                            the blocks begin and before they end
 //   bool wait(Barrier&, uint32_t parity, const Where&)
 //                                            waits until the phase with that parity has completed, then
-//                                            acquires from all blocks of the worker. For a new barrier, a wait
-//                                            for parity 1 returns at once. Returns false if the launch was
-//                                            aborted
+//                                            acquires from all blocks of the worker. For a new barrier, a
+//                                            wait for parity 1 returns at once. Returns false if the launch
+//                                            was aborted
 //   bool wait_always(Barrier&, parity, const Where& = between())
-//                                            does the same as wait(), but keeps waiting after an abort. Returns
-//                                            false if the phase is still incomplete long after the abort,
-//                                            when it can no longer complete
+//                                            does the same as wait(), but keeps waiting after an abort.
+//                                            Returns false if the phase is still incomplete long after the
+//                                            abort, when it can no longer complete
 //   void arrive(Barrier&, int count = 1)     arrives, and releases the warp's earlier writes at block scope
 //   void arrive_at(int sm, Barrier&, int count = 1)
 //                                            arrives at the same barrier in the shared memory of SM `sm` of
