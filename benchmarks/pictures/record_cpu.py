@@ -9,6 +9,7 @@ meanwhile.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import Counter
 from pathlib import Path
@@ -45,8 +46,9 @@ def verifying_step(speculate: int = 7) -> Step:
 
 
 def main() -> None:
-    (name,) = sys.argv[1:] or sys.exit(__doc__)
-    folder = Path(name)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the pages and the recorded step are written")
+    folder: Path = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     traced = ["timeline", "--model", MODEL, "--backend", "cpu"]
     megakernel([*traced, "--phase", "prefill", "--prompt-tokens", "512", "-o", str(folder / "prefill.html")])

@@ -117,7 +117,6 @@ def test_an_ignored_field_is_taken_with_any_value_and_an_unknown_one_is_named(
         (CHAT, {"modalities": ["text", "audio"]}, "modalities", "text only"),
         (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
         (CHAT, {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "must not contain tools"),
-        (CHAT, {"messages": [{"role": "user", "content": " "}], "continue_final_message": True}, None, "has no text"),
         (COMPLETIONS, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1, not 0"),
         (COMPLETIONS, {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "must be at least -1, not -2"),
         (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "cannot be streamed"),

@@ -196,7 +196,8 @@ def test_a_stream_that_another_server_can_go_on_with_has_no_end(error: Exception
         async def send(message: Any) -> None:
             sent.append(message)
 
-        await EventStream(b"1", rest(), b"end")({"type": "http"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        scope = {"type": "http", "path": COMPLETIONS}
+        await EventStream(b"1", rest(), b"end")(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
         return sent
 
     last = asyncio.run(run())[-1]
