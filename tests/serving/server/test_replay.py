@@ -96,9 +96,10 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, L
     ):
         one.model = other.model = "bytes"
         pool = other.engine._batch._pool
-        held = pool.take(pool.free - 320 // other.engine.dims.bucket.kv_page)
+        held = pool.take(pool.free - 640 // other.engine.dims.bucket.kv_page)
         with serving(one) as first, serving(other) as second:
             yield first, second
+            assert not second.service.engine.dead  # its few pages suffice for each request alone
             until(first.at_rest)
             pool.give(held)
             until(second.at_rest)
@@ -153,7 +154,7 @@ def test_an_answer_goes_on_wherever_it_was_cut(name: str, replicas: tuple[Live, 
 
 def test_a_replica_that_preempts_all_the_time_gives_the_same(replicas: tuple[Live, Live]) -> None:
     first, second = replicas
-    bodies = [{"prompt": letter * 80, "max_tokens": 150, "ignore_eos": True, "stream": True} for letter in "abcdef"]
+    bodies = [{"prompt": letter * 80, "max_tokens": 400, "ignore_eos": True, "stream": True} for letter in "abcdef"]
     with ThreadPoolExecutor(len(bodies)) as pool:
         stormy = list(pool.map(lambda body: asked(second, COMPLETIONS, body)(Replay(0, 0, {0: 40}))[1], bodies))
     assert second.host.loop.engine.stats.preemptions > 5
