@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 
 def run_python(*words: str) -> None:
-    """Run `python SCRIPT ...` or `python -m MODULE ...` in this process. Raises SystemExit if its status is not 0."""
+    """Run `python SCRIPT ...` or `python -m MODULE ...` in this process. Raises SystemExit if its status is not 0. The
+    handler of Ctrl-C, which `megakernel` sets for the rest of its process, is set back."""
+    handler = signal.getsignal(signal.SIGINT)
     with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ):
         try:
             if words[0] == "-m":
@@ -45,6 +48,8 @@ def run_python(*words: str) -> None:
         except SystemExit as e:
             if e.code:
                 raise
+        finally:
+            signal.signal(signal.SIGINT, handler)
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
