@@ -19,6 +19,7 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -50,17 +51,17 @@ class _Vocabulary:
 
 # -- JSON schemas
 
-_FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())  # the library's
+# The formats that the library knows.
+_FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf")  # keywords with schemas that apply to the same value
-_NESTED = frozenset("items prefixItems additionalItems additionalProperties not if then else contains".split())
-_NAMED = frozenset("properties patternProperties $defs definitions dependentSchemas".split())
+_NESTED = frozenset(["items", "prefixItems", "additionalItems", "additionalProperties", "contains"])
+_NESTED |= {"not", "if", "then", "else"}
+_NAMED = frozenset(["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"])
 _PARTS = "x-parts"  # the key under which the root has schemas that references point to
 
 # An escape, a character class, or a lookaround with at most one group in it.
 _ITEM = r"[^()\\\[]|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]"
-_LOOKAROUND = re.compile(
-    rf"(\\.)|(\[\^?\]?(?:\\.|[^\]\\])*\])|\(\?<?[=!](?:{_ITEM}|\((?:{_ITEM})*\))*\)", re.DOTALL
-)
+_LOOKAROUND = re.compile(rf"(\\.)|(\[\^?\]?(?:\\.|[^\]\\])*\])|\(\?<?[=!](?:{_ITEM}|\((?:{_ITEM})*\))*\)", re.DOTALL)
 _BEYOND = re.compile(r"\\[bB1-9k]|(?<!\\)\(\?<?[=!]")  # what no finite automaton, or not the library's, can match
 
 
@@ -277,8 +278,7 @@ def release_memory() -> None:
 def _resident() -> int:
     """Return the bytes of memory that this process takes now, or 0 where the operating system does not tell."""
     try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:
         return 0
 
