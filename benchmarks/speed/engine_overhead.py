@@ -27,9 +27,7 @@ from megakernel import LLM, SamplingParams
 from megakernel.model import ModelConfig, RandomCheckpoint
 
 TINY = RandomCheckpoint(
-    "tiny",
-    ModelConfig(vocab=512, hidden=64, ffn=128, layers=1, heads=4, kv_heads=2, head_dim=16, max_context=2048),
-    0,
+    "tiny", ModelConfig(vocab=512, hidden=64, ffn=128, layers=1, heads=4, kv_heads=2, head_dim=16, max_context=2048), 0
 )
 PARAMS = SamplingParams(temperature=0.8, seed=1, max_tokens=None, ignore_eos=True)
 
@@ -77,10 +75,7 @@ def measure(
 
 def share(steps: int) -> dict[str, dict[str, float]]:
     with LLM("smollm2-135m", backend="cpu", weights="bf16", max_seqs=64, max_context=1024) as llm:
-        return {
-            "ids": measure(llm, 64, steps, (150, 250)),
-            "text": measure(llm, 64, steps, (150, 250), reading=True),
-        }
+        return {"ids": measure(llm, 64, steps, (150, 250)), "text": measure(llm, 64, steps, (150, 250), reading=True)}
 
 
 def flat(sequences: int, steps: int, runs: int) -> dict[str, Any]:

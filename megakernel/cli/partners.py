@@ -49,14 +49,6 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
 class _Count(msgspec.Struct):
     count: int
     max_model_len: int
@@ -160,6 +152,8 @@ class RemoteModel:
     None means the first of them."""
 
     def __init__(self, url: str, model: str | None, key: str | None, temperature: float | None) -> None:
+        from megakernel.serving.bench.client import ModelNames
+
         given = url if "//" in url else f"http://{url}"
         if not given.startswith(("http://", "https://")):
             raise MegakernelError(f"{url!r} is not an http:// or https:// address")
@@ -169,7 +163,7 @@ class RemoteModel:
         self._context: int | None = None
         with self._ask("/v1/models") as reply:
             try:
-                names = [one.id for one in _decoded(reply.read(_MOST_LINE), _Models).data]
+                names = [one.id for one in _decoded(reply.read(_MOST_LINE), ModelNames).data]
                 self.name = model or names[0]
             except (MegakernelError, IndexError):
                 raise MegakernelError(f"{self._url}/v1/models names no model: is this an OpenAI API?") from None

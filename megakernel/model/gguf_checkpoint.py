@@ -325,12 +325,7 @@ def _rope(file: GgufFile, keys: Keys) -> Rope:
             raise MegakernelError(f"{file.path}: longrope needs both {_LONG} and {_SHORT}")
         long, short = tables[_LONG], tables[_SHORT]
         return Rope(
-            theta,
-            RopeKind.LONGROPE,
-            original_context=original,
-            factors=long,
-            short_factors=short,
-            attention=attention,
+            theta, RopeKind.LONGROPE, original_context=original, factors=long, short_factors=short, attention=attention
         )
     if kind == "yarn":
         slow, fast = (keys.number(f"rope.scaling.yarn_beta_{n}", d) for n, d in (("slow", 1.0), ("fast", 32.0)))

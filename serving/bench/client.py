@@ -42,7 +42,9 @@ class _Model(msgspec.Struct):
     id: str
 
 
-class _Models(msgspec.Struct):
+class ModelNames(msgspec.Struct):
+    """What this package reads of a server's answer to `GET /v1/models`."""
+
     data: list[_Model]
 
 
@@ -88,7 +90,7 @@ class ServerClient:
         """Set `model` to the first model that the server lists, unless `model` is set already."""
         status, body = await self.get("/v1/models")
         try:
-            self.model = self.model or msgspec.json.decode(body, type=_Models).data[0].id
+            self.model = self.model or msgspec.json.decode(body, type=ModelNames).data[0].id
         except (*_ERRORS, IndexError):
             raise MegakernelError(
                 f"{self.url}/v1/models answered {status} without a model name: {_short(body)}"

@@ -52,11 +52,7 @@ class Load:
 
 
 async def alternate(
-    servers: list[ServerClient],
-    workload: Workload,
-    load: Load,
-    runs: int,
-    on_done: OnDone | None = None,
+    servers: list[ServerClient], workload: Workload, load: Load, runs: int, on_done: OnDone | None = None
 ) -> list[list[dict[str, Any]]]:
     """Run the workload `runs` times on each server, in alternation. Returns a list of each server's runs. If the
     prompts are random token ids, each run of a server has different ids, so that no prefix cache helps. The entry

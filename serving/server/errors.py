@@ -105,8 +105,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 
 def is_messages(path: str) -> bool:
-    """Whether a route belongs to Anthropic's Messages API."""
-    return path.startswith("/v1/messages")
+    """Whether a path, which may begin with --root-path, belongs to Anthropic's Messages API."""
+    return "/v1/messages" in path
 
 
 def shortened(text: str) -> str:

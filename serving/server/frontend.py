@@ -194,11 +194,7 @@ def main(start: Start) -> int:
             parent.send(READY)
 
     server = FrontendServer(
-        service,
-        on_ready=ready,
-        drain_seconds=start.drain_seconds,
-        root_path=start.root_path,
-        tls=start.tls,
+        service, on_ready=ready, drain_seconds=start.drain_seconds, root_path=start.root_path, tls=start.tls
     )
     server.run(sockets=[socket.socket(fileno=start.listener)])
     if orphaned:

@@ -49,10 +49,7 @@ _HISTOGRAMS = {
     "time_to_first_token_seconds": ("time from the request's arrival to the first token", _SECONDS),
     "inter_token_latency_seconds": ("time between two tokens of a choice", _SECONDS),
     "e2e_request_latency_seconds": ("time from the request's arrival to the end of a choice", _SECONDS),
-    "request_queue_time_seconds": (
-        "time from the request's arrival to a choice's admission",
-        _PHASE,
-    ),
+    "request_queue_time_seconds": ("time from the request's arrival to a choice's admission", _PHASE),
     "request_prefill_time_seconds": ("time from a choice's admission to its first token", _PHASE),
     "request_decode_time_seconds": ("time from a choice's first token to its last", _PHASE),
     "request_inference_time_seconds": ("time from a choice's admission to its last token", _PHASE),

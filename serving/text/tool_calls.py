@@ -72,12 +72,7 @@ def _told(message: dict[str, Any], form: ToolFormat) -> dict[str, Any]:
 
 
 def calls_grammar(
-    functions: Mapping[str, Any],
-    form: ToolFormat,
-    tokenizer: Tokenizer,
-    *,
-    several: bool,
-    answer: str | None = None,
+    functions: Mapping[str, Any], form: ToolFormat, tokenizer: Tokenizer, *, several: bool, answer: str | None = None
 ) -> str:
     """Return the grammar, in Lark's notation, of an answer that consists of a call of one of `functions`. If `several`
     is set, the answer may have more calls. If `answer` is given, a JSON schema, the answer may match it instead.
@@ -116,6 +111,12 @@ class CallDelta:
     index: int
     name: str | None = None
     arguments: str = ""
+
+
+def rest_of_call(pieces: list[CallDelta]) -> int:
+    """Return how many of the first pieces belong to a call that began earlier. They come before content that arrived
+    together with them, and the other pieces after it."""
+    return next((at for at, piece in enumerate(pieces) if piece.name is not None), len(pieces))
 
 
 _SEPARATORS = " \n\r\t,;[]}"  # what models write around calls, besides marks

@@ -14,13 +14,7 @@ from unicodedata import normalize
 import pytest
 import regex
 import tokenizers
-from tokenizer_support import (
-    byte_backend,
-    byte_gguf,
-    hf_folder,
-    loaded,
-    pieces,
-)
+from tokenizer_support import byte_backend, byte_gguf, hf_folder, loaded, pieces
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX

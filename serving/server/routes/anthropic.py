@@ -19,7 +19,7 @@ from megakernel.serving.server.routes import requests
 from megakernel.serving.server.routes.chat import Tools
 from megakernel.serving.server.routes.fields import IGNORED, OF_MESSAGES, Strict
 from megakernel.serving.server.service import AnswerFormat, Service, encode_json
-from megakernel.serving.text.tool_calls import CallDelta
+from megakernel.serving.text.tool_calls import CallDelta, rest_of_call
 
 # -- the request. Blocks ignore fields that they do not declare, such as `cache_control`, `citations` and `is_error`.
 
@@ -186,11 +186,7 @@ class CountRequest(requests.Body):
         goes_on = last["role"] == "assistant" and bool(last["content"].strip()) and not last["tool_calls"]
         try:
             return requests.Conversation.model_validate(
-                {
-                    "messages": said,
-                    "continue_final_message": goes_on,
-                    "chat_template_kwargs": self.chat_template_kwargs,
-                }
+                {"messages": said, "continue_final_message": goes_on, "chat_template_kwargs": self.chat_template_kwargs}
             )
         except ValidationError as e:  # a limit that only the converted messages exceed
             raise RequestValidationError(e.errors()) from e
@@ -301,14 +297,14 @@ class _Message(AnswerFormat):
         text, calls = delta.text, list[CallDelta]()
         if self._reader is not None:
             text, calls = self._reader.add(delta.text, delta.finish_reason)
-        begun = sum(block["type"] == "tool_use" for block in self._content)
-        events = b"".join(self._call(call) for call in calls if call.index < begun)
+        before = rest_of_call(calls)
+        events = b"".join(map(self._call, calls[:before]))
         if text:
             if not self._content or self._content[-1]["type"] != "text":
                 events += self._open({"type": "text", "text": ""})
             self._content[-1]["text"] += text
             events += self._change(type="text_delta", text=text)
-        return events + b"".join(self._call(call) for call in calls if call.index >= begun)
+        return events + b"".join(map(self._call, calls[before:]))
 
     def _call(self, call: CallDelta) -> bytes:
         """Append a piece of a call to the last block, or to a new block if it is the first piece."""

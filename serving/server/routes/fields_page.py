@@ -29,8 +29,8 @@ def _lines() -> Iterator[str]:
         yield f"| {body.where} | {', '.join(f'`{name}`' for name in body.model_fields)} |"
     yield "\n## Ignored\n\nThese fields change no answer.\n"
     yield from _table(fields.IGNORED)
-    yield "\nFurther fields that are ignored in entries of `messages` and `input`, in `stream_options` and in `text`:\n"
-    yield from _table(fields.OF_EARLIER_ANSWERS | fields.OF_STREAM_OPTIONS | fields.OF_TEXT)
+    yield "\nFurther fields that are ignored in entries of `messages` and `input`, and in objects of requests:\n"
+    yield from _table(fields.OF_EARLIER_ANSWERS | fields.OF_STREAM_OPTIONS | fields.OF_REASONING | fields.OF_TEXT)
     kinds = ", ".join(f"`{kind}`" for kind in fields.HOSTED_TOOLS.split("|"))
     yield f"\nEntries of `tools` with these types are left out, because no answer can call them: {kinds}."
     yield "\nFurther fields that are ignored in requests to `/v1/messages` and its `count_tokens`:\n"

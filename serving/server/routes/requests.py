@@ -9,15 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BeforeValidator,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    WrapValidator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from megakernel.errors import MegakernelError

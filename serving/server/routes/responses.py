@@ -18,7 +18,7 @@ from megakernel.serving.server.routes import bodies, requests
 from megakernel.serving.server.routes.chat import Tools, call_id
 from megakernel.serving.server.routes.fields import OF_EARLIER_ANSWERS, OF_TEXT, Strict
 from megakernel.serving.server.service import AnswerFormat, Service, encode_json
-from megakernel.serving.text.tool_calls import CallDelta
+from megakernel.serving.text.tool_calls import CallDelta, rest_of_call
 
 # -- the request
 
@@ -295,9 +295,14 @@ class Items:
         self._next += 1
         return event(data, name)
 
-    def add(self, text: str, calls: Sequence[CallDelta] = (), logprobs: Sequence[bodies.TokenLogprob] = ()) -> bytes:
-        """Append text, and then function calls. If there is text and no message is open, open a new message for it."""
-        events = []
+    def add(
+        self, text: str, calls: list[CallDelta] | None = None, logprobs: Sequence[bodies.TokenLogprob] = ()
+    ) -> bytes:
+        """Append the rest of an open function call, then text, for which a message is opened if none is open, and then
+        new calls."""
+        calls = calls or []
+        before = rest_of_call(calls)
+        events = [self._call(call) for call in calls[:before]]
         if text or logprobs:
             if not self._open or not isinstance(self.all[-1], OutputMessage):
                 events += [self.close(), self.open_message()]
@@ -309,16 +314,20 @@ class Items:
                 part.logprobs += logprobs
             shown = [one.model_dump() for one in logprobs]
             events.append(self._tell("output_text.delta", content_index=0, delta=text, logprobs=shown))
-        for call in calls:
-            if call.name is not None:
-                made = OutputCall(id=f"fc_{new_id()}", call_id=call_id(), name=call.name)
-                events += [self.close(), self._add(made)]
-            if call.arguments:
-                item = self.all[-1]
-                assert isinstance(item, OutputCall)
-                item.arguments += call.arguments
-                events.append(self._tell("function_call_arguments.delta", delta=call.arguments))
-        return b"".join(events)
+        return b"".join([*events, *(self._call(call) for call in calls[before:])])
+
+    def _call(self, call: CallDelta) -> bytes:
+        """Append a piece of a function call to the last item, or to a new one if it is the first piece."""
+        events = b""
+        if call.name is not None:
+            made = OutputCall(id=f"fc_{new_id()}", call_id=call_id(), name=call.name)
+            events = self.close() + self._add(made)
+        if call.arguments:
+            item = self.all[-1]
+            assert isinstance(item, OutputCall)
+            item.arguments += call.arguments
+            events += self._tell("function_call_arguments.delta", delta=call.arguments)
+        return events
 
     def open_message(self) -> bytes:
         """Open a message without text."""

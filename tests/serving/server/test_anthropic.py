@@ -257,6 +257,7 @@ def test_what_is_wrong_is_told_in_anthropics_shape(live: Live, body: dict[str, A
         ("POST", MESSAGES, {"model": "gpt", "messages": [ASK], "max_tokens": 1}, 404, "not_found_error"),
         ("POST", COUNT, {"model": "gpt", "messages": [ASK]}, 404, "not_found_error"),
         ("POST", f"{MESSAGES}/batches", {}, 404, "not_found_error"),
+        ("POST", f"/llm{MESSAGES}", {}, 404, "not_found_error"),
         ("GET", MESSAGES, None, 405, "invalid_request_error"),
         ("POST", MESSAGES, b"[" * (1 << 24), 413, "request_too_large"),
     ],
