@@ -145,6 +145,11 @@ def test_a_file_on_top_of_a_known_machine(tmp_path: Path) -> None:
             "bus_bytes_per_s = [1, 2]",
             "in ascending order",
         ),
+        (
+            'base = "h100"\n[core]\nmemory_bytes_per_s = 1\nvector_flops_per_s = 1\nmatmul_rows = [1]\n'
+            "matmul_flops_per_s = [1]\nattention_rows = [2, 1]\nattention_flops_per_s = [1, 2]",
+            "the row counts of core must be in ascending order",
+        ),
     ],
 )
 def test_bad_files(tmp_path: Path, text: str, message: str) -> None:

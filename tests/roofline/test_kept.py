@@ -81,7 +81,7 @@ ENTRY = vars(measured())
             (json.dumps({"MACHINE": {"2": wrong}}), "a measurement in it is impossible")
             for wrong in (
                 ENTRY | {"flops": "fast"},
-                ENTRY | {"flops": -1.0},
+                ENTRY | {"flops": 1.0},
                 ENTRY | {"read_bytes_per_s": 1e300},
                 ENTRY | {"read_bytes_per_s": float("nan")},
                 ENTRY | {"cache_bytes_per_s": True},

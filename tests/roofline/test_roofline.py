@@ -109,6 +109,8 @@ def test_cache_size_is_the_largest_that_linux_reports(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "size").write_text(size + "\n")
     assert last_level_cache(tmp_path) == 36 << 20
+    (tmp_path / "index3" / "size").write_text("1G\n")
+    assert last_level_cache(tmp_path) == 1 << 30
     assert last_level_cache(tmp_path / "absent") > 0
 
 

@@ -10,7 +10,7 @@ import pytest
 from megakernel.machine import Hardware, Level, hardware
 from megakernel.roofline.ask import QUESTIONS
 from megakernel.roofline.ask.chips import alpha_beyond, alpha_node
-from megakernel.roofline.ask.networks import level_seconds
+from megakernel.roofline.ask.networks import level_seconds, level_shares
 from megakernel.roofline.program_step import measured_s
 
 H100, H200, H800 = (hardware(name) for name in ("h100", "h200", "h800"))
@@ -56,6 +56,18 @@ def test_04_32_a_matmul_on_a_b200() -> None:
         assert ask("matmul", B200, rows=64, **how, seconds=seconds)["part_of_the_measured_time"] == near(part, 0.03)
 
 
+def test_07_30_adding_two_vectors() -> None:
+    time = ask("vector-add", elements=1 << 30)
+    assert time["least_s"] == near(3.85e-3) == near((1 << 30) / 2.79e11) and time["bound"] == "memory"
+    peak_s = 1024 / (H100.chip.fp32_lanes * BOOST)
+    assert ask("vector-add", elements=1024)["arithmetic_s"] / peak_s == near(132 / 8)  # only 8 SMs compute
+    assert ask("intensity")["vector_without_multiply_add_per_byte"] == near(10)
+
+
+def test_29_resident_warps() -> None:
+    assert [ask("warps", None, registers=n)["resident_warps"] for n in (256, 32)] == [8, 64]
+
+
 def test_31_gpu_and_tpu() -> None:
     assert H100.chip.subpartitions == 528 and TPU.chip.subpartitions == 8
     assert ask("chip", TPU)["registers_bytes"] == near(256e3, 0.03)
@@ -72,11 +84,33 @@ def test_41_offloaded_weights() -> None:
 # -- networks
 
 
+def test_09_both_halves_of_a_node() -> None:
+    figures = ask("levels", gpus=4)
+    assert 2 * figures["node_bytes_per_s"] == ask("levels", gpus=8)["node_bytes_per_s"] == 3.6e12
+
+
+def test_13_14_33_switches() -> None:
+    pod = ask("switches", gpus=2048)
+    assert (pod["units"], pod["spine_switches"], pod["links_per_leaf_and_spine"], pod["core_switches"]) == (8, 32, 1, 0)
+    pod = ask("switches", gpus=1024)
+    assert (pod["node_switches"], pod["leaf_switches"], pod["spine_switches"]) == (512, 32, 16)
+    assert pod["links_per_leaf_and_spine"] == 2
+    assert ask("switches", gpus=9)["nodes"] == 2 and ask("switches", gpus=9)["spine_switches"] == 0
+
+
 @pytest.mark.parametrize("y", [1, 2, 4, 8, 16, 32, 64])
 def test_21_all_gather_over_one_of_two_axes_in_a_unit(y: int) -> None:
     array = 2.0 * 8192 * 32768
     expected = array * 31 / (32 * 400e9) if y <= 8 else array * 31 / (32 * y * 50e9)
     assert ask("all-gather", bytes=array, gpus=256, inner=y)["least_s"] == pytest.approx(expected)
+
+
+def test_38_reduction_in_the_network() -> None:
+    ring, added = (2 * max(level_seconds(1e9, H100.levels(1024))), max(level_shares(1e9, H100.levels(1024))))
+    assert ring / added == near(2, 0.05)
+    best = ask("all-reduce", bytes=10e9, gpus=8, in_network=True)["measured_best_s"]
+    assert ask("all-reduce", bytes=10e9, gpus=8)["measured_s"] / best == near(1.3)
+    assert near(1700, 0.01) == NODE / 1.3 and near(1900, 0.01) == BEYOND / 1.3
 
 
 def test_levels_by_hand() -> None:
@@ -119,6 +153,8 @@ def test_22_critical_tokens_of_data_parallelism() -> None:
     k = 4 and E = 128 on many nodes."""
     assert (NODE, BEYOND) == (2200, 2475)
     assert ask("data-parallel", gpus=16)["exact_critical_tokens_per_gpu"] == BEYOND / 2
+    # Two groups of 4 GPUs fill a node, so 16 groups exchange among 8 nodes.
+    assert ask("data-parallel", gpus=64, ways=4)["exact_critical_tokens_per_gpu"] == BEYOND * 7 / 8
     h800 = alpha_node(H800)
     assert h800 == 3300 and 2048 * h800 == near(6.76e6) and h800 < 4096 * 15360 / 2048
     for tokens, bound in ((1237, "the network"), (1238, "arithmetic")):
@@ -128,3 +164,17 @@ def test_22_critical_tokens_of_data_parallelism() -> None:
 def test_23_limit_of_tensor_parallelism() -> None:
     ratios = [ask("tensor-parallel", ffn=28672, ways=ways)["arithmetic_over_network"] for ways in (8, 11, 12)]
     assert ratios[0] == pytest.approx(28672 / 8 / NODE) and ratios[1] > 1 > ratios[2]
+
+
+def test_27_35_tokens_per_gpu_and_thresholds_of_megatron() -> None:
+    small, middle, large = (4096 * sequences / gpus for sequences, gpus in ((192, 192), (384, 768), (1536, 3072)))
+    assert small > BEYOND and middle > BEYOND * 8 / 16 and large > BEYOND * 8 / 64
+
+
+@pytest.mark.parametrize("ffn, active, fine", [(32768, 2, True), (2048, 8, False), (2880, 4, False)])
+def test_42_the_recipe_experts(ffn: int, active: int, fine: bool) -> None:
+    """Experts on many nodes hide their traffic only if the FFN size F is more than 8 alpha. Alpha is FLOP/s divided by
+    the bytes/s that leave a node. The sizes are those of Grok-1, DeepSeek-V3 and gpt-oss."""
+    figures = ask("expert-parallel", ffn=ffn, active=active, gpus=max(16 * active, 64))  # a token goes to few GPUs
+    assert figures["least_ffn_for_many_gpus"] == 8 * BEYOND and (ffn > 8 * BEYOND) is fine
+    assert (figures["bound"] == "arithmetic") is fine

@@ -91,7 +91,9 @@ def kernel(build: Build, faults: tuple[Fault, ...] = ()) -> ctypes.CDLL:
     return ctypes.CDLL(str(built(build, faults)))
 
 
-def emulated(*builds: Build, **env: object) -> Callable[[Callable[[], None]], Callable[..., None]]:
+def emulated(
+    *builds: Build, faults: tuple[Fault, ...] = (), **env: object
+) -> Callable[[Callable[[], None]], Callable[..., None]]:
     """Like `fake_gpu.pretended`, a decorator for tests. The test's process finds the libraries for `builds` built."""
 
     def test_of(body: Callable[[], None]) -> Callable[..., None]:
@@ -100,7 +102,7 @@ def emulated(*builds: Build, **env: object) -> Callable[[Callable[[], None]], Ca
         def test() -> None:
             pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
             for build in builds:
-                built(build)
+                built(build, faults)
             run()
 
         test.body = body  # type: ignore[attr-defined]
