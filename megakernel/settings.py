@@ -26,6 +26,8 @@ _TABLE = """
     q5_0, q5_1, q4_k, q5_k or q6_k; a GPU supports only auto
 --kv-cache-dtype | text | auto | type of K and V in memory: auto (the compute type) or q8_0 (8.5 bits per value); a GPU
     supports only auto
+--activations | text | auto | how quantised weights are multiplied: q8 (in integers, with activations that are rounded
+    to 8 bits; fast), float (as the dequantised model) or auto (q8 where weights are quantised)
 --generation-config | text | auto | defaults of sampling: auto (the generation_config.json in the model's folder), vllm
     (none, so that the API's own defaults apply) or another folder with such a file
 --tp --tensor-parallel-size | count | 1 | tensor-parallel ranks: 1, 2, 4 or 8

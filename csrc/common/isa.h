@@ -121,6 +121,7 @@ struct Dims {
   float rms_eps;
   int32_t dtype;
   int32_t quantised_kv;
+  int32_t q8_activations;
   int32_t tp;
   int32_t rank;
   int32_t replicated_o;

@@ -25,7 +25,6 @@ typedef float F32 __attribute__((vector_size(4 * MK_LANES)));
 typedef int32_t I32 __attribute__((vector_size(4 * MK_LANES)));
 typedef uint32_t U32 __attribute__((vector_size(4 * MK_LANES)));
 typedef uint16_t U16 __attribute__((vector_size(2 * MK_LANES)));
-typedef uint8_t Bytes __attribute__((vector_size(4 * MK_LANES)));
 typedef int8_t I8 __attribute__((vector_size(MK_LANES)));
 
 // Returns a vector with x in every lane. With AVX-512, x may be any four bytes, such as a pair of bfloat16
@@ -166,22 +165,6 @@ MK_INLINE U32 load_words(const uint32_t* p, int skip = 0) {
   return v;
 }
 
-#if defined(__AVX512F__)
-// Returns the lowest four bits of each lane, minus kZero, as a float. The four bits index a table in a
-// register, and the instruction ignores the other bits.
-template <int kZero>
-MK_INLINE F32 float_of_nibble(U32 v) {
-  const F32 numbers = F32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - static_cast<float>(kZero);
-  return (F32)_mm512_maskz_permutexvar_ps(0xFFFF, (__m512i)v, (__m512)numbers);
-}
-#endif
-
-MK_INLINE Bytes load_bytes(const uint8_t* p) {
-  Bytes v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
-
 // Loads float16 values and converts them to float32, which is exact.
 MK_INLINE F32 load_half(const uint16_t* p) {
   U16 v;
@@ -245,6 +228,94 @@ MK_INLINE float sum(F32 v) {
 MK_INLINE float max(F32 v) {
   return folded(v, [](auto a, auto b) { return b > a ? b : a; });
 }
+
+// -- integers
+
+inline float bits_to_float(uint32_t bits) {
+  float v;
+  memcpy(&v, &bits, sizeof v);
+  return v;
+}
+
+MK_INLINE uint32_t highest(U32 v) {
+  uint32_t out = 0;
+  MK_UNROLL for (int i = 0; i < kLanes; ++i) out = v[i] > out ? v[i] : out;
+  return out;
+}
+
+MK_INLINE int32_t total(I32 v) {
+  int32_t out = 0;
+  MK_UNROLL for (int i = 0; i < kLanes; ++i) out += v[i];
+  return out;
+}
+
+// Stores 32 integers from -128 to 127 as bytes.
+MK_INLINE void store_low_bytes(const I32 (&v)[32 / kLanes], uint32_t (&out)[8]) {
+#if defined(__AVX2__) && MK_LANES == 8
+  const __m256i low = _mm256_packs_epi32((__m256i)v[0], (__m256i)v[1]),
+                high = _mm256_packs_epi32((__m256i)v[2], (__m256i)v[3]);
+  // The packing instructions work on each half of the registers, so the words have to be put in order.
+  const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high),
+                                                    _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  memcpy(out, &bytes, sizeof bytes);
+#else
+  MK_UNROLL for (int i = 0; i < 32 / kLanes; ++i) {
+    const I8 bytes = __builtin_convertvector(v[i], I8);
+    memcpy(reinterpret_cast<char*>(out) + i * kLanes, &bytes, sizeof bytes);
+  }
+#endif
+}
+
+// Sums, in each lane, of the products of the four bytes of a weight's code word and the four signed bytes of a
+// word of activations. The bytes of weights have kBits bits. They are unsigned, or signed if kBits is 8. The
+// bytes of activations are at least -127.
+template <int kBits>
+class ByteSums {
+ public:
+  // Adds the products of word number j of a group. Each call for the same object has the next number.
+  MK_INLINE void add(int j, U32 weights, uint32_t word) {
+#if defined(__AVX2__)
+    const I32 x = (I32)(U32{} + word);
+    // A 16-bit lane adds two products. It is large enough for those of kFit words.
+    constexpr int kFit = kBits == 8 ? 1 : 32767 / (2 * ((1 << kBits) - 1) * 127);
+    const I16 products = kBits == 8 ? multiply_add_bytes(magnitude(weights), with_sign(x, weights))
+                                    : multiply_add_bytes((I32)weights, x);
+    narrow_ = j % kFit == 0 ? products : narrow_ + products;
+    if (j % kFit == kFit - 1) wide_ += add_pairs(narrow_);
+#else
+    MK_UNROLL for (int b = 0; b < 4; ++b) {
+      const I32 w = kBits == 8 ? (I32)(weights << (24 - 8 * b)) >> 24 : (I32)(weights >> (8 * b) & 0xFF);
+      wide_ += w * static_cast<int8_t>(word >> (8 * b));
+    }
+#endif
+  }
+  // Returns the sums. A group has 4 or 8 words, a multiple of those that fit.
+  MK_INLINE I32 value() const { return wide_; }
+
+ private:
+#if defined(__AVX512F__)
+  typedef int16_t I16 __attribute__((vector_size(64)));
+  static MK_INLINE I16 multiply_add_bytes(I32 a, I32 b) {
+    return (I16)_mm512_maddubs_epi16((__m512i)a, (__m512i)b);
+  }
+  static MK_INLINE I32 add_pairs(I16 v) { return (I32)_mm512_madd_epi16((__m512i)v, _mm512_set1_epi16(1)); }
+  static MK_INLINE I32 magnitude(U32 v) { return (I32)_mm512_abs_epi8((__m512i)v); }
+  static MK_INLINE I32 with_sign(I32 x, U32 sign) {
+    return (I32)_mm512_mask_sub_epi8((__m512i)x, _mm512_movepi8_mask((__m512i)sign), __m512i{}, (__m512i)x);
+  }
+  I16 narrow_{};
+#elif defined(__AVX2__)
+  typedef int16_t I16 __attribute__((vector_size(32)));
+  static MK_INLINE I16 multiply_add_bytes(I32 a, I32 b) {
+    return (I16)_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
+  }
+  static MK_INLINE I32 add_pairs(I16 v) { return (I32)_mm256_madd_epi16((__m256i)v, _mm256_set1_epi16(1)); }
+  static MK_INLINE I32 magnitude(U32 v) { return (I32)_mm256_abs_epi8((__m256i)v); }
+  static MK_INLINE I32 with_sign(I32 x, U32 sign) { return (I32)_mm256_sign_epi8((__m256i)x, (__m256i)sign); }
+  I16 narrow_{};
+#endif
+  I32 wide_{};
+};
 
 // Computes e^x. Writes x as n ln 2 + r with an integer n and |r| <= ln 2 / 2 (Cody-Waite reduction), computes
 // e^r with a Taylor polynomial of degree 7 (truncation error 5e-9), and adds n to the exponent field of the

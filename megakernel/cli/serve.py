@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _SETTINGS = (
-    *("model", "backend", "dtype", "weights", "kv cache dtype", "tp", "threads", "speculate"),
+    *("model", "backend", "dtype", "weights", "kv cache dtype", "activations", "tp", "threads", "speculate"),
     *("generation config", "host", "port", "uds", "ssl certfile", "ssl keyfile", "root path"),
     *("served model name", "chat template", "tool call parser", "api key", "open metrics", "allowed hosts"),
     *("cors origin", "max model len", "max num seqs", "max num batched tokens", "seed", "api server count"),
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
         raise MegakernelError("--ray-address needs --replicas, the number of servers to deploy")
     tls = _tls(given["ssl certfile"], given["ssl keyfile"])
     allow_connections()
-    how = {name: given[name] for name in ("tp", "backend", "dtype", "weights", "threads", "speculate")}
+    how = {name: given[name] for name in ("tp", "backend", "dtype", "weights", "activations", "threads", "speculate")}
     how |= {"max_context": given["max model len"], "max_seqs": given["max num seqs"]}
     how |= {"kv_cache_dtype": given["kv cache dtype"], "generation_config": given["generation config"]}
     # The port is opened before the model is loaded, so that a port in use fails at once.

@@ -42,7 +42,8 @@ class Units(IntEnum):
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model and of its numbers. All are counts, except `rms_eps`, `dtype` and `quantised_kv`."""
+    """The sizes of a model and of its numbers. All are counts, except `rms_eps`, `dtype`,
+    `quantised_kv` and `q8_activations`."""
 
     vocab: int
     hidden: int
@@ -54,6 +55,7 @@ class ModelSizes:
     rms_eps: float
     dtype: int  # Dtype of activations, and of K and V unless quantised_kv; sums are in float32
     quantised_kv: int = 0  # 1: K and V are stored in Q8_0, each token's row of a head by itself; determines result bits
+    q8_activations: int = 0  # 1: inputs of quantised weights are rounded to 8 bits; determines result bits
 
     @property
     def mask_words(self) -> int:

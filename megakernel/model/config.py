@@ -71,11 +71,11 @@ class ModelConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
-    def sizes(self, dtype: Dtype, *, quantised_kv: bool = False) -> ModelSizes:
+    def sizes(self, dtype: Dtype, *, quantised_kv: bool = False, q8_activations: bool = False) -> ModelSizes:
         """The sizes of the model when it computes in `dtype`."""
         names = ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "rms_eps")
         own = {name: getattr(self, name) for name in names}
-        return ModelSizes(**own, dtype=int(dtype), quantised_kv=int(quantised_kv))
+        return ModelSizes(**own, dtype=int(dtype), quantised_kv=int(quantised_kv), q8_activations=int(q8_activations))
 
 
 @dataclass(frozen=True)
