@@ -306,8 +306,8 @@ inline void gemm(const Call& call, const Tile& tile) {
             };
             if (form == Form::kRounded) {
               with_packed(first->type(), false, [&]<class P>() {
-                multiply_rounded<P>(x, chunk_stride, rows, *first, begin, steps, call.scratch->weights, part.c,
-                                    ldc, begin > 0);
+                multiply_rounded<P>(x, chunk_stride, rows, *first, begin, steps, call.scratch->weights,
+                                    part.c, ldc, begin > 0);
                 return true;
               });
               ++q;

@@ -13,7 +13,7 @@ namespace mk::MK_SIMD {
 struct Rounded {
   uint32_t words[kUnit / 4];
   float scale;
-  float sum;         // scale * (halves[0] + halves[1])
+  float sum;          // scale * (halves[0] + halves[1])
   int32_t halves[2];  // the sums of the first and of the last 16 bytes
 };
 
@@ -139,8 +139,8 @@ void unpack_units(const char* panel, int begin, int steps, void* out) {
   }
 }
 
-// Computes C = A W^T for R rows and one panel, over the steps [begin, begin + steps) along K of the panel. The
-// arguments are those of `micro` (gemm.h), except that A has been rounded.
+// Computes C = A W^T for R rows and one panel, over the steps [begin, begin + steps) along K of the panel.
+// The arguments are those of `micro` (gemm.h), except that A has been rounded.
 template <int R, class Unit>
 void multiply_units(const float* a, int64_t chunk_stride, const char* panel, int begin, int steps, float* c,
                     int64_t ldc, bool resume) {
@@ -170,8 +170,8 @@ void multiply_units(const float* a, int64_t chunk_stride, const char* panel, int
         MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
           const Line line = unit.line(g, v);
           MK_UNROLL for (int i = 0; i < R; ++i) {
-            const int32_t zero = K::kGroups == 2 ? row(i).halves[g] : row(i).halves[0] + row(i).halves[1];
-            const F32 products = __builtin_convertvector(sums[i][v].value() - K::kZero * zero, F32);
+            const int32_t total = K::kGroups == 2 ? row(i).halves[g] : row(i).halves[0] + row(i).halves[1];
+            const F32 products = __builtin_convertvector(sums[i][v].value(K::kZero, total), F32);
             acc[i][v] = acc[i][v] + products * (line.scale * row(i).scale);
             if constexpr (K::kOffset) acc[i][v] = acc[i][v] + line.offset * row(i).sum;
           }
@@ -206,8 +206,8 @@ constexpr MultiplyUnits kMultiplyUnits[] = {
 // [begin, begin + steps) along K. For one row, weights are unpacked in registers. For more rows, they are
 // unpacked once, into the buffer `unpacked`, a chunk at a time.
 template <class P>
-void multiply_rounded(const float* x, int64_t chunk_stride, int rows, const Panel& panel, int begin, int steps,
-                      void* unpacked, float* c, int64_t ldc, bool resume) {
+void multiply_rounded(const float* x, int64_t chunk_stride, int rows, const Panel& panel, int begin,
+                      int steps, void* unpacked, float* c, int64_t ldc, bool resume) {
   if (rows == 1)
     return multiply_units<1, PackedUnit<P>>(x, chunk_stride, panel.data, begin, steps, c, ldc, resume);
   static_assert(kChunk / kUnit * sizeof(Unpacked<KindOf<P>>) <= kWidePanels * kWideStride * sizeof(float));
@@ -217,8 +217,8 @@ void multiply_rounded(const float* x, int64_t chunk_stride, int rows, const Pane
     unpack_units<P>(panel.data, begin + done, part, unpacked);
     for (int i = 0, n; i < rows; i += n) {
       n = lower_of(rows - i, block);
-      kMultiplyUnits<KindOf<P>>[n](x + int64_t{i} * kChunkStride, chunk_stride,
-                                   static_cast<const char*>(unpacked), 0, part, c + i * ldc, ldc,
+      kMultiplyUnits<KindOf<P>>[n](x + int64_t{i}* kChunkStride, chunk_stride,
+                                   static_cast<const char*>(unpacked), 0, part, c + i* ldc, ldc,
                                    resume || done > 0);
     }
   }

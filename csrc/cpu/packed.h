@@ -32,10 +32,10 @@ struct Panel {
 constexpr int panel_count(int col, int cols) { return (col + cols + kPanel - 1) / kPanel - col / kPanel; }
 
 // The values of one unit of a panel, 32 steps of 16 columns. The code words of a unit are 32-bit words, each
-// with a byte for each of four successive steps of one column: word [j][c] has steps 4j to 4j + 3 of column c.
-// In memory, bytes of 4, 5 and 6 bits share storage: word [j][c] of `low` contains the lowest four bits of code
-// words [j][c] and [j + 4][c]. `high` contains the remaining bits: if it has n rows of words, word [j][c]
-// contains those of code words [j][c], [j + n][c], [j + 2n][c] and so on.
+// with a byte for each of four successive steps of one column: word [j][c] has steps 4j to 4j + 3 of column
+// c. In memory, bytes of 4, 5 and 6 bits share storage: word [j][c] of `low` contains the lowest four bits of
+// code words [j][c] and [j + 4][c]. `high` contains the remaining bits: if it has n rows of words, word
+// [j][c] contains those of code words [j][c], [j + n][c], [j + 2n][c] and so on.
 template <int kBits>
 struct Values {
   uint32_t low[4][kPanel];
@@ -90,8 +90,8 @@ template <class S, int kBits, int kCount>
 struct PackedBlock {
   using Scales = S;
   static constexpr int kValueBits = kBits, kUnits = kCount, kSteps = kCount * kUnit;
-  static constexpr bool kOffset = S::kOffset;    // whether weights have a minimum
-  static constexpr int kGroups = S::kGroups;     // groups of a unit that have scales of their own
+  static constexpr bool kOffset = S::kOffset;  // whether weights have a minimum
+  static constexpr int kGroups = S::kGroups;   // groups of a unit that have scales of their own
   static constexpr int kZero = kOffset || kBits == 8 ? 0 : 1 << (kBits - 1);  // the value of a weight of 0
 
   Scales scales;

@@ -255,8 +255,8 @@ MK_INLINE void store_low_bytes(const I32 (&v)[32 / kLanes], uint32_t (&out)[8]) 
   const __m256i low = _mm256_packs_epi32((__m256i)v[0], (__m256i)v[1]),
                 high = _mm256_packs_epi32((__m256i)v[2], (__m256i)v[3]);
   // The packing instructions work on each half of the registers, so the words have to be put in order.
-  const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high),
-                                                    _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  const __m256i bytes =
+      _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
   memcpy(out, &bytes, sizeof bytes);
 #else
   MK_UNROLL for (int i = 0; i < 32 / kLanes; ++i) {
@@ -266,52 +266,51 @@ MK_INLINE void store_low_bytes(const I32 (&v)[32 / kLanes], uint32_t (&out)[8]) 
 #endif
 }
 
-// Sums, in each lane, of the products of the four bytes of a weight's code word and the four signed bytes of a
-// word of activations. The bytes of weights have kBits bits. They are unsigned, or signed if kBits is 8. The
-// bytes of activations are at least -127.
+// Sums, in each lane, of the products of the four bytes of a weight's code word and the four signed bytes of
+// a word of activations. The bytes of weights have kBits bits. They are unsigned, or signed if kBits is 8.
+// The bytes of activations are at least -127.
 template <int kBits>
 class ByteSums {
  public:
-  // Adds the products of word number j of a group. Each call for the same object has the next number.
+  // Adds the products of word number j of a group. Calls for the same object have j = 0, 1, 2 and so on.
   MK_INLINE void add(int j, U32 weights, uint32_t word) {
-#if defined(__AVX2__)
-    const I32 x = (I32)(U32{} + word);
+    const U32 x = U32{} + word;
+#if defined(__AVX512VNNI__)
+    // The instruction takes unsigned bytes of weights, so 128 is added to signed ones.
+    const U32 unsigned_bytes = kBits == 8 ? weights ^ 0x80808080u : weights;
+    wide_ = (I32)_mm512_dpbusd_epi32((__m512i)wide_, (__m512i)unsigned_bytes, (__m512i)x);
+    (void)j;
+#elif defined(__AVX2__)
     // A 16-bit lane adds two products. It is large enough for those of kFit words.
     constexpr int kFit = kBits == 8 ? 1 : 32767 / (2 * ((1 << kBits) - 1) * 127);
-    const I16 products = kBits == 8 ? multiply_add_bytes(magnitude(weights), with_sign(x, weights))
-                                    : multiply_add_bytes((I32)weights, x);
+    __m256i magnitude = (__m256i)weights, factor = (__m256i)x;
+    if constexpr (kBits == 8) {
+      factor = _mm256_sign_epi8(factor, magnitude);
+      magnitude = _mm256_abs_epi8(magnitude);
+    }
+    const I16 products = (I16)_mm256_maddubs_epi16(magnitude, factor);
     narrow_ = j % kFit == 0 ? products : narrow_ + products;
-    if (j % kFit == kFit - 1) wide_ += add_pairs(narrow_);
+    if (j % kFit == kFit - 1) wide_ += (I32)_mm256_madd_epi16((__m256i)narrow_, _mm256_set1_epi16(1));
 #else
     MK_UNROLL for (int b = 0; b < 4; ++b) {
       const I32 w = kBits == 8 ? (I32)(weights << (24 - 8 * b)) >> 24 : (I32)(weights >> (8 * b) & 0xFF);
-      wide_ += w * static_cast<int8_t>(word >> (8 * b));
+      wide_ += w * ((I32)(x << (24 - 8 * b)) >> 24);
     }
+    (void)j;
 #endif
   }
-  // Returns the sums. A group has 4 or 8 words, a multiple of those that fit.
-  MK_INLINE I32 value() const { return wide_; }
+  // Returns the sums of (byte - zero) * activation. `total` is the sum of the activations. A group has 4 or 8
+  // words, a multiple of those that fit in a 16-bit lane.
+  MK_INLINE I32 value(int zero, int32_t total) const {
+#if defined(__AVX512VNNI__)
+    if (kBits == 8) zero += 128;
+#endif
+    return zero == 0 ? wide_ : wide_ - zero * total;
+  }
 
  private:
-#if defined(__AVX512F__)
-  typedef int16_t I16 __attribute__((vector_size(64)));
-  static MK_INLINE I16 multiply_add_bytes(I32 a, I32 b) {
-    return (I16)_mm512_maddubs_epi16((__m512i)a, (__m512i)b);
-  }
-  static MK_INLINE I32 add_pairs(I16 v) { return (I32)_mm512_madd_epi16((__m512i)v, _mm512_set1_epi16(1)); }
-  static MK_INLINE I32 magnitude(U32 v) { return (I32)_mm512_abs_epi8((__m512i)v); }
-  static MK_INLINE I32 with_sign(I32 x, U32 sign) {
-    return (I32)_mm512_mask_sub_epi8((__m512i)x, _mm512_movepi8_mask((__m512i)sign), __m512i{}, (__m512i)x);
-  }
-  I16 narrow_{};
-#elif defined(__AVX2__)
+#if defined(__AVX2__) && MK_LANES == 8
   typedef int16_t I16 __attribute__((vector_size(32)));
-  static MK_INLINE I16 multiply_add_bytes(I32 a, I32 b) {
-    return (I16)_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
-  }
-  static MK_INLINE I32 add_pairs(I16 v) { return (I32)_mm256_madd_epi16((__m256i)v, _mm256_set1_epi16(1)); }
-  static MK_INLINE I32 magnitude(U32 v) { return (I32)_mm256_abs_epi8((__m256i)v); }
-  static MK_INLINE I32 with_sign(I32 x, U32 sign) { return (I32)_mm256_sign_epi8((__m256i)x, (__m256i)sign); }
   I16 narrow_{};
 #endif
   I32 wide_{};

@@ -277,8 +277,9 @@ def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
     path_only = address.startswith("unix:")
     base = f"--unix-socket {address[5:]} http://localhost" if path_only else address
     output.stdout.print(f"{name} is served at {address}{'' if path_only else '/v1'}", style="bold")
+    classes = ", quantised weights in integers (--activations)" if facts["activations"] == "q8" else ""
     output.rows(
-        ("engine", f"{facts['backend']}, {facts['dtype']}, {facts['threads']} threads"),
+        ("engine", f"{facts['backend']}, {facts['dtype']}{classes}, {facts['threads']} threads"),
         ("weights", str(facts["weights"])),
         (
             "KV cache",

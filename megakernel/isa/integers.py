@@ -94,24 +94,24 @@ def codes(rows: NDArray[np.uint8], dtype: Dtype) -> Codes:
     return Codes(values.astype(np.int64).reshape(*shape, each), groups.reshape(shape), offset)
 
 
-def _nibbles(packed: NDArray[np.uint8], run: int) -> NDArray[np.uint8]:
+def _nibbles(packed: NDArray[Any], run: int) -> NDArray[Any]:
     """Unpack 4-bit values: of every `run` bytes, the low halves come first, then the high halves."""
     packed = packed.reshape(len(packed), -1, 1, run)
     return np.concatenate([packed & 15, packed >> 4], axis=2).reshape(len(packed), -1)
 
 
-def _bits(packed: NDArray[np.uint8], width: int, run: int) -> NDArray[np.uint8]:
+def _bits(packed: NDArray[Any], width: int, run: int) -> NDArray[Any]:
     """Unpack the high bits of values: of every `run` bytes, all lowest fields of `width` bits come first."""
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     packed = packed.reshape(len(packed), -1, 1, run)
     return (packed >> shifts & (1 << width) - 1).reshape(len(packed), -1)
 
 
-def _fifth(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _fifth(packed: NDArray[Any]) -> NDArray[Any]:
     return np.unpackbits(packed, axis=1, bitorder="little") << 4
 
 
-def _k_scales(packed: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def _k_scales(packed: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return the 6-bit scales and minima of the eight groups of a block, from 12 bytes."""
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scale = np.concatenate([first & 63, third & 15 | first >> 2 & 48], axis=1)
@@ -119,7 +119,7 @@ def _k_scales(packed: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.
     return scale, minimum
 
 
-def _k(b: NDArray[np.uint8], scale: F32, minimum: F32, values: NDArray[np.uint8]) -> tuple[Any, F32, F32]:
+def _k(b: NDArray[Any], scale: F32, minimum: F32, values: NDArray[Any]) -> tuple[Any, F32, F32]:
     scales, minima = _k_scales(b[:, 4:16])
     return values, scale * scales, minimum * -minima.astype(np.float32)
 
