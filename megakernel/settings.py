@@ -90,7 +90,7 @@ _TABLE = """
     warning or error
 MEGAKERNEL_CACHE | text | ($XDG_CACHE_HOME/megakernel or ~/.cache/megakernel) | folder for models, compiled GPU code and
     this machine's measured peak rates
-MEGAKERNEL_SIMD | text | (the best this CPU has) | CPU code path: portable, avx2, avx512 or avx512bf16
+MEGAKERNEL_SIMD | text | (the best this CPU has) | CPU code path: portable, avx2, avx512 (with VNNI) or avx512bf16
 MEGAKERNEL_PREFETCH | text | 1 | 0: a waiting CPU worker does not prefetch the weights of its next instruction
 MEGAKERNEL_CHECK_STEPS | text | 0 | 1: check every step's inputs before its launch (slow)
 HF_HOME | text | (~/.cache/huggingface) | folder of Hugging Face downloads

@@ -272,7 +272,7 @@ def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
         path, body = "completions", {"model": name, "prompt": [1, 2, 3]}
     else:
         path = "chat/completions"
-        body = {"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        body = {"model": name, "messages": [{"role": "user", "content": "Name the capital of France."}]}
     # A Unix socket has no URL: curl takes its path and any host name.
     path_only = address.startswith("unix:")
     base = f"--unix-socket {address[5:]} http://localhost" if path_only else address

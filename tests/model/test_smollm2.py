@@ -14,7 +14,7 @@ from megakernel.model import load_config
 from megakernel.timeline import resolve, summarise
 
 PROMPTS = (
-    "What is the capital of France?",
+    "Name the capital of France.",
     "Compose an engaging travel blog post about a recent trip to Hawaii, highlighting cultural experiences.",
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many?",
     "Write a Python function that returns the 17 largest of 1,024 numbers.",

@@ -213,5 +213,5 @@ def test_the_default_model_answers(smollm2: Path, weights: str, kv: str) -> None
     how: dict[str, Any] = {"backend": "cpu", "weights": weights, "kv_cache_dtype": kv}
     with LLM("smollm2-135m", **how, max_context=512, max_seqs=1) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=16)
-        [answer] = llm.chat([{"role": "user", "content": "What is the capital of France?"}], params)
+        [answer] = llm.chat([{"role": "user", "content": "Name the capital of France."}], params)
     assert answer.text == "The capital of France is Paris."
