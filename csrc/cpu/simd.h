@@ -290,7 +290,13 @@ class ByteSums {
     }
     const I16 products = (I16)_mm256_maddubs_epi16(magnitude, factor);
     narrow_ = j % kFit == 0 ? products : narrow_ + products;
-    if (j % kFit == kFit - 1) wide_ += (I32)_mm256_madd_epi16((__m256i)narrow_, _mm256_set1_epi16(1));
+    // Without the empty assembly, GCC computes all products first, and has to spill them.
+    if (j % kFit == kFit - 1) {
+      wide_ += (I32)_mm256_madd_epi16((__m256i)narrow_, _mm256_set1_epi16(1));
+      asm("" : "+x"(wide_));
+    } else {
+      asm("" : "+x"(narrow_));
+    }
 #else
     MK_UNROLL for (int b = 0; b < 4; ++b) {
       const I32 w = kBits == 8 ? (I32)(weights << (24 - 8 * b)) >> 24 : (I32)(weights >> (8 * b) & 0xFF);
