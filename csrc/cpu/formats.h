@@ -139,7 +139,7 @@ MK_INLINE U32 code_words(const Values<kBits>& values, int j, int at) {
   if constexpr (kBits == 8) {
     return load_words(values.words[j] + at);
   } else {
-    const U32 low = load_words(values.low[j % 4] + at) >> (j / 4 * 4) & 0x0F0F0F0Fu;
+    const U32 low = load_words(values.low[j / 2] + at) >> (j % 2 * 4) & 0x0F0F0F0Fu;
     if constexpr (kBits == 4) {
       return low;
     } else {
@@ -165,24 +165,24 @@ class Reader<PackedBlock<S, kBits, kCount>> {
   }
 
   MK_INLINE void turn_to(int run) {
-    const Values<kBits>& values = block_->values[unit_];
+    run_ = run;
     if (P::kGroups == 2 && run == kRuns / 2) set_lines(1);
-    MK_UNROLL for (int line = run * int{sizeof values} / 4; line < (run + 1) * int{sizeof values} / 4;
-                   line += 64) prefetch(reinterpret_cast<const char*>(&values) + line);
-    MK_UNROLL for (int i = 0; i < 2; ++i) {
-      MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) words_[i][v] =
-          code_words(values, 2 * run + i, v * kLanes);
-    }
+    constexpr int kPart = int{sizeof(Values<kBits>)} / kRuns;
+    const char* const part = reinterpret_cast<const char*>(&block_->values[unit_]) + run * kPart;
+    MK_UNROLL for (int line = 0; line < kPart; line += 64) prefetch(part + line);
   }
 
   MK_INLINE F32 weight(int s, int v) const {
     const Line& line = lines_[v];
-    const U32 word = words_[s / 4][v];
-    const int byte = s % 4;
-    if constexpr (kBits == 8) {
-      return __builtin_convertvector((I32)(word << (24 - 8 * byte)) >> 24, F32) * line.scale;
+    const Values<kBits>& values = block_->values[unit_];
+    if constexpr (kBits == 4) {
+      const U32 value = load_words(values.low[run_] + v * kLanes) >> (s % 4 * 8 + s / 4 * 4) & 15;
+      return __builtin_convertvector((I32)value, F32) * line.scale + line.offset;
     } else {
-      const U32 value = byte == 3 ? word >> 24 : word >> (8 * byte) & 0xFF;
+      const U32 word = code_words(values, 2 * run_ + s / 4, v * kLanes);
+      const int above = 24 - s % 4 * 8;  // bits above those of this step
+      if constexpr (kBits == 8) return __builtin_convertvector((I32)(word << above) >> 24, F32) * line.scale;
+      const U32 value = above == 0 ? word >> 24 : word >> (24 - above) & 0xFF;
       return __builtin_convertvector((I32)value, F32) * line.scale + line.offset;
     }
   }
@@ -198,9 +198,8 @@ class Reader<PackedBlock<S, kBits, kCount>> {
   }
 
   const P* block_;
-  int unit_;
+  int unit_, run_;
   Line lines_[kPanelVectors];
-  U32 words_[2][kPanelVectors];
 };
 
 // Calls f.template operator()<W>(), where Reader<W> reads weights of type `type`.

@@ -33,9 +33,9 @@ constexpr int panel_count(int col, int cols) { return (col + cols + kPanel - 1) 
 
 // The values of one unit of a panel, 32 steps of 16 columns. The code words of a unit are 32-bit words, each
 // with a byte for each of four successive steps of one column: word [j][c] has steps 4j to 4j + 3 of column
-// c. In memory, bytes of 4, 5 and 6 bits share storage: word [j][c] of `low` contains the lowest four bits of
-// code words [j][c] and [j + 4][c]. `high` contains the remaining bits: if it has n rows of words, word
-// [j][c] contains those of code words [j][c], [j + n][c], [j + 2n][c] and so on.
+// c. In memory, word [j][c] of `low` contains the lowest four bits of the bytes of code words [2j][c] and
+// [2j + 1][c]. `high` contains the remaining bits: if it has n rows of words, word [j][c] contains those of
+// code words [j][c], [j + n][c], [j + 2n][c] and so on.
 template <int kBits>
 struct Values {
   uint32_t low[4][kPanel];

@@ -177,7 +177,7 @@ void store_values(const uint8_t* values, int c, Values<kBits>& out) {
     if constexpr (kBits == 8) {
       out.words[j][c] = word;
     } else {
-      out.low[j % 4][c] |= (word & 0x0F0F0F0F) << (j / 4 * 4);
+      out.low[j / 2][c] |= (word & 0x0F0F0F0F) << (j % 2 * 4);
       if constexpr (kBits > 4) {
         constexpr int kAbove = kBits - 4;
         out.high[j % kAbove][c] |= (word >> 4 & 0x0F0F0F0F) << (j / kAbove * kAbove);
