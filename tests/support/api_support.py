@@ -104,12 +104,13 @@ def serving(
         assert not thread.is_alive()
 
 
-def until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    """Wait until `condition` returns true, and fail if it does not within `seconds`."""
+def until(condition: Callable[[], bool], seconds: float = 30, pause: float = 0.005) -> None:
+    """Wait until `condition` returns true, and fail if it does not within `seconds`. It is asked every `pause`
+    seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.005)
+        time.sleep(pause)
 
 
 def by_choice(body: bytes) -> list[bytes]:
