@@ -81,7 +81,8 @@ class Live:
 def serving(
     llm: LLM, *, names: list[str] | None = None, access: AccessRules | None = None, **limits: Any
 ) -> Iterator[Live]:
-    """Yield a server on a free port, and stop it afterwards. `limits` are the fields of Limits."""
+    """Yield a server on a free port, and stop it afterwards. `limits` are the fields of Limits. Programs are compiled
+    when they are needed, because compiling all of them ahead takes longer than most tests."""
     allowed = Limits(**limits)
     ceilings = machine_ceilings(machine.host(llm.threads))
     name = (names or [llm.model])[0]
@@ -92,6 +93,7 @@ def serving(
     server = FrontendServer(service, on_ready=ready.set, drain_seconds=10)
     thread = Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     address, port = url(sock), sock.getsockname()[1]
+    host.loop._stop_compiling.set()
     host.start()
     thread.start()
     assert ready.wait(30)
