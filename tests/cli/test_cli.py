@@ -378,7 +378,7 @@ sys.exit(status)
         ("numpy", "generate --prompt x"),
         ("rich.console", "roofline"),
         ("tokenizers", "generate --prompt x --model random:llama-3.2-1b"),
-        ("fastapi", "serve --model random:llama-3.2-1b --port 0"),
+        ("uvicorn", "serve --model random:llama-3.2-1b --port 0"),
         ("end", "completion bash"),
     ],
 )
