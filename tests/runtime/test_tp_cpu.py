@@ -72,12 +72,16 @@ def hand_table(dims: Dims, deep: int = 137) -> StepTable:
     return table
 
 
-@pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16], ids=lambda d: d.name)
 @pytest.mark.parametrize(
-    ("config", "tp", "o", "residual"),
+    ("config", "tp", "o", "residual", "dtype"),
     [
-        *((config, tp, *lowering) for config, tp in ((CUT, 4), (FEW, 8)) for lowering in LOWERINGS),
-        *((config, 1, "sharded", "dealt") for config in (CUT, ODD)),
+        *((config, tp, *lowering, Dtype.F32) for config, tp in ((CUT, 4), (FEW, 8)) for lowering in LOWERINGS),
+        *(
+            (config, tp, o, o.replace("sharded", "dealt"), Dtype.BF16)
+            for config, tp in ((CUT, 4), (FEW, 8))
+            for o in ("sharded", "replicated")
+        ),
+        *((config, 1, "sharded", "dealt", dtype) for config in (CUT, ODD) for dtype in (Dtype.F32, Dtype.BF16)),
     ],
 )
 def test_every_instruction_does_what_the_reference_does(
