@@ -62,6 +62,10 @@ def _whole(a: Arguments, rank: int, buffer: Buffer, kinds: int = READ) -> tuple[
     return int(a.addresses[rank, buffer]), 1, size, max(size, 1), 0, kinds
 
 
+def _corners(access: Access) -> list[int]:
+    return [int(np.broadcast_to(v, 1)[0]) for v in (access.row, access.row_end, access.col, access.col_end)]
+
+
 class _Finder:
     """Finds the regions of one instruction."""
 
@@ -91,22 +95,15 @@ class _Finder:
                 yield _whole(self.a, rank, buffer)
 
     def _ranks(self, access: Access) -> list[int]:
-        if isinstance(access.rank, int):
-            return (
-                [self.dims.split.rank]
-                if access.rank == OWN
-                else [access.rank]
-                if access.rank >= 0
-                else list(range(self.dims.split.tp))
-            )
+        every = list(range(self.dims.split.tp))
         if access.rank is None:
-            return list(range(self.dims.split.tp))
-        return [int(access.rank[0])]
+            return every
+        if not isinstance(access.rank, int):
+            return [int(access.rank[0])]
+        return [self.dims.split.rank] if access.rank == OWN else [access.rank] if access.rank >= 0 else every
 
     def _boxes(self, access: Access) -> Iterator[tuple[int, ...]]:
-        row, end, col, col_end = (
-            int(np.broadcast_to(v, 1)[0]) for v in (access.row, access.row_end, access.col, access.col_end)
-        )
+        row, end, col, col_end = _corners(access)
         spec = BUFFERS[access.buffer]
         for rank in self._ranks(access):
             dims = self.a.ranks[rank]
@@ -120,29 +117,20 @@ class _Finder:
         self, buffer: Buffer, page: int, head: int, first: int, end: int, elements: tuple[int, int], kinds: int
     ) -> tuple[int, ...]:
         """Tokens [first, end) of a page, and some elements of one KV head."""
-        d, rank = self.dims, self.dims.split.rank
-        tokens, item = d.bucket.kv_page, 2
-        begin = (page * d.split.rank_kv_heads + head) * tokens * d.model.head_dim * item + int(
-            self.a.addresses[rank, buffer]
-        )
-        layer, count = int(self.a.strides[rank, buffer]), elements[1] - elements[0]
+        d, rank, item = self.dims, self.dims.split.rank, 2
+        tokens, width, count = d.bucket.kv_page, d.model.head_dim, elements[1] - elements[0]
+        begin = int(self.a.addresses[rank, buffer])
+        begin += (page * d.split.rank_kv_heads + head) * tokens * width * item
+        layer = int(self.a.strides[rank, buffer])
         if buffer is Buffer.K_CACHE:
-            return (
-                begin + (elements[0] * tokens + first) * item,
-                count,
-                (end - first) * item,
-                tokens * item,
-                layer,
-                kinds,
-            )
-        row = d.model.head_dim * item
-        return begin + first * row + elements[0] * item, end - first, count * item, row, layer, kinds
+            at = begin + (elements[0] * tokens + first) * item
+            return at, count, (end - first) * item, tokens * item, layer, kinds
+        at = begin + (first * width + elements[0]) * item
+        return at, end - first, count * item, width * item, layer, kinds
 
     def _stored(self, access: Access) -> Iterator[tuple[int, ...]]:
         """K or V of token rows, for columns that may begin or end inside a head."""
-        row, end, col, col_end = (
-            int(np.broadcast_to(v, 1)[0]) for v in (access.row, access.row_end, access.col, access.col_end)
-        )
+        row, end, col, col_end = _corners(access)
         width = self.dims.model.head_dim
         for r in range(row, end):
             sequence, position = int(self.table.row_seq[r]), int(self.table.positions[r])

@@ -6,7 +6,6 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
-#include <chrono>
 #include <functional>
 #include <map>
 #include <set>
@@ -131,12 +130,8 @@ struct Schedule {
   int32_t races;           // whether to look for races
   int32_t planted;         // the fault that is active
   uint64_t abort_at;       // after this many switches between threads, the host aborts the launch; 0: never
-  double limit_s;          // real time after which the launch fails
+  uint64_t limit;          // switches after which the launch fails
   const Regions* regions;  // null: accesses are not compared with declarations
-};
-
-struct Statistics {
-  uint64_t switches, copies, accesses, idle;  // idle: steps of virtual time
 };
 
 class World {
@@ -188,6 +183,11 @@ class World {
     return static_cast<uint32_t>(parties_.size() - 1);
   }
   int32_t task_of(const mk::Where& where);
+  bool is_in(mk::Buffer buffer, uint64_t address) const {
+    const Region* found =
+        schedule.regions ? schedule.regions->buffer_at(static_cast<int64_t>(address)) : nullptr;
+    return found && found->kinds == static_cast<int64_t>(buffer);
+  }
   // Reports an access to a buffer that the thread's instruction does not declare.
   void check_global(Thread& thread, uint64_t address, uint32_t bytes, bool write);
   // Calls f(address, bytes) for each part of a row of a box that the thread's instruction declares to read.
@@ -204,7 +204,7 @@ class World {
   }
 
   const Schedule schedule;
-  Statistics statistics{};
+  uint64_t switches = 0;  // between threads, so far
   Thread* current = nullptr;
   uint64_t time = uint64_t{1} << 40;  // nanoseconds
   Threads sleeping;
@@ -287,7 +287,6 @@ inline bool includes(Scope scope, const Block& a, const Block& b) {
 
 template <class Before>
 void World::touch(const Access& access, Block& block, uint64_t address, uint32_t bytes, Before&& before) {
-  ++statistics.accesses;
   if (!schedule.races) return;
   const Stamp own(access);
   const auto strong = [&](const Stamp& other) {
