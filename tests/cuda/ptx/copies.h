@@ -99,8 +99,11 @@ inline void load(Thread& t, const std::vector<Block*>& blocks, uint32_t offset, 
     bool any = false, values = false;
     sources([&](uint64_t from, uint32_t size, uint32_t place) {
       std::fill_n(unused.begin() + place, size, true);
-      any |= world->for_declared(t, from, size, [&](uint64_t part, uint32_t length) {
+      any |= world->for_declared(t, kReads | kLoads, from, size, [](uint64_t, uint32_t) {});
+      world->for_declared(t, kReads, from, size, [&](uint64_t part, uint32_t length) {
         touch_async(t, async_access(t, false, b.party, b.phase + 1, true), part, length);
+      });
+      world->for_declared(t, kReads | kUsed, from, size, [&](uint64_t part, uint32_t length) {
         std::fill_n(unused.begin() + place + static_cast<ptrdiff_t>(part - from), length, false);
       });
       values = world->is_in(mk::Buffer::V_CACHE, from);

@@ -15,7 +15,8 @@ from megakernel.program import SEGMENTS
 
 # Rows of bytes: `rows` rows of `width` bytes, `stride` bytes apart. Layer l's copy lies l * layer_stride bytes further.
 REGION = np.dtype([(name, "<i8") for name in ("base", "rows", "width", "stride", "layer_stride", "kinds")])
-READ, WRITE, LOAD = 1, 2, 4  # LOAD: copied to a page, but not used
+# LOAD: copied to a page. USED: results depend on it, but races are not looked for.
+READ, WRITE, LOAD, USED = 1, 2, 4, 8
 _KINDS = {Kind.READ: READ, Kind.WRITE: WRITE, Kind.UPDATE: READ | WRITE}
 _CACHES = (Buffer.K_CACHE, Buffer.V_CACHE)
 
@@ -82,8 +83,7 @@ class _Finder:
             elif access.kind is Kind.WRITE:
                 yield from self._stored(access)
         if operation is Operation.ATTENTION:
-            for item in range(*self.table.slot_items[int(columns["slot"][0]) :][:2]):
-                yield from self._attended(item)
+            yield from self._attended(range(*self.table.slot_items[int(columns["slot"][0]) :][:2]))
             yield _whole(self.a, rank, Buffer.PARTIALS, READ | WRITE)
             yield _whole(self.a, rank, Buffer.SPLITS, READ | WRITE)
         if operation is Operation.GATHER:
@@ -142,21 +142,21 @@ class _Finder:
                 number = int(self.table.block_tables[sequence, page])
                 yield self._cache(access.buffer, number, head, token, token + 1, part, WRITE)
 
-    def _attended(self, item: int) -> Iterator[tuple[int, ...]]:
-        """K and V up to the position of the item's last row. Whole pages are loaded, and the rest is masked."""
-        t, size = self.table, self.dims.bucket.kv_page
-        if t.item_seq[item] < 0:
-            return
-        tokens = int(t.positions[t.item_row[item] + t.item_rows[item] - 1]) + 1
-        for block in range(int(t.item_block[item]), int(t.item_block[item] + t.item_blocks[item])):
-            seen = min(tokens - block * size, size)
-            if seen <= 0:
-                continue
-            page = int(t.block_tables[t.item_seq[item], block])
-            for head in range(int(t.item_kv_head[item]), int(t.item_kv_head[item] + t.item_kv_heads[item])):
-                for buffer in _CACHES:
-                    yield self._cache(buffer, page, head, 0, seen, (0, self.dims.model.head_dim), READ)
-                    yield self._cache(buffer, page, head, 0, size, (0, self.dims.model.head_dim), LOAD)
+    def _attended(self, items: range) -> Iterator[tuple[int, ...]]:
+        """K and V up to the position of an item's last row. Whole pages are loaded, and the rest is masked. A load does
+        not tell its item, so if several read a page, races are looked for in what all of them use."""
+        t, size, uses = self.table, self.dims.bucket.kv_page, dict[tuple[int, int], list[int]]()
+        for item in items:
+            tokens = int(t.positions[t.item_row[item] + t.item_rows[item] - 1]) + 1
+            blocks = range(int(t.item_block[item]), int(t.item_block[item] + t.item_blocks[item]))
+            for block in blocks if t.item_seq[item] >= 0 else ():
+                page = int(t.block_tables[t.item_seq[item], block])
+                for head in range(int(t.item_kv_head[item]), int(t.item_kv_head[item] + t.item_kv_heads[item])):
+                    uses.setdefault((page, head), []).append(max(0, min(tokens - block * size, size)))
+        for (page, head), counts in uses.items():
+            for end, kind in ((min(counts), READ), (max(counts), USED), (size, LOAD)):
+                for buffer in _CACHES if max(counts) else ():
+                    yield self._cache(buffer, page, head, 0, end, (0, self.dims.model.head_dim), kind)
 
     def _sampled(self, row: int, rows: int) -> Iterator[tuple[int, ...]]:
         """The sampled token in the history, on every rank."""

@@ -1,6 +1,7 @@
 """What runs on the emulated GPUs: random steps of random small models, which the reference runs too, launches that are
 aborted, and the cases of `megakernel doctor`. Each function returns what was wrong."""
 
+import contextlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,7 +33,7 @@ _SHAPES: Sequence[dict[str, Any]] = (
     {"heads": 4, "kv_heads": 2, "head_dim": 8},
     {"heads": 4, "kv_heads": 4, "head_dim": 24, "qkv_bias": True, "o_bias": True},
     {"tied": True},
-    {"family": "qwen3", "heads": 4, "head_dim": 128},
+    {"family": "qwen3", "heads": 4},
     {"hidden": 256, "ffn": 256},
     {"hidden": 1032, "ffn": 72},
 )
@@ -85,7 +86,8 @@ def random_step(kind: str, seed: int, *, tp: int | None = None) -> Step:
     if chosen.get("norm") == "inside":
         tokens, chosen["residual"] = min(tokens, 4), "replicated"
     workers = int(rng.integers(1, 4)) * (2 if kind == "pairs" else 1)
-    machine = replace(MACHINES["h100"], workers=workers, kv_page=KV_BLOCK)
+    cols = 64 if seed % 7 == 3 else 256  # tiles of one head, or of several
+    machine = replace(MACHINES["h100"], workers=workers, kv_page=KV_BLOCK, tile_cols=cols)
     program = compiled(
         config, machine, tokens, min(3, tokens), ranks, _options(kind, chosen), max_seqs=3, max_context=_CONTEXT
     )
@@ -142,18 +144,15 @@ def run(kind: str, seeds: Iterable[int], **settings: Any) -> list[str]:
 
 def aborted(kind: str, seeds: Iterable[int]) -> list[str]:
     """Abort launches of a step, each at another moment. The last launch, which is not aborted, must be right."""
-    step, emulator = random_step(kind, 5), Emulator()
+    step, emulator = random_step(kind, 3), Emulator()
     if (said := step.difference()) or emulator.wrong:
         return [said or "", *emulator.wrong]
-    switches, ended = emulator.switches, 0
+    switches = emulator.switches
     for seed in seeds:
         _schedule(emulator, seed)
         emulator.schedule.abort_at = 1 + int(np.random.default_rng(seed).integers(switches))
-        try:
+        with contextlib.suppress(MegakernelError):
             step.gpu.launch(step.program, step.table)
-            ended += 1
-        except MegakernelError:
-            pass
     emulator.schedule.abort_at = 0
     return [text for text in (step.difference(), *emulator.wrong) if text]
 
@@ -162,6 +161,7 @@ def checked(kind: str) -> list[str]:
     """Run the cases of `megakernel doctor`, which compare each instruction with the reference."""
     from megakernel.cli import doctor_gpu
 
+    doctor_gpu._TIMEOUT_S = 1e6  # how quick the emulator is must not matter
     emulator, wrong = Emulator(), list[str]()
     for case in doctor_gpu.cases():
         if case.matmul == kind:
@@ -183,8 +183,8 @@ def varied(kind: str, **changes: Any) -> list[str]:
     return emulator.wrong
 
 
-# Steps of each kind that together reach all faults: the seed and the number of ranks.
-_FAULT_STEPS = {"dots": ((7, 1), (4, 2)), "tensor": ((5, 1), (4, 2)), "pairs": ((5, 1), (4, 2))}
+# Seeds of steps that together reach all faults of a kind.
+_FAULT_STEPS = {"dots": (5, 10, 6, 2), "tensor": (5, 6), "pairs": (10, 5)}
 
 
 def found(kind: str, chosen: Collection[str] = ()) -> dict[str, str]:
@@ -192,14 +192,14 @@ def found(kind: str, chosen: Collection[str] = ()) -> dict[str, str]:
     emulator, out = Emulator(), dict[str, str]()
     for fault in FAULTS[kind]:
         if fault.name not in out and (not chosen or fault.name in chosen):
-            tries = ((*step, copies) for step in _FAULT_STEPS[kind] for copies in (2, 0, 1))
+            tries = ((seed, copies) for copies in (2, 0, 1) for seed in _FAULT_STEPS[kind])
             out[fault.name] = next((said for one in tries if (said := _with_fault(kind, emulator, fault, *one))), "")
     return out
 
 
-def _with_fault(kind: str, emulator: Emulator, fault: Fault, seed: int, tp: int, copies: int) -> str:
+def _with_fault(kind: str, emulator: Emulator, fault: Fault, seed: int, copies: int) -> str:
     emulator.schedule.planted, emulator.schedule.copies = 0, copies
-    step = random_step(kind, seed, tp=tp)
+    step = random_step(kind, seed)
     emulator.schedule.planted = fault.number
     emulator.wrong.clear()
     try:

@@ -1,5 +1,7 @@
 // Runs a launch of translated PTX: what world.h declares, and the entry for Python. The headers below
 // implement Thread.
+#include <signal.h>
+
 #include "tensor.h"
 
 namespace ptx {
@@ -299,6 +301,11 @@ void World::race(const Access& access, const Stamp& earlier, uint32_t lanes, boo
        kind(earlier.async) + " by " + name(earlier, earlier.async ? 0 : lanes));
 }
 
+namespace {
+sigjmp_buf beyond_memory;
+void leave_launch(int) { siglongjmp(beyond_memory, 1); }
+}  // namespace
+
 }  // namespace ptx
 
 // Runs the grids of a launch, one per GPU, and writes what went wrong to `said`. Returns the number of
@@ -311,7 +318,13 @@ extern "C" uint64_t ptx_run(const mk::Params* const* params, const int32_t* bloc
   planted = schedule->planted;
   World launch(*schedule, all);
   world = &launch;
-  const std::string text = launch.run();
+  struct sigaction handled{}, before;
+  handled.sa_handler = leave_launch;
+  sigaction(SIGSEGV, &handled, &before);
+  const std::string text = sigsetjmp(beyond_memory, 1) == 0
+                               ? launch.run()
+                               : launch.name(*launch.current) + ": an access to memory that does not exist\n";
+  sigaction(SIGSEGV, &before, nullptr);
   world = nullptr;
   strncpy(said, text.c_str(), static_cast<size_t>(room) - 1);
   return launch.switches;

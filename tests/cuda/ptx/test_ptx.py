@@ -20,6 +20,7 @@ from megakernel.runtime.cuda.params import Ablation
 
 RUNS = int(os.environ.get("PTX_RUNS", 0))
 KINDS = list(BUILDS)
+SEEDS = {"dots": (2, 5, 6, 10), "tensor": (0, 3, 5, 6), "pairs": (0, 3, 10)}  # quick steps, on one and on two GPUs
 # In a usual run, one fault of each sort.
 SAMPLE = {
     "signals release nothing",
@@ -35,7 +36,7 @@ SAMPLE = {
     "blocks end apart",
 }
 CHECKS: dict[str, Callable[[str], object]] = {
-    "steps": lambda kind: ptx_steps.run(kind, range(RUNS or 6)),
+    "steps": lambda kind: ptx_steps.run(kind, range(RUNS) if RUNS else SEEDS[kind]),
     "aborts": lambda kind: ptx_steps.aborted(kind, range(RUNS or 6)),
     "doctor": ptx_steps.checked,
     "faults": lambda kind: ptx_steps.found(kind, () if RUNS else SAMPLE),

@@ -190,10 +190,10 @@ class World {
   }
   // Reports an access to a buffer that the thread's instruction does not declare.
   void check_global(Thread& thread, uint64_t address, uint32_t bytes, bool write);
-  // Calls f(address, bytes) for each part of a row of a box that the thread's instruction declares to read.
-  // Other parts fill the box but do not influence results. Returns whether there is a part.
+  // Calls f(address, bytes) for each part of some memory that the thread's instruction declares with one of
+  // some kinds. Returns whether there is a part.
   template <class F>
-  bool for_declared(const Thread& thread, uint64_t address, uint32_t bytes, F&& f) const;
+  bool for_declared(const Thread& thread, int64_t kinds, uint64_t address, uint32_t bytes, F&& f) const;
   // Records an access and reports it if it races with an earlier one. before(stamp, lane): whether the
   // earlier one happens before.
   template <class Before>
@@ -252,18 +252,18 @@ class World {
 inline World* world = nullptr;
 
 template <class F>
-bool World::for_declared(const Thread& t, uint64_t address, uint32_t bytes, F&& f) const {
+bool World::for_declared(const Thread& t, int64_t kinds, uint64_t address, uint32_t bytes, F&& f) const {
   if (!schedule.regions) return f(address, bytes), true;
   const int64_t from = static_cast<int64_t>(address);
   const int layer = tasks_[static_cast<size_t>(t.task)].layer;
   const auto [begin, end] = declared(t);
   bool any = false;
   for (const Region* region = begin; region != end; ++region) {
-    if (!(region->kinds & (kReads | kLoads))) continue;
+    if (!(region->kinds & kinds)) continue;
     const auto [low, high] = region->overlap(from, from + bytes, layer);
     if (low == high) continue;
     any = true;
-    if (region->kinds & kReads) f(static_cast<uint64_t>(low), static_cast<uint32_t>(high - low));
+    f(static_cast<uint64_t>(low), static_cast<uint32_t>(high - low));
   }
   return any;
 }
