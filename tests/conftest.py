@@ -2,7 +2,9 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
     byte_model(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    """A browser that all tests of a process share, because it takes seconds to start."""
+    from browser import browser, missing
+
+    if reason := missing():
+        pytest.skip(reason)
+    with browser() as driver:
+        yield driver
+
+
+@pytest.fixture
+def driver(chromium: Any) -> Any:
+    """The browser with an empty page of 1600 x 900 pixels and no messages of earlier pages."""
+    chromium.visit("about:blank", "true")
+    chromium.resize(1600, 900)
+    chromium.log()
+    return chromium
 
 
 @pytest.fixture

@@ -66,7 +66,10 @@ SMALLER = {
     r"bench throughput": f"--model MODEL {_LOAD}",
     r"bench serve .*--vs": f"{_LOAD} --runs 1 --base-url URL --vs URL",
     r"bench serve": f"{_LOAD} --base-url URL",
-    r"^megakernel serve": "--port 0 --json --max-model-len 256",  # a short context limits answers without max_tokens
+    r"generate .*sky": "--max-tokens 8",
+    # A short context limits answers without max_tokens. Small steps need few programs.
+    r"^megakernel serve": "--port 0 --json --max-model-len 256 --max-num-seqs 8 --max-num-batched-tokens 16",
+    r"simulate .*--tokens 16": "--queue body",
     r"(compile|simulate|verify) .*--tokens (1024|8192)": "--tokens 64 --tp 2",
     r"timeline .*--(json|perfetto|save)": "--model MODEL --launches 2",
     r"timeline .*--model": "--launches 2",

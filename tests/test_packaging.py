@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -98,9 +99,14 @@ def test_the_commands_of_the_image_are_shell() -> None:
 # -- completion
 
 
+@cache
+def script_of(shell: str) -> str:
+    return output_of(sys.executable, "-m", "megakernel", "completion", shell)
+
+
 @pytest.mark.parametrize("shell", completion.SHELLS)
 def test_a_script_names_every_verb(shell: str) -> None:
-    script = output_of(sys.executable, "-m", "megakernel", "completion", shell)
+    script = script_of(shell)
     assert all(verb in script for verb in ("generate", "serve", "roofline", "completion", "throughput"))
 
 
@@ -116,7 +122,7 @@ def test_a_script_names_every_verb(shell: str) -> None:
 )
 def test_bash_completes(typed: list[str], found: set[str], tmp_path: Path) -> None:
     script = tmp_path / "megakernel.bash"
-    script.write_text(output_of(sys.executable, "-m", "megakernel", "completion", "bash"))
+    script.write_text(script_of("bash"))
     words = shlex.join(["megakernel", *typed])
     ask = f"source {script}; COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _shtab_megakernel; echo ${{COMPREPLY[@]}}"
     assert set(output_of("bash", "-c", ask).split()) == found

@@ -18,13 +18,8 @@ template <class Pages>
 MK_FN void pass_pages(const Call& c, Pages& pages) {
   int page = 0;
   for_pages(*c.dims, *c.step, *c.task, [&](const PageUse& use) {
-    if (use.fill == Fill::kOutput) {
-      pages.writable(page);
-      pages.ready(page);
-    } else {
-      pages.full(page);
-      pages.release(page);
-    }
+    pages.full(page);
+    use.fill == Fill::kOutput ? pages.ready(page) : pages.release(page);
     ++page;
     return true;
   });

@@ -254,9 +254,6 @@ class Device {
   }
   MK_DEVICE bool aborted() { return load_relaxed(params_.abort, Scope::kSystem) != 0; }
 
-  MK_DEVICE void reads(const void*, bool) {}
-  MK_DEVICE void writes(const void*) {}
-
 #if MK_TRACE
   MK_DEVICE uint64_t now() {
     uint64_t t;

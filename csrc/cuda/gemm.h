@@ -61,7 +61,7 @@ MK_FN int fill_pages(Pages& pages, int page, int blocks, const Accumulators& acc
   constexpr int kOfPage = kTileRowBytes / kElement / kBlockCols;
   unsigned char* out = nullptr;
   MK_LOOP for (int first = 0; first < blocks; first += kTurn) {
-    if (first % kOfPage == 0) out = pages.writable(page);
+    if (first % kOfPage == 0) out = pages.full(page);
     const auto taken = take(first);
     for_pairs<Accumulators>(blocks - first, [&](int i, int h, int e) {
       const int col = (first + i) % kOfPage * kBlockCols + acc.col(e);
@@ -146,7 +146,7 @@ MK_FN void pass_over(const Matmul& m, int steps, Pages& pages) {
     }
     if (!by_pages(m.phase.result)) continue;
     MK_LOOP for (int at = 0; at < cols; at += output_cols(m), ++page) {
-      pages.writable(page);
+      pages.full(page);
       pages.ready(page);
     }
   }

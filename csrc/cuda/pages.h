@@ -24,11 +24,11 @@ class Pages {
   MK_FN const unsigned char* ring() const { return block_.pages[0]; }
   MK_FN int32_t offset(int i) const { return page_of(first_ + i).slot * kPageBytes; }
 
-  // Waits until page i is filled, and returns its address.
-  MK_FN const unsigned char* full(int i) {
+  // Waits until page i is filled or, if it is an output page, until this warp may write it. Returns its
+  // address.
+  MK_FN unsigned char* full(int i) {
     const Page page = page_of(first_ + i);
     p_.wait(block_.full[page.slot], page.parity, task_.where);
-    p_.reads(block_.pages[page.slot], generic_);
     return block_.pages[page.slot];
   }
   // Releases page i and the n - 1 pages after it, for this warp. Every consumer warp must release every page
@@ -41,14 +41,7 @@ class Pages {
     next_ += n;
   }
 
-  // These two functions are for output pages. writable() waits until this warp may write page i, and returns
-  // the page's address. ready() tells the storer that this warp has written its part of page i.
-  MK_FN unsigned char* writable(int i) {
-    const Page page = page_of(first_ + i);
-    p_.wait(block_.full[page.slot], page.parity, task_.where);
-    p_.writes(block_.pages[page.slot]);
-    return block_.pages[page.slot];
-  }
+  // Tells the storer that this warp has written its part of output page i.
   MK_FN void ready(int i) {
     p_.fence_pages();
     p_.arrive(block_.ready[page_of(first_ + i).slot]);

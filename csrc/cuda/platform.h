@@ -1,6 +1,6 @@
 // The interface between the roles and the hardware: a class P with one object per warp. device.cuh implements
-// it in PTX for the GPU. tests/cuda/host implements it with fibres (user-space threads) and with OS threads,
-// so that tests on the CPU run the same roles.
+// it in PTX for the GPU. tests/cuda/host implements it with fibres (user-space threads), so that tests on the
+// CPU run the same roles quickly.
 //
 // Unless stated otherwise, all lanes of a warp call a function together, and one lane does the work. On the
 // host a warp has one lane.
@@ -84,11 +84,6 @@
 //   void sync_warp()                         makes earlier writes of one lane visible to all lanes
 //   void consumer_sync()                     synchronises the consumer warps of the block
 //   bool aborted()                           polls whether the launch was aborted
-//   void reads(const void* page, bool generic), writes(void* page)
-//                                            declare that the following code reads or writes the page.
-//                                            `generic` means reads by ordinary loads, otherwise by tensor
-//                                            cores; writes are always ordinary stores. The host uses the
-//                                            declarations to detect missing fences; the device ignores them
 //
 //   uint64_t now()                           returns the time in ticks of the trace, or 0 if kTrace is 0
 //   void trace(const Where&, Role, IntervalKind, uint64_t begin)

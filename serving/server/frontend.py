@@ -21,7 +21,6 @@ import uvicorn
 
 from megakernel.errors import MegakernelError
 from megakernel.model.chat_template import ChatTemplate
-from megakernel.serving.server.app import create_app
 from megakernel.serving.server.client import Overloaded
 from megakernel.serving.server.limits import AccessRules, Limits
 from megakernel.serving.server.messages import Description
@@ -120,6 +119,9 @@ class FrontendServer(uvicorn.Server):
         root_path: str = "",
         tls: tuple[str, str] | None = None,
     ) -> None:
+        # Only frontends need the routes. FastAPI takes a second to import, in which the engine's process starts.
+        from megakernel.serving.server.app import create_app
+
         config = uvicorn.Config(
             create_app(service, root_path),
             http=HttpProtocol,

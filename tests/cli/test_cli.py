@@ -160,7 +160,7 @@ def test_compile_disasm_verify(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 
 def test_a_model_that_does_not_fit_is_a_warning(capsys: pytest.CaptureFixture[str], tiny_shape: str) -> None:
-    large = ("--model", "random:llama-3.1-70b", "--machine", "h100", "--workers", "4")
+    large = ("--model", "random:llama-3.1-70b", "--machine", "h100", "--workers", "4", "--queue", "none")
     status, _, err = run(capsys, "compile", *large)
     assert status == 0 and "warning: the weights of a rank take 141.1 GB, but h100 has 80.0 GB" in err
     assert not run(capsys, "compile", *large, "--tp", "8")[2]
@@ -378,7 +378,7 @@ sys.exit(status)
         ("numpy", "generate --prompt x"),
         ("rich.console", "roofline"),
         ("tokenizers", "generate --prompt x --model random:llama-3.2-1b"),
-        ("fastapi", "serve --model random:llama-3.2-1b --port 0"),
+        ("uvicorn", "serve --model random:llama-3.2-1b --port 0"),
         ("end", "completion bash"),
     ],
 )

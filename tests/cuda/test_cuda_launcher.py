@@ -572,20 +572,6 @@ def test_the_check_of_instructions_finds_faults() -> None:
     assert kernel.wrong == []
 
 
-@pytest.mark.slow
-@pretended(fibres=True, OMP_NUM_THREADS=1)
-def test_the_cases_of_the_check_are_right_on_the_host() -> None:
-    """On the host, the interpreter's code passes all cases of `doctor`'s check, which runs first on a GPU."""
-    from megakernel.cli import doctor_gpu
-
-    no_compiler()
-    kernel = FibreKernel(os.environ["FIBRES"])
-    for case in doctor_gpu.cases():
-        one_layer = replace(case, config=replace(case.config, layers=1))
-        assert doctor_gpu.check(one_layer, seeds=1, repeats=1) == []
-    assert kernel.wrong == []
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -264,12 +264,12 @@ def machine_of(program: Program) -> machines.Machine:
     return machines.host(program.workers)
 
 
-def split() -> list[tuple[str, Program]]:
+def split(step: int) -> list[tuple[str, Program]]:
     """Return a name and a program that splits the attention to a long context into several items."""
     return [("split", small_programs.make(workers=4, tokens=1, max_seqs=1, max_context=4096))]
 
 
-def wide() -> list[tuple[str, Program]]:
+def wide(step: int) -> list[tuple[str, Program]]:
     """Return a name and a program in which one QKV tile covers several KV heads, so that these share a counter."""
     program = small_programs.make(workers=4, heads=20, kv_heads=20, cols=256)
     columns = next(c for p, *_, c in program.by_phase(1) if p.operation is Operation.ATTENTION)
@@ -279,7 +279,7 @@ def wide() -> list[tuple[str, Program]]:
 
 @pytest.mark.parametrize("programs", [small_programs.small, small_programs.large, split, wide])
 def test_no_consumer_begins_before_its_producers_have_stored(programs: Callable[[], Any]) -> None:
-    for name, program in programs():
+    for name, program in programs(4):
         table = step_of(program)
         tasks = ordered(program, table)
         assert (table.item_split >= 0).sum() > 1 or programs is not split

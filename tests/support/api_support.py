@@ -81,7 +81,8 @@ class Live:
 def serving(
     llm: LLM, *, names: list[str] | None = None, access: AccessRules | None = None, **limits: Any
 ) -> Iterator[Live]:
-    """Yield a server on a free port, and stop it afterwards. `limits` are the fields of Limits."""
+    """Yield a server on a free port, and stop it afterwards. `limits` are the fields of Limits. Programs are compiled
+    when they are needed, because compiling all of them ahead takes longer than most tests."""
     allowed = Limits(**limits)
     ceilings = machine_ceilings(machine.host(llm.threads))
     name = (names or [llm.model])[0]
@@ -92,6 +93,7 @@ def serving(
     server = FrontendServer(service, on_ready=ready.set, drain_seconds=10)
     thread = Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     address, port = url(sock), sock.getsockname()[1]
+    host.loop._stop_compiling.set()
     host.start()
     thread.start()
     assert ready.wait(30)
@@ -104,12 +106,13 @@ def serving(
         assert not thread.is_alive()
 
 
-def until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    """Wait until `condition` returns true, and fail if it does not within `seconds`."""
+def until(condition: Callable[[], bool], seconds: float = 30, pause: float = 0.005) -> None:
+    """Wait until `condition` returns true, and fail if it does not within `seconds`. It is asked every `pause`
+    seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.005)
+        time.sleep(pause)
 
 
 def by_choice(body: bytes) -> list[bytes]:

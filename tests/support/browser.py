@@ -44,10 +44,7 @@ class Browser:
         chrome = {"binary": binary, "args": flags}
         wanted = {"browserName": "chrome", "goog:chromeOptions": chrome, "goog:loggingPrefs": {"browser": "ALL"}}
         self._session = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
-        # --window-size includes the window's frame and cannot be narrower than 500 pixels, so the size of the page
-        # itself is set here.
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self._do("/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": metrics})
+        self.resize(width, height)
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -60,6 +57,11 @@ class Browser:
 
     def _do(self, path: str, body: dict[str, Any]) -> Any:
         return self._call("POST", f"/session/{self._session}{path}", body)
+
+    def resize(self, width: int, height: int) -> None:
+        """Set the size of the page itself. That of the window includes a frame and cannot be below 500 pixels."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._do("/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": metrics})
 
     def open_timeline(self, page: Path) -> None:
         """Load a timeline's page with timeline_page.js appended to its script. Tests can then query the page through

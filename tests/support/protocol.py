@@ -1,11 +1,8 @@
 """Runs the code of the Hopper interpreter's warps on the host, so that tests can launch programs without a GPU. A
-`LaunchImage` holds all memory that a launch accesses. The warps of a launch run on fibres in this process, or on
-threads in another process under ThreadSanitizer."""
+`LaunchImage` holds all memory that a launch accesses. The warps of a launch run on fibres."""
 
 import ctypes
 import functools
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,25 +22,7 @@ from megakernel.runtime.cuda.params import BODY, MAP_BYTES, STRUCTURES, WARPS, A
 from megakernel.runtime.reference import ReferenceBackend
 
 ROOT = Path(__file__).parents[2]
-BUGS = (
-    "none",
-    "dropped arrival",
-    "early release",
-    "relaxed signal",
-    "no input fence",
-    "no output fence",
-    "wrong phase",
-    "early signal",
-    "old map",
-    "other scope",
-    "never retired",
-    "lost load",
-    "lost input",
-    "hanging",
-    "lone release",
-    "forgotten twin",
-    "early end",
-)
+BUGS = ("none", "dropped arrival", "never retired", "lost load", "lost input", "hanging")
 TIMEOUT_NS = 20_000_000_000
 HOST = ROOT / "tests" / "cuda" / "host"
 FLAGS = ["-O1", *WARNINGS, "-U_FORTIFY_SOURCE"]
@@ -51,7 +30,7 @@ _ALIGNMENT = 1024
 _MESSAGE = 16384
 MAP = np.dtype(
     [("base", "<i8"), ("strides", "<i8", 5), ("sizes", "<i4", 5), ("box", "<i4", 5)]
-    + [(name, "<i4") for name in ("item", "swizzled", "shared")]
+    + [(name, "<i4") for name in ("item", "swizzled")]
 )
 Array = NDArray[Any]
 
@@ -65,13 +44,6 @@ def build_fibres(ablation: Ablation = Ablation.NONE, sms: int = 1) -> ctypes.CDL
     numbers = [ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32]
     library.mk_protocol_run.argtypes = [ctypes.c_void_p, *numbers, ctypes.c_char_p, ctypes.c_int32]
     return library
-
-
-@functools.cache
-def build_threads(sms: int) -> Path:
-    """Build the command that runs a launch on threads under ThreadSanitizer, with `sms` SMs per worker."""
-    flags = [*FLAGS, f"-DMK_SMS={sms}", "-g1", "-fsanitize=thread", "-Wno-tsan", "-pthread"]
-    return linked("threads", HOST / "threads.cpp", *flags)
 
 
 class Image:
@@ -104,15 +76,15 @@ class Image:
         room = np.zeros(self.size + _ALIGNMENT, np.uint8)
         start = -room.ctypes.data % _ALIGNMENT
         memory = room[start : start + self.size]
+        self.fill(memory)
+        return memory
+
+    def fill(self, memory: NDArray[np.uint8]) -> None:
+        """Give such a block its first contents again."""
         for offset, array in self._parts:
             memory[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
         for place, target in self._pointers:
             memory[place : place + 8].view(np.int64)[0] = memory.ctypes.data + target
-        return memory
-
-    @property
-    def places(self) -> NDArray[np.int64]:
-        return np.array([place for place, _ in self._pointers], np.int64)
 
 
 class LaunchImage:
@@ -134,7 +106,6 @@ class LaunchImage:
                 self._buffers[rank, buffer] = self.image.add(array)
                 self._shapes[rank, buffer] = (array.shape, array.dtype)
         self._params = self._add_params(table)
-        self.fresh = self.image.memory()
         self.memory = self.image.memory()
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> Array:
@@ -165,24 +136,7 @@ class LaunchImage:
 
     def restore(self) -> None:
         """Restore the contents that the memory had before the first launch."""
-        self._take(self.fresh.copy())
-
-    def _take(self, left: NDArray[np.uint8]) -> None:
-        for place in self.image.places:
-            left[place : place + 8] = self.memory[place : place + 8]
-        self.memory[:] = left
-
-    def save(self, path: Path) -> None:
-        places = self.image.places
-        header = np.array([self.image.size, self._params, len(places)], np.int64)
-        base = np.array([self.memory.ctypes.data], np.int64)
-        path.write_bytes(header.tobytes() + places.tobytes() + self.memory.tobytes() + base.tobytes())
-
-    def load(self, path: Path) -> None:
-        """Copy the memory contents that the process of a launch wrote to the file, except for the pointers."""
-        places = self.image.places
-        start = 24 + places.nbytes
-        self._take(np.frombuffer(path.read_bytes(), np.uint8, self.image.size, start).copy())
+        self.image.fill(self.memory)
 
     def run(self, seed: int, bug: str = "none", block: int = -1, ablation: Ablation = Ablation.NONE) -> str:
         """Run one launch on fibres, and return a description of what went wrong, or an empty string. `bug` is the bug
@@ -194,17 +148,6 @@ class LaunchImage:
             address, seed, BUGS.index(bug), block, message, _MESSAGE
         )
         return message.value.decode()
-
-    def run_threads(self, bug: str = "none") -> subprocess.CompletedProcess[str]:
-        """Run one launch on threads in another process, which reports data races on standard error."""
-        self.params.launch += 1
-        with tempfile.NamedTemporaryFile() as file:
-            path = Path(file.name)
-            self.save(path)
-            command = [str(build_threads(self.dims.worker.sms)), str(path), str(BUGS.index(bug))]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-            self.load(path)
-        return done
 
     def run_in_sequence(self) -> None:
         """Run all instructions one at a time, without waits and signals: by segment, then by layer, then by phase.
@@ -287,18 +230,18 @@ class LaunchImage:
             d = self.program.rank_dims(rank)
             for place, layout in map_layouts(self.program.forward, d, self._pages).items():
                 buffer = place[0]
-                maps[rank, *place, : MAP.itemsize] = host_map(layout, shared=buffer in (Buffer.K_CACHE, Buffer.V_CACHE))
+                maps[rank, *place, : MAP.itemsize] = host_map(layout)
                 self.image.point(
                     at + np.ravel_multi_index((rank, *place), maps.shape[:3]) * MAP_BYTES, self._buffers[rank, buffer]
                 )
         return at
 
 
-def host_map(layout: MapLayout, *, address: int = 0, shared: bool = False) -> NDArray[np.uint8]:
+def host_map(layout: MapLayout, *, address: int = 0) -> NDArray[np.uint8]:
     """Return the bytes of a HostMap, the struct that replaces a tensor map in tests/cuda/host/tensor_map.h."""
     rest = (1,) * (5 - len(layout.sizes))
     strides = (layout.item, *layout.strides, *(0 for _ in rest))
-    fields = (address, strides, layout.sizes + rest, layout.box + rest, layout.item, layout.swizzled, shared)
+    fields = (address, strides, layout.sizes + rest, layout.box + rest, layout.item, layout.swizzled)
     return np.frombuffer(np.array(fields, MAP).tobytes(), np.uint8)
 
 

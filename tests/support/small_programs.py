@@ -1,8 +1,9 @@
 """Correct programs: some are so small that every interleaving can be tried, others are too large for that."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from megakernel import machine as machines
@@ -33,36 +34,46 @@ def make(*, workers: int = 1, rows: int = 2, cols: int = 32, **changes: Any) -> 
     )
 
 
-def small() -> Iterator[tuple[str, Program]]:
-    """Yield descriptions and programs: 71 programs that are small enough to visit all their reachable states."""
+def small(step: int = 1) -> Iterator[tuple[str, Program]]:
+    """Yield the description of every `step`-th of 71 programs that are small enough to visit all their reachable
+    states, and the program."""
+    return (make_one() for make_one in islice(_small(), 0, None, step))
+
+
+def large(step: int = 1) -> Iterator[tuple[str, Program]]:
+    """Yield descriptions and programs with so many workers, ranks or layers that not all states can be visited: every
+    `step`-th of them."""
+    return (make_one() for make_one in islice(_large(), 0, None, step))
+
+
+def _later(**shape: Any) -> Callable[[], tuple[str, Program]]:
+    return lambda: (" ".join(f"{name}={value}" for name, value in shape.items()), make(**shape))
+
+
+def _small() -> Iterator[Callable[[], tuple[str, Program]]]:
     for workers, tokens, queue in itertools.product((1, 2), (1, 3, 4), QUEUES):
-        yield _named(workers=workers, tokens=tokens, queue=queue)
+        yield _later(workers=workers, tokens=tokens, queue=queue)
     for layers, heads, kv_heads in ((2, 2, 2), (3, 2, 1), (1, 4, 2)):
-        yield _named(workers=2, layers=layers, heads=heads, kv_heads=kv_heads, logit_rows=2)
+        yield _later(workers=2, layers=layers, heads=heads, kv_heads=kv_heads, logit_rows=2)
     for (o, residual), tokens, queue in itertools.product(LOWERINGS, (1, 2, 4), QUEUES):
-        yield _named(tp=2, tokens=tokens, rows=1, o=o, residual=residual, queue=queue, cols=64)
+        yield _later(tp=2, tokens=tokens, rows=1, o=o, residual=residual, queue=queue, cols=64)
     for interleave, overlap_ranks in ((False, True), (True, False), (False, False)):
-        yield _named(tp=2, tokens=4, rows=1, interleave=interleave, overlap_ranks=overlap_ranks, cols=64)
-    yield _named(tp=2, tokens=4, rows=1, layers=2, norm="next", overlap_ranks=False, cols=64)
+        yield _later(tp=2, tokens=4, rows=1, interleave=interleave, overlap_ranks=overlap_ranks, cols=64)
+    yield _later(tp=2, tokens=4, rows=1, layers=2, norm="next", overlap_ranks=False, cols=64)
     for tp, queue in itertools.product((1, 2), QUEUES):
-        yield _named(tp=tp, tokens=4, rows=1, layers=2, norm="next", queue=queue, cols=64)
+        yield _later(tp=tp, tokens=4, rows=1, layers=2, norm="next", queue=queue, cols=64)
     for tp, queue in itertools.product((1, 2), ("none", "body")):
-        yield _named(tp=tp, tokens=4, rows=1, layers=2, norm="inside", residual="replicated", queue=queue, cols=64)
+        yield _later(tp=tp, tokens=4, rows=1, layers=2, norm="inside", residual="replicated", queue=queue, cols=64)
 
 
-def large() -> Iterator[tuple[str, Program]]:
-    """Yield descriptions and programs with so many workers, ranks or layers that not all states can be visited."""
+def _large() -> Iterator[Callable[[], tuple[str, Program]]]:
     for (o, residual), (tp, heads, kv_heads) in itertools.product(LOWERINGS, ((2, 3, 1), (4, 4, 2), (8, 6, 3))):
-        yield _named(
+        yield _later(
             tp=tp, workers=2, tokens=9, heads=heads, kv_heads=kv_heads, o=o, residual=residual, layers=2, logit_rows=3
         )
     for queue in QUEUES:
-        yield _named(workers=5, tokens=17, rows=4, layers=3, heads=4, kv_heads=2, logit_rows=3, queue=queue)
-        yield _named(tp=2, workers=3, tokens=17, rows=4, layers=2, heads=4, kv_heads=2, logit_rows=3, queue=queue)
+        yield _later(workers=5, tokens=17, rows=4, layers=3, heads=4, kv_heads=2, logit_rows=3, queue=queue)
+        yield _later(tp=2, workers=3, tokens=17, rows=4, layers=2, heads=4, kv_heads=2, logit_rows=3, queue=queue)
         for o, residual in LOWERINGS:
-            yield _named(tp=2, workers=3, tokens=17, rows=2, layers=3, norm="next", o=o, residual=residual, queue=queue)
-    yield _named(tp=2, workers=3, tokens=17, rows=4, layers=2, norm="inside", residual="replicated", logit_rows=3)
-
-
-def _named(**shape: Any) -> tuple[str, Program]:
-    return " ".join(f"{name}={value}" for name, value in shape.items()), make(**shape)
+            yield _later(tp=2, workers=3, tokens=17, rows=2, layers=3, norm="next", o=o, residual=residual, queue=queue)
+    yield _later(tp=2, workers=3, tokens=17, rows=4, layers=2, norm="inside", residual="replicated", logit_rows=3)

@@ -1,7 +1,7 @@
 """Tests the timeline page in a real browser, opened from a file: what it shows and how it reacts to input."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import synthetic
-from browser import Browser, browser, missing
+from browser import Browser
 
 from megakernel import machine
 from megakernel.cli.simulate import decode_step
@@ -26,14 +26,6 @@ from megakernel.trace import IntervalKind
 ENTER, ESCAPE = "\ue007", "\ue00c"
 # The traces have 3 workers per rank, and this machine gives 3 workers the peak rates of a whole H100.
 LIMITS = replace(machine.load("h100"), workers=3)
-
-
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Browser]:
-    if reason := missing():
-        pytest.skip(reason)
-    with browser() as b:
-        yield b
 
 
 @pytest.fixture(scope="module")
@@ -266,17 +258,11 @@ BOX = (
 )
 
 
-@pytest.fixture(scope="module")
-def small() -> Iterator[Browser]:
-    if reason := missing():
-        pytest.skip(reason)
-    with browser(390, 844) as b:
-        yield b
-
-
 @pytest.mark.parametrize("name", ["node", "pair", "limits"])
-def test_a_small_screen_shows_everything(small: Browser, files: dict[str, Path], name: str) -> None:
+def test_a_small_screen_shows_everything(driver: Browser, files: dict[str, Path], name: str) -> None:
     """At a width of 390 pixels, all buttons and numbers are inside the page, and nothing needs horizontal scrolling."""
+    small = driver
+    small.resize(390, 844)
     small.open_timeline(files[name])
     header = small.run("return [...document.querySelectorAll('header > *, #canvas, aside')].map((e) => e.id)")
     for n, element in enumerate(header):

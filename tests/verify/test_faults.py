@@ -17,14 +17,14 @@ from megakernel.isa import JOIN, record
 from megakernel.program import Program, Segment
 from megakernel.scheduler.verify import verify
 
-SAMPLE = 12
+SAMPLE = 8
 # Every program with one of these mutations is unsafe: with a wrong total, the next launch starts with a wrong counter.
 ALWAYS_UNSAFE = ("change a total",)
 
 
 @cache
 def bases() -> list[tuple[str, Program]]:
-    return list(small())[::5]
+    return list(small(5))
 
 
 def judge(base: Program, program: Program) -> Verdict:
@@ -43,7 +43,7 @@ def test_good_programs_are_safe_and_accepted() -> None:
 
 
 def test_larger_programs_survive_adversarial_runs() -> None:
-    for name, program in list(large())[::4]:
+    for name, program in large(4):
         table = make_table(program.dims, 0)
         assert verify(program).ok, name
         assert adversarial(program, table, expected(program, table), 0, 2).safe is None, name
@@ -79,7 +79,7 @@ HANDMADE = {
 @pytest.mark.parametrize("name", HANDMADE)
 def test_no_unsafe_mutant_of_a_program_made_by_hand_is_accepted(name: str) -> None:
     base, rng = HANDMADE[name], np.random.default_rng(len(name))
-    mutants = [(kind, mutant) for kind, mutate in KINDS.items() for _ in range(3) if (mutant := mutate(base, rng))]
+    mutants = [(kind, mutant) for kind, mutate in KINDS.items() for _ in range(2) if (mutant := mutate(base, rng))]
     accepted = [(kind, mutant) for kind, mutant in mutants if verify(mutant).ok]
     assert len(accepted) < len(mutants) / 2
     for seed, (kind, mutant) in enumerate(accepted):

@@ -4,9 +4,7 @@
 #pragma once
 #include "../tensor_core.h"
 #include "memory.h"
-#if defined(__CUDACC__)
 #include "mma.cuh"
-#endif
 #include "softmax.h"
 
 namespace mk {

@@ -41,6 +41,8 @@ class Norm {
   static constexpr int kNone = -1, kSkip = -2;
   template <class Source>
   MK_FN void rows(int row, int rows, Source source) {
+    // One SM of a pair may have no row. Then source(row) would be a row of others, or read beyond the table.
+    if (kSms > 1 && rows <= 0) return;
     NormPart next = fetch(source(row));
     for (int i = row; i < row + rows; ++i) {
       const int r = source(i);

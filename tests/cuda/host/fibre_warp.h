@@ -1,29 +1,23 @@
-// Implements the platform interface of csrc/cuda/platform.h on fibres (user-space threads) and checks the
-// rules of the interface. Asynchronous operations complete late, free pages contain NaN, and only fences
-// order the generic and the asynchronous proxy. Stores are visible to all warps at once, so memory ordering
-// between threads is checked with tests/cuda/host/thread_warp.h instead.
+// Implements the platform interface of csrc/cuda/platform.h on fibres (user-space threads). Asynchronous
+// operations complete late, and a page holds NaN until a copy into it completes. Memory order, fences and
+// misuse of the hardware are checked where the interpreter's PTX is executed instead (tests/cuda/ptx).
 #pragma once
 #include <memory>
 #include <set>
 #include <string>
 #include <tuple>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "../../../csrc/cuda/watchdog.h"
 #include "accumulators.h"
 #include "fibre.h"
-#include "monitor.h"
 #include "tensor_map.h"
 
 namespace mk {
 
 struct FibreBarrier {
   int arrivals = 0, pending = 0;
-  // Only for "empty" barriers of pages: the warps of this block that have released the page since its last
-  // use.
-  int own = 0;
   int64_t bytes = 0;
   uint32_t phase = 0;
   Waiters waiters;
@@ -59,15 +53,13 @@ struct FibreWorld {
 struct FibreBlock {
   // `worker` lists the blocks of this block's worker, one per SM.
   FibreBlock(FibreWorld& launch, BlockMemory<FibreBarrier>& block, FibreBlock* const* worker,
-             std::string name)
-      : world(launch), memory(block), sms(worker), monitor(block.pages[0], std::move(name)) {}
+             std::string called)
+      : world(launch), memory(block), sms(worker), name(std::move(called)) {}
 
   FibreWorld& world;
   BlockMemory<FibreBarrier>& memory;
   FibreBlock* const* const sms;
-  Monitor monitor;
-  int warps = kWarps;  // warps that have not ended
-  std::unordered_set<const TensorMap*> acquired;
+  const std::string name;
   // TMA boxes that were prefetched but not loaded yet.
   std::set<std::tuple<const TensorMap*, int, int, int, int>> ahead;
 
@@ -77,34 +69,21 @@ struct FibreBlock {
     Waiters waiters;
   } all, consumers;
 
-  std::string name(const FibreBarrier& barrier) const {
+  std::string name_of_barrier(const FibreBarrier& barrier) const {
     static constexpr const char* kNames[] = {"counter", "full",   "ready",   "empty",   "fetched",
                                              "inputs",  "loaded", "outputs", "retired", "parted"};
-    const BarrierName name = name_of(memory, barrier);
-    return std::string(kNames[static_cast<int>(name.what)]) + "[" + std::to_string(name.slot) + "]";
+    const BarrierName known = name_of(memory, barrier);
+    return std::string(kNames[static_cast<int>(known.what)]) + "[" + std::to_string(known.slot) + "]";
   }
   // Called after an arrival or a load. Completes the barrier's phase if no arrivals and no bytes are missing.
   void settle(FibreBarrier& barrier) {
-    if (barrier.pending < 0) world.fail(monitor.name() + ": too many arrivals at " + name(barrier));
+    if (barrier.pending < 0) world.fail(name + ": too many arrivals at " + name_of_barrier(barrier));
     if (barrier.pending != 0 || barrier.bytes != 0) return;
     ++barrier.phase;
     barrier.pending = barrier.arrivals;
-    const BarrierName name = name_of(memory, barrier);
-    if (name.what == Awaited::kFull) monitor.filled(name.slot);
-    if (name.what == Awaited::kReady) monitor.ready(name.slot);
     world.scheduler.wake(barrier.waiters);
   }
-  // `own` is true if the arriving warp belongs to this block. When all consumer warps of this block have
-  // released a page, no warp of the block reads the page any more.
-  void arrive(FibreBarrier& barrier, int count, bool own) {
-    if (warps == 0) world.fail(monitor.name() + ": is accessed after its end");
-    if (own && (barrier.own += count) == kConsumerWarps) {
-      const BarrierName name = name_of(memory, barrier);
-      if (name.what == Awaited::kEmpty) {
-        barrier.own = 0;
-        check(monitor.emptied(name.slot));
-      }
-    }
+  void arrive(FibreBarrier& barrier, int count) {
     barrier.pending -= count;
     settle(barrier);
   }
@@ -113,9 +92,6 @@ struct FibreBlock {
   T& at_sm(int sm, T& here) const {
     const auto offset = reinterpret_cast<char*>(&here) - reinterpret_cast<char*>(&memory);
     return *reinterpret_cast<T*>(reinterpret_cast<char*>(&sms[sm]->memory) + offset);
-  }
-  void check(const std::string& wrong) {
-    if (!wrong.empty() && !*world.params.abort) world.fail(wrong);
   }
 };
 
@@ -150,19 +126,12 @@ class FibreWarp {
       if (world_.leaving) return false;
       sleep(barrier, parity, where);
     }
-    if (warp_ >= kConsumerWarp) unfenced_ = true;  // the warp's next instruction may store data
     return true;
   }
-  void arrive(Barrier& barrier, int count = 1) {
-    scheduler().pause();
-    if (unfenced_ && name_of(memory(), barrier).what == Awaited::kOutputs)
-      fail("has not fenced what it stored");
-    block_.arrive(barrier, count, true);
-  }
+  void arrive(Barrier& barrier, int count = 1) { arrive_at(sm_of(memory()), barrier, count); }
   void arrive_at(int sm, Barrier& barrier, int count = 1) {
-    if (sm == sm_of(memory())) return arrive(barrier, count);
     scheduler().pause();
-    block_.sms[sm]->arrive(at_sm(sm, barrier), count, false);
+    block_.sms[sm]->arrive(at_sm(sm, barrier), count);
   }
   void hand_over_at(int sm, Barrier& barrier) { arrive_at(sm, barrier); }
   template <class T>
@@ -174,7 +143,7 @@ class FibreWarp {
     arrive(barrier);
   }
 
-  void acquire_map(const TensorMap& map) { block_.acquired.insert(&map); }
+  void acquire_map(const TensorMap&) {}
   void load_tile(void* to, const TensorMap& map, int x, int y, int z, Barrier& barrier) {
     load_at(to, map, {{x, y, z}}, barrier);
   }
@@ -187,7 +156,6 @@ class FibreWarp {
     load_at(to, map, {{0, piece, a, b, z}}, barrier);
   }
   void prefetch_columns(const TensorMap& map, int piece, int a, int b, int z) {
-    check_map(map);
     if (!block_.ahead.insert({&map, piece, a, b, z}).second) fail("prefetches a page twice");
   }
   void load_bytes(void* to, const void* from, uint32_t bytes, Barrier& barrier) {
@@ -195,11 +163,9 @@ class FibreWarp {
     load(to, bytes, barrier, [=] { memcpy(to, from, bytes); });
   }
   void store_tile(const TensorMap& map, int x, int y, int z, const void* from) {
-    check_map(map);
     store(from, [=, host = host_map(map)](const void* box) { store_box(host, {{x, y, z}}, box); });
   }
   void add_tile(const TensorMap& map, int x, int y, int z, const void* from) {
-    check_map(map);
     store(from, [=, host = host_map(map)](const void* box) { add_box(host, {{x, y, z}}, box); });
   }
   void commit() { groups_.push_back({}); }
@@ -209,20 +175,15 @@ class FibreWarp {
   void wait_stores() {
     while (storing_ > 0) scheduler().block(own_);
   }
-  void fence_pages() { block_.monitor.fence(warp_); }
-  void fence_async() {
-    fence_pages();
-    unfenced_ = unordered_ = false;
-  }
+  void fence_pages() {}
+  void fence_async() {}
 
   template <class F>
-  bool wait_counters(int n, Scope scope, const Where& where, F need) {
-    check_scope(scope);
+  bool wait_counters(int n, Scope, const Where& where, F need) {
     scheduler().pause();
     for (int i = 0; i < n; ++i) {
       const Need wanted = need(i);
       if (wanted.value == nullptr) continue;
-      unordered_ = true;
       while (!aborted() && static_cast<int32_t>(static_cast<uint32_t>(*wanted.value) - wanted.target) < 0) {
         waits_for_ = &wanted;
         where_ = where;
@@ -233,9 +194,7 @@ class FibreWarp {
     }
     return true;
   }
-  void signal(int32_t* counter, int count, Scope scope, int = 0) {
-    check_scope(scope);
-    if (storing_ > 0) fail("signals before its stores have completed");
+  void signal(int32_t* counter, int count, Scope) {
     *counter = static_cast<int32_t>(static_cast<uint32_t>(*counter) + static_cast<uint32_t>(count));
     if (const auto found = world_.counters.find(counter); found != world_.counters.end())
       scheduler().wake(found->second);
@@ -254,13 +213,6 @@ class FibreWarp {
   }
   bool aborted() const { return *world_.params.abort != 0; }
 
-  void reads(const void* page, bool generic) {
-    if (!aborted()) block_.check(block_.monitor.read(page, warp_, generic));
-  }
-  void writes(const void* page) {
-    if (!aborted()) block_.check(block_.monitor.write(page, warp_));
-  }
-
   uint64_t now() const { return 0; }
   void trace(const Where&, Role, IntervalKind, uint64_t) {}
   void stall(uint64_t) {}
@@ -268,7 +220,6 @@ class FibreWarp {
     for (;;) scheduler().block(own_);
   }
 
-  void end() { --block_.warps; }
   // Describes what the warp waits for. The text is empty if it waits for neither a barrier nor a counter.
   std::string describe() const;
   bool waits_for_counter() const { return waits_for_ != nullptr; }
@@ -289,7 +240,7 @@ class FibreWarp {
 
   Scheduler& scheduler() const { return world_.scheduler; }
   void fail(const std::string& what) {
-    if (!aborted()) world_.fail(block_.monitor.name() + " warp " + std::to_string(warp_) + " " + what);
+    if (!aborted()) world_.fail(block_.name + " warp " + std::to_string(warp_) + " " + what);
   }
   static bool passed(const Barrier& barrier, uint32_t parity) { return (barrier.phase & 1) != parity; }
   void sleep(Barrier& barrier, uint32_t parity, const Where& where) {
@@ -309,29 +260,17 @@ class FibreWarp {
     }
     while (meeting.times == time) scheduler().block(meeting.waiters);
   }
-  // Counters need system scope if this launch runs only some of the ranks, because the other ranks run on
-  // other GPUs.
-  void check_scope(Scope scope) {
-    const bool alone = world_.params.ranks == world_.params.dims->tp;
-    if ((scope == Scope::kGpu) != alone) fail("uses a counter at another scope than the other warps do");
-  }
-  void check_map(const TensorMap& map) {
-    if (!block_.acquired.contains(&map)) fail("copies through a tensor map that it has not acquired");
-  }
   // `into` is the block whose page is loaded; null means the warp's own block.
   void load_at(void* to, const TensorMap& map, const Corner& corner, Barrier& barrier,
                FibreBlock* into = nullptr) {
-    check_map(map);
     const HostMap host = host_map(map);
     load(to, host.bytes(), barrier, [=] { load_box(to, host, corner); }, into);
   }
   template <class F>
   void load(void* to, uint32_t bytes, Barrier& barrier, F copy, FibreBlock* into = nullptr) {
-    if (unordered_) fail("loads data that it has waited for without a proxy fence in between");
     FibreBlock* const block = into ? into : &block_;
-    block_.check(block->monitor.load(to, warp_));
+    memset(to, 0xFF, bytes);  // NaN both as bf16 and as float32
     scheduler().post([block, bytes, copy, &barrier] {
-      if (block->warps == 0) block->world.fail(block->monitor.name() + ": is accessed after its end");
       copy();
       barrier.bytes -= bytes;
       block->settle(barrier);
@@ -340,7 +279,6 @@ class FibreWarp {
   // Schedules two operations: one reads the page, and a later one writes the data to memory.
   template <class F>
   void store(const void* from, F put) {
-    block_.check(block_.monitor.store(from, warp_));
     if (groups_.empty()) groups_.push_back({});
     const size_t group = groups_.size() - 1;
     ++groups_[group].unread;
@@ -348,7 +286,6 @@ class FibreWarp {
     scheduler().post([this, from, put, group] {
       auto box = std::make_shared<std::vector<unsigned char>>(
           static_cast<const unsigned char*>(from), static_cast<const unsigned char*>(from) + kBoxBytes);
-      block_.monitor.stored(from);
       --groups_[group].unread;
       scheduler().wake(own_);
       scheduler().post([this, put, box] {
@@ -371,8 +308,6 @@ class FibreWarp {
   Waiters own_;
   std::vector<Group> groups_;  // the last group is not committed yet
   int storing_ = 0;
-  bool unfenced_ = false;   // whether the warp's instruction may have unfenced stores
-  bool unordered_ = false;  // whether the warp has not fenced since it waited for counters
 
   // What the warp waits for now: a barrier, a counter, or nothing.
   const Barrier* barrier_ = nullptr;
@@ -384,10 +319,11 @@ class FibreWarp {
 inline std::string FibreWarp::describe() const {
   static constexpr const char* kRoles[] = {"controller", "weight loader", "storer", "input loader"};
   const std::string who =
-      block_.monitor.name() + " " +
+      block_.name + " " +
       (warp_ < kConsumerWarp ? kRoles[warp_] : "consumer " + std::to_string(warp_ - kConsumerWarp));
   if (barrier_)
-    return who + " waits for " + block_.name(*barrier_) + " phase " + std::to_string(barrier_->phase);
+    return who + " waits for " + block_.name_of_barrier(*barrier_) + " phase " +
+           std::to_string(barrier_->phase);
   if (waits_for_)
     return who + " waits in segment " + std::to_string(where_.segment) + " layer " +
            std::to_string(where_.layer) + " record " + std::to_string(where_.number) + " for counter " +

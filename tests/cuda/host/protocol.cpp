@@ -3,9 +3,10 @@
 
 #include <deque>
 
+#include "../../../csrc/cuda/bodies.h"
+#include "../../../csrc/cuda/roles.h"
 #include "bugs.h"
 #include "fibre_warp.h"
-#include "launch.h"
 
 namespace mk {
 namespace {
@@ -32,10 +33,7 @@ class Launch {
       by_number_[i] = &block;
       for (int w = 0; w < kWarps; ++w) {
         Warp& warp = warps_.emplace_back(where < 0 || where == i ? bug : Bug::kNone, block, w);
-        world_.scheduler.add([this, &warp, &memory, i] {
-          run_warp(warp, memory, world_.params, i);
-          warp.end();
-        });
+        world_.scheduler.add([this, &warp, &memory, i] { run(warp, memory, world_.params, i); });
       }
     }
   }
@@ -45,12 +43,22 @@ class Launch {
     if (!world_.scheduler.run([this] { return stuck(); })) world_.wrong += "\nand an abort did not end it";
     for (const FibreBlock& block : blocks_) {
       if (world_.wrong.empty() && !*world_.params.abort && !block.ahead.empty())
-        world_.wrong = block.monitor.name() + " prefetched a page that it did not load";
+        world_.wrong = block.name + " prefetched a page that it did not load";
     }
     return world_.wrong.empty() ? "" : "seed " + std::to_string(seed_) + ": " + world_.wrong;
   }
 
  private:
+  static void run(Warp& warp, Block<Warp>& block, const Params& params, int32_t index) {
+    set_up(warp, block, params, index);
+    if (warp.warp() < kConsumerWarp) {
+      serve(warp, block, params);
+    } else {
+      consume<Warp, Bodies>(warp, block, params);
+    }
+    report(warp, block, params);
+    if constexpr (kSms > 1) warp.sync_block();
+  }
   // Called when no fibre can continue; returns whether to resume the fibres. The first call does what the
   // watchdogs would do: it records all waits and aborts the launch. The failure message lists up to
   // kReportedWaits waits, those for counters first. If some fibres still wait after the abort, the second

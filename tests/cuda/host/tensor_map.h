@@ -17,9 +17,6 @@ struct HostMap {
   int32_t item;      // bytes of an element: 2, or 4 for float32
   int32_t swizzled;  // 1: rows of a box have 128 bytes and use the 128-byte swizzle
 
-  // 1: while a box is loaded, other warps may store to parts of it that the loading warp does not use
-  int32_t shared;
-
   uint32_t bytes() const {
     int32_t n = item;
     for (int32_t size : box) n *= size;
@@ -40,7 +37,7 @@ inline HostMap host_map(const TensorMap& map) {
 }
 
 // Calls f(address in memory, address in the page) for each element, of type T, of a box. The address in
-// memory is null outside the tensor. Elements are copied one by one so that a race detector sees each access.
+// memory is null outside the tensor.
 template <class T, class F>
 inline void for_elements(void* page, const HostMap& map, const Corner& corner, F&& f) {
   const int elements = static_cast<int>(map.bytes()) / map.item;

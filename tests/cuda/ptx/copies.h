@@ -48,7 +48,8 @@ inline Box box_of(Thread& t, uint64_t address, std::initializer_list<int32_t> at
   return out;
 }
 
-// Calls f(address, bytes) for each row of the box's part inside the tensor.
+// Calls f(address, bytes, place in the page before its swizzle) for each row of the box's part inside the
+// tensor.
 template <class F>
 inline void for_rows(const Box& box, F&& f) {
   const mk::HostMap& m = box.map;
@@ -64,7 +65,10 @@ inline void for_rows(const Box& box, F&& f) {
       inside = inside && place >= 0 && place < m.sizes[d];
       at += place * m.strides[d];
     }
-    if (inside) f(reinterpret_cast<uint64_t>(at), static_cast<uint32_t>((end - begin) * m.item));
+    const int32_t place = row * m.box[0] + begin - box.corner.at[0];
+    if (inside)
+      f(reinterpret_cast<uint64_t>(at), static_cast<uint32_t>((end - begin) * m.item),
+        static_cast<uint32_t>(place * m.item));
   }
 }
 
@@ -74,30 +78,43 @@ inline void check_page(const Thread& t, uint32_t offset, const mk::HostMap& map)
 
 // -- loads
 
-// Starts a load into the blocks of a cluster. fetch(page) performs it; its bytes complete on each block's own
-// barrier.
-template <class Fetch>
+// Starts a load into the blocks of a cluster. sources(f) calls f(address, bytes, place in the page) for all
+// that it reads, fetch(page) performs it. Its bytes complete on each block's own barrier.
+template <class Sources, class Fetch>
 inline void load(Thread& t, const std::vector<Block*>& blocks, uint32_t offset, uint32_t bytes,
-                 uint32_t barrier,
-                 std::function<void(const std::function<void(uint64_t, uint32_t)>&)> sources, Fetch&& fetch) {
+                 uint32_t barrier, bool swizzled, Sources&& sources, Fetch&& fetch) {
   if (!check_shared(t, offset, bytes)) return;
   for (Block* block : blocks) {
     Mbarrier& b = barrier_at(t, block->rank << 24 | offset_of(barrier), false);
     if (!b.fenced) world->fail(t, "an mbarrier is used for copies whose initialisation no fence follows");
     if (block->live == 0) world->fail(t, "a bulk copy into the memory of a block that has ended");
+    const auto overwritten = block->barriers.lower_bound(offset);
+    if (overwritten != block->barriers.end() && overwritten->first < offset + bytes)
+      return world->fail(t, "a bulk copy overwrites an mbarrier");
     char* to = block->memory + offset;
     touch_async(t, async_access(t, true, b.party, b.phase + 1, false), reinterpret_cast<uint64_t>(to), bytes);
-    bool any = false;
-    sources([&](uint64_t from, uint32_t size) {
-      any |= world->for_declared(t, from, size, [&](uint64_t part, uint32_t length) {
+    // What the instruction does not declare to read arrives as NaN, because results must not depend on it.
+    // Values of attention are multiplied by zero there, so they arrive as the largest bf16 number.
+    std::vector<bool> unused(bytes);
+    bool any = false, values = false;
+    sources([&](uint64_t from, uint32_t size, uint32_t place) {
+      std::fill_n(unused.begin() + place, size, true);
+      any |= world->for_declared(t, kReads | kLoads, from, size, [](uint64_t, uint32_t) {});
+      world->for_declared(t, kReads, from, size, [&](uint64_t part, uint32_t length) {
         touch_async(t, async_access(t, false, b.party, b.phase + 1, true), part, length);
       });
+      world->for_declared(t, kReads | kUsed, from, size, [&](uint64_t part, uint32_t length) {
+        std::fill_n(unused.begin() + place + static_cast<ptrdiff_t>(part - from), length, false);
+      });
+      values = world->is_in(mk::Buffer::V_CACHE, from);
     });
     if (!any) world->fail(t, "loads memory of which its instruction declares nothing");
     memset(to, 0xFF, bytes);  // NaN until the copy completes
     ++block->copies;
     world->later([=, &b] {
       fetch(to);
+      for (uint32_t i = 0; i < bytes; i += 2)
+        if (unused[i]) put<uint16_t>(to + (swizzled ? mk::swizzle(i) : i), values ? 0x7F7F : 0x7FFF);
       --block->copies;
       b.bytes -= bytes;
       settle(b);
@@ -116,7 +133,8 @@ void Thread::load_box(uint32_t to, uint64_t map, std::initializer_list<int32_t> 
   if (mask == 0) blocks = {&block_of(*this, to)};
   if (mask >> kClusterBlocks) world->fail(*this, "a multicast to blocks outside the cluster");
   load(
-      *this, blocks, offset_of(to), box.map.bytes(), barrier, [&](const auto& each) { for_rows(box, each); },
+      *this, blocks, offset_of(to), box.map.bytes(), barrier, box.map.swizzled,
+      [&](const auto& each) { for_rows(box, each); },
       [box](char* page) { mk::load_box(page, box.map, box.corner); });
 }
 
@@ -124,8 +142,8 @@ void Thread::load_bytes(uint32_t to, uint64_t from, uint32_t bytes, uint32_t bar
   if (offset_of(to) % 16 || from % 16 || bytes % 16 || bytes == 0)
     return world->fail(*this, "a misaligned bulk copy");
   load(
-      *this, {&block_of(*this, to)}, offset_of(to), bytes, barrier,
-      [&](const auto& each) { each(from, bytes); },
+      *this, {&block_of(*this, to)}, offset_of(to), bytes, barrier, false,
+      [&](const auto& each) { each(from, bytes, 0); },
       [=](char* page) { memcpy(page, reinterpret_cast<const void*>(from), bytes); });
 }
 
@@ -151,7 +169,7 @@ void Thread::store_box(uint64_t map, std::initializer_list<int32_t> at, int dime
   char* const page = block->memory + offset;
   touch_async(*this, async_access(*this, false, w->read_party, time, false), reinterpret_cast<uint64_t>(page),
               bytes);
-  for_rows(box, [&](uint64_t to, uint32_t size) {
+  for_rows(box, [&](uint64_t to, uint32_t size, uint32_t) {
     world->check_global(*this, to, size, true);
     touch_async(*this, async_access(*this, true, w->write_party, time, true, add ? kGpu : kNone), to, size);
   });

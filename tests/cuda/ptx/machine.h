@@ -59,15 +59,8 @@ inline T mul(T a, T b) {
 inline int32_t high(int32_t a, int32_t b) { return static_cast<int32_t>(int64_t{a} * b >> 32); }
 template <class T>
 inline T quotient(T a, T b) {
-  return b == 0 ? static_cast<T>(-1) : b == static_cast<T>(-1) ? sub(T{0}, a) : static_cast<T>(a / b);
-}
-template <>
-inline uint32_t quotient(uint32_t a, uint32_t b) {
-  return b == 0 ? ~0u : a / b;
-}
-template <>
-inline uint64_t quotient(uint64_t a, uint64_t b) {
-  return b == 0 ? ~uint64_t{0} : a / b;
+  if (b == 0) return static_cast<T>(-1);
+  return std::is_signed_v<T> && b == static_cast<T>(-1) ? sub(T{0}, a) : static_cast<T>(a / b);
 }
 inline int32_t remainder_of(int32_t a, int32_t b) { return b == 0 || b == -1 ? (b == 0 ? a : 0) : a % b; }
 template <class T>
@@ -87,38 +80,6 @@ inline T insert(T from, T into, uint32_t position, uint32_t length) {
   const T mask = left(ones, position);
   return static_cast<T>((into & ~mask) | (left(from, position) & mask));
 }
-
-template <class T>
-inline bool eq(T a, T b) {
-  return a == b;
-}
-template <class T>
-inline bool ne(T a, T b) {
-  return a != b;
-}
-template <class T>
-inline bool lt(T a, T b) {
-  return a < b;
-}
-template <class T>
-inline bool le(T a, T b) {
-  return a <= b;
-}
-template <class T>
-inline bool gt(T a, T b) {
-  return a > b;
-}
-template <class T>
-inline bool ge(T a, T b) {
-  return a >= b;
-}
-// These are true for NaN.
-inline bool equ(float a, float b) { return !(a < b || a > b); }
-inline bool neu(float a, float b) { return a != b; }
-inline bool ltu(float a, float b) { return !(a >= b); }
-inline bool leu(float a, float b) { return !(a > b); }
-inline bool gtu(float a, float b) { return !(a <= b); }
-inline bool geu(float a, float b) { return !(a < b); }
 
 template <class T, class From>
 inline T truncated(From value) {

@@ -161,6 +161,7 @@ inline Mbarrier& barrier_at(const Thread& t, uint32_t address, bool own) {
   static Mbarrier none;
   Block& owner = block_of(t, address);
   if (own && &owner != t.block) world->fail(t, "the mbarrier is not in the thread's own block");
+  if (owner.live == 0) world->fail(t, "the mbarrier is in the shared memory of a block that has ended");
   const auto found = owner.barriers.find(offset_of(address));
   if (found == owner.barriers.end()) {
     world->fail(t, "no mbarrier has been initialised there");

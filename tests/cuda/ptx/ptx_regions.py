@@ -15,7 +15,8 @@ from megakernel.program import SEGMENTS
 
 # Rows of bytes: `rows` rows of `width` bytes, `stride` bytes apart. Layer l's copy lies l * layer_stride bytes further.
 REGION = np.dtype([(name, "<i8") for name in ("base", "rows", "width", "stride", "layer_stride", "kinds")])
-READ, WRITE, LOAD = 1, 2, 4  # LOAD: copied to a page, but not used
+# LOAD: copied to a page. USED: results depend on it, but races are not looked for.
+READ, WRITE, LOAD, USED = 1, 2, 4, 8
 _KINDS = {Kind.READ: READ, Kind.WRITE: WRITE, Kind.UPDATE: READ | WRITE}
 _CACHES = (Buffer.K_CACHE, Buffer.V_CACHE)
 
@@ -62,6 +63,10 @@ def _whole(a: Arguments, rank: int, buffer: Buffer, kinds: int = READ) -> tuple[
     return int(a.addresses[rank, buffer]), 1, size, max(size, 1), 0, kinds
 
 
+def _corners(access: Access) -> list[int]:
+    return [int(np.broadcast_to(v, 1)[0]) for v in (access.row, access.row_end, access.col, access.col_end)]
+
+
 class _Finder:
     """Finds the regions of one instruction."""
 
@@ -78,8 +83,7 @@ class _Finder:
             elif access.kind is Kind.WRITE:
                 yield from self._stored(access)
         if operation is Operation.ATTENTION:
-            for item in range(*self.table.slot_items[int(columns["slot"][0]) :][:2]):
-                yield from self._attended(item)
+            yield from self._attended(range(*self.table.slot_items[int(columns["slot"][0]) :][:2]))
             yield _whole(self.a, rank, Buffer.PARTIALS, READ | WRITE)
             yield _whole(self.a, rank, Buffer.SPLITS, READ | WRITE)
         if operation is Operation.GATHER:
@@ -91,22 +95,15 @@ class _Finder:
                 yield _whole(self.a, rank, buffer)
 
     def _ranks(self, access: Access) -> list[int]:
-        if isinstance(access.rank, int):
-            return (
-                [self.dims.split.rank]
-                if access.rank == OWN
-                else [access.rank]
-                if access.rank >= 0
-                else list(range(self.dims.split.tp))
-            )
+        every = list(range(self.dims.split.tp))
         if access.rank is None:
-            return list(range(self.dims.split.tp))
-        return [int(access.rank[0])]
+            return every
+        if not isinstance(access.rank, int):
+            return [int(access.rank[0])]
+        return [self.dims.split.rank] if access.rank == OWN else [access.rank] if access.rank >= 0 else every
 
     def _boxes(self, access: Access) -> Iterator[tuple[int, ...]]:
-        row, end, col, col_end = (
-            int(np.broadcast_to(v, 1)[0]) for v in (access.row, access.row_end, access.col, access.col_end)
-        )
+        row, end, col, col_end = _corners(access)
         spec = BUFFERS[access.buffer]
         for rank in self._ranks(access):
             dims = self.a.ranks[rank]
@@ -120,29 +117,20 @@ class _Finder:
         self, buffer: Buffer, page: int, head: int, first: int, end: int, elements: tuple[int, int], kinds: int
     ) -> tuple[int, ...]:
         """Tokens [first, end) of a page, and some elements of one KV head."""
-        d, rank = self.dims, self.dims.split.rank
-        tokens, item = d.bucket.kv_page, 2
-        begin = (page * d.split.rank_kv_heads + head) * tokens * d.model.head_dim * item + int(
-            self.a.addresses[rank, buffer]
-        )
-        layer, count = int(self.a.strides[rank, buffer]), elements[1] - elements[0]
+        d, rank, item = self.dims, self.dims.split.rank, 2
+        tokens, width, count = d.bucket.kv_page, d.model.head_dim, elements[1] - elements[0]
+        begin = int(self.a.addresses[rank, buffer])
+        begin += (page * d.split.rank_kv_heads + head) * tokens * width * item
+        layer = int(self.a.strides[rank, buffer])
         if buffer is Buffer.K_CACHE:
-            return (
-                begin + (elements[0] * tokens + first) * item,
-                count,
-                (end - first) * item,
-                tokens * item,
-                layer,
-                kinds,
-            )
-        row = d.model.head_dim * item
-        return begin + first * row + elements[0] * item, end - first, count * item, row, layer, kinds
+            at = begin + (elements[0] * tokens + first) * item
+            return at, count, (end - first) * item, tokens * item, layer, kinds
+        at = begin + (first * width + elements[0]) * item
+        return at, end - first, count * item, width * item, layer, kinds
 
     def _stored(self, access: Access) -> Iterator[tuple[int, ...]]:
         """K or V of token rows, for columns that may begin or end inside a head."""
-        row, end, col, col_end = (
-            int(np.broadcast_to(v, 1)[0]) for v in (access.row, access.row_end, access.col, access.col_end)
-        )
+        row, end, col, col_end = _corners(access)
         width = self.dims.model.head_dim
         for r in range(row, end):
             sequence, position = int(self.table.row_seq[r]), int(self.table.positions[r])
@@ -154,21 +142,21 @@ class _Finder:
                 number = int(self.table.block_tables[sequence, page])
                 yield self._cache(access.buffer, number, head, token, token + 1, part, WRITE)
 
-    def _attended(self, item: int) -> Iterator[tuple[int, ...]]:
-        """K and V up to the position of the item's last row. Whole pages are loaded, and the rest is masked."""
-        t, size = self.table, self.dims.bucket.kv_page
-        if t.item_seq[item] < 0:
-            return
-        tokens = int(t.positions[t.item_row[item] + t.item_rows[item] - 1]) + 1
-        for block in range(int(t.item_block[item]), int(t.item_block[item] + t.item_blocks[item])):
-            seen = min(tokens - block * size, size)
-            if seen <= 0:
-                continue
-            page = int(t.block_tables[t.item_seq[item], block])
-            for head in range(int(t.item_kv_head[item]), int(t.item_kv_head[item] + t.item_kv_heads[item])):
-                for buffer in _CACHES:
-                    yield self._cache(buffer, page, head, 0, seen, (0, self.dims.model.head_dim), READ)
-                    yield self._cache(buffer, page, head, 0, size, (0, self.dims.model.head_dim), LOAD)
+    def _attended(self, items: range) -> Iterator[tuple[int, ...]]:
+        """K and V up to the position of an item's last row. Whole pages are loaded, and the rest is masked. A load does
+        not tell its item, so if several read a page, races are looked for in what all of them use."""
+        t, size, uses = self.table, self.dims.bucket.kv_page, dict[tuple[int, int], list[int]]()
+        for item in items:
+            tokens = int(t.positions[t.item_row[item] + t.item_rows[item] - 1]) + 1
+            blocks = range(int(t.item_block[item]), int(t.item_block[item] + t.item_blocks[item]))
+            for block in blocks if t.item_seq[item] >= 0 else ():
+                page = int(t.block_tables[t.item_seq[item], block])
+                for head in range(int(t.item_kv_head[item]), int(t.item_kv_head[item] + t.item_kv_heads[item])):
+                    uses.setdefault((page, head), []).append(max(0, min(tokens - block * size, size)))
+        for (page, head), counts in uses.items():
+            for end, kind in ((min(counts), READ), (max(counts), USED), (size, LOAD)):
+                for buffer in _CACHES if max(counts) else ():
+                    yield self._cache(buffer, page, head, 0, end, (0, self.dims.model.head_dim), kind)
 
     def _sampled(self, row: int, rows: int) -> Iterator[tuple[int, ...]]:
         """The sampled token in the history, on every rank."""

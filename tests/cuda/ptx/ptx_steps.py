@@ -1,6 +1,8 @@
-"""Random steps of random small models, which run on the emulated GPUs and on the reference."""
+"""What runs on the emulated GPUs: random steps of random small models, which the reference runs too, launches that are
+aborted, and the cases of `megakernel doctor`. Each function returns what was wrong."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,19 +10,21 @@ import numpy as np
 from compiled import compiled
 from fake_gpu import no_compiler
 from numpy.typing import NDArray
+from ptx_faults import FAULTS, Fault
 from ptx_world import Emulator
 
+from megakernel.errors import MegakernelError
 from megakernel.isa import KV_BLOCK, Buffer, Dtype, StepTable
 from megakernel.machine import MACHINES
 from megakernel.model import RandomCheckpoint
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.runtime import Chunk, Output, SampleRow, build_step
+from megakernel.runtime.cuda.params import Ablation
 from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler import Options
 
-KINDS = ("dots", "tensor", "pairs")
-_CONTEXT, _SEQUENCES = 512, 3
+_CONTEXT = 512
 _SHAPES: Sequence[dict[str, Any]] = (
     {},
     {"heads": 3, "kv_heads": 3},
@@ -29,9 +33,9 @@ _SHAPES: Sequence[dict[str, Any]] = (
     {"heads": 4, "kv_heads": 2, "head_dim": 8},
     {"heads": 4, "kv_heads": 4, "head_dim": 24, "qkv_bias": True, "o_bias": True},
     {"tied": True},
-    {"family": "qwen3", "heads": 4, "head_dim": 128},
-    {"hidden": 256, "ffn": 512},
-    {"hidden": 1280, "ffn": 264},
+    {"family": "qwen3", "heads": 4},
+    {"hidden": 256, "ffn": 256},
+    {"hidden": 1032, "ffn": 72},
 )
 _OPTIONS: dict[str, Sequence[dict[str, Any]]] = {
     "dots": ({}, {"norm": "inside"}, {"queue": "body"}),
@@ -62,14 +66,14 @@ class Step:
         return None if error < 0.03 else f"{self.name}: the logits differ by {error:.2g}"
 
 
-def options(kind: str, **others: Any) -> Options:
-    return Options(matmul="dots" if kind == "dots" else "tensor", pairs="on" if kind == "pairs" else "off", **others)
+def _options(kind: str, chosen: dict[str, Any]) -> Options:
+    return Options(matmul="dots" if kind == "dots" else "tensor", pairs="on" if kind == "pairs" else "off", **chosen)
 
 
-def random_step(kind: str, seed: int, *, tp: int | None = None, timeout_s: float = 1e6) -> Step:
+def random_step(kind: str, seed: int, *, tp: int | None = None) -> Step:
     """Return a step with a decode of a long context and, mostly, a prompt."""
     rng = np.random.default_rng(seed)
-    shape = {"vocab": 331, "hidden": 168, "ffn": 200, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 64}
+    shape = {"vocab": 139, "hidden": 104, "ffn": 136, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 64}
     config = ModelConfig(**shape | {"max_context": _CONTEXT} | dict(rng.choice(np.array(_SHAPES))))
     chosen = dict(rng.choice(np.array(_OPTIONS[kind])))
     ranks = int(rng.choice([1, 1, 2, 4])) if tp is None else tp
@@ -78,18 +82,21 @@ def random_step(kind: str, seed: int, *, tp: int | None = None, timeout_s: float
             "o": str(rng.choice(["sharded", "replicated"])),
             "residual": str(rng.choice(["dealt", "replicated"])),
         }
-    tokens = int(rng.integers(2, 9) if kind == "dots" else rng.integers(4, 150))
+    tokens = int(rng.integers(1, 9 if kind == "dots" else 150))
     if chosen.get("norm") == "inside":
         tokens, chosen["residual"] = min(tokens, 4), "replicated"
     workers = int(rng.integers(1, 4)) * (2 if kind == "pairs" else 1)
     machine = replace(MACHINES["h100"], workers=workers, kv_page=KV_BLOCK)
+    if kind == "dots" and config.family == "qwen3" and not chosen.get("norm"):
+        # Small tiles, each of a head that is normalised, follow each other on a worker.
+        chosen["norm"], tokens, machine = "own", 40, replace(machine, tile_rows=32, tile_cols=64)
     program = compiled(
-        config, machine, tokens, 3, ranks, options(kind, **chosen), max_seqs=_SEQUENCES, max_context=_CONTEXT
+        config, machine, tokens, min(3, tokens), ranks, _options(kind, chosen), max_seqs=3, max_context=_CONTEXT
     )
-    return step_of(f"{kind} {seed}: {config}, {chosen}, tp {ranks}, {tokens} tokens", config, program, rng, timeout_s)
+    return step_of(f"{kind} {seed}: {config}, {chosen}, tp {ranks}, {tokens} tokens", config, program, rng)
 
 
-def step_of(name: str, config: ModelConfig, program: Program, rng: np.random.Generator, timeout_s: float = 1e6) -> Step:
+def step_of(name: str, config: ModelConfig, program: Program, rng: np.random.Generator) -> Step:
     from megakernel.runtime.cuda.backend import CudaBackend
 
     d = program.dims
@@ -97,13 +104,15 @@ def step_of(name: str, config: ModelConfig, program: Program, rng: np.random.Gen
     pages = rng.permutation(2 * length).tolist()
     vocab, rows = config.vocab, d.bucket.tokens - 1
     decode = Chunk(0, int(rng.integers(129, _CONTEXT - 1)), [int(rng.integers(vocab))], pages[:length], [SampleRow(0)])
-    start = min(int(rng.integers(0, 300)), _CONTEXT - 1 - rows)
-    sampled = SampleRow(rows - 1, temperature=0.8, top_k=50, top_p=0.9, seed=3)
-    prompt = Chunk(1, start, rng.integers(0, vocab, rows).tolist(), pages[length:], [sampled])
-    table = build_step(d, [decode, prompt] if rows else [decode])
+    chunks = [decode]
+    if rows:
+        start = min(int(rng.integers(0, 300)), _CONTEXT - 1 - rows)
+        sampled = SampleRow(rows - 1, temperature=0.8 * (rows % 2), top_k=50, top_p=0.9, seed=3)
+        chunks.append(Chunk(1, start, rng.integers(0, vocab, rows).tolist(), pages[length:], [sampled]))
+    table = build_step(d, chunks)
     no_compiler()
     checkpoint = RandomCheckpoint(name, config)
-    gpu = CudaBackend(checkpoint, d, len(pages), dtype=Dtype.BF16, timeout_s=timeout_s)
+    gpu = CudaBackend(checkpoint, d, len(pages), dtype=Dtype.BF16, timeout_s=1e6)
     reference = ReferenceBackend(checkpoint, d, len(pages), dtype=Dtype.BF16)
     for buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
         for rank in range(d.split.tp):
@@ -118,15 +127,88 @@ def _noise(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.uint1
     return (rng.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
-def run(kind: str, seeds: Sequence[int], emulator: Emulator, **settings: Any) -> list[str]:
-    """Run random steps, each with another schedule, and return what was wrong."""
-    wrong = []
+def _schedule(emulator: Emulator, seed: int) -> None:
+    emulator.schedule.copies, emulator.schedule.unfair = seed % 3, seed // 3 % 3
+
+
+def run(kind: str, seeds: Iterable[int], **settings: Any) -> list[str]:
+    """Run random steps, each with another schedule."""
+    emulator, wrong = Emulator(), list[str]()
     for seed in seeds:
         step = random_step(kind, seed, **settings)
-        emulator.schedule.copies, emulator.schedule.unfair = seed % 3, seed // 3 % 3
-        if said := step.difference():
-            wrong.append(said)
-        wrong += [f"{step.name}: {text}" for text in emulator.wrong]
+        _schedule(emulator, seed)
+        said = step.difference()
+        wrong += [f"{step.name}: {text}" for text in (said, *emulator.wrong) if text]
         emulator.wrong.clear()
         step.gpu.close()
     return wrong
+
+
+def aborted(kind: str, seeds: Iterable[int]) -> list[str]:
+    """Abort launches of a step, each at another moment. The last launch, which is not aborted, must be right."""
+    step, emulator = random_step(kind, 3), Emulator()
+    if (said := step.difference()) or emulator.wrong:
+        return [said or "", *emulator.wrong]
+    switches = emulator.switches
+    for seed in seeds:
+        _schedule(emulator, seed)
+        emulator.schedule.abort_at = 1 + int(np.random.default_rng(seed).integers(switches))
+        with contextlib.suppress(MegakernelError):
+            step.gpu.launch(step.program, step.table)
+    emulator.schedule.abort_at = 0
+    return [text for text in (step.difference(), *emulator.wrong) if text]
+
+
+def checked(kind: str) -> list[str]:
+    """Run the cases of `megakernel doctor`, which compare each instruction with the reference."""
+    from megakernel.cli import doctor_gpu
+
+    doctor_gpu._TIMEOUT_S = 1e6  # how quick the emulator is must not matter
+    emulator, wrong = Emulator(), list[str]()
+    for case in doctor_gpu.cases():
+        if case.matmul == kind:
+            wrong += doctor_gpu.check(replace(case, config=replace(case.config, layers=1)), seeds=1, repeats=1)
+    return wrong + emulator.wrong
+
+
+def varied(kind: str, **changes: Any) -> list[str]:
+    """Run a step in a build that traces, or that leaves something out and so computes nothing."""
+    emulator = Emulator(changes=changes)
+    step = random_step(kind, 5, tp=1)
+    step.gpu.ablation = changes.get("ablation", Ablation.NONE)
+    emulator.schedule.races = step.gpu.ablation is Ablation.NONE
+    out = step.gpu.launch(step.program, step.table, trace="trace" in changes)
+    if step.gpu.ablation is Ablation.NONE and (said := step.compare(out)):
+        emulator.wrong.append(said)
+    if "trace" in changes and not len(out.trace.intervals):
+        emulator.wrong.append("the trace is empty")
+    return emulator.wrong
+
+
+# Seeds of steps that together reach all faults of a kind.
+_FAULT_STEPS = {"dots": (5, 6, 2, 8), "tensor": (5, 6), "pairs": (10, 5)}
+
+
+def found(kind: str, chosen: Collection[str] = ()) -> dict[str, str]:
+    """Plant each fault of a kind of build, or the chosen ones, and return what was wrong; empty if nothing was."""
+    emulator, out = Emulator(), dict[str, str]()
+    for fault in FAULTS[kind]:
+        if fault.name not in out and (not chosen or fault.name in chosen):
+            tries = ((seed, copies) for copies in (2, 0, 1) for seed in _FAULT_STEPS[kind])
+            out[fault.name] = next((said for one in tries if (said := _with_fault(kind, emulator, fault, *one))), "")
+    return out
+
+
+def _with_fault(kind: str, emulator: Emulator, fault: Fault, seed: int, copies: int) -> str:
+    emulator.schedule.planted, emulator.schedule.copies = 0, copies
+    step = random_step(kind, seed)
+    emulator.schedule.planted = fault.number
+    emulator.wrong.clear()
+    try:
+        difference = step.difference()
+    except MegakernelError as e:
+        difference = str(e)
+    said = "\n".join([*emulator.wrong, difference or ""]).strip()
+    if not emulator.wrong:
+        step.gpu.close()
+    return said

@@ -5,11 +5,11 @@ https://docs.nvidia.com/cuda/parallel-thread-execution/#integer-arithmetic-instr
 with three columns, which at least two spaces separate:
 
 1. The instruction with all its modifiers. Braces list alternatives, `{name:this|that}`, and give them a name.
-2. The types of the operands, the destination's before the `=`. A type is a PTX type or the name of an alternative.
-   `*` stands for an operand that is not a value: an address, a list of registers, a label. No types: no operands.
+2. The operands, the destination before the `=`. An operand is a PTX type, the name of an alternative that is a type, or
+   a kind: `shared` and `global` are addresses, `box` a place in a tensor map, `label` a place in the code, and `*` one
+   that the function of column 3 reads itself. No operands: `-`.
 3. The C++ expression for the destination, or a statement if there is none. `{0}` is the first operand after the
-   destination, `{t}` the C++ type of the alternative `t`, `{t.name}` its PTX name. A name alone, such as `load`, is a
-   function of ptx_code.py.
+   destination, `{t}` the C++ text for the alternative `t`. A name alone, such as `load`, is a function of ptx_code.py.
 """
 
 import re
@@ -46,9 +46,10 @@ floating-point-instructions
   ex2.approx.{t:f32}                 t = t          std::exp2({0})
   ex2.approx.ftz.{t:f32}             t = t          flushed(std::exp2(flushed({0})))
 comparison-and-selection-instructions
-  setp.{c:eq|ne|lt|le|gt|ge}.{t:b32|b64|s16|s32|s64|u32|u64|f64}  pred = t t  {c}({0}, {1})
-  setp.{c:eq|lt|gt}.{t:f32}          pred = t t     {c}({0}, {1})
-  setp.{c:equ|neu|ltu|leu|gtu|geu}.{t:f32}  pred = t t  {c}({0}, {1})
+  setp.{c:eq|ne|lt|le|gt|ge}.{t:b32|b64|s16|s32|s64|u32|u64|f64}  pred = t t  {0} {c} {1}
+  setp.{c:eq|neu|lt|gt}.{t:f32}      pred = t t     {0} {c} {1}
+  setp.equ.{t:f32}                   pred = t t     !({0} < {1} || {0} > {1})
+  setp.{c:ltu|leu|gtu|geu}.{t:f32}   pred = t t     !({0} {c} {1})
   selp.{t:b32|b64|u16|u32|u64|f32|f64}  t = t t pred  {2} ? {0} : {1}
 logic-and-shift-instructions
   and.{t:b16|b32|b64|pred}           t = t t        {0} & {1}
@@ -75,58 +76,73 @@ data-movement-and-conversion-instructions
   ld.param{v:|.v2|.v4}.{t:s32|u32|u64}  * *         parameter
   ld{o:|.volatile|.relaxed.gpu|.relaxed.sys|.acquire.gpu|.acquire.sys}{space:|.global|.shared}{cache:|.cg}{v:|.v2|.v4}.{t:u8|u16|u32|s32|u64|f32}  * *  load
   st{o:|.relaxed.gpu|.relaxed.sys}{space:|.global|.shared}{v:|.v2|.v4}.{t:u8|u16|u32|u64|f32}  * *  store
-  prefetch.global.L2                 *              (void)0
+  prefetch.global.L2                 global         (void){0}
   shfl.sync.{mode:idx|bfly}.b32      * b32 b32 b32 b32  shuffle
-  cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes  * * u32 *  load_bytes
-  cp.async.bulk.tensor.{n:3d|5d}.shared::cluster.global.tile.mbarrier::complete_tx::bytes  * * *  load_box
-  cp.async.bulk.tensor.{n:3d}.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster  * * * u16  load_box
-  cp.async.bulk.tensor.{n:3d}.global.shared::cta.tile.bulk_group  * *  store_box
-  cp.reduce.async.bulk.tensor.{n:3d}.global.shared::cta.add.tile.bulk_group  * *  add_box
-  cp.async.bulk.prefetch.tensor.{n:5d}.L2.global.tile  *  prefetch_box
-  cp.async.bulk.commit_group                        T.commit_bulk()
+  cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes  shared global u32 shared  T.load_bytes({0}, {1}, {2}, {3})
+  cp.async.bulk.tensor.{n:3d|5d}.shared::cluster.global.tile.mbarrier::complete_tx::bytes  shared box shared  T.load_box({0}, {1}, {2}, 0)
+  cp.async.bulk.tensor.{n:3d}.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster  shared box shared u16  T.load_box({0}, {1}, {2}, {3})
+  cp.async.bulk.tensor.{n:3d}.global.shared::cta.tile.bulk_group  box shared  T.store_box({0}, {1}, false)
+  cp.reduce.async.bulk.tensor.{n:3d}.global.shared::cta.add.tile.bulk_group  box shared  T.store_box({0}, {1}, true)
+  cp.async.bulk.prefetch.tensor.{n:5d}.L2.global.tile  box  T.prefetch_box({0})
+  cp.async.bulk.commit_group         -              T.commit_bulk()
   cp.async.bulk.wait_group           u32            T.wait_bulk({0}, false)
   cp.async.bulk.wait_group.read      u32            T.wait_bulk({0}, true)
 control-flow-instructions
-  bra                                *              jump
-  bra.uni                            *              jump
-  ret                                               return
+  bra{how:|.uni}                     label          goto {0}
+  ret                                -              return
 parallel-synchronization-and-communication-instructions
-  bar.sync                           *              barrier
+  bar.sync                           u32            T.barrier({0}, 0)
+  bar.sync                           u32 u32        T.barrier({0}, {1})
   bar.warp.sync                      b32            T.sync_warp({0})
-  barrier.cluster.arrive.release                    T.arrive_cluster()
-  barrier.cluster.wait.acquire                      T.wait_cluster()
+  barrier.cluster.arrive.release     -              T.arrive_cluster()
+  barrier.cluster.wait.acquire       -              T.wait_cluster()
   vote.sync.all.pred                 pred = pred b32  T.vote_all({0}, {1})
-  atom{o:|.acq_rel.gpu}{space:|.global|.shared}.{op:add|exch|cas}.{t:u32|s32|b32}  * * * *  atomic
+  atom{o:|.acq_rel.gpu}{space:|.global|.shared}.{op:add|exch}.{t:u32|s32|b32}  * * *  atomic
+  atom{o:}{space:|.global|.shared}.{op:cas}.{t:b32}  * * * *  atomic
   red{o:|.relaxed.gpu|.relaxed.sys|.release.gpu|.release.sys}{space:.global}.{op:add}.{t:s32}  * *  reduce
-  fence.mbarrier_init.release.cluster               T.fence_barriers()
-  fence.proxy.async                                 T.fence_async(true)
-  fence.proxy.async.shared::cta                     T.fence_async(false)
-  fence.proxy.tensormap::generic.acquire.sys  * *   acquire_map
-  mbarrier.init.shared::cta.b64      * u32          barrier_init
-  mbarrier.arrive.{o:release|relaxed}.{scope:cta|cluster}.shared::{to:cta|cluster}.b64  * * *  barrier_arrive
-  mbarrier.arrive.expect_tx.release.{scope:cta}.shared::cta.b64  * * u32  barrier_expect
-  mbarrier.try_wait.parity.{o:acquire|relaxed}.{scope:cta|cluster}.shared::cta.b64  * * u32 u32  barrier_wait
+  fence.mbarrier_init.release.cluster  -            T.fence_barriers()
+  fence.proxy.async                  -              T.fence_async(true)
+  fence.proxy.async.shared::cta      -              T.fence_async(false)
+  fence.proxy.tensormap::generic.acquire.sys  global u32  T.acquire_map({0}, {1})
+  mbarrier.init.shared::cta.b64      shared u32     T.init({0}, {1})
+  mbarrier.arrive.{o:release|relaxed}.{scope:cta|cluster}.shared::{to:cta|cluster}.b64  * shared  T.arrive({0}, 1, 0, {scope}, {o})
+  mbarrier.arrive.{o:release|relaxed}.{scope:cta|cluster}.shared::{to:cta|cluster}.b64  * shared u32  T.arrive({0}, {1}, 0, {scope}, {o})
+  mbarrier.arrive.expect_tx.{o:release}.{scope:cta}.shared::cta.b64  * shared u32  T.arrive({0}, 1, {1}, {scope}, {o})
+  mbarrier.try_wait.parity.{o:acquire|relaxed}.{scope:cta|cluster}.shared::cta.b64  pred = shared u32 u32  T.wait({0}, {1}, {scope}, {o})
 warp-level-matrix-instructions
   mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32  * * * *  mma
   ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16  * *  ldmatrix
 asynchronous-warpgroup-level-matrix-instructions
-  wgmma.fence.sync.aligned                          T.wgmma_fence()
+  wgmma.fence.sync.aligned           -              T.wgmma_fence()
   wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16  * b64 b64 pred * * * *  wgmma
-  wgmma.commit_group.sync.aligned                   T.wgmma_commit()
-  wgmma.wait_group.sync.aligned      *              wgmma_wait
+  wgmma.commit_group.sync.aligned    -              T.wgmma_commit()
+  wgmma.wait_group.sync.aligned      u32            T.wgmma_wait({0}, results)
 miscellaneous-instructions
   nanosleep.u32                      u32            T.sleep()
-  setmaxnreg.{way:inc|dec}.sync.aligned.u32  *      registers
+  setmaxnreg.{way:inc|dec}.sync.aligned.u32  u32    T.set_registers({way}, {0})
 """  # noqa: E501
 
 CPP = {"pred": "bool", "f32": "float", "f64": "double"} | {
     f"{kind}{bits}": f"{'' if kind == 's' else 'u'}int{bits}_t" for kind in "bus" for bits in (8, 16, 32, 64)
 }
+# The C++ text for alternatives that are not types: comparisons (those that are true for NaN, by what they negate),
+# memory orders, and arguments.
+_TEXTS = {
+    **{"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="},
+    **{"neu": "!=", "ltu": ">=", "leu": ">", "gtu": "<=", "geu": "<"},
+    **{"": "kWeak", ".volatile": "Order{kSystem}", ".relaxed.gpu": "Order{kGpu}", ".relaxed.sys": "Order{kSystem}"},
+    **{".acquire.gpu": "Order{kGpu, kAcquire}", ".acquire.sys": "Order{kSystem, kAcquire}"},
+    **{".release.gpu": "Order{kGpu, kRelease}", ".release.sys": "Order{kSystem, kRelease}"},
+    ".acq_rel.gpu": "Order{kGpu, kAcquire | kRelease}",
+    **{"cta": "kCta", "cluster": "kCluster", "inc": "true", "dec": "false"},
+    **{"acquire": "true", "release": "true", "relaxed": "false"},
+}
+TEXTS = CPP | _TEXTS
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """An entry of the table. `section` is the anchor in the PTX ISA."""
+    """An entry of the table. `section` is the anchor in the PTX ISA; `result` is the destination's type."""
 
     section: str
     pattern: re.Pattern[str]
@@ -141,32 +157,25 @@ def _meanings() -> list[Meaning]:
         if not line.startswith(" "):
             section = line
             continue
-        columns = re.split(r" {2,}", line.strip())
-        name, types, code = columns if len(columns) == 3 else (columns[0], "", columns[1])
-        parts = re.split(r"\{(\w+):([^}]*)\}", name)
-        regex = "".join(
-            re.escape(part)
-            if i % 3 == 0
-            else f"(?P<{part}>"
-            if i % 3 == 1
-            else "|".join(map(re.escape, part.split("|"))) + ")"
-            for i, part in enumerate(parts)
-        )
-        result, _, operands = types.rpartition("=")
-        first = re.match(r"\w+", name)
-        assert first
-        out.append(
-            Meaning(f"{section}-{first[0]}", re.compile(regex), result.strip() or None, tuple(operands.split()), code)
-        )
+        name, kinds, code = re.split(r" {2,}", line.strip())
+        alternatives = iter(re.findall(r"\{(\w+):([^}]*)\}", name))
+        parts = [re.escape(part) for part in re.split(r"\{[^}]*\}", name)]
+        regex = parts[0]
+        for (label, choice), rest in zip(alternatives, parts[1:], strict=True):
+            regex += f"(?P<{label}>{'|'.join(map(re.escape, choice.split('|')))}){rest}"
+        result, _, operands = kinds.strip("-").rpartition("=")
+        anchor = f"{section}-{re.split(r'[.{]', name)[0]}"
+        out.append(Meaning(anchor, re.compile(regex), result.strip() or None, tuple(operands.split()), code))
     return out
 
 
 MEANINGS = _meanings()
 
 
-def meaning(opcode: str) -> tuple[Meaning, dict[str, str]]:
-    """Return the entry for an opcode with its modifiers, and the alternatives that it names."""
+def meaning(opcode: str, operands: int) -> tuple[Meaning, dict[str, str]]:
+    """Return the entry for an opcode with its modifiers and a number of operands, and the alternatives in it."""
     for entry in MEANINGS:
-        if match := entry.pattern.fullmatch(opcode):
+        match = entry.pattern.fullmatch(opcode)
+        if match and operands == len(entry.operands) + (entry.result is not None):
             return entry, match.groupdict()
-    raise ValueError(f"{opcode} is not in the table of PTX instructions")
+    raise ValueError(f"{opcode} with {operands} operands is not in the table of PTX instructions")

@@ -23,7 +23,7 @@ struct Region {
   }
 };
 
-constexpr int64_t kReads = 1, kWrites = 2, kLoads = 4;
+constexpr int64_t kReads = 1, kWrites = 2, kLoads = 4, kUsed = 8;
 
 struct Regions {
   const Region* regions;

@@ -1,5 +1,7 @@
 // Runs a launch of translated PTX: what world.h declares, and the entry for Python. The headers below
 // implement Thread.
+#include <signal.h>
+
 #include "tensor.h"
 
 namespace ptx {
@@ -105,7 +107,7 @@ void World::enter() {
 
 void World::resume(Thread& thread) {
   current = &thread;
-  ++statistics.switches;
+  ++switches;
   auto& fibre = *static_cast<Fibre*>(thread.stack);
   if (_setjmp(home_) != 0) return;
   if (fibre.begun) _longjmp(fibre.here, 1);
@@ -146,7 +148,6 @@ Thread& World::choose() {
 // false if no thread will ever continue.
 bool World::pass_time() {
   time += kIdleNs;
-  ++statistics.idle;
   const uint64_t limit = grids_[0].params->timeout_ns;
   const uint64_t steps = limit > kEndless ? kIdleSteps : kIdleSteps + 4 * (limit + 2'000'000'000) / kIdleNs;
   if (static_cast<uint64_t>(++idle_) > steps) return false;
@@ -164,13 +165,9 @@ bool World::pass_time() {
 }
 
 std::string World::run() {
-  const auto began = std::chrono::steady_clock::now();
   bool stuck = false;
   while (live_ > 0 && !stuck) {
-    if (statistics.switches % 65536 == 0) {
-      const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - began;
-      if (spent.count() > schedule.limit_s) fail("the launch takes too long"), stuck = true;
-    }
+    if (switches > schedule.limit) fail("the launch takes too long"), stuck = true;
     const uint32_t threads = static_cast<uint32_t>(runnable_.size()),
                    copies = static_cast<uint32_t>(copies_.size());
     bool copy = threads == 0;
@@ -191,7 +188,6 @@ std::string World::run() {
       std::swap(copies_[draw(copies)], copies_.back());
       const std::function<void()> perform = std::move(copies_.back());
       copies_.pop_back();
-      ++statistics.copies;
       perform();
       idle_ = 0;
       continue;
@@ -200,7 +196,7 @@ std::string World::run() {
       if (!pass_time()) fail("deadlock"), stuck = true;
       continue;
     }
-    if (schedule.abort_at && statistics.switches == schedule.abort_at) {
+    if (schedule.abort_at && switches == schedule.abort_at) {
       for (Grid& grid : grids_) *grid.params->abort = 1;
     }
     resume(choose());
@@ -257,7 +253,7 @@ void World::check_global(Thread& t, uint64_t address, uint32_t bytes, bool write
   if (t.region != end) return;
   t.region = nullptr;
   // The last box of partial sums also stores zeros in rows without tokens.
-  if (write && buffer->kinds == static_cast<int64_t>(mk::Buffer::REDUCE)) return;
+  if (write && is_in(mk::Buffer::REDUCE, address)) return;
   fail(t, std::string(write ? "writes" : "reads") + " memory of buffer " + std::to_string(buffer->kinds) +
               " that its instruction does not declare, " + std::to_string(from - buffer->base) +
               " bytes from its start");
@@ -305,20 +301,31 @@ void World::race(const Access& access, const Stamp& earlier, uint32_t lanes, boo
        kind(earlier.async) + " by " + name(earlier, earlier.async ? 0 : lanes));
 }
 
+namespace {
+sigjmp_buf beyond_memory;
+void leave_launch(int) { siglongjmp(beyond_memory, 1); }
+}  // namespace
+
 }  // namespace ptx
 
-// Runs the grids of a launch, one per GPU, and writes what went wrong to `said`.
-extern "C" void ptx_run(const mk::Params* const* params, const int32_t* blocks, int32_t grids,
-                        const ptx::Schedule* schedule, ptx::Statistics* statistics, char* said,
-                        int32_t room) {
+// Runs the grids of a launch, one per GPU, and writes what went wrong to `said`. Returns the number of
+// switches between threads.
+extern "C" uint64_t ptx_run(const mk::Params* const* params, const int32_t* blocks, int32_t grids,
+                            const ptx::Schedule* schedule, char* said, int32_t room) {
   using namespace ptx;
   std::vector<Grid> all;
   for (int32_t i = 0; i < grids; ++i) all.push_back({params[i], *params[i], i, blocks[i]});
   planted = schedule->planted;
   World launch(*schedule, all);
   world = &launch;
-  const std::string text = launch.run();
+  struct sigaction handled{}, before;
+  handled.sa_handler = leave_launch;
+  sigaction(SIGSEGV, &handled, &before);
+  const std::string text = sigsetjmp(beyond_memory, 1) == 0
+                               ? launch.run()
+                               : launch.name(*launch.current) + ": an access to memory that does not exist\n";
+  sigaction(SIGSEGV, &before, nullptr);
   world = nullptr;
-  *statistics = launch.statistics;
   strncpy(said, text.c_str(), static_cast<size_t>(room) - 1);
+  return launch.switches;
 }

@@ -1,37 +1,96 @@
-"""Executes the PTX of the CUDA interpreter on the CPU (ptx_world.py), launched by the real backend: whole steps
-on one and on two GPUs. Any race, undeclared access or misuse of the hardware is an error."""
+"""Executes the PTX of the CUDA interpreter on the CPU (ptx_world.py), launched by the real backend: whole steps on one
+and on two GPUs, aborted launches, and the cases of `megakernel doctor`. Any race, undeclared access or misuse of the
+hardware is an error. Faults that are planted in the PTX show that it would be noticed.
 
+PTX_RUNS=N runs N steps, aborts and traced builds of each kind, and all builds and faults."""
+
+import json
+import os
+from collections.abc import Callable
+
+import fake_gpu
 import ptx_steps
 import pytest
+from ptx_faults import FAULTS, NOT_FOUND
 from ptx_table import meaning
-from ptx_world import Emulator, emulated
+from ptx_world import BUILDS, built
 
-from megakernel.isa import Units
 from megakernel.runtime.cuda.compile import Build
+from megakernel.runtime.cuda.params import Ablation
 
-DOTS, TENSOR = Build(False, Units.DOTS), Build(False, Units.TENSOR)
+RUNS = int(os.environ.get("PTX_RUNS", 0))
+KINDS = list(BUILDS)
+SEEDS = {"dots": (2, 5, 6, 8), "tensor": (0, 3, 5, 6), "pairs": (0, 3, 10)}  # quick steps, on one and on two GPUs
+# In a usual run, one fault of each sort.
+SAMPLE = {
+    "signals release nothing",
+    "consumers do not fence their reads of pages",
+    "a consumer does not release a page",
+    "no syncwarp before an output page is ready",
+    "stores are not waited for",
+    "results are read before wgmma has ended",
+    "consumers ask for more registers",
+    "fragments of B are exchanged",
+    "signals go to the next counter",
+    "tasks are handed over at block scope",
+    "a page is released only in its own block",
+}
+CHECKS: dict[str, Callable[[str], object]] = {
+    "steps": lambda kind: ptx_steps.run(kind, range(RUNS) if RUNS else SEEDS[kind]),
+    "aborts": lambda kind: ptx_steps.aborted(kind, range(RUNS or 6)),
+    "doctor": ptx_steps.checked,
+    "faults": lambda kind: ptx_steps.found(kind, () if RUNS else SAMPLE),
+    "trace": lambda kind: ptx_steps.varied(kind, trace=True),
+    "no copies": lambda kind: ptx_steps.varied(kind, ablation=Ablation.COPIES),
+    "no computing": lambda kind: ptx_steps.varied(kind, ablation=Ablation.COMPUTE),
+}
+
+
+def in_process_check() -> None:
+    print(json.dumps(CHECKS[os.environ["CHECK"]](os.environ["KIND"])))
+
+
+def check(name: str, kind: str, *builds: Build) -> object:
+    """Run a check in a process with two fake GPUs."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
+    for build in (BUILDS[kind], *builds):
+        built(build)
+    sms = 4 if name == "doctor" else 12
+    said = fake_gpu.run(in_process_check, CHECK=name, KIND=kind, FAKE_CUDA_DEVICES=2, FAKE_CUDA_SMS=sms)
+    return json.loads(said)
 
 
 @pytest.mark.slow
-@emulated(DOTS)
-def test_steps_by_dot_products() -> None:
-    assert ptx_steps.run("dots", [7], Emulator(), tp=1) == []
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["steps", "aborts", "doctor"])
+def test_nothing_is_wrong(name: str, kind: str) -> None:
+    assert check(name, kind) == []
 
 
 @pytest.mark.slow
-@emulated(TENSOR)
-def test_steps_on_tensor_cores() -> None:
-    assert ptx_steps.run("tensor", [5], Emulator(), tp=1) == []
+@pytest.mark.parametrize("kind", KINDS)
+def test_planted_faults_are_found(kind: str) -> None:
+    said = check("faults", kind)
+    assert isinstance(said, dict) and said
+    assert {name for name, wrong in said.items() if not wrong} <= NOT_FOUND
 
 
 @pytest.mark.slow
-@emulated(DOTS, FAKE_CUDA_DEVICES=2)
-def test_a_step_on_two_gpus() -> None:
-    """Each GPU has a grid of its own, and memory that the other can access."""
-    assert ptx_steps.run("dots", [4], Emulator(), tp=2) == []
+@pytest.mark.skipif(not RUNS, reason="runs with PTX_RUNS, because it compiles nine builds more")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["trace", "no copies", "no computing"])
+def test_other_builds(name: str, kind: str) -> None:
+    ablation = {"no copies": Ablation.COPIES, "no computing": Ablation.COMPUTE}.get(name, Ablation.NONE)
+    build = BUILDS[kind]
+    assert check(name, kind, Build(name == "trace", build.units, build.sms, ablation)) == []
+
+
+def test_the_sample_has_faults() -> None:
+    assert {fault.name for faults in FAULTS.values() for fault in faults} >= SAMPLE | NOT_FOUND
+    assert not SAMPLE & NOT_FOUND
 
 
 @pytest.mark.parametrize("opcode", ["add.s16", "ld.acquire.cta.shared.u32", "fence.acq_rel.gpu", "mbarrier.init.b64"])
 def test_an_unknown_instruction_is_an_error(opcode: str) -> None:
-    with pytest.raises(ValueError, match=f"{opcode} is not in the table"):
-        meaning(opcode)
+    with pytest.raises(ValueError, match=f"{opcode} with 2 operands is not in the table"):
+        meaning(opcode, 2)

@@ -6,7 +6,6 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
-#include <chrono>
 #include <functional>
 #include <map>
 #include <set>
@@ -131,12 +130,8 @@ struct Schedule {
   int32_t races;           // whether to look for races
   int32_t planted;         // the fault that is active
   uint64_t abort_at;       // after this many switches between threads, the host aborts the launch; 0: never
-  double limit_s;          // real time after which the launch fails
+  uint64_t limit;          // switches after which the launch fails
   const Regions* regions;  // null: accesses are not compared with declarations
-};
-
-struct Statistics {
-  uint64_t switches, copies, accesses, idle;  // idle: steps of virtual time
 };
 
 class World {
@@ -188,12 +183,17 @@ class World {
     return static_cast<uint32_t>(parties_.size() - 1);
   }
   int32_t task_of(const mk::Where& where);
+  bool is_in(mk::Buffer buffer, uint64_t address) const {
+    const Region* found =
+        schedule.regions ? schedule.regions->buffer_at(static_cast<int64_t>(address)) : nullptr;
+    return found && found->kinds == static_cast<int64_t>(buffer);
+  }
   // Reports an access to a buffer that the thread's instruction does not declare.
   void check_global(Thread& thread, uint64_t address, uint32_t bytes, bool write);
-  // Calls f(address, bytes) for each part of a row of a box that the thread's instruction declares to read.
-  // Other parts fill the box but do not influence results. Returns whether there is a part.
+  // Calls f(address, bytes) for each part of some memory that the thread's instruction declares with one of
+  // some kinds. Returns whether there is a part.
   template <class F>
-  bool for_declared(const Thread& thread, uint64_t address, uint32_t bytes, F&& f) const;
+  bool for_declared(const Thread& thread, int64_t kinds, uint64_t address, uint32_t bytes, F&& f) const;
   // Records an access and reports it if it races with an earlier one. before(stamp, lane): whether the
   // earlier one happens before.
   template <class Before>
@@ -204,7 +204,7 @@ class World {
   }
 
   const Schedule schedule;
-  Statistics statistics{};
+  uint64_t switches = 0;  // between threads, so far
   Thread* current = nullptr;
   uint64_t time = uint64_t{1} << 40;  // nanoseconds
   Threads sleeping;
@@ -252,18 +252,18 @@ class World {
 inline World* world = nullptr;
 
 template <class F>
-bool World::for_declared(const Thread& t, uint64_t address, uint32_t bytes, F&& f) const {
+bool World::for_declared(const Thread& t, int64_t kinds, uint64_t address, uint32_t bytes, F&& f) const {
   if (!schedule.regions) return f(address, bytes), true;
   const int64_t from = static_cast<int64_t>(address);
   const int layer = tasks_[static_cast<size_t>(t.task)].layer;
   const auto [begin, end] = declared(t);
   bool any = false;
   for (const Region* region = begin; region != end; ++region) {
-    if (!(region->kinds & (kReads | kLoads))) continue;
+    if (!(region->kinds & kinds)) continue;
     const auto [low, high] = region->overlap(from, from + bytes, layer);
     if (low == high) continue;
     any = true;
-    if (region->kinds & kReads) f(static_cast<uint64_t>(low), static_cast<uint32_t>(high - low));
+    f(static_cast<uint64_t>(low), static_cast<uint32_t>(high - low));
   }
   return any;
 }
@@ -287,7 +287,6 @@ inline bool includes(Scope scope, const Block& a, const Block& b) {
 
 template <class Before>
 void World::touch(const Access& access, Block& block, uint64_t address, uint32_t bytes, Before&& before) {
-  ++statistics.accesses;
   if (!schedule.races) return;
   const Stamp own(access);
   const auto strong = [&](const Stamp& other) {

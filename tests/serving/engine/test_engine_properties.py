@@ -236,7 +236,7 @@ def test_real_bits_do_not_show_prefix_hits_and_preemption(monkeypatch: pytest.Mo
     rng = random.Random(4)
     common = [rng.randrange(97) for _ in range(70)]
     prompts = [common[: rng.randint(20, 70)] + [rng.randrange(97) for _ in range(5)] for _ in range(10)]
-    given: dict[str, Any] = {"backend": "cpu", "max_context": 160, "threads": 2, "kv_cache_dtype": kv}
+    given: dict[str, Any] = {"backend": "cpu", "max_context": 160, "threads": 1, "kv_cache_dtype": kv}
     fixed: dict[str, Any] = {"max_tokens": 40, "logprobs": 2, "top_k": 40}
     params = []
     for i in range(10):

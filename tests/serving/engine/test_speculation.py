@@ -25,7 +25,7 @@ from megakernel.serving.text.vllm import Completion, RequestOutput
 TINY = RandomCheckpoint(
     "tiny", ModelConfig(vocab=98, hidden=32, ffn=48, layers=2, heads=4, kv_heads=2, head_dim=8, max_context=256), 0
 )
-LIMITS: dict[str, Any] = {"max_context": 128, "max_seqs": 5, "step_tokens": 24, "threads": 2}
+LIMITS: dict[str, Any] = {"max_context": 128, "max_seqs": 5, "step_tokens": 24, "threads": 1}
 
 
 # -- the same results with and without speculation
@@ -199,7 +199,7 @@ def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_readers_see_no_token_after_a_stop_string(bytes_model: str) -> None:
-    how: dict[str, Any] = {"backend": "cpu", "max_context": 256, "max_seqs": 4, "threads": 2}
+    how: dict[str, Any] = {"backend": "cpu", "max_context": 256, "max_seqs": 4, "threads": 1}
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     with LLM(bytes_model, **how) as llm:
         whole = llm.generate("hello hello", params)[0]
@@ -224,7 +224,7 @@ def test_readers_see_no_token_after_a_stop_string(bytes_model: str) -> None:
 
 
 def test_the_server_streams_the_same_text_and_counts_what_it_verified(bytes_model: str) -> None:
-    how: dict[str, Any] = {"backend": "cpu", "max_context": 256, "max_seqs": 4, "threads": 2}
+    how: dict[str, Any] = {"backend": "cpu", "max_context": 256, "max_seqs": 4, "threads": 1}
     body = {"model": "m", "prompt": "abcabcabcabc", "max_tokens": 80, "temperature": 0, "ignore_eos": True}
     with LLM(bytes_model, **how) as llm:
         known = llm.generate("abcabcabcabc", SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))[0]

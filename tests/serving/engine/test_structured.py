@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def llm(folder: str) -> Iterator[LLM]:
-    with LLM(folder, backend="cpu", max_context=1024, max_seqs=32, threads=2) as found:
+    with LLM(folder, backend="cpu", max_context=1024, max_seqs=32, threads=1) as found:
         yield found
 
 
@@ -102,7 +102,7 @@ def test_answers_depend_on_nothing_else(folder: str, llm: LLM, how: str) -> None
     limits: dict[str, Any] = {"max_seqs": 4, "step_tokens": 16} if how == "small steps" else {}
     limits |= {"speculate": 5} if how == "speculating" else {}
     limits |= {"prefix_cache": False} if how == "no prefix cache" else {}
-    with LLM(folder, backend="cpu", max_context=512, threads=2, **limits) as other:
+    with LLM(folder, backend="cpu", max_context=512, threads=1, **limits) as other:
         pool = other.engine._batch._pool
         if how == "short of pages":
             pool.take(pool.free - 14)

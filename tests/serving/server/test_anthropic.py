@@ -86,8 +86,7 @@ def both(live: Live, body: dict[str, Any]) -> dict[str, Any]:
 
 def test_text_and_why_it_ends(live: Live) -> None:
     body = {"model": "bytes", "system": "s", "messages": [ASK], **alternating("xy")}
-    prompt = "<system>s<user>hello<assistant>"
-    room = CONTEXT - len(prompt)
+    long = [{"role": "user", "content": "h" * 900}]
     for more, text, reason, sequence in (
         ({"max_tokens": 5}, "xyxyx", "max_tokens", None),
         ({"max_tokens": 5, "stop_sequences": ["never", "yx"]}, "x", "stop_sequence", "yx"),
@@ -99,18 +98,19 @@ def test_text_and_why_it_ends(live: Live) -> None:
             None,
         ),
         (
-            {"max_tokens": 32_000, "frequency_penalty": 0, "stop_sequences": None},
-            "x" * room,
+            {"max_tokens": 32_000, "frequency_penalty": 0, "stop_sequences": None, "messages": long},
+            "x" * (CONTEXT - len("<system>s<user><assistant>") - 900),
             "model_context_window_exceeded",
             None,
         ),
     ):
+        prompt = len("<system>s<user><assistant>") + len({**body, **more}["messages"][0]["content"])
         answer = both(live, {**body, **more})
         assert answer["content"] == ([{"type": "text", "text": text}] if text else [])
         assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, sequence)
         assert (answer["role"], answer["type"], answer["model"]) == ("assistant", "message", "bytes")
         usage = answer["usage"]
-        assert (usage["input_tokens"], usage["cache_creation_input_tokens"]) == (len(prompt), 0)
+        assert (usage["input_tokens"], usage["cache_creation_input_tokens"]) == (prompt, 0)
         assert usage["output_tokens"] >= len(text)
 
 

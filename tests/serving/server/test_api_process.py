@@ -19,17 +19,16 @@ from megakernel.serving.server.frontend import Start
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_lets_finish_what_has_begun(model: str, signum: int, status: int) -> None:
+def test_a_signal_lets_finish_what_has_begun(model: str) -> None:
     flags = ("--served-model-name", "one", "two", "--api-server-count", "2")
     with process("--model", model, *flags) as (server, facts, live):
         assert (facts["model"], facts["max_model_len"], facts["max_num_seqs"]) == ("one", 2048, 8)
         assert facts["kv_tokens"] >= 2048
         with begin_stream(live, 500) as sock:
-            server.send_signal(signum)
+            server.send_signal(signal.SIGTERM)
             assert rest(sock).rstrip().endswith(b"data: [DONE]\n\n\r\n0")
         _, err = server.communicate(timeout=30)
-        assert server.returncode == status
+        assert server.returncode == 0
         assert err.count("\n") == 1 and "finishing the requests in progress; repeat the signal to end at once" in err
 
 
@@ -46,10 +45,10 @@ def test_a_second_signal_ends_at_once(model: str) -> None:
 def test_what_does_not_finish_in_time_is_told(model: str) -> None:
     flags = ("--model", model, "--shutdown-timeout", "0.1")
     with process(*flags) as (server, _, live), begin_stream(live, 2000) as sock:
-        server.send_signal(signal.SIGTERM)
+        server.send_signal(signal.SIGINT)
         events = rest(sock).decode()
         assert '"code":503' in events and "the server is shutting down" in events
-        assert server.wait(timeout=30) == 0
+        assert server.wait(timeout=30) == 128 + signal.SIGINT
 
 
 def test_what_a_person_sees(model: str) -> None:
@@ -239,7 +238,7 @@ def test_a_sample_of_hostile_requests() -> None:
     """300 hostile requests cause no 5xx, no traceback and no memory leak. benchmarks/results/hostile-http.json has the
     result for 10,000."""
     script = Path(__file__).parents[3] / "benchmarks" / "correctness" / "hostile_http.py"
-    arguments = [sys.executable, str(script), "--count", "300", "--seed", "1", "--", "--threads", "1"]
+    arguments = [sys.executable, str(script), "--count", "300", "--seed", "1", "--", "--threads", "1", *SMALL[:4]]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)

@@ -55,7 +55,7 @@ def test_hidden_states_are_those_of_transformers(
 ) -> None:
     hf, checkpoint = make_llama(seed=1, vocab=97, **SHAPE)
     params = SamplingParams(temperature=0.0, max_tokens=1, pooling=pooling)
-    with LLM(checkpoint, tp, backend, dtype, max_context=128, step_tokens=16, max_seqs=4, threads=2) as llm:
+    with LLM(checkpoint, tp, backend, dtype, max_context=128, step_tokens=16, max_seqs=4, threads=1) as llm:
         got: dict[int, NDArray[np.float32]] = {}
         requests = [llm.engine.add(prompt, params) for prompt in PROMPTS]
         llm.engine.add([1, 2, 3], SamplingParams(max_tokens=20, logprobs=2, prompt_logprobs=1, seed=1))

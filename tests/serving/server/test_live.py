@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from api_support import Live as Served
 from api_support import serving, until
-from browser import browser, missing
+from browser import Browser
 from engine_support import CONFIG, fake_engine
 from model_helpers import byte_model
 
@@ -116,9 +116,6 @@ def tiny(backend: str) -> Iterator[Served]:
         yield server
 
 
-needs_browser = pytest.mark.skipif(bool(missing()), reason=str(missing()))
-
-
 def test_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "TRACE_WAIT_S", 0.05)
     with tiny("null") as server:
@@ -166,9 +163,9 @@ def test_a_timeline_needs_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-@needs_browser
-def test_page_without_work() -> None:
-    with tiny("null") as server, browser() as page:
+def test_page_without_work(driver: Browser) -> None:
+    page = driver
+    with tiny("null") as server:
         page.visit(server.url, "document.getElementById('about').textContent")
         assert "Nothing has run yet" in page.run("return document.body.innerText")
         assert "<b>tiny</b>" in page.run("return document.getElementById('about').textContent")
@@ -176,10 +173,10 @@ def test_page_without_work() -> None:
 
 
 @pytest.mark.slow
-@needs_browser
-def test_page_under_load_and_timeline() -> None:
+def test_page_under_load_and_timeline(driver: Browser) -> None:
+    page = driver
     endless = {"prompt": [1] * 9, "max_tokens": 4000, "ignore_eos": True}
-    with tiny("cpu") as server, server.send("/v1/completions", endless), browser() as page:
+    with tiny("cpu") as server, server.send("/v1/completions", endless):
         page.visit(server.url, "document.getElementById('fraction').textContent.includes('%')")
         first = page.run("return document.getElementById('allSteps').textContent")
         shown = page.run("return document.body.innerText")
@@ -202,15 +199,15 @@ return s.size;
 
 
 @pytest.mark.slow
-@needs_browser
-def test_chat_page(tmp_path: Path) -> None:
+def test_chat_page(driver: Browser, tmp_path: Path) -> None:
     """The chat page reports a missing API key, shows an answer, and can stop it. It shows HTML in messages as text."""
     byte_model(tmp_path)
+    page = driver
+    page.resize(390, 800)
     talk = "return document.getElementById('talk').innerText"
     with (
         LLM(str(tmp_path), backend="cpu", max_seqs=4, max_context=2048) as llm,
         serving(llm, access=AccessRules(keys=("k",))) as server,
-        browser(390, 800) as page,
     ):
         server.host.loop.on_step.append(lambda step, seconds: time.sleep(0.03))
         page.visit(f"{server.url}/chat", "document.activeElement.id === 'message'")

@@ -306,7 +306,7 @@ def requests_are_shared_batched_and_cancelled(fleet: Fleet) -> None:
     assert [running(server) for server in fleet.servers().values()] == [2, 2]
     for stream in streams:
         stream.close()
-    until(lambda: all(running(server) == 0 for server in fleet.servers().values()))
+    idle_servers(fleet)
 
 
 def a_prompt_goes_where_its_beginning_went(fleet: Fleet) -> None:
@@ -334,11 +334,10 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-VICTIMS: dict[str, Callable[[list[int]], list[int]]] = {
-    "actor": lambda servers: [parent(servers[0])],
-    "server": lambda servers: servers[:1],
-    "frontend": lambda servers: children(servers[0]),
-    "both": lambda servers: servers,
+# What is killed at the same time: an actor and the frontends of the other replica, or both replicas' servers.
+VICTIMS: dict[str, Callable[[int, int], list[int]]] = {
+    "an actor and frontends": lambda one, other: [parent(one), *children(other)],
+    "both servers": lambda one, other: [one, other],
 }
 PERSON = {
     "type": "object",
@@ -391,15 +390,27 @@ def ask_all(fleet: Fleet, numbers: Sequence[int]) -> list[Future[tuple[int, dict
     return asked
 
 
-def a_lost_replica_loses_nothing(fleet: Fleet, lost: str) -> None:
+def idle_servers(fleet: Fleet) -> dict[int, Live]:
+    """Wait until each replica has a server that computes nothing, and return both. Ray replaces what was killed."""
+    found: dict[int, Live] = {}
+
+    def both_are_idle() -> bool:
+        found.clear()
+        found.update(fleet.servers())
+        return len(found) == 2 and not any(map(running, found.values()))
+
+    until(both_are_idle, 100, pause=0.2)
+    return found
+
+
+def a_lost_replica_loses_nothing(fleet: Fleet, expected: list[bytes], lost: str) -> None:
     """Processes are killed while 24 requests are answered. Each answer is the one that the request gets when nothing is
     lost. A request without a seed cannot be repeated, so the server scores its tokens in one prompt instead."""
-    expected = [asked.result()[2] for asked in ask_all(fleet, range(24))]
-    until(lambda: len(fleet.servers()) == 2 and not any(map(running, fleet.servers().values())))
-    before = {pid: generated(server) for pid, server in fleet.servers().items()}
+    servers = idle_servers(fleet)
+    before = {pid: generated(server) for pid, server in servers.items()}
     answers = ask_all(fleet, range(24))
-    until(lambda: all(generated(server) > before[pid] + 60 for pid, server in fleet.servers().items()))
-    for pid in VICTIMS[lost](sorted(fleet.servers())):
+    until(lambda: all(generated(server) > before[pid] + 60 for pid, server in servers.items()))
+    for pid in VICTIMS[lost](*servers):
         os.kill(pid, signal.SIGKILL)
     for number, answer in enumerate(answers):
         status, _, data = answer.result()
@@ -416,7 +427,7 @@ def a_lost_replica_loses_nothing(fleet: Fleet, lost: str) -> None:
         asked = {"prompt": body["prompt"] + tokens, "max_tokens": 0, "echo": True, "logprobs": 0}
         told = fleet.live.post(path, asked)["choices"][0]["logprobs"]["token_logprobs"]
         assert len(tokens) == 100 and scores == told[-100:]
-    until(lambda: len(fleet.servers()) == 2, 100)  # Ray replaces what was killed
+    idle_servers(fleet)
 
 
 def replicas_are_replaced_without_a_failed_request(fleet: Fleet) -> None:
@@ -442,7 +453,7 @@ def the_end_leaves_nothing_behind(fleet: Fleet) -> None:
     fleet.process.terminate()
     assert '"finish_reason":"length"' in to_end(stream)
     assert fleet.process.wait(60) == 0
-    until(lambda: not fleet.servers())
+    until(lambda: not fleet.servers(), pause=0.2)
 
 
 @with_ray
@@ -455,10 +466,10 @@ def test_the_life_of_two_replicas(tmp_path: Path) -> None:
         requests_are_shared_batched_and_cancelled(fleet)
         a_prompt_goes_where_its_beginning_went(fleet)
         what_does_not_fit_is_refused_and_changes_nothing(fleet)
-        a_lost_replica_loses_nothing(fleet, "actor")
+        expected = [asked.result()[2] for asked in ask_all(fleet, range(24))]
+        for lost in VICTIMS:
+            a_lost_replica_loses_nothing(fleet, expected, lost)
         replicas_are_replaced_without_a_failed_request(fleet)
-        for lost in ("server", "frontend", "both"):
-            a_lost_replica_loses_nothing(fleet, lost)
         the_end_leaves_nothing_behind(fleet)
 
 

@@ -243,7 +243,7 @@ def test_a_conversation_with_calls_goes_through_the_template(tmp_path: Path, tem
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("bytes")
     byte_model(folder)
-    llm = LLM(str(folder), backend="cpu", max_context=3072, max_seqs=8, threads=2)
+    llm = LLM(str(folder), backend="cpu", max_context=3072, max_seqs=8, threads=1)
     with llm, serving(llm, names=["m"]) as found:
         yield found
         until(found.at_rest)

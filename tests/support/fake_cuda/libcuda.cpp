@@ -332,8 +332,7 @@ int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, co
                    .sizes = {1, 1, 1, 1, 1},
                    .box = {1, 1, 1, 1, 1},
                    .item = type == 9 ? 2 : 4,
-                   .swizzled = swizzle == 3,
-                   .shared = 0};
+                   .swizzled = swizzle == 3};
   made.strides[0] = made.item;
   for (unsigned i = 0; i < rank; ++i) {
     if (sizes[i] == 0 || sizes[i] > uint64_t{1} << 32 || box[i] == 0 || box[i] > 256 || steps[i] != 1)
