@@ -22,7 +22,7 @@ TOKENS = 32
 
 @pytest.fixture(scope="module")
 def llm(smollm2):
-    with LLM("smollm2-135m", dtype="f32", max_context=512, max_seqs=4) as model:
+    with LLM("smollm2-135m", dtype="f32", activations="float", max_context=512, max_seqs=4) as model:
         yield model
 
 
