@@ -19,7 +19,7 @@ from .families import FAMILIES
 from .file_checkpoint import expected_shapes, tensors_of
 from .gguf_checkpoint import ROPE_FREQS, gguf_naming
 from .quantise import quantise
-from .rope import inverse_frequencies, rope_table
+from .rope import inverse_frequencies
 
 
 def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path | None = None) -> None:
@@ -89,7 +89,7 @@ def _rope_factors(config: ModelConfig) -> NDArray[np.float32] | None:
     if config.rope.kind in (RopeKind.DEFAULT, RopeKind.LINEAR):
         return None
     unscaled = inverse_frequencies(Rope(config.rope.theta), config.head_dim)
-    factors: NDArray[np.float32] = unscaled / rope_table(config)[:-1]
+    factors: NDArray[np.float32] = unscaled / inverse_frequencies(config.rope, config.head_dim, config.max_context)
     return factors
 
 

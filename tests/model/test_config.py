@@ -281,8 +281,8 @@ def test_frequencies_and_factor_are_those_of_transformers(head_dim: int, scaling
             theirs, factor = LlamaRotaryEmbedding(hf).inv_freq, 1.0
         else:
             theirs, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](hf, seq_len=context)
-        *ours, attention = rope_table(replace(config, max_context=context))
-        assert attention.dtype == np.float32 and attention == np.float32(factor)
+        ours, attention = rope_table(replace(config, max_context=context))
+        assert attention.dtype == np.float32 and (attention == np.float32(factor)).all()
         # torch does not round powers correctly, so a few frequencies differ by one unit in the last place.
         np.testing.assert_allclose(ours, theirs.numpy(), rtol=2.0**-22, atol=0)
         assert (ours == theirs.numpy()).mean() >= 0.75

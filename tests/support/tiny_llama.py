@@ -62,7 +62,7 @@ class TinyCheckpoint(FileCheckpoint):
         # transformers replaces LongRoPE's short frequencies only when a text is long.
         self._own = config.rope.kind is RopeKind.LONGROPE
         rotary = model.model.rotary_emb
-        self._rope = np.append(rotary.inv_freq.numpy(), np.float32(rotary.attention_scaling))
+        self._rope = np.stack([rotary.inv_freq.numpy(), np.full(config.head_dim // 2, rotary.attention_scaling, np.float32)])
 
     def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
         if buffer is Buffer.INV_FREQ and not self._own:
