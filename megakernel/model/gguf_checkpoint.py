@@ -21,7 +21,7 @@ from ..errors import MegakernelError
 from ..isa import Dtype
 from .checkpoint import CHUNK
 from .config import Keys, ModelConfig, Rope, RopeKind
-from .families import FAMILIES
+from .families import FAMILIES, LACKING
 from .file_checkpoint import FileCheckpoint, Naming, check_ranges, map_file
 from .folder import GGUF_PART
 from .limits import MOST_ALIGNMENT, MOST_METADATA_ELEMENTS, MOST_STRING_BYTES, check_config
@@ -256,6 +256,8 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     architecture = metadata.get("general.architecture")
     family = next((f for f in FAMILIES.values() if architecture in f.gguf), None)
     if family is None:
+        if isinstance(architecture, str) and architecture in LACKING:
+            raise refuse(f"{architecture} models are not supported: they need {LACKING[architecture]}")
         known = ", ".join(repr(name) for f in FAMILIES.values() for name in f.gguf)
         raise refuse(f"architecture {architecture!r} is not supported, only {known}")
     prefix = f"{architecture}."

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import MegakernelError, regular
 from .config import Keys, ModelConfig, Rope, RopeKind, short
-from .families import FAMILIES, Family
+from .families import FAMILIES, LACKING, Family
 from .limits import MOST_JSON_BYTES, check_config
 from .rope import yarn_attention
 
@@ -141,6 +141,8 @@ def _family(raw: dict[str, Any], source: str) -> Family:
         same = architectures in ([family.architecture], [family.architecture.replace("ForCausalLM", "Model")])
         if (same or architectures is None) and (model_type == family.name or (same and model_type is None)):
             return family
+    if isinstance(model_type, str) and model_type in LACKING:
+        raise MegakernelError(f"{source}: {model_type} models are not supported: they need {LACKING[model_type]}")
     known = ", ".join(f"{family.architecture} ({family.name})" for family in FAMILIES.values())
     raise MegakernelError(
         f"{source}: architectures = {short(architectures)} with model_type = {short(model_type)} is not supported; "

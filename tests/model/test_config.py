@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from model_helpers import tiny_gguf
 from transformers import LlamaConfig as HfConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megakernel.errors import MegakernelError
-from megakernel.model import ModelConfig, Rope, RopeKind
+from megakernel.model import ModelConfig, Rope, RopeKind, load_config
+from megakernel.model.families import FAMILIES, LACKING
 from megakernel.model.hf_config import parse_hf_config, read_hf_config, read_sampling
 from megakernel.model.rope import rope_table
 
@@ -196,6 +198,21 @@ def test_rope_spellings(spelling: dict[str, Any]) -> None:
 def test_refused_by_name(named: str, changes: dict[str, Any]) -> None:
     with pytest.raises(MegakernelError, match=f"^config.json.*{named}"):
         parse(**changes)
+
+
+def test_a_family_that_does_not_run_says_what_it_needs(tmp_path: Path) -> None:
+    for name, what in LACKING.items():
+        with pytest.raises(MegakernelError) as caught:
+            parse(model_type=name, architectures=["AnyForCausalLM"])
+        assert str(caught.value) == f"config.json: {name} models are not supported: they need {what}"
+    tiny_gguf(tmp_path / "m.gguf", "gpt-oss")
+    with pytest.raises(MegakernelError, match=r"m\.gguf: gpt-oss models are not supported: they need experts$"):
+        load_config(str(tmp_path / "m.gguf"))
+
+
+def test_families_that_run_do_not_lack_anything() -> None:
+    names = {name for family in FAMILIES.values() for name in (family.name, *family.gguf)}
+    assert not names & set(LACKING)
 
 
 def test_yarn_lengthens_the_context_as_in_vllm() -> None:

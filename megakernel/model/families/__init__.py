@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...isa import BUFFERS, Buffer, Forward, Space
 from ..config import ModelConfig
 from .family import Family
+from .lacking import LACKING
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .qwen2 import QWEN2
@@ -12,7 +13,7 @@ from .qwen3 import QWEN3
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
 
-__all__ = ["FAMILIES", "Family", "forward", "weights"]
+__all__ = ["FAMILIES", "LACKING", "Family", "forward", "weights"]
 
 
 def forward(config: ModelConfig) -> Forward:
