@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ LLAMA3 = {
 }
 ORIGINAL = "original_max_position_embeddings"
 YARN = {"type": "yarn", "factor": 4.0, ORIGINAL: 128}
+SCALED = 0.1 * math.log(4.0) + 1
 LONG = {"rope_type": "longrope", "long_factor": [2.0] * 8, "short_factor": [1.0] * 8, ORIGINAL: 128}
 PLAIN = ModelConfig(300, 64, 100, 2, 4, 2, 16, 512, 1e-5, Rope(), family="llama")
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
@@ -56,6 +58,11 @@ def parse(**changes: Any) -> ModelConfig:
     return parse_hf_config({**BASE, **changes}, "config.json")
 
 
+SEED_OSS = {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss"}
+MINISTRAL = {"architectures": ["MinistralForCausalLM"], "model_type": "ministral", "sliding_window": 64}
+MINISTRAL3 = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+IMAGES = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "vision_config": {"a": 1}}
+IMAGES |= {"image_token_index": 10, "spatial_merge_size": 2, "vision_feature_layer": -1, "projector_hidden_act": "gelu"}
 UNUSED = {"use_sliding_window": False, "layer_types": [FULL, FULL]}
 USED = {"use_sliding_window": True, "max_window_layers": 1}
 
@@ -113,6 +120,20 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
         ),
         ({**QWEN2, **USED, "max_window_layers": 2, "sliding_window": 256}, {"qkv_bias": True}),
         ({**QWEN3, **USED, "sliding_window": None}, {}),
+        (SEED_OSS, {"qkv_bias": True, "head_dim": 128}),
+        ({**SEED_OSS, "head_dim": 16, "attention_bias": False, "attention_out_bias": True}, {"o_bias": True}),
+        ({**MINISTRAL, "layer_types": [FULL, WINDOW]}, {"max_context": 64}),
+        ({**MINISTRAL, "layer_types": [FULL, FULL]}, {}),
+        (MINISTRAL3, {}),
+        (
+            {**MINISTRAL3, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "max_position_embeddings": 512}},
+            {"max_context": 128, "rope": Rope(1e4, RopeKind.YARN, 4.0, 1.0, 32.0, 128, attention=SCALED, ends=True)},
+        ),
+        ({**IMAGES, "text_config": {"model_type": "mistral", "sliding_window": None}}, {"family": "mistral"}),
+        (
+            {**IMAGES, "text_config": {"model_type": "ministral3"}, "tie_word_embeddings": True},
+            {"family": "ministral3", "tied": True},
+        ),
     ],
 )
 def test_what_a_file_says_is_read(spelling: dict[str, Any], read: dict[str, Any]) -> None:
@@ -152,6 +173,10 @@ def test_rope_spellings(spelling: dict[str, Any]) -> None:
         ("layer_types", {**QWEN3, "layer_types": [WINDOW, FULL]}),
         ("mlp_bias", {**QWEN3, "mlp_bias": True}),
         ("attention_bias", {**QWEN2, "attention_bias": True}),
+        ("layer_types", {**MINISTRAL, "layer_types": [FULL, "chunked_attention"]}),
+        ("quantization_config", {**IMAGES, "text_config": {"model_type": "mistral"}, "quantization_config": {"a": 1}}),
+        ("text_config", {**IMAGES, "text_config": "mistral"}),
+        ("llama_4_scaling_beta", {"rope_parameters": {**LLAMA3, "llama_4_scaling_beta": 0.1}}),
         ("attn_logit_softcapping", {"attn_logit_softcapping": 30.0}),
         ("some_new_key", {"some_new_key": 1}),
         ("rope_interleaved", {"rope_interleaved": True}),

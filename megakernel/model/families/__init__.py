@@ -7,11 +7,16 @@ from ..config import ModelConfig
 from .family import Family
 from .lacking import LACKING
 from .llama import LLAMA
-from .mistral import MISTRAL
+from .mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
+from .seed_oss import SEED_OSS
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+# Of two families with the same name in GGUF files, the first reads them.
+_ALL = (
+    LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, QWEN2, QWEN3, SEED_OSS,
+)  # fmt: skip
+FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 __all__ = ["FAMILIES", "LACKING", "Family", "forward", "weights"]
 
