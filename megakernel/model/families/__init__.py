@@ -8,13 +8,14 @@ from .family import Family
 from .lacking import LACKING
 from .llama import LLAMA
 from .mistral import MINISTRAL, MINISTRAL3, MISTRAL
+from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
 from .seed_oss import SEED_OSS
 
 # Of two families with the same name in GGUF files, the first reads them.
 _ALL = (
-    LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, QWEN2, QWEN3, SEED_OSS,
+    LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, PHI3, QWEN2, QWEN3, SEED_OSS,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
