@@ -45,6 +45,13 @@ def test_every_family_comes_back(tmp_path: Path, family: str, dtype: Dtype) -> N
     assert list(tmp_path.glob("*.part")) == []
 
 
+def test_a_family_without_a_name_is_refused(tmp_path: Path) -> None:
+    _, checkpoint = make_llama(5, "glm")
+    with pytest.raises(MegakernelError, match="m.gguf: GGUF has no architecture for models of the family glm"):
+        write_gguf(checkpoint, tmp_path / "m.gguf", Dtype.F32)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("kind", ROPES)
 def test_scaled_frequencies_come_back(tmp_path: Path, kind: str) -> None:
     _, checkpoint = make_llama(6, rope=ROPES[kind])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...isa import BUFFERS, Buffer, Forward, Space
 from ..config import ModelConfig
 from .family import Family
+from .glm import GLM
 from .lacking import LACKING
 from .llama import LLAMA
 from .mistral import MINISTRAL, MINISTRAL3, MISTRAL
@@ -15,7 +16,7 @@ from .seed_oss import SEED_OSS
 
 # Of two families with the same name in GGUF files, the first reads them.
 _ALL = (
-    LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, PHI3, QWEN2, QWEN3, SEED_OSS,
+    GLM, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, PHI3, QWEN2, QWEN3, SEED_OSS,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
