@@ -28,6 +28,7 @@ MULTIPLIERS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.21875, "at
 MULTIPLIERS |= {"logits_scaling": 8.0}
 SHAPES: dict[str, dict[str, Any]] = {
     "glm": {"heads": 6, "kv_heads": 2, "head_dim": 40, "hidden": 56, "ffn": 77},
+    "granite": {"heads": 6, "kv_heads": 3, "head_dim": 16, "hidden": 40, "ffn": 99, "tied": True, **MULTIPLIERS},
     "llama": {"heads": 9, "kv_heads": 3, "head_dim": 8, "hidden": 72, "ffn": 137, "tied": True},
     "mistral": {"sliding_window": None, "heads": 5, "kv_heads": 5, "head_dim": 16, "hidden": 56, "ffn": 61},
     "ministral": {"sliding_window": 64, "heads": 4, "kv_heads": 2, "head_dim": 24, "hidden": 72, "ffn": 45},
@@ -39,6 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 # (family, its name in GGUF files, whether these files store the two rows of a RoPE pair next to each other)
 GGUF = [
+    ("granite", "granite", True),
     ("llama", "llama", True),
     ("mistral", "llama", True),
     ("ministral", "mistral3", True),

@@ -6,6 +6,7 @@ from ...isa import BUFFERS, Buffer, Forward, Space
 from ..config import ModelConfig
 from .family import Family
 from .glm import GLM
+from .granite import GRANITE
 from .lacking import LACKING
 from .llama import LLAMA
 from .mistral import MINISTRAL, MINISTRAL3, MISTRAL
@@ -16,7 +17,7 @@ from .seed_oss import SEED_OSS
 
 # Of two families with the same name in GGUF files, the first reads them.
 _ALL = (
-    GLM, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, PHI3, QWEN2, QWEN3, SEED_OSS,
+    GLM, GRANITE, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, PHI3, QWEN2, QWEN3, SEED_OSS,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
