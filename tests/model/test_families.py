@@ -37,6 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {"heads": 7, "kv_heads": 1, "head_dim": 24, "hidden": 40, "ffn": 91, "vocab": 203},
     "qwen3": {"heads": 6, "kv_heads": 3, "head_dim": 40, "hidden": 56, "ffn": 83, "attention_bias": True},
     "seed_oss": {"heads": 10, "kv_heads": 2, "head_dim": 24, "hidden": 56, "ffn": 85, "vocab": 131},
+    "smollm3": {"layers": 4, "heads": 4, "kv_heads": 2, "hidden": 48, "ffn": 121},  # the fourth layer has no RoPE
 }
 # (family, its name in GGUF files, whether these files store the two rows of a RoPE pair next to each other)
 GGUF = [
@@ -50,6 +51,7 @@ GGUF = [
     ("qwen2", "qwen2", False),
     ("qwen3", "qwen3", False),
     ("seed_oss", "seed_oss", False),
+    ("smollm3", "smollm3", True),
 ]
 TOKENS = np.random.default_rng(8).integers(0, 101, 41).tolist()
 

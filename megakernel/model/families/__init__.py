@@ -14,10 +14,12 @@ from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
 from .seed_oss import SEED_OSS
+from .smollm3 import SMOLLM3
 
 # Of two families with the same name in GGUF files, the first reads them.
 _ALL = (
     GLM, GRANITE, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, PHI3, QWEN2, QWEN3, SEED_OSS,
+    SMOLLM3,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
