@@ -47,6 +47,7 @@ ORIGINAL = "original_max_position_embeddings"
 YARN = {"type": "yarn", "factor": 4.0, ORIGINAL: 128}
 SCALED = 0.1 * math.log(4.0) + 1
 LONG = {"rope_type": "longrope", "long_factor": [2.0] * 8, "short_factor": [1.0] * 8, ORIGINAL: 128}
+LONG_ROPE = Rope(1e4, RopeKind.LONGROPE, original_context=128, attention=math.sqrt(1 + math.log(4) / math.log(128)))
 PLAIN = ModelConfig(300, 64, 100, 2, 4, 2, 16, 512, 1e-5, Rope(), family="llama")
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
@@ -59,8 +60,14 @@ def parse(**changes: Any) -> ModelConfig:
 
 
 SEED_OSS = {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss"}
+ERNIE = {"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5"}
 MINISTRAL = {"architectures": ["MinistralForCausalLM"], "model_type": "ministral", "sliding_window": 64}
 MINISTRAL3 = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+GLM = {"architectures": ["GlmForCausalLM"], "model_type": "glm"}
+GRANITE = {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
+SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "rope_theta": 1e4}
+SMOLLM3 |= {"tie_word_embeddings": False}
 IMAGES = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "vision_config": {"a": 1}}
 IMAGES |= {"image_token_index": 10, "spatial_merge_size": 2, "vision_feature_layer": -1, "projector_hidden_act": "gelu"}
 UNUSED = {"use_sliding_window": False, "layer_types": [FULL, FULL]}
@@ -122,6 +129,11 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
         ({**QWEN3, **USED, "sliding_window": None}, {}),
         (SEED_OSS, {"qkv_bias": True, "head_dim": 128}),
         ({**SEED_OSS, "head_dim": 16, "attention_bias": False, "attention_out_bias": True}, {"o_bias": True}),
+        (
+            {**ERNIE, "use_bias": True, "rms_norm_eps": None},
+            {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "tied": True, "rope": Rope(5e5)},
+        ),
+        ({**ERNIE, "tie_word_embeddings": False, "rope_theta": 7.0}, {"rope": Rope(7.0)}),
         ({**MINISTRAL, "layer_types": [FULL, WINDOW]}, {"max_context": 64}),
         ({**MINISTRAL, "layer_types": [FULL, FULL]}, {}),
         (MINISTRAL3, {}),
@@ -129,6 +141,31 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
             {**MINISTRAL3, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "max_position_embeddings": 512}},
             {"max_context": 128, "rope": Rope(1e4, RopeKind.YARN, 4.0, 1.0, 32.0, 128, attention=SCALED, ends=True)},
         ),
+        ({**PHI3, "partial_rotary_factor": 0.75}, {"rope": Rope(dims=12)}),
+        (
+            {**PHI3, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1}, "sliding_window": 100},
+            {"max_context": 100},
+        ),
+        ({**PHI3, "full_attn_mod": 1, "interpolate_factor": 1, "sliding_window": 262144}, {}),
+        (
+            {
+                **PHI3,
+                "partial_rotary_factor": 0.5,
+                "rope_scaling": {**LONG, "long_factor": [2.0] * 4, "short_factor": [1.0] * 4},
+            },
+            {"rope": replace(LONG_ROPE, dims=8, factors=(2.0,) * 4, short_factors=(1.0,) * 4)},
+        ),
+        ({**GLM, "head_dim": 16}, {"qkv_bias": True, "rope": Rope(dims=8)}),
+        ({**GLM, "head_dim": 16, "attention_bias": False, "partial_rotary_factor": 1.0}, {}),
+        ({**GRANITE, "attention_multiplier": 0.25}, {"attention_multiplier": 0.25}),
+        (
+            {**GRANITE, "embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 8, "mlp_bias": True},
+            {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 1.0}
+            | {"logits_scaling": 8.0, "mlp_bias": True},
+        ),
+        ({**SMOLLM3, "no_rope_layer_interval": 2}, {"nope_layers": (1,)}),
+        ({**SMOLLM3, "no_rope_layers": [0, 1, 0], "layer_types": [FULL, FULL]}, {"nope_layers": (0,)}),
+        ({**SMOLLM3, "max_window_layers": 28, "sliding_window": 7, "use_sliding_window": False}, {}),
         ({**IMAGES, "text_config": {"model_type": "mistral", "sliding_window": None}}, {"family": "mistral"}),
         (
             {**IMAGES, "text_config": {"model_type": "ministral3"}, "tie_word_embeddings": True},
@@ -176,6 +213,22 @@ def test_rope_spellings(spelling: dict[str, Any]) -> None:
         ("layer_types", {**MINISTRAL, "layer_types": [FULL, "chunked_attention"]}),
         ("quantization_config", {**IMAGES, "text_config": {"model_type": "mistral"}, "quantization_config": {"a": 1}}),
         ("text_config", {**IMAGES, "text_config": "mistral"}),
+        ("partial_rotary_factor", {**PHI3, "partial_rotary_factor": 1.5}),
+        ("partial_rotary_factor", {**PHI3, "partial_rotary_factor": 0.01}),
+        ("partial_rotary_factor", {**GLM, "partial_rotary_factor": "half"}),
+        ("5 rotated elements of a head of 16", {**PHI3, "partial_rotary_factor": 0.33}),
+        ("RoPE factors must be 4", {**PHI3, "partial_rotary_factor": 0.5, "rope_scaling": LONG}),
+        ("yarn", {**PHI3, "rope_scaling": YARN}),
+        ("full_attn_mod", {**PHI3, "full_attn_mod": 2}),
+        ("mlp_bias", {**GLM, "mlp_bias": True}),
+        ("residual_multiplier", {**GRANITE, "residual_multiplier": 0}),
+        ("attention_multiplier", {**GRANITE, "attention_multiplier": -0.5}),
+        ("logits_scaling", {**GRANITE, "logits_scaling": "8"}),
+        ("embedding_multiplier", {"embedding_multiplier": 12.0}),
+        ("no_rope_layers", {**SMOLLM3, "no_rope_layers": [1]}),
+        ("no_rope_layers", {**SMOLLM3, "no_rope_layers": "all"}),
+        ("no_rope_layer_interval", {**SMOLLM3, "no_rope_layer_interval": 0}),
+        ("use_sliding_window", {**SMOLLM3, "use_sliding_window": True}),
         ("llama_4_scaling_beta", {"rope_parameters": {**LLAMA3, "llama_4_scaling_beta": 0.1}}),
         ("attn_logit_softcapping", {"attn_logit_softcapping": 30.0}),
         ("some_new_key", {"some_new_key": 1}),

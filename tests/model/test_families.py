@@ -27,6 +27,7 @@ TOLERANCE = 1e-4
 MULTIPLIERS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.21875, "attention_multiplier": 0.078125}
 MULTIPLIERS |= {"logits_scaling": 8.0}
 SHAPES: dict[str, dict[str, Any]] = {
+    "ernie4_5": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 40, "ffn": 67, "use_bias": True, "tied": True},
     "glm": {"heads": 6, "kv_heads": 2, "head_dim": 40, "hidden": 56, "ffn": 77},
     "granite": {"heads": 6, "kv_heads": 3, "head_dim": 16, "hidden": 40, "ffn": 99, "tied": True, **MULTIPLIERS},
     "llama": {"heads": 9, "kv_heads": 3, "head_dim": 8, "hidden": 72, "ffn": 137, "tied": True},
@@ -41,6 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 # (family, its name in GGUF files, whether these files store the two rows of a RoPE pair next to each other)
 GGUF = [
+    ("ernie4_5", "ernie4_5", False),
     ("granite", "granite", True),
     ("llama", "llama", True),
     ("mistral", "llama", True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...isa import BUFFERS, Buffer, Forward, Space
 from ..config import ModelConfig
+from .ernie4_5 import ERNIE4_5
 from .family import Family
 from .glm import GLM
 from .granite import GRANITE
@@ -18,7 +19,7 @@ from .smollm3 import SMOLLM3
 
 # Of two families with the same name in GGUF files, the first reads them.
 _ALL = (
-    GLM, GRANITE, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, PHI3, QWEN2, QWEN3, SEED_OSS,
+    ERNIE4_5, GLM, GRANITE, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, PHI3, QWEN2, QWEN3, SEED_OSS,
     SMOLLM3,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
