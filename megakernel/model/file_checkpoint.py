@@ -161,7 +161,7 @@ def tensors_of(checkpoint: Checkpoint, naming: Naming, dtype: Dtype) -> Iterator
         for layer in range(checkpoint.config.layers if BUFFERS[buffer].layered else 1):
             left = array_of(checkpoint, buffer, layer, split)
             if buffer is Buffer.FINAL_NORM:  # the inverse of `FileCheckpoint.rows`
-                left = left * np.float32(checkpoint.config.logits_scaling)
+                left = np.multiply(left, np.float32(checkpoint.config.logits_scaling))
             parts = defaultdict[str, list[NDArray[np.generic]]](list)
             for index, (name, share) in enumerate(
                 zip(naming.names(buffer, layer), row_shares(buffer, split), strict=True)

@@ -17,7 +17,7 @@ def rope_table(config: ModelConfig, layer: int = 0) -> NDArray[np.float32]:
     A pair that is not rotated has the frequency 0. The factors, which multiply both q and k, make up for another
     multiplier of attention scores than 1 / sqrt(head_dim).
     """
-    table = np.tile(np.float32([[0], [1]]), config.head_dim // 2)
+    table = np.tile(np.array([[0], [1]], np.float32), config.head_dim // 2)
     if layer not in config.nope_layers:
         frequencies = inverse_frequencies(config.rope, config.rope.dims or config.head_dim, config.max_context)
         table[0, : len(frequencies)], table[1, : len(frequencies)] = frequencies, config.rope.attention

@@ -101,8 +101,12 @@ def test_tokens_and_logprobs_are_those_of_transformers(family: str, tp: int) -> 
     np.testing.assert_allclose(logprobs, torch.log_softmax(torch.from_numpy(want), -1).max(-1).values, atol=1e-4)
 
 
-@pytest.mark.parametrize(("tp", "o"), [(1, "auto"), *((tp, o) for tp in (2, 8) for o in ("sharded", "replicated"))])
-@pytest.mark.parametrize("family", SHAPES)
+SPLITS = [(1, "auto"), *((tp, o) for tp in (2, 8) for o in ("sharded", "replicated"))]
+# Families that differ only in their weights and config.json are as exact as Llama with any number of ranks.
+CASES = [(family, *split) for family in SHAPES for split in (SPLITS if family in ("llama", "qwen3") else SPLITS[:1])]
+
+
+@pytest.mark.parametrize(("family", "tp", "o"), CASES)
 def test_bf16_is_as_good_as_transformers_in_bf16(family: str, tp: int, o: str) -> None:
     model, checkpoint = make_llama(4, family, **SHAPES[family])
     checkpoint = rounded(model, checkpoint)

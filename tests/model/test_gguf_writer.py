@@ -47,7 +47,7 @@ def test_every_family_comes_back(tmp_path: Path, family: str, dtype: Dtype) -> N
 
 def test_a_family_without_a_name_is_refused(tmp_path: Path) -> None:
     _, checkpoint = make_llama(5, "glm")
-    with pytest.raises(MegakernelError, match="m.gguf: GGUF has no architecture for models of the family glm"):
+    with pytest.raises(MegakernelError, match=r"m\.gguf: GGUF has no architecture for models of the family glm"):
         write_gguf(checkpoint, tmp_path / "m.gguf", Dtype.F32)
     assert list(tmp_path.iterdir()) == []
 

@@ -46,7 +46,7 @@ SHAPES = {
     "qwen2": {"family": "qwen2", "heads": 7, "kv_heads": 1, "head_dim": 24, "hidden": 40, "ffn": 91, "vocab": 203},
     "qwen3": {"family": "qwen3", "heads": 6, "kv_heads": 3, "head_dim": 40, "hidden": 56, "ffn": 83, "tied": True},
     "glm": {"family": "glm", "heads": 6, "kv_heads": 2, "head_dim": 40, "hidden": 56, "ffn": 77},
-    "granite": {"family": "granite", "heads": 6, "kv_heads": 3, "hidden": 40, "tied": True, **MULTIPLIERS},
+    "granite": {"family": "granite", "kv_heads": 3, "hidden": 40, "tied": True, "rms_eps": 0.5, **MULTIPLIERS},
     "phi3": {"family": "phi3", "heads": 4, "head_dim": 24, "hidden": 96, "rope": PHI4_MINI},
     "smollm3": {"family": "smollm3", "layers": 3, "heads": 4, "hidden": 40, "no_rope_layers": [1, 0, 1], "tied": True},
 }

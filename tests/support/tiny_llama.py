@@ -68,7 +68,7 @@ class TinyCheckpoint(FileCheckpoint):
         # Its frequencies do not know of layers without RoPE and of multipliers of attention scores.
         self._own = config.rope.kind is RopeKind.LONGROPE or config.nope_layers or config.attention_multiplier
         rotary = model.model.rotary_emb
-        self._rope = np.tile(np.float32([[0], [1]]), config.head_dim // 2)
+        self._rope = np.tile(np.array([[0], [1]], np.float32), config.head_dim // 2)
         pairs = len(rotary.inv_freq)
         self._rope[0, :pairs], self._rope[1, :pairs] = rotary.inv_freq.numpy(), rotary.attention_scaling
 
