@@ -16,8 +16,8 @@ void read_column(const Panel& panel, int column, int k, float scale, float* out)
   }
 }
 
-// Copies the embedding of each row's token: output[r] = weights[token(r)] * embed_scale. The table is packed like
-// any weight matrix (packed.h), so that a table that is also the LM head is stored only once.
+// Copies the embedding of each row's token: output[r] = weights[token(r)] * embed_scale. The table is packed
+// like any weight matrix (packed.h), so that a table that is also the LM head is stored only once.
 inline void gather(const Call& call, const Run& op) {
   const Dims& d = *call.dims;
   const int width = call.phase->inner;
@@ -29,13 +29,14 @@ inline void gather(const Call& call, const Run& op) {
     if (token < 0) token = history[int64_t{-1 - token} * (d.max_context + 1) + position];
     const Panel& panel = table[token / kPanel];
     float* x = call.output<float>() + int64_t{r} * width;
-    with_format(panel.type(), [&]<class W>() { read_column<W>(panel, token % kPanel, width, d.embed_scale, x); });
+    with_format(panel.type(),
+                [&]<class W>() { read_column<W>(panel, token % kPanel, width, d.embed_scale, x); });
   }
 }
 
-// Computes the cosine and sine of each of a row's angles, times a factor of the RoPE pair. An angle is the row's
-// position times the inverse frequency of the pair. The phase's weights are these frequencies, then the factors.
-// Cosines and sines alternate in output[r].
+// Computes the cosine and sine of each of a row's angles, times a factor of the RoPE pair. An angle is the
+// row's position times the inverse frequency of the pair. The phase's weights are these frequencies, then the
+// factors. Cosines and sines alternate in output[r].
 inline void rope(const Call& call, const Run& op) {
   const Dims& d = *call.dims;
   const float* inv_freq = call.weights<float>();

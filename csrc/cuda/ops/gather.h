@@ -4,7 +4,8 @@
 
 namespace mk {
 
-// Copies the embedding of each row's token: output[r] = weights[token(r)] * embed_scale. One warp copies a row.
+// Copies the embedding of each row's token: output[r] = weights[token(r)] * embed_scale. One warp copies a
+// row.
 template <class P>
 MK_FN void gather(P& p, const Call& call, const Run& op) {
   const Sizes& d = *call.dims;
