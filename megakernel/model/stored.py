@@ -137,5 +137,7 @@ class _Shorter:
 
     def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
         return (
-            [vector(rope_table(self.config))] if buffer is Buffer.INV_FREQ else self._whole.rows(buffer, layer, split)
+            [vector(rope_table(self.config, layer))]
+            if buffer is Buffer.INV_FREQ
+            else self._whole.rows(buffer, layer, split)
         )
