@@ -6,8 +6,8 @@ to float32, and in llama.cpp.
 The text is the beginning of the Constitution of the United States. As in llama.cpp's `llama-perplexity`, the tokens are
 cut into chunks, and each chunk is computed alone. If the model has a token for the beginning of a text, this token
 replaces the first token of each chunk. Only the tokens of the second half of a chunk are scored, except the first token
-of this half. The script fails if widening the weights changes the perplexity by more than 0.1 %, or integers change it by
-more than 0.5 %. If the runs in floats have the same compute type, no bit should differ between them.
+of this half. The script fails if widening the weights changes the perplexity by more than 0.1 %, or if integers
+change it by more than 0.5 %. If the runs in floats have the same compute type, no bit should differ between them.
 """
 
 from __future__ import annotations
