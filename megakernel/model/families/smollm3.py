@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ...errors import MegakernelError
@@ -13,11 +14,10 @@ from .family import Family
 
 
 def forward(c: ModelConfig) -> Forward:
-    """Llama's phases. Each layer computes its own table of cosines and sines, behind the norm of its inputs."""
+    """Llama's phases. The prologue computes layer 0's table of cosines and sines, and each layer that of the next."""
     f = llama.forward(c)
-    embed, rope = f.prologue
-    norm, *rest = f.body
-    return Forward.of([embed], [norm, rope, *rest], f.epilogue)
+    _, rope = f.prologue
+    return Forward.of(f.prologue, [*f.body, replace(rope, name="next_rope", ahead=1)], f.epilogue)
 
 
 def _nope(layers: int, interval: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from megakernel.model.safetensors_checkpoint import safetensors_naming
 from megakernel.serving.bench.peers.contest import Settings, Task, Timed
 
 NAME = "torch"
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # `build` sets all numbers that these families have
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")  # `build` sets all numbers that these families have
 
 
 def settings(task: Task, phase: Timed) -> tuple[Settings, list[Settings]]:
@@ -52,8 +52,8 @@ def build(checkpoint: Checkpoint, dtype: str) -> Any:
     import transformers
 
     config = checkpoint.config
-    if config.family not in _FAMILIES:
-        raise MegakernelError(f"the peer {NAME} runs {', '.join(_FAMILIES)} models, not the family {config.family}")
+    if config.family not in SUPPORTED:
+        raise MegakernelError(f"the peer {NAME} runs {', '.join(SUPPORTED)} models, not the family {config.family}")
     kind = getattr(transformers, FAMILIES[config.family].architecture)
     with torch.device("meta"):  # no memory is allocated or initialised
         model = kind(
