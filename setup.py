@@ -27,7 +27,7 @@ KERNEL_FLAGS = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 SIMD = {"portable": (4, [])}
 if platform.machine().lower() in ("x86_64", "amd64"):
     SIMD["avx2"] = (8, ["-mavx2", "-mfma", "-mf16c"])
-    SIMD["avx512"] = (16, ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"])
+    SIMD["avx512"] = (16, ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma"])
 
 
 def compiler() -> str:

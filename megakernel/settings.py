@@ -26,6 +26,8 @@ _TABLE = """
     q5_0, q5_1, q4_k, q5_k or q6_k; a GPU supports only auto
 --kv-cache-dtype | text | auto | type of K and V in memory: auto (the compute type) or q8_0 (8.5 bits per value); a GPU
     supports only auto
+--activations | text | auto | how quantised weights are multiplied: q8 (in integers, with activations that are rounded
+    to 8 bits; fast), float (as the dequantised model) or auto (q8 where weights are quantised)
 --generation-config | text | auto | defaults of sampling: auto (the generation_config.json in the model's folder), vllm
     (none, so that the API's own defaults apply) or another folder with such a file
 --tp --tensor-parallel-size | count | 1 | tensor-parallel ranks: 1, 2, 4 or 8
@@ -88,7 +90,7 @@ _TABLE = """
     warning or error
 MEGAKERNEL_CACHE | text | ($XDG_CACHE_HOME/megakernel or ~/.cache/megakernel) | folder for models, compiled GPU code and
     this machine's measured peak rates
-MEGAKERNEL_SIMD | text | (the best this CPU has) | CPU code path: portable, avx2, avx512 or avx512bf16
+MEGAKERNEL_SIMD | text | (the best this CPU has) | CPU code path: portable, avx2, avx512 (with VNNI) or avx512bf16
 MEGAKERNEL_PREFETCH | text | 1 | 0: a waiting CPU worker does not prefetch the weights of its next instruction
 MEGAKERNEL_CHECK_STEPS | text | 0 | 1: check every step's inputs before its launch (slow)
 HF_HOME | text | (~/.cache/huggingface) | folder of Hugging Face downloads

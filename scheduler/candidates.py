@@ -105,6 +105,7 @@ def fastest(
     options: Options = _DEFAULT,
     weight_bits: Mapping[Buffer, float] | None = None,
     quantised_kv: bool = False,
+    q8_activations: bool = False,
 ) -> Tasks:
     """Return the tasks of the candidate that is predicted to be fastest, among those that `options` leaves open. The
     arguments are those of `compile_program`. The capacity of the step table depends only on the bucket and the number
@@ -118,7 +119,7 @@ def fastest(
     slots = machine.workers * (_CLAIMS if options.claimed else 1)
     any_split = TARGETS[machine.target].any_split
     split_rows, partials = (slots, _MAX_SLOT_PARTIALS) if any_split else (_SPLIT_ROWS, _MAX_PARTIALS)
-    split = Split(config.sizes(dtype, quantised_kv=quantised_kv), tp)
+    split = Split(config.sizes(dtype, quantised_kv=quantised_kv, q8_activations=q8_activations), tp)
     bucket = Bucket(
         kv_block=KV_BLOCK,
         kv_page=machine.kv_page,

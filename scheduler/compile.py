@@ -35,14 +35,16 @@ def compile_program(
     options: Options = _DEFAULT,
     weight_bits: Mapping[Buffer, float] | None = None,
     quantised_kv: bool = False,
+    q8_activations: bool = False,
 ) -> Program:
     """Compile one bucket of `tokens` token rows, of which `logit_rows` rows get logits, for `tp` ranks.
 
     `max_seqs` and `max_context` (tokens) are the engine's limits. The backend that launches the program must have the
     same limits and the same `options.matmul`, so an engine decides `matmul` with `with_matmul` before it compiles any
     bucket. `weight_bits` gives the bits per element of weight matrices that are not stored in `dtype`. With
-    `quantised_kv`, K and V are stored in Q8_0, and the backend must do the same. The result depends only on the
-    arguments. Raises MegakernelError for arguments out of range."""
+    `quantised_kv`, K and V are stored in Q8_0. With `q8_activations`, the inputs of quantised weights are rounded to 8
+    bits. The backend must do the same. The result depends only on the arguments. Raises MegakernelError for arguments
+    out of range."""
     _check(config, machine, tp, tokens=tokens, logit_rows=logit_rows, max_seqs=max_seqs, max_context=max_context)
     tasks = fastest(
         config,
@@ -56,6 +58,7 @@ def compile_program(
         options=options,
         weight_bits=weight_bits,
         quantised_kv=quantised_kv,
+        q8_activations=q8_activations,
     )
     return build_program(tasks, options)
 

@@ -24,9 +24,10 @@ def disassemble(program: Program) -> Iterator[str]:
     `#7[table]` is a grid of counters that starts at counter 7; the step table selects one of them."""
     check(program)
     d = program.dims
+    classes = f"{', KV in q8_0' * d.model.quantised_kv}{', activations in q8' * d.model.q8_activations}"
     yield (
         f"program {program.hash}: {program.machine}, ranks {program.ranks}, workers {program.workers}, "
-        f"{Dtype(d.model.dtype).name.lower()}{', KV in q8_0' if d.model.quantised_kv else ''}, "
+        f"{Dtype(d.model.dtype).name.lower()}{classes}, "
         f"tokens {d.bucket.tokens}, logit rows {d.bucket.logit_rows}, layers {d.model.layers}"
     )
     yield f"{program.instructions} instructions, {program.counters} counters in each of {d.model.layers + 1} blocks"

@@ -63,7 +63,7 @@ class TorchLlama(torch.nn.Module):
                 self.register_buffer(f"{buffer.name}_{layer}", weight)
         where = self._weight(_B.INV_FREQ).device
         positions = torch.arange(capacity, device=where, dtype=torch.float32)
-        frequencies, factor = self._weight(_B.INV_FREQ).split([d.model.head_dim // 2, 1])
+        frequencies, factor = self._weight(_B.INV_FREQ)
         angle = positions[:, None] * frequencies
         self.register_buffer("cos", factor * angle.cos())
         self.register_buffer("sin", factor * angle.sin())

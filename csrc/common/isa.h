@@ -36,7 +36,7 @@ enum class Dtype : int32_t { F32 = 0, BF16 = 1, I32 = 2, F16 = 3, Q8_0 = 4, Q4_0
 enum class Buffer : int32_t {
   kNone = -1,
   EMBED = 0,  // token embeddings
-  INV_FREQ = 1,  // scaled RoPE frequencies, then the factor of cos and sin
+  INV_FREQ = 1,  // RoPE: frequency of each pair, then factors
   ATTN_NORM = 2,  // RMS norm scales before attention
   W_QKV = 3,  // QKV projection: q heads, k heads, v heads
   B_QKV = 4,  // bias of W_QKV
@@ -68,7 +68,7 @@ enum class Buffer : int32_t {
   QK_NORM = 30,  // RMS norm scales of q heads and k heads
 };
 constexpr int32_t kBuffers = 31;
-constexpr bool kLayered[kBuffers] = {false, false, true, true, true, true, true, true, true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false, true, true, false, false, false, false, true};
+constexpr bool kLayered[kBuffers] = {false, true, true, true, true, true, true, true, true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false, true, true, false, false, false, false, true};
 
 enum class Operation : int32_t { kJoin = 1, kDrain = 2, kGather = 3, kRope = 4, kNorm = 5, kMatmul = 6, kAttention = 7, kReduce = 8, kSample = 9 };
 constexpr int32_t kOperations = 10;
@@ -121,6 +121,8 @@ struct Dims {
   float rms_eps;
   int32_t dtype;
   int32_t quantised_kv;
+  int32_t q8_activations;
+  float embed_scale;
   int32_t tp;
   int32_t rank;
   int32_t replicated_o;

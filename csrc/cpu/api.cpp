@@ -178,8 +178,12 @@ MK_API double mk_probe_read(const char* simd, int32_t threads, int64_t bytes, do
       -1.0);
 }
 
-MK_API double mk_probe_fma(const char* simd, int32_t threads, double seconds) {
+MK_API double mk_probe_fma(const char* simd, int32_t integers, int32_t threads, double seconds) {
   return guarded(
-      [&] { return mk::probe_multiply_add(mk::choose_kernels(simd, mk::Dtype::BF16), threads, seconds); },
+      [&] {
+        const mk::Kernels& kernels = mk::choose_kernels(simd, mk::Dtype::BF16);
+        return mk::probe_multiply_add(integers ? kernels.multiply_integers : kernels.multiply_add, threads,
+                                      seconds);
+      },
       -1.0);
 }

@@ -46,7 +46,8 @@ const Kernels& choose_kernels(const char* simd, Dtype dtype) {
 #if defined(__x86_64__)
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vnni");
   if (avx512 && __builtin_cpu_supports("avx512bf16") && (wanted.empty() || wanted == "avx512bf16")) {
     if (const Kernels* const pairs = avx512bf16_kernels(dtype)) return *pairs;
   }

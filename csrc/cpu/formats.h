@@ -133,13 +133,25 @@ MK_INLINE Line line_of(const SuperScale& s, int unit, int half, int at) {
   return {load_half(s.scale + at) * load(s.eight[2 * unit + half] + at), F32{}};
 }
 
+// Returns code words [j] of a unit (packed.h) for the columns from `at` on.
+template <int kBits>
+MK_INLINE U32 code_words(const Values<kBits>& values, int j, int at) {
+  if constexpr (kBits == 8) {
+    return load_words(values.words[j] + at);
+  } else {
+    const U32 low = load_words(values.low[j / 2] + at) >> (j % 2 * 4) & 0x0F0F0F0Fu;
+    if constexpr (kBits == 4) {
+      return low;
+    } else {
+      constexpr int kAbove = kBits - 4, kMask = 0x01010101 * ((1 << kAbove) - 1);
+      return low | (load_words(values.high[j % kAbove] + at) >> (j / kAbove * kAbove) & kMask) << 4;
+    }
+  }
+}
+
 template <class S, int kBits, int kCount>
 class Reader<PackedBlock<S, kBits, kCount>> {
   using P = PackedBlock<S, kBits, kCount>;
-  static constexpr bool kHalves = std::is_same_v<S, SuperScale>;
-  static constexpr bool kSymmetric = kHalves || std::is_same_v<S, Scale>;
-  // The stored value that represents a weight of 0.
-  static constexpr int kZero = kSymmetric && kBits < 8 ? 1 << (kBits - 1) : 0;
 
  public:
   MK_INLINE void open(const char* panel, int step) {
@@ -150,40 +162,29 @@ class Reader<PackedBlock<S, kBits, kCount>> {
       MK_UNROLL for (int line = 0; line < int{sizeof(S)}; line += 64) prefetch(scales + line);
     }
     set_lines(0);
-    if constexpr (kBits == 5 || kBits == 6) join_bits(block_->values[unit_]);
   }
 
   MK_INLINE void turn_to(int run) {
-    const Values<kBits>& values = block_->values[unit_];
-    if (kHalves && run == kRuns / 2) set_lines(1);
-    if constexpr (kBits == 4) {
-      words_ = values.words[run];
-      prefetch(words_);
-    } else if constexpr (kBits == 8) {
-      run_ = values.bytes[run * kRunSteps];
-      prefetch(run_);
-      prefetch(run_ + 64);
-    } else {
-      run_ = joined_ + run * kRunSteps * kPanel;
-      prefetch(values.low + run * 64);
-      if (run * 64 < int{sizeof values.high}) prefetch(values.high + run * 64);
-    }
+    run_ = run;
+    if (P::kGroups == 2 && run == kRuns / 2) set_lines(1);
+    constexpr int kPart = int{sizeof(Values<kBits>)} / kRuns;
+    const char* const part = reinterpret_cast<const char*>(&block_->values[unit_]) + run * kPart;
+    MK_UNROLL for (int line = 0; line < kPart; line += 64) prefetch(part + line);
   }
 
   MK_INLINE F32 weight(int s, int v) const {
     const Line& line = lines_[v];
-    F32 value;
+    const Values<kBits>& values = block_->values[unit_];
     if constexpr (kBits == 4) {
-#if MK_LANES == 16
-      value = float_of_nibble<kZero>(load_words(words_ + v * kLanes) >> (4 * s));
-#else
-      value = __builtin_convertvector((I32)nibble(s, v), F32);
-      return value * (s % 2 == 0 ? line.scale : sixteenths_[v]) + line.offset;
-#endif
+      const U32 value = load_words(values.low[run_] + v * kLanes) >> (s % 4 * 8 + s / 4 * 4) & 15;
+      return __builtin_convertvector((I32)value, F32) * line.scale + line.offset;
     } else {
-      value = load(run_ + s * kPanel + v * kLanes);
+      const U32 word = code_words(values, 2 * run_ + s / 4, v * kLanes);
+      const int above = 24 - s % 4 * 8;  // bits above those of this step
+      if constexpr (kBits == 8) return __builtin_convertvector((I32)(word << above) >> 24, F32) * line.scale;
+      const U32 value = above == 0 ? word >> 24 : word >> (24 - above) & 0xFF;
+      return __builtin_convertvector((I32)value, F32) * line.scale + line.offset;
     }
-    return kSymmetric ? value * line.scale : value * line.scale + line.offset;
   }
 
  private:
@@ -192,45 +193,13 @@ class Reader<PackedBlock<S, kBits, kCount>> {
       Line& line = lines_[v] = line_of(block_->scales, unit_, half, v * kLanes);
       // The offset is exact because kZero is a power of two. The product of a scale and a value is exact,
       // too.
-      if (kBits == 4 && kSymmetric) line.offset = line.scale * -float{kZero};
-      if (kBits == 4) sixteenths_[v] = line.scale * 0x1p-4f;
-    }
-  }
-
-  // Returns the 4-bit value number s of each column. If s is odd, returns sixteen times the value, which
-  // saves a shift. The value is in byte s / 2 of a 32-bit word. If a vector that starts at this byte ends
-  // within the cache line, that vector is loaded. Otherwise the vector of whole words is loaded and shifted.
-  MK_INLINE U32 nibble(int s, int v) const {
-    const int byte = s / 2;
-    const bool in_line = ((v + 1) * kLanes) * int{sizeof(uint32_t)} + byte <= 64;
-    const uint32_t* const words = words_ + v * kLanes;
-    const U32 lowest = in_line ? load_words(words, byte) : load_words(words) >> (8 * byte);
-    return lowest & (s % 2 == 0 ? 0x0F : 0xF0);
-  }
-
-  // Combines the low four bits and the high bits of each value of a unit, and subtracts kZero from the value.
-  MK_INLINE void join_bits(const Values<kBits>& values) {
-    constexpr int kAbove = kBits - 4, kHigh = (kBits - 4) * 64, kAt = sizeof(Bytes);
-    constexpr uint8_t kMask = (1 << kAbove) - 1;
-    MK_UNROLL for (int i = 0; i < 256; i += kAt) {
-      const Bytes low = load_bytes(values.low + i), high = load_bytes(values.high + i % kHigh);
-      MK_UNROLL for (int upper = 0; upper < 2; ++upper) {
-        // In each byte of `high`, the high bits of these values begin at bit `shift`.
-        const uint8_t shift = (i + upper * 256) / kHigh * kAbove;
-        const Bytes above = (high >> shift & kMask) << 4;
-        const Bytes joined = ((upper ? low >> 4 : low & 15) | above) - uint8_t{kZero};
-        memcpy(joined_ + upper * 256 + i, &joined, sizeof joined);
-      }
+      if (P::kZero != 0) line.offset = line.scale * -float{P::kZero};
     }
   }
 
   const P* block_;
-  int unit_;
+  int unit_, run_;
   Line lines_[kPanelVectors];
-  F32 sixteenths_[kPanelVectors];
-  const uint32_t* words_;
-  const int8_t* run_;
-  alignas(64) int8_t joined_[kBits == 5 || kBits == 6 ? kUnit * kPanel : 1];
 };
 
 // Calls f.template operator()<W>(), where Reader<W> reads weights of type `type`.

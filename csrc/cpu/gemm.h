@@ -5,7 +5,10 @@
 // the tile or the register block, so none of these changes the bits of a row's result. Quantised weights are
 // converted to float32 before they are multiplied.
 #pragma once
+#include <initializer_list>
+
 #include "formats.h"
+#include "integers.h"
 #include "rms_norm.h"
 
 namespace mk::MK_SIMD {
@@ -255,6 +258,9 @@ inline void gemm(const Call& call, const Tile& tile) {
   const bool pairs =
       kInPairs<T> && weights[panel].type() == Dtype::BF16 && same_type(weights + panel, panel_end - panel);
 
+  const bool q8 = call.dims->q8_activations;
+  const auto rounds = [&](int p) { return q8 && weights[p].quantised(); };
+
   for (int r = tile.row; r < row_end; r += kPassRows) {
     const int rows = lower_of(row_end - r, kPassRows);
     inputs.turn_to(r, rows);
@@ -264,33 +270,57 @@ inline void gemm(const Call& call, const Tile& tile) {
     // and the accumulators stay in registers from the first step to the last.
     const bool whole_k = blocks == 1;
     const int64_t chunk_stride = int64_t{block_rows} * kChunkStride;
-    if (whole_k) {
-      for (int begin = 0; begin < k; begin += kChunk)
-        inputs.unpack(begin, pairs, x + begin / kChunk * chunk_stride);
-    }
+    enum class Form { kNone, kFloats, kRounded } held = Form::kNone;  // of the inputs of all of K
+    const auto prepare = [&](int begin, Form form) {
+      if (whole_k && held == form) return;
+      held = form;
+      for (int end = whole_k ? k : begin + 1; begin < end; begin += kChunk) {
+        float* const chunk = whole_k ? x + begin / kChunk * chunk_stride : x;
+        inputs.unpack(begin, pairs, chunk);
+        for (int i = 0; form == Form::kRounded && i < rows; ++i)
+          round_row(chunk + i * kChunkStride, ceil_div(lower_of(k - begin, kChunk), kUnit));
+      }
+    };
     for (int p = panel; p < panel_end; p += kTilePanels) {
       const int panels = lower_of(panel_end - p, kTilePanels);
       const int step = whole_k ? whole_units : kChunk;
       for (int begin = 0; begin < whole_units; begin += step) {
         const int steps = lower_of(whole_units - begin, step);
-        if (!whole_k) inputs.unpack(begin, pairs, x);
-        for (int q = 0; q < panels;) {
-          if (call.aborted()) return;
-          const Panel* const first = weights + p + q;
-          const RowBlocks part{x, chunk_stride, c + q * kPanel, ldc, rows, block_rows};
-          const auto multiply_block = [&]<class W>() {
-            int log2 = whole_k ? panel_log2<W>(block_rows) : panel_log2<Cached>(block_rows);
-            while (q + (1 << log2) > panels || !same_type(first, 1 << log2)) --log2;
-            multiply<W>(part, first, log2, begin, steps, call.scratch->weights, begin > 0);
-            q += 1 << log2;
-          };
-          if constexpr (kInPairs<T>) {
-            if (pairs) {
-              multiply_block.template operator()<Bf16Pairs>();
+        for (const Form form : {Form::kFloats, Form::kRounded}) {
+          bool prepared = false;
+          for (int q = 0; q < panels;) {
+            if (rounds(p + q) != (form == Form::kRounded)) {
+              ++q;
               continue;
             }
+            if (call.aborted()) return;
+            if (!prepared) prepare(begin, form);
+            prepared = true;
+            const Panel* const first = weights + p + q;
+            const RowBlocks part{x, chunk_stride, c + q * kPanel, ldc, rows, block_rows};
+            const auto multiply_block = [&]<class W>() {
+              int log2 = whole_k ? panel_log2<W>(block_rows) : panel_log2<Cached>(block_rows);
+              while (q + (1 << log2) > panels || !same_type(first, 1 << log2)) --log2;
+              multiply<W>(part, first, log2, begin, steps, call.scratch->weights, begin > 0);
+              q += 1 << log2;
+            };
+            if (form == Form::kRounded) {
+              with_packed(first->type(), false, [&]<class P>() {
+                multiply_rounded<P>(x, chunk_stride, rows, *first, begin, steps, call.scratch->weights,
+                                    part.c, ldc, begin > 0);
+                return true;
+              });
+              ++q;
+              continue;
+            }
+            if constexpr (kInPairs<T>) {
+              if (pairs) {
+                multiply_block.template operator()<Bf16Pairs>();
+                continue;
+              }
+            }
+            with_format(first->type(), multiply_block);
           }
-          with_format(first->type(), multiply_block);
         }
       }
       const int start = p / matrices * kPanel, stop = start + panels / matrices * kPanel;

@@ -58,6 +58,23 @@ double multiply_add(int64_t rounds, double* flops) {
   return sum(all);
 }
 
+// As `multiply_add`, for products of 8-bit activations with 4-bit weights.
+double multiply_integers(int64_t rounds, double* operations) {
+  constexpr int kChains = 4, kWords = 8;
+  ByteSums<4> sums[kChains];
+  U32 weights = (U32)lane_index() * 0x01010101u & 0x0F0F0F0Fu;
+  for (int64_t i = 0; i < rounds; i += kWords) {
+    MK_UNROLL for (int j = 0; j < kWords; ++j) {
+      weights ^= 0x05030901u;  // so that the products are computed anew
+      MK_UNROLL for (int c = 0; c < kChains; ++c) sums[c].add(j, weights, 0x7F01FF05u + 0x02020202u * c);
+    }
+  }
+  *operations = 2.0 * 4 * kLanes * kChains * static_cast<double>(rounds);
+  I32 all{};
+  for (const ByteSums<4>& s : sums) all += s.value(0, 0);
+  return total(all);
+}
+
 // The function of joins and drains. It does nothing, because the interpreter itself waits on counters,
 // signals them and claims records from queues.
 void nothing(const Call&, const int32_t*) {}
@@ -127,6 +144,7 @@ Kernels table(const char* name = MK_STRING(MK_SIMD)) {
   k.attention_merge = attention_merge<T>;
   k.read = read;
   k.multiply_add = multiply_add<M>;
+  k.multiply_integers = multiply_integers;
   return k;
 }
 

@@ -131,6 +131,8 @@ struct Kernels {
   // Executes enough independent FMAs to keep the FMA units busy, to measure peak FLOP/s. Stores the number of
   // floating-point operations that it has executed in `flops`.
   double (*multiply_add)(int64_t rounds, double* flops);
+  // The same for multiply-adds of 8-bit integers, which `operations` counts.
+  double (*multiply_integers)(int64_t rounds, double* operations);
 
   Op op(const Phase& phase) const { return ops[static_cast<int32_t>(phase.operation)]; }
   Op sender(const Phase& phase) const { return send[static_cast<int32_t>(phase.operation)]; }

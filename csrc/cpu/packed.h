@@ -25,49 +25,62 @@ struct Panel {
   int64_t dtype;
 
   Dtype type() const { return static_cast<Dtype>(dtype); }
+  bool quantised() const { return dtype >= static_cast<int64_t>(Dtype::Q8_0); }
 };
 
 // Returns the number of panels that contain any of the columns [col, col + cols).
 constexpr int panel_count(int col, int cols) { return (col + cols + kPanel - 1) / kPanel - col / kPanel; }
 
-// The 5-bit or 6-bit values of one unit of a panel, 32 steps of 16 columns, where value i is at step i / 16
-// and column i % 16. Byte i of `low` contains the lowest four bits of values i and i + 256. `high` contains
-// the remaining bits: if it has n bytes, byte i contains those of values i, i + n, i + 2n and so on.
+// The values of one unit of a panel, 32 steps of 16 columns. The code words of a unit are 32-bit words, each
+// with a byte for each of four successive steps of one column: word [j][c] has steps 4j to 4j + 3 of column
+// c. In memory, word [j][c] of `low` contains the lowest four bits of the bytes of code words [2j][c] and
+// [2j + 1][c]. `high` contains the remaining bits: if it has n rows of words, word [j][c] contains those of
+// code words [j][c], [j + n][c], [j + 2n][c] and so on.
 template <int kBits>
 struct Values {
-  uint8_t low[256];
-  uint8_t high[(kBits - 4) * 64];
+  uint32_t low[4][kPanel];
+  uint32_t high[kBits - 4][kPanel];
 };
-// The 4-bit values of one unit. Each 32-bit word contains 8 successive steps of one column, the first step in
-// the lowest bits.
 template <>
 struct Values<4> {
-  uint32_t words[4][kPanel];
+  uint32_t low[4][kPanel];
 };
 template <>
 struct Values<8> {
-  int8_t bytes[kUnit][kPanel];
+  uint32_t words[8][kPanel];  // signed bytes
 };
 
 // The scales, in float16, of the 16 columns of a panel in Q8_0, Q4_0 or Q5_0. A weight is
 // scale * (value - zero), where zero is a constant of the type, such as 8 for 4-bit values.
 struct Scale {
+  static constexpr bool kOffset = false;
+  static constexpr int kGroups = 1;
+
   uint16_t scale[kPanel];
 };
 // The float16 scales and minima of Q4_1 or Q5_1. A weight is scale * value + minimum.
 struct ScaleAndMinimum {
+  static constexpr bool kOffset = true;
+  static constexpr int kGroups = 1;
+
   uint16_t scale[kPanel], minimum[kPanel];
 };
 // The scales of Q4_K or Q5_K. A block consists of eight groups of 32 steps. A weight is
 // scale * s * value - minimum * m, where each group has its own 6-bit integers s and m. `six` contains the 12
 // bytes into which GGML packs the eight s and eight m of a block.
 struct SuperScaleAndMinimum {
+  static constexpr bool kOffset = true;
+  static constexpr int kGroups = 1;
+
   uint16_t scale[kPanel], minimum[kPanel];
   uint32_t six[3][kPanel];
 };
 // The scales of Q6_K. A block consists of 16 groups of 16 steps. A weight is scale * s * (value - zero),
 // where zero is 32 and each group has its own 8-bit integer s in `eight`.
 struct SuperScale {
+  static constexpr bool kOffset = false;
+  static constexpr int kGroups = 2;
+
   uint16_t scale[kPanel];
   int8_t eight[16][kPanel];
 };
@@ -77,6 +90,9 @@ template <class S, int kBits, int kCount>
 struct PackedBlock {
   using Scales = S;
   static constexpr int kValueBits = kBits, kUnits = kCount, kSteps = kCount * kUnit;
+  static constexpr bool kOffset = S::kOffset;  // whether weights have a minimum
+  static constexpr int kGroups = S::kGroups;   // groups of a unit that have scales of their own
+  static constexpr int kZero = kOffset || kBits == 8 ? 0 : 1 << (kBits - 1);  // the value of a weight of 0
 
   Scales scales;
   Values<kBits> values[kCount];

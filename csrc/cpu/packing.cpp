@@ -171,16 +171,17 @@ struct RowBlock<PackedQ6_K> {
 // Stores 32 successive values of one row in column c of a unit (32 steps along K) of a panel.
 template <int kBits>
 void store_values(const uint8_t* values, int c, Values<kBits>& out) {
-  for (int s = 0; s < kUnit; ++s) {
-    const int i = s * kPanel + c;  // in [32][16]
+  for (int j = 0; j < kUnit / 4; ++j) {
+    uint32_t word;
+    memcpy(&word, values + 4 * j, sizeof word);
     if constexpr (kBits == 8) {
-      out.bytes[s][c] = static_cast<int8_t>(values[s]);
-    } else if constexpr (kBits == 4) {
-      out.words[s / 8][c] |= static_cast<uint32_t>(values[s]) << (s % 8 * 4);
+      out.words[j][c] = word;
     } else {
-      constexpr int kAbove = kBits - 4, kHigh = sizeof out.high;
-      out.low[i % 256] |= (values[s] & 15) << (i / 256 * 4);
-      out.high[i % kHigh] |= values[s] >> 4 << (i / kHigh * kAbove);
+      out.low[j / 2][c] |= (word & 0x0F0F0F0F) << (j % 2 * 4);
+      if constexpr (kBits > 4) {
+        constexpr int kAbove = kBits - 4;
+        out.high[j % kAbove][c] |= (word >> 4 & 0x0F0F0F0F) << (j / kAbove * kAbove);
+      }
     }
   }
 }

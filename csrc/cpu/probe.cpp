@@ -66,13 +66,13 @@ double probe_read(const Kernels& kernels, int threads, int64_t bytes, double sec
   return static_cast<double>(share * threads) / best;
 }
 
-double probe_multiply_add(const Kernels& kernels, int threads, double seconds) {
+double probe_multiply_add(double (*kernel)(int64_t, double*), int threads, double seconds) {
   constexpr int64_t kRounds = 1 << 20;
   std::atomic<double> sink{0.0};
   double flops = 0.0;
   const double best = best_round(threads, seconds, [&](int t) {
     double mine;
-    sink.store(kernels.multiply_add(kRounds, &mine), std::memory_order_relaxed);
+    sink.store(kernel(kRounds, &mine), std::memory_order_relaxed);
     if (t == 0) flops = mine;
   });
   return flops * threads / best;

@@ -25,7 +25,6 @@ typedef float F32 __attribute__((vector_size(4 * MK_LANES)));
 typedef int32_t I32 __attribute__((vector_size(4 * MK_LANES)));
 typedef uint32_t U32 __attribute__((vector_size(4 * MK_LANES)));
 typedef uint16_t U16 __attribute__((vector_size(2 * MK_LANES)));
-typedef uint8_t Bytes __attribute__((vector_size(4 * MK_LANES)));
 typedef int8_t I8 __attribute__((vector_size(MK_LANES)));
 
 // Returns a vector with x in every lane. With AVX-512, x may be any four bytes, such as a pair of bfloat16
@@ -166,22 +165,6 @@ MK_INLINE U32 load_words(const uint32_t* p, int skip = 0) {
   return v;
 }
 
-#if defined(__AVX512F__)
-// Returns the lowest four bits of each lane, minus kZero, as a float. The four bits index a table in a
-// register, and the instruction ignores the other bits.
-template <int kZero>
-MK_INLINE F32 float_of_nibble(U32 v) {
-  const F32 numbers = F32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - static_cast<float>(kZero);
-  return (F32)_mm512_maskz_permutexvar_ps(0xFFFF, (__m512i)v, (__m512)numbers);
-}
-#endif
-
-MK_INLINE Bytes load_bytes(const uint8_t* p) {
-  Bytes v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
-
 // Loads float16 values and converts them to float32, which is exact.
 MK_INLINE F32 load_half(const uint16_t* p) {
   U16 v;
@@ -245,6 +228,99 @@ MK_INLINE float sum(F32 v) {
 MK_INLINE float max(F32 v) {
   return folded(v, [](auto a, auto b) { return b > a ? b : a; });
 }
+
+// -- integers
+
+inline float bits_to_float(uint32_t bits) {
+  float v;
+  memcpy(&v, &bits, sizeof v);
+  return v;
+}
+
+MK_INLINE uint32_t highest(U32 v) {
+  uint32_t out = 0;
+  MK_UNROLL for (int i = 0; i < kLanes; ++i) out = v[i] > out ? v[i] : out;
+  return out;
+}
+
+MK_INLINE int32_t total(I32 v) {
+  int32_t out = 0;
+  MK_UNROLL for (int i = 0; i < kLanes; ++i) out += v[i];
+  return out;
+}
+
+// Stores 32 integers from -128 to 127 as bytes.
+MK_INLINE void store_low_bytes(const I32 (&v)[32 / kLanes], uint32_t (&out)[8]) {
+#if defined(__AVX2__) && MK_LANES == 8
+  const __m256i low = _mm256_packs_epi32((__m256i)v[0], (__m256i)v[1]),
+                high = _mm256_packs_epi32((__m256i)v[2], (__m256i)v[3]);
+  // The packing instructions work on each half of the registers, so the words have to be put in order.
+  const __m256i bytes =
+      _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  memcpy(out, &bytes, sizeof bytes);
+#else
+  MK_UNROLL for (int i = 0; i < 32 / kLanes; ++i) {
+    const I8 bytes = __builtin_convertvector(v[i], I8);
+    memcpy(reinterpret_cast<char*>(out) + i * kLanes, &bytes, sizeof bytes);
+  }
+#endif
+}
+
+// Sums, in each lane, of the products of the four bytes of a weight's code word and the four signed bytes of
+// a word of activations. The bytes of weights have kBits bits. They are unsigned, or signed if kBits is 8.
+// The bytes of activations are at least -127.
+template <int kBits>
+class ByteSums {
+ public:
+  // Adds the products of word number j of a group. Calls for the same object have j = 0, 1, 2 and so on.
+  MK_INLINE void add(int j, U32 weights, uint32_t word) {
+    const U32 x = U32{} + word;
+#if defined(__AVX512VNNI__)
+    // The instruction takes unsigned bytes of weights, so 128 is added to signed ones.
+    const U32 unsigned_bytes = kBits == 8 ? weights ^ 0x80808080u : weights;
+    wide_ = (I32)_mm512_dpbusd_epi32((__m512i)wide_, (__m512i)unsigned_bytes, (__m512i)x);
+    (void)j;
+#elif defined(__AVX2__)
+    // A 16-bit lane adds two products. It is large enough for those of kFit words.
+    constexpr int kFit = kBits == 8 ? 1 : 32767 / (2 * ((1 << kBits) - 1) * 127);
+    __m256i magnitude = (__m256i)weights, factor = (__m256i)x;
+    if constexpr (kBits == 8) {
+      factor = _mm256_sign_epi8(factor, magnitude);
+      magnitude = _mm256_abs_epi8(magnitude);
+    }
+    const I16 products = (I16)_mm256_maddubs_epi16(magnitude, factor);
+    narrow_ = j % kFit == 0 ? products : narrow_ + products;
+    // Without the empty assembly, GCC computes all products first, and has to spill them.
+    if (j % kFit == kFit - 1) {
+      wide_ += (I32)_mm256_madd_epi16((__m256i)narrow_, _mm256_set1_epi16(1));
+      asm("" : "+x"(wide_));
+    } else {
+      asm("" : "+x"(narrow_));
+    }
+#else
+    MK_UNROLL for (int b = 0; b < 4; ++b) {
+      const I32 w = kBits == 8 ? (I32)(weights << (24 - 8 * b)) >> 24 : (I32)(weights >> (8 * b) & 0xFF);
+      wide_ += w * ((I32)(x << (24 - 8 * b)) >> 24);
+    }
+    (void)j;
+#endif
+  }
+  // Returns the sums of (byte - zero) * activation. `total` is the sum of the activations. A group has 4 or 8
+  // words, a multiple of those that fit in a 16-bit lane.
+  MK_INLINE I32 value(int zero, int32_t total) const {
+#if defined(__AVX512VNNI__)
+    if (kBits == 8) zero += 128;
+#endif
+    return zero == 0 ? wide_ : wide_ - zero * total;
+  }
+
+ private:
+#if defined(__AVX2__) && MK_LANES == 8
+  typedef int16_t I16 __attribute__((vector_size(32)));
+  I16 narrow_{};
+#endif
+  I32 wide_{};
+};
 
 // Computes e^x. Writes x as n ln 2 + r with an integer n and |r| <= ln 2 / 2 (Cody-Waite reduction), computes
 // e^r with a Taylor polynomial of degree 7 (truncation error 5e-9), and adds n to the exponent field of the

@@ -12,7 +12,7 @@ from .generate import as_json, show_token
 from .host import measured_ceilings
 from .options import AddVerb, add_model_run, open_llm, prompt_ids
 
-_PROMPT = "What is the capital of France?"
+_PROMPT = "Name the capital of France."
 _PROMPT_TOKENS, _TOKENS, _RUNS = 256, 48, 3  # enough for stable medians; takes a few seconds on two cores
 
 

@@ -96,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     if ceilings:
         memory, cache = (ceilings[f"{what}_bytes_per_s"] / 1e9 for what in ("read", "cache"))
         rates = f"reads {memory:.1f} GB/s, {cache:.1f} in cache, {ceilings['flops'] / 1e9:.0f} GFLOP/s"
+        if ceilings["integer_ops"]:
+            rates += f", {ceilings['integer_ops'] / 1e9:.0f} G operations/s on 8-bit integers"
         rows.append(("ceilings", f"{rates}: {ceilings['how']}"))
     rows += [
         ("weights", ", ".join(f"{kind.name.lower()} {kind.bits:g}" for kind in WEIGHT_TYPES.values()) + " bits"),

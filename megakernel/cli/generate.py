@@ -21,7 +21,7 @@ def register(add: AddVerb) -> None:
     parser = add(
         "generate",
         "continue a prompt or answer a message",
-        'megakernel generate --chat "What is the capital of France?" --temperature 0',
+        'megakernel generate --chat "Name the capital of France." --temperature 0',
     )
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")

@@ -19,7 +19,8 @@ def measured_ceilings(llm: LLM) -> Ceilings:
 
     if llm.engine.backend.name == "cuda":
         return device_ceilings(llm.machine, llm.engine.dims.split.tp)
-    return host_ceilings(llm.threads)
+    found = host_ceilings(llm.threads)
+    return found.of_integers if llm.activations == "q8" else found
 
 
 def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:

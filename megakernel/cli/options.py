@@ -68,7 +68,7 @@ def lowering(args: argparse.Namespace) -> Options:
 
 def add_model_run(parser: argparse.ArgumentParser) -> None:
     """Add all flags that say how to run a model."""
-    for name in ("model", "backend", "dtype", "weights", "kv cache dtype", "tp", "threads"):
+    for name in ("model", "backend", "dtype", "weights", "kv cache dtype", "activations", "tp", "threads"):
         add_setting(parser, name)
     parser.add_argument("--context", type=positive, help="maximum tokens of a sequence (default: the model's limit)")
 
@@ -91,7 +91,7 @@ def token_ids(text: str) -> list[int]:
 
 def open_llm(args: argparse.Namespace, *, max_seqs: int, step_tokens: int | None = None) -> LLM:
     """Load the model that the flags of `add_model_run` describe. It is downloaded first if necessary."""
-    names = ("tp", "backend", "dtype", "weights", "kv_cache_dtype", "threads")
+    names = ("tp", "backend", "dtype", "weights", "kv_cache_dtype", "activations", "threads")
     how = {name: getattr(args, name) for name in names}
     how["speculate"] = getattr(args, "speculate", 0)  # only some verbs have these flags
     how["generation_config"] = getattr(args, "generation_config", "vllm")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _SETTINGS = (
-    *("model", "backend", "dtype", "weights", "kv cache dtype", "tp", "threads", "speculate"),
+    *("model", "backend", "dtype", "weights", "kv cache dtype", "activations", "tp", "threads", "speculate"),
     *("generation config", "host", "port", "uds", "ssl certfile", "ssl keyfile", "root path"),
     *("served model name", "chat template", "tool call parser", "api key", "open metrics", "allowed hosts"),
     *("cors origin", "max model len", "max num seqs", "max num batched tokens", "seed", "api server count"),
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
         raise MegakernelError("--ray-address needs --replicas, the number of servers to deploy")
     tls = _tls(given["ssl certfile"], given["ssl keyfile"])
     allow_connections()
-    how = {name: given[name] for name in ("tp", "backend", "dtype", "weights", "threads", "speculate")}
+    how = {name: given[name] for name in ("tp", "backend", "dtype", "weights", "activations", "threads", "speculate")}
     how |= {"max_context": given["max model len"], "max_seqs": given["max num seqs"]}
     how |= {"kv_cache_dtype": given["kv cache dtype"], "generation_config": given["generation config"]}
     # The port is opened before the model is loaded, so that a port in use fails at once.
@@ -272,13 +272,14 @@ def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
         path, body = "completions", {"model": name, "prompt": [1, 2, 3]}
     else:
         path = "chat/completions"
-        body = {"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        body = {"model": name, "messages": [{"role": "user", "content": "Name the capital of France."}]}
     # A Unix socket has no URL: curl takes its path and any host name.
     path_only = address.startswith("unix:")
     base = f"--unix-socket {address[5:]} http://localhost" if path_only else address
     output.stdout.print(f"{name} is served at {address}{'' if path_only else '/v1'}", style="bold")
+    classes = ", quantised weights in integers (--activations)" if facts["activations"] == "q8" else ""
     output.rows(
-        ("engine", f"{facts['backend']}, {facts['dtype']}, {facts['threads']} threads"),
+        ("engine", f"{facts['backend']}, {facts['dtype']}{classes}, {facts['threads']} threads"),
         ("weights", str(facts["weights"])),
         (
             "KV cache",

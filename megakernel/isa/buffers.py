@@ -112,9 +112,7 @@ _B = Buffer
 _SPECS: tuple[BufferSpec, ...] = (
     # -- weights
     _weight(_B.EMBED, None, lambda m, s: (m.vocab, m.hidden), "token embeddings"),
-    _weight(
-        _B.INV_FREQ, _F, lambda m, s: (m.head_dim // 2 + 1,), "scaled RoPE frequencies, then the factor of cos and sin"
-    ),
+    _weight(_B.INV_FREQ, _F, lambda m, s: (2, m.head_dim // 2), "RoPE: frequency of each pair, then factors", True),
     _weight(_B.ATTN_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales before attention", True),
     _weight(_B.W_QKV, None, lambda m, s: (s.qkv_cols, m.hidden), "QKV projection: q heads, k heads, v heads", True),
     _weight(_B.B_QKV, _F, lambda m, s: (s.qkv_cols,), "bias of W_QKV", True),

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from .buffers import Buffer, given
 from .dims import KV_SCALE, KV_UNIT, Dims
 from .dtypes import BLOCKS, Dtype, from_f32, to_f32
+from .integers import Codes, multiply, rounded
 from .phases import Phase
 from .step import StepTable
 
@@ -30,7 +31,8 @@ class Context:
 
     `buffer(buffer, ahead=0)` returns the rank's own copy for the layer that is `ahead` layers
     later, or for the last layer if there are fewer layers. Other ranks' copies can only be written,
-    by `send(buffer, rank, index, values)`, whose values have the buffer's own type.
+    by `send(buffer, rank, index, values)`, whose values have the buffer's own type. `codes(buffer, ahead=0)` returns
+    the rows of weights that are multiplied in integers: for each part of a matrix, its first row and its codes.
     """
 
     phase: Phase
@@ -38,6 +40,7 @@ class Context:
     table: StepTable
     buffer: Callable[..., NDArray[Any]]
     send: Callable[[Buffer, int, Any, NDArray[Any]], None]
+    codes: Callable[..., list[tuple[int, Codes]]]
 
     @property
     def inputs(self) -> Buffer:
@@ -55,6 +58,21 @@ class Context:
         """The phase's weights, which belong to the layer that is `phase.ahead` layers later."""
         values: NDArray[Any] = self.buffer(given(self.phase.weights), ahead=self.phase.ahead)[index]
         return to_f32(values)
+
+    def products(self, a: F32, matrix: int, col: int, cols: int) -> F32:
+        """`a` times the columns [col, col + cols) of one of the phase's matrices: [rows, cols]."""
+        weights: NDArray[Any] = self.buffer(given(self.phase.weights), ahead=self.phase.ahead)
+        weights = weights.reshape(-1, *weights.shape[-2:])
+        out = product(a, to_f32(weights[matrix, col : col + cols]).T)
+        start = matrix * weights.shape[1] + col
+        for first, codes in self.codes(given(self.phase.weights), ahead=self.phase.ahead):
+            low, end = max(first, start), min(first + len(codes.values), start + cols)
+            if low < end:
+                own = slice(low - first, end - first)
+                offset = None if codes.offset is None else codes.offset[own]
+                chosen = Codes(codes.values[own], codes.scale[own], offset)
+                out[:, low - start : end - start] = multiply(rounded(a), chosen)
+        return out
 
     def biased(self, values: F32, index: Any) -> F32:
         """`values` plus the phase's bias, if it has one."""

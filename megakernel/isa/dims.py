@@ -42,7 +42,8 @@ class Units(IntEnum):
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model and of its numbers. All are counts, except `rms_eps`, `dtype` and `quantised_kv`."""
+    """The sizes of a model and of its numbers. All are counts, except `rms_eps`, `dtype`, `quantised_kv`,
+    `q8_activations` and `embed_scale`."""
 
     vocab: int
     hidden: int
@@ -54,6 +55,8 @@ class ModelSizes:
     rms_eps: float
     dtype: int  # Dtype of activations, and of K and V unless quantised_kv; sums are in float32
     quantised_kv: int = 0  # 1: K and V are stored in Q8_0, each token's row of a head by itself; determines result bits
+    q8_activations: int = 0  # 1: inputs of quantised weights are rounded to 8 bits; determines result bits
+    embed_scale: float = 1.0  # multiplies embeddings
 
     @property
     def mask_words(self) -> int:
@@ -304,5 +307,5 @@ _RECORDS = {
 }
 # The fields of all records: those of the C++ struct, in order.
 DIM_FIELDS: tuple[tuple[str, type], ...] = tuple(
-    (name, float if name == "rms_eps" else int) for names in _RECORDS.values() for name in names
+    (name, float if name in ("rms_eps", "embed_scale") else int) for names in _RECORDS.values() for name in names
 )

@@ -98,7 +98,7 @@ def row_shares(buffer: Buffer, split: Split) -> list[Share]:
         case Buffer.EMBED:
             return [_all(split.model.vocab)]
         case Buffer.INV_FREQ:
-            return [_all(split.model.head_dim // 2 + 1)]
+            return [_all(split.model.head_dim)]
         case Buffer.QK_NORM:
             return [_all(split.model.head_dim)] * 2
     return [_all(split.model.hidden)]

@@ -29,7 +29,8 @@ class Rope:
     tokens (YaRN's beta_slow), and it is not changed above `high_freq_factor` turns (beta_fast). YaRN interpolates
     between the RoPE pairs at these borders, which are whole numbers if `truncate` is true. `factors` divide the
     frequencies one by one. With LONGROPE, `short_factors` take their place if the context is not longer than
-    `original_context`.
+    `original_context`. With `ends`, contexts end there, because behind it queries are scaled by their position, which
+    no operation does. Only the first `dims` elements of a head are rotated; 0 means all.
     """
 
     theta: float = 10000.0
@@ -42,17 +43,30 @@ class Rope:
     short_factors: tuple[float, ...] = ()
     truncate: bool = True
     attention: float = 1.0
+    ends: bool = False
+    dims: int = 0
 
     def longest(self, context: int) -> int:
         """The longest context of a model whose file names `context`. Files with YaRN often name the shorter context
         that the model had before. As in vLLM, they get the longer one.
         """
+        if self.ends:
+            return min(context, self.original_context)
         extended = int(self.original_context * min(self.factor, 1e9)) if self.kind is RopeKind.YARN else 0
         return max(context, extended)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """The shape of a model. RoPE does not rotate in the layers `nope_layers`.
+
+    Embeddings are multiplied by `embedding_multiplier`, what a layer adds to the residual by `residual_multiplier`,
+    and attention scores by `attention_multiplier` (None: 1 / sqrt(head_dim)). Logits are divided by `logits_scaling`.
+    These numbers are folded into the sizes, the RoPE table and the scale of the last norm. The residual is divided by
+    its multiplier, so that what layers add needs no multiplication; with an epsilon that is divided by the square of
+    the multiplier, RMS norms have the same results.
+    """
+
     vocab: int
     hidden: int
     ffn: int
@@ -68,14 +82,21 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    nope_layers: tuple[int, ...] = ()
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    logits_scaling: float = 1.0
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
-    def sizes(self, dtype: Dtype, *, quantised_kv: bool = False) -> ModelSizes:
+    def sizes(self, dtype: Dtype, *, quantised_kv: bool = False, q8_activations: bool = False) -> ModelSizes:
         """The sizes of the model when it computes in `dtype`."""
-        names = ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "rms_eps")
+        names = ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads", "head_dim")
         own = {name: getattr(self, name) for name in names}
-        return ModelSizes(**own, dtype=int(dtype), quantised_kv=int(quantised_kv))
+        own["rms_eps"] = self.rms_eps / self.residual_multiplier**2
+        own["embed_scale"] = self.embedding_multiplier / self.residual_multiplier
+        return ModelSizes(**own, dtype=int(dtype), quantised_kv=int(quantised_kv), q8_activations=int(q8_activations))
 
 
 @dataclass(frozen=True)
@@ -118,6 +139,13 @@ class Keys:
         if not isinstance(value := self.get(key), list) or not all(map(_finite, value)):
             raise self._wrong(key, "a list of finite numbers")
         return tuple(map(float, value))
+
+    def names(self, key: str, *allowed: str) -> list[str]:
+        """The elements of a key whose value is null or a list of `allowed` names."""
+        value = self.get(key) or []
+        if not isinstance(value, list) or not all(name in allowed for name in value):
+            raise self._wrong(key, "a list of " + " and ".join(allowed))
+        return value
 
     def flag(self, key: str, default: bool = False) -> bool:
         if not isinstance(value := self.get(key), bool | None):

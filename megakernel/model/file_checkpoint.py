@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,8 @@ class TensorFile(Protocol):
 
 @dataclass(frozen=True)
 class Naming:
-    """The names of the tensors of each buffer in a file format, in the order of the buffer's rows. `{}` is the layer.
+    """The names of the tensors of each buffer in a file format, in the order of the buffer's rows. `{}` is the layer. A
+    name that is repeated is one tensor with the rows of several matrices.
 
     `halved` says how many of a buffer's tensors, counted from the first, have the rows of a RoPE pair half a head
     apart. In all other tensors these rows are adjacent. With `biases_optional`, a bias that is absent counts as zero.
@@ -94,25 +96,29 @@ class FileCheckpoint:
 
     def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
         if buffer is Buffer.INV_FREQ:
-            return [vector(rope_table(self.config))]
+            return [vector(rope_table(self.config, layer))]
         source = Buffer.EMBED if buffer is Buffer.LM_HEAD and self.config.tied else buffer
         wanted = None if buffer in self.storage else BUFFERS[buffer].resolve_dtype(split.model)
-        out = []
-        for index, name in enumerate(self._naming.names(source, layer)):
-            share = row_shares(buffer, split)[index]
+        out, begin = [], Counter[str]()  # the rows of a tensor that earlier parts of the buffer have taken
+        names = self._naming.names(source, layer)
+        for index, (name, share) in enumerate(zip(names, row_shares(buffer, split), strict=True)):
             if name in self._tensors.shapes:
-                part = self._read(name, share, buffer, split, wanted)
+                part = self._read(name, share._replace(first=begin[name] + share.first), buffer, split, wanted)
             else:  # the bias is absent, which _check has accepted
                 part = vector(np.zeros(share.size, np.float32))
+            if buffer is Buffer.FINAL_NORM:
+                part = vector(part.data.view(np.float32) / np.float32(self.config.logits_scaling))
+            begin[name] += share.whole
             halved = index < self._naming.halved.get(buffer, 0)
-            out.append(WeightRows(part.dtype, _interleave(part.data, 2, self.config.head_dim // 2)) if halved else part)
+            out.append(WeightRows(part.dtype, _interleave(part.data, self.config)) if halved else part)
         return out
 
     def _layout(self, buffer: Buffer) -> Storage:
         """The type and the number of rows of each tensor that the buffer consists of."""
-        dtype, shapes, layers = self._tensors.dtype, self._tensors.shapes, self.config.layers
-        names = (self._naming.names(buffer, layer) for layer in range(layers if BUFFERS[buffer].layered else 1))
-        return Storage(tuple(tuple(StoredRows(dtype(name), shapes[name][0]) for name in layer) for layer in names))
+        shares = row_shares(buffer, Split(self.config.sizes(Dtype.F32)))
+        layers = range(self.config.layers if BUFFERS[buffer].layered else 1)
+        parts = (zip(self._naming.names(buffer, layer), shares, strict=True) for layer in layers)
+        return Storage(tuple(tuple(StoredRows(self._tensors.dtype(n), s.whole) for n, s in layer) for layer in parts))
 
     def _read(self, name: str, share: Share, buffer: Buffer, split: Split, dtype: Dtype | None) -> WeightRows:
         """A rank's part of a tensor in the float type `dtype`, or as a view of the file if this is the tensor's type or
@@ -137,26 +143,34 @@ class FileCheckpoint:
         return WeightRows(dtype, floats(parts, (share.size, column.size), dtype).view(np.uint8))
 
 
-def _interleave(rows: NDArray[Any], first: int, second: int) -> NDArray[Any]:
-    """Reorder the first * second rows of each head: row i * second + j becomes row j * first + i.
-
-    With (2, head_dim / 2), rows in Hugging Face's order become adjacent RoPE pairs. (head_dim / 2, 2) is the inverse.
+def _interleave(rows: NDArray[Any], config: ModelConfig, *, back: bool = False) -> NDArray[Any]:
+    """Turn rows in Hugging Face's order, in which the two rows of a RoPE pair are half of the rotated part of a head
+    apart, into adjacent pairs, or `back`. The rows of a head that are not rotated stay where they are.
     """
-    heads = rows.reshape(-1, first, second, rows.shape[1])
-    return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
+    rotated = config.rope.dims or config.head_dim
+    order = np.arange(config.head_dim)
+    order[:rotated] = order[:rotated].reshape((-1, 2) if back else (2, -1)).T.ravel()
+    return rows.reshape(-1, config.head_dim, rows.shape[1])[:, order].reshape(rows.shape)
 
 
 def tensors_of(checkpoint: Checkpoint, naming: Naming, dtype: Dtype) -> Iterator[tuple[str, NDArray[np.generic]]]:
     """Yield the tensors of `expected_shapes`, in order, as a file with this naming stores them: bfloat16 as uint16."""
-    split, head_dim = Split(checkpoint.config.sizes(dtype)), checkpoint.config.head_dim
+    split = Split(checkpoint.config.sizes(dtype))
     shapes = expected_shapes(checkpoint.config, naming)
     for buffer in _expected_buffers(checkpoint.config):
         for layer in range(checkpoint.config.layers if BUFFERS[buffer].layered else 1):
             left = array_of(checkpoint, buffer, layer, split)
-            for index, name in enumerate(naming.names(buffer, layer)):
-                part, left = np.split(left, [shapes[name][0]])
+            if buffer is Buffer.FINAL_NORM:  # the inverse of `FileCheckpoint.rows`
+                left = np.multiply(left, np.float32(checkpoint.config.logits_scaling))
+            parts = defaultdict[str, list[NDArray[np.generic]]](list)
+            for index, (name, share) in enumerate(
+                zip(naming.names(buffer, layer), row_shares(buffer, split), strict=True)
+            ):
+                part, left = np.split(left, [share.whole])
                 halved = index < naming.halved.get(buffer, 0)
-                yield name, (_interleave(part, head_dim // 2, 2) if halved else part).reshape(shapes[name])
+                parts[name].append(_interleave(part, checkpoint.config, back=True) if halved else part)
+            for name, own in parts.items():
+                yield name, np.concatenate(own).reshape(shapes[name])
 
 
 def expected_shapes(config: ModelConfig, naming: Naming) -> dict[str, tuple[int, ...]]:
@@ -167,7 +181,7 @@ def expected_shapes(config: ModelConfig, naming: Naming) -> dict[str, tuple[int,
         columns = (column_share(buffer, split).whole,) if BUFFERS[buffer].matrix else ()
         for layer in range(config.layers if BUFFERS[buffer].layered else 1):
             for name, share in zip(naming.names(buffer, layer), row_shares(buffer, split), strict=True):
-                expected[name] = (share.whole, *columns)
+                expected[name] = (expected.get(name, (0,))[0] + share.whole, *columns)
     return expected
 
 

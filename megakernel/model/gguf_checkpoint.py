@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ..errors import MegakernelError
 from ..isa import Dtype
 from .checkpoint import CHUNK
 from .config import Keys, ModelConfig, Rope, RopeKind
-from .families import FAMILIES
+from .families import FAMILIES, LACKING
 from .file_checkpoint import FileCheckpoint, Naming, check_ranges, map_file
 from .folder import GGUF_PART
 from .limits import MOST_ALIGNMENT, MOST_METADATA_ELEMENTS, MOST_STRING_BYTES, check_config
@@ -37,11 +38,12 @@ ROPE_FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "ro
 # a forward pass. Any other key with this prefix is refused by name, unless its value is empty, zero or false.
 _READ = {
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
-    "attention.sliding_window", "attention.value_length", "block_count", "context_length", "embedding_length",
-    "feed_forward_length", "pooling_type", "rope.dimension_count", "rope.freq_base", "rope.scale_linear",
-    "rope.scaling.attn_factor", "rope.scaling.factor", "rope.scaling.original_context_length",
-    "rope.scaling.type", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
-    "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_log_multiplier", "vocab_size",
+    "attention.sliding_window", "attention.temperature_scale", "attention.value_length", "block_count",
+    "context_length", "embedding_length", "feed_forward_length", "pooling_type", "rope.dimension_count",
+    "rope.freq_base", "rope.scale_linear", "rope.scaling.attn_factor", "rope.scaling.factor",
+    "rope.scaling.original_context_length", "rope.scaling.type", "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_log_multiplier", "vocab_size",
 }  # fmt: skip
 _HARMLESS = {"attention.causal", "rope.scaling.finetuned", "tensor_data_layout"}
 
@@ -256,11 +258,13 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     architecture = metadata.get("general.architecture")
     family = next((f for f in FAMILIES.values() if architecture in f.gguf), None)
     if family is None:
-        known = ", ".join(repr(name) for f in FAMILIES.values() for name in f.gguf)
+        if isinstance(architecture, str) and architecture in LACKING:
+            raise refuse(f"{architecture} models are not supported: they need {LACKING[architecture]}")
+        known = ", ".join(dict.fromkeys(repr(name) for f in FAMILIES.values() for name in f.gguf))
         raise refuse(f"architecture {architecture!r} is not supported, only {known}")
     prefix = f"{architecture}."
     values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    for key in sorted(set(values) - _READ - _HARMLESS):
+    for key in sorted(set(values) - _READ - _HARMLESS - family.gguf_keys):
         if values[key]:
             raise refuse(f"{prefix}{key} = {values[key]!r:.60} is not supported and may change the result")
     if values.get("attention.causal") is False:
@@ -272,7 +276,10 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     longest = rope.longest(count("context_length"))
     hidden, heads = count("embedding_length"), count("attention.head_count")
     head_dim = count("attention.key_length", hidden // heads if heads > 0 else 0)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    rotated = count("rope.dimension_count", head_dim)
+    if rotated != head_dim and "partial_rotary_factor" in family.defaults and rotated > 0:
+        rope = replace(rope, dims=rotated)
+    for key in ("attention.value_length", *(() if rope.dims else ("rope.dimension_count",))):
         if count(key, head_dim) != head_dim:
             raise refuse(f"{prefix}{key} = {values[key]} is not supported: it must be the head size, {head_dim}")
     ids = Keys(metadata, source, "tokenizer.ggml.").ids
@@ -297,6 +304,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         mlp_bias=any(name.startswith("ffn_") for name in biases),
         bos_id=next(iter(ids("bos_token_id")), None),
         eos_ids=tuple(dict.fromkeys(i for kind in ("eos", "eot", "eom") for i in ids(f"{kind}_token_id"))),
+        **family.read_gguf(keys),
     )
     return check_config(config, source)
 
@@ -315,6 +323,8 @@ def _rope(file: GgufFile, keys: Keys) -> Rope:
         keys.only(key, 1)
     attention = keys.number("rope.scaling.attn_factor", 1.0)
     tables = {name: _factors(file, name) for name in (ROPE_FREQS, _LONG, _SHORT) if name in file.shapes}
+    if tables or kind != "yarn":
+        keys.only("attention.temperature_scale", 0)
     if tables and kind != "none" and factor != 1.0:
         raise MegakernelError(f"{file.path}: {next(iter(tables))} together with other RoPE scaling is not supported")
     original = keys.count("rope.scaling.original_context_length", 0) or context
@@ -330,7 +340,8 @@ def _rope(file: GgufFile, keys: Keys) -> Rope:
     if kind == "yarn":
         slow, fast = (keys.number(f"rope.scaling.yarn_beta_{n}", d) for n, d in (("slow", 1.0), ("fast", 32.0)))
         attention *= yarn_attention(factor, 1.0, keys.number("rope.scaling.yarn_log_multiplier", 0.0))
-        return Rope(theta, RopeKind.YARN, factor, slow, fast, original, attention=attention)
+        ends = keys.number("attention.temperature_scale", 0.0) != 0
+        return Rope(theta, RopeKind.YARN, factor, slow, fast, original, attention=attention, ends=ends)
     linear = kind == "linear" and factor != 1.0
     return Rope(theta, RopeKind.LINEAR, factor, attention=attention) if linear else Rope(theta, attention=attention)
 

@@ -19,7 +19,7 @@ from .families import FAMILIES
 from .file_checkpoint import expected_shapes, tensors_of
 from .gguf_checkpoint import ROPE_FREQS, gguf_naming
 from .quantise import quantise
-from .rope import inverse_frequencies, rope_table
+from .rope import inverse_frequencies
 
 
 def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path | None = None) -> None:
@@ -31,9 +31,9 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path 
     """
     config = checkpoint.config
     family, naming = FAMILIES[config.family], gguf_naming(config)
-    # llama.cpp refuses a file with tensors that the file's architecture does not have. The architecture "llama" also
-    # has the tensors of Mistral models, so their files name it too.
-    writer = gguf.GGUFWriter(path, "llama" if family.interleaved else family.gguf[0])
+    if not family.gguf:
+        raise MegakernelError(f"cannot write {path}: GGUF has no architecture for models of the family {family.name}")
+    writer = gguf.GGUFWriter(path, family.gguf[0])
     _add_config(writer, config)
     _add_tokenizer(writer, tokenizer)
     factors = _rope_factors(config)
@@ -64,7 +64,7 @@ def _add_config(writer: Any, config: ModelConfig) -> None:
     writer.add_head_count_kv(config.kv_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_dimension_count(config.rope.dims or config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_eps)
     writer.add_rope_freq_base(config.rope.theta)
     if config.rope.kind is RopeKind.LINEAR:
@@ -72,6 +72,16 @@ def _add_config(writer: Any, config: ModelConfig) -> None:
         writer.add_rope_scaling_factor(config.rope.factor)
     if config.rope.attention != 1.0:
         writer.add_rope_scaling_attn_factors(config.rope.attention)
+    multipliers = {
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "logit_scale": config.logits_scaling,
+    }
+    for name, value in multipliers.items():
+        if value != 1.0:
+            getattr(writer, f"add_{name}")(value)
+    if config.attention_multiplier is not None:
+        writer.add_attention_scale(config.attention_multiplier)
 
 
 def _add_tokenizer(writer: Any, source: Path | None) -> None:
@@ -88,8 +98,9 @@ def _rope_factors(config: ModelConfig) -> NDArray[np.float32] | None:
     """The divisor of each RoPE pair's frequency; None if they are not scaled, or all by the same number."""
     if config.rope.kind in (RopeKind.DEFAULT, RopeKind.LINEAR):
         return None
-    unscaled = inverse_frequencies(Rope(config.rope.theta), config.head_dim)
-    factors: NDArray[np.float32] = unscaled / rope_table(config)[:-1]
+    rotated = config.rope.dims or config.head_dim
+    unscaled = inverse_frequencies(Rope(config.rope.theta), rotated)
+    factors: NDArray[np.float32] = unscaled / inverse_frequencies(config.rope, rotated, config.max_context)
     return factors
 
 

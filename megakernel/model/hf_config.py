@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import MegakernelError, regular
 from .config import Keys, ModelConfig, Rope, RopeKind, short
-from .families import FAMILIES, Family
+from .families import FAMILIES, LACKING, Family
 from .limits import MOST_JSON_BYTES, check_config
 from .rope import yarn_attention
 
@@ -44,6 +44,13 @@ _HARMLESS = {
 }
 _IGNORED = {key for keys in _HARMLESS.values() for key in keys.split()}
 
+# The architecture that contains a language model of a family, with its settings in `text_config`, and its own keys.
+_WITH_IMAGES = "Mistral3ForConditionalGeneration"
+_OF_IMAGES = {
+    "architectures", "image_token_index", "model_type", "multimodal_projector_bias", "projector_hidden_act",
+    "spatial_merge_size", "text_config", "vision_config", "vision_feature_layer",
+}  # fmt: skip
+
 _ORIGINAL = "original_max_position_embeddings"
 # The keys that each kind of RoPE needs, and those that it may have.
 _NEEDS = {
@@ -54,7 +61,8 @@ _NEEDS = {
     RopeKind.LONGROPE: {"long_factor", "short_factor"},
 }
 _MAY_HAVE = {
-    RopeKind.YARN: {"attention_factor", "beta_fast", "beta_slow", "finetuned", "mscale", "mscale_all_dim", "truncate"},
+    RopeKind.YARN: {"attention_factor", "beta_fast", "beta_slow", "finetuned", "mscale", "mscale_all_dim", "truncate"}
+    | {"llama_4_scaling_beta", "max_position_embeddings"},
     RopeKind.LONGROPE: {"attention_factor"},
 }
 
@@ -97,7 +105,9 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
     def refuse(what: str) -> MegakernelError:
         return MegakernelError(f"{source}: {what}")
 
+    raw = _text_part(raw, source)
     family = _family(raw, source)
+    default = family.defaults.get
     for key in sorted(set(raw) - _READ - _IGNORED - family.keys):
         if raw[key] and not (key.startswith("_") or "drop" in key or "flash" in key or key.endswith("_token_id")):
             raise refuse(f"{key} = {short(raw[key])} is not supported and may change the result")
@@ -105,13 +115,13 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
     keys.only("is_causal", True)
     keys.only("hidden_act", "silu", "swish")
     keys.only("activation", "silu", "swiglu")
-    keys.only("partial_rotary_factor", 1)
     count = keys.count
     hidden, heads = count("hidden_size"), count("num_attention_heads")
-    if raw.get("head_dim") is None and (heads <= 0 or hidden % heads):
+    if raw.get("head_dim") is None and "head_dim" not in family.defaults and (heads <= 0 or hidden % heads):
         raise refuse(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads} and head_dim is missing")
-    bos, context = keys.ids("bos_token_id"), count("max_position_embeddings", family.context)
-    rope = _rope(keys, context)
+    bos, context = keys.ids("bos_token_id"), count("max_position_embeddings", default("max_position_embeddings", 2048))
+    head_dim = count("head_dim", default("head_dim", hidden // heads if heads > 0 else 0))
+    rope = _rope(keys, context, head_dim, family)
     own, longest = family.read(keys), rope.longest(context)
     config = ModelConfig(
         vocab=count("vocab_size"),
@@ -120,17 +130,28 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
         layers=count("num_hidden_layers"),
         heads=heads,
         kv_heads=count("num_key_value_heads", heads),
-        head_dim=count("head_dim", hidden // heads if heads > 0 else 0),
+        head_dim=head_dim,
         max_context=min(longest, own.pop("window", longest)),
-        rms_eps=keys.number("rms_norm_eps", 1e-6),
+        rms_eps=keys.number("rms_norm_eps", default("rms_norm_eps", 1e-6)),
         rope=rope,
-        tied=keys.flag("tie_word_embeddings"),
+        tied=keys.flag("tie_word_embeddings", default("tie_word_embeddings", False)),
         bos_id=bos[0] if bos else None,
         eos_ids=keys.ids("eos_token_id"),
         family=family.name,
         **own,
     )
     return check_config(config, source)
+
+
+def _text_part(raw: dict[str, Any], source: str) -> dict[str, Any]:
+    """The settings of the language model inside a model that also sees images; `raw` itself for other models."""
+    if raw.get("architectures") != [_WITH_IMAGES]:
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise MegakernelError(f"{source}: text_config is {short(text)}, not an object")
+    outer = {key: value for key, value in raw.items() if key not in _OF_IMAGES}
+    return outer | text | {"tie_word_embeddings": text.get("tie_word_embeddings") or raw.get("tie_word_embeddings")}
 
 
 def _family(raw: dict[str, Any], source: str) -> Family:
@@ -141,14 +162,16 @@ def _family(raw: dict[str, Any], source: str) -> Family:
         same = architectures in ([family.architecture], [family.architecture.replace("ForCausalLM", "Model")])
         if (same or architectures is None) and (model_type == family.name or (same and model_type is None)):
             return family
+    if isinstance(model_type, str) and model_type in LACKING:
+        raise MegakernelError(f"{source}: {model_type} models are not supported: they need {LACKING[model_type]}")
     known = ", ".join(f"{family.architecture} ({family.name})" for family in FAMILIES.values())
     raise MegakernelError(
         f"{source}: architectures = {short(architectures)} with model_type = {short(model_type)} is not supported; "
-        f"supported architectures: {known}"
+        f"supported architectures: {known}, and the text part of {_WITH_IMAGES}"
     )
 
 
-def _rope(keys: Keys, context: int) -> Rope:
+def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:
     """Read RoPE's settings from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before).
     `context` is the model's longest context.
     """
@@ -171,8 +194,6 @@ def _rope(keys: Keys, context: int) -> Rope:
         raise MegakernelError(f"{where}: rope_type {name!r} is not supported, only {known}")
     if missing := sorted(_NEEDS[kind] - set(table)):
         raise MegakernelError(f"{where}: rope_type {name!r} needs {missing[0]}")
-    if table.get("partial_rotary_factor") not in (None, 1):
-        raise MegakernelError(f"{where}: partial_rotary_factor = {table['partial_rotary_factor']} is not supported")
     # Keys that other RoPE kinds need are accepted, because they have no effect and some configs contain them.
     known_keys = {"rope_type", "type", "rope_theta", "partial_rotary_factor", _ORIGINAL, *_MAY_HAVE.get(kind, ())}
     for extra in sorted(set(table) - known_keys.union(*_NEEDS.values())):
@@ -180,16 +201,21 @@ def _rope(keys: Keys, context: int) -> Rope:
             raise MegakernelError(f"{where}: {extra} is not supported for rope_type {name!r}")
 
     inside = Keys(table, where)
-    theta = _once(keys, inside, "rope_theta", Rope.theta)
+    theta = _once(keys, inside, "rope_theta", family.defaults.get("rope_theta", Rope.theta))
+    partial = _once(keys, inside, "partial_rotary_factor", family.defaults.get("partial_rotary_factor", 1.0))
+    dims = int(head_dim * partial)
+    if partial != 1 and not ("partial_rotary_factor" in family.defaults and 0 < dims < head_dim):
+        raise MegakernelError(f"{source}: partial_rotary_factor = {partial} is not supported")
+    rope = Rope(theta, kind, dims=0 if partial == 1 else dims)
     if kind is RopeKind.DEFAULT:
-        return Rope(theta)
+        return rope
     if kind is RopeKind.LINEAR:
-        return Rope(theta, kind, inside.number("factor", 1.0))
-    original = int(_once(keys, inside, _ORIGINAL, context))
+        return replace(rope, factor=inside.number("factor", 1.0))
+    original = int(_once(keys, inside, _ORIGINAL, family.defaults.get(_ORIGINAL, context)))
     if not 2 <= original < 1 << 31:
         raise MegakernelError(f"{where}: {_ORIGINAL} is {original}; it must be at least 2")
     scale = inside.number("factor", context / original)
-    rope = Rope(theta, kind, scale, original_context=original)
+    rope = replace(rope, factor=scale, original_context=original)
     if kind is RopeKind.LLAMA3:
         low, high = inside.number("low_freq_factor", 1.0), inside.number("high_freq_factor", 1.0)
         return replace(rope, low_freq_factor=low, high_freq_factor=high)
@@ -201,6 +227,7 @@ def _rope(keys: Keys, context: int) -> Rope:
             high_freq_factor=inside.number("beta_fast", 0.0) or 32.0,
             truncate=inside.flag("truncate", True),
             attention=inside.number("attention_factor", attention),
+            ends=inside.number("llama_4_scaling_beta", 0.0) != 0,
         )
     attention = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
     return replace(

@@ -55,12 +55,20 @@ def check_config(config: ModelConfig, source: str) -> ModelConfig:
             f"head size {config.head_dim} is not supported: it must be a multiple of 8, because vector instructions "
             "and tensor cores load 8 elements of a head at once"
         )
+    if config.rope.dims % 2 or not 0 <= config.rope.dims <= config.head_dim:
+        raise refuse(f"{config.rope.dims} rotated elements of a head of {config.head_dim} are not supported")
     if config.heads * config.head_dim > _LARGEST:
         raise refuse(f"{config.heads} heads of size {config.head_dim} are together more than {_LARGEST} columns")
     if not (math.isfinite(config.rms_eps) and 0 <= config.rms_eps < 1):
         raise refuse(f"RMS norm epsilon is {config.rms_eps}; it must be at least 0 and below 1")
 
+    for name in ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"):
+        value = getattr(config, name)
+        if value is not None and not 1e-4 < value < 1e4:
+            raise refuse(f"{name} is {value}; it must be between 0.0001 and 10000")
+
     rope = config.rope
+    pairs = (rope.dims or config.head_dim) // 2
     if not 1e-9 < rope.theta < 1e30:
         raise refuse(f"RoPE theta is {rope.theta}; it must be positive and finite")
     if not (math.isfinite(rope.factor) and 0 < rope.factor < 1e9):
@@ -79,8 +87,8 @@ def check_config(config: ModelConfig, source: str) -> ModelConfig:
         raise refuse(f"RoPE attention factor is {rope.attention}; it must be positive and finite")
     lists = {RopeKind.FACTORS: [rope.factors], RopeKind.LONGROPE: [rope.factors, rope.short_factors]}
     for factors in lists.get(rope.kind, []):
-        if len(factors) != config.head_dim // 2 or not all(1e-9 < factor < 1e9 for factor in factors):
-            raise refuse(f"RoPE factors must be {config.head_dim // 2} positive finite numbers")
+        if len(factors) != pairs or not all(1e-9 < factor < 1e9 for factor in factors):
+            raise refuse(f"RoPE factors must be {pairs} positive finite numbers")
 
     if config.bos_id is not None and not 0 <= config.bos_id < config.vocab:
         raise refuse(f"bos token id {config.bos_id} is outside the vocabulary of {config.vocab}")

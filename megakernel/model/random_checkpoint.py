@@ -63,7 +63,7 @@ class RandomCheckpoint:
 
     def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
         if buffer is Buffer.INV_FREQ:
-            return [vector(rope_table(self.config))]
+            return [vector(rope_table(self.config, layer))]
         whole = self._whole(Buffer.EMBED if buffer is Buffer.LM_HEAD and self.config.tied else buffer, layer, split)
         rows = cut([whole], buffer, split)
         return converted(rows, column_share(buffer, split).size, BUFFERS[buffer].resolve_dtype(split.model))

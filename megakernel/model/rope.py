@@ -10,13 +10,20 @@ from numpy.typing import NDArray
 from .config import ModelConfig, Rope, RopeKind
 
 
-def rope_table(config: ModelConfig) -> NDArray[np.float32]:
-    """Return what the RoPE operation reads, float32 [head_dim / 2 + 1]: the inverse frequencies for contexts of
-    `config.max_context` tokens, then the factor of all cosines and sines.
+def rope_table(config: ModelConfig, layer: int = 0) -> NDArray[np.float32]:
+    """Return what the RoPE operation reads for a layer, float32 [2, head_dim / 2]: the inverse frequency of each pair,
+    for contexts of `config.max_context` tokens; then the factor of its cosine and sine.
+
+    A pair that is not rotated has the frequency 0. The factors, which multiply both q and k, make up for another
+    multiplier of attention scores than 1 / sqrt(head_dim).
     """
-    return np.append(
-        inverse_frequencies(config.rope, config.head_dim, config.max_context), np.float32(config.rope.attention)
-    )
+    table = np.tile(np.array([[0], [1]], np.float32), config.head_dim // 2)
+    if layer not in config.nope_layers:
+        frequencies = inverse_frequencies(config.rope, config.rope.dims or config.head_dim, config.max_context)
+        table[0, : len(frequencies)], table[1, : len(frequencies)] = frequencies, config.rope.attention
+    if config.attention_multiplier is not None:
+        table[1] *= np.float32(math.sqrt(config.attention_multiplier * math.sqrt(config.head_dim)))
+    return table
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, context: int | None = None) -> NDArray[np.float32]:

@@ -26,6 +26,11 @@ from .hf_config import read_hf_config, read_json
 
 _DTYPES = {kind.name: kind.numpy.newbyteorder("<") for kind in (Dtype.F32, Dtype.F16, Dtype.BF16)}
 _HEADER_LIMIT = 100_000_000  # the limit that the format sets, in bytes
+_HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
+# How other classes of models name the tensors that begin with "model.": an embedding model, which is saved without an
+# LM head, and models that also see images, in the older and in the newer order.
+_PREFIXES = (("", "model."), ("language_model.", ""), ("model.language_model.", "model."))
+_OF_IMAGES = tuple(f"{outer}{part}." for outer in ("", "model.") for part in ("multi_modal_projector", "vision_tower"))
 
 
 class _Tensor(NamedTuple):
@@ -48,10 +53,12 @@ class SafetensorsFiles:
         else:
             raise MegakernelError(f"{folder} holds neither {single.name} nor {index.name}: only safetensors are read")
 
-    def prefix(self, prefix: str) -> None:
-        """Put `prefix` before the name of every tensor."""
-        self.shapes = {prefix + name: shape for name, shape in self.shapes.items()}
-        self._tensors = {prefix + name: tensor for name, tensor in self._tensors.items()}
+    def rename(self, old: str, new: str) -> None:
+        """Replace the prefix `old` of tensor names, and leave out the tensors that only images need."""
+        kept = (name for name in self.shapes if not name.startswith(_OF_IMAGES))
+        names = {name: new + name.removeprefix(old) if name.startswith(old) else name for name in kept}
+        self.shapes = {renamed: self.shapes[name] for name, renamed in names.items()}
+        self._tensors = {renamed: self._tensors[name] for name, renamed in names.items()}
 
     def where(self, name: str) -> Path:
         return self._tensors[name].path
@@ -135,9 +142,11 @@ def open_folder(folder: Path, name: str) -> FileCheckpoint:
     """Open a Hugging Face model folder. `name` is the model's name in messages."""
     config = read_hf_config(folder)
     tensors = SafetensorsFiles(folder)
-    if "embed_tokens.weight" in tensors.shapes:  # an embedding model, which is saved without an LM head
-        tensors.prefix("model.")
-        config = replace(config, tied=True)
+    for old, new in _PREFIXES:
+        if old + _EMBED.removeprefix(new) in tensors.shapes:
+            tensors.rename(old, new)
+            config = replace(config, tied=config.tied or _HEAD not in tensors.shapes)
+            break
     _check_tied(config, tensors)
     return FileCheckpoint(name or folder.name, config, tensors, safetensors_naming(config))
 
@@ -155,15 +164,14 @@ def _check_tied(config: ModelConfig, tensors: SafetensorsFiles) -> None:
 
     If the two differ, the file is refused, because programs disagree about which one to use.
     """
-    head, embed = "lm_head.weight", "model.embed_tokens.weight"
-    if not config.tied or head not in tensors.shapes:
+    if not config.tied or _HEAD not in tensors.shapes:
         return
-    same = tensors.shapes[head] == tensors.shapes.get(embed) and all(
-        np.array_equal(tensors.rows(head, row, row + 4096), tensors.rows(embed, row, row + 4096))
-        for row in range(0, tensors.shapes[head][0], 4096)
+    same = tensors.shapes[_HEAD] == tensors.shapes.get(_EMBED) and all(
+        np.array_equal(tensors.rows(_HEAD, row, row + 4096), tensors.rows(_EMBED, row, row + 4096))
+        for row in range(0, tensors.shapes[_HEAD][0], 4096)
     )
     if not same:
         raise MegakernelError(
-            f"{tensors.where(head)}: {head} differs from {embed}, but config.json says that they are tied"
+            f"{tensors.where(_HEAD)}: {_HEAD} differs from {_EMBED}, but config.json says that they are tied"
         )
-    del tensors.shapes[head]
+    del tensors.shapes[_HEAD]

@@ -39,6 +39,19 @@ def quantised_kv(name: str) -> bool:
     return name in KV_TYPES
 
 
+def rounds_activations(name: str, storage: Mapping[Buffer, Storage]) -> bool:
+    """Whether `--activations name` rounds the inputs of quantised weights to 8 bits. `storage` lists the matrices that
+    a backend keeps in the checkpoint's types. Raises MegakernelError.
+    """
+    if name not in ("auto", "q8", "float"):
+        raise MegakernelError(f"cannot compute activations in {name!r}: choose from auto, q8, float")
+    multiplied = [kept for buffer, kept in storage.items() if buffer is not Buffer.EMBED]
+    quantised = any(part.dtype.quantised for kept in multiplied for layer in kept.layers for part in layer)
+    if name == "q8" and not quantised:
+        raise MegakernelError("--activations q8 needs weights that are quantised here: choose a type with --weights")
+    return quantised and name != "float"
+
+
 def stored_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
     """`checkpoint` with its matrices stored in the type `name`; `auto` keeps them. Raises MegakernelError."""
     return checkpoint if name == "auto" else _Stored(checkpoint, _weight_type(name))
@@ -124,5 +137,7 @@ class _Shorter:
 
     def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
         return (
-            [vector(rope_table(self.config))] if buffer is Buffer.INV_FREQ else self._whole.rows(buffer, layer, split)
+            [vector(rope_table(self.config, layer))]
+            if buffer is Buffer.INV_FREQ
+            else self._whole.rows(buffer, layer, split)
         )

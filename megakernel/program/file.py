@@ -97,8 +97,8 @@ def _dims(sizes: Any) -> Dims:
     for name, kind in DIM_FIELDS:
         if kind is int:
             _int32(sizes[name], f"dims.{name}")
-        elif isinstance(sizes[name], bool) or not isinstance(sizes[name], (int, float)) or not 0 <= sizes[name] < 1:
-            raise ValueError(f"dims.{name} is not a number of at least 0 and below 1")
+        elif isinstance(sizes[name], bool) or not isinstance(sizes[name], (int, float)) or not 0 <= sizes[name] < 1e9:
+            raise ValueError(f"dims.{name} is not a number of at least 0 and below 1e9")
     return Dims.of(**sizes)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
@@ -34,6 +34,12 @@ class Ceilings:
     link_bytes_per_s: float | None = None  # the rate from each rank to the others; None if ranks share one memory
     cache_bytes_per_s: float | None = None  # the rate of the last-level cache; None if it was not measured
     warning: str | None = None
+    integer_ops: float | None = None  # per second, on 8-bit integers; None if they were not measured
+
+    @property
+    def of_integers(self) -> Ceilings:
+        """These ceilings for steps that multiply in 8-bit integers."""
+        return replace(self, flops=self.integer_ops or self.flops)
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Measured:
     read_bytes_per_s: float
     cache_bytes_per_s: float
     flops: float
+    integer_ops: float
     others: float | None
     date: str
     probes: int = 1
@@ -65,6 +72,7 @@ class Measured:
             max(self.read_bytes_per_s, earlier.read_bytes_per_s),
             max(self.cache_bytes_per_s, earlier.cache_bytes_per_s),
             max(self.flops, earlier.flops),
+            max(self.integer_ops, earlier.integer_ops),
             min(known, default=None),
             self.date,
             self.probes + earlier.probes,
@@ -84,14 +92,15 @@ class Measured:
             f"the best that was measured here, {times} until {self.date}",
             cache_bytes_per_s=self.cache_bytes_per_s,
             warning=None if self.quiet else warning,
+            integer_ops=self.integer_ops,
         )
 
 
 ReadProbe = Callable[[int, int, float], float]  # (threads, bytes in total, approximate seconds) -> bytes/s
-FmaProbe = Callable[[int], float]  # (threads) -> FLOP/s of independent multiply-adds from registers
+FmaProbe = Callable[[int], float]  # (threads) -> FLOP/s of independent multiply-adds from registers, or integer ops/s
 
 
-def measure(threads: int, read: ReadProbe, fma: FmaProbe) -> Measured:
+def measure(threads: int, read: ReadProbe, fma: FmaProbe, integers: FmaProbe) -> Measured:
     """Measure this machine's rates with this number of threads. Each rate is the best of several probes."""
     cache = last_level_cache()
     size, inside = min(_CACHE_FACTOR * cache, _LARGEST_READ), min(_IN_CACHE * threads, cache // 2)
@@ -101,6 +110,7 @@ def measure(threads: int, read: ReadProbe, fma: FmaProbe) -> Measured:
         max(read(threads, size, _PROBE_S) for _ in range(_REPEATS)),
         max(read(threads, inside, _PROBE_S) for _ in range(_REPEATS)),
         max(fma(threads) for _ in range(_REPEATS)),
+        max(integers(threads) for _ in range(_REPEATS)),
         busy.others(begin, busy.now()),
         date.today().isoformat(),
     )

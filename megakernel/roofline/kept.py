@@ -74,7 +74,7 @@ def _measured(found: Any, threads: int) -> Measured | None:
     try:
         one = Measured(**found)
         date.fromisoformat(one.date)
-        rates = (one.read_bytes_per_s, one.cache_bytes_per_s, one.flops)
+        rates = (one.read_bytes_per_s, one.cache_bytes_per_s, one.flops, one.integer_ops)
         known = one.others is None or 0 <= one.others <= 1
         if (
             one.threads == threads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from megakernel.machine import HOST, Machine
 from megakernel.roofline import Ceilings, kept, machine_ceilings, measure
@@ -16,7 +17,7 @@ def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
     name = kept.this_machine(simd())
     known = kept.recall(name, threads)
     if known is None or anew or not known.quiet:
-        known = measure(threads, probe_read, probe_fma).better(known)
+        known = measure(threads, probe_read, probe_fma, partial(probe_fma, integers=True)).better(known)
         kept.keep(name, known)
     return known.ceilings
 

@@ -17,7 +17,7 @@ from megakernel.isa import Dtype
 from megakernel.model import Checkpoint, load_pooling, load_sampling, open_checkpoint
 from megakernel.model.file_checkpoint import FileCheckpoint
 from megakernel.model.hf_config import read_sampling
-from megakernel.model.stored import bits_of, bytes_by_type, for_contexts, quantised_kv, stored_as
+from megakernel.model.stored import bits_of, bytes_by_type, for_contexts, quantised_kv, rounds_activations, stored_as
 from megakernel.model.tokenizer import Tokenizer
 from megakernel.runtime import choose_backend, create, rank_machine, registered
 from megakernel.scheduler import Options, step_seconds, with_matmul
@@ -57,6 +57,8 @@ class LLM:
     dtype        auto (the checkpoint's own type, on a GPU bf16), f32 or bf16; half and float16 are computed in bf16
     weights      type of the matrices in memory: auto (the checkpoint's own) or one of WEIGHT_TYPES (not on a GPU)
     kv_cache_dtype  type of K and V in memory: auto (dtype) or q8_0, about half the bytes of bf16 (not on a GPU)
+    activations  how quantised weights are multiplied: q8 (in integers, with activations rounded to 8 bits), float (as
+                 the dequantised model) or auto (q8 where weights are quantised)
     threads      CPU threads; None: one per core that this process may use
     max_context  maximum tokens of a sequence; None: the model's limit, or less if memory does not suffice
     max_seqs     maximum number of sequences that run at once
@@ -84,6 +86,7 @@ class LLM:
         speculate: int = 0,
         weights: str = "auto",
         kv_cache_dtype: str = "auto",
+        activations: str = "auto",
         generation_config: str = "auto",
         **vllm: Any,
     ) -> None:
@@ -119,6 +122,8 @@ class LLM:
         context, kv_tokens = kv_capacity(self.config, self.dtype, memory, max_context, max_seqs, tp, quantised)
         self.kv_cache = kv_cache_dtype if quantised else self.dtype.name.lower()
         kept = checkpoint.storage if registered(backend).stores else {}
+        q8 = rounds_activations(activations, kept)
+        self.activations = "q8" if q8 else self.dtype.name.lower()
         self.weight_bytes = bytes_by_type(self.config, self.dtype, kept)
         programs = Programs(
             Fastest(
@@ -132,6 +137,7 @@ class LLM:
                 one_class=True,
                 weight_bits=bits_of(self.config, kept),
                 quantised_kv=quantised,
+                q8_activations=q8,
             ),
             step_tokens,
             max(max_seqs, VERIFIED_ROWS if speculate else SCORED_ROWS),
@@ -155,7 +161,8 @@ class LLM:
         """A summary of the model and its configuration, for people and reports."""
         names = {"model": self.model, "backend": self.engine.backend.name, "dtype": self.dtype.name.lower()}
         weights = ", ".join(f"{size / 1e6:,.1f} MB in {kind}" for kind, size in self.weight_bytes.items())
-        return {**names, "weights": weights, "kv_cache": self.kv_cache, "threads": self.threads}
+        types = {"weights": weights, "activations": self.activations, "kv_cache": self.kv_cache}
+        return {**names, **types, "threads": self.threads}
 
     def generate(
         self,

@@ -19,7 +19,6 @@ from tiny_llama import ROPES, error, hf_logits, make_llama
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype
-from megakernel.model.families import FAMILIES
 from megakernel.roofline import Ceilings
 from megakernel.serving.bench import ceilings, latency, peers
 from megakernel.serving.bench.peers import llama_cpp, torch_llama
@@ -327,7 +326,7 @@ def test_settings_that_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- torch
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", torch_llama.SUPPORTED)
 def test_torch_gets_our_weights(family: str) -> None:
     own = {"llama": {"attention_bias": True, "mlp_bias": True}, "mistral": {"sliding_window": None}}
     more: dict[str, Any] = own.get(family, {})

@@ -43,7 +43,7 @@ def ranks(dims: Dims) -> list[Dims]:
 
 
 def test_embed_and_rope() -> None:
-    dims = BF16_DIMS.changed(max_context=131072, head_dim=80, max_seqs=1)
+    dims = BF16_DIMS.changed(max_context=131072, head_dim=80, max_seqs=1, embed_scale=1.5)
     twins = make(dims)
     table = StepTable(dims)
     table.token_ids[:] = np.arange(dims.bucket.tokens) * 4

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from model_helpers import tiny_gguf
 from transformers import LlamaConfig as HfConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megakernel.errors import MegakernelError
-from megakernel.model import ModelConfig, Rope, RopeKind
+from megakernel.model import ModelConfig, Rope, RopeKind, load_config
+from megakernel.model.families import FAMILIES, LACKING
 from megakernel.model.hf_config import parse_hf_config, read_hf_config, read_sampling
 from megakernel.model.rope import rope_table
 
@@ -42,7 +45,9 @@ LLAMA3 = {
 }
 ORIGINAL = "original_max_position_embeddings"
 YARN = {"type": "yarn", "factor": 4.0, ORIGINAL: 128}
+SCALED = 0.1 * math.log(4.0) + 1
 LONG = {"rope_type": "longrope", "long_factor": [2.0] * 8, "short_factor": [1.0] * 8, ORIGINAL: 128}
+LONG_ROPE = Rope(1e4, RopeKind.LONGROPE, original_context=128, attention=math.sqrt(1 + math.log(4) / math.log(128)))
 PLAIN = ModelConfig(300, 64, 100, 2, 4, 2, 16, 512, 1e-5, Rope(), family="llama")
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
@@ -54,6 +59,17 @@ def parse(**changes: Any) -> ModelConfig:
     return parse_hf_config({**BASE, **changes}, "config.json")
 
 
+SEED_OSS = {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss"}
+ERNIE = {"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5"}
+MINISTRAL = {"architectures": ["MinistralForCausalLM"], "model_type": "ministral", "sliding_window": 64}
+MINISTRAL3 = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+GLM = {"architectures": ["GlmForCausalLM"], "model_type": "glm"}
+GRANITE = {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
+SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "rope_theta": 1e4}
+SMOLLM3 |= {"tie_word_embeddings": False}
+IMAGES = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "vision_config": {"a": 1}}
+IMAGES |= {"image_token_index": 10, "spatial_merge_size": 2, "vision_feature_layer": -1, "projector_hidden_act": "gelu"}
 UNUSED = {"use_sliding_window": False, "layer_types": [FULL, FULL]}
 USED = {"use_sliding_window": True, "max_window_layers": 1}
 
@@ -111,6 +127,50 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
         ),
         ({**QWEN2, **USED, "max_window_layers": 2, "sliding_window": 256}, {"qkv_bias": True}),
         ({**QWEN3, **USED, "sliding_window": None}, {}),
+        (SEED_OSS, {"qkv_bias": True, "head_dim": 128}),
+        ({**SEED_OSS, "head_dim": 16, "attention_bias": False, "attention_out_bias": True}, {"o_bias": True}),
+        (
+            {**ERNIE, "use_bias": True, "rms_norm_eps": None},
+            {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "tied": True, "rope": Rope(5e5)},
+        ),
+        ({**ERNIE, "tie_word_embeddings": False, "rope_theta": 7.0}, {"rope": Rope(7.0)}),
+        ({**MINISTRAL, "layer_types": [FULL, WINDOW]}, {"max_context": 64}),
+        ({**MINISTRAL, "layer_types": [FULL, FULL]}, {}),
+        (MINISTRAL3, {}),
+        (
+            {**MINISTRAL3, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "max_position_embeddings": 512}},
+            {"max_context": 128, "rope": Rope(1e4, RopeKind.YARN, 4.0, 1.0, 32.0, 128, attention=SCALED, ends=True)},
+        ),
+        ({**PHI3, "partial_rotary_factor": 0.75}, {"rope": Rope(dims=12)}),
+        (
+            {**PHI3, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1}, "sliding_window": 100},
+            {"max_context": 100},
+        ),
+        ({**PHI3, "full_attn_mod": 1, "interpolate_factor": 1, "sliding_window": 262144}, {}),
+        (
+            {
+                **PHI3,
+                "partial_rotary_factor": 0.5,
+                "rope_scaling": {**LONG, "long_factor": [2.0] * 4, "short_factor": [1.0] * 4},
+            },
+            {"rope": replace(LONG_ROPE, dims=8, factors=(2.0,) * 4, short_factors=(1.0,) * 4)},
+        ),
+        ({**GLM, "head_dim": 16}, {"qkv_bias": True, "rope": Rope(dims=8)}),
+        ({**GLM, "head_dim": 16, "attention_bias": False, "partial_rotary_factor": 1.0}, {}),
+        ({**GRANITE, "attention_multiplier": 0.25}, {"attention_multiplier": 0.25}),
+        (
+            {**GRANITE, "embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 8, "mlp_bias": True},
+            {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 1.0}
+            | {"logits_scaling": 8.0, "mlp_bias": True},
+        ),
+        ({**SMOLLM3, "no_rope_layer_interval": 2}, {"nope_layers": (1,)}),
+        ({**SMOLLM3, "no_rope_layers": [0, 1, 0], "layer_types": [FULL, FULL]}, {"nope_layers": (0,)}),
+        ({**SMOLLM3, "max_window_layers": 28, "sliding_window": 7, "use_sliding_window": False}, {}),
+        ({**IMAGES, "text_config": {"model_type": "mistral", "sliding_window": None}}, {"family": "mistral"}),
+        (
+            {**IMAGES, "text_config": {"model_type": "ministral3"}, "tie_word_embeddings": True},
+            {"family": "ministral3", "tied": True},
+        ),
     ],
 )
 def test_what_a_file_says_is_read(spelling: dict[str, Any], read: dict[str, Any]) -> None:
@@ -150,6 +210,26 @@ def test_rope_spellings(spelling: dict[str, Any]) -> None:
         ("layer_types", {**QWEN3, "layer_types": [WINDOW, FULL]}),
         ("mlp_bias", {**QWEN3, "mlp_bias": True}),
         ("attention_bias", {**QWEN2, "attention_bias": True}),
+        ("layer_types", {**MINISTRAL, "layer_types": [FULL, "chunked_attention"]}),
+        ("quantization_config", {**IMAGES, "text_config": {"model_type": "mistral"}, "quantization_config": {"a": 1}}),
+        ("text_config", {**IMAGES, "text_config": "mistral"}),
+        ("partial_rotary_factor", {**PHI3, "partial_rotary_factor": 1.5}),
+        ("partial_rotary_factor", {**PHI3, "partial_rotary_factor": 0.01}),
+        ("partial_rotary_factor", {**GLM, "partial_rotary_factor": "half"}),
+        ("5 rotated elements of a head of 16", {**PHI3, "partial_rotary_factor": 0.33}),
+        ("RoPE factors must be 4", {**PHI3, "partial_rotary_factor": 0.5, "rope_scaling": LONG}),
+        ("yarn", {**PHI3, "rope_scaling": YARN}),
+        ("full_attn_mod", {**PHI3, "full_attn_mod": 2}),
+        ("mlp_bias", {**GLM, "mlp_bias": True}),
+        ("residual_multiplier", {**GRANITE, "residual_multiplier": 0}),
+        ("attention_multiplier", {**GRANITE, "attention_multiplier": -0.5}),
+        ("logits_scaling", {**GRANITE, "logits_scaling": "8"}),
+        ("embedding_multiplier", {"embedding_multiplier": 12.0}),
+        ("no_rope_layers", {**SMOLLM3, "no_rope_layers": [1]}),
+        ("no_rope_layers", {**SMOLLM3, "no_rope_layers": "all"}),
+        ("no_rope_layer_interval", {**SMOLLM3, "no_rope_layer_interval": 0}),
+        ("use_sliding_window", {**SMOLLM3, "use_sliding_window": True}),
+        ("llama_4_scaling_beta", {"rope_parameters": {**LLAMA3, "llama_4_scaling_beta": 0.1}}),
         ("attn_logit_softcapping", {"attn_logit_softcapping": 30.0}),
         ("some_new_key", {"some_new_key": 1}),
         ("rope_interleaved", {"rope_interleaved": True}),
@@ -196,6 +276,21 @@ def test_rope_spellings(spelling: dict[str, Any]) -> None:
 def test_refused_by_name(named: str, changes: dict[str, Any]) -> None:
     with pytest.raises(MegakernelError, match=f"^config.json.*{named}"):
         parse(**changes)
+
+
+def test_a_family_that_does_not_run_says_what_it_needs(tmp_path: Path) -> None:
+    for name, what in LACKING.items():
+        with pytest.raises(MegakernelError) as caught:
+            parse(model_type=name, architectures=["AnyForCausalLM"])
+        assert str(caught.value) == f"config.json: {name} models are not supported: they need {what}"
+    tiny_gguf(tmp_path / "m.gguf", "gpt-oss")
+    with pytest.raises(MegakernelError, match=r"m\.gguf: gpt-oss models are not supported: they need experts$"):
+        load_config(str(tmp_path / "m.gguf"))
+
+
+def test_families_that_run_do_not_lack_anything() -> None:
+    names = {name for family in FAMILIES.values() for name in (family.name, *family.gguf)}
+    assert not names & set(LACKING)
 
 
 def test_yarn_lengthens_the_context_as_in_vllm() -> None:
@@ -281,8 +376,8 @@ def test_frequencies_and_factor_are_those_of_transformers(head_dim: int, scaling
             theirs, factor = LlamaRotaryEmbedding(hf).inv_freq, 1.0
         else:
             theirs, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](hf, seq_len=context)
-        *ours, attention = rope_table(replace(config, max_context=context))
-        assert attention.dtype == np.float32 and attention == np.float32(factor)
+        ours, attention = rope_table(replace(config, max_context=context))
+        assert attention.dtype == np.float32 and (attention == np.float32(factor)).all()
         # torch does not round powers correctly, so a few frequencies differ by one unit in the last place.
         np.testing.assert_allclose(ours, theirs.numpy(), rtol=2.0**-22, atol=0)
         assert (ours == theirs.numpy()).mean() >= 0.75

@@ -12,7 +12,7 @@ from megakernel.serving.bench.peers import torch_llama
 from megakernel.timeline import resolve, summarise
 
 PROMPTS = (
-    "What is the capital of France?",
+    "Name the capital of France.",
     "Compose an engaging travel blog post about a recent trip to Hawaii, highlighting cultural experiences.",
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many?",
     "Write a Python function that returns the 17 largest of 1,024 numbers.",
@@ -22,7 +22,7 @@ TOKENS = 32
 
 @pytest.fixture(scope="module")
 def llm(smollm2):
-    with LLM("smollm2-135m", dtype="f32", max_context=512, max_seqs=4) as model:
+    with LLM("smollm2-135m", dtype="f32", activations="float", max_context=512, max_seqs=4) as model:
         yield model
 
 

@@ -12,9 +12,20 @@ from runner import Runner
 from tiny_llama import ROPES, error, hf_logits, make_llama, rounded
 
 from megakernel.isa import Dtype
+from megakernel.model import Rope, RopeKind
 
 TOLERANCE = 1e-4
 LENGTH, CUTS = 150, [60, 147, 148, 149]
+
+MULTIPLIERS = {
+    "embedding_multiplier": 12,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 8,
+}
+PHI4_MINI = Rope(
+    10000.0, RopeKind.LONGROPE, 8.0, original_context=64, factors=(4.0, 9.0, 2.0) * 3, short_factors=(1.0,) * 9, dims=18
+)
 
 SHAPES = {
     "mha": {"heads": 4, "kv_heads": 4, "head_dim": 16},
@@ -34,6 +45,10 @@ SHAPES = {
     "mistral": {"family": "mistral", "sliding_window": None, "heads": 5, "kv_heads": 5, "hidden": 56, "ffn": 61},
     "qwen2": {"family": "qwen2", "heads": 7, "kv_heads": 1, "head_dim": 24, "hidden": 40, "ffn": 91, "vocab": 203},
     "qwen3": {"family": "qwen3", "heads": 6, "kv_heads": 3, "head_dim": 40, "hidden": 56, "ffn": 83, "tied": True},
+    "glm": {"family": "glm", "heads": 6, "kv_heads": 2, "head_dim": 40, "hidden": 56, "ffn": 77},
+    "granite": {"family": "granite", "kv_heads": 3, "hidden": 40, "tied": True, "rms_eps": 0.5, **MULTIPLIERS},
+    "phi3": {"family": "phi3", "heads": 4, "head_dim": 24, "hidden": 96, "rope": PHI4_MINI},
+    "smollm3": {"family": "smollm3", "layers": 3, "heads": 4, "hidden": 40, "no_rope_layers": [1, 0, 1], "tied": True},
 }
 
 
@@ -55,7 +70,20 @@ def test_f32(name, backend):
 
 
 @pytest.mark.parametrize(
-    "name", ["mha", "gqa 9:3", "tied", "attention bias", "llama3 rope", "yarn rope", "mistral", "qwen2", "qwen3"]
+    "name",
+    [
+        "mha",
+        "gqa 9:3",
+        "tied",
+        "attention bias",
+        "llama3 rope",
+        "yarn rope",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "granite",
+        "phi3",
+    ],
 )
 def test_bf16(name):
     """The error against float32 is at most 1.5 times that of transformers in bfloat16."""

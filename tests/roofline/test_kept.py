@@ -20,7 +20,7 @@ QUIET, BUSY = 0.01, 0.4
 
 
 def measured(read: float = 1e10, cache: float = 5e10, flops: float = 1e11, others: float | None = QUIET) -> Measured:
-    return Measured(2, read, cache, flops, others, "2026-01-01")
+    return Measured(2, read, cache, flops, 3 * flops, others, "2026-01-01")
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Measured]:
     first result, and fails if the list is empty. The cache folder is empty at first."""
     monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path / "cache"))
     found: list[Measured] = []
-    monkeypatch.setattr(ceilings, "measure", lambda threads, read, fma: found.pop(0))
+    monkeypatch.setattr(ceilings, "measure", lambda threads, *probes: found.pop(0))
     monkeypatch.setattr("megakernel.roofline.ceilings.QUIET", 0.05)
     return found
 
@@ -147,7 +147,7 @@ def test_all_verbs_name_the_same_ceilings(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0}, raising=False)
     read, flops = 3.3e9, 4.4e10
-    kept.keep(kept.this_machine(ceilings.simd()), Measured(1, read, 2e10, flops, QUIET, "2026-01-01"))
+    kept.keep(kept.this_machine(ceilings.simd()), Measured(1, read, 2e10, flops, 3 * flops, QUIET, "2026-01-01"))
     step = run_json(capsys, "roofline", "--model", model)
     assert step["memory_bytes"] / step["t_memory_s"] == pytest.approx(read)
     assert step["flops"] / step["t_math_s"] == pytest.approx(flops)

@@ -30,7 +30,7 @@ def work_of(
 def test_a_decode_step_reads_every_weight_once() -> None:
     work = work_of(LLAMA_1B, [1], [1], 1, tied=True)
     norms = (2 * 16 + 1) * 2048  # norms are float32, which takes two bytes more than bfloat16
-    assert work.weight_bytes == 2 * PARAMETERS_1B + 2 * norms + 4 * 33  # and 32 inverse frequencies, and their factor
+    assert work.weight_bytes == 2 * PARAMETERS_1B + 2 * norms + 4 * 16 * 64  # and 32 frequencies and factors per layer
     assert work.kv_bytes == 2 * 16 * 8 * 64 * 2
     untied = work_of(LLAMA_1B, [1], [1], 1)
     assert untied.weight_bytes - work.weight_bytes == 2 * 2048  # it also reads one row of the embedding table
@@ -92,15 +92,16 @@ def test_the_larger_time_binds_and_a_fraction_above_one_is_an_error() -> None:
 def test_measuring_takes_the_best_probe_over_more_than_the_cache() -> None:
     sizes = []
     reads, rates = iter([5.0, 9.0, 7.0, 20.0, 40.0, 30.0]), iter([3.0, 1.0, 2.0])
+    integers = iter([5.0, 8.0, 6.0])
 
     def read(threads: int, size: int, seconds: float) -> float:
         assert threads == 3 and seconds > 0
         sizes.append(size)
         return next(reads)
 
-    measured = measure(3, read, lambda threads: next(rates))
-    figures = (measured.read_bytes_per_s, measured.cache_bytes_per_s, measured.flops, measured.threads)
-    assert figures == (9.0, 40.0, 3.0, 3)
+    measured = measure(3, read, lambda threads: next(rates), lambda threads: next(integers))
+    figures = (measured.read_bytes_per_s, measured.cache_bytes_per_s, measured.flops, measured.integer_ops)
+    assert figures == (9.0, 40.0, 3.0, 8.0) and measured.threads == 3
     assert min(sizes[:3]) >= min(8 * last_level_cache(), 2 << 30) > last_level_cache() >= max(sizes[3:])
 
 

@@ -31,7 +31,7 @@ def make(monkeypatch: pytest.MonkeyPatch, simd: str, dims: Dims, *, tied: bool =
 @pytest.fixture(params=[(w, t) for w in WIDTHS for t in (Dtype.F32, Dtype.BF16)], ids=lambda p: f"{p[0]}-{p[1].name}")
 def twins(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuTwins]:
     simd, dtype = request.param
-    made = make(monkeypatch, simd, DIMS.changed(dtype=int(dtype)))
+    made = make(monkeypatch, simd, DIMS.changed(dtype=int(dtype), embed_scale=0.75))
     yield made
     made.backend.close()
 

@@ -2,131 +2,39 @@
 bits as their float32 values, and take as many bytes as in the file, apart from padding."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from compiled import compiled
 from cpu_support import DIMS, PAGES, WIDTHS, Array, RandomCheckpoint, make_table, use
 from handmade import record
+from stored_checkpoints import (
+    ODD,
+    SHARED,
+    Dequantised,
+    Mixed,
+    all_logits,
+    assert_close,
+    logits,
+    program_of,
+    quantised,
+)
 
 from megakernel import LLM, SamplingParams
 from megakernel.cli import main
 from megakernel.errors import MegakernelError
-from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Split, to_f32
+from megakernel.isa import BUFFERS, Buffer, Dtype, Split, to_f32
 from megakernel.isa.dtypes import BLOCKS
-from megakernel.machine import host
-from megakernel.model.checkpoint import Checkpoint, Storage, StoredRows, WeightRows, column_share, converted
-from megakernel.model.stored import bits_of, stored_as
-from megakernel.program import Program
+from megakernel.model.checkpoint import Storage, StoredRows, WeightRows
+from megakernel.model.stored import stored_as
 from megakernel.roofline import step_work
-from megakernel.runtime import Chunk, SampleRow, build_step, choose_backend
+from megakernel.runtime import choose_backend
 from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.runtime.reference import ReferenceBackend
-from megakernel.scheduler.options import Options
 
 TYPES = [Dtype.F32, Dtype.BF16]
-# Rows of 301 or 333 weights take two chunks of 256 steps along K, and end with a partial quantisation block. The last
-# panel of 16 columns is partial too.
-ODD = DIMS.changed(hidden=301, ffn=333)
-# With these sizes, ranks never divide a quantisation block of 32 weights.
-SHARED = DIMS.changed(heads=8, head_dim=32, ffn=288)
-
-
-class Dequantised:
-    """The weights of a quantised checkpoint, converted to float32. The LM head does not share the embedding table."""
-
-    def __init__(self, quantised: Checkpoint) -> None:
-        self.name, self.dtype = quantised.name, quantised.dtype
-        self.config = replace(quantised.config, tied=False)
-        self.storage = {
-            buffer: Storage(
-                tuple((StoredRows(Dtype.F32, sum(part.rows for part in layer)),) for layer in storage.layers)
-            )
-            for buffer, storage in quantised.storage.items()
-        }
-        self._quantised = quantised
-
-    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
-        return converted(self._quantised.rows(buffer, layer, split), column_share(buffer, split).size, Dtype.F32)
-
-
-class Mixed:
-    """A checkpoint whose matrices each have rows of three types, which differ from layer to layer."""
-
-    def __init__(self, whole: RandomCheckpoint, kinds: tuple[Dtype, ...]) -> None:
-        self.name, self.dtype, self.config = whole.name, whole.dtype, whole.config
-        self._all = {kind: stored_as(whole, kind.name.lower()) for kind in kinds}
-        self._whole, self._kinds = whole, kinds
-        layers = {b: len(s.layers) for b, s in self._all[kinds[0]].storage.items()}
-        self.storage = {b: Storage(tuple(tuple(self._parts(b, i)) for i in range(n))) for b, n in layers.items()}
-
-    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
-        if buffer not in self.storage:
-            return self._whole.rows(buffer, layer, split)
-        out, begin = [], 0
-        for kind, rows in self._parts(buffer, layer):
-            whole = np.concatenate([part.data for part in self._all[kind].rows(buffer, layer, split)])
-            out.append(WeightRows(kind, whole[begin : begin + rows]))
-            begin += rows
-        return out
-
-    def _parts(self, buffer: Buffer, layer: int) -> list[StoredRows]:
-        rows = self._all[self._kinds[0]].storage[buffer].layers[layer][0].rows
-        third = rows // 3 // 16 * 16 or rows // 3
-        turned = self._kinds[layer % len(self._kinds) :] + self._kinds
-        return [StoredRows(turned[0], third), StoredRows(turned[1], third), StoredRows(turned[2], rows - 2 * third)]
-
-
-def quantised(
-    dims: Dims, dtype: Dtype = Dtype.F32, kind: Dtype = Dtype.Q8_0, *, tied: bool = False
-) -> tuple[Checkpoint, Dequantised]:
-    """Return a checkpoint that stores all matrices as `kind`, and the same weights converted to float32."""
-    dims = dims.changed(dtype=int(dtype))
-    checkpoint = stored_as(RandomCheckpoint(dims, tied), kind.name.lower())
-    return checkpoint, Dequantised(checkpoint)
-
-
-def program_of(checkpoint: Checkpoint, rows: int, tp: int = 1, **options: Any) -> Program:
-    bits = bits_of(checkpoint.config, checkpoint.storage)
-    given: dict[str, Any] = {"dtype": checkpoint.dtype, "weight_bits": bits}
-    return compiled(
-        checkpoint.config, host(2), rows, rows, tp, Options(**options), max_seqs=3, max_context=400, **given
-    )
-
-
-def logits(kind: type[Any], checkpoint: Checkpoint, rows: int, tp: int = 1, **options: Any) -> Array:
-    """Return the logits of every row of a random prompt of `rows` tokens."""
-    [found] = all_logits(kind, checkpoint, [rows], tp, **options)
-    return found
-
-
-def all_logits(
-    kind: type[Any], checkpoint: Checkpoint, prompts: Sequence[int], tp: int = 1, **options: Any
-) -> list[Array]:
-    """Return the logits of every row of several random prompts, which run one after the other on one backend. `prompts`
-    are their lengths in tokens; the last must be the longest."""
-    programs = [program_of(checkpoint, rows, tp, **options) for rows in prompts]
-    backend = kind(checkpoint, programs[-1].dims, PAGES, dtype=checkpoint.dtype)
-    found = []
-    try:
-        for rows, program in zip(prompts, programs, strict=True):
-            tokens = np.random.default_rng(rows).integers(0, program.dims.model.vocab, rows).tolist()
-            sample = [SampleRow(i, store=False) for i in range(rows)]
-            chunk = Chunk(0, 0, tokens, range(program.dims.bucket.pages_per_seq), sample)
-            found.append(backend.launch(program, build_step(program.dims, [chunk])).logits[:rows].copy())
-    finally:
-        backend.close()
-    return found
-
-
-def assert_close(got: Array, expected: Array, dtype: Dtype) -> None:
-    tolerance = 2**-7 if dtype is Dtype.BF16 else 1e-5
-    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
 # Prompt lengths: one row, two rows, more than the 12 rows of the largest register block, and more than the 96 rows of
@@ -305,5 +213,5 @@ def test_the_default_model_answers(smollm2: Path, weights: str, kv: str) -> None
     how: dict[str, Any] = {"backend": "cpu", "weights": weights, "kv_cache_dtype": kv}
     with LLM("smollm2-135m", **how, max_context=512, max_seqs=1) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=16)
-        [answer] = llm.chat([{"role": "user", "content": "What is the capital of France?"}], params)
+        [answer] = llm.chat([{"role": "user", "content": "Name the capital of France."}], params)
     assert answer.text == "The capital of France is Paris."

@@ -49,9 +49,18 @@ def compiled(
     max_seqs: int = 4,
     max_context: int = 64,
     weight_bits: Mapping[Buffer, float] | None = None,
+    q8_activations: bool = False,
 ) -> Program:
     sizes = {"tokens": tokens, "logit_rows": logit_rows, "max_seqs": max_seqs, "max_context": max_context, "tp": tp}
-    return compile_program(config, target, dtype=dtype, options=options, weight_bits=weight_bits, **sizes)
+    return compile_program(
+        config,
+        target,
+        dtype=dtype,
+        options=options,
+        weight_bits=weight_bits,
+        q8_activations=q8_activations,
+        **sizes,
+    )
 
 
 def of(program: Program, phase: str) -> Records:

@@ -69,7 +69,9 @@ class RandomCheckpoint:
         shape = BUFFERS[buffer].shape(self.dims, PAGES)
         random = np.random.default_rng((int(buffer), layer)).standard_normal(shape, dtype=np.float32)
         if buffer is Buffer.INV_FREQ:
-            random = np.append(10000.0 ** -np.linspace(0, 1, shape[0] - 1, endpoint=False), 1.25).astype(np.float32)
+            pairs = shape[-1]
+            random = np.stack([10000.0 ** -np.linspace(0, 1, pairs, endpoint=False), np.linspace(1.25, 0.75, pairs)])
+            random = random.astype(np.float32)
         elif len(shape) > 1:
             random /= np.float32(np.sqrt(shape[-1]))
         return random

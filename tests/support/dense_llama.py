@@ -30,8 +30,8 @@ def dense_logits(checkpoint: Checkpoint, tokens: Sequence[int]) -> Array:
         return rows / np.sqrt(np.mean(rows**2, axis=-1, keepdims=True) + c.rms_eps) * scale
 
     # Columns 2i and 2i + 1 of a head are the real and the imaginary part of a number that RoPE rotates.
-    *frequencies, factor = load(B.INV_FREQ, 0)
-    turns = factor * np.exp(1j * np.outer(np.arange(len(tokens)), frequencies))[:, None]
+    frequencies, factors = load(B.INV_FREQ, 0)
+    turns = factors * np.exp(1j * np.outer(np.arange(len(tokens)), frequencies))[:, None]
 
     def rotate(heads: Array) -> Array:
         return ((heads[..., ::2] + 1j * heads[..., 1::2]) * turns).view(np.float64)

@@ -71,6 +71,21 @@ def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permute
     writer.add_key_length(c.head_dim)
     writer.add_value_length(c.head_dim)
     writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    if getattr(c, "sliding_window", None):
+        writer.add_sliding_window(c.sliding_window)
+    rope = c.rope_parameters
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        writer.add_rope_dimension_count(int(c.head_dim * rope["partial_rotary_factor"]))
+    if architecture == "granite":
+        writer.add_embedding_scale(c.embedding_multiplier)
+        writer.add_residual_scale(c.residual_multiplier)
+        writer.add_attention_scale(c.attention_multiplier)
+        writer.add_logit_scale(c.logits_scaling)
     for name, tensor in model.state_dict().items():
         value = tensor.detach().float().numpy()
         if permuted and ("q_proj" in name or "k_proj" in name):

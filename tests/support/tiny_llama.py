@@ -23,6 +23,11 @@ from megakernel.model.safetensors_checkpoint import safetensors_naming
 
 SHAPE: dict[str, Any] = {"vocab": 101, "hidden": 48, "ffn": 72, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 16}
 SHAPE |= {"max_context": 512, "rms_eps": 1e-5, "tied": False, "rope": Rope()}
+# What a family needs besides SHAPE.
+OWN: dict[str, dict[str, Any]] = {
+    "glm": {"eos_token_id": 0},
+    "ministral3": {"rope": Rope(10000.0, RopeKind.YARN, 8.0, 1.0, 32.0, original_context=64, ends=True)},
+}
 ROPES = {
     "default": Rope(theta=10000.0),
     "linear": Rope(theta=10000.0, kind=RopeKind.LINEAR, factor=4.0),
@@ -60,9 +65,12 @@ class TinyCheckpoint(FileCheckpoint):
     def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
         super().__init__("tiny", config, _StateDict(model), safetensors_naming(config))
         # transformers replaces LongRoPE's short frequencies only when a text is long.
-        self._own = config.rope.kind is RopeKind.LONGROPE
+        # Its frequencies do not know of layers without RoPE and of multipliers of attention scores.
+        self._own = config.rope.kind is RopeKind.LONGROPE or config.nope_layers or config.attention_multiplier
         rotary = model.model.rotary_emb
-        self._rope = np.append(rotary.inv_freq.numpy(), np.float32(rotary.attention_scaling))
+        self._rope = np.tile(np.array([[0], [1]], np.float32), config.head_dim // 2)
+        pairs = len(rotary.inv_freq)
+        self._rope[0, :pairs], self._rope[1, :pairs] = rotary.inv_freq.numpy(), rotary.attention_scaling
 
     def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
         if buffer is Buffer.INV_FREQ and not self._own:
@@ -74,7 +82,9 @@ def make_llama(seed: int, family: str = "llama", **shape: Any) -> tuple[PreTrain
     """Return a random float32 model and a Checkpoint with its weights. `shape` overrides entries of SHAPE. It may also
     set config.json keys of the family, such as attention_bias. The Checkpoint's configuration is parsed from the
     config.json of the model."""
-    own = {key: shape.pop(key) for key in FAMILIES[family].keys & set(shape)}
+    needed = OWN.get(family, {})
+    shape = needed | shape
+    own = {key: shape.pop(key) for key in (FAMILIES[family].keys | set(needed) - set(SHAPE)) & set(shape)}
     unknown = set(shape) - set(SHAPE)
     if unknown:
         raise TypeError(f"unknown shape keys {unknown}")
@@ -103,11 +113,12 @@ def _hf_config(kind: type[PretrainedConfig], shape: dict[str, Any], own: dict[st
     names = {"vocab": "vocab_size", "hidden": "hidden_size", "ffn": "intermediate_size", "layers": "num_hidden_layers"}
     names |= {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
     names |= {"max_context": "max_position_embeddings", "rms_eps": "rms_norm_eps", "tied": "tie_word_embeddings"}
-    fields = {name: shape[key] for key, name in names.items()} | {"bos_token_id": None, "eos_token_id": None} | own
-    return kind(**fields, attn_implementation="eager", **_rope_arguments(shape["rope"], kind))
+    no_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    fields = {name: shape[key] for key, name in names.items()} | no_tokens | own
+    return kind(**fields, attn_implementation="eager", **_rope_arguments(shape["rope"], shape["head_dim"], kind))
 
 
-def _rope_arguments(rope: Rope, kind: type[PretrainedConfig]) -> dict[str, Any]:
+def _rope_arguments(rope: Rope, head_dim: int, kind: type[PretrainedConfig]) -> dict[str, Any]:
     """Return the arguments that describe `rope` to a transformers configuration class. transformers 5 reads
     rope_parameters, and transformers 4 reads rope_theta and rope_scaling."""
     scaling: dict[str, Any] = {"rope_type": rope.kind.value}
@@ -117,6 +128,10 @@ def _rope_arguments(rope: Rope, kind: type[PretrainedConfig]) -> dict[str, Any]:
         scaling |= {"long_factor": list(rope.factors), "short_factor": list(rope.short_factors)}
     if rope.kind in (RopeKind.YARN, RopeKind.LONGROPE):
         scaling["original_max_position_embeddings"] = rope.original_context
+    if rope.dims:
+        scaling["partial_rotary_factor"] = rope.dims / head_dim
+    if rope.ends:
+        scaling["llama_4_scaling_beta"] = 0.1
     if rope.kind is RopeKind.LLAMA3:
         scaling["low_freq_factor"] = rope.low_freq_factor
         scaling["high_freq_factor"] = rope.high_freq_factor

@@ -5,19 +5,19 @@
 
 namespace mk::MK_SIMD {
 
-// Reads the first k elements of one column of a weight panel, converted to float32.
+// Reads the first k elements of one column of a weight panel, converted to float32, times `scale`.
 template <class W>
-void read_column(const Panel& panel, int column, int k, float* out) {
+void read_column(const Panel& panel, int column, int k, float scale, float* out) {
   for (int begin = 0; begin < k; begin += kUnit) {
     float wide[kUnit][kPanel];
     widen<W>(panel, begin, kUnit, wide[0]);
     const int steps = lower_of(k - begin, kUnit);
-    for (int s = 0; s < steps; ++s) out[begin + s] = wide[s][column];
+    for (int s = 0; s < steps; ++s) out[begin + s] = wide[s][column] * scale;
   }
 }
 
-// Copies the embedding of each row's token: output[r] = weights[token(r)]. The embedding table is packed like
-// any weight matrix (packed.h), so that a table that is also the LM head is stored only once.
+// Copies the embedding of each row's token: output[r] = weights[token(r)] * embed_scale. The table is packed
+// like any weight matrix (packed.h), so that a table that is also the LM head is stored only once.
 inline void gather(const Call& call, const Run& op) {
   const Dims& d = *call.dims;
   const int width = call.phase->inner;
@@ -29,23 +29,24 @@ inline void gather(const Call& call, const Run& op) {
     if (token < 0) token = history[int64_t{-1 - token} * (d.max_context + 1) + position];
     const Panel& panel = table[token / kPanel];
     float* x = call.output<float>() + int64_t{r} * width;
-    with_format(panel.type(), [&]<class W>() { read_column<W>(panel, token % kPanel, width, x); });
+    with_format(panel.type(),
+                [&]<class W>() { read_column<W>(panel, token % kPanel, width, d.embed_scale, x); });
   }
 }
 
-// Computes the RoPE factors of each row: the cosine and sine of each of the row's angles, times a factor. An
-// angle is the row's position times one of the inverse frequencies. The phase's weights are these
-// frequencies, then the factor. Cosines and sines alternate in output[r].
+// Computes the cosine and sine of each of a row's angles, times a factor of the RoPE pair. An angle is the
+// row's position times the inverse frequency of the pair. The phase's weights are these frequencies, then the
+// factors. Cosines and sines alternate in output[r].
 inline void rope(const Call& call, const Run& op) {
   const Dims& d = *call.dims;
   const float* inv_freq = call.weights<float>();
-  const float factor = inv_freq[d.head_dim / 2];
+  const float* factors = inv_freq + d.head_dim / 2;
   for (int r = op.row; r < op.row + op.rows; ++r) {
     float* out = call.output<float>() + int64_t{r} * d.head_dim;
     for (int i = 0; i < d.head_dim / 2; ++i) {
       const double angle = static_cast<float>(call.step->positions[r]) * inv_freq[i];
-      out[2 * i] = factor * static_cast<float>(cos(angle));
-      out[2 * i + 1] = factor * static_cast<float>(sin(angle));
+      out[2 * i] = factors[i] * static_cast<float>(cos(angle));
+      out[2 * i + 1] = factors[i] * static_cast<float>(sin(angle));
     }
   }
 }

@@ -4,7 +4,8 @@
 
 namespace mk {
 
-// Copies the embedding of each row's token: output[r] = weights[token(r)]. One warp copies a row.
+// Copies the embedding of each row's token: output[r] = weights[token(r)] * embed_scale. One warp copies a
+// row.
 template <class P>
 MK_FN void gather(P& p, const Call& call, const Run& op) {
   const Sizes& d = *call.dims;
@@ -18,7 +19,9 @@ MK_FN void gather(P& p, const Call& call, const Run& op) {
       token = load_int(history + int64_t{-1 - token} * (d.max_context + 1) + call.step->positions[r]);
     const uint16_t* row = table + int64_t{token} * width;
     MK_LOOP for (int k = 8 * p.lane(); k < width; k += 8 * P::kLanes) {
-      store_eight(out + int64_t{r} * width + k, read_eight(row + k));
+      Eight part = read_eight(row + k);
+      MK_UNROLL for (int i = 0; i < 8; ++i) part.v[i] *= d.embed_scale;
+      store_eight(out + int64_t{r} * width + k, part);
     }
   }
 }

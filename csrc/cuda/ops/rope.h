@@ -27,21 +27,21 @@ MK_FN CosSin cos_sin(float angle) {
 }
 
 // Computes the RoPE table: row r of the output holds the cosines and sines of position(r) * inverse
-// frequencies, times a factor. The weights are the inverse frequencies, then the factor. Each lane computes
-// one pair of cosine and sine at a time.
+// frequencies, times the factor of each pair. The weights are the inverse frequencies, then the factors. Each
+// lane computes one pair of cosine and sine at a time.
 template <class P>
 MK_FN void rope(P& p, const Call& call, const Run& op) {
   const Sizes& d = *call.dims;
   const float* inv_freq = call.weights<float>(call.phase().weights);
-  const float factor = inv_freq[d.head_dim / 2];
+  const float* factors = inv_freq + d.head_dim / 2;
   float* out = call.at<float>(call.phase().output);
   for (int r = op.row + call.warp; r < op.row + op.rows; r += kConsumerWarps) {
     const float position = static_cast<float>(call.step->positions[r]);
     for (int i = p.lane(); i < d.head_dim / 2; i += P::kLanes) {
       const CosSin angle = cos_sin(position * inv_freq[i]);
       float* pair = out + int64_t{r} * d.head_dim + 2 * i;
-      pair[0] = factor * angle.cos;
-      pair[1] = factor * angle.sin;
+      pair[0] = factors[i] * angle.cos;
+      pair[1] = factors[i] * angle.sin;
     }
   }
 }

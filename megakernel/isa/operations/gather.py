@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..access import Kind
 from ..buffers import Buffer, given
 from ..context import Context
@@ -13,11 +15,12 @@ def _gather(c: Context, row: int, rows: int) -> None:
     r = slice(row, row + rows)
     history = c.buffer(Buffer.HISTORY)
     pairs = zip(c.table.token_ids[r], c.table.positions[r], strict=True)
-    c.write(c.output, r, c.weights([token if token >= 0 else history[-1 - token, at] for token, at in pairs]))
+    tokens = [token if token >= 0 else history[-1 - token, at] for token, at in pairs]
+    c.write(c.output, r, c.weights(tokens) * np.float32(c.dims.model.embed_scale))
 
 
 GATHER = OperationSpec(
-    "output[r] = weights[token id of row r]",
+    "output[r] = weights[token id of row r] * embed_scale",
     Cut.RUNS,
     accesses=lambda p, c, d: [box(given(p.output), Kind.WRITE, c, (0, p.inner(d.split)))],
     cost=lambda p, c, d: work(c, memory=c["rows"] * p.inner(d.split) * p.stored_bits(d.model) / 8),

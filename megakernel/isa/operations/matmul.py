@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..access import EVERY, Access, Columns, Kind
 from ..buffers import Buffer, given
-from ..context import F32, Context, product
+from ..context import F32, Context
 from ..dims import Dims
 from ..dtypes import Dtype, from_f32, to_f32
 from ..opcodes import Result, Rows
@@ -243,8 +243,7 @@ def _matmul(c: Context, row: int, rows: int, col: int, cols: int) -> None:
         # A separate norm instruction would store its result in a buffer, so round to the type of that buffer.
         a = to_f32(from_f32(rms_norm(a, c.read(c.phase.norm), c.dims.model.rms_eps), Dtype(c.dims.model.dtype)))
     count = c.phase.matrices(c.dims.split)
-    matrices = [(columns,)] if count == 1 else [(i, columns) for i in range(count)]
-    results = [c.biased(product(a, c.weights(matrix).T), matrix) for matrix in matrices]
+    results = [c.biased(c.products(a, i, col, cols), columns if count == 1 else (i, columns)) for i in range(count)]
     RESULTS[c.phase.result].store(c, row, col, *results)
 
 

@@ -13,19 +13,19 @@ from .spec import Cut, OperationSpec, activations, box, vector, work
 
 def _rope(c: Context, row: int, rows: int) -> None:
     r = slice(row, row + rows)
-    weights = c.weights()
-    angle = c.table.positions[r].astype(np.float32)[:, None] * weights[:-1]
-    c.write(c.output, r, weights[-1] * np.stack([np.cos(angle), np.sin(angle)], axis=-1).reshape(rows, -1))
+    frequencies, factors = c.weights()
+    angle = c.table.positions[r].astype(np.float32)[:, None] * frequencies
+    c.write(c.output, r, (factors[:, None] * np.stack([np.cos(angle), np.sin(angle)], axis=-1)).reshape(rows, -1))
 
 
 ROPE = OperationSpec(
-    "output[r] = cos(a) and sin(a) interleaved, where a = (position of row r) * weights, in float32; the last of the "
-    "weights is no frequency but a factor of the output",
+    "output[r] = cos(a) and sin(a) interleaved, each times a factor of its pair, in float32; a = (position of row r) * "
+    "frequency of the pair. The weights are the frequencies, then the factors",
     Cut.RUNS,
     accesses=lambda p, c, d: [box(given(p.output), Kind.WRITE, c, (0, d.model.head_dim))],
     cost=lambda p, c, d: work(c, vector=2.0 * c["rows"] * d.model.head_dim),
     buffers=lambda p, d: {
-        "weights": vector(d.model.head_dim // 2 + 1),
+        "weights": vector(2, d.model.head_dim // 2),
         "output": activations(d.bucket.tokens, d.model.head_dim, Dtype.F32),
     },
     execute=_rope,

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from ...isa import BUFFERS, Buffer, Forward, Space
 from ..config import ModelConfig
+from .ernie4_5 import ERNIE4_5
 from .family import Family
+from .glm import GLM
+from .granite import GRANITE
+from .lacking import LACKING
 from .llama import LLAMA
-from .mistral import MISTRAL
+from .mistral import MINISTRAL, MINISTRAL3, MISTRAL
+from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
+from .seed_oss import SEED_OSS
+from .smollm3 import SMOLLM3
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+# Of two families with the same name in GGUF files, the first reads them.
+_ALL = (
+    ERNIE4_5, GLM, GRANITE, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, PHI3, QWEN2, QWEN3, SEED_OSS,
+    SMOLLM3,
+)  # fmt: skip
+FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
-__all__ = ["FAMILIES", "Family", "forward", "weights"]
+__all__ = ["FAMILIES", "LACKING", "Family", "forward", "weights"]
 
 
 def forward(config: ModelConfig) -> Forward:

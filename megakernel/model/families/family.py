@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...isa import Buffer, Forward
@@ -13,6 +13,7 @@ from ..config import Keys, ModelConfig
 @dataclass(frozen=True)
 class Weight:
     """The tensor names of a buffer in safetensors and GGUF files, in the order of its rows. `{}` is the layer's number.
+    A name that is repeated is one tensor with the rows of several matrices.
 
     The rows of the first `rotated` tensors form RoPE pairs.
     """
@@ -25,12 +26,13 @@ class Weight:
 @dataclass(frozen=True)
 class Family:
     """A model family. `name` is the `model_type` of config.json, and `architecture` is the class that config.json
-    lists. `gguf` has the names of the architecture in GGUF files.
+    lists. `gguf` has the names of the architecture in GGUF files, first the one that is written.
 
     `weights` maps each buffer to its tensor names. `interleaved` says that the rows of a RoPE pair are adjacent in GGUF
     files. `read` returns the ModelConfig fields that follow from the family, or from the config.json keys that only
-    this family has, which `keys` lists. Its entry `window`, if any, is a sliding window in tokens. `context` is the
-    longest context of a config.json that names none.
+    this family has, which `keys` lists. Its entry `window`, if any, is a sliding window in tokens. `defaults` has the
+    values of other config.json keys that are absent, where they are not those of Llama; the key `partial_rotary_factor`
+    also says that the family supports it. `read_gguf` and `gguf_keys` are the same as `read` and `keys` for GGUF files.
     """
 
     name: str
@@ -41,4 +43,6 @@ class Family:
     read: Callable[[Keys], dict[str, Any]]
     keys: frozenset[str] = frozenset()
     interleaved: bool = True
-    context: int = 2048
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    read_gguf: Callable[[Keys], dict[str, Any]] = lambda keys: {}
+    gguf_keys: frozenset[str] = frozenset()

@@ -61,13 +61,18 @@ WEIGHTS: dict[Buffer, Weight] = {
 }
 
 
-def read(config: Keys) -> dict[str, Any]:
-    """Read which matmuls have biases: `attention_bias` means those of attention, `mlp_bias` those of the MLP. Some
-    programs apply a sliding window and others ignore it, but they agree on contexts that are not longer.
-    """
+def biases(config: Keys) -> dict[str, Any]:
+    """Read which matmuls have biases: `attention_bias` means those of attention, `mlp_bias` those of the MLP."""
     attention = config.flag("attention_bias")
+    return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": config.flag("mlp_bias")}
+
+
+def read(config: Keys) -> dict[str, Any]:
+    """Read the biases and the sliding window. Some programs apply the window and others ignore it, but they agree on
+    contexts that are not longer.
+    """
     window = {"window": config.count("sliding_window")} if config.get("sliding_window") else {}
-    return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": config.flag("mlp_bias"), **window}
+    return biases(config) | window
 
 
 LLAMA = Family(

@@ -29,5 +29,5 @@ QWEN2 = Family(
     read,
     frozenset({"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"}),
     interleaved=False,
-    context=32768,
+    defaults={"max_position_embeddings": 32768},
 )

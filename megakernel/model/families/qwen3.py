@@ -44,5 +44,5 @@ QWEN3 = Family(
     read,
     qwen2.QWEN2.keys | {"attention_bias"},
     interleaved=False,
-    context=32768,
+    defaults={"max_position_embeddings": 32768},
 )

@@ -94,7 +94,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "mk_intervals": (_I64, [_POINTER, _POINTER, ctypes.POINTER(_I64)]),
     "mk_clock_cost": (_DOUBLE, []),
     "mk_probe_read": (_DOUBLE, [_TEXT, _I32, _I64, _DOUBLE]),
-    "mk_probe_fma": (_DOUBLE, [_TEXT, _I32, _DOUBLE]),
+    "mk_probe_fma": (_DOUBLE, [_TEXT, _I32, _I32, _DOUBLE]),
 }
 
 
@@ -136,14 +136,14 @@ def probe_read(threads: int, size: int, seconds: float = 1.0) -> float:
     return _checked(library().mk_probe_read(requested_simd(), threads, size, seconds))
 
 
-def probe_fma(threads: int, seconds: float = 0.5) -> float:
-    """Measure the fastest multiply-adds that kernels use, on `threads` threads, and return the FLOP
-    per second of the best of several passes.
+def probe_fma(threads: int, seconds: float = 0.5, *, integers: bool = False) -> float:
+    """Measure the fastest multiply-adds that kernels use, on `threads` threads, and return the FLOP per second of the
+    best of several passes, or with `integers` the operations per second on 8-bit integers.
 
     Sums are float32. On a processor with instructions for pairs of bfloat16 values, the kernels use
     these, which are nearly twice as fast. Otherwise they widen weights to float32.
     """
-    return _checked(library().mk_probe_fma(requested_simd(), threads, seconds))
+    return _checked(library().mk_probe_fma(requested_simd(), integers, threads, seconds))
 
 
 def _checked(rate: float) -> float:

@@ -16,6 +16,8 @@ def model_refusal(model: ModelSizes) -> str | None:
         return f"it computes in bf16, not in {Dtype(model.dtype).name.lower()}: use --dtype bf16"
     if model.quantised_kv:
         return "K and V are quantised, but the interpreter takes them in bf16: use --kv-cache-dtype auto"
+    if model.q8_activations:
+        return "activations are rounded to 8 bits, but the interpreter takes them in bf16: use --activations float"
     if model.head_dim > 128 or model.head_dim % 8:
         return f"heads have {model.head_dim} elements, but the interpreter takes multiples of 8 up to 128"
     for name in ("hidden", "ffn"):

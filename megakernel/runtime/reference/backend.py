@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ...errors import MegakernelError
 from ...isa import BUFFERS, OPERATIONS, Buffer, Dims, Dtype, Forward, Phase, Space, StepTable, record
 from ...isa.context import Context
+from ...isa.integers import Codes, codes
 from ...model.checkpoint import Checkpoint, array_of
 from ...model.families import weights
 from ...program import Program
@@ -50,6 +51,7 @@ class ReferenceBackend:
         self.link_bytes = np.zeros(dims.split.tp, np.int64)
         self._order = None if seed is None else np.random.default_rng(seed)
         self._arrays: list[dict[Buffer, Any]] = [{} for _ in range(dims.split.tp)]
+        self._codes: dict[tuple[int, Buffer, int], list[tuple[int, Codes]]] = {}  # of ranks, buffers and layers
         self._set_dims(dims)
         for buffer in weights(checkpoint.config):
             self._load(checkpoint, buffer)
@@ -73,6 +75,15 @@ class ReferenceBackend:
             layers = range(dims.model.layers if spec.layered else 1)
             parts = [array_of(checkpoint, buffer, layer, dims.split, kind).reshape(shape) for layer in layers]
             arrays[buffer] = parts if spec.layered else parts[0]
+            if buffer in checkpoint.storage and buffer is not Buffer.EMBED and dims.model.q8_activations:
+                for layer in layers:
+                    rows = checkpoint.rows(buffer, layer, dims.split)
+                    first = np.cumsum([0, *(len(part.data) for part in rows)]).tolist()
+                    self._codes[dims.split.rank, buffer, layer] = [
+                        (at, codes(part.data, part.dtype))
+                        for at, part in zip(first, rows, strict=False)
+                        if part.dtype.quantised
+                    ]
 
     def _allocate(self, buffer: Buffer) -> None:
         for dims, arrays in zip(self._ranks, self._arrays, strict=True):
@@ -113,7 +124,11 @@ class ReferenceBackend:
         def own(buffer: Buffer, ahead: int = 0) -> NDArray[Any]:
             return self.buffer(buffer, min(layer + ahead, self.dims.model.layers - 1), rank)
 
-        return Context(phase, self._ranks[rank], table, own, send)
+        def own_codes(buffer: Buffer, ahead: int = 0) -> list[tuple[int, Codes]]:
+            at = min(layer + ahead, self.dims.model.layers - 1) if BUFFERS[buffer].layered else 0
+            return self._codes.get((rank, buffer, at), [])
+
+        return Context(phase, self._ranks[rank], table, own, send, own_codes)
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
         for rank in range(self.dims.split.tp):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
+from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype
 from megakernel.model import Checkpoint, open_checkpoint
 from megakernel.model.families import FAMILIES
@@ -18,6 +19,7 @@ from megakernel.model.safetensors_checkpoint import safetensors_naming
 from megakernel.serving.bench.peers.contest import Settings, Task, Timed
 
 NAME = "torch"
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")  # `build` sets all numbers that these families have
 
 
 def settings(task: Task, phase: Timed) -> tuple[Settings, list[Settings]]:
@@ -50,6 +52,8 @@ def build(checkpoint: Checkpoint, dtype: str) -> Any:
     import transformers
 
     config = checkpoint.config
+    if config.family not in SUPPORTED:
+        raise MegakernelError(f"the peer {NAME} runs {', '.join(SUPPORTED)} models, not the family {config.family}")
     kind = getattr(transformers, FAMILIES[config.family].architecture)
     with torch.device("meta"):  # no memory is allocated or initialised
         model = kind(
@@ -77,7 +81,7 @@ def build(checkpoint: Checkpoint, dtype: str) -> Any:
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     rotary = model.model.rotary_emb
-    *frequencies, rotary.attention_scaling = rope_table(config)
+    frequencies, (rotary.attention_scaling, *_) = rope_table(config)
     rotary.inv_freq = rotary.original_inv_freq = torch.tensor(frequencies)
     return model.eval()
 

@@ -1,0 +1,227 @@
+// Multiplies quantised weights with activations in integers (the class `q8` of isa/rounding.py).
+//
+// A row of activations is rounded to 8-bit integers, 32 at a time, with one scale. The integer sum of the
+// products of a group (32 steps along K, or 16 if the weights have scales for 16) is exact, so neither the
+// order of the additions nor the SIMD width can change it. The sums are then multiplied by both scales and
+// added to the output's accumulator in ascending order of K, each with one fused multiply-add.
+#pragma once
+#include "formats.h"
+
+namespace mk::MK_SIMD {
+
+// A unit of activations: step s of 32 has the value scale * (byte s of `words`).
+struct Rounded {
+  uint32_t words[kUnit / 4];
+  float scale;
+  float sum;          // scale * (halves[0] + halves[1])
+  int32_t halves[2];  // the sums of the first and of the last 16 bytes
+};
+
+// The rows of the largest register block.
+constexpr int kIntegerRows = MK_LANES == 16 ? 8 : 4;
+
+// Rounds a unit of activations. If a value is not finite, the scale is NaN. If all values are smaller than
+// 2^-100, the scale is zero.
+MK_INLINE void round_unit(const float* x, Rounded* out) {
+  constexpr int kVectors = kUnit / kLanes;
+  U32 most{};
+  F32 values[kVectors];
+  MK_UNROLL for (int i = 0; i < kVectors; ++i) {
+    values[i] = load(x + i * kLanes);
+    const U32 magnitude = (U32)values[i] & 0x7FFFFFFFu;
+    most = magnitude > most ? magnitude : most;
+  }
+  const float largest = bits_to_float(highest(most));
+  const bool finite = largest < __builtin_inff(), some = finite && largest >= 0x1p-100f;
+  const float inverse = some ? 127.0f / largest : 0.0f;
+  const float scale = some ? largest / 127.0f : finite ? 0.0f : __builtin_nanf("");
+  I32 rounded[kVectors], sums[2] = {};
+  MK_UNROLL for (int i = 0; i < kVectors; ++i) {
+    constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    const F32 shifted = (finite ? values[i] : F32{}) * inverse + kMagic;
+    rounded[i] = (I32)shifted - (I32)splat(kMagic);
+    sums[i * 2 / kVectors] += rounded[i];
+  }
+  store_low_bytes(rounded, out->words);
+  out->halves[0] = total(sums[0]);
+  out->halves[1] = total(sums[1]);
+  out->scale = scale;
+  out->sum = scale * static_cast<float>(out->halves[0] + out->halves[1]);
+}
+
+// Rounds `units` units of a row of activations in place.
+inline void round_row(float* x, int units) {
+  Rounded* const out = reinterpret_cast<Rounded*>(x);
+  static_assert(sizeof(Rounded) <= kUnit * sizeof(float));
+  for (int u = 0; u < units; ++u) {
+    Rounded rounded;
+    round_unit(x + u * kUnit, &rounded);
+    memcpy(static_cast<void*>(out + u), &rounded, sizeof rounded);
+  }
+}
+
+// How a quantised type's weights are multiplied in integers: everything but the layout of its scales.
+template <int kValueBits, int kGroupCount, bool kHasOffset>
+struct Kind {
+  static constexpr int kBits = kValueBits, kGroups = kGroupCount;
+  static constexpr bool kOffset = kHasOffset;
+  static constexpr int kZero = kOffset || kBits == 8 ? 0 : 1 << (kBits - 1);
+};
+template <class P>
+using KindOf = Kind<P::kValueBits, P::kGroups, P::kOffset>;
+
+// Reads a unit of packed weights from memory.
+template <class P>
+class PackedUnit {
+ public:
+  using K = KindOf<P>;
+
+  MK_INLINE PackedUnit(const char* panel, int step)
+      : block_(reinterpret_cast<const P*>(panel) + step / P::kSteps), unit_(step % P::kSteps / kUnit) {
+    const char* const begin = reinterpret_cast<const char*>(block_->values + unit_);
+    MK_UNROLL for (int line = 0; line < int{sizeof *block_->values}; line += 64) prefetch(begin + line);
+    if (unit_ == 0) {
+      const char* const scales = reinterpret_cast<const char*>(&block_->scales);
+      MK_UNROLL for (int line = 0; line < int{sizeof block_->scales}; line += 64) prefetch(scales + line);
+    }
+  }
+  MK_INLINE U32 words(int j, int v) const { return code_words(block_->values[unit_], j, v * kLanes); }
+  MK_INLINE Line line(int group, int v) const { return line_of(block_->scales, unit_, group, v * kLanes); }
+
+ private:
+  const P* block_;
+  int unit_;
+};
+
+// A unit of weights that have been unpacked, to be used for many rows.
+template <class KindOfWeights>
+struct Unpacked {
+  using K = KindOfWeights;
+  uint32_t codes[kUnit / 4][kPanel];
+  float scale[K::kGroups][kPanel], offset[K::kOffset][kPanel];
+
+  MK_INLINE U32 words(int j, int v) const { return load_words(codes[j] + v * kLanes); }
+  MK_INLINE Line line(int group, int v) const {
+    return {load(scale[group] + v * kLanes), K::kOffset ? load(offset[0] + v * kLanes) : F32{}};
+  }
+};
+
+// Finds the units of a panel that `unpack_units` has unpacked.
+template <class KindOfWeights>
+class UnpackedUnit {
+ public:
+  using K = KindOfWeights;
+  MK_INLINE UnpackedUnit(const char* units, int step)
+      : unit_(reinterpret_cast<const Unpacked<K>*>(units) + step / kUnit) {}
+  MK_INLINE U32 words(int j, int v) const { return unit_->words(j, v); }
+  MK_INLINE Line line(int group, int v) const { return unit_->line(group, v); }
+
+ private:
+  const Unpacked<K>* unit_;
+};
+
+template <class P>
+void unpack_units(const char* panel, int begin, int steps, void* out) {
+  auto* to = static_cast<Unpacked<KindOf<P>>*>(out);
+  for (int s = 0; s < steps; s += kUnit, ++to) {
+    const PackedUnit<P> unit(panel, begin + s);
+    MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
+      MK_UNROLL for (int j = 0; j < kUnit / 4; ++j) {
+        const U32 words = unit.words(j, v);
+        memcpy(to->codes[j] + v * kLanes, &words, sizeof words);
+      }
+      MK_UNROLL for (int g = 0; g < P::kGroups; ++g) {
+        const Line line = unit.line(g, v);
+        store(to->scale[g] + v * kLanes, line.scale);
+        if constexpr (P::kOffset) store(to->offset[0] + v * kLanes, line.offset);
+      }
+    }
+  }
+}
+
+// Computes C = A W^T for R rows and one panel, over the steps [begin, begin + steps) along K of the panel.
+// The arguments are those of `micro` (gemm.h), except that A has been rounded.
+template <int R, class Unit>
+void multiply_units(const float* a, int64_t chunk_stride, const char* panel, int begin, int steps, float* c,
+                    int64_t ldc, bool resume) {
+  using K = typename Unit::K;
+  F32 acc[R][kPanelVectors];
+  MK_UNROLL for (int i = 0; i < R; ++i) {
+    MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) acc[i][v] =
+        resume ? load(c + i * ldc + v * kLanes) : F32{};
+  }
+  for (int done = 0; done < steps; a += chunk_stride) {
+    const int end = lower_of(done + kChunk, steps);
+    const Rounded* x = reinterpret_cast<const Rounded*>(a);
+    for (; done < end; done += kUnit, ++x) {
+      const auto row = [&](int i) -> const Rounded& {
+        return *reinterpret_cast<const Rounded*>(reinterpret_cast<const float*>(x) + i * kChunkStride);
+      };
+      const Unit unit(panel, begin + done);
+      constexpr int kWords = kUnit / 4 / K::kGroups;
+      MK_UNROLL for (int g = 0; g < K::kGroups; ++g) {
+        ByteSums<K::kBits> sums[R][kPanelVectors];
+        MK_UNROLL for (int j = g * kWords; j < (g + 1) * kWords; ++j) {
+          MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
+            const U32 words = unit.words(j, v);
+            MK_UNROLL for (int i = 0; i < R; ++i) sums[i][v].add(j - g * kWords, words, row(i).words[j]);
+          }
+        }
+        MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
+          const Line line = unit.line(g, v);
+          MK_UNROLL for (int i = 0; i < R; ++i) {
+            const int32_t total = K::kGroups == 2 ? row(i).halves[g] : row(i).halves[0] + row(i).halves[1];
+            const F32 products = __builtin_convertvector(sums[i][v].value(K::kZero, total), F32);
+            acc[i][v] = acc[i][v] + products * (line.scale * row(i).scale);
+            if constexpr (K::kOffset) acc[i][v] = acc[i][v] + line.offset * row(i).sum;
+          }
+        }
+      }
+    }
+  }
+  MK_UNROLL for (int i = 0; i < R; ++i) {
+    MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) store(c + i * ldc + v * kLanes, acc[i][v]);
+  }
+}
+
+using MultiplyUnits = void (*)(const float*, int64_t, const char*, int, int, float*, int64_t, bool);
+
+// multiply_units<rows, UnpackedUnit<K>>.
+template <class K>
+constexpr MultiplyUnits kMultiplyUnits[] = {
+    nullptr,
+    multiply_units<1, UnpackedUnit<K>>,
+    multiply_units<2, UnpackedUnit<K>>,
+    multiply_units<3, UnpackedUnit<K>>,
+    multiply_units<4, UnpackedUnit<K>>,
+#if MK_LANES == 16
+    multiply_units<5, UnpackedUnit<K>>,
+    multiply_units<6, UnpackedUnit<K>>,
+    multiply_units<7, UnpackedUnit<K>>,
+    multiply_units<8, UnpackedUnit<K>>,
+#endif
+};
+
+// Computes c = x W^T, or adds to c with `resume`, for one panel and `rows` rounded rows, over the steps
+// [begin, begin + steps) along K. For one row, weights are unpacked in registers. For more rows, they are
+// unpacked once, into the buffer `unpacked`, a chunk at a time.
+template <class P>
+void multiply_rounded(const float* x, int64_t chunk_stride, int rows, const Panel& panel, int begin,
+                      int steps, void* unpacked, float* c, int64_t ldc, bool resume) {
+  if (rows == 1)
+    return multiply_units<1, PackedUnit<P>>(x, chunk_stride, panel.data, begin, steps, c, ldc, resume);
+  static_assert(kChunk / kUnit * sizeof(Unpacked<KindOf<P>>) <= kWidePanels * kWideStride * sizeof(float));
+  const int block = ceil_div(rows, ceil_div(rows, kIntegerRows));
+  for (int done = 0, part; done < steps; done += part, x += chunk_stride) {
+    part = lower_of(steps - done, kChunk);
+    unpack_units<P>(panel.data, begin + done, part, unpacked);
+    for (int i = 0, n; i < rows; i += n) {
+      n = lower_of(rows - i, block);
+      kMultiplyUnits<KindOf<P>>[n](x + int64_t{i}* kChunkStride, chunk_stride,
+                                   static_cast<const char*>(unpacked), 0, part, c + i* ldc, ldc,
+                                   resume || done > 0);
+    }
+  }
+}
+
+}  // namespace mk::MK_SIMD

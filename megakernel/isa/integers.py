@@ -1,0 +1,141 @@
+"""The class `q8` of matmuls: quantised weights are multiplied with activations that are rounded to 8-bit integers.
+
+A row of activations is rounded in units of 32 elements with one scale each. The sum of the integer products of a group
+is exact, so it does not depend on the order of additions. A group has 32 weights, or 16 in Q6_K, where 16 weights share
+a scale. For every group in ascending order, acc = fma(sum, weights' scale * activations' scale, acc). If the type has
+minima, acc = fma(activations' scale * sum of their integers, minimum, acc) follows. csrc/cpu/integers.h does the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .dtypes import BLOCKS, Dtype
+
+UNIT = 32  # elements of a row that are rounded with one scale
+_TINY = np.float32(2.0**-100)  # units whose elements are all smaller become zero
+
+F32 = NDArray[np.float32]
+
+
+class Rounded(NamedTuple):
+    """Rows of activations: `values` [rows, units, UNIT] are integers from -127 to 127, `scale` is [rows, units]."""
+
+    values: NDArray[np.int64]
+    scale: F32
+
+
+class Codes(NamedTuple):
+    """Quantised weights as numbers: weight = scale * value + offset.
+
+    `values` [rows, groups, weights of a group] are integers, `scale` is [rows, groups], and `offset`, for types with
+    minima, is [rows, groups].
+    """
+
+    values: NDArray[np.int64]
+    scale: F32
+    offset: F32 | None = None
+
+
+def rounded(a: F32) -> Rounded:
+    """Round rows of activations, [rows, inner], which are padded with zeros to whole units."""
+    units = np.pad(a, [(0, 0), (0, -a.shape[1] % UNIT)]).reshape(len(a), -1, UNIT)
+    largest = np.abs(units).max(axis=2)
+    finite = np.isfinite(largest)
+    some = finite & (largest >= _TINY)
+    safe = np.where(some, largest, np.float32(1))
+    inverse = np.where(some, np.float32(127) / safe, np.float32(0))
+    scale = np.where(some, safe / np.float32(127), np.where(finite, np.float32(0), np.float32(np.nan)))
+    exact = np.where(finite[..., None], units, 0).astype(np.float64) * inverse[..., None]
+    return Rounded(np.rint(exact).astype(np.int64), scale)
+
+
+def multiply(a: Rounded, w: Codes) -> F32:
+    """Return the products of rows of activations with rows of weights: [rows of a, rows of w]."""
+    each = w.values.shape[2]
+    groups = a.values.reshape(len(a.values), -1, each)
+    acc = np.zeros((len(groups), len(w.values)), np.float32)
+    with np.errstate(invalid="ignore"):
+        for g in range(min(groups.shape[1], w.values.shape[1])):
+            # Integers below 2^53 are exact in float64, whose matrix product is fast.
+            sums = groups[:, g].astype(np.float64) @ w.values[:, g].T.astype(np.float64)
+            scale = a.scale[:, g * each // UNIT, None]
+            acc = _fma(sums.astype(np.float32), w.scale[:, g] * scale, acc)
+            if w.offset is not None:
+                total = groups[:, g].sum(axis=1, keepdims=True).astype(np.float32)
+                acc = _fma(np.broadcast_to(scale * total, acc.shape), w.offset[:, g], acc)
+    return acc
+
+
+def _fma(a: F32, b: F32, c: F32) -> F32:
+    """Return a * b + c, rounded once: the sum in float64 is rounded to odd, so that rounding it again does no harm."""
+    product, c64 = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)  # the product is exact
+    total = product + c64
+    back = total - product
+    error = (product - (total - back)) + (c64 - back)
+    bits = total.view(np.int64)
+    odd = np.where(error == 0, bits, np.where((error > 0) == (total > 0), bits | 1, (bits - 1) | 1))
+    inexact = np.isfinite(total) & (error != 0) & (bits & 1 == 0)
+    return np.where(inexact, odd, bits).view(np.float64).astype(np.float32)
+
+
+def codes(rows: NDArray[np.uint8], dtype: Dtype) -> Codes:
+    """Return rows of quantised blocks, [rows, bytes], as numbers."""
+    block = BLOCKS[dtype]
+    blocks = rows.reshape(-1, block.bytes)
+    halves = (np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16) for at in block.scales)
+    values, groups, offsets = _DECODERS[dtype](blocks, *(half.astype(np.float32) for half in halves))
+    shape = (len(rows), -1)
+    each = block.weights // groups.shape[1]
+    offset = None if offsets is None else offsets.reshape(shape)
+    return Codes(values.astype(np.int64).reshape(*shape, each), groups.reshape(shape), offset)
+
+
+def _nibbles(packed: NDArray[Any], run: int) -> NDArray[Any]:
+    """Unpack 4-bit values: of every `run` bytes, the low halves come first, then the high halves."""
+    packed = packed.reshape(len(packed), -1, 1, run)
+    return np.concatenate([packed & 15, packed >> 4], axis=2).reshape(len(packed), -1)
+
+
+def _bits(packed: NDArray[Any], width: int, run: int) -> NDArray[Any]:
+    """Unpack the high bits of values: of every `run` bytes, all lowest fields of `width` bits come first."""
+    shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
+    packed = packed.reshape(len(packed), -1, 1, run)
+    return (packed >> shifts & (1 << width) - 1).reshape(len(packed), -1)
+
+
+def _fifth(packed: NDArray[Any]) -> NDArray[Any]:
+    return np.unpackbits(packed, axis=1, bitorder="little") << 4
+
+
+def _k_scales(packed: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the 6-bit scales and minima of the eight groups of a block, from 12 bytes."""
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scale = np.concatenate([first & 63, third & 15 | first >> 2 & 48], axis=1)
+    minimum = np.concatenate([second & 63, third >> 4 | second >> 2 & 48], axis=1)
+    return scale, minimum
+
+
+def _k(b: NDArray[Any], scale: F32, minimum: F32, values: NDArray[Any]) -> tuple[Any, F32, F32]:
+    scales, minima = _k_scales(b[:, 4:16])
+    return values, scale * scales, minimum * -minima.astype(np.float32)
+
+
+# For each type, a function (blocks, scale, minimum if there is one) -> values, scales of groups, offsets of groups.
+_DECODERS: dict[Dtype, Any] = {
+    Dtype.Q8_0: lambda b, s: (b[:, 2:].view(np.int8), s, None),
+    Dtype.Q4_0: lambda b, s: (_nibbles(b[:, 2:], 16).astype(np.int8) - 8, s, None),
+    Dtype.Q4_1: lambda b, s, m: (_nibbles(b[:, 4:], 16), s, m),
+    Dtype.Q5_0: lambda b, s: ((_nibbles(b[:, 6:], 16) | _fifth(b[:, 2:6])).astype(np.int8) - 16, s, None),
+    Dtype.Q5_1: lambda b, s, m: (_nibbles(b[:, 8:], 16) | _fifth(b[:, 4:8]), s, m),
+    Dtype.Q4_K: lambda b, s, m: _k(b, s, m, _nibbles(b[:, 16:], 32)),
+    Dtype.Q5_K: lambda b, s, m: _k(b, s, m, _nibbles(b[:, 48:], 32) | _bits(b[:, 16:48], 1, 32) << 4),
+    Dtype.Q6_K: lambda b, s: (
+        (_nibbles(b[:, :128], 64) | _bits(b[:, 128:192], 2, 32) << 4).astype(np.int8) - 32,
+        s * b[:, 192:208].view(np.int8),
+        None,
+    ),
+}
