@@ -302,7 +302,7 @@ def test_kv_capacity() -> None:
 def test_weight_bytes_counts_every_weight_once() -> None:
     engine, _ = fake_engine()
     embed, qkv, o, mlp = 64 * 16, 32 * 16, 16 * 16, 3 * 24 * 16
-    vectors = 5 + 3 * 16  # RoPE frequencies with their factor, and norm weights
+    vectors = 2 * 4 + 3 * 16  # frequencies and factors of RoPE pairs, and norm weights
     expected = 4 * (embed + qkv + o + mlp + vectors)
     biased = replace(CONFIG, qkv_bias=True, o_bias=True, mlp_bias=True)
     biases = 4 * (32 + 16 + 2 * 24 + 16)
