@@ -65,7 +65,7 @@ double multiply_integers(int64_t rounds, double* operations) {
   U32 weights = (U32)lane_index() * 0x01010101u & 0x0F0F0F0Fu;
   for (int64_t i = 0; i < rounds; i += kWords) {
     MK_UNROLL for (int j = 0; j < kWords; ++j) {
-      weights ^= 0x05030901u;  // so that the products are computed anew
+      weights = (weights + 0x01010101u) & 0x0F0F0F0Fu;  // so that the products are computed anew
       MK_UNROLL for (int c = 0; c < kChains; ++c) sums[c].add(j, weights, 0x7F01FF05u + 0x02020202u * c);
     }
   }
