@@ -3,7 +3,7 @@
 // Every output has one accumulator, to which its products are added in ascending order of k, each with one
 // fused multiply-add if the processor has this instruction. The order does not depend on the number of rows,
 // the tile or the register block, so none of these changes the bits of a row's result. Quantised weights are
-// converted to float32 before they are multiplied.
+// converted to float32 before they are multiplied, or multiplied in integers (integers.h).
 #pragma once
 #include <initializer_list>
 

@@ -1,4 +1,4 @@
-// Multiplies quantised weights with activations in integers (the class `q8` of isa/rounding.py).
+// Multiplies quantised weights with activations in integers (the class `q8` of megakernel/isa/integers.py).
 //
 // A row of activations is rounded to 8-bit integers, 32 at a time, with one scale. The integer sum of the
 // products of a group (32 steps along K, or 16 if the weights have scales for 16) is exact, so neither the

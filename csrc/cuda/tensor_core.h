@@ -1,6 +1,6 @@
 // The data layouts of tensor cores and of the bulk copy engine (TMA), from the PTX ISA's sections on wgmma,
-// mma, ldmatrix and tensor swizzling modes. This file contains only arithmetic, so that the
-// host code that emulates the hardware can use it.
+// mma, ldmatrix and tensor swizzling modes. This file contains only arithmetic, so that
+// the host code that emulates the hardware can use it.
 #pragma once
 #include "arithmetic.h"
 
@@ -37,8 +37,8 @@ constexpr uint64_t kDescriptorStep = 32 / 16;
 MK_FN constexpr int fragment_row(int lane, int half) { return lane / 4 + 8 * half; }
 MK_FN constexpr int fragment_col(int lane) { return lane % 4 * 2; }
 // Matrix A has 16 rows and 16 columns along k. A lane holds four 32-bit words of it, each with two elements
-// that are adjacent along k. This function gives the first k of a word; the row is fragment_row(lane, word %
-// 2).
+// that are adjacent along k. `a_k` gives the first k of a word; its row is that of
+// fragment_row(lane, word % 2).
 MK_FN constexpr int a_k(int lane, int word) { return lane % 4 * 2 + word / 2 * 8; }
 
 // ldmatrix.x4 loads four 8 x 8 matrices of 16-bit elements. Each lane passes the address of one row of one
