@@ -65,7 +65,7 @@ template <int kValueBits, int kGroupCount, bool kHasOffset>
 struct Kind {
   static constexpr int kBits = kValueBits, kGroups = kGroupCount;
   static constexpr bool kOffset = kHasOffset;
-  static constexpr int kZero = kOffset || kBits == 8 ? 0 : 1 << (kBits - 1);
+  static constexpr int kZero = zero_code(kBits, kOffset);
 };
 template <class P>
 using KindOf = Kind<P::kValueBits, P::kGroups, P::kOffset>;
