@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -25,8 +25,13 @@ def _lines() -> Iterator[str]:
     yield "`python -m megakernel.serving.server.routes.fields_page` generates this page from the classes"
     yield "that check requests. A field that is refused or not listed causes an error, unless its value is null."
     yield "\n## Supported\n\n| where | fields |\n| --- | --- |"
+    generating = _BODIES[:4]
+    common = [name for name in generating[0].model_fields if all(name in body.model_fields for body in generating)]
+    yield f"| the next four | {_names(common)} |"
     for body in _BODIES:
-        yield f"| {body.where} | {', '.join(f'`{name}`' for name in body.model_fields)} |"
+        also = "also " if body in generating else ""
+        own = [name for name in body.model_fields if not (also and name in common)]
+        yield f"| {body.where} | {also}{_names(own)} |"
     yield "\n## Ignored\n\nThese fields change no answer.\n"
     yield from _table(fields.IGNORED)
     yield "\nFurther fields that are ignored in entries of `messages` and `input`, and in objects of requests:\n"
@@ -37,6 +42,10 @@ def _lines() -> Iterator[str]:
     yield from _table(fields.OF_MESSAGES)
     yield "\n## Refused\n\nValues in parentheses have no effect, so a refused field may have them.\n"
     yield from _table(fields.REFUSED, fields.NEUTRAL)
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _table(reasons: Mapping[str, str], neutral: Mapping[str, list[Any]] = MappingProxyType({})) -> Iterator[str]:
