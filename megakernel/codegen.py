@@ -322,8 +322,9 @@ def reference() -> str:
     out = [
         "# Instructions",
         "",
-        "This page lists all operations, buffers and fields of the step table. `python -m megakernel.codegen`",
-        "generates it from `megakernel/isa`.",
+        "These operations and buffers appear in a disassembly, in a timeline, and in what `verify` reports. The fields",
+        "of the step table, which hold what differs between steps, are in `megakernel/isa/step.py`. This page is",
+        "generated from `megakernel/isa` by `python -m megakernel.codegen`.",
         "",
         "A phase is an operation with its parameters (`megakernel/isa/phases.py`). `megakernel/model/families` lists"
         " the phases of each model. An instruction's record contains the number of its phase.",
@@ -342,11 +343,6 @@ def reference() -> str:
         layered = "yes" if buffer.layered else "no"
         space = Space(buffer.space).value
         out.append(f"| `{b.name}` | {space} | {dtype} | {layered} | {buffer.what} |")
-    out += ["", "## Step table", "", *_columns("field | length | type | contents")]
-    for f in STEP_FIELDS:
-        length = (" × ".join(f.of) or "1") + (f" + {f.plus}" if f.plus else "")
-        length = f"ranks × ({length})" if f.per_rank else length
-        out.append(f"| `{f.name}` | {length} | {'float32' if f.is_float else 'int32'} | {f.what} |")
     return "\n".join(out) + "\n"
 
 
