@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from megakernel.serving.server.routes import anthropic, embeddings, fields, requests, responses
@@ -40,22 +39,24 @@ def _lines() -> Iterator[str]:
     yield f"\nEntries of `tools` with these types are left out, because no answer can call them: {kinds}."
     yield "\nFurther fields that are ignored in requests to `/v1/messages` and its `count_tokens`:\n"
     yield from _table(fields.OF_MESSAGES)
-    yield "\n## Refused\n\nValues in parentheses have no effect, so a refused field may have them.\n"
-    yield from _table(fields.REFUSED, fields.NEUTRAL)
+    yield "\n## Refused\n\nWhere the first table does not list these fields, they are refused, and the error says what to"
+    yield "use instead. Values in parentheses have no effect and are accepted.\n"
+    yield _named(fields.REFUSED, fields.NEUTRAL) + "."
 
 
 def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _table(reasons: Mapping[str, str], neutral: Mapping[str, list[Any]] = MappingProxyType({})) -> Iterator[str]:
-    def described(name: str) -> str:
-        values = ", ".join(f"`{json.dumps(value)}`" for value in neutral.get(name, []))
-        return f"`{name}`" + (f" ({values})" if values else "")
+def _named(names: Iterable[str], neutral: Mapping[str, list[Any]]) -> str:
+    values = {name: ", ".join(f"`{json.dumps(value)}`" for value in neutral.get(name, [])) for name in names}
+    return ", ".join(f"`{name}`" + (f" ({values[name]})" if values[name] else "") for name in names)
 
+
+def _table(reasons: Mapping[str, str]) -> Iterator[str]:
     yield "| fields | reason |\n| --- | --- |"
     for why in dict.fromkeys(reasons.values()):
-        yield f"| {', '.join(described(name) for name, reason in reasons.items() if reason == why)} | {why} |"
+        yield f"| {_names(name for name, reason in reasons.items() if reason == why)} | {why} |"
 
 
 if __name__ == "__main__":
