@@ -39,8 +39,8 @@ def _lines() -> Iterator[str]:
     yield f"\nEntries of `tools` with these types are left out, because no answer can call them: {kinds}."
     yield "\nFurther fields that are ignored in requests to `/v1/messages` and its `count_tokens`:\n"
     yield from _table(fields.OF_MESSAGES)
-    yield "\n## Refused\n\nWhere the first table does not list these fields, they are refused, and the error says what"
-    yield "to use instead. Values in parentheses have no effect and are accepted.\n"
+    yield "\n## Refused\n\nThese fields cause an error that says what to use instead, except at endpoints for which the"
+    yield "first table lists them. A value in parentheses has no effect, so it is accepted.\n"
     yield _named(fields.REFUSED, fields.NEUTRAL) + "."
 
 
