@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from megakernel.serving.server.routes import anthropic, embeddings, fields, requests, responses
 
@@ -40,17 +38,12 @@ def _lines() -> Iterator[str]:
     yield "\nFurther fields that are ignored in requests to `/v1/messages` and its `count_tokens`:\n"
     yield from _table(fields.OF_MESSAGES)
     yield "\n## Refused\n\nThese fields cause an error that says what to use instead, except at endpoints for which the"
-    yield "first table lists them. A value in parentheses has no effect, so it is accepted.\n"
-    yield _named(fields.REFUSED, fields.NEUTRAL) + "."
+    yield "first table lists them. A value without effect, such as `n_predict: -1`, is accepted.\n"
+    yield _names(fields.REFUSED) + "."
 
 
 def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
-
-
-def _named(names: Iterable[str], neutral: Mapping[str, list[Any]]) -> str:
-    values = {name: ", ".join(f"`{json.dumps(value)}`" for value in neutral.get(name, [])) for name in names}
-    return ", ".join(f"`{name}`" + (f" ({values[name]})" if values[name] else "") for name in names)
 
 
 def _table(reasons: Mapping[str, str]) -> Iterator[str]:
