@@ -315,12 +315,14 @@ inline void gemm(const Call& call, const Tile& tile, const Panel* weights, RowLi
               q += 1 << log2;
             };
             if (form == Form::kRounded) {
+              int count = 1;
+              while (rows == 1 && q + count < panels && first[count].dtype == first->dtype) ++count;
               with_packed(first->type(), false, [&]<class P>() {
-                multiply_rounded<P>(x, chunk_stride, rows, *first, begin, steps, call.scratch->weights,
+                multiply_rounded<P>(x, chunk_stride, rows, first, count, begin, steps, call.scratch->weights,
                                     part.c, ldc, begin > 0);
                 return true;
               });
-              ++q;
+              q += count;
               continue;
             }
             if constexpr (kInPairs<T>) {
