@@ -41,6 +41,7 @@ def test_every_family_comes_back(tmp_path: Path, family: str, dtype: Dtype) -> N
     own_rope = {"rope": checkpoint.config.rope}  # scaled frequencies are written as factors
     assert replace(back.config, family=family, **own_rope) == replace(checkpoint.config, bos_id=None, eos_ids=())
     assert back.dtype is dtype
+    assert list(back.storage) == ([Buffer.W_ROUTER] if checkpoint.config.experts else [])  # it stays in float32
     same(checkpoint, back, dtype)
     assert list(tmp_path.glob("*.part")) == []
 
