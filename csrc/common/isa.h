@@ -24,6 +24,7 @@ constexpr int32_t kOwner = 14;
 constexpr int32_t kShardUnit = 32;
 constexpr int32_t kKvUnit = 32;
 constexpr int32_t kKvScale = 2;
+constexpr int32_t kAllTokens = 1073741824;
 constexpr int32_t kMaxPhases = 31;
 constexpr int32_t kNext = 268435456;
 constexpr int32_t kIndexed = 536870912;
@@ -123,6 +124,10 @@ struct Dims {
   int32_t quantised_kv;
   int32_t q8_activations;
   float embed_scale;
+  int32_t window;
+  int32_t window_from;
+  int32_t full_every;
+  int32_t full_at;
   int32_t tp;
   int32_t rank;
   int32_t replicated_o;
@@ -163,6 +168,7 @@ struct Dims {
   MK_DIMS_FN int32_t qkv_cols() const { return (q_cols() + (2 * kv_cols())); }
   MK_DIMS_FN int32_t o_cols() const { return (replicated_o ? (heads * head_dim) : q_cols()); }
   MK_DIMS_FN int32_t o_first() const { return (replicated_o ? (first_head() * head_dim) : 0); }
+  MK_DIMS_FN int32_t span(int32_t layer) const { if ((window < 1)) return kAllTokens; if ((layer < window_from)) return kAllTokens; return (((layer % full_every) == full_at) ? kAllTokens : window); }
   MK_DIMS_FN int32_t query_head(int32_t kv_head) const { return higher_of((((first_kv_head() + kv_head) * group_size()) - first_head()), 0); }
   MK_DIMS_FN int32_t query_head_end(int32_t kv_head) const { return lower_of(((((first_kv_head() + kv_head) + 1) * group_size()) - first_head()), rank_heads()); }
   MK_DIMS_FN int32_t owner(int32_t row) const { return ((row / row_block) % tp); }
@@ -214,6 +220,7 @@ struct Sizes : Dims {
   MK_DIMS_FN int32_t qkv_cols() const { return qkv_cols_; }
   MK_DIMS_FN int32_t o_cols() const { return o_cols_; }
   MK_DIMS_FN int32_t o_first() const { return o_first_; }
+  MK_DIMS_FN int32_t span(int32_t layer) const { if ((window < 1)) return kAllTokens; if ((layer < window_from)) return kAllTokens; return (((layer % full_every) == full_at) ? kAllTokens : window); }
   MK_DIMS_FN int32_t query_head(int32_t kv_head) const { return higher_of((((first_kv_head() + kv_head) * group_size()) - first_head()), 0); }
   MK_DIMS_FN int32_t query_head_end(int32_t kv_head) const { return lower_of(((((first_kv_head() + kv_head) + 1) * group_size()) - first_head()), rank_heads()); }
   MK_DIMS_FN int32_t owner(int32_t row) const { return ((row / row_block) % tp); }
@@ -261,7 +268,7 @@ struct StepView {
   const int32_t* item_kv_heads;  // number of KV heads
   const int32_t* item_seq;  // index of the rows' sequence in block_tables; -1: padding, whose output is zero
   const int32_t* item_block;  // first KV block (of kv_block tokens) of the item
-  const int32_t* item_blocks;  // number of KV blocks; without a split, all blocks up to the position of the item's last row
+  const int32_t* item_blocks;  // number of KV blocks; without a split, all blocks that the rows see in any layer
   const int32_t* item_wait_block;  // first row block whose q, k and v the item waits for
   const int32_t* item_wait_blocks;  // number of row blocks that the item waits for, including the block of its own rows
   const int32_t* item_split;  // index in SPLITS of the item's split (items that divide the rows' KV blocks); -1: not split

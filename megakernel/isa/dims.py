@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from functools import cached_property
@@ -23,6 +24,9 @@ KV_SCALE = BLOCKS[Dtype.Q8_0].bytes - KV_UNIT
 # KV tokens per partial softmax result. Every program uses the same number, because attention's bits depend on it.
 KV_BLOCK = 128
 
+# The span of a layer without a sliding window: more tokens than any context has.
+ALL_TOKENS = 1 << 30
+
 # A row number or a count, or an array of such numbers.
 Int = TypeVar("Int", int, NDArray[np.int32], NDArray[np.int64])
 
@@ -43,7 +47,11 @@ class Units(IntEnum):
 @dataclass(frozen=True)
 class ModelSizes:
     """The sizes of a model and of its numbers. All are counts, except `rms_eps`, `dtype`, `quantised_kv`,
-    `q8_activations` and `embed_scale`."""
+    `q8_activations`, `embed_scale`, and the numbers of layers `window_from` and `full_at`.
+
+    A layer has a sliding window unless `window` is 0, or the layer comes before layer `window_from`, or its number
+    modulo `full_every` is `full_at`. A row of a layer with a window attends to `window` tokens, its own included.
+    """
 
     vocab: int
     hidden: int
@@ -57,6 +65,23 @@ class ModelSizes:
     quantised_kv: int = 0  # 1: K and V are stored in Q8_0, each token's row of a head by itself; determines result bits
     q8_activations: int = 0  # 1: inputs of quantised weights are rounded to 8 bits; determines result bits
     embed_scale: float = 1.0  # multiplies embeddings
+    window: int = 0
+    window_from: int = 0
+    full_every: int = 1
+    full_at: int = 1
+
+    def span(self, layer: int) -> int:
+        """Return the maximum number of tokens to which a row of a layer attends, its own included."""
+        if self.window < 1:
+            return ALL_TOKENS
+        if layer < self.window_from:
+            return ALL_TOKENS
+        return ALL_TOKENS if layer % self.full_every == self.full_at else self.window
+
+    @cached_property
+    def spans(self) -> dict[int, int]:
+        """The number of layers of each span. It has no counterpart in C++."""
+        return Counter(map(self.span, range(self.layers)))
 
     @property
     def mask_words(self) -> int:

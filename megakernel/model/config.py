@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from enum import Enum
@@ -58,7 +59,8 @@ class Rope:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a model. RoPE does not rotate in the layers `nope_layers`.
+    """The shape of a model. RoPE does not rotate in the layers `nope_layers`. In all layers except `full_layers`, a row
+    attends to `window` tokens, its own included; 0 means that no layer has a sliding window.
 
     Embeddings are multiplied by `embedding_multiplier`, what a layer adds to the residual by `residual_multiplier`,
     and attention scores by `attention_multiplier` (None: 1 / sqrt(head_dim)). Logits are divided by `logits_scaling`.
@@ -83,6 +85,8 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     nope_layers: tuple[int, ...] = ()
+    window: int = 0
+    full_layers: tuple[int, ...] = ()
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = None
@@ -96,7 +100,19 @@ class ModelConfig:
         own = {name: getattr(self, name) for name in names}
         own["rms_eps"] = self.rms_eps / self.residual_multiplier**2
         own["embed_scale"] = self.embedding_multiplier / self.residual_multiplier
+        if 0 < self.window < self.max_context:
+            own |= {"window": self.window} | self.full_places()
         return ModelSizes(**own, dtype=int(dtype), quantised_kv=int(quantised_kv), q8_activations=int(q8_activations))
+
+    def full_places(self) -> dict[str, int]:
+        """The fields of ModelSizes that say which layers have no window: those before a first one with a window, then
+        some at equal distances. `check_config` refuses other `full_layers`.
+        """
+        full = set(self.full_layers)
+        first = next(layer for layer in itertools.count() if layer not in full)
+        rest = sorted(layer for layer in full if layer > first)
+        every = rest[1] - rest[0] if len(rest) > 1 else self.layers
+        return {"window_from": first, "full_every": every, "full_at": rest[0] % every if rest else every}
 
 
 @dataclass(frozen=True)

@@ -286,6 +286,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     tokens = metadata.get("tokenizer.ggml.tokens")
     embedding = file.shapes.get("token_embd.weight", (0,))
     biases = {name.split(".")[2] for name in file.shapes if name.startswith("blk.") and name.endswith(".bias")}
+    own = family.read_gguf(keys)
     config = ModelConfig(
         vocab=count("vocab_size", len(tokens) if isinstance(tokens, list) else embedding[0]),
         hidden=hidden,
@@ -294,7 +295,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         heads=heads,
         kv_heads=count("attention.head_count_kv", heads),
         head_dim=head_dim,
-        max_context=min(longest, count("attention.sliding_window", 0) or longest),
+        max_context=longest if "window" in own else min(longest, count("attention.sliding_window", 0) or longest),
         rms_eps=keys.number("attention.layer_norm_rms_epsilon"),
         rope=rope,
         tied="output.weight" not in file.shapes,
@@ -304,7 +305,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         mlp_bias=any(name.startswith("ffn_") for name in biases),
         bos_id=next(iter(ids("bos_token_id")), None),
         eos_ids=tuple(dict.fromkeys(i for kind in ("eos", "eot", "eom") for i in ids(f"{kind}_token_id"))),
-        **family.read_gguf(keys),
+        **own,
     )
     return check_config(config, source)
 

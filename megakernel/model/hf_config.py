@@ -131,7 +131,7 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
         heads=heads,
         kv_heads=count("num_key_value_heads", heads),
         head_dim=head_dim,
-        max_context=min(longest, own.pop("window", longest)),
+        max_context=min(longest, own.pop("longest", longest)),
         rms_eps=keys.number("rms_norm_eps", default("rms_norm_eps", 1e-6)),
         rope=rope,
         tied=keys.flag("tie_word_embeddings", default("tie_word_embeddings", False)),

@@ -109,21 +109,23 @@ def run_items(twins: FibreTwins, table: StepTable, items: Sequence[Item], final:
         np.testing.assert_array_equal(twins.image.counters(0)[LAYER], arrivals)
 
 
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_attention(heads: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("heads", "window"), [*((heads, 0) for heads in HEADS), (HEADS[0], 20), (HEADS[2], 150)], ids=str
+)
+def test_attention(heads: tuple[int, int, int], window: int) -> None:
     head_dim, query, kv = heads
-    dims = BF16_DIMS.changed(head_dim=head_dim, heads=query, kv_heads=kv)
+    dims = BF16_DIMS.changed(head_dim=head_dim, heads=query, kv_heads=kv, window=window)
     twins, table = attention_twins(dims)
     items = [Item(0, 0, 20, 0, kv), Item(0, 20, 1, 0, kv), Item(1, 21, 7, 0, 1), Item(1, 28, 20, 0, kv)]
     run_items(twins, table, items, {0: [0, 1], 1: [2, 3]})
 
 
-@pytest.mark.parametrize("heads", HEADS[:4], ids=str)
-def test_split_attention(heads: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(("heads", "window"), [*((heads, 0) for heads in HEADS[:4]), (HEADS[0], 20), (HEADS[2], 150)])
+def test_split_attention(heads: tuple[int, int, int], window: int) -> None:
     """The last item of a split merges the partial results of all items of the split. The merged result is bit-identical
     to that of one item without a split."""
     head_dim, query, kv = heads
-    dims = BF16_DIMS.changed(head_dim=head_dim, heads=query, kv_heads=kv, partials=20 * kv * 3)
+    dims = BF16_DIMS.changed(head_dim=head_dim, heads=query, kv_heads=kv, partials=20 * kv * 3, window=window)
     whole, table = attention_twins(dims)
     set_items(table, [Item(0, 0, 20, 0, kv), Item(0, 20, 1, 0, kv)])
     unsplit = whole.run(attend(whole, 0, kv), LAYER, table)

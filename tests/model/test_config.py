@@ -116,14 +116,17 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
         # All programs agree on contexts that are not longer than the window.
         ({"sliding_window": 128}, {"max_context": 128}),
         ({"sliding_window": 4096}, {}),
-        ({**MISTRAL, "max_position_embeddings": 32768, "head_dim": 24}, {"max_context": 4096, "head_dim": 24}),
-        ({**MISTRAL, "max_position_embeddings": None, "sliding_window": None}, {"max_context": 131072}),
-        ({**MISTRAL, "sliding_window": 512}, {}),
-        ({**QWEN2, "max_position_embeddings": None}, {"qkv_bias": True, "max_context": 32768}),
-        ({**QWEN2, **USED, "sliding_window": 256}, {"qkv_bias": True, "max_context": 256}),
         (
-            {**QWEN2, **USED, "layer_types": [FULL, WINDOW], "sliding_window": 256},
-            {"qkv_bias": True, "max_context": 256},
+            {**MISTRAL, "max_position_embeddings": 32768, "head_dim": 24},
+            {"max_context": 32768, "head_dim": 24, "window": 4096},
+        ),
+        ({**MISTRAL, "max_position_embeddings": None, "sliding_window": None}, {"max_context": 131072}),
+        ({**MISTRAL, "sliding_window": 512}, {"window": 512}),
+        ({**QWEN2, "max_position_embeddings": None}, {"qkv_bias": True, "max_context": 32768}),
+        ({**QWEN2, **USED, "sliding_window": 256}, {"qkv_bias": True, "window": 256, "full_layers": (0,)}),
+        (
+            {**QWEN2, **USED, "layer_types": [WINDOW, FULL], "sliding_window": 256},
+            {"qkv_bias": True, "window": 256, "full_layers": (1,)},
         ),
         ({**QWEN2, **USED, "max_window_layers": 2, "sliding_window": 256}, {"qkv_bias": True}),
         ({**QWEN3, **USED, "sliding_window": None}, {}),
@@ -134,7 +137,8 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
             {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "tied": True, "rope": Rope(5e5)},
         ),
         ({**ERNIE, "tie_word_embeddings": False, "rope_theta": 7.0}, {"rope": Rope(7.0)}),
-        ({**MINISTRAL, "layer_types": [FULL, WINDOW]}, {"max_context": 64}),
+        ({**MINISTRAL, "layer_types": [FULL, WINDOW]}, {"window": 64, "full_layers": (0,)}),
+        (MINISTRAL, {"window": 64}),
         ({**MINISTRAL, "layer_types": [FULL, FULL]}, {}),
         (MINISTRAL3, {}),
         (
@@ -144,9 +148,9 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
         ({**PHI3, "partial_rotary_factor": 0.75}, {"rope": Rope(dims=12)}),
         (
             {**PHI3, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1}, "sliding_window": 100},
-            {"max_context": 100},
+            {"window": 100},
         ),
-        ({**PHI3, "full_attn_mod": 1, "interpolate_factor": 1, "sliding_window": 262144}, {}),
+        ({**PHI3, "full_attn_mod": 1, "interpolate_factor": 1, "sliding_window": 262144}, {"window": 262144}),
         (
             {
                 **PHI3,
@@ -205,7 +209,9 @@ def test_rope_spellings(spelling: dict[str, Any]) -> None:
         ("use_sliding_window", {"use_sliding_window": True}),
         ("max_context", {"sliding_window": -1}),
         ("sliding_window", {**MISTRAL, "sliding_window": "wide"}),
-        ("layer_types", {**QWEN2, **USED, "layer_types": [WINDOW, FULL]}),
+        ("layer_types", {**QWEN2, **USED, "layer_types": [WINDOW]}),
+        ("sliding_window", {**QWEN2, **USED, "sliding_window": 0}),
+        ("equal distances", {**MINISTRAL, "num_hidden_layers": 5, "layer_types": [WINDOW, FULL, FULL, WINDOW, FULL]}),
         ("layer_types", {**QWEN2, "layer_types": [FULL, WINDOW]}),
         ("layer_types", {**QWEN3, "layer_types": [WINDOW, FULL]}),
         ("mlp_bias", {**QWEN3, "mlp_bias": True}),

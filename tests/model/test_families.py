@@ -34,7 +34,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None, "heads": 5, "kv_heads": 5, "head_dim": 16, "hidden": 56, "ffn": 61},
     "ministral": {"sliding_window": 64, "heads": 4, "kv_heads": 2, "head_dim": 24, "hidden": 72, "ffn": 45},
     "ministral3": {"heads": 6, "kv_heads": 3, "head_dim": 40, "hidden": 40, "ffn": 133, "vocab": 117},
-    "phi3": {"heads": 5, "kv_heads": 5, "head_dim": 24, "hidden": 72, "ffn": 69, "rope": Rope(dims=18)},
+    "phi3": {"heads": 5, "kv_heads": 5, "head_dim": 24, "hidden": 72, "ffn": 69, "sliding_window": 17}
+    | {"rope": Rope(dims=18)},
     "qwen2": {"heads": 7, "kv_heads": 1, "head_dim": 24, "hidden": 40, "ffn": 91, "vocab": 203},
     "qwen3": {"heads": 6, "kv_heads": 3, "head_dim": 40, "hidden": 56, "ffn": 83, "attention_bias": True},
     "seed_oss": {"heads": 10, "kv_heads": 2, "head_dim": 24, "hidden": 56, "ffn": 85, "vocab": 131},
@@ -99,6 +100,30 @@ def test_tokens_and_logprobs_are_those_of_transformers(family: str, tp: int) -> 
     assert error(logits, want) < TOLERANCE
     assert (tokens == want.argmax(axis=1)).all()
     np.testing.assert_allclose(logprobs, torch.log_softmax(torch.from_numpy(want), -1).max(-1).values, atol=1e-4)
+
+
+# Families with sliding windows, which begin in all places of KV blocks, in all layers or in some.
+WINDOWS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 100},
+    "ministral": {
+        "layers": 3,
+        "sliding_window": 20,
+        "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "full")],
+    },
+    "phi3": {"sliding_window": 1},
+    "qwen2": {"layers": 3, "sliding_window": 128, "use_sliding_window": True, "max_window_layers": 1},
+}
+
+
+@pytest.mark.parametrize(("backend", "tp"), [("reference", 1), ("cpu", 1), ("cpu", 2), ("cpu", 4)])
+@pytest.mark.parametrize("family", WINDOWS)
+def test_windows_are_those_of_transformers(family: str, backend: str, tp: int) -> None:
+    model, checkpoint = make_llama(5, family, **SHAPES[family] | WINDOWS[family])
+    tokens = np.random.default_rng(9).integers(0, checkpoint.config.vocab, 300).tolist()
+    runner = Runner(checkpoint, backend, tp=tp, max_context=320)
+    logits = runner.logits(tokens, [250, 251])
+    assert error(logits, hf_logits(model, tokens)) < TOLERANCE
+    runner.close()
 
 
 SPLITS = [(1, "auto"), *((tp, o) for tp in (2, 8) for o in ("sharded", "replicated"))]

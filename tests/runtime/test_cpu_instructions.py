@@ -141,7 +141,7 @@ def test_matmul_depths(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
     twins.backend.close()
 
 
-def test_attention(twins: CpuTwins) -> None:
+def check_attention(twins: CpuTwins) -> None:
     # The step has a prefill that crosses the border between two KV blocks, a decode row with a long context, a
     # sequence's first token, and padding.
     table = make_table(twins.dims, {0: (110, 32), 1: (389, 1), 2: (0, 1)})
@@ -159,8 +159,21 @@ def test_attention(twins: CpuTwins) -> None:
     assert not twins.buffer(0, B.ATTN)[34:].any()
 
 
-def test_attention_bits_do_not_depend_on_the_split(twins: CpuTwins) -> None:
+def test_attention(twins: CpuTwins) -> None:
+    check_attention(twins)
     check_attention_splits(twins)
+
+
+WINDOWS = [(width, *case) for width in WIDTHS for case in ((Dtype.F32, 20), (Dtype.BF16, 200))]
+
+
+@pytest.mark.parametrize(("simd", "dtype", "window"), [*WINDOWS, ("", Dtype.F32, 1), ("", Dtype.F32, 128)])
+def test_attention_in_a_window(monkeypatch: pytest.MonkeyPatch, simd: str, dtype: Dtype, window: int) -> None:
+    """All tokens before the windows of a step's rows are NaN."""
+    twins = make(monkeypatch, simd, DIMS.changed(dtype=int(dtype), window=window))
+    check_attention(twins)
+    check_attention_splits(twins)
+    twins.backend.close()
 
 
 def test_bits_do_not_depend_on_rows_or_tiles(backend: CpuBackend) -> None:

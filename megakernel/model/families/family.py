@@ -30,9 +30,10 @@ class Family:
 
     `weights` maps each buffer to its tensor names. `interleaved` says that the rows of a RoPE pair are adjacent in GGUF
     files. `read` returns the ModelConfig fields that follow from the family, or from the config.json keys that only
-    this family has, which `keys` lists. Its entry `window`, if any, is a sliding window in tokens. `defaults` has the
+    this family has, which `keys` lists. Its entry `longest`, if any, limits the context, in tokens. `defaults` has the
     values of other config.json keys that are absent, where they are not those of Llama; the key `partial_rotary_factor`
-    also says that the family supports it. `read_gguf` and `gguf_keys` are the same as `read` and `keys` for GGUF files.
+    also says that the family supports it. `read_gguf` and `gguf_keys` are `read` and `keys` for GGUF files. If
+    `read_gguf` returns no `window`, the window of a file limits the context.
     """
 
     name: str
