@@ -337,7 +337,7 @@ def _pages_reference() -> list[str]:
         " for gate and up). All divisions are rounded up.",
         "",
     ]
-    per_page = {r: p.ROW_BYTES // (4 if r is Result.RESIDUAL else 2) for r in p.BY_PAGES}
+    per_page = {r: p.ROW_BYTES // (4 if r in (Result.RESIDUAL, Result.STORED) else 2) for r in p.BY_PAGES}
     output = ", ".join(f"cols / {n} for `{r.name}`" for r, n in per_page.items())
     out.append(
         f"On tensor cores, the tile takes K / {p.K_STEP} · M · (cols / {p.PAGE_ROWS}) weight pages, K / {p.K_STEP} ·"

@@ -34,7 +34,7 @@ def norms_inside(forward: Forward) -> Forward:
     norms = {}  # the norm that computed what a buffer holds
     body = []
     for phase in forward.body:
-        if phase.operation is Operation.NORM:
+        if phase.operation is Operation.NORM and phase.result is Result.NONE:
             norms[phase.output] = phase
         elif norm := norms.get(phase.inputs):
             body.append(replace(phase, inputs=norm.inputs, norm=norm.weights))
@@ -46,19 +46,26 @@ def norms_inside(forward: Forward) -> Forward:
 _NORMS: dict[str, Callable[[Forward], Forward]] = {"own": lambda f: f, "next": norms_next, "inside": norms_inside}
 
 
+_SUMMED = (Result.RESIDUAL, Result.STORED)  # of matmuls whose inputs the ranks share
+
+
 def split(forward: Forward, part: Split) -> Forward:
-    """Divide the phases among `part.tp` ranks. What is added to the residual is first summed over the ranks, unless
-    every rank has all the weights."""
+    """Divide the phases among `part.tp` ranks. What becomes a part of the residual is first summed over the ranks,
+    unless every rank has all the weights."""
     attended = {phase.output for phase in forward if phase.operation is Operation.ATTENTION}
 
     def divided(phase: Phase) -> list[Phase]:
         whole = part.tp == 1 or (part.replicated_o and phase.inputs in attended)
-        if whole or phase.result is not Result.RESIDUAL:
+        if whole or not (phase.is_matmul and phase.result in _SUMMED):
             return [replace(phase, rows=_rows(phase))]
         name = phase.name.removesuffix("_proj")
         partial = replace(phase, name=f"{name}_partial", output=Buffer.REDUCE, result=Result.PARTIAL, bias=None)
         total = replace(
-            phase, name=f"{name}_reduce", operation=Operation.REDUCE, inputs=Buffer.REDUCE, result=Result.NONE
+            phase,
+            name=f"{name}_reduce",
+            operation=Operation.REDUCE,
+            inputs=Buffer.REDUCE,
+            result=Result.STORED if phase.result is Result.STORED else Result.NONE,
         )
         return [replace(partial, rows=_rows(partial)), total]
 
@@ -70,7 +77,7 @@ def _rows(phase: Phase) -> Rows:
     the weights."""
     if phase.operation is Operation.SAMPLE:
         return Rows.SAMPLED
-    shared = phase.operation is Operation.ROPE or (phase.is_matmul and phase.result is not Result.RESIDUAL)
+    shared = phase.operation is Operation.ROPE or (phase.is_matmul and phase.result not in _SUMMED)
     return Rows.EVERY if shared and phase.rows is Rows.OWN else phase.rows
 
 

@@ -67,16 +67,19 @@ enum class Buffer : int32_t {
   LOGPROBS_OUT = 28,  // log-softmax of raw logits at TOKENS_OUT
   REDUCE = 29,  // partial sums of a projection: own_rows rows from each rank in turn
   QK_NORM = 30,  // RMS norm scales of q heads and k heads
+  SUBLAYER = 31,  // result of attention or the MLP
+  POST_ATTN_NORM = 32,  // RMS norm scales of attention's result
+  POST_MLP_NORM = 33,  // RMS norm scales of the MLP's result
 };
-constexpr int32_t kBuffers = 31;
-constexpr bool kLayered[kBuffers] = {false, true, true, true, true, true, true, true, true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false, true, true, false, false, false, false, true};
+constexpr int32_t kBuffers = 34;
+constexpr bool kLayered[kBuffers] = {false, true, true, true, true, true, true, true, true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false, true, true, false, false, false, false, true, false, true, true};
 
 enum class Operation : int32_t { kJoin = 1, kDrain = 2, kGather = 3, kRope = 4, kNorm = 5, kMatmul = 6, kAttention = 7, kReduce = 8, kSample = 9 };
 constexpr int32_t kOperations = 10;
 // The operations whose operands pass through shared-memory pages of the CUDA interpreter.
 enum class PagedOperation : int32_t { kMatmul = 6, kAttention = 7 };
 enum class Rows : int32_t { kEvery = 0, kOwn = 1, kLogit = 2, kSampled = 3 };
-enum class Result : int32_t { kNone = 0, kHeads = 1, kResidual = 2, kPartial = 3, kGated = 4, kLogits = 5 };
+enum class Result : int32_t { kNone = 0, kHeads = 1, kResidual = 2, kPartial = 3, kGated = 4, kLogits = 5, kStored = 6, kGeluGated = 7 };
 enum class Units : int32_t { kCore = 0, kDots = 1, kTensor = 2 };
 
 // A phase of the program, with its sizes on one rank. An array of phases has kMaxPhases + 1 entries.
@@ -128,6 +131,7 @@ struct Dims {
   int32_t window_from;
   int32_t full_every;
   int32_t full_at;
+  int32_t post_norms;
   int32_t tp;
   int32_t rank;
   int32_t replicated_o;

@@ -127,16 +127,21 @@ MK_FN bool by_pages(Result result) {
     case Result::kResidual:
     case Result::kPartial:
     case Result::kGated:
+    case Result::kStored:
       return true;
     case Result::kNone:
     case Result::kHeads:
     case Result::kLogits:
+    case Result::kGeluGated:
       break;
   }
   return false;
 }
-// Returns the number of columns per output page. Results for the residual are float32, all others bf16.
-MK_FN int32_t output_cols(const Matmul& m) { return m.phase.result == Result::kResidual ? 32 : 64; }
+// Returns the number of columns per output page. Results for the residual, and those that a norm follows, are
+// float32, all others bf16.
+MK_FN int32_t output_cols(const Matmul& m) {
+  return m.phase.result == Result::kResidual || m.phase.result == Result::kStored ? 32 : 64;
+}
 
 template <class Each>
 MK_FN bool tensor_pages(const Sizes& d, const Task& task, Each&& each) {

@@ -51,6 +51,9 @@ class Buffer(IntEnum):
     LOGPROBS_OUT = 28
     REDUCE = 29
     QK_NORM = 30
+    SUBLAYER = 31
+    POST_ATTN_NORM = 32
+    POST_MLP_NORM = 33
 
 
 Part = Callable[[ModelSizes, Split], tuple[int, ...]]
@@ -152,6 +155,10 @@ _SPECS: tuple[BufferSpec, ...] = (
         "partial sums of a projection: own_rows rows from each rank in turn",
     ),
     _weight(_B.QK_NORM, _F, lambda m, s: (2, m.head_dim), "RMS norm scales of q heads and k heads", True),
+    # -- norms of what a layer adds to the residual
+    _use(_B.SUBLAYER, _A, _F, lambda m, s, b: (b.tokens * m.post_norms, m.hidden), "result of attention or the MLP"),
+    _weight(_B.POST_ATTN_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales of attention's result", True),
+    _weight(_B.POST_MLP_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales of the MLP's result", True),
 )
 
 BUFFERS: dict[Buffer, BufferSpec] = {spec.buffer: spec for spec in _SPECS}

@@ -69,6 +69,7 @@ class ModelSizes:
     window_from: int = 0
     full_every: int = 1
     full_at: int = 1
+    post_norms: int = 0  # 1: what a layer adds to the residual is normalised first
 
     def span(self, layer: int) -> int:
         """Return the maximum number of tokens to which a row of a layer attends, its own included."""
@@ -77,11 +78,6 @@ class ModelSizes:
         if layer < self.window_from:
             return ALL_TOKENS
         return ALL_TOKENS if layer % self.full_every == self.full_at else self.window
-
-    @cached_property
-    def spans(self) -> dict[int, int]:
-        """The number of layers of each span. It has no counterpart in C++."""
-        return Counter(map(self.span, range(self.layers)))
 
     @property
     def mask_words(self) -> int:
@@ -97,6 +93,13 @@ class ModelSizes:
     def group_size(self) -> int:
         """Return the number of query heads that share one KV head."""
         return self.heads // self.kv_heads
+
+    # -- The method below has no counterpart in C++.
+
+    @cached_property
+    def spans(self) -> dict[int, int]:
+        """The number of layers of each span."""
+        return Counter(map(self.span, range(self.layers)))
 
 
 @dataclass(frozen=True)

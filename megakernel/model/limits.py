@@ -67,6 +67,8 @@ def check_config(config: ModelConfig, source: str) -> ModelConfig:
         if value is not None and not 1e-4 < value < 1e4:
             raise refuse(f"{name} is {value}; it must be between 0.0001 and 10000")
 
+    if config.window < 0:
+        raise refuse(f"the sliding window is {config.window}; it must be at least 1")
     if config.window:
         first, every, at = config.full_places().values()
         full = {layer for layer in range(config.layers) if layer < first or layer % every == at}

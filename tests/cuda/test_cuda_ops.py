@@ -24,6 +24,8 @@ BF16_DIMS = DIMS.changed(dtype=int(Dtype.BF16), kv_page=128, row_block=64, token
 
 def make(dims: Dims, seed: int = 0) -> FibreTwins:
     checkpoint = RandomCheckpoint(dims.changed(tp=1, replicated_o=0, replicated_residual=0))
+    if dims.model.post_norms:
+        checkpoint.config = replace(checkpoint.config, family="glm4", post_norms=True)
     return FibreTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split), dims, seed)
 
 
@@ -57,21 +59,22 @@ def test_embed_and_rope() -> None:
 @pytest.mark.parametrize("hidden", [72, 576])
 @pytest.mark.parametrize("case", range(3))
 def test_norms(hidden: int, case: int) -> None:
-    dims = ranks(BF16_DIMS.changed(hidden=hidden))[case]
+    dims = ranks(BF16_DIMS.changed(hidden=hidden, post_norms=1))[case]
     twins = make(dims)
     table = make_table(dims, {0: (0, 48)})
     table.logit_rows[:] = [7, -1, 39, 0, -1]
     row = 16 * (dims.split.tp - 1)
     for r in range(dims.split.tp):
         twins.buffer(r, B.X)[47] = np.nan  # no instruction reads this row
-        for name in ("attn_norm", "mlp_norm"):
+        for name in ("attn_norm", "mlp_norm", "post_mlp_norm"):
             twins.compare(record(phase(twins, name), row, 11), LAYER, table, rank=r)
         twins.compare(record(phase(twins, "final_norm"), 0, 5), LAYER, table, rank=r)
 
 
+@pytest.mark.parametrize("post_norms", [0, 1])
 @pytest.mark.parametrize("case", [1, 2])
-def test_reduces(case: int) -> None:
-    dims = ranks(BF16_DIMS)[case]
+def test_reduces(case: int, post_norms: int) -> None:
+    dims = ranks(BF16_DIMS.changed(post_norms=post_norms))[case]
     twins = make(dims)
     table = make_table(dims, {0: (0, 48)})
     for name in ("o_reduce", "down_reduce"):

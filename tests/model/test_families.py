@@ -29,6 +29,7 @@ MULTIPLIERS |= {"logits_scaling": 8.0}
 SHAPES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 40, "ffn": 67, "use_bias": True, "tied": True},
     "glm": {"heads": 6, "kv_heads": 2, "head_dim": 40, "hidden": 56, "ffn": 77},
+    "glm4": {"heads": 6, "kv_heads": 2, "head_dim": 40, "hidden": 56, "ffn": 77},
     "granite": {"heads": 6, "kv_heads": 3, "head_dim": 16, "hidden": 40, "ffn": 99, "tied": True, **MULTIPLIERS},
     "llama": {"heads": 9, "kv_heads": 3, "head_dim": 8, "hidden": 72, "ffn": 137, "tied": True},
     "mistral": {"sliding_window": None, "heads": 5, "kv_heads": 5, "head_dim": 16, "hidden": 56, "ffn": 61},
@@ -44,6 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 # (family, its name in GGUF files, whether these files store the two rows of a RoPE pair next to each other)
 GGUF = [
     ("ernie4_5", "ernie4_5", False),
+    ("glm4", "glm4", False),
     ("granite", "granite", True),
     ("llama", "llama", True),
     ("mistral", "llama", True),
@@ -102,8 +104,10 @@ def test_tokens_and_logprobs_are_those_of_transformers(family: str, tp: int) -> 
     np.testing.assert_allclose(logprobs, torch.log_softmax(torch.from_numpy(want), -1).max(-1).values, atol=1e-4)
 
 
-# Families with sliding windows, which begin in all places of KV blocks, in all layers or in some.
-WINDOWS: dict[str, dict[str, Any]] = {
+# Families with sliding windows, which begin in all places of KV blocks, in all layers or in some; and those with phases
+# that Llama does not have.
+LONG: dict[str, dict[str, Any]] = {
+    "glm4": {},
     "mistral": {"sliding_window": 100},
     "ministral": {
         "layers": 3,
@@ -116,9 +120,9 @@ WINDOWS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("backend", "tp"), [("reference", 1), ("cpu", 1), ("cpu", 2), ("cpu", 4)])
-@pytest.mark.parametrize("family", WINDOWS)
-def test_windows_are_those_of_transformers(family: str, backend: str, tp: int) -> None:
-    model, checkpoint = make_llama(5, family, **SHAPES[family] | WINDOWS[family])
+@pytest.mark.parametrize("family", LONG)
+def test_long_texts_have_the_logits_of_transformers(family: str, backend: str, tp: int) -> None:
+    model, checkpoint = make_llama(5, family, **SHAPES[family] | LONG[family])
     tokens = np.random.default_rng(9).integers(0, checkpoint.config.vocab, 300).tolist()
     runner = Runner(checkpoint, backend, tp=tp, max_context=320)
     logits = runner.logits(tokens, [250, 251])
@@ -128,7 +132,9 @@ def test_windows_are_those_of_transformers(family: str, backend: str, tp: int) -
 
 SPLITS = [(1, "auto"), *((tp, o) for tp in (2, 8) for o in ("sharded", "replicated"))]
 # Families that differ only in their weights and config.json are as exact as Llama with any number of ranks.
-CASES = [(family, *split) for family in SHAPES for split in (SPLITS if family in ("llama", "qwen3") else SPLITS[:1])]
+CASES = [
+    (family, *split) for family in SHAPES for split in (SPLITS if family in ("glm4", "llama", "qwen3") else SPLITS[:1])
+]
 
 
 @pytest.mark.parametrize(("family", "tp", "o"), CASES)
