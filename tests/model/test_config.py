@@ -68,6 +68,18 @@ GLM = {"architectures": ["GlmForCausalLM"], "model_type": "glm"}
 GRANITE = {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "rope_theta": 1e4}
 SMOLLM3 |= {"tie_word_embeddings": False}
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_act": None, "head_dim": 16}
+# What published files say, with other sizes.
+GEMMA3 |= {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "sliding_window": 64,
+}
+GEMMA3 |= {"attn_logit_softcapping": None, "cache_implementation": "hybrid", "sliding_window_pattern": 2}
+GEMMA3_READ = {"embedding_multiplier": 8.0, "rounds_embedding": True, "post_norms": True, "tied": True}
+GEMMA3_READ |= {"attention_multiplier": 1 / 16, "rope": Rope(1e6), "local_theta": 1e4}
+GEMMA3_READ |= {"window": 64, "full_layers": (1,)}
 IMAGES = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "vision_config": {"a": 1}}
 IMAGES |= {"image_token_index": 10, "spatial_merge_size": 2, "vision_feature_layer": -1, "projector_hidden_act": "gelu"}
 UNUSED = {"use_sliding_window": False, "layer_types": [FULL, FULL]}
@@ -161,6 +173,12 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
         ),
         ({**GLM, "head_dim": 16}, {"qkv_bias": True, "rope": Rope(dims=8)}),
         ({**GLM, "head_dim": 16, "attention_bias": False, "partial_rotary_factor": 1.0}, {}),
+        (GEMMA3, GEMMA3_READ),
+        (
+            {**GEMMA3, "rope_theta": None, "rope_local_base_freq": None, "layer_types": [FULL, WINDOW]}
+            | {"rope_parameters": {FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}, WINDOW: {}}},
+            GEMMA3_READ | {"rope": Rope(5e5, RopeKind.LINEAR, 8.0), "full_layers": (0,)},
+        ),
         ({**GRANITE, "attention_multiplier": 0.25}, {"attention_multiplier": 0.25}),
         (
             {**GRANITE, "embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 8, "mlp_bias": True},
@@ -227,6 +245,13 @@ def test_rope_spellings(spelling: dict[str, Any]) -> None:
         ("yarn", {**PHI3, "rope_scaling": YARN}),
         ("full_attn_mod", {**PHI3, "full_attn_mod": 2}),
         ("mlp_bias", {**GLM, "mlp_bias": True}),
+        ("final_logit_softcapping", {**GEMMA3, "final_logit_softcapping": 30.0}),
+        ("hidden_activation", {**GEMMA3, "hidden_activation": "gelu"}),
+        ("hidden_act", {**GEMMA3, "hidden_act": "silu"}),
+        ("sliding_window_pattern", {**GEMMA3, "sliding_window_pattern": 0}),
+        ("query_pre_attn_scalar", {**GEMMA3, "query_pre_attn_scalar": -1}),
+        ("sliding_attention: rope_type", {**GEMMA3, "rope_parameters": {FULL: {}, WINDOW: {"rope_type": "linear"}}}),
+        ("use_bidirectional_attention", {**GEMMA3, "use_bidirectional_attention": True}),
         ("residual_multiplier", {**GRANITE, "residual_multiplier": 0}),
         ("attention_multiplier", {**GRANITE, "attention_multiplier": -0.5}),
         ("logits_scaling", {**GRANITE, "logits_scaling": "8"}),

@@ -28,6 +28,9 @@ MULTIPLIERS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.21875, "at
 MULTIPLIERS |= {"logits_scaling": 8.0}
 SHAPES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 40, "ffn": 67, "use_bias": True, "tied": True},
+    "gemma": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 56, "ffn": 69, "tied": True},
+    "gemma3_text": {"layers": 7, "heads": 6, "kv_heads": 3, "head_dim": 24, "hidden": 48, "ffn": 75, "tied": True}
+    | {"sliding_window": 9, "query_pre_attn_scalar": 24},
     "glm": {"heads": 6, "kv_heads": 2, "head_dim": 40, "hidden": 56, "ffn": 77},
     "glm4": {"heads": 6, "kv_heads": 2, "head_dim": 40, "hidden": 56, "ffn": 77},
     "granite": {"heads": 6, "kv_heads": 3, "head_dim": 16, "hidden": 40, "ffn": 99, "tied": True, **MULTIPLIERS},
@@ -45,6 +48,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 # (family, its name in GGUF files, whether these files store the two rows of a RoPE pair next to each other)
 GGUF = [
     ("ernie4_5", "ernie4_5", False),
+    ("gemma", "gemma", False),
+    ("gemma3_text", "gemma3", False),
     ("glm4", "glm4", False),
     ("granite", "granite", True),
     ("llama", "llama", True),
@@ -107,6 +112,8 @@ def test_tokens_and_logprobs_are_those_of_transformers(family: str, tp: int) -> 
 # Families with sliding windows, which begin in all places of KV blocks, in all layers or in some; and those with phases
 # that Llama does not have.
 LONG: dict[str, dict[str, Any]] = {
+    "gemma": {},
+    "gemma3_text": {"sliding_window": 90},
     "glm4": {},
     "mistral": {"sliding_window": 100},
     "ministral": {

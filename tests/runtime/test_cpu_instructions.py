@@ -3,6 +3,7 @@ what does not change the bits of a result, such as the tile, the split of attent
 multiply."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -130,6 +131,22 @@ def test_matmuls(twins: CpuTwins, rows: int) -> None:
         close(twins, name, 1, table, 0, rows, 16, 56)
     close(twins, "gate_up_silu", 0, table, 0, rows, 32, 72)
     close(twins, "lm_head", 0, table, 0, min(rows, 5), 48, 155)
+
+
+@pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16])
+@pytest.mark.parametrize("simd", WIDTHS)
+def test_norms_of_what_a_layer_adds_and_gelu(monkeypatch: pytest.MonkeyPatch, simd: str, dtype: Dtype) -> None:
+    use(monkeypatch, simd)
+    dims = DIMS.changed(dtype=int(dtype), post_norms=1)
+    checkpoint = RandomCheckpoint(dims, biased=False)
+    checkpoint.config = replace(checkpoint.config, family="gemma3_text", post_norms=True)
+    forward = passes.apply(families.forward(checkpoint.config), dims.split)
+    twins = CpuTwins(checkpoint, forward, dims)
+    tiles = {"o_proj": (16, 56), "gate_up_silu": (32, 72), "down_proj": (16, 56), "post_mlp_norm": ()}
+    for name, columns in tiles.items():
+        one = record(forward.by_name[name], 3, 21, *columns)
+        twins.compare(one, 1, make_table(dims, {0: (0, 40)}), atol=1e-3 if dtype is Dtype.BF16 else 2e-5)
+    twins.backend.close()
 
 
 @pytest.mark.parametrize("k", [71, 256, 300, 513])

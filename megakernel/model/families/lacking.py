@@ -23,7 +23,6 @@ _MODELS = {
         qwen3vlmoe smallthinker""",
     "embeddings of its own in each layer": "gemma3n gemma3n_text gemma4 gemma4_text",
     "attention scores capped by tanh": "gemma2",
-    "an MLP with a GELU gate": "gemma gemma3 gemma3_text",
     "layers that do not normalise their inputs": "exaone4 olmo2 olmo3",
     "norms that subtract the mean": """bloom codeshell cohere cohere2 command-r falcon gpt2 gpt_bigcode gpt_neox gptj
         gptneox mpt nemotron olmo opt persimmon phi phi2 stablelm starcoder starcoder2""",
