@@ -223,9 +223,11 @@ def test_the_documents_name_every_type() -> None:
         assert re.search(rf"\b{kind.name}\b", own), kind.name
 
 
-def test_a_window_limits_the_context(path: Path) -> None:
-    tiny_gguf(path, llama__attention__sliding_window=96)
-    assert load_config(str(path)).max_context == 96
+@pytest.mark.parametrize(("architecture", "context", "window"), [("llama", 96, 0), ("mistral3", 128, 96)])
+def test_a_window_is_applied_or_limits_the_context(path: Path, architecture: str, context: int, window: int) -> None:
+    tiny_gguf(path, architecture, **{f"{architecture}__attention__sliding_window": 96})
+    config = load_config(str(path))
+    assert (config.max_context, config.window) == (context, window)
 
 
 @pytest.mark.parametrize(

@@ -76,10 +76,11 @@ class Twins(ABC):
         return self.reference.buffer(buffer, layer, rank)
 
     def fill_unused(self, table: StepTable, layer: int, value: float) -> None:
-        """Store `value` in those slots of the reference's KV cache that hold no token of the step's sequences."""
+        """Store `value` in those slots of the reference's KV cache that hold no token that the step's rows see."""
         unused = np.ones((PAGES, self.dims.bucket.kv_page), bool)
         for row in np.flatnonzero(table.row_seq >= 0):
-            token = np.arange(table.positions[row] + 1)
+            after = int(table.positions[row]) + 1
+            token = np.arange(max(after - self.dims.model.span(layer), 0), after)
             pages = table.block_tables[table.row_seq[row], token // self.dims.bucket.kv_page]
             unused[pages, token % self.dims.bucket.kv_page] = False
         for rank in range(self.dims.split.tp) if self.dims.model.quantised_kv else ():

@@ -130,9 +130,11 @@ def test_accepts_a_real_shape_on_all_sms() -> None:
         (
             1,
             "mlp_norm",
-            {"result": Result.RESIDUAL},
-            "it cannot have the result RESIDUAL",
+            {"result": Result.STORED},
+            "it cannot have the result STORED",
         ),
+        (1, "mlp_norm", {"result": Result.RESIDUAL}, "its output H are"),
+        (2, "o_reduce", {"result": Result.RESIDUAL}, "it cannot have the result RESIDUAL"),
         (1, "o_proj", {"result": Result.PARTIAL}, "its output X are"),
         (1, "mlp_norm", {"weight_bits": 8.5}, "cannot have weights of 8.5 bits"),
         (1, "o_proj", {"weight_bits": 0.0}, "cannot have weights of 0.0 bits"),
