@@ -86,3 +86,40 @@ def test_says_that_a_task_was_overwritten(segment: int, number: int) -> None:
         said = explain(program, StepTable(program.dims), [wait])
         assert f"waits in record {number} of segment {segment} for {what}" in said
         assert said.endswith("the program has no such instruction: a block's memory was overwritten")
+
+
+CONTROLLER, WEIGHTS, STORER, CONSUMERS = 0, 1, 2, 4  # numbers of warps; from CONSUMERS on, eight consumers
+
+
+@pytest.mark.parametrize(
+    ("waits", "named"),
+    [
+        # A page of weights never arrives: nobody is about to fill it.
+        ([(CONSUMERS + n, "full", 3, 0) for n in range(8)], "consumer 0 of rank 0 worker 1 .* page 3 to be filled"),
+        # A consumer did not release page 3, for which a loader waits before it fills the page again.
+        (
+            [(WEIGHTS, "empty", 3, 1), *((CONSUMERS + n, "full", 3, 0) for n in range(8))],
+            "weight loader of rank 0 worker 1 .* page 3 to be released",
+        ),
+        # One consumer does not end its arithmetic, so the storer gets no output.
+        (
+            [(STORER, "ready", 5, 0), *((CONSUMERS + n, "full", 4, 1) for n in range(7)), (WEIGHTS, "empty", 4, 0)],
+            "storer of rank 0 worker 1 .* and consumer 7 is still at work",
+        ),
+        # A consumer did not report the end of an instruction: the others wait for the next one.
+        (
+            [(CONTROLLER, "retired", 2, 0), *((CONSUMERS + n, "fetched", 3, 0) for n in range(8))],
+            "controller of rank 0 worker 1 .* for the instruction in slot 2 to end",
+        ),
+    ],
+    ids=["lost load", "page not released", "endless arithmetic", "never retired"],
+)
+def test_names_the_warp_that_holds_up_the_others(waits: list[tuple[int, str, int, int]], named: str) -> None:
+    """The other worker waits for a counter, which is only a consequence."""
+    program = small_programs.make(workers=2, layers=2)
+    later = len(program.body.records) - 1
+    found = [Wait(0, 0, 0, 3, segment=1, layer=1, number=later, kind=COUNTER, index=0, value=0, expected=1)]
+    for warp, kind, index, parity in waits:
+        where = {"segment": -1 if kind in ("fetched", "retired") else 1, "layer": 0, "number": 0}
+        found.append(Wait(0, 1, 0, warp, **where, kind=kind, index=index, value=0, expected=parity))
+    assert re.match(f"the {named}", explain(program, StepTable(program.dims), found))
