@@ -143,7 +143,7 @@ def run(seed: int, steps: int) -> Counter[str]:
     """Run `steps` steps under random traffic, and then until all requests are answered."""
     traffic = Traffic(seed)
     rng, engine = traffic.rng, traffic.engine
-    busy, failing = rng.choice([0.05, 0.3, 0.6]), rng.choice([0.0, 0.0, 0.01])
+    busy, failing = rng.choice([0.05, 0.3, 0.6]), rng.choice([0.0, 0.02])
     for _ in range(steps):
         while engine.idle or (engine.stats.waiting < 20 and rng.random() < busy):
             traffic.add()
@@ -162,12 +162,12 @@ def run(seed: int, steps: int) -> Counter[str]:
 
 
 def test_the_traffic_meets_everything() -> None:
-    met = sum((run(seed, 120) for seed in range(5)), Counter[str]())
+    met = sum((run(seed, 50) for seed in range(6)), Counter[str]())
     wanted = ("scored rows", "biased rows", "deferred tokens", "aborts", "interrupts", "preemptions", "hits")
     assert all(met[name] for name in (*wanted, "accepted", "generated alone")), met
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5, 20))
+@pytest.mark.parametrize("seed", range(6, 12))
 def test_every_request_gets_what_it_would_get_alone(seed: int) -> None:
     run(seed, 60)
