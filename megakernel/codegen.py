@@ -52,7 +52,9 @@ _C_TYPES = {"u8": "uint64_t", "u4": "uint32_t", "u2": "uint16_t", "u1": "uint8_t
 # the Python name of a constant if they differ.
 _WORDS = "words operand_word wait_word waits signal_word signals counter_mask rank_shift rank_mask all_ranks owner"
 _COMMON = (
-    *((record, _WORDS), (dims, "shard_unit kv_unit kv_scale"), (phases, "max_phases"), (record, "next indexed")),
+    (record, _WORDS),
+    (dims, "shard_unit kv_unit kv_scale most_experts"),
+    *((phases, "max_phases"), (record, "next indexed")),
     (cpu, "most_head_dim"),
     (trace, "trace_prologue=prologue trace_epilogue=epilogue"),
 )
@@ -80,7 +82,7 @@ _RECORDS = (dims.ModelSizes, dims.Split, dims.Bucket, Dims)
 _DERIVED = (
     *("row_blocks", "pages_per_seq", "own_rows", "own_logit_rows", "mask_words", "kv_row", "group_size", "rank_heads"),
     *("first_head", "first_kv_head", "rank_kv_heads", "first_ffn", "rank_ffn", "first_vocab", "rank_vocab"),
-    "head_ranks",
+    *("head_ranks", "by_expert", "places"),
     *("q_cols", "kv_cols", "qkv_cols", "o_cols", "o_first"),
 )
 _FUNCTIONS = ("query_head", "query_head_end", "owner", "reduce_place", "reduce_row")

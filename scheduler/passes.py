@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import zip_longest
 
 from megakernel.isa import Buffer, Forward, Operation, Phase, Result, Rows, Split
 
@@ -30,11 +31,14 @@ def norms_next(forward: Forward) -> Forward:
 
 def norms_inside(forward: Forward) -> Forward:
     """Let each matmul of a layer normalise its own inputs. The residual must not change between a norm and the matmuls
-    that read its result."""
-    norms = {}  # the norm that computed what a buffer holds
+    that read its result. Norms of what experts read stay as they are."""
+    norms: dict[Buffer | None, Phase] = {}  # the norm that computed what a buffer holds
     body = []
-    for phase in forward.body:
-        if phase.operation is Operation.NORM:
+    for phase, after in zip_longest(forward.body, forward.body[1:]):
+        if phase.operation is Operation.NORM and after and after.operation is Operation.ROUTE:
+            norms.pop(phase.output, None)
+            body.append(phase)
+        elif phase.operation is Operation.NORM:
             norms[phase.output] = phase
         elif norm := norms.get(phase.inputs):
             body.append(replace(phase, inputs=norm.inputs, norm=norm.weights))
@@ -70,7 +74,8 @@ def _rows(phase: Phase) -> Rows:
     the weights."""
     if phase.operation is Operation.SAMPLE:
         return Rows.SAMPLED
-    shared = phase.operation is Operation.ROPE or (phase.is_matmul and phase.result is not Result.RESIDUAL)
+    shared = phase.operation in (Operation.ROPE, Operation.ROUTE, Operation.EXPERTS)
+    shared |= phase.result not in (Result.NONE, Result.RESIDUAL)
     return Rows.EVERY if shared and phase.rows is Rows.OWN else phase.rows
 
 

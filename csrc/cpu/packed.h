@@ -85,6 +85,9 @@ struct SuperScale {
   int8_t eight[16][kPanel];
 };
 
+// The code of a weight of 0. Types with an offset need none, and codes of 8 bits have signs.
+constexpr int zero_code(int bits, bool offset) { return offset || bits == 8 ? 0 : 1 << (bits - 1); }
+
 // The quantisation blocks of a panel's 16 columns that begin at the same step along K.
 template <class S, int kBits, int kCount>
 struct PackedBlock {
@@ -92,7 +95,7 @@ struct PackedBlock {
   static constexpr int kValueBits = kBits, kUnits = kCount, kSteps = kCount * kUnit;
   static constexpr bool kOffset = S::kOffset;  // whether weights have a minimum
   static constexpr int kGroups = S::kGroups;   // groups of a unit that have scales of their own
-  static constexpr int kZero = kOffset || kBits == 8 ? 0 : 1 << (kBits - 1);  // the value of a weight of 0
+  static constexpr int kZero = zero_code(kBits, kOffset);
 
   Scales scales;
   Values<kBits> values[kCount];

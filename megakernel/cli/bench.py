@@ -135,7 +135,7 @@ def show_latency(figures: dict[str, Any]) -> None:
         (
             "  arithmetic",
             Text.assemble(
-                f"{prefill['gflops']:.0f} GFLOP/s, ",
+                f"{prefill['gflops']:.0f} G{ceilings['unit']}, ",
                 (f"{prefill['fma_fraction']:.0%}", "bold"),
                 f" of the {ceilings['flops'] / 1e9:.0f} that this machine can do",
             ),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from .. import machine as machines
 from ..machine import Hardware, Machine
+from ..program import Program
 from ..roofline import Ceilings
 from . import output
 
@@ -35,12 +36,14 @@ def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
     return found
 
 
-def host_machine(workers: int, ranks: int) -> Machine:
-    """Describe one of `ranks` equal parts of this host: it has `workers` cores and its share of the host's rates."""
+def host_machine(program: Program) -> Machine:
+    """Describe the part of this host that a rank of the program has: its workers and its share of the host's rates."""
     from megakernel.serving.bench.ceilings import share_of
 
-    ceilings = host_ceilings(min(workers * ranks, machines.cpu_count()))
-    return share_of(ceilings, machines.host(workers), ranks)
+    ceilings = host_ceilings(min(program.workers * program.ranks, machines.cpu_count()))
+    if program.dims.model.q8_activations:
+        ceilings = ceilings.of_integers
+    return share_of(ceilings, machines.host(program.workers), program.ranks)
 
 
 def hardware_of(name: str) -> Hardware:
@@ -48,4 +51,4 @@ def hardware_of(name: str) -> Hardware:
     if name != machines.HOST:
         return machines.hardware(name)
     measured = host_ceilings(machines.cpu_count())
-    return machines.host_hardware(measured.flops, measured.read_bytes_per_s)
+    return machines.host_hardware(measured.flops, measured.integer_ops, measured.read_bytes_per_s)

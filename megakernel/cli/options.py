@@ -13,7 +13,7 @@ from ..errors import MegakernelError
 from ..isa import Buffer, Dtype
 from ..machine import Machine
 from ..model import PACKAGES, ModelConfig, cached, load_config, local_checkpoint, pull
-from ..model.stored import bits_of, storage_of
+from ..model.stored import bits_of, quantised_kv, rounds_activations, storage_of
 from ..runtime.registry import backend_for
 from ..settings import SETTINGS, positive
 from . import output
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # A function that creates a verb's parser from the verb's name, a one-line description and an example.
 AddVerb = Callable[[str, str, str], argparse.ArgumentParser]
+# The settings that say how weights and the KV cache are stored, and how weights are multiplied.
+STORED = ("weights", "kv cache dtype", "activations")
 
 
 def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool = False) -> None:
@@ -68,7 +70,7 @@ def lowering(args: argparse.Namespace) -> Options:
 
 def add_model_run(parser: argparse.ArgumentParser) -> None:
     """Add all flags that say how to run a model."""
-    for name in ("model", "backend", "dtype", "weights", "kv cache dtype", "activations", "tp", "threads"):
+    for name in ("model", "backend", "dtype", *STORED, "tp", "threads"):
         add_setting(parser, name)
     parser.add_argument("--context", type=positive, help="maximum tokens of a sequence (default: the model's limit)")
 
@@ -142,10 +144,10 @@ def prompt_ids(llm: LLM, count: int) -> list[int]:
 
 def paper_model(
     args: argparse.Namespace, machine: Machine, context: int = 0
-) -> tuple[ModelConfig, Dtype, dict[Buffer, float]]:
-    """Return the model's sizes, and the compute type and bits per weight with which a backend for `machine` would store
-    it. No weights are read or downloaded. The weights of a model that is not on this computer count as bf16. Raises
-    MegakernelError if the model was not made for `context` tokens."""
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """Return the model's sizes, and the arguments of `compile_program` that say how a backend for `machine` would store
+    and multiply its weights. No weights are read or downloaded. The weights of a model that is not on this computer
+    count as bf16. Raises MegakernelError if the model was not made for `context` tokens."""
     from megakernel.serving.text.llm import parse_dtype
 
     backend, checkpoint = backend_for(machine.target), local_checkpoint(args.model)
@@ -154,14 +156,19 @@ def paper_model(
         raise MegakernelError(
             f"context {context} exceeds the model's limit of {config.max_context} tokens: lower --context"
         )
-    if refused := backend.refuses(args.weights):
+    if refused := backend.refuses(args.weights, args.kv_cache_dtype):
         raise MegakernelError(refused)
     named = parse_dtype(args.dtype)
     dtype = backend.dtype if named is None else named
     if dtype is None:
         dtype = Dtype.BF16 if checkpoint is None else checkpoint.dtype
     storage = storage_of(checkpoint, config, args.weights) if backend.stores else {}
-    return config, dtype, bits_of(config, storage)
+    return config, {
+        "dtype": dtype,
+        "weight_bits": bits_of(config, storage),
+        "quantised_kv": quantised_kv(args.kv_cache_dtype),
+        "q8_activations": rounds_activations(args.activations, storage),
+    }
 
 
 _SHAREGPT = "sharegpt"

@@ -53,10 +53,10 @@ def speed(tokens: int | None, finish_reason: str | None, ttft_s: float | None, t
 
 
 def rates(figures: dict[str, Any]) -> str:
-    """Return a text with the achieved rates and the ceilings, in GB/s and GFLOP/s."""
+    """Return a text with the achieved rates and the ceilings, in GB/s and in GFLOP/s or, for integers, GOP/s."""
     ceilings = figures["ceilings"]
     read = f"{figures['read_GBps']:.1f} of {ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s"
-    return f"{read}, {figures['gflops']:.0f} of {ceilings['flops'] / 1e9:.0f} GFLOP/s"
+    return f"{read}, {figures['gflops']:.0f} of {ceilings['flops'] / 1e9:.0f} G{ceilings['unit']}"
 
 
 def rows(*pairs: tuple[str, str | Text]) -> None:

@@ -14,7 +14,7 @@ from ..machine import Machine
 from ..model import ModelConfig
 from ..program import Program, load_program
 from . import output
-from .options import AddVerb, add_count, add_lowering, add_setting, lowering, paper_model
+from .options import STORED, AddVerb, add_count, add_lowering, add_setting, lowering, paper_model
 
 # An engine's default number of sequences; programs rarely need more logit rows than this.
 _SEQUENCES = 64
@@ -47,7 +47,7 @@ def register(add: AddVerb) -> None:
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say what a program is compiled for, and how."""
-    for name in ("machine", "tp", "dtype", "weights"):
+    for name in ("machine", "tp", "dtype", *STORED):
         add_setting(parser, name)
     add_lowering(parser)
     add_count(parser, "--workers", None, "workers per rank (default: the machine's)")
@@ -73,11 +73,10 @@ def compile_for(args: argparse.Namespace, **sizes: Any) -> tuple[Program, ModelC
     from megakernel.scheduler.tune import Fastest
 
     machine = machines.load(args.machine, args.workers)
-    config, dtype, bits = paper_model(args, machine, args.context or 0)
+    config, how = paper_model(args, machine, args.context or 0)
     sizes = {"max_context": args.context or config.max_context} | (sizes or _bucket(args))
     bucket = {name: sizes.pop(name) for name in ("tokens", "logit_rows")}
-    how = {"dtype": dtype, "tp": args.tp, "options": lowering(args), "weight_bits": bits}
-    fastest = Fastest(config, machine, **how, **sizes)
+    fastest = Fastest(config, machine, tp=args.tp, options=lowering(args), **how, **sizes)
     return fastest(**bucket), config, machine
 
 

@@ -13,10 +13,10 @@ from ..errors import MegakernelError, file_errors, regular
 from ..isa import OperationFamily
 from ..roofline import PhasePart, StepRoofline, memory_fit, step_roofline
 from ..roofline.plot import Mark, Point, write_plot
-from ..roofline.program_step import RATE
+from ..roofline.program_step import rate_of
 from . import output, roofline_ask
 from .host import hardware_of
-from .options import AddVerb, add_count, add_setting, paper_model
+from .options import STORED, AddVerb, add_count, add_setting, paper_model
 
 _CONTEXT = 128
 
@@ -27,7 +27,7 @@ def register(add: AddVerb) -> None:
         "show a step's least time on a machine and what limits it",
         "megakernel roofline --model random:llama-3.1-70b --machine h100x8 --tp 8 --tokens 1024 --plot roof.svg",
     )
-    for name in ("model", "machine", "tp", "o lowering", "residual", "norm", "dtype", "weights"):
+    for name in ("model", "machine", "tp", "o lowering", "residual", "norm", "dtype", *STORED):
         add_setting(parser, name)
     add_count(parser, "--tokens", 1, "rows of a step, one for each sequence", "B")
     add_count(parser, "--context", _CONTEXT, "KV tokens of each sequence", "C")
@@ -59,18 +59,17 @@ def run(args: argparse.Namespace) -> int:
         raise MegakernelError(f"{hardware.name} has {hardware.node.gpus} devices in a node: lower --tp")
     context = args.context
     machine = machines.load(args.machine)
-    config, dtype, bits = paper_model(args, machine, context)
+    config, how = paper_model(args, machine, context)
     options = Options(o=args.o_lowering, residual=args.residual, norm=args.norm)
     rows = dict.fromkeys(("tokens", "logit_rows", "max_seqs"), args.tokens)
-    how = {"dtype": dtype, "max_context": context, "tp": args.tp, "options": options, "weight_bits": bits}
-    tasks = fastest(config, machine, **how, **rows)
+    tasks = fastest(config, machine, max_context=context, tp=args.tp, options=options, **how, **rows)
     forward, ranks = tasks.forward, tasks.rank_dims
     parts = [
         PhasePart(each.phase, each.columns, ranks[each.rank], runs)
         for segment, runs in zip(tasks.segments, (1, tasks.dims.model.layers, 1), strict=True)
         for each in segment
     ]
-    step = step_roofline(parts, hardware, context)
+    step, rate = step_roofline(parts, hardware, context), rate_of(tasks.dims.model, hardware)
     weights = max(weight_bytes(forward, dims.split, tied=config.tied) for dims in ranks)
     fit = memory_fit(ranks, weights, hardware.chip.hbm_bytes, args.tokens, context)
     facts = {
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         "tp": args.tp,
         "tokens": args.tokens,
         "context": context,
-        "dtype": RATE[dtype],
+        "dtype": rate,
         "lowering": lowering(tasks.dims, forward),
         **{key: value for key, value in asdict(step).items() if key != "instructions"},
         "bound": step.bound,
@@ -87,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         "step_without_overlap_s": step.step_without_overlap_s,
         "tokens_per_s": args.tokens / step.step_s,
         "flops_per_byte": step.flops_per_byte,
-        "critical_rows": hardware.critical_rows(RATE[dtype], _bytes_per_weight(step, args.tokens)),
+        "critical_rows": hardware.critical_rows(rate, _bytes_per_weight(step, args.tokens)),
         "memory": asdict(fit) | {"needed_bytes": fit.needed_bytes, "fits": fit.fits},
         "instructions": [
             asdict(c) | {"family": c.family.name.lower(), "message_bytes": c.message_bytes, "bound": c.bound}
@@ -97,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         title = f"{args.model}, {_rows(args.tokens)} with a context of {context}, tp {args.tp}"
         points = [*_points(step), *(point for path in args.achieved for point in _achieved(path))]
-        write_plot(args.plot, hardware, points, title, RATE[dtype])
+        write_plot(args.plot, hardware, points, title, rate)
         output.stderr.print(f"wrote {args.plot}")
     if args.json:
         output.emit(facts)

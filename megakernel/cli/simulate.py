@@ -17,7 +17,7 @@ from ..runtime import Chunk, SampleRow, build_step
 from ..settings import SETTINGS
 from . import output
 from .host import host_machine
-from .options import AddVerb, add_count
+from .options import STORED, AddVerb, add_count
 from .programs import add_machine, add_source, compile_for
 from .timeline import add_files, write_files
 
@@ -120,11 +120,12 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
     """Return the program, the machine with the program's number of workers, and whether embeddings are tied. A program
     file does not say whether embeddings are tied; the result is then True."""
     if args.file:
-        if args.weights != SETTINGS["weights"].default:
-            raise MegakernelError(
-                f"{args.file} is already compiled for one type of weights: leave --weights out, or give "
-                "--model instead of FILE"
-            )
+        for setting in map(SETTINGS.__getitem__, STORED):
+            if getattr(args, setting.flag.lstrip("-").replace("-", "_")) != setting.value():
+                raise MegakernelError(
+                    f"{args.file} is already compiled for one {setting.flag}: leave it out, or give --model instead of "
+                    "FILE"
+                )
         program, tied = load_program(args.file), True
         workers = args.workers or program.processors
         _check_size(args.machine, workers, program.ranks)
@@ -136,7 +137,7 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
         with output.busy("compiling"):
             program, config, machine = compile_for(args, tokens=tokens, logit_rows=tokens, max_seqs=tokens)
         machine, tied = replace(machine, workers=program.processors), config.tied
-    return program, host_machine(machine.workers, program.ranks) if machine.name == HOST else machine, tied
+    return program, host_machine(program) if machine.name == HOST else machine, tied
 
 
 def _check_size(name: str, workers: int, ranks: int) -> None:

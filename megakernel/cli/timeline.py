@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         program, traces = load_program(args.program), [Trace.load(args.trace)]
         if program.machine not in MACHINES:
-            machine = host_machine(program.workers, program.ranks)
+            machine = host_machine(program)
     resolved = [resolve(program, trace, machine) for trace in traces]
     summaries = [summarise(each) for each in resolved]
     launches = compare_launches(summaries)

@@ -63,7 +63,7 @@ class Context:
         """`a` times the columns [col, col + cols) of one of the phase's matrices: [rows, cols]."""
         weights: NDArray[Any] = self.buffer(given(self.phase.weights), ahead=self.phase.ahead)
         weights = weights.reshape(-1, *weights.shape[-2:])
-        out = product(a, to_f32(weights[matrix, col : col + cols]).T)
+        out, in_floats = np.empty((len(a), cols), np.float32), np.ones(cols, bool)
         start = matrix * weights.shape[1] + col
         for first, codes in self.codes(given(self.phase.weights), ahead=self.phase.ahead):
             low, end = max(first, start), min(first + len(codes.values), start + cols)
@@ -71,7 +71,10 @@ class Context:
                 own = slice(low - first, end - first)
                 offset = None if codes.offset is None else codes.offset[own]
                 chosen = Codes(codes.values[own], codes.scale[own], offset)
-                out[:, low - start : end - start] = multiply(rounded(a), chosen)
+                columns = slice(low - start, end - start)
+                out[:, columns], in_floats[columns] = multiply(rounded(a), chosen), False
+        if in_floats.any():
+            out[:, in_floats] = product(a, to_f32(weights[matrix, col : col + cols][in_floats]).T)
         return out
 
     def biased(self, values: F32, index: Any) -> F32:

@@ -79,13 +79,13 @@ def host(workers: int | None = None) -> Machine:
     return _machine(read(HOST, workers))
 
 
-def host_hardware(flops_per_s: float, read_bytes_per_s: float) -> Hardware:
+def host_hardware(flops_per_s: float, integer_ops_per_s: float | None, read_bytes_per_s: float) -> Hardware:
     """This machine's CPU as one device with measured rates. bf16 and float32 get the same rate."""
     nominal = read(HOST)
     return replace(
         nominal,
         chip=replace(nominal.chip, hbm_bytes_per_s=read_bytes_per_s),
-        rates=Rates(bf16=flops_per_s, fp32=flops_per_s),
+        rates=Rates(bf16=flops_per_s, fp32=flops_per_s, int8=integer_ops_per_s),
     )
 
 

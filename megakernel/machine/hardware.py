@@ -54,6 +54,7 @@ class Rates:
     fp32: float  # multiply-adds of the vector lanes
     fp8: float | None = None
     fp4: float | None = None
+    int8: float | None = None  # operations per second of a CPU on 8-bit integers, if they were measured
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,7 @@ class Hardware:
         return self.node.switches * self.node.switch_ports * self.link.port_bytes_per_s
 
     def flops_per_s(self, dtype: str) -> float:
-        """Return the FLOP/s for operands of `dtype`: bf16, fp8, fp4 or fp32."""
+        """Return the FLOP/s for operands of `dtype`: bf16, fp8, fp4, int8 or fp32."""
         rate: float | None = getattr(self.rates, dtype, None)
         if rate is None:
             raise MegakernelError(f"{self.name} does not compute in {dtype}: choose another --machine or --dtype")

@@ -58,7 +58,8 @@ class Rope:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a model. RoPE does not rotate in the layers `nope_layers`.
+    """The shape of a model. RoPE does not rotate in the layers `nope_layers`. If a layer has `experts`, `ffn` is the
+    width of one of them, and with `normalised_routes` the weights of a token's experts are divided by their sum.
 
     Embeddings are multiplied by `embedding_multiplier`, what a layer adds to the residual by `residual_multiplier`,
     and attention scores by `attention_multiplier` (None: 1 / sqrt(head_dim)). Logits are divided by `logits_scaling`.
@@ -82,6 +83,9 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    normalised_routes: bool = False
     nope_layers: tuple[int, ...] = ()
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -92,8 +96,9 @@ class ModelConfig:
 
     def sizes(self, dtype: Dtype, *, quantised_kv: bool = False, q8_activations: bool = False) -> ModelSizes:
         """The sizes of the model when it computes in `dtype`."""
-        names = ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads", "head_dim")
+        names = ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "experts", "experts_per_token")
         own = {name: getattr(self, name) for name in names}
+        own["normalised_routes"] = int(self.normalised_routes)
         own["rms_eps"] = self.rms_eps / self.residual_multiplier**2
         own["embed_scale"] = self.embedding_multiplier / self.residual_multiplier
         return ModelSizes(**own, dtype=int(dtype), quantised_kv=int(quantised_kv), q8_activations=int(q8_activations))

@@ -126,7 +126,7 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
     config = ModelConfig(
         vocab=count("vocab_size"),
         hidden=hidden,
-        ffn=count("intermediate_size"),
+        ffn=own.pop("ffn") if "ffn" in own else count("intermediate_size"),
         layers=count("num_hidden_layers"),
         heads=heads,
         kv_heads=count("num_key_value_heads", heads),

@@ -50,6 +50,7 @@ class Phases:
         for segment, phases in enumerate(forward.segments):
             self.segment[[phase.number for phase in phases]] = segment
         self.matmuls = [phase for phase in forward if phase.is_matmul]
+        self.experts = [phase for phase in forward if phase.operation is Operation.EXPERTS]
         self.attention = next((phase for phase in forward if phase.operation is Operation.ATTENTION), None)
         # Instructions of these phases wait for the row blocks that contain their logit rows.
         self.logit_norms = [p.number for p in forward if p.operation is Operation.NORM and p.rows is Rows.LOGIT]
@@ -80,8 +81,8 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
     if p.control:
         yield "a control operation cannot be a phase of a forward pass"
         return
-    if p.is_matmul != (p.result is not Result.NONE):
-        yield "a matmul must have a result, and other operations must have none"
+    if p.result not in OPERATIONS[p.operation].results:
+        yield f"it cannot have the result {p.result.name}"
     named = {field for field in FIELDS if getattr(p, field) is not None}
     known = set(OPERATIONS[p.operation].buffers(p, dims))
     must, may = known - OPTIONAL, known & OPTIONAL

@@ -24,8 +24,8 @@ QUIET = 0.05  # the fraction of all cores' time that others may use during a val
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The highest rates of all workers together. `how` says where the rates come from, and `warning` why they may be
-    too low. Both texts are for people."""
+    """The highest rates of all workers together. `flops` counts in `unit`. `how` says where the rates come from, and
+    `warning` why they may be too low. These three texts are for people."""
 
     read_bytes_per_s: float
     flops: float  # per second; a multiply-add counts as two
@@ -35,11 +35,16 @@ class Ceilings:
     cache_bytes_per_s: float | None = None  # the rate of the last-level cache; None if it was not measured
     warning: str | None = None
     integer_ops: float | None = None  # per second, on 8-bit integers; None if they were not measured
+    vector_flops: float | None = None  # per second, in floats outside matmuls; None if it is `flops`
+    unit: str = "FLOP/s"
 
     @property
     def of_integers(self) -> Ceilings:
-        """These ceilings for steps that multiply in 8-bit integers."""
-        return replace(self, flops=self.integer_ops or self.flops)
+        """These ceilings for steps that multiply quantised weights in 8-bit integers. Attention, norms and activations
+        remain in floats."""
+        if self.integer_ops is None:
+            return self
+        return replace(self, flops=self.integer_ops, vector_flops=self.flops, unit="OP/s")
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..isa import Dims, Dtype, Operation, OperationFamily, Phase, attention_cost, cost, link_bytes
+from ..isa import Dims, Dtype, ModelSizes, Operation, OperationFamily, Phase, attention_cost, cost, link_bytes
 from ..isa.access import Columns
 from ..machine import Hardware
 
 # For each type of operands that programs compute with, the name by which `Hardware.flops_per_s` knows it.
-RATE = {Dtype.BF16: "bf16", Dtype.F32: "fp32"}
+_RATE = {Dtype.BF16: "bf16", Dtype.F32: "fp32"}
 _Work = tuple[float, float, float, float]  # matrix FLOPs, vector FLOPs, memory bytes, bytes sent
 BOUNDS = ("math", "vector", "memory", "comms")
 
@@ -101,10 +101,16 @@ def bound_name(*seconds: float) -> str:
     return BOUNDS[seconds.index(max(seconds))]
 
 
+def rate_of(model: ModelSizes, hardware: Hardware) -> str:
+    """The type whose rate limits a model's matmuls: int8 where quantised weights are multiplied in integers and the
+    hardware's rate of integers is known, else the compute type."""
+    return "int8" if model.q8_activations and hardware.rates.int8 else _RATE[Dtype(model.dtype)]
+
+
 def step_roofline(parts: Sequence[PhasePart], hardware: Hardware, context: float) -> StepRoofline:
     """The roofline of a step in which every token row attends to `context` KV tokens of its own."""
     dims = parts[0].dims
-    peak = hardware.flops_per_s(RATE[Dtype(dims.model.dtype)])
+    peak = hardware.flops_per_s(rate_of(dims.model, hardware))
     egress = hardware.link.egress_bytes_per_s
     hop_s = hardware.costs.node_hop_s if hardware.costs else 0.0
     work = [(part, _work(part, context)) for part in parts]

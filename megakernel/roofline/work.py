@@ -73,7 +73,8 @@ def step_work(
 
     FLOPs: 2 x weights x rows of each matmul + 4 x query heads x head_dim x layers x (query, key) pairs, where each row
     sees itself and everything before it. Norms, RoPE and softmax are ignored: they take a few operations per element.
-    Bytes: every weight once, but the LM head only if there are logit rows; K and V of every context token once. Of the
+    Bytes: every weight once, but of E experts those that B rows with k each can need at most, min(B k, E), and the LM
+    head only if there are logit rows; K and V of every context token once. Of the
     embedding table, only the gathered rows are counted, or none if the LM head is `tied` to the table and has read it
     anyway. `_link_bytes` gives the bytes sent to other ranks."""
     if len(rows) != len(contexts):
@@ -89,19 +90,27 @@ def step_work(
     flops = attention * split.model.layers
     for runs, segment in zip((1, split.model.layers, 1), forward.segments, strict=True):
         for phase in segment:
-            if phase.is_matmul and phase.weights is not None:
-                products = runs * math.prod(weight_shape(phase.weights, split))
+            if phase.reads_weights and phase.operation is not Operation.GATHER and phase.weights is not None:
+                products = runs * math.prod(weight_shape(phase.weights, split)) * _used(phase.weights, split, 1)
                 flops += 2.0 * products * (logit_rows if phase.rows is Rows.LOGIT else total)
 
     def read(phase: Phase) -> bool:
         return phase.operation is not Operation.GATHER and (logit_rows > 0 or phase.rows is not Rows.LOGIT)
 
-    weights = float(sum(model_weights(filter(read, forward), split).values()))
+    sizes = model_weights(filter(read, forward), split)
+    weights = float(sum(size * _used(buffer, split, total) for buffer, size in sizes.items()))
     if not (tied and logit_rows):
         gathers = (phase for phase in forward if phase.operation is Operation.GATHER)
         weights += sum(total * phase.inner(split) * phase.stored_bits(split.model) / 8 for phase in gathers)
     kv = float(sum(contexts) * split.rank_kv_heads * split.model.layers * kv_bytes(split.model))
     return StepWork(flops, weights, kv, _link_bytes(split, total, logit_rows))
+
+
+def _used(buffer: Buffer, split: Split, rows: int) -> float:
+    """Return the part of a weight buffer that `rows` rows need, as if all their experts were different ones."""
+    model = split.model
+    every = not (model.experts and BUFFERS[buffer].per_expert)
+    return 1.0 if every else min(1.0, rows * model.experts_per_token / model.experts)
 
 
 def _link_bytes(split: Split, rows: int, logit_rows: int) -> float:

@@ -264,7 +264,7 @@ def _activations(tasks: _Tasks, keys: _Keys, phase: Phase, columns: Columns, tas
             wide *= BUFFERS[access.buffer].resolve_dtype(dims.model).itemsize
             of_table = access.index is Index.LOGIT_ROW  # the step table selects the rows
             high = columns["rows"] if of_table else np.maximum(access.row_end - access.row, 0)
-            for to, part in _targets(access.rank, wide * high, dims):
+            for to, part in _targets(access.rank, wide * high * access.share, dims):
                 tasks.stores[task, to] += part
     if reads:
         tasks_per_block = np.maximum(dims.bucket.row_block / np.maximum(columns["rows"], 1), 1)

@@ -27,13 +27,13 @@ def share_of(ceilings: Ceilings, machine: Machine, ranks: int) -> Machine:
     measured rates of the whole host. A GPU keeps its datasheet's rates."""
     if machine.name != HOST:
         return machine
-    flops, cache = ceilings.flops / ranks, ceilings.cache_bytes_per_s
+    cache = ceilings.cache_bytes_per_s
     cache = machine.cache_bytes_per_s if cache is None else cache / ranks
     return replace(
         machine,
         memory_bytes_per_s=ceilings.read_bytes_per_s / ranks,
-        matrix_flops=flops,
-        vector_flops=flops,
+        matrix_flops=ceilings.flops / ranks,
+        vector_flops=(ceilings.vector_flops or ceilings.flops) / ranks,
         cache_bytes_per_s=cache,
         worker_bytes_per_s=cache / machine.workers,
     )

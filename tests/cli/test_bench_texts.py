@@ -6,7 +6,7 @@ import pytest
 
 from megakernel.cli import bench, bench_serve
 
-CEILINGS = {"read_bytes_per_s": 41.26e9, "flops": 123.4e9, "threads": 2, "how": "made up"}
+CEILINGS = {"read_bytes_per_s": 41.26e9, "flops": 123.4e9, "unit": "FLOP/s", "threads": 2, "how": "made up"}
 PREFILL = {"tokens_per_s": 1234.4, "tokens": 512, "gflops": 98.7, "fma_fraction": 0.796, "roofline_fraction": 0.716}
 LATENCY: dict[str, Any] = {"tokens_per_s": 98.76, "step_s": 0.0101257, "step_s_min": 0.0099123, "step_s_max": 0.0112349}
 LATENCY |= {"runs": [{}, {}, {}], "read_GBps": 26.54, "read_fraction": 0.644, "prefill": PREFILL, "ceilings": CEILINGS}

@@ -95,8 +95,9 @@ def test_nodes_of_a_chip() -> None:
 
 
 def test_host_is_one_device() -> None:
-    host = machine.host_hardware(1e11, 2e10)
+    host = machine.host_hardware(1e11, 3e11, 2e10)
     assert host.flops_per_s("bf16") == host.flops_per_s("fp32") == 1e11 and host.chip.hbm_bytes_per_s == 2e10
+    assert host.flops_per_s("int8") == 3e11
     assert hardware("host").chip.hbm_bytes == host.chip.hbm_bytes > 1e9
 
 

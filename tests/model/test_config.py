@@ -52,6 +52,10 @@ PLAIN = ModelConfig(300, 64, 100, 2, 4, 2, 16, 512, 1e-5, Rope(), family="llama"
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_experts_per_tok": 2}
+MIXTRAL |= {"num_local_experts": 8, "output_router_logits": True, "router_aux_loss_coef": 0.02, "rope_theta": 1e4}
+MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 24}
+MOE |= {"num_experts": 8, "num_experts_per_tok": 3, "decoder_sparse_step": 1, "mlp_only_layers": []}
 FULL, WINDOW = "full_attention", "sliding_attention"
 
 
@@ -163,6 +167,16 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
             {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 1.0}
             | {"logits_scaling": 8.0, "mlp_bias": True},
         ),
+        (MIXTRAL, {"experts": 8, "experts_per_token": 2, "normalised_routes": True}),
+        (
+            {**MIXTRAL, "sliding_window": 64},
+            {"experts": 8, "experts_per_token": 2, "normalised_routes": True, "max_context": 64},
+        ),
+        (MOE, {"ffn": 24, "experts": 8, "experts_per_token": 3}),
+        (
+            {**MOE, "num_local_experts": 8, "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 99},
+            {"ffn": 24, "experts": 8, "experts_per_token": 3, "normalised_routes": True, "max_context": 99},
+        ),
         ({**SMOLLM3, "no_rope_layer_interval": 2}, {"nope_layers": (1,)}),
         ({**SMOLLM3, "no_rope_layers": [0, 1, 0], "layer_types": [FULL, FULL]}, {"nope_layers": (0,)}),
         ({**SMOLLM3, "max_window_layers": 28, "sliding_window": 7, "use_sliding_window": False}, {}),
@@ -210,6 +224,15 @@ def test_rope_spellings(spelling: dict[str, Any]) -> None:
         ("layer_types", {**QWEN3, "layer_types": [WINDOW, FULL]}),
         ("mlp_bias", {**QWEN3, "mlp_bias": True}),
         ("attention_bias", {**QWEN2, "attention_bias": True}),
+        ("decoder_sparse_step", {**MOE, "decoder_sparse_step": 2}),
+        ("mlp_only_layers", {**MOE, "mlp_only_layers": [1]}),
+        ("num_experts is missing|num_local_experts is missing", {**MOE, "num_experts": None}),
+        ("num_experts = 9", {**MOE, "num_local_experts": 8, "num_experts": 9}),
+        ("num_experts_per_tok = 9", {**MOE, "num_experts_per_tok": 9}),
+        ("num_experts_per_tok = 0", {**MOE, "num_experts_per_tok": 0}),
+        ("num_local_experts = 513", {**MIXTRAL, "num_local_experts": 513}),
+        ("norm_topk_prob", {**MOE, "norm_topk_prob": "yes"}),
+        ("num_experts", {"num_experts": 8}),
         ("layer_types", {**MINISTRAL, "layer_types": [FULL, "chunked_attention"]}),
         ("quantization_config", {**IMAGES, "text_config": {"model_type": "mistral"}, "quantization_config": {"a": 1}}),
         ("text_config", {**IMAGES, "text_config": "mistral"}),

@@ -32,11 +32,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "granite": {"heads": 6, "kv_heads": 3, "head_dim": 16, "hidden": 40, "ffn": 99, "tied": True, **MULTIPLIERS},
     "llama": {"heads": 9, "kv_heads": 3, "head_dim": 8, "hidden": 72, "ffn": 137, "tied": True},
     "mistral": {"sliding_window": None, "heads": 5, "kv_heads": 5, "head_dim": 16, "hidden": 56, "ffn": 61},
+    "mixtral": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 40, "ffn": 77, "rope": Rope(1e6)},
     "ministral": {"sliding_window": 64, "heads": 4, "kv_heads": 2, "head_dim": 24, "hidden": 72, "ffn": 45},
     "ministral3": {"heads": 6, "kv_heads": 3, "head_dim": 40, "hidden": 40, "ffn": 133, "vocab": 117},
     "phi3": {"heads": 5, "kv_heads": 5, "head_dim": 24, "hidden": 72, "ffn": 69, "rope": Rope(dims=18)},
     "qwen2": {"heads": 7, "kv_heads": 1, "head_dim": 24, "hidden": 40, "ffn": 91, "vocab": 203},
     "qwen3": {"heads": 6, "kv_heads": 3, "head_dim": 40, "hidden": 56, "ffn": 83, "attention_bias": True},
+    "qwen3_moe": {"heads": 6, "kv_heads": 3, "head_dim": 40, "hidden": 56, "ffn": 83, "attention_bias": True},
     "seed_oss": {"heads": 10, "kv_heads": 2, "head_dim": 24, "hidden": 56, "ffn": 85, "vocab": 131},
     "smollm3": {"layers": 4, "heads": 4, "kv_heads": 2, "hidden": 48, "ffn": 121},  # the fourth layer has no RoPE
 }
@@ -49,9 +51,11 @@ GGUF = [
     ("ministral", "mistral3", True),
     ("ministral3", "mistral3", True),
     ("mistral", "mistral3", True),
+    ("mixtral", "llama", True),
     ("phi3", "phi3", False),
     ("qwen2", "qwen2", False),
     ("qwen3", "qwen3", False),
+    ("qwen3_moe", "qwen3moe", False),
     ("seed_oss", "seed_oss", False),
     ("smollm3", "smollm3", True),
 ]

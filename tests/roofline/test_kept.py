@@ -206,6 +206,14 @@ def test_ranks_of_a_host_share_all_rates_but_a_gpu_keeps_its_own() -> None:
     assert ceilings.share_of(whole, machine.load("h100"), 2) == machine.load("h100")
 
 
+def test_only_matmuls_of_quantised_weights_have_the_rate_of_integers() -> None:
+    whole = Ceilings(1e9, 4e9, 8, "made up", integer_ops=12e9)
+    part = ceilings.share_of(whole.of_integers, machine.host(4), 2)
+    assert (part.matrix_flops, part.vector_flops, whole.of_integers.unit) == (6e9, 2e9, "OP/s")
+    unmeasured = Ceilings(1e9, 4e9, 8, "made up")
+    assert unmeasured.of_integers == unmeasured
+
+
 def test_a_core_has_its_share_of_what_all_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_ROUNDS", 1)
     monkeypatch.setattr(calibration, "_arithmetic", lambda: ({1: 50.0}, {4: 60.0}, {96: 1.0}))

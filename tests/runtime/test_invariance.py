@@ -10,13 +10,13 @@ from tiny_llama import make_llama
 from megakernel.isa import Dtype
 
 
-@pytest.fixture(scope="module", params=["f32", "bf16", "bf16-ranks"])
+@pytest.fixture(scope="module", params=["f32", "bf16", "bf16-ranks", "f32-experts", "bf16-experts-ranks"])
 def runner(request):
-    _, checkpoint = make_llama(
-        seed=3, vocab=211, hidden=96, ffn=168, layers=2, heads=6, kv_heads=2, head_dim=24, max_context=512
-    )
-    dtype = Dtype.F32 if request.param == "f32" else Dtype.BF16
-    tp = 4 if request.param == "bf16-ranks" else 1  # ranks divide the three query heads of a KV head
+    family = "qwen3_moe" if "experts" in request.param else "llama"
+    shape = {"vocab": 211, "hidden": 96, "ffn": 168, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 24}
+    _, checkpoint = make_llama(3, family, max_context=512, **shape)
+    dtype = Dtype.F32 if request.param.startswith("f32") else Dtype.BF16
+    tp = 4 if "ranks" in request.param else 1  # ranks divide the three query heads of a KV head
     runner = Runner(checkpoint, dtype=dtype, max_seqs=66, max_context=320, tp=tp)
     yield runner
     runner.close()

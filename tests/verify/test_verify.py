@@ -131,7 +131,7 @@ def test_accepts_a_real_shape_on_all_sms() -> None:
             1,
             "mlp_norm",
             {"result": Result.RESIDUAL},
-            "a matmul must have a result, and other operations must have none",
+            "it cannot have the result RESIDUAL",
         ),
         (1, "o_proj", {"result": Result.PARTIAL}, "its output X are"),
         (1, "mlp_norm", {"weight_bits": 8.5}, "cannot have weights of 8.5 bits"),

@@ -115,9 +115,15 @@ def _add_residual(c: Context, row: int, col: int, t: F32) -> None:
     c.write(c.output, at, c.read(c.output, at) + t)
 
 
-def _store_gated(c: Context, row: int, col: int, gate: F32, up: F32) -> None:
+def gated(gate: F32, up: F32) -> F32:
+    """silu(gate) * up"""
     with np.errstate(over="ignore"):  # if a gate is a large negative number, exp overflows and SiLU is 0
-        c.write(c.output, _slices(c, row, col, gate), gate / (1 + np.exp(-gate)) * up)
+        out: F32 = gate / (1 + np.exp(-gate)) * up
+    return out
+
+
+def _store_gated(c: Context, row: int, col: int, gate: F32, up: F32) -> None:
+    c.write(c.output, _slices(c, row, col, gate), gated(gate, up))
 
 
 # -- PARTIAL
@@ -256,5 +262,6 @@ MATMUL = OperationSpec(
     _buffers,
     _matmul,
     rows=lambda p: (Rows.LOGIT,) if p.result is Result.LOGITS else (Rows.EVERY, Rows.OWN),
+    results=tuple(RESULTS),
     paged=True,
 )

@@ -8,7 +8,7 @@ from ..context import Context
 from ..dims import Dims
 from ..dtypes import Dtype
 from ..phases import Phase
-from .spec import Cut, OperationSpec, activations, box, partial_sums, tile, vector, weight_rows, weights, work
+from .spec import Cut, OperationSpec, activations, box, partial_sums, summed_weights, tile, vector, weight_rows, work
 
 
 def _accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
@@ -35,7 +35,7 @@ REDUCE = OperationSpec(
     _accesses,
     cost=lambda p, c, d: work(c, vector=1.0 * c["rows"] * c["cols"] * p.ranks(d.split)),
     buffers=lambda p, d: {
-        "weights": weights(weight_rows(p, d), p.inner(d.split)),
+        "weights": summed_weights(p, d),
         "inputs": partial_sums(d, weight_rows(p, d)),
         "output": activations(d.bucket.tokens, weight_rows(p, d), Dtype.F32),
         "bias": vector(weight_rows(p, d)),

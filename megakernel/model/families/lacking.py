@@ -19,7 +19,7 @@ _MODELS = {
     "experts, and attention within chunks of a text": "llama4 llama4_text",
     "experts": """afmoe arctic bailing_moe bailingmoe bailingmoe2 dbrx deepseek dots1 ernie4_5-moe ernie4_5_moe
         exaone-moe exaone_moe glm4_moe glm4moe gpt-oss gpt_oss granitemoe granitemoeshared grok grovemoe hunyuan-moe
-        hunyuan_v1_moe minimax-m2 minimax_m2 mixtral olmoe phimoe qwen2_moe qwen2moe qwen3_moe qwen3_vl_moe qwen3moe
+        hunyuan_v1_moe minimax-m2 minimax_m2 olmoe phimoe qwen2_moe qwen2moe qwen3_vl_moe
         qwen3vlmoe smallthinker""",
     "embeddings of its own in each layer": "gemma3n gemma3n_text gemma4 gemma4_text",
     "attention scores capped by tanh": "gemma2",

@@ -48,6 +48,26 @@ def silu_matmul(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias
     return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.GATED, bias)
 
 
+def route(name: str, inputs: Buffer, router: Buffer, output: Buffer) -> Phase:
+    """output[r] = the experts of row r, which a softmax of inputs[r] router^T chooses; ROUTE_WEIGHTS[r] = its values"""
+    return Phase(name, Operation.ROUTE, Rows.OWN, router, inputs, output)
+
+
+def silu_experts(name: str, inputs: Buffer, weights: Buffer, output: Buffer) -> Phase:
+    """gate, up = inputs[r] weights[e]^T for the j-th expert e of row r; output[r, j] = silu(gate) * up"""
+    return Phase(name, Operation.EXPERTS, Rows.OWN, weights, inputs, output, Result.GATED)
+
+
+def experts(name: str, inputs: Buffer, weights: Buffer, output: Buffer) -> Phase:
+    """output[r, j] = inputs[r, j] weights[e]^T for the j-th expert e of row r"""
+    return Phase(name, Operation.EXPERTS, Rows.OWN, weights, inputs, output)
+
+
+def add_experts(name: str, inputs: Buffer, weights: Buffer, output: Buffer) -> Phase:
+    """output[r] += the sum over j of inputs[r, j], which `weights` made, times the weight of the j-th expert of r"""
+    return Phase(name, Operation.COMBINE, Rows.OWN, weights, inputs, output, Result.RESIDUAL)
+
+
 def logits(name: str, inputs: Buffer, weights: Buffer, output: Buffer) -> Phase:
     """output[i] = inputs[i] weights^T, for the rows that get logits"""
     return Phase(name, Operation.MATMUL, Rows.LOGIT, weights, inputs, output, Result.LOGITS)
