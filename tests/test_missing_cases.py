@@ -22,9 +22,9 @@ COMPILED = {
 }
 
 
-def complaints(interpreter: str, lasts: Sequence[str]) -> dict[str, set[str]]:
+def complaints(interpreter: str, enums: Sequence[str]) -> dict[str, set[str]]:
     """Return, for each enumeration, the names of the files in which the compiler reports an unhandled case, if every
-    enumeration has one case more. `lasts` are the last cases of the enumerations."""
+    enumeration has one case more."""
     source, flags = COMPILED[interpreter]
 
     def make(target: Path) -> None:
@@ -33,28 +33,26 @@ def complaints(interpreter: str, lasts: Sequence[str]) -> dict[str, set[str]]:
                 shutil.copytree(ROOT / part, Path(folder) / part)
             header = Path(folder) / "csrc" / "common" / "isa.h"
             text = header.read_text()
-            for number, last in enumerate(lasts):
-                assert text.count(f"{last} }};") == 1
-                text = text.replace(f"{last} }};", f"{last}, kNovel{number} = 99 }};")
+            for enum in enums:
+                start = rf"(enum class {enum} : int32_t {{[^}}]*) }}"
+                text, found = re.subn(start, rf"\1, kNovel{enum} = 99 }}", text)
+                assert found == 1
             header.write_text(text)
             command = ["g++", *flags, "-fsyntax-only", f"{folder}/{source}"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         target.write_text(done.stderr)
 
-    content = " ".join((version(), *lasts, source, *flags)).encode() + sources(ROOT)
+    content = " ".join((version(), *enums, source, *flags)).encode() + sources(ROOT)
     errors = built_once("complaints", content, make).read_text()
     found = re.findall(r"(\w+\.\w+):\d+:\d+: error: (.*)", errors)
     assert all("not handled" in error for _, error in found), errors
-    return {last: {file for file, error in found if f".kNovel{n}. not" in error} for n, last in enumerate(lasts)}
+    return {enum: {file for file, error in found if f"kNovel{enum}" in error} for enum in enums}
 
 
 CASES: dict[str, dict[str, set[str]]] = {
-    "cuda": {
-        "kSample = 9": {"bodies.h"},
-        "kMatmul = 6, kAttention = 7": {"plan.h"},  # the operations with pages
-        "kLogits = 5": {"dots.h", "gemm.h", "plan.h"},
-    },
-    "cpu": {"kSample = 9": {"kernels.cpp"}, "kLogits = 5": {"matmul.h"}},
+    # PagedOperation has the operations with pages.
+    "cuda": {"Operation": {"bodies.h"}, "PagedOperation": {"plan.h"}, "Result": {"dots.h", "gemm.h", "plan.h"}},
+    "cpu": {"Operation": {"kernels.cpp"}, "Result": {"matmul.h"}},
 }
 
 

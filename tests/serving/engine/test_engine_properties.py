@@ -168,9 +168,9 @@ def test_the_oldest_is_never_preempted() -> None:
 def test_a_page_is_kept_for_each_running_sequence_that_will_need_one() -> None:
     """A request that would take the last free pages waits, because a running one would soon preempt it."""
     engine, backend = fake_engine(None, pages=3, step_tokens=64)
-    old = engine.add([1] * 15, SamplingParams(seed=5, max_tokens=33, min_tokens=33))
+    old = engine.add([1] * 4, SamplingParams(seed=5, max_tokens=40, min_tokens=40))
     engine.step()
-    young = engine.add([2] * 32, SamplingParams(seed=5, max_tokens=1))
+    young = engine.add([2] * 32, SamplingParams(seed=5, max_tokens=16, min_tokens=16))
     finish(engine, backend)
     assert engine.stats.preemptions == 0
     assert_generated_alone(old, young)

@@ -39,7 +39,7 @@ class Traffic:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.met = Counter[str]()
-        depth, share = rng.choice([0, 0, 0, 4]), rng.choice([0, 20, 100])
+        depth, share = rng.choice([0, 4]), rng.choice([0, 20, 100])
         self.guesses = Guesses(lambda place: digest([place, seed]) % 100 < share)
         self.most = {"max_seqs": rng.choice([1, 2, 5, 9, 17]), "step_tokens": rng.choice([9, 16, 50])}
         self.engine, self.backend = fake_engine(
