@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cpu_support import DIMS, Item, RandomCheckpoint, make_table, set_items
 from handmade import record
-from twins import FibreTwins, check_hostile_logits, compare_samples, sampling_table
+from twins import HostTwins, check_hostile_logits, compare_samples, sampling_table
 
 from megakernel.isa import Buffer, Dims, Dtype, Phase, StepTable
 from megakernel.isa.record import Records, counter_word
@@ -22,18 +22,18 @@ LAYER = 1
 BF16_DIMS = DIMS.changed(dtype=int(Dtype.BF16), kv_page=128, row_block=64, tokens=48)
 
 
-def make(dims: Dims, seed: int = 0) -> FibreTwins:
+def make(dims: Dims, seed: int = 0) -> HostTwins:
     checkpoint = RandomCheckpoint(dims.changed(tp=1, replicated_o=0, replicated_residual=0))
     if dims.model.post_norms:
         checkpoint.config = replace(checkpoint.config, family="glm4", post_norms=True)
-    return FibreTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split), dims, seed)
+    return HostTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split), dims, seed)
 
 
-def phase(twins: FibreTwins, name: str) -> Phase:
+def phase(twins: HostTwins, name: str) -> Phase:
     return twins.forward.by_name[name]
 
 
-def attend(twins: FibreTwins, slot: int, groups: int) -> Records:
+def attend(twins: HostTwins, slot: int, groups: int) -> Records:
     """Return an attention instruction for a slot, which signals one counter per row block."""
     return record(phase(twins, "attention"), slot, 1, groups, signals=[counter_word(0, indexed=True)])
 
@@ -87,7 +87,7 @@ HEADS = [(64, 9, 3), (64, 4, 4), (128, 8, 2), (80, 8, 1), (24, 6, 2), (128, 3, 1
 SEQUENCES = {0: (120, 20), 1: (300, 1), 2: (0, 7)}  # by sequence: (first position, rows); rows 28 to 47 are padding
 
 
-def attention_twins(dims: Dims) -> tuple[FibreTwins, StepTable]:
+def attention_twins(dims: Dims) -> tuple[HostTwins, StepTable]:
     """Return the interpreters and a step table for attention. KV cache slots that hold no token of the step's sequences
     are set to 1e30, so that the result is visibly wrong if attention gives them any weight."""
     twins = make(dims)
@@ -98,7 +98,7 @@ def attention_twins(dims: Dims) -> tuple[FibreTwins, StepTable]:
     return twins, table
 
 
-def run_items(twins: FibreTwins, table: StepTable, items: Sequence[Item], final: Mapping[int, Sequence[int]]) -> None:
+def run_items(twins: HostTwins, table: StepTable, items: Sequence[Item], final: Mapping[int, Sequence[int]]) -> None:
     """Run attention slots (lists of items), compare the results with the reference, and check the counts of signals.
     The keys of `final` are the slots to run, in order. A value lists the items whose rows are complete after the
     slot."""

@@ -314,14 +314,14 @@ def test_lying_lengths(path: Path) -> None:
     tiny_gguf(path, tokenizer__ggml__tokens=["a", "b"], general__alignment=32)
     data = path.read_bytes()
     refused = 0
-    for position in range(4, 1200, 8):
+    for position in range(4, 1200, 20):
         for lie in (2**64 - 1, 2**31):
             path.write_bytes(data[:position] + lie.to_bytes(8, "little") + data[position + 8 :])
             try:
                 loaded(open_checkpoint(str(path)), Buffer.FINAL_NORM)
             except MegakernelError:
                 refused += 1
-    assert refused > 150
+    assert refused > 60
 
 
 @pytest.mark.parametrize(("start", "message"), [(b"PK", "not a GGUF file"), (b"GGUF\1\0\0\0", "version 1")])

@@ -70,7 +70,7 @@ def test_norms(twins: CpuTwins) -> None:
 
 # The numbers of rows fill part of a register block, several blocks, and more than a tile. The inner length, 301, is
 # several chunks long and no multiple of a vector.
-@pytest.mark.parametrize("rows", [1, 2, 7, 13, 40, 120])
+@pytest.mark.parametrize("rows", [1, 13, 120])
 @pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16], ids=lambda t: t.name)
 @pytest.mark.parametrize("simd", WIDTHS)
 def test_a_norm_on_the_way_in_has_the_bits_of_its_own_phase(
@@ -115,7 +115,7 @@ def test_nan_stays_nan(backend: CpuBackend) -> None:
 
 # The row counts lie below and above the sizes of a register block and of a tile. The column ranges of the test begin in
 # one head and end in another, and one ends at the matrix's last column.
-@pytest.mark.parametrize("rows", [1, 2, 5, 13, 40])
+@pytest.mark.parametrize("rows", [1, 5, 40])
 def test_qkv_rope(twins: CpuTwins, rows: int) -> None:
     """Padding rows store no keys and values."""
     table = make_table(twins.dims, {0: (30, 1), 2: (100, 39)} if rows > 1 else {2: (100, 40)})
@@ -124,7 +124,7 @@ def test_qkv_rope(twins: CpuTwins, rows: int) -> None:
         close(twins, "qkv_rope", 1, table, 0, rows, col, end - col)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 7, 26, 40])
+@pytest.mark.parametrize("rows", [1, 7, 40])
 def test_matmuls(twins: CpuTwins, rows: int) -> None:
     table = make_table(twins.dims, {0: (0, 40)})
     for name in ("o_proj", "down_proj"):
@@ -149,7 +149,7 @@ def test_norms_of_what_a_layer_adds_and_gelu(monkeypatch: pytest.MonkeyPatch, si
     twins.backend.close()
 
 
-@pytest.mark.parametrize("k", [71, 256, 300, 513])
+@pytest.mark.parametrize("k", [71, 256, 513])
 def test_matmul_depths(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
     """The down projection agrees with the reference. There are more rows than a tile has. The inner lengths are odd, or
     near a multiple of the chunk after which accumulators are stored."""
