@@ -89,7 +89,7 @@ def _experts(c: Context, row: int, rows: int, col: int, cols: int, place: int) -
         mine = experts == expert
         a = c.read(c.inputs, token[mine] if _of_tokens(c.phase) else at[mine])
         t = [c.products(a, expert * matrices + m, col, cols) for m in range(matrices)]
-        c.write(c.output, (at[mine], slice(col, col + cols)), gated(*t) if _of_tokens(c.phase) else t[0])
+        c.write(c.output, (at[mine], slice(col, col + cols)), gated(t[0], t[1]) if _of_tokens(c.phase) else t[0])
 
 
 EXPERTS = OperationSpec(
