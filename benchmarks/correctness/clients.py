@@ -1,9 +1,10 @@
 """Tests structured outputs and tools with real clients: `python benchmarks/correctness/clients.py --url URL [-o FILE]`.
 
 The script needs client packages but not megakernel, so it runs in its own environment (`pip install openai instructor
-langchain-openai "pydantic-ai-slim[openai]" anthropic`) against a running server (`megakernel serve --model
-smollm2-135m`). Each case is tried once. A client that is not installed is reported and not counted. Exit status 1 means
-that a case failed.
+langchain-openai langgraph openai-agents "pydantic-ai-slim[openai]" anthropic`) against a running server (`megakernel
+serve --model smollm2-135m`). Two more clients are in the folder clients: one needs a JDK, and the other needs Node.js,
+with packages that npm installs into a temporary folder. Each case is tried once. A client that is not installed is
+reported and not counted. Exit status 1 means that a case failed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,7 +24,16 @@ from typing import Any, Literal
 import openai
 from pydantic import BaseModel, ConfigDict, Field
 
-CLIENTS = ("openai", "instructor", "langchain-openai", "pydantic-ai-slim", "anthropic")
+CLIENTS = (
+    "openai",
+    "instructor",
+    "langchain-openai",
+    "langgraph",
+    "openai-agents",
+    "pydantic-ai-slim",
+    "anthropic",
+)
+PROGRAMS = Path(__file__).with_name("clients")
 
 
 class Person(BaseModel):
@@ -51,12 +64,32 @@ TOOLS: list[Any] = [
 MESSAGES: list[Any] = [{"role": "user", "content": "Bob is 31 years old and lives in Paris. How is the weather there?"}]
 
 
+def weather(city: str) -> str:
+    """Weather of a city."""
+    return f"20 degrees in {city}"
+
+
+def ran(*command: str | Path, folder: Path | None = None) -> str:
+    """Return what a command printed to standard output.
+
+    Raises:
+        ImportError: the program is not installed.
+        AssertionError: the command failed.
+    """
+    if not shutil.which(command[0]):
+        raise ImportError(name=str(command[0]))
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 class Cases:
     """The test cases, one method each. A case fails by raising an exception."""
 
     def __init__(self, url: str, model: str) -> None:
         self.url, self.model = url, model
         self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        self.versions = {name: installed(name) for name in CLIENTS} | {"ai": "not installed", "java": "not installed"}
 
     def _ask(self, **given: Any) -> Any:
         return self.client.chat.completions.create(model=self.model, messages=MESSAGES, **{"max_tokens": 200, **given})
@@ -169,14 +202,81 @@ class Cases:
         [call] = answer.tool_calls
         assert call["name"] == "weather" and set(call["args"]) == {"city", "unit"}
 
+    def langgraph_cut_call(self) -> None:
+        """Test that a tool call that max_tokens cut is told as such, and that its message can be sent back."""
+        from langchain_openai import ChatOpenAI
+        from langgraph.checkpoint.memory import MemorySaver
+        from langgraph.graph import START, MessagesState, StateGraph
+
+        chat = ChatOpenAI(
+            base_url=self.url, api_key="none", model=self.model, max_retries=0, max_tokens=24, temperature=0
+        ).bind_tools([weather], tool_choice="weather")
+        graph = StateGraph(MessagesState)
+        graph.add_node("ask", lambda state: {"messages": [chat.invoke(state["messages"])]})
+        graph.add_edge(START, "ask")
+        app = graph.compile(checkpointer=MemorySaver())
+        for turn in (f"How is the weather in {'Taumata' * 6}?", "Go on."):
+            told = app.invoke({"messages": [("user", turn)]}, {"configurable": {"thread_id": "1"}})["messages"]
+            assert told[-1].response_metadata["finish_reason"] == "length"
+        [call] = told[1].invalid_tool_calls or told[1].tool_calls
+        assert call["name"] == "weather"
+
+    def openai_agents(self) -> None:
+        """Test both APIs: a call, its result and the next turn; then a tool together with an output type."""
+        import agents
+
+        agents.set_tracing_disabled(True)
+        client = openai.AsyncOpenAI(base_url=self.url, api_key="none", max_retries=0)
+        tools: Any = [agents.function_tool(weather)]
+        for kind in (agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel):
+            told: dict[str, Any] = {"name": "a", "model": kind(self.model, client), "tools": tools}
+            for choice in ("required", "auto", "none"):
+                settings = agents.ModelSettings(max_tokens=80, temperature=0, tool_choice=choice)
+                wanted = None if choice == "required" else Person
+                agent = agents.Agent(**told, model_settings=settings, output_type=wanted)
+                try:
+                    ended = agents.Runner.run_sync(agent, "Bob is 31 years old. How is Paris?", max_turns=2)
+                    items = ended.new_items
+                    assert wanted is None or isinstance(ended.final_output, Person)
+                except agents.MaxTurnsExceeded as e:  # The model asked for the tool in both turns.
+                    assert choice != "none"
+                    items = e.run_data.new_items
+                made = [item.output for item in items if isinstance(item, agents.ToolCallOutputItem)]
+                assert made or choice != "required"
+                assert all("20 degrees in " in output for output in made), made
+
     def pydantic_ai(self) -> None:
-        from pydantic_ai import Agent
+        from pydantic_ai import Agent, NativeOutput, UsageLimitExceeded, UsageLimits
         from pydantic_ai.models.openai import OpenAIChatModel
         from pydantic_ai.providers.openai import OpenAIProvider
 
         model = OpenAIChatModel(self.model, provider=OpenAIProvider(base_url=self.url, api_key="none"))
-        agent = Agent(model, output_type=Person, retries=0, model_settings={"max_tokens": 200})
+        settings: Any = {"max_tokens": 80}
+        agent = Agent(model, output_type=Person, retries=0, model_settings=settings)
         assert isinstance(agent.run_sync("Bob is 31 years old.").output, Person)
+        for choice in ("auto", "none"):
+            settings = {"max_tokens": 80, "temperature": 0, "tool_choice": choice}
+            both = Agent(model, output_type=NativeOutput(Person), tools=[weather], retries=0, model_settings=settings)
+            try:
+                found = both.run_sync("Bob is 31 years old.", usage_limits=UsageLimits(request_limit=2)).output
+                assert isinstance(found, Person)
+            except UsageLimitExceeded:  # The model asked for the tool in both turns.
+                assert choice == "auto"
+
+    def vercel_ai(self) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            packages = ("ai@6", "@ai-sdk/openai-compatible@2")
+            try:
+                ran("npm", "install", "--no-audit", "--no-fund", "--prefix", folder, *packages, folder=folder)
+            except AssertionError as e:
+                raise ImportError(name="ai") from e
+            self.versions["ai"] = json.loads((folder / "node_modules/ai/package.json").read_text())["version"]
+            ran("node", shutil.copy(PROGRAMS / "vercel.mjs", folder), self.url, self.model)
+
+    def java_upgrade(self) -> None:
+        self.versions["java"] = ran("javac", "--version").split()[-1]
+        ran("java", PROGRAMS / "Upgrade.java", self.url, self.model)
 
     def anthropic_messages(self) -> None:
         """Test text, streams, tools with their results, and counts with Anthropic's package."""
@@ -230,7 +330,7 @@ def main() -> int:
         print(f"{name}: {what}")
     if args.output:
         told = {"command": "python benchmarks/correctness/clients.py --url URL -o FILE", "model": model}
-        told |= {"clients": {name: installed(name) for name in CLIENTS}}
+        told |= {"clients": cases.versions}
         lines = [f" {json.dumps(name)}: {json.dumps(what)}" for name, what in (told | {"cases": found}).items()]
         args.output.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     return any(what.startswith("failed") for what in found.values())
