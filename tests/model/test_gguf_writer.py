@@ -33,7 +33,8 @@ def same(a: Checkpoint, b: Checkpoint, dtype: Dtype) -> None:
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.gguf])
 @pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16])
 def test_every_family_comes_back(tmp_path: Path, family: str, dtype: Dtype) -> None:
-    own: dict[str, Any] = {"sliding_window": None} if family == "mistral" else {}
+    own: dict[str, Any] = {"sliding_window": None} if family in ("mistral", "ministral") else {}
+    own |= {"query_pre_attn_scalar": 16} if family == "gemma3_text" else {}
     _, checkpoint = make_llama(5, family, tied=family == "qwen2", rms_eps=2**-17, **own)
     write_gguf(checkpoint, tmp_path / "m.gguf", dtype)
     back = open_checkpoint(str(tmp_path / "m.gguf"))
