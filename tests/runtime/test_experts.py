@@ -219,8 +219,15 @@ def test_gpus_refuse_experts() -> None:
 
 def test_a_program_with_impossible_experts_is_refused() -> None:
     program = compiled(replace(SMALL, hidden=64, ffn=96), small_machine(1), tokens=5)
-    for change in ({"experts": 2, "experts_per_token": 3}, {"experts": 600}, {"normalised_routes": 2}):
-        wrong = replace(program, dims=program.dims.changed(**change))
-        assert verify(wrong).violations
+    impossible, flag = "are not possible", "a flag is out of range"
+    for change, what in (
+        ({"experts": 2, "experts_per_token": 3}, impossible),
+        ({"experts": 600}, impossible),
+        ({"experts_per_token": 0}, impossible),
+        ({"experts": 512, "hidden": 1 << 20}, "of 512 experts must be at most"),
+        ({"normalised_routes": 2}, flag),
+    ):
+        violations = verify(replace(program, dims=program.dims.changed(**change))).violations
+        assert any(what in violation for violation in violations), change
     with pytest.raises(MegakernelError, match="experts"):
         Runner(Seeded("x", SMALL), "cuda", Dtype.BF16)
