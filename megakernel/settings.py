@@ -243,7 +243,7 @@ def reference() -> str:
     out = [
         "# Settings",
         "",
-        "`megakernel serve --help` lists the flags of `serve` with their defaults, and so on for each command. This page",
+        "`megakernel serve --help` lists the flags of `serve` with their defaults, as for every command. This page",
         "lists the environment variables, which suit containers and services, and whose values `megakernel doctor`",
         "shows. A flag overrides its variable; with `serve`, a file of flags (`--config FILE`) comes between the two.",
         "This page is generated from `megakernel/settings.py` by `python -m megakernel.codegen`.",
