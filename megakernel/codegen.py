@@ -53,7 +53,7 @@ _C_TYPES = {"u8": "uint64_t", "u4": "uint32_t", "u2": "uint16_t", "u1": "uint8_t
 _WORDS = "words operand_word wait_word waits signal_word signals counter_mask rank_shift rank_mask all_ranks owner"
 _COMMON = (
     (record, _WORDS),
-    (dims, "shard_unit kv_unit kv_scale most_experts"),
+    (dims, "shard_unit kv_unit kv_scale most_experts all_tokens"),
     *((phases, "max_phases"), (record, "next indexed")),
     (cpu, "most_head_dim"),
     (trace, "trace_prologue=prologue trace_epilogue=epilogue"),
@@ -85,13 +85,13 @@ _DERIVED = (
     *("head_ranks", "by_expert", "places"),
     *("q_cols", "kv_cols", "qkv_cols", "o_cols", "o_first"),
 )
-_FUNCTIONS = ("query_head", "query_head_end", "owner", "reduce_place", "reduce_row")
+_FUNCTIONS = ("span", "query_head", "query_head_end", "owner", "reduce_place", "reduce_row")
 _HELPERS = ("ceil_div", "start", "shard")
 
 
 _SIGNS: dict[type[ast.operator | ast.cmpop], str] = {
     **{ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "/", ast.Mod: "%"},
-    **{ast.Lt: "<", ast.Gt: ">"},
+    **{ast.Lt: "<", ast.Gt: ">", ast.Eq: "=="},
 }
 
 

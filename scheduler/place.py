@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megakernel.isa import Dims, Operation, OperationFamily
+from megakernel.isa import Dims, OperationFamily
 from megakernel.machine import Machine
 from megakernel.scheduler.cost import panel_blocks, seconds, unit_seconds
 from megakernel.scheduler.options import Options
@@ -35,14 +35,12 @@ def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, options: Opti
     their inputs and well before their consumers, so that neither they nor the consumers wait.
 
     Without `options.interleave`, phases run one after another. Without `options.overlap_ranks` they do so too, because
-    tasks then wait for whole phases of other ranks, and must come after those phases in every stream. So do tasks of
-    experts, which may have rows of all blocks."""
+    tasks then wait for whole phases of other ranks, and must come after those phases in every stream."""
     kind = ordinals(segment)
     blocks = panel_blocks(dims, machine, options.panel)
     panels = [tasks.block // blocks for tasks in segment]
     count = max(int(panel.max()) + 1 for panel in panels)
-    routed = any(tasks.phase.operation is Operation.EXPERTS for tasks in segment)
-    if options.interleave and options.overlap_ranks and not routed:
+    if options.interleave and options.overlap_ranks:
         starts = _turns(segment, kind, count, dims, machine)
     else:
         starts = [(k, 1 / count) for k in kind]

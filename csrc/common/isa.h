@@ -25,6 +25,7 @@ constexpr int32_t kShardUnit = 32;
 constexpr int32_t kKvUnit = 32;
 constexpr int32_t kKvScale = 2;
 constexpr int32_t kMostExperts = 512;
+constexpr int32_t kAllTokens = 1073741824;
 constexpr int32_t kMaxPhases = 31;
 constexpr int32_t kNext = 268435456;
 constexpr int32_t kIndexed = 536870912;
@@ -71,16 +72,19 @@ enum class Buffer : int32_t {
   ROUTES = 32,  // experts of each token, best first
   ROUTE_WEIGHTS = 33,  // weights of these experts
   EXPERTS_OUT = 34,  // results of experts; a row for each expert of a token
+  SUBLAYER = 35,  // result of attention or the MLP
+  POST_ATTN_NORM = 36,  // RMS norm scales of attention's result
+  POST_MLP_NORM = 37,  // RMS norm scales of the MLP's result
 };
-constexpr int32_t kBuffers = 35;
-constexpr bool kLayered[kBuffers] = {false, true, true, true, true, true, true, true, true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false, true, true, false, false, false, false, true, true, false, false, false};
+constexpr int32_t kBuffers = 38;
+constexpr bool kLayered[kBuffers] = {false, true, true, true, true, true, true, true, true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false, true, true, false, false, false, false, true, true, false, false, false, false, true, true};
 
 enum class Operation : int32_t { kJoin = 1, kDrain = 2, kGather = 3, kRope = 4, kNorm = 5, kMatmul = 6, kAttention = 7, kReduce = 8, kSample = 9, kRoute = 10, kExperts = 11, kCombine = 12 };
 constexpr int32_t kOperations = 13;
 // The operations whose operands pass through shared-memory pages of the CUDA interpreter.
 enum class PagedOperation : int32_t { kMatmul = 6, kAttention = 7 };
 enum class Rows : int32_t { kEvery = 0, kOwn = 1, kLogit = 2, kSampled = 3 };
-enum class Result : int32_t { kNone = 0, kHeads = 1, kResidual = 2, kPartial = 3, kGated = 4, kLogits = 5 };
+enum class Result : int32_t { kNone = 0, kHeads = 1, kResidual = 2, kPartial = 3, kGated = 4, kLogits = 5, kStored = 6, kGeluGated = 7 };
 enum class Units : int32_t { kCore = 0, kDots = 1, kTensor = 2 };
 
 // A phase of the program, with its sizes on one rank. An array of phases has kMaxPhases + 1 entries.
@@ -132,6 +136,11 @@ struct Dims {
   int32_t experts;
   int32_t experts_per_token;
   int32_t normalised_routes;
+  int32_t window;
+  int32_t window_from;
+  int32_t full_every;
+  int32_t full_at;
+  int32_t post_norms;
   int32_t tp;
   int32_t rank;
   int32_t replicated_o;
@@ -174,6 +183,7 @@ struct Dims {
   MK_DIMS_FN int32_t qkv_cols() const { return (q_cols() + (2 * kv_cols())); }
   MK_DIMS_FN int32_t o_cols() const { return (replicated_o ? (heads * head_dim) : q_cols()); }
   MK_DIMS_FN int32_t o_first() const { return (replicated_o ? (first_head() * head_dim) : 0); }
+  MK_DIMS_FN int32_t span(int32_t layer) const { if ((window < 1)) return kAllTokens; if ((layer < window_from)) return kAllTokens; return (((layer % full_every) == full_at) ? kAllTokens : window); }
   MK_DIMS_FN int32_t query_head(int32_t kv_head) const { return higher_of((((first_kv_head() + kv_head) * group_size()) - first_head()), 0); }
   MK_DIMS_FN int32_t query_head_end(int32_t kv_head) const { return lower_of(((((first_kv_head() + kv_head) + 1) * group_size()) - first_head()), rank_heads()); }
   MK_DIMS_FN int32_t owner(int32_t row) const { return ((row / row_block) % tp); }
@@ -229,6 +239,7 @@ struct Sizes : Dims {
   MK_DIMS_FN int32_t qkv_cols() const { return qkv_cols_; }
   MK_DIMS_FN int32_t o_cols() const { return o_cols_; }
   MK_DIMS_FN int32_t o_first() const { return o_first_; }
+  MK_DIMS_FN int32_t span(int32_t layer) const { if ((window < 1)) return kAllTokens; if ((layer < window_from)) return kAllTokens; return (((layer % full_every) == full_at) ? kAllTokens : window); }
   MK_DIMS_FN int32_t query_head(int32_t kv_head) const { return higher_of((((first_kv_head() + kv_head) * group_size()) - first_head()), 0); }
   MK_DIMS_FN int32_t query_head_end(int32_t kv_head) const { return lower_of(((((first_kv_head() + kv_head) + 1) * group_size()) - first_head()), rank_heads()); }
   MK_DIMS_FN int32_t owner(int32_t row) const { return ((row / row_block) % tp); }
@@ -278,7 +289,7 @@ struct StepView {
   const int32_t* item_kv_heads;  // number of KV heads
   const int32_t* item_seq;  // index of the rows' sequence in block_tables; -1: padding, whose output is zero
   const int32_t* item_block;  // first KV block (of kv_block tokens) of the item
-  const int32_t* item_blocks;  // number of KV blocks; without a split, all blocks up to the position of the item's last row
+  const int32_t* item_blocks;  // number of KV blocks; without a split, all blocks that the rows see in any layer
   const int32_t* item_wait_block;  // first row block whose q, k and v the item waits for
   const int32_t* item_wait_blocks;  // number of row blocks that the item waits for, including the block of its own rows
   const int32_t* item_split;  // index in SPLITS of the item's split (items that divide the rows' KV blocks); -1: not split

@@ -55,6 +55,9 @@ class Buffer(IntEnum):
     ROUTES = 32
     ROUTE_WEIGHTS = 33
     EXPERTS_OUT = 34
+    SUBLAYER = 35
+    POST_ATTN_NORM = 36
+    POST_MLP_NORM = 37
 
 
 Part = Callable[[ModelSizes, Split], tuple[int, ...]]
@@ -180,6 +183,10 @@ _SPECS: tuple[BufferSpec, ...] = (
         lambda m, s, b: (b.tokens * m.experts_per_token, m.hidden),
         "results of experts; a row for each expert of a token",
     ),
+    # -- norms of what a layer adds to the residual
+    _use(_B.SUBLAYER, _A, _F, lambda m, s, b: (b.tokens * m.post_norms, m.hidden), "result of attention or the MLP"),
+    _weight(_B.POST_ATTN_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales of attention's result", True),
+    _weight(_B.POST_MLP_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales of the MLP's result", True),
 )
 
 BUFFERS: dict[Buffer, BufferSpec] = {spec.buffer: spec for spec in _SPECS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from functools import cached_property
@@ -26,6 +27,8 @@ KV_BLOCK = 128
 # The maximum number of experts of a layer: as many columns as a CPU computes of a row in one pass of a matmul, so that
 # the logits of all experts are there when it chooses the best.
 MOST_EXPERTS = 512
+# The span of a layer without a sliding window: more tokens than any context has.
+ALL_TOKENS = 1 << 30
 
 # A row number or a count, or an array of such numbers.
 Int = TypeVar("Int", int, NDArray[np.int32], NDArray[np.int64])
@@ -47,7 +50,11 @@ class Units(IntEnum):
 @dataclass(frozen=True)
 class ModelSizes:
     """The sizes of a model and of its numbers. All are counts, except `rms_eps`, `dtype`, `quantised_kv`,
-    `q8_activations`, `embed_scale` and `normalised_routes`."""
+    `q8_activations`, `embed_scale`, `normalised_routes`, and the numbers of layers `window_from` and `full_at`.
+
+    A layer has a sliding window unless `window` is 0, or the layer comes before layer `window_from`, or its number
+    modulo `full_every` is `full_at`. A row of a layer with a window attends to `window` tokens, its own included.
+    """
 
     vocab: int
     hidden: int
@@ -64,11 +71,24 @@ class ModelSizes:
     experts: int = 0  # MLPs of a layer, of which a token uses some; 0: one MLP, which all tokens use
     experts_per_token: int = 0
     normalised_routes: int = 0  # 1: the weights of a token's experts are divided by their sum
+    window: int = 0
+    window_from: int = 0
+    full_every: int = 1
+    full_at: int = 1
+    post_norms: int = 0  # 1: what a layer adds to the residual is normalised first
 
     @property
     def stack(self) -> tuple[int, ...]:
         """The axis that the weights of a layer's experts have in front of the axes of one expert's."""
         return (self.experts,) if self.experts else ()
+
+    def span(self, layer: int) -> int:
+        """Return the maximum number of tokens to which a row of a layer attends, its own included."""
+        if self.window < 1:
+            return ALL_TOKENS
+        if layer < self.window_from:
+            return ALL_TOKENS
+        return ALL_TOKENS if layer % self.full_every == self.full_at else self.window
 
     @property
     def mask_words(self) -> int:
@@ -84,6 +104,13 @@ class ModelSizes:
     def group_size(self) -> int:
         """Return the number of query heads that share one KV head."""
         return self.heads // self.kv_heads
+
+    # -- The method below has no counterpart in C++.
+
+    @cached_property
+    def spans(self) -> dict[int, int]:
+        """The number of layers of each span."""
+        return Counter(map(self.span, range(self.layers)))
 
 
 @dataclass(frozen=True)

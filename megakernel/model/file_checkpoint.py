@@ -57,7 +57,8 @@ class Naming:
 
     `halved` says how many of a buffer's tensors, counted from the first, have the rows of a RoPE pair half a head
     apart. In all other tensors these rows are adjacent. With `biases_optional`, a bias that is absent counts as zero.
-    Tensors whose names end with one of `ignored` are not read, because they only repeat what the config says.
+    Tensors whose names end with one of `ignored` are not read, because they only repeat what the config says. The
+    values of `plus_one`, which are vectors, are 1 less than the weights.
     """
 
     parts: Mapping[Buffer, tuple[str, ...]]
@@ -65,6 +66,7 @@ class Naming:
     biases_optional: bool
     ignored: tuple[str, ...] = ()
     experts: int = 0
+    plus_one: frozenset[Buffer] = frozenset()
 
     def names(self, buffer: Buffer, layer: int) -> list[str]:
         experts = range(self.experts if self.experts and BUFFERS[buffer].per_expert else 1)
@@ -116,6 +118,8 @@ class FileCheckpoint:
                 part = self._read(name, share._replace(first=begin[name] + share.first), buffer, split, wanted)
             else:  # the bias is absent, which _check has accepted
                 part = vector(np.zeros(share.size, np.float32))
+            if buffer in self._naming.plus_one:
+                part = vector(part.data.view(np.float32) + np.float32(1))
             if buffer is Buffer.FINAL_NORM:
                 part = vector(part.data.view(np.float32) / np.float32(self.config.logits_scaling))
             begin[name] += share.whole
@@ -172,6 +176,8 @@ def tensors_of(checkpoint: Checkpoint, naming: Naming, dtype: Dtype) -> Iterator
             left = array_of(checkpoint, buffer, layer, split)
             if buffer is Buffer.FINAL_NORM:  # the inverse of `FileCheckpoint.rows`
                 left = np.multiply(left, np.float32(checkpoint.config.logits_scaling))
+            if buffer in naming.plus_one:
+                left = np.subtract(left, np.float32(1))
             parts = defaultdict[str, list[NDArray[np.generic]]](list)
             for index, (name, share) in enumerate(
                 zip(naming.names(buffer, layer), row_shares(buffer, split), strict=True)

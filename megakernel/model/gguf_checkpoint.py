@@ -298,7 +298,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         heads=heads,
         kv_heads=count("attention.head_count_kv", heads),
         head_dim=head_dim,
-        max_context=min(longest, count("attention.sliding_window", 0) or longest),
+        max_context=longest if "window" in own else min(longest, count("attention.sliding_window", 0) or longest),
         rms_eps=keys.number("attention.layer_norm_rms_epsilon"),
         rope=rope,
         tied="output.weight" not in file.shapes,

@@ -35,6 +35,11 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path 
     family, naming = FAMILIES[config.family], gguf_naming(config)
     if not family.gguf:
         raise MegakernelError(f"cannot write {path}: GGUF has no architecture for models of the family {family.name}")
+    if config.experts and not config.normalised_routes:
+        raise MegakernelError(
+            f"cannot write {path}: programs would divide the weights of a token's experts by their sum, which this "
+            "model does not"
+        )
     writer = gguf.GGUFWriter(path, family.gguf[0])
     _add_config(writer, config)
     _add_tokenizer(writer, tokenizer)
@@ -89,10 +94,15 @@ def _add_config(writer: Any, config: ModelConfig) -> None:
         "logit_scale": config.logits_scaling,
     }
     for name, value in multipliers.items():
-        if value != 1.0:
+        if value != 1.0 and name in FAMILIES[config.family].gguf_keys:
             getattr(writer, f"add_{name}")(value)
+    if config.window:
+        writer.add_sliding_window(config.window)
     if config.attention_multiplier is not None:
-        writer.add_attention_scale(config.attention_multiplier)
+        if "attention.scale" in FAMILIES[config.family].gguf_keys:
+            writer.add_attention_scale(config.attention_multiplier)
+        elif not math.isclose(config.attention_multiplier, config.head_dim**-0.5):
+            raise MegakernelError(f"GGUF files of the family {config.family} have no attention multiplier")
 
 
 def _add_tokenizer(writer: Any, source: Path | None) -> None:

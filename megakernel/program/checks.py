@@ -156,6 +156,8 @@ def _sizes(d: Dims) -> Iterator[str]:
     if d.model.heads % d.model.kv_heads or d.model.head_dim % 2:
         heads = f"{d.model.heads} heads of {d.model.head_dim} elements"
         yield f"{heads} do not fit {d.model.kv_heads} KV heads and RoPE pairs"
+    if d.model.window < 0 or d.model.window_from < 0 or d.model.full_every < 1 or d.model.full_at < 0:
+        yield f"a window of {d.model.window} tokens in some layers is out of range"
     if d.bucket.kv_block < 1 or d.bucket.kv_block % d.bucket.kv_page:
         yield f"pages of {d.bucket.kv_page} tokens do not divide KV blocks of {d.bucket.kv_block}"
     # A step can need this many attention items, because an item begins wherever a sequence, the padding rows or a row

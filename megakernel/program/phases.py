@@ -57,7 +57,9 @@ class Phases:
         # These operations write the residual. Unless every rank keeps the whole residual, a rank keeps
         # only the residual of its own row blocks.
         writers = (Operation.GATHER, Operation.REDUCE)
-        self.residual = {p.output for p in forward if p.operation in writers or p.result is Result.RESIDUAL}
+        self.residual = {
+            p.output for p in forward if p.operation in writers or p.result in (Result.RESIDUAL, Result.STORED)
+        }
         self.partial = {p.output for p in forward if p.result is Result.PARTIAL}
 
 
@@ -103,7 +105,7 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
             buffer = getattr(p, field)
             if buffer is not None and (found := contents(buffer, d)) != wanted:
                 yield f"its {field} {buffer.name} are {_text(found)}, not {_text(wanted)} (rank {d.split.rank})"
-    if p.result in (Result.RESIDUAL, Result.PARTIAL):
+    if p.is_matmul and p.result in (Result.RESIDUAL, Result.PARTIAL, Result.STORED):
         parts = [p.inner(d.split) for d in all_dims(dims)]
         whole = p.inner(dims.changed(tp=1).split)
         if sum(parts) != whole if p.result is Result.PARTIAL else set(parts) != {whole}:

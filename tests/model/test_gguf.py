@@ -223,9 +223,11 @@ def test_the_documents_name_every_type() -> None:
         assert re.search(rf"\b{kind.name}\b", own), kind.name
 
 
-def test_a_window_limits_the_context(path: Path) -> None:
-    tiny_gguf(path, llama__attention__sliding_window=96)
-    assert load_config(str(path)).max_context == 96
+@pytest.mark.parametrize(("architecture", "context", "window"), [("llama", 96, 0), ("mistral3", 128, 96)])
+def test_a_window_is_applied_or_limits_the_context(path: Path, architecture: str, context: int, window: int) -> None:
+    tiny_gguf(path, architecture, **{f"{architecture}__attention__sliding_window": 96})
+    config = load_config(str(path))
+    assert (config.max_context, config.window) == (context, window)
 
 
 @pytest.mark.parametrize(
@@ -312,14 +314,14 @@ def test_lying_lengths(path: Path) -> None:
     tiny_gguf(path, tokenizer__ggml__tokens=["a", "b"], general__alignment=32)
     data = path.read_bytes()
     refused = 0
-    for position in range(4, 1200, 8):
+    for position in range(4, 1200, 20):
         for lie in (2**64 - 1, 2**31):
             path.write_bytes(data[:position] + lie.to_bytes(8, "little") + data[position + 8 :])
             try:
                 loaded(open_checkpoint(str(path)), Buffer.FINAL_NORM)
             except MegakernelError:
                 refused += 1
-    assert refused > 150
+    assert refused > 60
 
 
 @pytest.mark.parametrize(("start", "message"), [(b"PK", "not a GGUF file"), (b"GGUF\1\0\0\0", "version 1")])

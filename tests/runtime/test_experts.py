@@ -17,8 +17,7 @@ from tiny_llama import error, hf_logits, make_llama
 from twins import CpuTwins
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import Buffer, Dims, Dtype, Forward, Operation, Split, to_f32
-from megakernel.isa.operations import cost
+from megakernel.isa import Buffer, Dims, Dtype, Forward, Kind, Operation, Split, accesses, cost, to_f32
 from megakernel.isa.operations.route import chosen
 from megakernel.isa.record import WAIT_WORD, WAITS
 from megakernel.machine import host
@@ -171,6 +170,18 @@ def test_programs_are_proved_and_their_waits_are_needed(tp: int, tokens: int) ->
         for at in rows_of(program, "body", name):  # a stream's later instructions also wait for its earlier ones
             broken = edit(broken, "body", at, list(range(WAIT_WORD, WAIT_WORD + WAITS)))
         assert any(name in violation for violation in verify(broken).violations), name
+
+
+def test_tables_order_what_different_experts_store_in_one_place() -> None:
+    """In the next layer, another expert may store its results where this one did. That is proved to come later because
+    both read the table, which ROUTE overwrites in between (megakernel/isa/operations/experts.py)."""
+    program = compiled(replace(SMALL, hidden=64, ffn=96), small_machine(1), tokens=5)
+    for phase, d, _, columns in program.by_phase(1):
+        read = {a.buffer for a in accesses(phase, columns, d) if a.kind is Kind.READ}
+        if phase.operation is Operation.EXPERTS:
+            assert B.ROUTES in read
+        elif phase.operation is Operation.COMBINE:
+            assert B.ROUTE_WEIGHTS in read
 
 
 @pytest.mark.parametrize(

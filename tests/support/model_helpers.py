@@ -71,10 +71,12 @@ def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permute
     writer.add_vocab_size(c.vocab_size)
     writer.add_key_length(c.head_dim)
     writer.add_value_length(c.head_dim)
-    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    rope = c.rope_parameters.get("full_attention", c.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if c.eos_token_id is not None:
+        writer.add_eos_token_id(c.eos_token_id)
     if getattr(c, "sliding_window", None):
         writer.add_sliding_window(c.sliding_window)
-    rope = c.rope_parameters
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -104,6 +106,8 @@ def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permute
         if permuted and ("q_proj" in name or "k_proj" in name):
             pairs = value.reshape(-1, 2, c.head_dim // 2, *value.shape[1:])
             value = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(value.shape)
+        if architecture.startswith("gemma") and "norm" in name:
+            value = value + 1
         if name != "lm_head.weight" or not c.tie_word_embeddings:
             writer.add_tensor(names.get_name(name, (".weight", ".bias")), value)
     _finish(writer)

@@ -26,6 +26,7 @@ SHAPE |= {"max_context": 512, "rms_eps": 1e-5, "tied": False, "rope": Rope()}
 # What a family needs besides SHAPE.
 OWN: dict[str, dict[str, Any]] = {
     "glm": {"eos_token_id": 0},
+    "glm4": {"eos_token_id": 0},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True, "intermediate_size": 1},
     "ministral3": {"rope": Rope(10000.0, RopeKind.YARN, 8.0, 1.0, 32.0, original_context=64, ends=True)},
@@ -85,6 +86,8 @@ class TinyCheckpoint(FileCheckpoint):
         # transformers replaces LongRoPE's short frequencies only when a text is long.
         # Its frequencies do not know of layers without RoPE and of multipliers of attention scores.
         self._own = config.rope.kind is RopeKind.LONGROPE or config.nope_layers or config.attention_multiplier
+        if self._own:
+            return
         rotary = model.model.rotary_emb
         self._rope = np.tile(np.array([[0], [1]], np.float32), config.head_dim // 2)
         pairs = len(rotary.inv_freq)
@@ -146,6 +149,8 @@ def _hf_config(kind: type[PretrainedConfig], shape: dict[str, Any], own: dict[st
 def _rope_arguments(rope: Rope, head_dim: int, kind: type[PretrainedConfig]) -> dict[str, Any]:
     """Return the arguments that describe `rope` to a transformers configuration class. transformers 5 reads
     rope_parameters, and transformers 4 reads rope_theta and rope_scaling."""
+    if kind is transformers.Gemma3TextConfig:
+        return {}  # it has two tables, whose defaults differ
     scaling: dict[str, Any] = {"rope_type": rope.kind.value}
     if rope.kind is not RopeKind.DEFAULT:
         scaling["factor"] = rope.factor

@@ -25,7 +25,7 @@ void experts(const Call& call, const ExpertTile& op) {
     const Tile tile{0, rows, op.col, op.cols};
     const Panel* const weights = call.weights<Panel>() + expert * panels;
     if (gated)
-      gemm<T, store_gated<T>>(call, tile, weights, {tokens}, {results});
+      gemm<T, store_gated<T, silu_exponent>>(call, tile, weights, {tokens}, {results});
     else
       gemm<T, store_plain<T>>(call, tile, weights, {results}, {results});
     rows = 0;

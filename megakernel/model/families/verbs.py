@@ -28,6 +28,11 @@ def last_norm(name: str, inputs: Buffer, scale: Buffer, output: Buffer) -> Phase
     return Phase(name, Operation.NORM, Rows.LOGIT, scale, inputs, output)
 
 
+def add_norm(name: str, inputs: Buffer, scale: Buffer, output: Buffer) -> Phase:
+    """output[r] += RMS norm of inputs[r], times scale: a norm whose result is added to the residual"""
+    return Phase(name, Operation.NORM, weights=scale, inputs=inputs, output=output, result=Result.RESIDUAL)
+
+
 def qkv(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
     """q, k, v = inputs[r] weights^T + bias; rotates q and k, stores k and v in the KV cache, and output[r] = q"""
     return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.HEADS, bias)
