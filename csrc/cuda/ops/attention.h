@@ -78,8 +78,7 @@ class AttentionItem {
     const int heads = (end - 1) / tiles - begin / tiles + 1, before = own - begin / tiles;
     const float scale = 1.0f / sqrtf(static_cast<float>(d_.head_dim));
     AttentionTile<P> tile(p_, d_.head_dim);
-    const KvBlocks own_blocks = blocks();
-    for (int block = own_blocks.begin; block < own_blocks.end; ++block) {
+    for (int block = blocks().begin; block < s_.item_block[item_] + s_.item_blocks[item_]; ++block) {
       item_ = here(item_);
       if (last < block * kKvBlock) {
         pages_.skip(heads * head_pages());
@@ -89,7 +88,7 @@ class AttentionItem {
       const unsigned char* keys = pages_.take();
       // The queries can be read only now: the input loader fills the item's pages after it has waited for the
       // item's counters, so a full page shows that the queries are written.
-      if (block == own_blocks.begin) start(tile, query_rows(own, first));
+      if (block == blocks().begin) start(tile, query_rows(own, first));
       tile.template scores<0>(keys);
       if (!narrow()) {
         pages_.release();
