@@ -50,7 +50,7 @@ def norms_inside(forward: Forward) -> Forward:
 _NORMS: dict[str, Callable[[Forward], Forward]] = {"own": lambda f: f, "next": norms_next, "inside": norms_inside}
 
 
-_SUMMED = (Result.RESIDUAL, Result.STORED)  # of matmuls whose inputs the ranks share
+_SUMMED = (Result.RESIDUAL, Result.STORED)  # of matmuls and experts whose inputs the ranks share
 
 
 def split(forward: Forward, part: Split) -> Forward:
@@ -60,7 +60,8 @@ def split(forward: Forward, part: Split) -> Forward:
 
     def divided(phase: Phase) -> list[Phase]:
         whole = part.tp == 1 or (part.replicated_o and phase.inputs in attended)
-        if whole or not (phase.is_matmul and phase.result in _SUMMED):
+        adds = phase.is_matmul or phase.operation is Operation.COMBINE
+        if whole or not (adds and phase.result in _SUMMED):
             return [replace(phase, rows=_rows(phase))]
         name = phase.name.removesuffix("_proj")
         partial = replace(phase, name=f"{name}_partial", output=Buffer.REDUCE, result=Result.PARTIAL, bias=None)
