@@ -52,7 +52,9 @@ _C_TYPES = {"u8": "uint64_t", "u4": "uint32_t", "u2": "uint16_t", "u1": "uint8_t
 # the Python name of a constant if they differ.
 _WORDS = "words operand_word wait_word waits signal_word signals counter_mask rank_shift rank_mask all_ranks owner"
 _COMMON = (
-    *((record, _WORDS), (dims, "shard_unit kv_unit kv_scale"), (phases, "max_phases"), (record, "next indexed")),
+    (record, _WORDS),
+    (dims, "shard_unit kv_unit kv_scale most_experts all_tokens"),
+    *((phases, "max_phases"), (record, "next indexed")),
     (cpu, "most_head_dim"),
     (trace, "trace_prologue=prologue trace_epilogue=epilogue"),
 )
@@ -80,16 +82,16 @@ _RECORDS = (dims.ModelSizes, dims.Split, dims.Bucket, Dims)
 _DERIVED = (
     *("row_blocks", "pages_per_seq", "own_rows", "own_logit_rows", "mask_words", "kv_row", "group_size", "rank_heads"),
     *("first_head", "first_kv_head", "rank_kv_heads", "first_ffn", "rank_ffn", "first_vocab", "rank_vocab"),
-    "head_ranks",
+    *("head_ranks", "by_expert", "places"),
     *("q_cols", "kv_cols", "qkv_cols", "o_cols", "o_first"),
 )
-_FUNCTIONS = ("query_head", "query_head_end", "owner", "reduce_place", "reduce_row")
+_FUNCTIONS = ("span", "query_head", "query_head_end", "owner", "reduce_place", "reduce_row")
 _HELPERS = ("ceil_div", "start", "shard")
 
 
 _SIGNS: dict[type[ast.operator | ast.cmpop], str] = {
     **{ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "/", ast.Mod: "%"},
-    **{ast.Lt: "<", ast.Gt: ">"},
+    **{ast.Lt: "<", ast.Gt: ">", ast.Eq: "=="},
 }
 
 
@@ -317,54 +319,14 @@ def _columns(titles: str) -> list[str]:
     return [f"| {titles} |", f"| {' | '.join('---' for _ in titles.split('|'))} |"]
 
 
-def _pages_reference() -> list[str]:
-    p = pages
-    out = [
-        f"The CUDA interpreter divides shared memory into a ring of {params.PAGES} pages of {params.PAGE_BYTES} bytes"
-        f" ({p.PAGE_ROWS} rows of {p.ROW_BYTES} bytes).",
-        "An instruction takes consecutive pages. `megakernel/runtime/cuda/pages.py` computes their order and number;"
-        " `verify` proves that no instruction holds more pages at once than the ring has.",
-        "",
-        *_columns("pages of | filled by | released by"),
-        *(f"| {s.name.lower()} | {s.value[0]} | {s.value[1]} |" for s in pages.Stream),
-        "",
-        "For a matmul tile of `rows` × `cols` outputs, K is the inner length, and M the number of weight matrices (2"
-        " for gate and up). All divisions are rounded up.",
-        "",
-    ]
-    per_page = {r: p.ROW_BYTES // (4 if r is Result.RESIDUAL else 2) for r in p.BY_PAGES}
-    output = ", ".join(f"cols / {n} for `{r.name}`" for r, n in per_page.items())
-    out.append(
-        f"On tensor cores, the tile takes K / {p.K_STEP} · M · (cols / {p.PAGE_ROWS}) weight pages, K / {p.K_STEP} ·"
-        f" (M · cols / {p.CHUNK}) input pages, and output pages that depend on the result: {output}, otherwise none."
-    )
-    laps = f"W / ({params.PAGES} − X, rounded down to an even number)"
-    out += [
-        "",
-        f"Computed as dot products on CUDA cores, the tile takes W = 2 · (K / {p.DOT_PIECE}) ·"
-        f" (M · cols / {2 * p.PIECES}) weight pages and no output pages."
-        f" Its inputs fill X = rows · (K / {p.DOT_PIECE}) / {p.PIECES} pages (at most"
-        f" {p.DOT_INPUT_PAGES}; 0 if the matmul normalises them). They are loaded again for each filling of the ring,"
-        f" so they take X · ({laps}) pages.",
-        "",
-        f"The (query row, query head) pairs of an attention item are divided into groups of {p.QUERY_TILE} with one KV"
-        f" head. Computing {p.UNITS} groups at once takes 2 · (head_dim / {p.K_STEP}) input pages for each of"
-        " their KV heads and KV blocks. An item of padding rows takes one input page. Other instructions take none.",
-        "",
-        f"On tensor cores, consumers release the pages of a K step ({p.K_STEP} elements) once they have started the"
-        " next step's products. In dot products, they release a weight page right after use, and input pages after the"
-        " last weight page in the ring. The storer releases an output page once it has read it.",
-    ]
-    return out
-
-
 def reference() -> str:
     """Return the text of docs/instructions.md."""
     out = [
         "# Instructions",
         "",
-        "This page lists all operations, buffers and fields of the step table. `python -m megakernel.codegen`",
-        "generates it from `megakernel/isa`.",
+        "These operations and buffers appear in a disassembly, in a timeline, and in what `verify` reports. The fields",
+        "of the step table, which hold what differs between steps, are in `megakernel/isa/step.py`. This page is",
+        "generated from `megakernel/isa` by `python -m megakernel.codegen`.",
         "",
         "A phase is an operation with its parameters (`megakernel/isa/phases.py`). `megakernel/model/families` lists"
         " the phases of each model. An instruction's record contains the number of its phase.",
@@ -377,18 +339,12 @@ def reference() -> str:
         out.append(f"| {operation.value} | {operation.name.lower()} | {family} | {operands} | {meaning} |")
     out += ["", "## Results of a matmul", "", *_columns("result | meaning; t = product + bias")]
     out += [f"| `{result.name}` | {RESULTS[result].meaning} |" for result in Result if result is not Result.NONE]
-    out += ["", "## Pages", "", *_pages_reference()]
     out += ["", "## Buffers", "", *_columns("name | space | type | per layer | contents")]
     for b, buffer in BUFFERS.items():
         dtype = "compute" if buffer.dtype is None else buffer.dtype.name.lower()
         layered = "yes" if buffer.layered else "no"
         space = Space(buffer.space).value
         out.append(f"| `{b.name}` | {space} | {dtype} | {layered} | {buffer.what} |")
-    out += ["", "## Step table", "", *_columns("field | length | type | contents")]
-    for f in STEP_FIELDS:
-        length = (" × ".join(f.of) or "1") + (f" + {f.plus}" if f.plus else "")
-        length = f"ranks × ({length})" if f.per_rank else length
-        out.append(f"| `{f.name}` | {length} | {'float32' if f.is_float else 'int32'} | {f.what} |")
     return "\n".join(out) + "\n"
 
 

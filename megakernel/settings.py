@@ -243,14 +243,16 @@ def reference() -> str:
     out = [
         "# Settings",
         "",
-        "This page lists every flag and environment variable that more than one command uses. A flag overrides an",
-        "environment variable, which overrides the default. `python -m megakernel.codegen` generates this page from",
-        "`megakernel/settings.py`.",
+        "`megakernel serve --help` lists the flags of `serve` with their defaults, and so on for each command. This",
+        "page lists the environment variables, which suit containers and services, and whose values `megakernel",
+        "doctor` shows. A flag overrides its variable; with `serve`, a file of flags (`--config FILE`) comes between",
+        "the two. This page is generated from `megakernel/settings.py` by `python -m megakernel.codegen`.",
         "",
-        "| flag, environment variable | default | meaning |",
+        "| environment variable | default | meaning |",
         "| --- | --- | --- |",
     ]
     for s in SETTINGS.values():
-        names = ", ".join(f"`{name}`" for name in (s.flag, *s.aliases, s.env) if name)
-        out.append(f"| {names} | {s.default} | {s.what} |")
+        if s.env:
+            names = f"`{s.env}` (flag `{s.flag}`)" if s.flag else f"`{s.env}`"
+            out.append(f"| {names} | {s.default} | {s.what} |")
     return "\n".join(out) + "\n"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from megakernel.isa import BUFFERS, OPERATIONS, Column, Dims, Phase, Result, Rows, ceil_div
 from megakernel.isa.buffers import given
+from megakernel.isa.operations.experts import share
 from megakernel.isa.operations.spec import Cut
 from megakernel.isa.record import SIGNALS
 from megakernel.machine import Machine
@@ -45,6 +46,9 @@ def lower(phases: Iterable[Phase], d: Dims, machine: Machine, panel: int = 0) ->
 def _tasks(phase: Phase, d: Dims, machine: Machine, panel: int, before: list[PhaseTasks]) -> PhaseTasks:
     """Return the tasks of one phase on the rank `d.rank`. `before` has the tasks of the earlier phases."""
     match OPERATIONS[phase.operation].cut:
+        case Cut.RUNS if phase.result is Result.PARTIAL and not phase.inner(d.split):
+            none = np.zeros(0, dtype=np.int32)  # the rank has no part of the weights, so it adds nothing
+            return PhaseTasks(phase, dict.fromkeys(phase.operands, none), none, d.split.rank)
         case Cut.RUNS:
             return _runs(phase, d, machine)
         case Cut.ROWS:
@@ -55,6 +59,8 @@ def _tasks(phase: Phase, d: Dims, machine: Machine, panel: int, before: list[Pha
             )
         case Cut.TILES:
             return _tiles(phase, d, machine, panel)
+        case Cut.PLACES:
+            return _places(phase, d, machine, panel)
         case Cut.SLOTS:
             heads = (t for t in before if t.phase.result is Result.HEADS and t.rank == d.split.rank)
             return _attention(phase, next(heads, None), d)
@@ -100,7 +106,10 @@ def _tiles(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
     blocks, unit = len(rows.numbers), max(machine.col_unit, target_of(d).output_columns(phase, d))
     unit = math.lcm(unit, d.model.head_dim) if phase.whole_heads(d.model) else unit
     units = ceil_div(cols, unit)
-    count = _column_tiles(phase, rows, cols, unit, d, machine, panel) if blocks and cols else 0
+    count = 0
+    if blocks and cols:
+        first = {"row": int(rows.numbers[0]) * rows.length, "rows": rows.length}
+        count = _column_tiles(phase, first, rows.length, blocks, cols, unit, d, machine, panel)
     cuts = np.minimum(np.arange(count + 1) * units // max(count, 1) * unit, cols).astype(np.int32)
     at = np.repeat(rows.numbers, count)
     columns = {
@@ -112,22 +121,49 @@ def _tiles(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
     return PhaseTasks(phase, columns, at, d.split.rank)
 
 
-def _column_tiles(phase: Phase, rows: _Blocks, cols: int, unit: int, d: Dims, machine: Machine, panel: int) -> int:
+def _places(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
+    """Divide the results of experts into column tiles of each place. With places for a token's own experts, a tile has
+    one row; with places for all experts, it has all rows."""
+    tokens, cols, unit = d.bucket.tokens, phase.width(d.split), machine.col_unit
+    length, starts = (tokens, 1) if d.by_expert else (1, tokens)
+    units, count = ceil_div(cols, unit), 0
+    if cols:
+        rows = max(1, round(length * share(d)))
+        first = {"row": 0, "rows": length, "place": 0}
+        count = _column_tiles(phase, first, rows, starts * d.places, cols, unit, d, machine, panel)
+    cuts = np.minimum(np.arange(count + 1) * units // max(count, 1) * unit, cols).astype(np.int32)
+    row, place, tile = (a.ravel().astype(np.int32) for a in np.indices((starts, d.places, count)))
+    columns = {"row": row, "rows": np.full_like(row, length), "col": cuts[tile], "cols": np.diff(cuts)[tile]}
+    return PhaseTasks(phase, columns | {"place": place}, row // d.bucket.row_block, d.split.rank)
+
+
+def _column_tiles(
+    phase: Phase,
+    start: Mapping[str, int],
+    rows: int,
+    blocks: int,
+    cols: int,
+    unit: int,
+    d: Dims,
+    machine: Machine,
+    panel: int,
+) -> int:
     """Return the number of column tiles that minimises the time of the phase. This time is the number of waves × the
-    seconds of the widest tile. In a wave, each worker computes one tile.
+    seconds of the widest tile. In a wave, each worker computes one tile. Each of `blocks` blocks, with about `rows`
+    rows, is divided into so many tiles. `start` has the other operands of a tile of the first block.
 
     A tile holds at most tile_rows × tile_cols outputs, so tiles of short row blocks may be wide. Tiles are narrower
     than this limit only to occupy all workers or to fill the last wave. If the row blocks form several panels (see
     `panel_blocks`), the next phase uses the workers that the last wave leaves idle. A partial wave then counts only as
     the fraction of workers that it uses."""
-    blocks, units = len(rows.numbers), ceil_div(cols, unit)
-    widest = max(1, machine.tile_rows * machine.tile_cols // (rows.length * unit))
+    units = ceil_div(cols, unit)
+    widest = max(1, machine.tile_rows * machine.tile_cols // (rows * unit))
     fewest = ceil_div(units, widest)
     most = min(units, 2 * max(fewest, ceil_div(machine.workers, blocks)))
     counts = np.arange(fewest, most + 1)
     width = np.minimum(-(-units // counts) * unit, cols).astype(np.int32)
     zero = np.zeros_like(width)
-    first = {"row": zero + rows.numbers[0] * rows.length, "rows": zero + rows.length, "col": zero, "cols": width}
+    first = {name: zero + value for name, value in start.items()} | {"col": zero, "cols": width}
     tile = seconds(phase, first, d, machine)
     waves = np.maximum(1.0, counts * blocks / machine.workers)
     if blocks <= panel_blocks(d, machine, panel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import zip_longest
 
 from megakernel.isa import Buffer, Forward, Operation, Phase, Result, Rows, Split
 
@@ -30,11 +31,14 @@ def norms_next(forward: Forward) -> Forward:
 
 def norms_inside(forward: Forward) -> Forward:
     """Let each matmul of a layer normalise its own inputs. The residual must not change between a norm and the matmuls
-    that read its result."""
-    norms = {}  # the norm that computed what a buffer holds
+    that read its result. Norms of what experts read stay as they are."""
+    norms: dict[Buffer | None, Phase] = {}  # the norm that computed what a buffer holds
     body = []
-    for phase in forward.body:
-        if phase.operation is Operation.NORM:
+    for phase, after in zip_longest(forward.body, forward.body[1:]):
+        if phase.operation is Operation.NORM and after and after.operation is Operation.ROUTE:
+            norms.pop(phase.output, None)
+            body.append(phase)
+        elif phase.operation is Operation.NORM and phase.result is Result.NONE:
             norms[phase.output] = phase
         elif norm := norms.get(phase.inputs):
             body.append(replace(phase, inputs=norm.inputs, norm=norm.weights))
@@ -46,19 +50,26 @@ def norms_inside(forward: Forward) -> Forward:
 _NORMS: dict[str, Callable[[Forward], Forward]] = {"own": lambda f: f, "next": norms_next, "inside": norms_inside}
 
 
+_SUMMED = (Result.RESIDUAL, Result.STORED)  # of matmuls whose inputs the ranks share
+
+
 def split(forward: Forward, part: Split) -> Forward:
-    """Divide the phases among `part.tp` ranks. What is added to the residual is first summed over the ranks, unless
-    every rank has all the weights."""
+    """Divide the phases among `part.tp` ranks. What becomes a part of the residual is first summed over the ranks,
+    unless every rank has all the weights."""
     attended = {phase.output for phase in forward if phase.operation is Operation.ATTENTION}
 
     def divided(phase: Phase) -> list[Phase]:
         whole = part.tp == 1 or (part.replicated_o and phase.inputs in attended)
-        if whole or phase.result is not Result.RESIDUAL:
+        if whole or not (phase.is_matmul and phase.result in _SUMMED):
             return [replace(phase, rows=_rows(phase))]
         name = phase.name.removesuffix("_proj")
         partial = replace(phase, name=f"{name}_partial", output=Buffer.REDUCE, result=Result.PARTIAL, bias=None)
         total = replace(
-            phase, name=f"{name}_reduce", operation=Operation.REDUCE, inputs=Buffer.REDUCE, result=Result.NONE
+            phase,
+            name=f"{name}_reduce",
+            operation=Operation.REDUCE,
+            inputs=Buffer.REDUCE,
+            result=Result.STORED if phase.result is Result.STORED else Result.NONE,
         )
         return [replace(partial, rows=_rows(partial)), total]
 
@@ -70,7 +81,8 @@ def _rows(phase: Phase) -> Rows:
     the weights."""
     if phase.operation is Operation.SAMPLE:
         return Rows.SAMPLED
-    shared = phase.operation is Operation.ROPE or (phase.is_matmul and phase.result is not Result.RESIDUAL)
+    shared = phase.operation in (Operation.ROPE, Operation.ROUTE, Operation.EXPERTS)
+    shared |= phase.result not in (Result.NONE, *_SUMMED)
     return Rows.EVERY if shared and phase.rows is Rows.OWN else phase.rows
 
 

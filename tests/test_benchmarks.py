@@ -34,6 +34,7 @@ def measured_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     monkeypatch.setattr("servers.megakernel", lambda *words: megakernel(*words, *SMALL[:4]))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("measured_here")
 def test_many_requests_through_the_server(tmp_path: Path, model: str) -> None:
     """With 16 requests instead of 65,536, the server answers every request in full and its memory is sampled."""
@@ -48,6 +49,7 @@ def test_many_requests_through_the_server(tmp_path: Path, model: str) -> None:
     assert result["memory"]["samples"] and result["machine"]["cores"] >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("measured_here")
 def test_a_server_is_compared_with_another_installation(tmp_path: Path, model: str) -> None:
     out = tmp_path / "out.json"
@@ -58,6 +60,7 @@ def test_a_server_is_compared_with_another_installation(tmp_path: Path, model: s
         assert 0 < one["cpu_us_per_token"]["engine"] < one["server_us_per_token"]
 
 
+@pytest.mark.slow
 def test_speculation_is_compared_with_none(tmp_path: Path, model: str) -> None:
     out = tmp_path / "out.json"
     flags = ["--model", model, "--tokens", "12", "--rounds", "1", "--speculate", "3", "-o", str(out)]

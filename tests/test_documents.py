@@ -323,6 +323,7 @@ class Reader:
             server.communicate(timeout=30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", ALL, ids=lambda d: d.name)
 @pytest.mark.usefixtures("smollm2")
 def test_a_document_can_be_followed(

@@ -16,6 +16,7 @@ from megakernel import library
 DOCUMENTS = sorted((ROOT / "docs").glob("adding-*.md"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
 def test_a_worked_example_works(document: Path, tmp_path: Path) -> None:
     tree = copy_of_the_tree(tmp_path / "tree")

@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/timeline.md and docs/gallery.md.
+"""Takes the pictures of docs/timeline.md.
 
     python benchmarks/pictures/record_cpu.py FOLDER
     python benchmarks/pictures/timeline.py [--cpu FOLDER]

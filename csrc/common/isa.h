@@ -24,6 +24,8 @@ constexpr int32_t kOwner = 14;
 constexpr int32_t kShardUnit = 32;
 constexpr int32_t kKvUnit = 32;
 constexpr int32_t kKvScale = 2;
+constexpr int32_t kMostExperts = 512;
+constexpr int32_t kAllTokens = 1073741824;
 constexpr int32_t kMaxPhases = 31;
 constexpr int32_t kNext = 268435456;
 constexpr int32_t kIndexed = 536870912;
@@ -54,7 +56,7 @@ enum class Buffer : int32_t {
   H = 16,  // normalised residual
   Q = 17,  // rotated queries
   ATTN = 18,  // attention output, one head after another
-  ACT = 19,  // silu(gate) * up
+  ACT = 19,  // silu(gate) * up; a row for each expert of a token
   Y = 20,  // rows that get logits, after the final norm
   LOGITS = 21,  // raw logits
   PARTIALS = 22,  // partial softmax (m, l, o)
@@ -66,16 +68,23 @@ enum class Buffer : int32_t {
   LOGPROBS_OUT = 28,  // log-softmax of raw logits at TOKENS_OUT
   REDUCE = 29,  // partial sums of a projection: own_rows rows from each rank in turn
   QK_NORM = 30,  // RMS norm scales of q heads and k heads
+  W_ROUTER = 31,  // router: a row for each expert
+  ROUTES = 32,  // experts of each token, best first
+  ROUTE_WEIGHTS = 33,  // weights of these experts
+  EXPERTS_OUT = 34,  // results of experts; a row for each expert of a token
+  SUBLAYER = 35,  // result of attention or the MLP
+  POST_ATTN_NORM = 36,  // RMS norm scales of attention's result
+  POST_MLP_NORM = 37,  // RMS norm scales of the MLP's result
 };
-constexpr int32_t kBuffers = 31;
-constexpr bool kLayered[kBuffers] = {false, true, true, true, true, true, true, true, true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false, true, true, false, false, false, false, true};
+constexpr int32_t kBuffers = 38;
+constexpr bool kLayered[kBuffers] = {false, true, true, true, true, true, true, true, true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false, true, true, false, false, false, false, true, true, false, false, false, false, true, true};
 
-enum class Operation : int32_t { kJoin = 1, kDrain = 2, kGather = 3, kRope = 4, kNorm = 5, kMatmul = 6, kAttention = 7, kReduce = 8, kSample = 9 };
-constexpr int32_t kOperations = 10;
+enum class Operation : int32_t { kJoin = 1, kDrain = 2, kGather = 3, kRope = 4, kNorm = 5, kMatmul = 6, kAttention = 7, kReduce = 8, kSample = 9, kRoute = 10, kExperts = 11, kCombine = 12 };
+constexpr int32_t kOperations = 13;
 // The operations whose operands pass through shared-memory pages of the CUDA interpreter.
 enum class PagedOperation : int32_t { kMatmul = 6, kAttention = 7 };
 enum class Rows : int32_t { kEvery = 0, kOwn = 1, kLogit = 2, kSampled = 3 };
-enum class Result : int32_t { kNone = 0, kHeads = 1, kResidual = 2, kPartial = 3, kGated = 4, kLogits = 5 };
+enum class Result : int32_t { kNone = 0, kHeads = 1, kResidual = 2, kPartial = 3, kGated = 4, kLogits = 5, kStored = 6, kGeluGated = 7 };
 enum class Units : int32_t { kCore = 0, kDots = 1, kTensor = 2 };
 
 // A phase of the program, with its sizes on one rank. An array of phases has kMaxPhases + 1 entries.
@@ -103,6 +112,7 @@ struct Drain { int32_t queue; int32_t end; };
 struct Run { int32_t row; int32_t rows; };
 struct Tile { int32_t row; int32_t rows; int32_t col; int32_t cols; };
 struct Attention { int32_t slot; int32_t group_heads; int32_t groups; };
+struct ExpertTile { int32_t row; int32_t rows; int32_t col; int32_t cols; int32_t place; };
 
 MK_DIMS_FN inline int32_t lower_of(int32_t a, int32_t b) { return a < b ? a : b; }
 MK_DIMS_FN inline int32_t higher_of(int32_t a, int32_t b) { return a < b ? b : a; }
@@ -123,6 +133,14 @@ struct Dims {
   int32_t quantised_kv;
   int32_t q8_activations;
   float embed_scale;
+  int32_t experts;
+  int32_t experts_per_token;
+  int32_t normalised_routes;
+  int32_t window;
+  int32_t window_from;
+  int32_t full_every;
+  int32_t full_at;
+  int32_t post_norms;
   int32_t tp;
   int32_t rank;
   int32_t replicated_o;
@@ -158,11 +176,14 @@ struct Dims {
   MK_DIMS_FN int32_t first_vocab() const { return shard(vocab, tp, rank); }
   MK_DIMS_FN int32_t rank_vocab() const { return (shard(vocab, tp, (rank + 1)) - first_vocab()); }
   MK_DIMS_FN int32_t head_ranks() const { return lower_of(heads, tp); }
+  MK_DIMS_FN int32_t by_expert() const { return (((tokens * experts_per_token) > experts) ? 1 : 0); }
+  MK_DIMS_FN int32_t places() const { return (by_expert() ? experts : experts_per_token); }
   MK_DIMS_FN int32_t q_cols() const { return (rank_heads() * head_dim); }
   MK_DIMS_FN int32_t kv_cols() const { return (rank_kv_heads() * head_dim); }
   MK_DIMS_FN int32_t qkv_cols() const { return (q_cols() + (2 * kv_cols())); }
   MK_DIMS_FN int32_t o_cols() const { return (replicated_o ? (heads * head_dim) : q_cols()); }
   MK_DIMS_FN int32_t o_first() const { return (replicated_o ? (first_head() * head_dim) : 0); }
+  MK_DIMS_FN int32_t span(int32_t layer) const { if ((window < 1)) return kAllTokens; if ((layer < window_from)) return kAllTokens; return (((layer % full_every) == full_at) ? kAllTokens : window); }
   MK_DIMS_FN int32_t query_head(int32_t kv_head) const { return higher_of((((first_kv_head() + kv_head) * group_size()) - first_head()), 0); }
   MK_DIMS_FN int32_t query_head_end(int32_t kv_head) const { return lower_of(((((first_kv_head() + kv_head) + 1) * group_size()) - first_head()), rank_heads()); }
   MK_DIMS_FN int32_t owner(int32_t row) const { return ((row / row_block) % tp); }
@@ -188,6 +209,8 @@ struct Sizes : Dims {
   int32_t first_vocab_;
   int32_t rank_vocab_;
   int32_t head_ranks_;
+  int32_t by_expert_;
+  int32_t places_;
   int32_t q_cols_;
   int32_t kv_cols_;
   int32_t qkv_cols_;
@@ -209,11 +232,14 @@ struct Sizes : Dims {
   MK_DIMS_FN int32_t first_vocab() const { return first_vocab_; }
   MK_DIMS_FN int32_t rank_vocab() const { return rank_vocab_; }
   MK_DIMS_FN int32_t head_ranks() const { return head_ranks_; }
+  MK_DIMS_FN int32_t by_expert() const { return by_expert_; }
+  MK_DIMS_FN int32_t places() const { return places_; }
   MK_DIMS_FN int32_t q_cols() const { return q_cols_; }
   MK_DIMS_FN int32_t kv_cols() const { return kv_cols_; }
   MK_DIMS_FN int32_t qkv_cols() const { return qkv_cols_; }
   MK_DIMS_FN int32_t o_cols() const { return o_cols_; }
   MK_DIMS_FN int32_t o_first() const { return o_first_; }
+  MK_DIMS_FN int32_t span(int32_t layer) const { if ((window < 1)) return kAllTokens; if ((layer < window_from)) return kAllTokens; return (((layer % full_every) == full_at) ? kAllTokens : window); }
   MK_DIMS_FN int32_t query_head(int32_t kv_head) const { return higher_of((((first_kv_head() + kv_head) * group_size()) - first_head()), 0); }
   MK_DIMS_FN int32_t query_head_end(int32_t kv_head) const { return lower_of(((((first_kv_head() + kv_head) + 1) * group_size()) - first_head()), rank_heads()); }
   MK_DIMS_FN int32_t owner(int32_t row) const { return ((row / row_block) % tp); }
@@ -240,6 +266,8 @@ MK_DIMS_FN inline Sizes sizes_of(const Dims& d) {
   s.first_vocab_ = d.first_vocab();
   s.rank_vocab_ = d.rank_vocab();
   s.head_ranks_ = d.head_ranks();
+  s.by_expert_ = d.by_expert();
+  s.places_ = d.places();
   s.q_cols_ = d.q_cols();
   s.kv_cols_ = d.kv_cols();
   s.qkv_cols_ = d.qkv_cols();
@@ -261,7 +289,7 @@ struct StepView {
   const int32_t* item_kv_heads;  // number of KV heads
   const int32_t* item_seq;  // index of the rows' sequence in block_tables; -1: padding, whose output is zero
   const int32_t* item_block;  // first KV block (of kv_block tokens) of the item
-  const int32_t* item_blocks;  // number of KV blocks; without a split, all blocks up to the position of the item's last row
+  const int32_t* item_blocks;  // number of KV blocks; without a split, all blocks that the rows see in any layer
   const int32_t* item_wait_block;  // first row block whose q, k and v the item waits for
   const int32_t* item_wait_blocks;  // number of row blocks that the item waits for, including the block of its own rows
   const int32_t* item_split;  // index in SPLITS of the item's split (items that divide the rows' KV blocks); -1: not split

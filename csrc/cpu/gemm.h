@@ -177,13 +177,20 @@ void multiply(const RowBlocks& rows, const Panel* panels, int log2, int begin, i
   }
 }
 
+// Finds the rows of a buffer that a matmul reads or writes: those of a list, or consecutive rows.
+struct RowList {
+  const int32_t* rows = nullptr;
+  MK_INLINE int operator[](int i) const { return rows == nullptr ? i : rows[i]; }
+};
+
 // Prepares rows of a matmul's inputs for multiplication. The inputs are values of the compute type, or, if
 // the phase applies an RMS norm to them, float32 values.
 template <class T>
 class Inputs {
  public:
-  explicit Inputs(const Call& call)
+  Inputs(const Call& call, RowList list)
       : rows_(call.inputs<char>()),
+        list_(list),
         weight_(call.phase->norm == Buffer::kNone ? nullptr : call.at<float>(call.phase->norm)),
         k_(call.phase->inner),
         eps_(call.dims->rms_eps) {}
@@ -217,7 +224,7 @@ class Inputs {
  private:
   template <class E>
   const E* row(int r) const {
-    return reinterpret_cast<const E*>(rows_) + int64_t{first_ + r} * k_;
+    return reinterpret_cast<const E*>(rows_) + int64_t{list_[first_ + r]} * k_;
   }
   template <class F>
   static MK_INLINE void unpack_row(int n, bool pairs, float* out, const F& vector) {
@@ -231,6 +238,7 @@ class Inputs {
   }
 
   const char* rows_;
+  const RowList list_;
   const float* weight_;
   const int k_;
   const float eps_;
@@ -241,9 +249,12 @@ class Inputs {
 // Computes t = inputs weights^T + bias of the phase for a tile, and passes every output to kResult once. Each
 // call of kResult receives the columns [first, first + columns) of one row. If the phase has several
 // matrices, their panels alternate in memory. A call then receives the columns of one panel of the first
-// matrix, and the results of each further matrix follow kPanel floats later.
+// matrix, and the results of each further matrix follow kPanel floats later. `weights` has the panels of all
+// columns. The rows of the tile are indices in two lists: `from` has the rows of the inputs, and `to` those
+// that kResult receives.
 template <class T, void (*kResult)(const Call& call, int row, int first, int columns, float* t)>
-inline void gemm(const Call& call, const Tile& tile) {
+inline void gemm(const Call& call, const Tile& tile, const Panel* weights, RowList from = {},
+                 RowList to = {}) {
   const Phase& phase = *call.phase;
   const int k = phase.inner, whole_units = ceil_div(k, kUnit) * kUnit, matrices = phase.matrices;
   constexpr int64_t ldc = kTilePanels * kPanel;
@@ -253,8 +264,7 @@ inline void gemm(const Call& call, const Tile& tile) {
   const int row_end = tile.row + tile.rows, col_end = tile.col + tile.cols;
   const int panel = tile.col / kPanel * matrices;
   const int panel_end = panel + panel_count(tile.col, tile.cols) * matrices;
-  Inputs<T> inputs(call);
-  const Panel* const weights = call.weights<Panel>();
+  Inputs<T> inputs(call, from);
   const bool pairs =
       kInPairs<T> && weights[panel].type() == Dtype::BF16 && same_type(weights + panel, panel_end - panel);
 
@@ -328,17 +338,23 @@ inline void gemm(const Call& call, const Tile& tile) {
       const int start = p / matrices * kPanel, stop = start + panels / matrices * kPanel;
       const int run = matrices == 1 ? stop - start : kPanel;
       for (int i = 0; i < rows; ++i) {
-        for (int from = start; from < stop; from += run) {
-          const int first = higher_of(from, tile.col), n = lower_of(from + run, col_end) - first;
-          float* t = c + i * ldc + int64_t{from - start} * matrices + first - from;
+        for (int at = start; at < stop; at += run) {
+          const int first = higher_of(at, tile.col), n = lower_of(at + run, col_end) - first;
+          float* t = c + i * ldc + int64_t{at - start} * matrices + first - at;
           for (int m = 0; bias != nullptr && m < matrices; ++m) {
             for (int j = 0; j < n; ++j) t[m * kPanel + j] += bias[m * phase.width + first + j];
           }
-          kResult(call, r + i, first, n, t);
+          kResult(call, to[r + i], first, n, t);
         }
       }
     }
   }
+}
+
+// As above, with all weights of the phase, and with consecutive rows.
+template <class T, void (*kResult)(const Call& call, int row, int first, int columns, float* t)>
+inline void gemm(const Call& call, const Tile& tile) {
+  gemm<T, kResult>(call, tile, call.weights<Panel>());
 }
 
 }  // namespace mk::MK_SIMD

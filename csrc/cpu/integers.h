@@ -5,6 +5,9 @@
 // order of the additions nor the SIMD width can change it. The sums are then multiplied by both scales and
 // added to the output's accumulator in ascending order of K, each with one fused multiply-add.
 #pragma once
+#include <array>
+#include <utility>
+
 #include "formats.h"
 
 namespace mk::MK_SIMD {
@@ -18,7 +21,7 @@ struct Rounded {
 };
 
 // The rows of the largest register block.
-constexpr int kIntegerRows = MK_LANES == 16 ? 8 : 4;
+constexpr int kIntegerRows = MK_LANES / 2;
 
 // Rounds a unit of activations. If a value is not finite, the scale is NaN. If all values are smaller than
 // 2^-100, the scale is zero.
@@ -199,21 +202,13 @@ void multiply_units(const float* a, int64_t chunk_stride, const Panel* panels, i
 
 using MultiplyUnits = void (*)(const float*, int64_t, const Panel*, int, int, int, float*, int64_t, bool);
 
-// multiply_units<rows, 1, UnpackedUnit<K>>.
+// multiply_units<rows, 1, UnpackedUnit<K>> for 1 to kIntegerRows rows.
+template <class K, int... kBefore>
+constexpr std::array<MultiplyUnits, kIntegerRows> multiply_units_of(std::integer_sequence<int, kBefore...>) {
+  return {multiply_units<kBefore + 1, 1, UnpackedUnit<K>>...};
+}
 template <class K>
-constexpr MultiplyUnits kMultiplyUnits[] = {
-    nullptr,
-    multiply_units<1, 1, UnpackedUnit<K>>,
-    multiply_units<2, 1, UnpackedUnit<K>>,
-    multiply_units<3, 1, UnpackedUnit<K>>,
-    multiply_units<4, 1, UnpackedUnit<K>>,
-#if MK_LANES == 16
-    multiply_units<5, 1, UnpackedUnit<K>>,
-    multiply_units<6, 1, UnpackedUnit<K>>,
-    multiply_units<7, 1, UnpackedUnit<K>>,
-    multiply_units<8, 1, UnpackedUnit<K>>,
-#endif
-};
+constexpr auto kMultiplyUnits = multiply_units_of<K>(std::make_integer_sequence<int, kIntegerRows>{});
 
 // The panels that one row is multiplied with at once. One core reads memory faster as a few streams that are
 // far apart than as one: weights of four bits that are not in caches took a fifth less time.
@@ -240,12 +235,11 @@ void multiply_rounded(const float* x, int64_t chunk_stride, int rows, const Pane
   for (int done = 0, part; done < steps; done += part, x += chunk_stride) {
     part = lower_of(steps - done, kChunk);
     unpack_units<P>(panels->data, begin + done, part, unpacked);
-    const Panel part_of_panel{static_cast<const char*>(unpacked), panels->dtype}, *const cached =
-                                                                                      &part_of_panel;
+    const Panel cached[] = {{static_cast<const char*>(unpacked), panels->dtype}};
     for (int i = 0, n; i < rows; i += n) {
       n = lower_of(rows - i, block);
-      kMultiplyUnits<KindOf<P>>[n](x + int64_t{i}* kChunkStride, chunk_stride, cached, 0, 0, part, c + i* ldc,
-                                   ldc, resume || done > 0);
+      kMultiplyUnits<KindOf<P>>[n - 1](x + int64_t{i}* kChunkStride, chunk_stride, cached, 0, 0, part,
+                                       c + i* ldc, ldc, resume || done > 0);
     }
   }
 }

@@ -3,10 +3,12 @@
 
 #include "../common/record.h"
 #include "ops/attention.h"
+#include "ops/experts.h"
 #include "ops/gather.h"
 #include "ops/matmul.h"
 #include "ops/norm.h"
 #include "ops/reduce.h"
+#include "ops/route.h"
 #include "ops/sample.h"
 #include "subnormals.h"
 
@@ -127,6 +129,12 @@ Op op(Operation operation) {
       return run<Attention, attention<T>>;
     case Operation::kReduce:
       return run<Tile, reduce<T>>;
+    case Operation::kRoute:
+      return run<Run, route<M>>;
+    case Operation::kExperts:
+      return run<ExpertTile, experts<M>>;
+    case Operation::kCombine:
+      return run<Run, combine<T>>;
     case Operation::kSample:
       return run<Run, sample>;
   }

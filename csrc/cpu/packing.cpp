@@ -226,8 +226,8 @@ int64_t row_bytes(Dtype type, int64_t k) {
 
 // Returns the rows that become the columns of panel number `index`.
 Columns columns_of(const Matrix& m, int64_t index) {
-  const int64_t first = index / m.matrices * kPanel;
-  int64_t row = index % m.matrices * m.rows + first;
+  const int64_t expert = index / m.panels(), own = index % m.panels(), first = own / m.matrices * kPanel;
+  int64_t row = (expert * m.matrices + own % m.matrices) * m.rows + first;
   const Part* part = m.parts;
   for (; row >= part->rows; ++part) row -= part->rows;
   const Dtype type = static_cast<Dtype>(part->dtype);
@@ -239,7 +239,7 @@ Columns columns_of(const Matrix& m, int64_t index) {
 
 Packed pack(const Matrix& matrix, Arena& arena, int threads) {
   constexpr int64_t kAlign = 64;
-  const int64_t panels = matrix.panels();
+  const int64_t panels = matrix.stacked * matrix.panels();
   const int64_t n = std::max<int64_t>(1, std::min<int64_t>(threads, panels / 8));
   std::vector<std::thread> pool;
   pool.reserve(n);

@@ -14,13 +14,14 @@ struct Part {
   const void* data;
 };
 
-// One or several matrices, each [rows, k], whose panels alternate after packing. `parts` contains the rows of
-// the first matrix, followed by those of the next. A panel never contains rows of two parts.
+// One or several matrices, each [rows, k], whose panels alternate after packing, and `stacked` times the same
+// for as many experts, whose panels follow each other. `parts` contains the rows of the first matrix,
+// followed by those of the next. A panel never contains rows of two parts.
 struct Matrix {
-  int64_t matrices, rows, k, part_count;
+  int64_t stacked, matrices, rows, k, part_count;
   const Part* parts;
 
-  int64_t panels() const { return matrices * ((rows + kPanel - 1) / kPanel); }
+  int64_t panels() const { return matrices * ((rows + kPanel - 1) / kPanel); }  // of one expert
 };
 
 // The packed panels of a matrix. `table` lists their types and addresses; kernels receive it as the matrix.

@@ -140,7 +140,13 @@ std::string Program::wrong_operands(int rank, const int32_t* r) const {
   if (!inside(op.row, op.rows, row_end))
     return " has rows outside its step" + range(op.row, op.rows, row_end);
   const bool reduces = p.operation == Operation::kReduce;
-  if (reduces || p.operation == Operation::kMatmul) {
+  const bool experts = p.operation == Operation::kExperts;
+  if (experts && !inside(operands<ExpertTile>(r).place, 1, d.places()))
+    return " has a place that rows lack" + range(operands<ExpertTile>(r).place, 1, d.places());
+  if (p.operation == Operation::kRoute && d.experts > kMostExperts)
+    return " chooses among " + std::to_string(d.experts) + " experts, more than " +
+           std::to_string(kMostExperts);
+  if (reduces || experts || p.operation == Operation::kMatmul) {
     if (op.cols < 1) return " has no columns";
     const int32_t col_end = reduces ? d.hidden : p.width;
     if (!inside(op.col, op.cols, col_end))

@@ -243,6 +243,7 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
         heads.store(p, c, sums, m, unit);
         break;
       case Result::kResidual:
+      case Result::kStored:
         store_dots(p, sums, ToResidual(c), m, col);
         break;
       case Result::kPartial:
@@ -254,6 +255,7 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
       case Result::kLogits:
         store_dots(p, sums, ToLogits(c), m, col);
         break;
+      case Result::kGeluGated:
       case Result::kNone:
         break;
     }

@@ -179,7 +179,8 @@ MK_FN void gemm(const Call& c, const Matmul& m, Pages& pages) {
         store_results(acc, to, rows, m, col, 0, cols);
         break;
       }
-      case Result::kResidual: {
+      case Result::kResidual:
+      case Result::kStored: {
         const ToResidual to(c);
         page = fill_pages<4>(
             pages, page, blocks, acc, taken, [&](const Part& v, int first, int i, int h, int e, void* at) {
@@ -206,6 +207,7 @@ MK_FN void gemm(const Call& c, const Matmul& m, Pages& pages) {
             });
         break;
       }
+      case Result::kGeluGated:
       case Result::kNone:
         break;
     }

@@ -127,16 +127,21 @@ MK_FN bool by_pages(Result result) {
     case Result::kResidual:
     case Result::kPartial:
     case Result::kGated:
+    case Result::kStored:
       return true;
     case Result::kNone:
     case Result::kHeads:
     case Result::kLogits:
+    case Result::kGeluGated:
       break;
   }
   return false;
 }
-// Returns the number of columns per output page. Results for the residual are float32, all others bf16.
-MK_FN int32_t output_cols(const Matmul& m) { return m.phase.result == Result::kResidual ? 32 : 64; }
+// Returns the number of columns per output page. Results for the residual, and those that a norm follows, are
+// float32, all others bf16.
+MK_FN int32_t output_cols(const Matmul& m) {
+  return m.phase.result == Result::kResidual || m.phase.result == Result::kStored ? 32 : 64;
+}
 
 template <class Each>
 MK_FN bool tensor_pages(const Sizes& d, const Task& task, Each&& each) {
@@ -313,28 +318,29 @@ MK_FN int32_t end_item(const StepView& s, const Task& task) {
 // elements. A half has a page of its own. But heads of at most kTileInner elements have only one page of
 // keys, with both halves, and one page of values.
 //
-// A padding item has one empty page, which counts as loaded once the item's counters are complete. With two
-// SMs per worker, the SM whose items have fewer pages adds `task.empty` empty pages after them, so that both
-// rings stay in step.
+// A padding item has one empty page, which counts as loaded once the item's counters are complete. So has an
+// item of a split whose KV blocks all come before the window of the layer. With two SMs per worker, the SM
+// whose items have fewer pages adds `task.empty` empty pages after them, so that both rings stay in step.
 template <class Each>
 MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32_t item, Each&& each) {
   const bool behind = kSms > 1 && item >= end_item(s, task);
-  const bool padding = behind || s.item_seq[item] < 0;
-  const int32_t tiles = padding ? 1 : ceil_div(s.item_rows[item] * d.group_size(), kQueryTile);
-  const int32_t units = padding ? 1 : s.item_kv_heads[item] * tiles;
+  const KvBlocks own = behind ? KvBlocks{0, 0} : visible_blocks(d, s, item, task.where.layer);
+  const bool empty = own.begin == own.end;
+  const int32_t tiles = empty ? 1 : ceil_div(s.item_rows[item] * d.group_size(), kQueryTile);
+  const int32_t units = empty ? 1 : s.item_kv_heads[item] * tiles;
   const bool narrow = d.head_dim <= kTileInner;
   const int32_t key_boxes = ceil_div(d.head_dim, kBoxRows), halves = narrow ? 1 : 2;
-  const int32_t pages = padding ? 1 : 2 * halves;
+  const int32_t pages = empty ? 1 : 2 * halves;
   bool opens = !behind;
   MK_LOOP for (int32_t pass = 0; pass < units; pass += kConsumerWarps) {
     const int32_t first = s.item_kv_head[item] + pass / tiles;
     const int32_t last = s.item_kv_head[item] + (lower_of(pass + kConsumerWarps, units) - 1) / tiles;
-    int32_t blocks = behind ? task.empty : padding ? 1 : s.item_blocks[item];
-    MK_LOOP for (int32_t block = s.item_block[item]; blocks > 0; ++block, --blocks) {
+    int32_t blocks = behind ? task.empty : empty ? 1 : own.end - own.begin;
+    MK_LOOP for (int32_t block = own.begin; blocks > 0; ++block, --blocks) {
       MK_LOOP for (int32_t head = first; head <= last; ++head) {
         const int64_t seq = s.item_seq[here(item)];
         const int32_t* table = s.block_tables + seq * d.pages_per_seq();
-        const int32_t matrix = padding ? 0 : table[block] * d.rank_kv_heads() + head;
+        const int32_t matrix = empty ? 0 : table[block] * d.rank_kv_heads() + head;
         MK_LOOP for (int32_t i = 0; i < pages; ++i) {
           PageUse use{.fill = Fill::kInputs,
                       .buffer = Buffer::V_CACHE,
@@ -349,7 +355,7 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32
             use.buffer = Buffer::K_CACHE;
             use.x = i * kTileInner;
             use.y = matrix * d.head_dim;
-            use.boxes = padding ? 0 : narrow ? 2 * key_boxes : key_boxes;
+            use.boxes = empty ? 0 : narrow ? 2 * key_boxes : key_boxes;
             use.per = key_boxes;
           }
           use.whole = use.boxes == kPageBoxes && use.per == kPageBoxes;
@@ -361,23 +367,24 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32
   return true;
 }
 
-// Returns the number of pages that `item_pages` lists for an item of the slot.
-MK_FN int32_t item_page_count(const Sizes& d, const StepView& s, int32_t item) {
-  if (s.item_seq[item] < 0) return 1;
+// Returns the number of pages that `item_pages` lists for an item of the slot in a layer.
+MK_FN int32_t item_page_count(const Sizes& d, const StepView& s, int32_t item, int32_t layer) {
+  const KvBlocks own = visible_blocks(d, s, item, layer);
+  if (own.begin == own.end) return 1;
   const int32_t tiles = ceil_div(s.item_rows[item] * d.group_size(), kQueryTile);
   // `unit` is the first unit of the current KV head. `passes` sums, over the heads, the number of passes that
   // contain units of the head.
   int32_t passes = 0, unit = 0;
   MK_LOOP for (int32_t head = s.item_kv_heads[item]; head > 0; --head, unit += tiles) passes +=
       (unit + tiles - 1) / kConsumerWarps - unit / kConsumerWarps + 1;
-  return passes * s.item_blocks[item] * (d.head_dim <= kTileInner ? 2 : 4);
+  return passes * (own.end - own.begin) * (d.head_dim <= kTileInner ? 2 : 4);
 }
 
 // Returns how many more pages the attention slot's items use on SM 0 of the worker than on SM 1.
-MK_FN int32_t pages_ahead(const Sizes& d, const StepView& s, int32_t slot) {
+MK_FN int32_t pages_ahead(const Sizes& d, const StepView& s, int32_t slot, int32_t layer) {
   int32_t ahead = 0, sign = 1;
   MK_LOOP for (int32_t item = s.slot_items[slot]; item < s.slot_items[slot + 1]; ++item, sign = -sign)
-      ahead += sign * item_page_count(d, s, item);
+      ahead += sign * item_page_count(d, s, item, layer);
   return ahead;
 }
 

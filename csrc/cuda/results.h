@@ -124,7 +124,7 @@ class To {
   const float* const bias_;
 };
 
-// Adds the results to the output, which is the residual.
+// Adds the results to the output, which is the residual, or stores them there if the phase says so.
 class ToResidual : public To {
  public:
   using To::To;
@@ -137,7 +137,8 @@ class ToResidual : public To {
     return {a + bias.a, b + bias.b};
   }
   MK_FN void store(Row row, int col, float a, float b) const {
-    const Pair x = load_pair(row + col), t = value(col, a, b);
+    const Pair x = c_.phase().result == Result::kStored ? Pair{0, 0} : load_pair(row + col);
+    const Pair t = value(col, a, b);
     *reinterpret_cast<Pair*>(row + col) = {x.a + t.a, x.b + t.b};
   }
 };

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import MegakernelError
-from ..isa import Buffer, Dtype
+from ..isa import Dtype
 from ..machine import Machine
 from ..model import PACKAGES, ModelConfig, cached, load_config, local_checkpoint, pull
 from ..model.stored import bits_of, quantised_kv, rounds_activations, storage_of
@@ -142,9 +142,7 @@ def prompt_ids(llm: LLM, count: int) -> list[int]:
     return (ids * (count // len(ids) + 1))[:count]
 
 
-def paper_model(
-    args: argparse.Namespace, machine: Machine, context: int = 0
-) -> tuple[ModelConfig, dict[str, Any]]:
+def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) -> tuple[ModelConfig, dict[str, Any]]:
     """Return the model's sizes, and the arguments of `compile_program` that say how a backend for `machine` would store
     and multiply its weights. No weights are read or downloaded. The weights of a model that is not on this computer
     count as bf16. Raises MegakernelError if the model was not made for `context` tokens."""

@@ -55,6 +55,9 @@ class Access:
     `rank` says which rank's copy is touched: OWN, EVERY, a rank, or an array with one rank per
     instruction. Copies of other ranks are only written, never read. In an ITEM access, `rank` may
     be None, which means that each row block is touched on the rank that owns it.
+
+    `share` is the part of the boxes that the instructions touch on average, for predictions of time. Only experts have
+    another share than 1 (operations/experts.py). The columns of their results are counted in places.
     """
 
     buffer: Buffer
@@ -65,6 +68,7 @@ class Access:
     col_end: Column
     index: Index = Index.NONE
     rank: int | Column | None = OWN
+    share: float = 1.0
 
 
 def item_columns(buffer: Buffer, dims: Dims, first: int, end: int) -> tuple[int, int]:

@@ -51,6 +51,13 @@ class Buffer(IntEnum):
     LOGPROBS_OUT = 28
     REDUCE = 29
     QK_NORM = 30
+    W_ROUTER = 31
+    ROUTES = 32
+    ROUTE_WEIGHTS = 33
+    EXPERTS_OUT = 34
+    SUBLAYER = 35
+    POST_ATTN_NORM = 36
+    POST_MLP_NORM = 37
 
 
 Part = Callable[[ModelSizes, Split], tuple[int, ...]]
@@ -75,7 +82,8 @@ class BufferSpec:
     shape: Callable[[Dims, int], tuple[int, ...]]
     what: str
     layered: bool = False
-    part: Part | None = None  # a weight's shape, which depends on nothing but the split
+    part: Part | None = None  # a weight's shape, of one expert if `per_expert`; depends on nothing but the split
+    per_expert: bool = False  # whether the experts of a layer, if it has any, have weights of their own
 
     @property
     def matrix(self) -> bool:
@@ -88,8 +96,12 @@ class BufferSpec:
         return Dtype(model.dtype) if self.dtype is None else self.dtype
 
 
-def _weight(buffer: Buffer, dtype: Dtype | None, part: Part, what: str, layered: bool = False) -> BufferSpec:
-    return BufferSpec(buffer, Space.WEIGHT, dtype, lambda d, p: part(d.model, d.split), what, layered, part)
+def _weight(
+    buffer: Buffer, dtype: Dtype | None, part: Part, what: str, layered: bool = False, per_expert: bool = False
+) -> BufferSpec:
+    return BufferSpec(
+        buffer, Space.WEIGHT, dtype, lambda d, p: weight_shape(buffer, d.split), what, layered, part, per_expert
+    )
 
 
 def _use(buffer: Buffer, space: Space, dtype: Dtype | None, shape: Sizes, what: str) -> BufferSpec:
@@ -119,9 +131,11 @@ _SPECS: tuple[BufferSpec, ...] = (
     _weight(_B.W_O, None, lambda m, s: (m.hidden, s.o_cols), "attention output projection", True),
     _weight(_B.B_O, _F, lambda m, s: (m.hidden,), "bias of W_O", True),
     _weight(_B.MLP_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales before the MLP", True),
-    _weight(_B.W_GATE_UP, None, lambda m, s: (2, s.rank_ffn, m.hidden), "gate projection, then up projection", True),
+    _weight(
+        _B.W_GATE_UP, None, lambda m, s: (2, s.rank_ffn, m.hidden), "gate projection, then up projection", True, True
+    ),
     _weight(_B.B_GATE_UP, _F, lambda m, s: (2, s.rank_ffn), "bias of W_GATE_UP", True),
-    _weight(_B.W_DOWN, None, lambda m, s: (m.hidden, s.rank_ffn), "down projection", True),
+    _weight(_B.W_DOWN, None, lambda m, s: (m.hidden, s.rank_ffn), "down projection", True, True),
     _weight(_B.B_DOWN, _F, lambda m, s: (m.hidden,), "bias of W_DOWN", True),
     _weight(_B.FINAL_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales before the LM head"),
     _weight(_B.LM_HEAD, None, lambda m, s: (s.rank_vocab, m.hidden), "LM head; rows of EMBED if embeddings are tied"),
@@ -131,7 +145,13 @@ _SPECS: tuple[BufferSpec, ...] = (
     _use(_B.H, _A, None, lambda m, s, b: (b.tokens, m.hidden), "normalised residual"),
     _use(_B.Q, _A, None, lambda m, s, b: (b.tokens, s.q_cols), "rotated queries"),
     _use(_B.ATTN, _A, None, lambda m, s, b: (b.tokens, s.o_cols), "attention output, one head after another"),
-    _use(_B.ACT, _A, None, lambda m, s, b: (b.tokens, s.rank_ffn), "silu(gate) * up"),
+    _use(
+        _B.ACT,
+        _A,
+        None,
+        lambda m, s, b: (b.tokens * max(m.experts_per_token, 1), s.rank_ffn),
+        "silu(gate) * up; a row for each expert of a token",
+    ),
     _use(_B.Y, _A, None, lambda m, s, b: (b.logit_rows, m.hidden), "rows that get logits, after the final norm"),
     _use(_B.LOGITS, _O, _F, lambda m, s, b: (b.logit_rows, m.vocab), "raw logits"),
     _use(_B.PARTIALS, _A, _F, lambda m, s, b: (b.partials, m.group_size, m.head_dim + 2), "partial softmax (m, l, o)"),
@@ -152,6 +172,21 @@ _SPECS: tuple[BufferSpec, ...] = (
         "partial sums of a projection: own_rows rows from each rank in turn",
     ),
     _weight(_B.QK_NORM, _F, lambda m, s: (2, m.head_dim), "RMS norm scales of q heads and k heads", True),
+    # -- experts
+    _weight(_B.W_ROUTER, None, lambda m, s: (m.experts, m.hidden), "router: a row for each expert", True),
+    _use(_B.ROUTES, _A, _I, lambda m, s, b: (b.tokens, m.experts_per_token), "experts of each token, best first"),
+    _use(_B.ROUTE_WEIGHTS, _A, _F, lambda m, s, b: (b.tokens, m.experts_per_token), "weights of these experts"),
+    _use(
+        _B.EXPERTS_OUT,
+        _A,
+        None,
+        lambda m, s, b: (b.tokens * m.experts_per_token, m.hidden),
+        "results of experts; a row for each expert of a token",
+    ),
+    # -- norms of what a layer adds to the residual
+    _use(_B.SUBLAYER, _A, _F, lambda m, s, b: (b.tokens * m.post_norms, m.hidden), "result of attention or the MLP"),
+    _weight(_B.POST_ATTN_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales of attention's result", True),
+    _weight(_B.POST_MLP_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales of the MLP's result", True),
 )
 
 BUFFERS: dict[Buffer, BufferSpec] = {spec.buffer: spec for spec in _SPECS}
@@ -177,6 +212,6 @@ def kv_bytes(model: ModelSizes) -> int:
 
 def weight_shape(buffer: Buffer, split: Split) -> tuple[int, ...]:
     """The shape of a rank's part of a weight buffer, of one layer if it is layered."""
-    part = BUFFERS[buffer].part
-    assert part is not None, f"{buffer.name} is not a weight"
-    return part(split.model, split)
+    spec = BUFFERS[buffer]
+    assert spec.part is not None, f"{buffer.name} is not a weight"
+    return (*(split.model.stack if spec.per_expert else ()), *spec.part(split.model, split))

@@ -33,6 +33,7 @@ class Context:
     later, or for the last layer if there are fewer layers. Other ranks' copies can only be written,
     by `send(buffer, rank, index, values)`, whose values have the buffer's own type. `codes(buffer, ahead=0)` returns
     the rows of weights that are multiplied in integers: for each part of a matrix, its first row and its codes.
+    `layer` is the number of the layer, or of the nearest one outside the layers.
     """
 
     phase: Phase
@@ -41,6 +42,7 @@ class Context:
     buffer: Callable[..., NDArray[Any]]
     send: Callable[[Buffer, int, Any, NDArray[Any]], None]
     codes: Callable[..., list[tuple[int, Codes]]]
+    layer: int
 
     @property
     def inputs(self) -> Buffer:

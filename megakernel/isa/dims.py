@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from functools import cached_property
@@ -23,6 +24,12 @@ KV_SCALE = BLOCKS[Dtype.Q8_0].bytes - KV_UNIT
 # KV tokens per partial softmax result. Every program uses the same number, because attention's bits depend on it.
 KV_BLOCK = 128
 
+# The maximum number of experts of a layer: as many columns as a CPU computes of a row in one pass of a matmul, so that
+# the logits of all experts are there when it chooses the best.
+MOST_EXPERTS = 512
+# The span of a layer without a sliding window: more tokens than any context has.
+ALL_TOKENS = 1 << 30
+
 # A row number or a count, or an array of such numbers.
 Int = TypeVar("Int", int, NDArray[np.int32], NDArray[np.int64])
 
@@ -43,7 +50,11 @@ class Units(IntEnum):
 @dataclass(frozen=True)
 class ModelSizes:
     """The sizes of a model and of its numbers. All are counts, except `rms_eps`, `dtype`, `quantised_kv`,
-    `q8_activations` and `embed_scale`."""
+    `q8_activations`, `embed_scale`, `normalised_routes`, and the numbers of layers `window_from` and `full_at`.
+
+    A layer has a sliding window unless `window` is 0, or the layer comes before layer `window_from`, or its number
+    modulo `full_every` is `full_at`. A row of a layer with a window attends to `window` tokens, its own included.
+    """
 
     vocab: int
     hidden: int
@@ -57,6 +68,27 @@ class ModelSizes:
     quantised_kv: int = 0  # 1: K and V are stored in Q8_0, each token's row of a head by itself; determines result bits
     q8_activations: int = 0  # 1: inputs of quantised weights are rounded to 8 bits; determines result bits
     embed_scale: float = 1.0  # multiplies embeddings
+    experts: int = 0  # MLPs of a layer, of which a token uses some; 0: one MLP, which all tokens use
+    experts_per_token: int = 0
+    normalised_routes: int = 0  # 1: the weights of a token's experts are divided by their sum
+    window: int = 0
+    window_from: int = 0
+    full_every: int = 1
+    full_at: int = 1
+    post_norms: int = 0  # 1: what a layer adds to the residual is normalised first
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """The axis that the weights of a layer's experts have in front of the axes of one expert's."""
+        return (self.experts,) if self.experts else ()
+
+    def span(self, layer: int) -> int:
+        """Return the maximum number of tokens to which a row of a layer attends, its own included."""
+        if self.window < 1:
+            return ALL_TOKENS
+        if layer < self.window_from:
+            return ALL_TOKENS
+        return ALL_TOKENS if layer % self.full_every == self.full_at else self.window
 
     @property
     def mask_words(self) -> int:
@@ -72,6 +104,13 @@ class ModelSizes:
     def group_size(self) -> int:
         """Return the number of query heads that share one KV head."""
         return self.heads // self.kv_heads
+
+    # -- The method below has no counterpart in C++.
+
+    @cached_property
+    def spans(self) -> dict[int, int]:
+        """The number of layers of each span."""
+        return Counter(map(self.span, range(self.layers)))
 
 
 @dataclass(frozen=True)
@@ -230,6 +269,17 @@ class Dims:
         if self.split.replicated_residual:
             return self.bucket.tokens
         return ceil_div(self.bucket.row_blocks, self.split.tp) * self.bucket.row_block
+
+    @property
+    def by_expert(self) -> int:
+        """Return 1 if an instruction of EXPERTS has all rows of one expert, so that they share its weights. If a step
+        has at most as many pairs (row, expert of the row) as there are experts, it has one pair instead: 0."""
+        return 1 if self.bucket.tokens * self.model.experts_per_token > self.model.experts else 0
+
+    @property
+    def places(self) -> int:
+        """Return the number of places where a row may have results of experts: experts, or the row's own experts."""
+        return self.model.experts if self.by_expert else self.model.experts_per_token
 
     @property
     def own_logit_rows(self) -> int:

@@ -48,5 +48,5 @@ def region_reads(phase: Phase, columns: Columns, dims: Dims) -> Floats:
             continue
         high = columns["rows"] if access.index is Index.LOGIT_ROW else np.maximum(access.row_end - access.row, 0)
         wide = np.maximum(access.col_end - access.col, 0).astype(np.float64)
-        read += wide * BUFFERS[access.buffer].resolve_dtype(dims.model).itemsize * high
+        read += wide * BUFFERS[access.buffer].resolve_dtype(dims.model).itemsize * high * access.share
     return read

@@ -50,6 +50,9 @@ class Operation(IntEnum):
     ATTENTION = 7, OperationFamily.ATTENTION, Layout("Attention", ("slot", "group_heads", "groups"))
     REDUCE = 8, OperationFamily.REDUCE, TILE
     SAMPLE = 9, OperationFamily.SAMPLING, RUN
+    ROUTE = 10, OperationFamily.MATMUL, RUN
+    EXPERTS = 11, OperationFamily.MATMUL, Layout("ExpertTile", ("row", "rows", "col", "cols", "place"))
+    COMBINE = 12, OperationFamily.REDUCE, RUN
 
     family: OperationFamily
     layout: Layout
@@ -76,14 +79,16 @@ class Rows(IntEnum):
 
 
 class Result(IntEnum):
-    """What a matmul does with its results, after it has added the bias.
+    """What a matmul does with its results, after it has added the bias. COMBINE adds its sums likewise. A REDUCE may
+    have STORED, and a NORM RESIDUAL.
 
-    NONE      not a matmul
+    NONE      no matmul, or one of EXPERTS that stores its products as they are
     HEADS     RoPE rotates q and k; q is stored in Q, k and v at their place in the KV cache
     RESIDUAL  added to the residual stream
     PARTIAL   stored at the rank that keeps the row's residual, as one term of a sum over ranks
-    GATED     silu(first matrix) * second matrix
+    GATED     silu(first matrix) * second matrix; GELU_GATED has GELU, approximated by tanh, in place of silu
     LOGITS    stored at the rank that samples the row
+    STORED    stored in float32, for a norm that follows
     """
 
     NONE = 0
@@ -92,3 +97,5 @@ class Result(IntEnum):
     PARTIAL = 3
     GATED = 4
     LOGITS = 5
+    STORED = 6
+    GELU_GATED = 7

@@ -31,8 +31,8 @@ MAX_PHASES = 31  # maximum number of phases of a program, including the control 
 class Phase:
     """One operation with its parameters; the instructions of a phase differ only in their operands.
 
-    `weights`      the matrix or matrices of a matmul, the scale of a norm, the table of a gather; for a reduction, the
-                   matrix whose partial products it adds
+    `weights`      the matrix or matrices of a matmul, the scale of a norm, the table of a gather; for a sum, the matrix
+                   or the matrices of experts whose products it adds
     `bias`         added to the results; None if the model has none
     `norm`         the scale of an RMS norm that a matmul applies to its inputs first
     `head_norm`    the scales of the RMS norms of each head of q and of k, applied before the rotation
@@ -71,8 +71,8 @@ class Phase:
 
     @property
     def reads_weights(self) -> bool:
-        """Whether the phase reads a weight matrix. A reduction has `weights` too, but adds products made with them."""
-        return self.operation in (Operation.MATMUL, Operation.GATHER)
+        """Whether the phase reads a weight matrix. REDUCE and COMBINE add products that others have made with it."""
+        return self.operation in (Operation.MATMUL, Operation.GATHER, Operation.ROUTE, Operation.EXPERTS)
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -89,11 +89,12 @@ class Phase:
         return self._shape(split)[-1]
 
     def width(self, split: Split) -> int:
-        """The number of output columns of a matmul; 0 if the rank has nothing to multiply."""
-        return self._shape(split)[-2] if self.is_matmul and self.inner(split) else 0
+        """The number of output columns of a matmul or of EXPERTS; 0 if the rank has nothing to multiply."""
+        multiplies = self.is_matmul or self.operation is Operation.EXPERTS
+        return self._shape(split)[-2] if multiplies and self.inner(split) else 0
 
     def matrices(self, split: Split) -> int:
-        """The number of matrices of a matmul; each output column is computed from one column of each matrix."""
+        """The number of matrices of a matmul or an expert; an output column is made from one column of each matrix."""
         shape = self._shape(split)
         return shape[0] if len(shape) == 3 else 1
 
@@ -110,6 +111,7 @@ class Phase:
         return sum(self.inner(part) > 0 for part in split.ranks)
 
     def _shape(self, split: Split) -> tuple[int, ...]:
+        """The shape of the weights, or of those of one expert."""
         part = None if self.weights is None else BUFFERS[self.weights].part
         # A program file may name a buffer that has no weights, which `check_phases` refuses.
         return (0, 0) if part is None else part(split.model, split)

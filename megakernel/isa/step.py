@@ -58,7 +58,7 @@ STEP_FIELDS: tuple[StepField, ...] = (
     _item("item_kv_heads", "number of KV heads"),
     _item("item_seq", "index of the rows' sequence in block_tables; -1: padding, whose output is zero"),
     _item("item_block", "first KV block (of kv_block tokens) of the item"),
-    _item("item_blocks", "number of KV blocks; without a split, all blocks up to the position of the item's last row"),
+    _item("item_blocks", "number of KV blocks; without a split, all blocks that the rows see in any layer"),
     _item("item_wait_block", "first row block whose q, k and v the item waits for"),
     _item("item_wait_blocks", "number of row blocks that the item waits for, including the block of its own rows"),
     _item("item_split", "index in SPLITS of the item's split (items that divide the rows' KV blocks); -1: not split"),

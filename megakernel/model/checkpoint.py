@@ -85,14 +85,18 @@ class Share(NamedTuple):
 
 
 def row_shares(buffer: Buffer, split: Split) -> list[Share]:
-    """The rows that rank `split.rank` has of each tensor of a weight buffer, in order."""
+    """The rows that rank `split.rank` has of each tensor of a weight buffer, in order: for experts, of each expert."""
     match buffer:
         case Buffer.W_QKV | Buffer.B_QKV:
             size = split.model.head_dim
             kv = Share(split.model.kv_heads * size, split.first_kv_head * size, split.kv_cols)
             return [Share(split.model.heads * size, split.first_head * size, split.q_cols), kv, kv]
         case Buffer.W_GATE_UP | Buffer.B_GATE_UP:
-            return [Share(split.model.ffn, split.first_ffn, split.rank_ffn)] * 2
+            return [Share(split.model.ffn, split.first_ffn, split.rank_ffn)] * (2 * max(split.model.experts, 1))
+        case Buffer.W_DOWN:
+            return [_all(split.model.hidden)] * max(split.model.experts, 1)
+        case Buffer.W_ROUTER:
+            return [_all(split.model.experts)]
         case Buffer.LM_HEAD:
             return [Share(split.model.vocab, split.first_vocab, split.rank_vocab)]
         case Buffer.EMBED:

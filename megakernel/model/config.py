@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeGuard
 
+import numpy as np
+
 from ..errors import MegakernelError
-from ..isa import Dtype, ModelSizes
+from ..isa import Dtype, ModelSizes, from_f32, to_f32
 
 
 class RopeKind(Enum):
@@ -58,7 +61,13 @@ class Rope:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a model. RoPE does not rotate in the layers `nope_layers`.
+    """The shape of a model. RoPE does not rotate in the layers `nope_layers`. If a layer has `experts`, `ffn` is the
+    width of one of them, and with `normalised_routes` the weights of a token's experts are divided by their sum.
+
+    In all layers except `full_layers`, a row attends to `window` tokens, its own included; 0 means that no layer has a
+    sliding window. RoPE has the base `local_theta` in these layers, without any scaling, unless it is 0. With
+    `post_norms`, what a layer adds to the residual is normalised first. With `rounds_embedding`, the embeddings'
+    multiplier is rounded to the compute type.
 
     Embeddings are multiplied by `embedding_multiplier`, what a layer adds to the residual by `residual_multiplier`,
     and attention scores by `attention_multiplier` (None: 1 / sqrt(head_dim)). Logits are divided by `logits_scaling`.
@@ -82,7 +91,15 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    normalised_routes: bool = False
     nope_layers: tuple[int, ...] = ()
+    window: int = 0
+    full_layers: tuple[int, ...] = ()
+    local_theta: float = 0.0
+    post_norms: bool = False
+    rounds_embedding: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = None
@@ -92,11 +109,27 @@ class ModelConfig:
 
     def sizes(self, dtype: Dtype, *, quantised_kv: bool = False, q8_activations: bool = False) -> ModelSizes:
         """The sizes of the model when it computes in `dtype`."""
-        names = ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads", "head_dim")
+        names = ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "experts", "experts_per_token")
         own = {name: getattr(self, name) for name in names}
+        own["normalised_routes"] = int(self.normalised_routes)
         own["rms_eps"] = self.rms_eps / self.residual_multiplier**2
         own["embed_scale"] = self.embedding_multiplier / self.residual_multiplier
+        if self.rounds_embedding:
+            own["embed_scale"] = float(to_f32(from_f32(np.array([own["embed_scale"]], np.float32), dtype), dtype)[0])
+        own["post_norms"] = int(self.post_norms)
+        if 0 < self.window < self.max_context:
+            own |= {"window": self.window} | self.full_places()
         return ModelSizes(**own, dtype=int(dtype), quantised_kv=int(quantised_kv), q8_activations=int(q8_activations))
+
+    def full_places(self) -> dict[str, int]:
+        """The fields of ModelSizes that say which layers have no window: those before a first one with a window, then
+        some at equal distances. `check_config` refuses other `full_layers`.
+        """
+        full = set(self.full_layers)
+        first = next(layer for layer in itertools.count() if layer not in full)
+        rest = sorted(layer for layer in full if layer > first)
+        every = rest[1] - rest[0] if len(rest) > 1 else self.layers
+        return {"window_from": first, "full_every": every, "full_at": rest[0] % every if rest else every}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from .rope import rope_table
 
 
 class TensorFile(Protocol):
-    """A file, or several, with named tensors. A row is the part of a tensor at one index of the first axis."""
+    """A file, or several, with named tensors. A row is the part of a tensor at one index of all axes but the last."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
@@ -51,20 +52,29 @@ class TensorFile(Protocol):
 @dataclass(frozen=True)
 class Naming:
     """The names of the tensors of each buffer in a file format, in the order of the buffer's rows. `{}` is the layer. A
-    name that is repeated is one tensor with the rows of several matrices.
+    name that is repeated is one tensor with the rows of several matrices. If layers have `experts`, the names are those
+    of one expert: `{expert}` is its number, and a name without it is a tensor [experts, rows, columns] of all experts.
 
     `halved` says how many of a buffer's tensors, counted from the first, have the rows of a RoPE pair half a head
     apart. In all other tensors these rows are adjacent. With `biases_optional`, a bias that is absent counts as zero.
-    Tensors whose names end with one of `ignored` are not read, because they only repeat what the config says.
+    Tensors whose names end with one of `ignored` are not read, because they only repeat what the config says. The
+    values of `plus_one`, which are vectors, are 1 less than the weights.
     """
 
     parts: Mapping[Buffer, tuple[str, ...]]
     halved: Mapping[Buffer, int]
     biases_optional: bool
     ignored: tuple[str, ...] = ()
+    experts: int = 0
+    plus_one: frozenset[Buffer] = frozenset()
 
     def names(self, buffer: Buffer, layer: int) -> list[str]:
-        return [part.format(layer) for part in self.parts[buffer]]
+        experts = range(self.experts if self.experts and BUFFERS[buffer].per_expert else 1)
+        return [part.format(layer, expert=expert) for expert in experts for part in self.parts[buffer]]
+
+    def stacked(self, buffer: Buffer) -> bool:
+        """Whether all experts of a layer are in one tensor."""
+        return bool(self.experts) and BUFFERS[buffer].per_expert and "{expert}" not in self.parts[buffer][0]
 
 
 class FileCheckpoint:
@@ -91,6 +101,8 @@ class FileCheckpoint:
         kinds = {buffer: {part.dtype for parts in s.layers for part in parts} for buffer, s in matrices.items()}
         self.dtype = Dtype.F32 if set().union(*kinds.values()) == {Dtype.F32} else Dtype.BF16
         self.storage = {buffer: s for buffer, s in matrices.items() if kinds[buffer] - {Dtype.F32, Dtype.BF16}}
+        if kinds.get(Buffer.W_ROUTER) == {Dtype.F32}:  # rounding a router could change the choice of experts
+            self.storage[Buffer.W_ROUTER] = matrices[Buffer.W_ROUTER]
         if config.tied and Buffer.EMBED in self.storage:
             self.storage[Buffer.LM_HEAD] = self.storage[Buffer.EMBED]
 
@@ -106,6 +118,8 @@ class FileCheckpoint:
                 part = self._read(name, share._replace(first=begin[name] + share.first), buffer, split, wanted)
             else:  # the bias is absent, which _check has accepted
                 part = vector(np.zeros(share.size, np.float32))
+            if buffer in self._naming.plus_one:
+                part = vector(part.data.view(np.float32) + np.float32(1))
             if buffer is Buffer.FINAL_NORM:
                 part = vector(part.data.view(np.float32) / np.float32(self.config.logits_scaling))
             begin[name] += share.whole
@@ -162,6 +176,8 @@ def tensors_of(checkpoint: Checkpoint, naming: Naming, dtype: Dtype) -> Iterator
             left = array_of(checkpoint, buffer, layer, split)
             if buffer is Buffer.FINAL_NORM:  # the inverse of `FileCheckpoint.rows`
                 left = np.multiply(left, np.float32(checkpoint.config.logits_scaling))
+            if buffer in naming.plus_one:
+                left = np.subtract(left, np.float32(1))
             parts = defaultdict[str, list[NDArray[np.generic]]](list)
             for index, (name, share) in enumerate(
                 zip(naming.names(buffer, layer), row_shares(buffer, split), strict=True)
@@ -180,8 +196,11 @@ def expected_shapes(config: ModelConfig, naming: Naming) -> dict[str, tuple[int,
     for buffer in _expected_buffers(config):
         columns = (column_share(buffer, split).whole,) if BUFFERS[buffer].matrix else ()
         for layer in range(config.layers if BUFFERS[buffer].layered else 1):
+            rows = Counter[str]()
             for name, share in zip(naming.names(buffer, layer), row_shares(buffer, split), strict=True):
-                expected[name] = (expected.get(name, (0,))[0] + share.whole, *columns)
+                rows[name] += share.whole
+            stack = split.model.stack if naming.stacked(buffer) else ()
+            expected |= {name: (*stack, count // math.prod(stack), *columns) for name, count in rows.items()}
     return expected
 
 

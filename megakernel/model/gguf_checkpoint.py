@@ -174,7 +174,7 @@ class GgufFile:
 
     def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
         type_, data, _ = self._tensors[name]
-        rows, columns = data[start:end], math.prod(self.shapes[name][1:])
+        rows, columns = data[start:end], (1, *self.shapes[name][1:])[-1]
         if type_ in _KEPT:
             return rows.view(_KEPT[type_].numpy.newbyteorder("<"))
         values, step = np.empty((len(rows), columns), np.float32), max(1, CHUNK // columns)
@@ -205,7 +205,8 @@ class GgufFile:
         ranges = [(start + offset, start + offset + size, name) for name, _, offset, size in table]
         check_ranges(path, ranges, start, len(data))
         for (begin, end, name), (_, type_, _, _) in zip(ranges, table, strict=True):
-            self._tensors[name] = type_, data[begin:end].reshape(self.shapes[name][0], -1), path
+            first, *others = self.shapes[name]
+            self._tensors[name] = type_, data[begin:end].reshape(first * math.prod(others[:-1]), -1), path
         return metadata
 
     def _tensor_entry(self, path: Path, cursor: _Cursor) -> tuple[str, GGMLQuantizationType, int, int]:
@@ -245,7 +246,7 @@ def gguf_naming(config: ModelConfig) -> Naming:
     family = FAMILIES[config.family]
     names = {buffer: weight.gguf for buffer, weight in family.weights.items()}
     halved = {} if family.interleaved else {buffer: weight.rotated for buffer, weight in family.weights.items()}
-    return Naming(names, halved, biases_optional=True, ignored=(ROPE_FREQS, _LONG, _SHORT))
+    return Naming(names, halved, True, (ROPE_FREQS, _LONG, _SHORT), config.experts)
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
@@ -256,7 +257,9 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         return MegakernelError(f"{source}: {what}")
 
     architecture = metadata.get("general.architecture")
-    family = next((f for f in FAMILIES.values() if architecture in f.gguf), None)
+    routed = bool(metadata.get(f"{architecture}.expert_count"))
+    named = [f for f in FAMILIES.values() if architecture in f.gguf]
+    family = next((f for f in named if ("expert_count" in f.gguf_keys) == routed), named[0] if named else None)
     if family is None:
         if isinstance(architecture, str) and architecture in LACKING:
             raise refuse(f"{architecture} models are not supported: they need {LACKING[architecture]}")
@@ -286,15 +289,16 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     tokens = metadata.get("tokenizer.ggml.tokens")
     embedding = file.shapes.get("token_embd.weight", (0,))
     biases = {name.split(".")[2] for name in file.shapes if name.startswith("blk.") and name.endswith(".bias")}
+    own = family.read_gguf(keys)
     config = ModelConfig(
         vocab=count("vocab_size", len(tokens) if isinstance(tokens, list) else embedding[0]),
         hidden=hidden,
-        ffn=count("feed_forward_length"),
+        ffn=own.pop("ffn") if "ffn" in own else count("feed_forward_length"),
         layers=count("block_count"),
         heads=heads,
         kv_heads=count("attention.head_count_kv", heads),
         head_dim=head_dim,
-        max_context=min(longest, count("attention.sliding_window", 0) or longest),
+        max_context=longest if "window" in own else min(longest, count("attention.sliding_window", 0) or longest),
         rms_eps=keys.number("attention.layer_norm_rms_epsilon"),
         rope=rope,
         tied="output.weight" not in file.shapes,
@@ -304,7 +308,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         mlp_bias=any(name.startswith("ffn_") for name in biases),
         bos_id=next(iter(ids("bos_token_id")), None),
         eos_ids=tuple(dict.fromkeys(i for kind in ("eos", "eot", "eom") for i in ids(f"{kind}_token_id"))),
-        **family.read_gguf(keys),
+        **own,
     )
     return check_config(config, source)
 

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError, whole_file
-from ..isa import Dtype, from_f32, to_f32
+from ..isa import Buffer, Dtype, from_f32, to_f32
 from .checkpoint import Checkpoint
 from .config import ModelConfig, Rope, RopeKind
 from .families import FAMILIES
@@ -21,10 +21,12 @@ from .gguf_checkpoint import ROPE_FREQS, gguf_naming
 from .quantise import quantise
 from .rope import inverse_frequencies
 
+_ROUTER = Buffer.W_ROUTER
+
 
 def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path | None = None) -> None:
     """Write a checkpoint as a GGUF file, with matrices in the type `kind`, quantised as with `--weights`, and vectors
-    in float32.
+    and routers in float32.
 
     `tokenizer` is a GGUF file whose tokenizer is copied. Without it, the new file has no tokenizer and works with token
     ids only. Raises MegakernelError.
@@ -33,14 +35,23 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path 
     family, naming = FAMILIES[config.family], gguf_naming(config)
     if not family.gguf:
         raise MegakernelError(f"cannot write {path}: GGUF has no architecture for models of the family {family.name}")
+    if config.experts and not config.normalised_routes:
+        raise MegakernelError(
+            f"cannot write {path}: programs would divide the weights of a token's experts by their sum, which this "
+            "model does not"
+        )
     writer = gguf.GGUFWriter(path, family.gguf[0])
     _add_config(writer, config)
     _add_tokenizer(writer, tokenizer)
     factors = _rope_factors(config)
     if factors is not None:
         writer.add_tensor_info(ROPE_FREQS, factors.shape, factors.dtype, factors.nbytes, Type.F32)
-    for name, shape in expected_shapes(config, naming).items():
-        tensor_type = Type[kind.name] if len(shape) == 2 else Type.F32
+    shapes = expected_shapes(config, naming)
+    kinds = dict.fromkeys(shapes, kind)
+    routers = [name for layer in range(config.layers if config.experts else 0) for name in naming.names(_ROUTER, layer)]
+    kinds |= dict.fromkeys([*(name for name in shapes if len(shapes[name]) == 1), *routers], Dtype.F32)
+    for name, shape in shapes.items():
+        tensor_type = Type[kinds[name].name]
         writer.add_tensor_info(name, shape, np.dtype(np.float32), _bytes(shape, tensor_type), tensor_type)
     with whole_file(path, f"GGUF file {path}") as part:
         writer.write_header_to_file(part)
@@ -48,9 +59,9 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path 
         writer.write_ti_data_to_file()
         if factors is not None:
             writer.write_tensor_data(factors)
-        for _, tensor in tensors_of(checkpoint, naming, Dtype.BF16 if kind is Dtype.BF16 else Dtype.F32):
-            values, own = to_f32(tensor), kind if tensor.ndim == 2 else Dtype.F32
-            writer.write_tensor_data(quantise(values, own) if own.quantised else from_f32(values, own))
+        for name, tensor in tensors_of(checkpoint, naming, Dtype.BF16 if kind is Dtype.BF16 else Dtype.F32):
+            rows, own = to_f32(tensor).reshape(-1, tensor.shape[-1]), kinds[name]
+            writer.write_tensor_data(quantise(rows, own) if own.quantised else from_f32(rows, own))
         writer.close()
 
 
@@ -60,6 +71,11 @@ def _add_config(writer: Any, config: ModelConfig) -> None:
     writer.add_embedding_length(config.hidden)
     writer.add_feed_forward_length(config.ffn)
     writer.add_block_count(config.layers)
+    if config.experts:
+        writer.add_expert_count(config.experts)
+        writer.add_expert_used_count(config.experts_per_token)
+    if "expert_feed_forward_length" in FAMILIES[config.family].gguf_keys:
+        writer.add_expert_feed_forward_length(config.ffn)
     writer.add_head_count(config.heads)
     writer.add_head_count_kv(config.kv_heads)
     writer.add_key_length(config.head_dim)
@@ -78,10 +94,15 @@ def _add_config(writer: Any, config: ModelConfig) -> None:
         "logit_scale": config.logits_scaling,
     }
     for name, value in multipliers.items():
-        if value != 1.0:
+        if value != 1.0 and name in FAMILIES[config.family].gguf_keys:
             getattr(writer, f"add_{name}")(value)
+    if config.window:
+        writer.add_sliding_window(config.window)
     if config.attention_multiplier is not None:
-        writer.add_attention_scale(config.attention_multiplier)
+        if "attention.scale" in FAMILIES[config.family].gguf_keys:
+            writer.add_attention_scale(config.attention_multiplier)
+        elif not math.isclose(config.attention_multiplier, config.head_dim**-0.5):
+            raise MegakernelError(f"GGUF files of the family {config.family} have no attention multiplier")
 
 
 def _add_tokenizer(writer: Any, source: Path | None) -> None:

@@ -113,7 +113,7 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
             raise refuse(f"{key} = {short(raw[key])} is not supported and may change the result")
     keys = Keys(raw, source)
     keys.only("is_causal", True)
-    keys.only("hidden_act", "silu", "swish")
+    keys.only("hidden_act", *family.activations)
     keys.only("activation", "silu", "swiglu")
     count = keys.count
     hidden, heads = count("hidden_size"), count("num_attention_heads")
@@ -121,17 +121,17 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
         raise refuse(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads} and head_dim is missing")
     bos, context = keys.ids("bos_token_id"), count("max_position_embeddings", default("max_position_embeddings", 2048))
     head_dim = count("head_dim", default("head_dim", hidden // heads if heads > 0 else 0))
-    rope = _rope(keys, context, head_dim, family)
+    rope = _rope(Keys(_global_rope(raw, family), source), context, head_dim, family)
     own, longest = family.read(keys), rope.longest(context)
     config = ModelConfig(
         vocab=count("vocab_size"),
         hidden=hidden,
-        ffn=count("intermediate_size"),
+        ffn=own.pop("ffn") if "ffn" in own else count("intermediate_size"),
         layers=count("num_hidden_layers"),
         heads=heads,
         kv_heads=count("num_key_value_heads", heads),
         head_dim=head_dim,
-        max_context=min(longest, own.pop("window", longest)),
+        max_context=min(longest, own.pop("longest", longest)),
         rms_eps=keys.number("rms_norm_eps", default("rms_norm_eps", 1e-6)),
         rope=rope,
         tied=keys.flag("tie_word_embeddings", default("tie_word_embeddings", False)),
@@ -169,6 +169,14 @@ def _family(raw: dict[str, Any], source: str) -> Family:
         f"{source}: architectures = {short(architectures)} with model_type = {short(model_type)} is not supported; "
         f"supported architectures: {known}, and the text part of {_WITH_IMAGES}"
     )
+
+
+def _global_rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+    """`raw`, with the settings of RoPE in layers without a sliding window, if there are others."""
+    table = raw.get("rope_parameters")
+    if "rope_local_base_freq" in family.keys and isinstance(table, dict) and "full_attention" in table:
+        return raw | {"rope_parameters": table["full_attention"]}
+    return raw
 
 
 def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:

@@ -67,6 +67,14 @@ def check_config(config: ModelConfig, source: str) -> ModelConfig:
         if value is not None and not 1e-4 < value < 1e4:
             raise refuse(f"{name} is {value}; it must be between 0.0001 and 10000")
 
+    if config.window < 0:
+        raise refuse(f"the sliding window is {config.window}; it must be at least 1")
+    if config.window:
+        first, every, at = config.full_places().values()
+        full = {layer for layer in range(config.layers) if layer < first or layer % every == at}
+        if full != set(config.full_layers):
+            raise refuse("layers without a sliding window are not at equal distances, which is not supported")
+
     rope = config.rope
     pairs = (rope.dims or config.head_dim) // 2
     if not 1e-9 < rope.theta < 1e30:

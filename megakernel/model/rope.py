@@ -18,9 +18,11 @@ def rope_table(config: ModelConfig, layer: int = 0) -> NDArray[np.float32]:
     multiplier of attention scores than 1 / sqrt(head_dim).
     """
     table = np.tile(np.array([[0], [1]], np.float32), config.head_dim // 2)
+    local = config.local_theta and layer not in config.full_layers
+    rope = Rope(config.local_theta) if local else config.rope
     if layer not in config.nope_layers:
-        frequencies = inverse_frequencies(config.rope, config.rope.dims or config.head_dim, config.max_context)
-        table[0, : len(frequencies)], table[1, : len(frequencies)] = frequencies, config.rope.attention
+        frequencies = inverse_frequencies(rope, rope.dims or config.head_dim, config.max_context)
+        table[0, : len(frequencies)], table[1, : len(frequencies)] = frequencies, rope.attention
     if config.attention_multiplier is not None:
         table[1] *= np.float32(math.sqrt(config.attention_multiplier * math.sqrt(config.head_dim)))
     return table

@@ -156,7 +156,8 @@ def safetensors_naming(config: ModelConfig) -> Naming:
     weights = FAMILIES[config.family].weights.items()
     names = {buffer: weight.safetensors for buffer, weight in weights}
     halved = {buffer: weight.rotated for buffer, weight in weights}
-    return Naming(names, halved, biases_optional=False, ignored=("rotary_emb.inv_freq",))
+    less = frozenset(buffer for buffer, weight in weights if weight.plus_one)
+    return Naming(names, halved, False, ("rotary_emb.inv_freq",), config.experts, less)
 
 
 def _check_tied(config: ModelConfig, tensors: SafetensorsFiles) -> None:

@@ -79,12 +79,14 @@ def _weight_type(name: str) -> Dtype:
 
 
 def _all_in(config: ModelConfig, kind: Dtype) -> dict[Buffer, Storage]:
-    """The `storage` of a checkpoint that stores all matrices of a model in one type."""
+    """The `storage` of a checkpoint that stores all matrices of a model in one type, except that routers are never
+    quantised: they are small, and rounding could change the choice of experts.
+    """
     split = Split(config.sizes(Dtype.F32))
     rows = {b: sum(share.whole for share in row_shares(b, split)) for b in weights(config) if BUFFERS[b].matrix}
-    return {
-        b: Storage(((StoredRows(kind, n),),) * (config.layers if BUFFERS[b].layered else 1)) for b, n in rows.items()
-    }
+    kinds = {b: Dtype.F32 if b is Buffer.W_ROUTER and kind.quantised else kind for b in rows}
+    layers = {b: config.layers if BUFFERS[b].layered else 1 for b in rows}
+    return {b: Storage(((StoredRows(kinds[b], n),),) * layers[b]) for b, n in rows.items()}
 
 
 def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, Storage]) -> dict[str, int]:
@@ -106,19 +108,20 @@ class _Stored:
     def __init__(self, whole: Checkpoint, dtype: Dtype) -> None:
         self.name, self.config, self.dtype = whole.name, whole.config, whole.dtype
         self.storage = _all_in(whole.config, dtype)
-        self._whole, self._kind = whole, dtype
+        self._whole = whole
 
     def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
         exact = replace(split, model=replace(split.model, dtype=int(Dtype.F32)))  # floats that are not rounded yet
         rows = self._whole.rows(buffer, layer, exact)
-        if buffer not in self.storage or {part.dtype for part in rows} == {self._kind}:
+        kind = self.storage[buffer].layers[0][0].dtype if buffer in self.storage else None
+        if kind is None or {part.dtype for part in rows} == {kind}:
             return rows
-        column_bytes(self._kind, buffer, split)  # raises an error if the columns begin inside a block
+        column_bytes(kind, buffer, split)  # raises an error if the columns begin inside a block
         inner = column_share(buffer, split).size
-        if not self._kind.quantised:
-            return converted(rows, inner, self._kind)
+        if not kind.quantised:
+            return converted(rows, inner, kind)
         floats = (part.data.view(np.float32) for part in converted(rows, inner, Dtype.F32))
-        return [WeightRows(self._kind, quantise(part, self._kind)) for part in floats]
+        return [WeightRows(kind, quantise(part, kind)) for part in floats]
 
 
 def for_contexts(checkpoint: Checkpoint, tokens: int) -> Checkpoint:

@@ -15,6 +15,7 @@ import numpy as np
 from ..errors import MegakernelError
 from ..isa import DRAIN, Dims, Dtype, Index, Operation, Result, Units
 from ..isa import record as bits
+from ..isa.dims import MOST_EXPERTS
 from ..isa.step import step_words
 from .part import Part, Use, each, extent, uses
 from .phases import MOST, all_dims, check_phases
@@ -135,10 +136,18 @@ def _sizes(d: Dims) -> Iterator[str]:
     if high or max(d.model.heads * d.model.head_dim, rows) > MOST:
         yield f"{', '.join(high) or 'a product of sizes'} must be at most {MOST}"
         return
+    m = d.model
+    if not (0 <= m.experts_per_token <= m.experts <= MOST_EXPERTS and (m.experts == 0) == (m.experts_per_token == 0)):
+        yield f"{m.experts_per_token} experts per token, of {m.experts}, are not possible"
+        return
+    if rows * m.experts_per_token > MOST or m.experts * max(m.ffn, m.hidden) > MOST:
+        yield f"a product of sizes and of {m.experts} experts must be at most {MOST}"
+        return
     if (words := step_words(d)) > MOST_STEP_WORDS:
         yield f"a step table of {words} words is longer than {MOST_STEP_WORDS}"
     known = d.model.dtype in (Dtype.F32, Dtype.BF16) and d.worker.units in list(Units)
-    known &= {d.split.replicated_o, d.split.replicated_residual, d.model.quantised_kv, d.model.q8_activations} <= {0, 1}
+    flags = {d.split.replicated_o, d.split.replicated_residual}
+    known &= flags | {m.quantised_kv, m.q8_activations, m.normalised_routes} <= {0, 1}
     if not known or d.worker.ring_pages < 0 or (d.worker.ring_pages and d.worker.units == Units.CORE):
         ring = f"a ring of {d.worker.ring_pages} pages"
         yield f"dtype {d.model.dtype}, units {d.worker.units}, {ring} or a flag is out of range"
@@ -147,6 +156,8 @@ def _sizes(d: Dims) -> Iterator[str]:
     if d.model.heads % d.model.kv_heads or d.model.head_dim % 2:
         heads = f"{d.model.heads} heads of {d.model.head_dim} elements"
         yield f"{heads} do not fit {d.model.kv_heads} KV heads and RoPE pairs"
+    if d.model.window < 0 or d.model.window_from < 0 or d.model.full_every < 1 or d.model.full_at < 0:
+        yield f"a window of {d.model.window} tokens in some layers is out of range"
     if d.bucket.kv_block < 1 or d.bucket.kv_block % d.bucket.kv_page:
         yield f"pages of {d.bucket.kv_page} tokens do not divide KV blocks of {d.bucket.kv_block}"
     # A step can need this many attention items, because an item begins wherever a sequence, the padding rows or a row
@@ -191,7 +202,7 @@ def _operands(part: Part, dims: list[Dims]) -> Iterator[str]:
     values = part.records[:, bits.OPERAND_WORD : bits.WAIT_WORD]
     bad = ((values < part.phases.least[part.number]) | (values > part.phases.most[part.number])).any(axis=1)
     yield from each(part, np.nonzero(bad)[0], "an operand is out of range")
-    for phase in part.phases.matmuls:
+    for phase in part.phases.matmuls + part.phases.experts:
         rows = part.rows(phase)
         if not len(rows):
             continue
@@ -199,6 +210,8 @@ def _operands(part: Part, dims: list[Dims]) -> Iterator[str]:
         most = np.array([phase.width(d.split) for d in dims])[part.rank[rows]]
         bad = columns["col"].astype(np.int64) + columns["cols"] > most
         yield from each(part, rows[bad], "its column tile lies outside the rank's part of the output")
+        if "place" in columns:
+            yield from each(part, rows[columns["place"] >= dims[0].places], "rows have no such place")
         if phase.result is Result.HEADS:
             unit, what = (dims[0].model.head_dim, "head") if phase.whole_heads(dims[0].model) else (2, "RoPE pair")
             bad = (columns["col"] % unit != 0) | (columns["cols"] % unit != 0)

@@ -104,6 +104,8 @@ def extent(buffer: Buffer, dims: Dims) -> tuple[int, int]:
     if buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
         return dims.bucket.tokens, dims.split.kv_cols
     rows, *cols = BUFFERS[buffer].shape(dims, 0)
+    if dims.model.experts and buffer in (Buffer.ACT, Buffer.EXPERTS_OUT):
+        return dims.bucket.tokens, dims.places * cols[0]
     return rows, cols[0] if cols else 1
 
 

@@ -50,13 +50,16 @@ class Phases:
         for segment, phases in enumerate(forward.segments):
             self.segment[[phase.number for phase in phases]] = segment
         self.matmuls = [phase for phase in forward if phase.is_matmul]
+        self.experts = [phase for phase in forward if phase.operation is Operation.EXPERTS]
         self.attention = next((phase for phase in forward if phase.operation is Operation.ATTENTION), None)
         # Instructions of these phases wait for the row blocks that contain their logit rows.
         self.logit_norms = [p.number for p in forward if p.operation is Operation.NORM and p.rows is Rows.LOGIT]
         # These operations write the residual. Unless every rank keeps the whole residual, a rank keeps
         # only the residual of its own row blocks.
         writers = (Operation.GATHER, Operation.REDUCE)
-        self.residual = {p.output for p in forward if p.operation in writers or p.result is Result.RESIDUAL}
+        self.residual = {
+            p.output for p in forward if p.operation in writers or p.result in (Result.RESIDUAL, Result.STORED)
+        }
         self.partial = {p.output for p in forward if p.result is Result.PARTIAL}
 
 
@@ -80,8 +83,8 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
     if p.control:
         yield "a control operation cannot be a phase of a forward pass"
         return
-    if p.is_matmul != (p.result is not Result.NONE):
-        yield "a matmul must have a result, and other operations must have none"
+    if p.result not in OPERATIONS[p.operation].results:
+        yield f"it cannot have the result {p.result.name}"
     named = {field for field in FIELDS if getattr(p, field) is not None}
     known = set(OPERATIONS[p.operation].buffers(p, dims))
     must, may = known - OPTIONAL, known & OPTIONAL
@@ -102,7 +105,7 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
             buffer = getattr(p, field)
             if buffer is not None and (found := contents(buffer, d)) != wanted:
                 yield f"its {field} {buffer.name} are {_text(found)}, not {_text(wanted)} (rank {d.split.rank})"
-    if p.result in (Result.RESIDUAL, Result.PARTIAL):
+    if p.is_matmul and p.result in (Result.RESIDUAL, Result.PARTIAL, Result.STORED):
         parts = [p.inner(d.split) for d in all_dims(dims)]
         whole = p.inner(dims.changed(tp=1).split)
         if sum(parts) != whole if p.result is Result.PARTIAL else set(parts) != {whole}:

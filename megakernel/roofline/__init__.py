@@ -6,7 +6,7 @@ answers questions about chips, networks and parallelism, without a program."""
 from .ceilings import QUIET, Ceilings, Measured, machine_ceilings, measure
 from .fit import memory_fit
 from .program_step import PhasePart, StepRoofline, step_roofline
-from .work import StepWork, achieved, bound, fraction_error, step_work
+from .work import StepWork, achieved, attended, bound, fraction_error, step_work
 
 __all__ = [
     "QUIET",
@@ -16,6 +16,7 @@ __all__ = [
     "StepRoofline",
     "StepWork",
     "achieved",
+    "attended",
     "bound",
     "fraction_error",
     "machine_ceilings",

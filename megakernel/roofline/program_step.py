@@ -108,7 +108,7 @@ def rate_of(model: ModelSizes, hardware: Hardware) -> str:
 
 
 def step_roofline(parts: Sequence[PhasePart], hardware: Hardware, context: float) -> StepRoofline:
-    """The roofline of a step in which every token row attends to `context` KV tokens of its own."""
+    """The roofline of a step in which every token row has `context` KV tokens of its own."""
     dims = parts[0].dims
     peak = hardware.flops_per_s(rate_of(dims.model, hardware))
     egress = hardware.link.egress_bytes_per_s
@@ -158,7 +158,8 @@ def _work(part: PhasePart, context: float) -> _Work:
     done = cost(part.phase, part.columns, d)
     matrix, vector, memory = (float(c.sum()) for c in (done.matrix_flops, done.vector_flops, done.memory_bytes))
     if part.phase.operation is Operation.ATTENTION and d.split.rank_heads:
-        flops, kv_bytes = attention_cost(d.model, d.bucket.tokens * d.split.rank_kv_heads, context)
+        seen = sum(layers * min(context, span) for span, layers in d.model.spans.items()) / d.model.layers
+        flops, kv_bytes = attention_cost(d.model, d.bucket.tokens * d.split.rank_kv_heads, seen)
         # If several ranks share a KV head, a rank has only some of the query heads that use this KV head.
         matrix += flops * d.split.rank_heads / (d.split.rank_kv_heads * d.model.group_size)
         memory += kv_bytes

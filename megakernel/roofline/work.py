@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..isa import (
     BUFFERS,
     Buffer,
     Forward,
+    ModelSizes,
     Operation,
     Phase,
     Rows,
@@ -72,8 +74,10 @@ def step_work(
     Sequence i adds `rows[i]` new tokens and has `contexts[i]` KV tokens afterwards, the new ones included.
 
     FLOPs: 2 x weights x rows of each matmul + 4 x query heads x head_dim x layers x (query, key) pairs, where each row
-    sees itself and everything before it. Norms, RoPE and softmax are ignored: they take a few operations per element.
-    Bytes: every weight once, but the LM head only if there are logit rows; K and V of every context token once. Of the
+    sees itself and everything before it, in a layer with a sliding window only its last tokens. Norms, RoPE and softmax
+    are ignored: they take a few operations per element.
+    Bytes: every weight once, but of E experts those that B rows with k each can need at most, min(B k, E), and the LM
+    head only if there are logit rows; K and V of every visible token once. Of the
     embedding table, only the gathered rows are counted, or none if the LM head is `tied` to the table and has read it
     anyway. `_link_bytes` gives the bytes sent to other ranks."""
     if len(rows) != len(contexts):
@@ -84,24 +88,43 @@ def step_work(
     if ((new < 0) | (new > after)).any():
         raise ValueError("a sequence's context must be at least its number of new rows")
     total = int(new.sum())
-    pairs = float((new * after - new * (new - 1) // 2).sum())
-    attention, _ = attention_cost(split.model, split.model.kv_heads, pairs)
-    flops = attention * split.model.layers
+    pairs, tokens = attended(split.model, new, after)
+    flops, _ = attention_cost(split.model, split.model.kv_heads, float(pairs))
     for runs, segment in zip((1, split.model.layers, 1), forward.segments, strict=True):
         for phase in segment:
-            if phase.is_matmul and phase.weights is not None:
-                products = runs * math.prod(weight_shape(phase.weights, split))
+            if phase.reads_weights and phase.operation is not Operation.GATHER and phase.weights is not None:
+                products = runs * math.prod(weight_shape(phase.weights, split)) * _used(phase.weights, split, 1)
                 flops += 2.0 * products * (logit_rows if phase.rows is Rows.LOGIT else total)
 
     def read(phase: Phase) -> bool:
         return phase.operation is not Operation.GATHER and (logit_rows > 0 or phase.rows is not Rows.LOGIT)
 
-    weights = float(sum(model_weights(filter(read, forward), split).values()))
+    sizes = model_weights(filter(read, forward), split)
+    weights = float(sum(size * _used(buffer, split, total) for buffer, size in sizes.items()))
     if not (tied and logit_rows):
         gathers = (phase for phase in forward if phase.operation is Operation.GATHER)
         weights += sum(total * phase.inner(split) * phase.stored_bits(split.model) / 8 for phase in gathers)
-    kv = float(sum(contexts) * split.rank_kv_heads * split.model.layers * kv_bytes(split.model))
+    kv = float(tokens * split.rank_kv_heads * kv_bytes(split.model))
     return StepWork(flops, weights, kv, _link_bytes(split, total, logit_rows))
+
+
+def _used(buffer: Buffer, split: Split, rows: int) -> float:
+    """Return the part of a weight buffer that `rows` rows need, as if all their experts were different ones."""
+    model = split.model
+    every = not (model.experts and BUFFERS[buffer].per_expert)
+    return 1.0 if every else min(1.0, rows * model.experts_per_token / model.experts)
+
+
+def attended(model: ModelSizes, new: NDArray[np.int64], after: NDArray[np.int64]) -> tuple[int, int]:
+    """Return two sums over all layers and sequences: the (query, key) pairs of `new` rows in a sequence that has
+    `after` tokens afterwards, and the tokens that at least one of these rows sees."""
+    pairs, tokens = 0, 0
+    for span, layers in model.spans.items():
+        before = after - new
+        whole = np.clip(span - before, 0, new)  # the rows that see all tokens before them
+        pairs += layers * int((whole * before + whole * (whole + 1) // 2 + (new - whole) * span).sum())
+        tokens += layers * int(np.minimum(after, new + span - 1).sum())
+    return pairs, tokens
 
 
 def _link_bytes(split: Split, rows: int, logit_rows: int) -> float:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import Dims, StepTable, ceil_div
+from ..isa import Dims, StepTable
 from .cuda import pages
 from .targets import target_of
 
@@ -66,7 +66,20 @@ class _Tiles:
     seq: Ints
     position: Ints  # position of the first row in its sequence; 0 for padding
     chunk_row: Ints  # first row of the chunk to which the tile belongs
-    blocks: Ints  # KV blocks up to the last row's position; 0 for padding
+    first: Ints  # first KV block that a row sees in any layer: 0 unless all layers have sliding windows
+    blocks: Ints  # KV blocks from there up to the last row's position; 0 for padding
+
+
+def moves(dims: Dims, position: Ints) -> bool:
+    """Whether a row at one of these positions sees other KV blocks than the row before it."""
+    here, before = (_seen(dims, at, at) for at in (position, position - 1))
+    return bool((here[0] != before[0]).any() or (here[1] != before[1]).any())
+
+
+def _seen(dims: Dims, first: Ints, last: Ints) -> tuple[Ints, Ints]:
+    """The KV blocks [begin, end) that the rows at positions `first` to `last` see, in the layers that see most."""
+    begin = np.maximum(first + 1 - max(dims.model.spans), 0) // dims.bucket.kv_block
+    return begin, last // dims.bucket.kv_block + 1
 
 
 def deal_items(dims: Dims, seq: Ints, start: Ints, count: Ints) -> Dealt:
@@ -121,8 +134,9 @@ def _tile(dims: Dims, seq: Ints, start: Ints, count: Ints, tile_rows: int) -> _T
     rows = np.minimum(rows, run_end[of] - row)
     chunk = np.searchsorted(chunk_row, row, side="right") - 1
     position = np.where(row < live, start[chunk] + row - chunk_row[chunk], 0)
-    blocks = np.where(row < live, ceil_div(position + rows, dims.bucket.kv_block), 0)
-    return _Tiles(row, rows, seq[chunk], position, chunk_row[chunk], blocks)
+    first, end = _seen(dims, position, position + rows - 1)
+    blocks = np.where(row < live, end - first, 0)
+    return _Tiles(row, rows, seq[chunk], position, chunk_row[chunk], first, blocks)
 
 
 @dataclass(frozen=True)
@@ -137,7 +151,8 @@ class _Parts:
 
 def _core_parts(dims: Dims, tiles: _Tiles) -> _Parts:
     """Divide tiles into parts for CPU cores. The cost of a part is its number of multiply-adds: rows x KV tokens."""
-    cost = tiles.rows * np.where(tiles.seq < 0, 1, tiles.position + tiles.rows)
+    before = tiles.first * dims.bucket.kv_block
+    cost = tiles.rows * np.where(tiles.seq < 0, 1, tiles.position + tiles.rows - before)
     share = dims.split.rank_kv_heads * int(cost.sum()) / dims.bucket.attention_slots
     return _Parts(np.ones_like(cost), cost, (tiles.rows == 1) | (cost > share * tiles.rows), SPLIT_GRAIN)
 
@@ -257,9 +272,11 @@ def _items(dims: Dims, tiles: _Tiles, pieces: _Pieces) -> dict[str, Ints]:
     rows = np.where(by_rows, pieces.length, tiles.rows[of])
     live = tiles.seq[of] >= 0
     position = tiles.position[of] + row - tiles.row[of]
-    block = np.where(split, pieces.grain * divided.grain_blocks, 0)
-    block_end = np.where(live, ceil_div(position + rows, dims.bucket.kv_block), 0)
-    split_end = (pieces.grain + pieces.length) * divided.grain_blocks
+    block, block_end = _seen(dims, position, position + rows - 1)
+    first = tiles.first[of]
+    block = np.where(split, first + pieces.grain * divided.grain_blocks, block)
+    block_end = np.where(live, block_end, block)
+    split_end = first + (pieces.grain + pieces.length) * divided.grain_blocks
     block_end = np.where(split, np.minimum(split_end, block_end), block_end)
 
     # An item waits for its own row block, and for those whose KV it reads.
@@ -284,11 +301,11 @@ def _items(dims: Dims, tiles: _Tiles, pieces: _Pieces) -> dict[str, Ints]:
     }
     if split.any():
         number = (line.first_part[of] + pieces.part)[split]
-        _, first, index, count = np.unique(number, return_index=True, return_inverse=True, return_counts=True)
-        span = tiles.blocks[of][split][first]
-        partials = (rows * wide)[split][first] * span
+        _, one, index, count = np.unique(number, return_index=True, return_inverse=True, return_counts=True)
+        span = tiles.blocks[of][split][one]
+        partials = (rows * wide)[split][one] * span
         items["item_split"][split] = index
         items["item_splits"][split] = count[index]
-        items["item_partial"][split] = (np.cumsum(partials) - partials)[index]
+        items["item_partial"][split] = (np.cumsum(partials) - partials)[index] - first[split]
         items["item_span"][split] = span[index]
     return items

@@ -27,8 +27,8 @@ def check_step(table: StepTable) -> None:
     - An item's rows lie in one row block and are all of its sequence, or all padding; its KV heads exist.
     - Each pair (token row, KV head) belongs to exactly one unsplit item or exactly one split. A split is a set of
       items that divide the KV blocks of the same rows.
-    - A padding item has no KV blocks. An unsplit item covers all KV blocks from 0 to the one with
-      its last row's position.
+    - A padding item has no KV blocks. An unsplit item covers all KV blocks that its rows see: those from the first
+      one in any layer, which is 0 unless all layers have sliding windows, to the one with its last row's position.
     - The items of a split have equal rows, heads, sequence, item_partial and item_span; item_splits is the number
       of these items. Together they cover each KV block that an unsplit item would have (item_span blocks) exactly
       once. Split indices are < items. The ranges of different splits in PARTIALS are disjoint and inside `partials`.
@@ -111,11 +111,13 @@ def _check_items(t: StepTable) -> None:
     _require((t.row_seq[row] == seq) & (t.row_seq[last] == seq), "an item's rows are not of its sequence")
 
     live, split = seq >= 0, t.item_split[:n]
-    whole = np.where(live, t.positions[last] // d.bucket.kv_block + 1, 0)
+    first = np.maximum(t.positions[row] + 1 - max(d.model.spans), 0) // d.bucket.kv_block
+    whole = np.where(live, t.positions[last] // d.bucket.kv_block + 1 - first, 0)
     unsplit = split < 0
     _require(split >= -1, "a split index is below -1")
-    _require((block[unsplit] == 0) & (blocks[unsplit] == whole[unsplit]), "an unsplit item does not cover its KV")
-    once = _check_splits(t, n, whole)
+    covers = (block == first) & (blocks == whole)
+    _require(covers[unsplit], "an unsplit item does not cover its KV")
+    once = _check_splits(t, n, first, whole)
 
     cover = np.zeros((d.bucket.tokens + 1, d.split.rank_kv_heads + 1), np.int32)
     r, e, h, f = row[once], (row + rows)[once], head[once], (head + heads)[once]
@@ -138,7 +140,7 @@ def _check_items(t: StepTable) -> None:
     _require(covered | ~reads, "an item does not wait for the rows whose KV it reads")
 
 
-def _check_splits(t: StepTable, n: int, whole: NDArray[Any]) -> NDArray[Any]:
+def _check_splits(t: StepTable, n: int, first: NDArray[Any], whole: NDArray[Any]) -> NDArray[Any]:
     """Check splits. Return a mask of unsplit and first items, which must partition rows x KV heads."""
     d = t.dims
     once = np.ones(n, bool)
@@ -155,11 +157,11 @@ def _check_splits(t: StepTable, n: int, whole: NDArray[Any]) -> NDArray[Any]:
         _require(t.item_span[one] == whole[one] and t.item_seq[one] >= 0, "a split's span is not that of its rows")
         order = pieces[np.argsort(t.item_block[pieces])]
         ends = t.item_block[order] + t.item_blocks[order]
-        starts = np.append(0, ends[:-1])
+        starts = np.append(first[one], ends[:-1])
         _require((t.item_blocks[pieces] > 0), "a split has an empty item")
-        covers = (t.item_block[order] == starts) & (ends[-1] == whole[one])
+        covers = (t.item_block[order] == starts) & (ends[-1] == first[one] + whole[one])
         _require(covers, "a split does not cover its KV blocks once")
-        begin = int(t.item_partial[one])
+        begin = int(t.item_partial[one] + first[one])
         end = begin + int(t.item_rows[one] * t.item_kv_heads[one] * t.item_span[one])
         _require(begin >= 0 and end <= d.bucket.partials, "a split's partials are outside PARTIALS")
         _require(~taken[begin:end], "two splits share partials")

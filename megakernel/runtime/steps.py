@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..errors import MegakernelError
 from ..isa import Dims, StepTable, ceil_div
-from .attention_items import Dealt, deal_items, write_items
+from .attention_items import Dealt, deal_items, moves, write_items
 
 Ints = NDArray[np.signedinteger[Any]]
 
@@ -200,7 +200,8 @@ class Steps:
     while the other is written.
 
     While successive steps have the same lineup (sequences and their chunks) and every sequence continues by one token,
-    a table needs only new tokens and positions. Its attention items stay the same until a row enters its next KV block.
+    a table needs only new tokens and positions. Its attention items stay the same until a row enters its next KV
+    block, or its window leaves one.
     """
 
     def __init__(self, pages: SequencePages, sampling: Sampling) -> None:
@@ -218,7 +219,7 @@ class Steps:
         self._kept[self._turn] = new = _Kept(kept.table)
         table, lineup = kept.table, rows.lineup
         going_on = last and last.rows and last.table.dims is dims and _goes_on(last.rows, rows)
-        if last and going_on and (rows.start % dims.bucket.kv_block).all():
+        if last and going_on and not moves(dims, rows.start):
             new.dealt = last.dealt
         if not new.dealt:
             new.dealt = deal_items(dims, lineup.slot, rows.start, lineup.count)

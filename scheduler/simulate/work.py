@@ -34,7 +34,7 @@ from megakernel.isa import (
 from megakernel.isa import record as rec
 from megakernel.isa.access import Columns
 from megakernel.isa.loads import region_reads
-from megakernel.isa.operations.attention import item_work
+from megakernel.isa.operations.attention import item_work, read_blocks
 from megakernel.isa.ragged import ragged
 from megakernel.isa.record import Records
 from megakernel.program import SEGMENTS, Program
@@ -264,7 +264,7 @@ def _activations(tasks: _Tasks, keys: _Keys, phase: Phase, columns: Columns, tas
             wide *= BUFFERS[access.buffer].resolve_dtype(dims.model).itemsize
             of_table = access.index is Index.LOGIT_ROW  # the step table selects the rows
             high = columns["rows"] if of_table else np.maximum(access.row_end - access.row, 0)
-            for to, part in _targets(access.rank, wide * high, dims):
+            for to, part in _targets(access.rank, wide * high * access.share, dims):
                 tasks.stores[task, to] += part
     if reads:
         tasks_per_block = np.maximum(dims.bucket.row_block / np.maximum(columns["rows"], 1), 1)
@@ -332,8 +332,10 @@ def _attention(
         keys.bytes[to] = np.maximum(keys.bytes[to], np.bincount(out_key, weights=part, minlength=keys.count))
     ring = np.zeros(len(item))
     if dims.worker.ring_pages:
-        taken = attention_pages(view.item_rows[item], view.item_kv_heads[item], view.item_blocks[item], dims)
-        ring += PAGE_BYTES / dims.worker.sms * taken
+        share = PAGE_BYTES / dims.worker.sms / dims.model.layers  # the mean over the layers
+        for span, layers in dims.model.spans.items():
+            blocks = read_blocks(view, span)[item]
+            ring += share * layers * attention_pages(view.item_rows[item], view.item_kv_heads[item], blocks, dims)
     for name, part in (("read_bytes", kv_bytes + size * live), ("ring_bytes", ring), ("compute_s", compute_s)):
         np.add.at(tasks.table[name], task, part)
     tasks.set(

@@ -36,6 +36,9 @@ is a record, then all earlier records of the queue are finished, and every drain
 reached. If a worker has claimed the record, that worker runs it; otherwise any worker at one of these drains is free to
 claim it.
 
+Experts. A table that the step itself writes says which experts have which rows. The regions of instructions have places
+for all of them, and the proof holds for every table (megakernel/isa/operations/experts.py).
+
 Three layers prove any number of layers. The body, the instructions of one layer, runs once per layer. Each run waits
 only for counters of its own block and signals only its own block and the next one, so an edge never leads to an earlier
 layer. (The prologue counts with layer 0, the epilogue with the last block.) A cycle therefore lies inside the prologue

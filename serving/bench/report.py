@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from megakernel.isa import Forward, Split
-from megakernel.roofline import Ceilings, StepWork, bound, fraction_error, step_work
+from megakernel.roofline import Ceilings, StepWork, attended, bound, fraction_error, step_work
 from megakernel.serving.bench.workload import LoadJob
 
 _MOST_ERRORS = 5  # maximum number of different errors in a report
@@ -122,8 +122,9 @@ def least_work(forward: Forward, split: Split, jobs: Sequence[LoadJob], in_fligh
     steps = max(int(outputs.max()), -(-int(outputs.sum()) // in_flight))
     whole = step_work(forward, split, last.tolist(), last.tolist(), int(outputs.sum()), tied=tied)
     step = step_work(forward, split, [1], [1], 1, tied=tied)
-    contexts = prompts + (outputs - 1) * prompts + (outputs - 1) * outputs // 2
-    return StepWork(whole.flops, steps * step.weight_bytes, float(contexts.sum()) * step.kv_bytes)
+    pairs, _ = attended(split.model, outputs - 1, last)
+    tokens = float(prompts.sum()) + pairs / split.model.layers
+    return StepWork(whole.flops, steps * step.weight_bytes, tokens * step.kv_bytes)
 
 
 def against_roofline(

@@ -14,7 +14,6 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import Units
 from megakernel.runtime.cuda import compile as cuda
 from megakernel.runtime.cuda.compile import Build
-from megakernel.runtime.cuda.params import Ablation
 
 # For each source file, the instructions that the compiler must generate from the lines of the file or from code that is
 # inlined into these lines. The text after an instruction says what the instruction is for.
@@ -118,7 +117,7 @@ def built(request: pytest.FixtureRequest) -> Built:
     return build(numerics, bool(traced))
 
 
-def build(numerics: str, traced: bool = False, ablation: Ablation = Ablation.NONE) -> Built:
+def build(numerics: str, traced: bool = False) -> Built:
     if (tool := sass.disassembler()) is None:
         pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
     nvcc = cuda.nvcc_path()
@@ -127,7 +126,7 @@ def build(numerics: str, traced: bool = False, ablation: Ablation = Ablation.NON
     except MegakernelError as e:
         pytest.skip(str(e))
     units, sms = (Units.TENSOR, 2) if numerics == "pairs" else (Units[numerics.upper()], 1)
-    cubin = cubins.compiled(compiler, Build(traced, units, sms, ablation))
+    cubin = cubins.compiled(compiler, Build(traced, units, sms))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin.code)
         file.flush()
@@ -182,19 +181,3 @@ def test_nothing_is_spilled(built: Built) -> None:
     assert code.find("LDL") + code.find("STL") == []
     limits = INSTRUCTIONS | {("dots", traced): INSTRUCTIONS["tensor", traced] for traced in (False, True)}
     assert len(code.reachable([0])) <= limits[built.numerics, built.traced]
-
-
-# For each ablation (a build that omits copies or arithmetic): the instructions that the build must not have, and those
-# of which it must have at least one.
-COPIES, MULTIPLIES = ("UTMALDG", "UBLKCP"), ("HGMMA", "HMMA", "FFMA")
-ABLATIONS = {Ablation.COPIES: (COPIES, MULTIPLIES), Ablation.COMPUTE: (MULTIPLIES, COPIES)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("numerics", ["tensor", "dots"])
-@pytest.mark.parametrize("ablation", ABLATIONS)
-def test_builds_for_benchmarks_leave_out_what_they_say(numerics: str, ablation: Ablation) -> None:
-    code = build(numerics, ablation=ablation).code
-    gone, left = ABLATIONS[ablation]
-    assert [opcode for opcode in gone if code.find(opcode)] == []
-    assert any(code.find(opcode) for opcode in left) and code.find("SYNCS") and not code.find("STL")

@@ -16,7 +16,7 @@ from compiled import compiled
 from cpu_support import RandomCheckpoint
 from fake_gpu import (
     Arguments,
-    FibreKernel,
+    HostKernel,
     PretendedKernel,
     library,
     no_compiler,
@@ -26,8 +26,8 @@ from fake_gpu import (
     run,
     view,
 )
+from launch_image import host_map
 from mutate import edit
-from protocol import host_map
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
@@ -219,7 +219,7 @@ def test_memory_of_maps_is_not_written_again() -> None:
 )
 def test_blocks_acquire_the_maps_that_they_use(tp: int, options: Options, own: str, everywhere: str) -> None:
     """`map_bits` names the expected buffers: those that thread blocks copy with tensor maps, and those for which the
-    blocks use the maps of all ranks. Tests that run the interpreter on fibres check that blocks need no other maps."""
+    blocks use the maps of all ranks. Tests that execute the interpreter's PTX check that blocks need no other maps."""
     program = compiled(CONFIG, _machine(), 40, 1, tp, options, max_seqs=2, max_context=256)
     names = [{b.name for b in Buffer if bits >> b & 1} for bits in map_bits(program.forward, program.dims)]
     assert names == [set(own.split()), set(everywhere.split())]
@@ -482,16 +482,16 @@ def test_generates() -> None:
         assert llm.engine.backend.name == "cpu", llm.engine.backend.name
 
 
-# -- the interpreter's own code, run on fibres (cooperative threads)
+# -- the interpreter's own code, run on the host
 
 
 @pytest.mark.slow
-@pretended(fibres=True, FAKE_CUDA_SMS=6)
+@pretended(host=True, FAKE_CUDA_SMS=6)
 def test_the_interpreter_itself() -> None:
     """The engine, the launcher and the interpreter compute prompts and decode steps as the reference does. A launch
     that runs one phase after the other and a launch without pipelining give the same bits as a normal launch."""
     no_compiler()
-    kernel = FibreKernel(os.environ["FIBRES"])
+    kernel = HostKernel(os.environ["HOST"])
     params = SamplingParams(temperature=0.0, max_tokens=5)
     prompts = [[3, 4, 5], list(range(40))]
     results = {}
@@ -513,7 +513,7 @@ def test_the_interpreter_itself() -> None:
     backend.close()
 
 
-@pretended(fibres=True, FAKE_CUDA_SMS=2)
+@pretended(host=True, FAKE_CUDA_SMS=2)
 def test_the_check_of_instructions_finds_faults() -> None:
     """The check of `doctor` finds nothing in correct code. It reports a wrong element, an element written by mistake, a
     value that differs between runs, a launch that fails, and a GPU that no longer answers."""
@@ -521,7 +521,7 @@ def test_the_check_of_instructions_finds_faults() -> None:
     from megakernel.runtime.cuda.backend import CudaBackend
 
     no_compiler()
-    kernel = FibreKernel(os.environ["FIBRES"])
+    kernel = HostKernel(os.environ["HOST"])
     shape = ModelConfig(131, 72, 104, 1, 6, 2, 16, 256, qkv_bias=True, o_bias=True, mlp_bias=True)
     case = doctor_gpu.Case("few rows", shape, 3, "dots")
     assert doctor_gpu.check(case, seeds=1, repeats=2) == [] and kernel.wrong == []

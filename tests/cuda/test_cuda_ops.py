@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cpu_support import DIMS, Item, RandomCheckpoint, make_table, set_items
 from handmade import record
-from twins import FibreTwins, check_hostile_logits, compare_samples, sampling_table
+from twins import HostTwins, check_hostile_logits, compare_samples, sampling_table
 
 from megakernel.isa import Buffer, Dims, Dtype, Phase, StepTable
 from megakernel.isa.record import Records, counter_word
@@ -22,16 +22,18 @@ LAYER = 1
 BF16_DIMS = DIMS.changed(dtype=int(Dtype.BF16), kv_page=128, row_block=64, tokens=48)
 
 
-def make(dims: Dims, seed: int = 0) -> FibreTwins:
+def make(dims: Dims, seed: int = 0) -> HostTwins:
     checkpoint = RandomCheckpoint(dims.changed(tp=1, replicated_o=0, replicated_residual=0))
-    return FibreTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split), dims, seed)
+    if dims.model.post_norms:
+        checkpoint.config = replace(checkpoint.config, family="glm4", post_norms=True)
+    return HostTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split), dims, seed)
 
 
-def phase(twins: FibreTwins, name: str) -> Phase:
+def phase(twins: HostTwins, name: str) -> Phase:
     return twins.forward.by_name[name]
 
 
-def attend(twins: FibreTwins, slot: int, groups: int) -> Records:
+def attend(twins: HostTwins, slot: int, groups: int) -> Records:
     """Return an attention instruction for a slot, which signals one counter per row block."""
     return record(phase(twins, "attention"), slot, 1, groups, signals=[counter_word(0, indexed=True)])
 
@@ -57,21 +59,22 @@ def test_embed_and_rope() -> None:
 @pytest.mark.parametrize("hidden", [72, 576])
 @pytest.mark.parametrize("case", range(3))
 def test_norms(hidden: int, case: int) -> None:
-    dims = ranks(BF16_DIMS.changed(hidden=hidden))[case]
+    dims = ranks(BF16_DIMS.changed(hidden=hidden, post_norms=1))[case]
     twins = make(dims)
     table = make_table(dims, {0: (0, 48)})
     table.logit_rows[:] = [7, -1, 39, 0, -1]
     row = 16 * (dims.split.tp - 1)
     for r in range(dims.split.tp):
         twins.buffer(r, B.X)[47] = np.nan  # no instruction reads this row
-        for name in ("attn_norm", "mlp_norm"):
+        for name in ("attn_norm", "mlp_norm", "post_mlp_norm"):
             twins.compare(record(phase(twins, name), row, 11), LAYER, table, rank=r)
         twins.compare(record(phase(twins, "final_norm"), 0, 5), LAYER, table, rank=r)
 
 
+@pytest.mark.parametrize("post_norms", [0, 1])
 @pytest.mark.parametrize("case", [1, 2])
-def test_reduces(case: int) -> None:
-    dims = ranks(BF16_DIMS)[case]
+def test_reduces(case: int, post_norms: int) -> None:
+    dims = ranks(BF16_DIMS.changed(post_norms=post_norms))[case]
     twins = make(dims)
     table = make_table(dims, {0: (0, 48)})
     for name in ("o_reduce", "down_reduce"):
@@ -84,7 +87,7 @@ HEADS = [(64, 9, 3), (64, 4, 4), (128, 8, 2), (80, 8, 1), (24, 6, 2), (128, 3, 1
 SEQUENCES = {0: (120, 20), 1: (300, 1), 2: (0, 7)}  # by sequence: (first position, rows); rows 28 to 47 are padding
 
 
-def attention_twins(dims: Dims) -> tuple[FibreTwins, StepTable]:
+def attention_twins(dims: Dims) -> tuple[HostTwins, StepTable]:
     """Return the interpreters and a step table for attention. KV cache slots that hold no token of the step's sequences
     are set to 1e30, so that the result is visibly wrong if attention gives them any weight."""
     twins = make(dims)
@@ -95,7 +98,7 @@ def attention_twins(dims: Dims) -> tuple[FibreTwins, StepTable]:
     return twins, table
 
 
-def run_items(twins: FibreTwins, table: StepTable, items: Sequence[Item], final: Mapping[int, Sequence[int]]) -> None:
+def run_items(twins: HostTwins, table: StepTable, items: Sequence[Item], final: Mapping[int, Sequence[int]]) -> None:
     """Run attention slots (lists of items), compare the results with the reference, and check the counts of signals.
     The keys of `final` are the slots to run, in order. A value lists the items whose rows are complete after the
     slot."""
@@ -109,21 +112,23 @@ def run_items(twins: FibreTwins, table: StepTable, items: Sequence[Item], final:
         np.testing.assert_array_equal(twins.image.counters(0)[LAYER], arrivals)
 
 
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_attention(heads: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("heads", "window"), [*((heads, 0) for heads in HEADS), (HEADS[0], 20), (HEADS[2], 150)], ids=str
+)
+def test_attention(heads: tuple[int, int, int], window: int) -> None:
     head_dim, query, kv = heads
-    dims = BF16_DIMS.changed(head_dim=head_dim, heads=query, kv_heads=kv)
+    dims = BF16_DIMS.changed(head_dim=head_dim, heads=query, kv_heads=kv, window=window)
     twins, table = attention_twins(dims)
     items = [Item(0, 0, 20, 0, kv), Item(0, 20, 1, 0, kv), Item(1, 21, 7, 0, 1), Item(1, 28, 20, 0, kv)]
     run_items(twins, table, items, {0: [0, 1], 1: [2, 3]})
 
 
-@pytest.mark.parametrize("heads", HEADS[:4], ids=str)
-def test_split_attention(heads: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(("heads", "window"), [*((heads, 0) for heads in HEADS[:4]), (HEADS[0], 20), (HEADS[2], 150)])
+def test_split_attention(heads: tuple[int, int, int], window: int) -> None:
     """The last item of a split merges the partial results of all items of the split. The merged result is bit-identical
     to that of one item without a split."""
     head_dim, query, kv = heads
-    dims = BF16_DIMS.changed(head_dim=head_dim, heads=query, kv_heads=kv, partials=20 * kv * 3)
+    dims = BF16_DIMS.changed(head_dim=head_dim, heads=query, kv_heads=kv, partials=20 * kv * 3, window=window)
     whole, table = attention_twins(dims)
     set_items(table, [Item(0, 0, 20, 0, kv), Item(0, 20, 1, 0, kv)])
     unsplit = whole.run(attend(whole, 0, kv), LAYER, table)

@@ -1,5 +1,5 @@
-"""Tests of benchmarks/speed/gpu.py without a GPU: a fake CUDA driver runs the interpreter's own code on fibres
-(cooperative threads), and torch runs on the CPU without compiling. Each part of the benchmark must end and report its
+"""Tests of benchmarks/speed/gpu.py without a GPU: a fake CUDA driver runs the interpreter's own code on
+the CPU, and torch runs on the CPU without compiling. Each part of the benchmark must end and report its
 measurements, including those of a trace. If a part fails, no measurement may be lost."""
 
 import json
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_gpu import ROOT, Arguments, FibreKernel, no_compiler, run, view
-from protocol import build_fibres
+from fake_gpu import ROOT, Arguments, HostKernel, no_compiler, run, view
+from launch_image import host_library
 
 from megakernel.machine import MACHINES
 from megakernel.model import KNOWN_SHAPES, ModelConfig
@@ -24,7 +24,7 @@ from megakernel.scheduler.simulate import simulate
 from megakernel.trace import DTYPE, Trace
 
 
-class TracingKernel(FibreKernel):
+class TracingKernel(HostKernel):
     """A kernel whose traced launches return the intervals that the simulator predicts, because the interpreter records
     no trace on the host."""
 
@@ -67,7 +67,7 @@ def in_process_parts() -> None:
     gpu.DEVICE, gpu.SEQUENCE, gpu.SCORED = "cpu", 40, 6
     gpu.PROMPT, gpu.STEPS, gpu.RUNS, gpu.MIXED = 4, 3, 1, (2, 8, 3, 256)
     gpu.PARTITION_ROWS, gpu.PARTITION_RUNS, gpu.LAUNCHES = (1, 20), 2, 2
-    kernel = TracingKernel(os.environ["FIBRES"])
+    kernel = TracingKernel(os.environ["HOST"])
     folder = Path(os.environ["FOLDER"])
     found = {}
     for name in PARTS:
@@ -89,8 +89,8 @@ ABSENT = ("gguf", "perfetto", "fastapi")  # packages that a machine with a GPU m
 
 @pytest.mark.slow
 def test_parts_end_and_say_what_they_measured(tmp_path: Path) -> None:
-    fibres = build_fibres()._name
-    found = json.loads(run(in_process_parts, FIBRES=fibres, FOLDER=tmp_path, FAKE_CUDA_SMS=8))
+    library = host_library()._name
+    found = json.loads(run(in_process_parts, HOST=library, FOLDER=tmp_path, FAKE_CUDA_SMS=8))
     decode, mixed = found["decode-1b"], found["mixed-8b"]
     assert {"megakernel", "not_pipelined", "by_phases", "traced", "megakernel_again"} <= decode.keys()
     assert decode["phases_ratio"] > 0 and decode["traced_ratio"] > 0 and decode["engine"]["tpot_s"] > 0
@@ -167,13 +167,13 @@ def test_what_a_part_has_measured_outlives_it(gpu: Any, tmp_path: Path, monkeypa
         "time.sleep(60) if name == 'mixed-8b' else sys.exit('it broke' if name == 'numerics' else 0)\n"
     )
     monkeypatch.setattr(gpu, "__file__", str(script))
-    monkeypatch.setattr(gpu, "PART_LIMIT_S", 6.0)
+    monkeypatch.setattr(gpu, "PART_LIMIT_S", 3.0)
     saved: list[Any] = []
     gpu.run_all(["decode-1b", "numerics", "mixed-8b"], None, lambda out: saved.append(json.loads(json.dumps(out))))
     assert [len(out) for out in saved] == [1, 2, 3]
     assert all(part[0]["megakernel"] == {"kernel_s": 1} for part in saved[-1].values())
     said = [saved[-1][name][0].get("error") for name in ("decode-1b", "numerics", "mixed-8b")]
-    assert said == [None, "it broke", "not finished after 6 s"]
+    assert said == [None, "it broke", "not finished after 3 s"]
 
 
 @pytest.mark.slow

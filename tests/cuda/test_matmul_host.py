@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cpu_support import DIMS, RandomCheckpoint, make_table
 from handmade import record
-from twins import FibreTwins
+from twins import HostTwins
 
 from megakernel.isa import Buffer, Dims, Dtype, Result, Rows, Units
 from megakernel.model import families
@@ -31,10 +31,10 @@ ON_ONE_RANK = ("qkv_rope", "o_proj", "gate_up_silu", "down_proj", "lm_head")
 ON_RANKS = ("qkv_rope", "o_partial", "gate_up_silu", "down_partial", "lm_head")
 
 
-def make(dims: Dims, *, biased: bool = True, norm: str = "own", family: str = "llama") -> FibreTwins:
+def make(dims: Dims, *, biased: bool = True, norm: str = "own", family: str = "llama") -> HostTwins:
     checkpoint = RandomCheckpoint(dims.changed(tp=1), biased=biased)
     checkpoint.config = replace(checkpoint.config, family=family)
-    return FibreTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split, norm), dims)
+    return HostTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split, norm), dims)
 
 
 def _table(dims: Dims) -> Any:
@@ -42,7 +42,7 @@ def _table(dims: Dims) -> Any:
     return make_table(dims, {0: (37, 5), 2: (120, dims.bucket.tokens - 8)})
 
 
-def _run_all(twins: FibreTwins, name: str, rank: int, row: int, rows: int, unit: int) -> None:
+def _run_all(twins: HostTwins, name: str, rank: int, row: int, rows: int, unit: int) -> None:
     """Compare a rank's part of a matmul with the reference, in two instructions that begin at multiples of `unit`
     columns."""
     phase, table = twins.forward.by_name[name], _table(twins.dims)
@@ -140,7 +140,7 @@ def test_rows_normalised_on_the_way_in_have_the_bits_of_a_norm_before(dims: Dims
 HEADS = [*((Units.TENSOR, size) for size in (32, 64, 128)), *((Units.DOTS, size) for size in (16, 80, 128))]
 
 
-def _normed_heads(units: Units, head_dim: int, biased: bool = True, **sizes: Any) -> FibreTwins:
+def _normed_heads(units: Units, head_dim: int, biased: bool = True, **sizes: Any) -> HostTwins:
     dims = SMALL.changed(units=int(units), head_dim=head_dim, heads=3, kv_heads=2, **sizes)
     return make(dims, biased=biased, family="qwen3")
 

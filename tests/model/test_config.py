@@ -52,6 +52,10 @@ PLAIN = ModelConfig(300, 64, 100, 2, 4, 2, 16, 512, 1e-5, Rope(), family="llama"
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_experts_per_tok": 2}
+MIXTRAL |= {"num_local_experts": 8, "output_router_logits": True, "router_aux_loss_coef": 0.02, "rope_theta": 1e4}
+MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 24}
+MOE |= {"num_experts": 8, "num_experts_per_tok": 3, "decoder_sparse_step": 1, "mlp_only_layers": []}
 FULL, WINDOW = "full_attention", "sliding_attention"
 
 
@@ -68,6 +72,18 @@ GLM = {"architectures": ["GlmForCausalLM"], "model_type": "glm"}
 GRANITE = {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "rope_theta": 1e4}
 SMOLLM3 |= {"tie_word_embeddings": False}
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_act": None, "head_dim": 16}
+# What published files say, with other sizes.
+GEMMA3 |= {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "sliding_window": 64,
+}
+GEMMA3 |= {"attn_logit_softcapping": None, "cache_implementation": "hybrid", "sliding_window_pattern": 2}
+GEMMA3_READ = {"embedding_multiplier": 8.0, "rounds_embedding": True, "post_norms": True, "tied": True}
+GEMMA3_READ |= {"attention_multiplier": 1 / 16, "rope": Rope(1e6), "local_theta": 1e4}
+GEMMA3_READ |= {"window": 64, "full_layers": (1,)}
 IMAGES = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "vision_config": {"a": 1}}
 IMAGES |= {"image_token_index": 10, "spatial_merge_size": 2, "vision_feature_layer": -1, "projector_hidden_act": "gelu"}
 UNUSED = {"use_sliding_window": False, "layer_types": [FULL, FULL]}
@@ -116,14 +132,17 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
         # All programs agree on contexts that are not longer than the window.
         ({"sliding_window": 128}, {"max_context": 128}),
         ({"sliding_window": 4096}, {}),
-        ({**MISTRAL, "max_position_embeddings": 32768, "head_dim": 24}, {"max_context": 4096, "head_dim": 24}),
-        ({**MISTRAL, "max_position_embeddings": None, "sliding_window": None}, {"max_context": 131072}),
-        ({**MISTRAL, "sliding_window": 512}, {}),
-        ({**QWEN2, "max_position_embeddings": None}, {"qkv_bias": True, "max_context": 32768}),
-        ({**QWEN2, **USED, "sliding_window": 256}, {"qkv_bias": True, "max_context": 256}),
         (
-            {**QWEN2, **USED, "layer_types": [FULL, WINDOW], "sliding_window": 256},
-            {"qkv_bias": True, "max_context": 256},
+            {**MISTRAL, "max_position_embeddings": 32768, "head_dim": 24},
+            {"max_context": 32768, "head_dim": 24, "window": 4096},
+        ),
+        ({**MISTRAL, "max_position_embeddings": None, "sliding_window": None}, {"max_context": 131072}),
+        ({**MISTRAL, "sliding_window": 512}, {"window": 512}),
+        ({**QWEN2, "max_position_embeddings": None}, {"qkv_bias": True, "max_context": 32768}),
+        ({**QWEN2, **USED, "sliding_window": 256}, {"qkv_bias": True, "window": 256, "full_layers": (0,)}),
+        (
+            {**QWEN2, **USED, "layer_types": [WINDOW, FULL], "sliding_window": 256},
+            {"qkv_bias": True, "window": 256, "full_layers": (1,)},
         ),
         ({**QWEN2, **USED, "max_window_layers": 2, "sliding_window": 256}, {"qkv_bias": True}),
         ({**QWEN3, **USED, "sliding_window": None}, {}),
@@ -134,7 +153,8 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
             {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "tied": True, "rope": Rope(5e5)},
         ),
         ({**ERNIE, "tie_word_embeddings": False, "rope_theta": 7.0}, {"rope": Rope(7.0)}),
-        ({**MINISTRAL, "layer_types": [FULL, WINDOW]}, {"max_context": 64}),
+        ({**MINISTRAL, "layer_types": [FULL, WINDOW]}, {"window": 64, "full_layers": (0,)}),
+        (MINISTRAL, {"window": 64}),
         ({**MINISTRAL, "layer_types": [FULL, FULL]}, {}),
         (MINISTRAL3, {}),
         (
@@ -144,9 +164,9 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
         ({**PHI3, "partial_rotary_factor": 0.75}, {"rope": Rope(dims=12)}),
         (
             {**PHI3, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1}, "sliding_window": 100},
-            {"max_context": 100},
+            {"window": 100},
         ),
-        ({**PHI3, "full_attn_mod": 1, "interpolate_factor": 1, "sliding_window": 262144}, {}),
+        ({**PHI3, "full_attn_mod": 1, "interpolate_factor": 1, "sliding_window": 262144}, {"window": 262144}),
         (
             {
                 **PHI3,
@@ -157,11 +177,27 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
         ),
         ({**GLM, "head_dim": 16}, {"qkv_bias": True, "rope": Rope(dims=8)}),
         ({**GLM, "head_dim": 16, "attention_bias": False, "partial_rotary_factor": 1.0}, {}),
+        (GEMMA3, GEMMA3_READ),
+        (
+            {**GEMMA3, "rope_theta": None, "rope_local_base_freq": None, "layer_types": [FULL, WINDOW]}
+            | {"rope_parameters": {FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}, WINDOW: {}}},
+            GEMMA3_READ | {"rope": Rope(5e5, RopeKind.LINEAR, 8.0), "full_layers": (0,)},
+        ),
         ({**GRANITE, "attention_multiplier": 0.25}, {"attention_multiplier": 0.25}),
         (
             {**GRANITE, "embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 8, "mlp_bias": True},
             {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 1.0}
             | {"logits_scaling": 8.0, "mlp_bias": True},
+        ),
+        (MIXTRAL, {"experts": 8, "experts_per_token": 2, "normalised_routes": True}),
+        (
+            {**MIXTRAL, "sliding_window": 64},
+            {"experts": 8, "experts_per_token": 2, "normalised_routes": True, "max_context": 64},
+        ),
+        (MOE, {"ffn": 24, "experts": 8, "experts_per_token": 3}),
+        (
+            {**MOE, "num_local_experts": 8, "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 99},
+            {"ffn": 24, "experts": 8, "experts_per_token": 3, "normalised_routes": True, "max_context": 99},
         ),
         ({**SMOLLM3, "no_rope_layer_interval": 2}, {"nope_layers": (1,)}),
         ({**SMOLLM3, "no_rope_layers": [0, 1, 0], "layer_types": [FULL, FULL]}, {"nope_layers": (0,)}),
@@ -205,11 +241,22 @@ def test_rope_spellings(spelling: dict[str, Any]) -> None:
         ("use_sliding_window", {"use_sliding_window": True}),
         ("max_context", {"sliding_window": -1}),
         ("sliding_window", {**MISTRAL, "sliding_window": "wide"}),
-        ("layer_types", {**QWEN2, **USED, "layer_types": [WINDOW, FULL]}),
+        ("layer_types", {**QWEN2, **USED, "layer_types": [WINDOW]}),
+        ("sliding_window", {**QWEN2, **USED, "sliding_window": 0}),
+        ("equal distances", {**MINISTRAL, "num_hidden_layers": 5, "layer_types": [WINDOW, FULL, FULL, WINDOW, FULL]}),
         ("layer_types", {**QWEN2, "layer_types": [FULL, WINDOW]}),
         ("layer_types", {**QWEN3, "layer_types": [WINDOW, FULL]}),
         ("mlp_bias", {**QWEN3, "mlp_bias": True}),
         ("attention_bias", {**QWEN2, "attention_bias": True}),
+        ("decoder_sparse_step", {**MOE, "decoder_sparse_step": 2}),
+        ("mlp_only_layers", {**MOE, "mlp_only_layers": [1]}),
+        ("num_experts is missing|num_local_experts is missing", {**MOE, "num_experts": None}),
+        ("num_experts = 9", {**MOE, "num_local_experts": 8, "num_experts": 9}),
+        ("num_experts_per_tok = 9", {**MOE, "num_experts_per_tok": 9}),
+        ("num_experts_per_tok = 0", {**MOE, "num_experts_per_tok": 0}),
+        ("num_local_experts = 513", {**MIXTRAL, "num_local_experts": 513}),
+        ("norm_topk_prob", {**MOE, "norm_topk_prob": "yes"}),
+        ("num_experts", {"num_experts": 8}),
         ("layer_types", {**MINISTRAL, "layer_types": [FULL, "chunked_attention"]}),
         ("quantization_config", {**IMAGES, "text_config": {"model_type": "mistral"}, "quantization_config": {"a": 1}}),
         ("text_config", {**IMAGES, "text_config": "mistral"}),
@@ -221,6 +268,13 @@ def test_rope_spellings(spelling: dict[str, Any]) -> None:
         ("yarn", {**PHI3, "rope_scaling": YARN}),
         ("full_attn_mod", {**PHI3, "full_attn_mod": 2}),
         ("mlp_bias", {**GLM, "mlp_bias": True}),
+        ("final_logit_softcapping", {**GEMMA3, "final_logit_softcapping": 30.0}),
+        ("hidden_activation", {**GEMMA3, "hidden_activation": "gelu"}),
+        ("hidden_act", {**GEMMA3, "hidden_act": "silu"}),
+        ("sliding_window_pattern", {**GEMMA3, "sliding_window_pattern": 0}),
+        ("query_pre_attn_scalar", {**GEMMA3, "query_pre_attn_scalar": -1}),
+        ("sliding_attention: rope_type", {**GEMMA3, "rope_parameters": {FULL: {}, WINDOW: {"rope_type": "linear"}}}),
+        ("use_bidirectional_attention", {**GEMMA3, "use_bidirectional_attention": True}),
         ("residual_multiplier", {**GRANITE, "residual_multiplier": 0}),
         ("attention_multiplier", {**GRANITE, "attention_multiplier": -0.5}),
         ("logits_scaling", {**GRANITE, "logits_scaling": "8"}),

@@ -28,30 +28,42 @@ MULTIPLIERS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.21875, "at
 MULTIPLIERS |= {"logits_scaling": 8.0}
 SHAPES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 40, "ffn": 67, "use_bias": True, "tied": True},
+    "gemma": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 56, "ffn": 69, "tied": True},
+    "gemma3_text": {"layers": 7, "heads": 6, "kv_heads": 3, "head_dim": 24, "hidden": 48, "ffn": 75, "tied": True}
+    | {"sliding_window": 9, "query_pre_attn_scalar": 24},
     "glm": {"heads": 6, "kv_heads": 2, "head_dim": 40, "hidden": 56, "ffn": 77},
+    "glm4": {"heads": 6, "kv_heads": 2, "head_dim": 40, "hidden": 56, "ffn": 77},
     "granite": {"heads": 6, "kv_heads": 3, "head_dim": 16, "hidden": 40, "ffn": 99, "tied": True, **MULTIPLIERS},
     "llama": {"heads": 9, "kv_heads": 3, "head_dim": 8, "hidden": 72, "ffn": 137, "tied": True},
     "mistral": {"sliding_window": None, "heads": 5, "kv_heads": 5, "head_dim": 16, "hidden": 56, "ffn": 61},
+    "mixtral": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 40, "ffn": 77, "rope": Rope(1e6)},
     "ministral": {"sliding_window": 64, "heads": 4, "kv_heads": 2, "head_dim": 24, "hidden": 72, "ffn": 45},
     "ministral3": {"heads": 6, "kv_heads": 3, "head_dim": 40, "hidden": 40, "ffn": 133, "vocab": 117},
-    "phi3": {"heads": 5, "kv_heads": 5, "head_dim": 24, "hidden": 72, "ffn": 69, "rope": Rope(dims=18)},
+    "phi3": {"heads": 5, "kv_heads": 5, "head_dim": 24, "hidden": 72, "ffn": 69, "sliding_window": 17}
+    | {"rope": Rope(dims=18)},
     "qwen2": {"heads": 7, "kv_heads": 1, "head_dim": 24, "hidden": 40, "ffn": 91, "vocab": 203},
     "qwen3": {"heads": 6, "kv_heads": 3, "head_dim": 40, "hidden": 56, "ffn": 83, "attention_bias": True},
+    "qwen3_moe": {"heads": 6, "kv_heads": 3, "head_dim": 40, "hidden": 56, "ffn": 83, "attention_bias": True},
     "seed_oss": {"heads": 10, "kv_heads": 2, "head_dim": 24, "hidden": 56, "ffn": 85, "vocab": 131},
     "smollm3": {"layers": 4, "heads": 4, "kv_heads": 2, "hidden": 48, "ffn": 121},  # the fourth layer has no RoPE
 }
 # (family, its name in GGUF files, whether these files store the two rows of a RoPE pair next to each other)
 GGUF = [
     ("ernie4_5", "ernie4_5", False),
+    ("gemma", "gemma", False),
+    ("gemma3_text", "gemma3", False),
+    ("glm4", "glm4", False),
     ("granite", "granite", True),
     ("llama", "llama", True),
     ("mistral", "llama", True),
     ("ministral", "mistral3", True),
     ("ministral3", "mistral3", True),
     ("mistral", "mistral3", True),
+    ("mixtral", "llama", True),
     ("phi3", "phi3", False),
     ("qwen2", "qwen2", False),
     ("qwen3", "qwen3", False),
+    ("qwen3_moe", "qwen3moe", False),
     ("seed_oss", "seed_oss", False),
     ("smollm3", "smollm3", True),
 ]
@@ -101,9 +113,39 @@ def test_tokens_and_logprobs_are_those_of_transformers(family: str, tp: int) -> 
     np.testing.assert_allclose(logprobs, torch.log_softmax(torch.from_numpy(want), -1).max(-1).values, atol=1e-4)
 
 
+# Families with sliding windows, which begin in all places of KV blocks, in all layers or in some; and those with phases
+# that Llama does not have.
+LONG: dict[str, dict[str, Any]] = {
+    "gemma": {},
+    "gemma3_text": {"sliding_window": 90},
+    "glm4": {},
+    "mistral": {"sliding_window": 100},
+    "ministral": {
+        "layers": 3,
+        "sliding_window": 20,
+        "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "full")],
+    },
+    "phi3": {"sliding_window": 1},
+    "qwen2": {"layers": 3, "sliding_window": 128, "use_sliding_window": True, "max_window_layers": 1},
+}
+
+
+@pytest.mark.parametrize(("backend", "tp"), [("reference", 1), ("cpu", 1), ("cpu", 2), ("cpu", 4)])
+@pytest.mark.parametrize("family", LONG)
+def test_long_texts_have_the_logits_of_transformers(family: str, backend: str, tp: int) -> None:
+    model, checkpoint = make_llama(5, family, **SHAPES[family] | LONG[family])
+    tokens = np.random.default_rng(9).integers(0, checkpoint.config.vocab, 300).tolist()
+    runner = Runner(checkpoint, backend, tp=tp, max_context=320)
+    logits = runner.logits(tokens, [250, 251])
+    assert error(logits, hf_logits(model, tokens)) < TOLERANCE
+    runner.close()
+
+
 SPLITS = [(1, "auto"), *((tp, o) for tp in (2, 8) for o in ("sharded", "replicated"))]
 # Families that differ only in their weights and config.json are as exact as Llama with any number of ranks.
-CASES = [(family, *split) for family in SHAPES for split in (SPLITS if family in ("llama", "qwen3") else SPLITS[:1])]
+CASES = [
+    (family, *split) for family in SHAPES for split in (SPLITS if family in ("glm4", "llama", "qwen3") else SPLITS[:1])
+]
 
 
 @pytest.mark.parametrize(("family", "tp", "o"), CASES)

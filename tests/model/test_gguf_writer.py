@@ -33,7 +33,8 @@ def same(a: Checkpoint, b: Checkpoint, dtype: Dtype) -> None:
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.gguf])
 @pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16])
 def test_every_family_comes_back(tmp_path: Path, family: str, dtype: Dtype) -> None:
-    own: dict[str, Any] = {"sliding_window": None} if family == "mistral" else {}
+    own: dict[str, Any] = {"sliding_window": None} if family in ("mistral", "ministral") else {}
+    own |= {"query_pre_attn_scalar": 16} if family == "gemma3_text" else {}
     _, checkpoint = make_llama(5, family, tied=family == "qwen2", rms_eps=2**-17, **own)
     write_gguf(checkpoint, tmp_path / "m.gguf", dtype)
     back = open_checkpoint(str(tmp_path / "m.gguf"))
@@ -41,6 +42,7 @@ def test_every_family_comes_back(tmp_path: Path, family: str, dtype: Dtype) -> N
     own_rope = {"rope": checkpoint.config.rope}  # scaled frequencies are written as factors
     assert replace(back.config, family=family, **own_rope) == replace(checkpoint.config, bos_id=None, eos_ids=())
     assert back.dtype is dtype
+    assert list(back.storage) == ([Buffer.W_ROUTER] if checkpoint.config.experts else [])  # it stays in float32
     same(checkpoint, back, dtype)
     assert list(tmp_path.glob("*.part")) == []
 
@@ -48,6 +50,13 @@ def test_every_family_comes_back(tmp_path: Path, family: str, dtype: Dtype) -> N
 def test_a_family_without_a_name_is_refused(tmp_path: Path) -> None:
     _, checkpoint = make_llama(5, "glm")
     with pytest.raises(MegakernelError, match=r"m\.gguf: GGUF has no architecture for models of the family glm"):
+        write_gguf(checkpoint, tmp_path / "m.gguf", Dtype.F32)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_of_experts_that_are_not_divided_are_refused(tmp_path: Path) -> None:
+    _, checkpoint = make_llama(5, "qwen3_moe", norm_topk_prob=False)
+    with pytest.raises(MegakernelError, match="programs would divide the weights of a token's experts by their sum"):
         write_gguf(checkpoint, tmp_path / "m.gguf", Dtype.F32)
     assert list(tmp_path.iterdir()) == []
 
@@ -62,17 +71,21 @@ def test_scaled_frequencies_come_back(tmp_path: Path, kind: str) -> None:
     same(checkpoint, back, Dtype.F32)
 
 
+@pytest.mark.parametrize("experts", [0, 5])
 @pytest.mark.parametrize("kind", [Dtype.F16, Dtype.Q8_0, Dtype.Q4_K])
-def test_quantised_types(tmp_path: Path, kind: Dtype) -> None:
+def test_quantised_types(tmp_path: Path, kind: Dtype, experts: int) -> None:
     """The quantised weights in the file have the same bytes as those that `--weights` makes in memory."""
-    config = replace(KNOWN_SHAPES["smollm2-135m"], layers=1, vocab=64, hidden=512, heads=8, kv_heads=2, ffn=256)
+    name, more = ("qwen3-30b-a3b", {"experts": experts}) if experts else ("smollm2-135m", {})
+    config = replace(KNOWN_SHAPES[name], layers=1, vocab=64, hidden=512, heads=8, kv_heads=2, ffn=256, **more)
+    config = replace(config, experts_per_token=min(experts, 2))
     checkpoint = RandomCheckpoint("random", config)
     write_gguf(checkpoint, tmp_path / "m.gguf", kind)
     kinds = {tensor.name: tensor.tensor_type for tensor in GGUFReader(tmp_path / "m.gguf").tensors}
     assert kinds["blk.0.attn_q.weight"] is kinds["token_embd.weight"] is GGMLQuantizationType[kind.name]
+    assert kinds["output_norm.weight"] is kinds.get("blk.0.ffn_gate_inp.weight", GGMLQuantizationType.F32)
     assert kinds["output_norm.weight"] is GGMLQuantizationType.F32
     ours, back = stored_as(checkpoint, kind.name.lower()), open_checkpoint(str(tmp_path / "m.gguf"))
-    for buffer in (Buffer.W_QKV, Buffer.W_DOWN):
+    for buffer in (Buffer.W_QKV, Buffer.W_GATE_UP, Buffer.W_DOWN):
         kept, read = (c.rows(buffer, 0, Split(config.sizes(Dtype.F32))) for c in (ours, back))
         assert {part.dtype for part in [*kept, *read]} == {kind}
         np.testing.assert_array_equal(np.concatenate([p.data for p in kept]), np.concatenate([p.data for p in read]))

@@ -62,6 +62,15 @@ def test_prefill_counts_the_causal_half_and_only_the_logit_rows() -> None:
     assert work_of(LLAMA_1B, [10], [110], 0).kv_bytes == 110 * 2 * 16 * 8 * 64 * 2
 
 
+def test_layers_with_windows_count_what_their_rows_see() -> None:
+    model = replace(LLAMA_1B, window=512, full_layers=(0, 4, 8, 12))
+    per_token = 2 * 8 * 64 * 2  # of one layer
+    assert work_of(model, [1], [8192], 0).kv_bytes == per_token * (4 * 8192 + 12 * 512)
+    assert work_of(model, [10], [600], 0).kv_bytes == per_token * (4 * 600 + 12 * 521)
+    alone = sum(work_of(model, [1], [c], 0).flops for c in range(301, 901))
+    assert work_of(model, [600], [900], 0).flops == pytest.approx(alone)
+
+
 def test_biases_count_where_the_model_has_them() -> None:
     plain = work_of(LLAMA_1B, [1], [1], 1)
     biased = work_of(replace(LLAMA_1B, qkv_bias=True, o_bias=True, mlp_bias=True), [1], [1], 1)

@@ -78,15 +78,15 @@ def in_order(backend: CpuBackend, table: StepTable) -> Array:
     return backend.buffer(Buffer.LOGITS).copy()
 
 
-@pytest.mark.parametrize("workers", [1, 2, 7])
-@pytest.mark.parametrize("threads", [1, 2, 3, 16])
+@pytest.mark.parametrize("workers", [2, 7])
+@pytest.mark.parametrize("threads", [1, 2, 16])
 def test_launches_give_the_bits_of_sequential_execution(
     make: Callable[..., CpuBackend], workers: int, threads: int
 ) -> None:
     p, table = forward_program(workers), mixed_table()
     expected = in_order(make(1), table)
     backend = make(threads)
-    for launch in range(20):
+    for launch in range(10):
         for buffer in (Buffer.X, Buffer.H, Buffer.Q, Buffer.ATTN, Buffer.ACT, Buffer.Y, Buffer.LOGITS, Buffer.ROPE):
             backend.buffer(buffer)[:] = np.nan
         out = backend.launch(p, table)

@@ -2,6 +2,8 @@
 its prefill is divided into steps, or on the number of workers. The same holds with several ranks, although the number
 of token rows decides which ranks store the residual."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from runner import Piece, Runner
@@ -10,13 +12,19 @@ from tiny_llama import make_llama
 from megakernel.isa import Dtype
 
 
-@pytest.fixture(scope="module", params=["f32", "bf16", "bf16-ranks"])
+@pytest.fixture(
+    scope="module",
+    params=["f32", "f32-window", "bf16", "bf16-ranks-window", "f32-experts", "bf16-experts-ranks"],
+)
 def runner(request):
-    _, checkpoint = make_llama(
-        seed=3, vocab=211, hidden=96, ffn=168, layers=2, heads=6, kv_heads=2, head_dim=24, max_context=512
-    )
-    dtype = Dtype.F32 if request.param == "f32" else Dtype.BF16
-    tp = 4 if request.param == "bf16-ranks" else 1  # ranks divide the three query heads of a KV head
+    kind, *more = request.param.split("-")
+    family: dict[str, Any] = {"family": "qwen3_moe" if "experts" in more else "llama"}
+    if "window" in more:  # in layer 1, so that the last row still depends on the first token
+        family = {"family": "qwen2", "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 45}
+    shape = {"vocab": 211, "hidden": 96, "ffn": 168, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 24}
+    _, checkpoint = make_llama(3, max_context=512, **shape | family)
+    dtype = Dtype.F32 if kind == "f32" else Dtype.BF16
+    tp = 4 if "ranks" in more else 1  # ranks divide the three query heads of a KV head
     runner = Runner(checkpoint, dtype=dtype, max_seqs=66, max_context=320, tp=tp)
     yield runner
     runner.close()
@@ -33,7 +41,7 @@ def alone(runner, tokens):
     return runner.logits(tokens)
 
 
-@pytest.mark.parametrize("cuts", [[1], [17], [127], [128], [129], [289], [5, 96, 97, 130, 256, 288]])
+@pytest.mark.parametrize("cuts", [[1], [128], [5, 96, 97, 130, 256, 288]])
 def test_cut_anywhere(runner, tokens, alone, cuts):
     np.testing.assert_array_equal(runner.logits(tokens, cuts, slot=1), alone)
 
@@ -65,7 +73,7 @@ def test_among_strangers(runner, tokens, alone):
     np.testing.assert_array_equal(np.concatenate(got), alone)
 
 
-@pytest.mark.parametrize("workers", [1, 3, 132])
+@pytest.mark.parametrize("workers", [1, 132])
 def test_workers(runner, tokens, alone, workers):
     np.testing.assert_array_equal(runner.logits(tokens, [200, 289], slot=3, workers=workers), alone)
 

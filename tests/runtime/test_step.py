@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -64,12 +65,30 @@ def test_the_work_of_slots_adds_up_to_the_steps(tp: int) -> None:
     assert both[..., 0].sum() == pytest.approx(flops * (sum(lengths) + sum(range(91, 111))))
 
 
+@pytest.mark.parametrize(
+    ("changes", "tokens"),
+    [
+        ({}, 8192),
+        ({"window": 512}, 512),
+        ({"window": 500, "window_from": 1}, (500 + 8192) / 2),
+        ({"window": 9, "full_every": 2, "full_at": 0}, (9 + 8192) / 2),
+    ],
+)
+def test_a_decode_reads_its_window(changes: dict[str, int], tokens: float) -> None:
+    """The bytes and FLOPs of a decode row with a context of 8,192 tokens, as a mean over both layers."""
+    config = replace(CONFIG, max_context=8192)
+    dims = make_dims(config, tokens=1, attention_slots=7, items=90, partials=900, max_context=8192, **changes)
+    flops, read = slot_work(build_step(dims, [Chunk(0, 8191, [1], range(512))])).sum(axis=(0, 1))
+    assert read == pytest.approx(2 * 4 * dims.model.head_dim * dims.model.kv_heads * tokens)
+    assert flops == pytest.approx(4 * dims.model.heads * dims.model.head_dim * tokens)
+
+
 def test_random_steps_are_valid() -> None:
     rng = np.random.default_rng(0)
     splits = cut_rows = 0
     for _ in range(150):
         choices = {"attention_slots": [1, 2, 7, 40], "tokens": range(1, 120), "row_block": [8, 32, 96]}
-        choices |= {"items": [130, 400], "partials": [0, 40, 2000], "tp": [1, 2, 8]}
+        choices |= {"items": [130, 400], "partials": [0, 40, 2000], "tp": [1, 2, 8], "window": [0, 70, 1000]}
         sizes = {name: int(rng.choice(values)) for name, values in choices.items()}
         dims = make_dims(CONFIG, bias_entries=100, **sizes)
         chunks = random_chunks(rng, dims)
@@ -100,9 +119,11 @@ def naive_cover(table: StepTable) -> dict[tuple[int, int], list[int]]:
     return cover
 
 
+@pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("slots", [1, 2, 13, 132])
-def test_items_run_every_kv_block_of_every_row_once(slots: int) -> None:
-    dims = make_dims(CONFIG, tokens=100, row_block=32, max_seqs=8, attention_slots=slots, items=900, partials=4000)
+def test_items_run_every_kv_block_of_every_row_once(slots: int, window: int) -> None:
+    sizes = {"attention_slots": slots, "items": 900, "partials": 4000, "window": window}
+    dims = make_dims(CONFIG, tokens=100, row_block=32, max_seqs=8, **sizes)
     chunks = decode([4000, 1, 300])
     pages = range(256 * 3, 256 * 4)
     table = build_step(dims, [*chunks, Chunk(3, 250, list(range(70)), pages)])
@@ -110,9 +131,11 @@ def test_items_run_every_kv_block_of_every_row_once(slots: int) -> None:
     cover = naive_cover(table)
     assert sorted(cover) == [(row, head) for row in range(100) for head in range(3)]
     for (row, _), blocks in cover.items():
-        needed = table.positions[row] // dims.bucket.kv_block + 1 if table.row_seq[row] >= 0 else 0
-        assert sorted(blocks)[:needed] == list(range(needed))
+        after = table.positions[row] + 1 if table.row_seq[row] >= 0 else 0
+        first = max(after - window, 0) // 128 if window else 0
+        assert set(blocks) >= set(range(first, -(-after // 128)))
         assert len(set(blocks)) == len(blocks)
+        assert not blocks or min(blocks) >= first - 1  # the first row of the item may see one block more
     for i in live_items(table):
         waits = range(table.item_wait_block[i], table.item_wait_block[i] + table.item_wait_blocks[i])
         held = range(table.item_block[i] * 128, (table.item_block[i] + table.item_blocks[i]) * 128)
@@ -426,10 +449,11 @@ def counted(calls: Counter[str], real: Callable[..., Any]) -> Callable[..., Any]
     return call
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_tables_of_sequences_that_go_on(monkeypatch: pytest.MonkeyPatch, tp: int) -> None:
+@pytest.mark.parametrize(("tp", "window", "dealt"), [(1, 0, 2), (2, 0, 2), (1, 100, 3)])
+def test_tables_of_sequences_that_go_on(monkeypatch: pytest.MonkeyPatch, tp: int, window: int, dealt: int) -> None:
     """`Steps` updates two tables in turn and writes only changed fields. Its tables equal those of `build_step`."""
-    dims = make_dims(CONFIG, tokens=8, row_block=8, attention_slots=5, items=64, partials=900, tp=tp, max_seqs=6)
+    sizes = {"tokens": 8, "row_block": 8, "attention_slots": 5, "items": 64, "partials": 900, "max_seqs": 6}
+    dims = make_dims(CONFIG, tp=tp, window=window, **sizes)
     pages, sampling = SequencePages(dims), Sampling(7)
     steps, position = Steps(pages, sampling), np.zeros(6, np.int64)
     pages.ids[:] = np.arange(6 * dims.bucket.pages_per_seq).reshape(6, -1)
@@ -472,7 +496,7 @@ def test_tables_of_sequences_that_go_on(monkeypatch: pytest.MonkeyPatch, tp: int
     three = lineup(0, 1, 4)
     for _ in range(2 * dims.bucket.kv_block):
         step(three)
-    assert calls == {"fill_rows": 2, "move_rows": 2 * dims.bucket.kv_block, "deal_items": 2}
+    assert calls == {"fill_rows": 2, "move_rows": 2 * dims.bucket.kv_block, "deal_items": dealt}
     pages.ids[1] += 1000  # slot 1 gets a new sequence, which both tables must show
     pages.changed[:, 1] = True
     sample(1, temperature=1.0, frequency_penalty=0.5)
@@ -481,7 +505,7 @@ def test_tables_of_sequences_that_go_on(monkeypatch: pytest.MonkeyPatch, tp: int
         step(who)
     position[3] += 17  # a jump, as after accepted draft tokens
     step(who)
-    assert calls["fill_rows"] == 8 and calls["deal_items"] == 6
+    assert calls["fill_rows"] == 8 and calls["deal_items"] == dealt + 4
 
 
 def test_a_table_that_was_not_finished_is_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:

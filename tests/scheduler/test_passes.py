@@ -39,3 +39,17 @@ def test_ranks_add_partial_sums_unless_each_has_all_the_weights() -> None:
     partial, total = shared.body[3:5]
     assert (partial.result, partial.bias, total.operation) == (Result.PARTIAL, None, Operation.REDUCE)
     assert total.bias is Buffer.B_O and total.output is Buffer.X is whole.body[3].output
+
+
+def test_a_norm_of_what_a_layer_adds_follows_the_sum_of_the_ranks() -> None:
+    model = replace(LLAMA, family="glm4", post_norms=True)
+    one, two = (passes.apply(forward(model), DIMS.changed(tp=tp, post_norms=1).split) for tp in (1, 2))
+    assert [p.name for p in one.body[3:6]] == ["o_proj", "post_attn_norm", "mlp_norm"]
+    partial, total, norm = two.body[3:6]
+    assert (partial.result, total.result, norm.result) == (Result.PARTIAL, Result.STORED, Result.RESIDUAL)
+    assert total.output is norm.inputs is Buffer.SUBLAYER and norm.output is Buffer.X
+    inside = passes.apply(forward(model), DIMS.split, "inside")
+    assert [p.weights for p in inside.body if p.operation is Operation.NORM] == [
+        Buffer.POST_ATTN_NORM,
+        Buffer.POST_MLP_NORM,
+    ]

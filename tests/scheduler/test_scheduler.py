@@ -28,8 +28,8 @@ from megakernel.scheduler.tasks import PhaseTasks
 from megakernel.scheduler.verify import verify
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3])
-@pytest.mark.parametrize("workers", [1, 2, 5, 40])
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("workers", [2, 40])
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_any_interleaving_gives_the_results_of_program_order(layers: int, workers: int, tokens: int) -> None:
     program = compiled(replace(SMALL, layers=layers), small_machine(workers), tokens, logit_rows=3)
@@ -234,9 +234,8 @@ def uneven(tokens: int, tp: int, options: Options, workers: int = 2) -> Program:
 
 
 @EACH_LOWERING
-@pytest.mark.parametrize("tp", [2, 4, 8])
-@pytest.mark.parametrize("tokens", [1, 11])
-@pytest.mark.parametrize("norm", ["own", "next"])
+@pytest.mark.parametrize("tp", [4, 8])
+@pytest.mark.parametrize(("tokens", "norm"), [(1, "own"), (11, "next")])
 def test_any_interleaving_of_the_ranks_gives_the_results_of_program_order(
     options: Options, tp: int, tokens: int, norm: str
 ) -> None:
@@ -246,7 +245,7 @@ def test_any_interleaving_of_the_ranks_gives_the_results_of_program_order(
 @EACH_LOWERING
 def test_random_shapes(options: Options) -> None:
     rng = np.random.default_rng(6)
-    for seed in range(7):
+    for seed in range(4):
         target = small_machine(int(rng.integers(1, 7)), int(rng.integers(1, 6)))
         tp, tokens, rows = int(rng.choice([1, 2, 4, 8])), int(rng.integers(1, 14)), int(rng.integers(1, 7))
         program = compiled(random_model(rng, 40 if tp == 1 else 200), target, tokens, rows, tp, options)
@@ -272,7 +271,7 @@ WIDE = replace(EVEN, hidden=1024, ffn=4096, heads=32, kv_heads=8, head_dim=32)
 
 
 @EACH_LOWERING
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp", [1, 4])
 def test_a_steps_bound_counts_what_programs_of_even_shards_send(options: Options, tp: int) -> None:
     program = compiled(EVEN, small_machine(2, 8), 32, 8, tp, replace(options, norm="own"))
     figures = describe(program)
@@ -321,7 +320,7 @@ def test_every_rank_counts_the_weights_of_its_own_first_rows() -> None:
 
 
 @EACH_LOWERING
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp", [2, 8])
 def test_every_option_gives_a_program_that_is_proved(options: Options, tp: int) -> None:
     changes = [{"queue": "attention"}, {"queue": "body"}, {"interleave": False}, {"overlap_ranks": False}]
     for change, tokens in [({}, 1), ({}, 40), *((change, 13) for change in changes)]:

@@ -279,7 +279,7 @@ def wide(step: int) -> list[tuple[str, Program]]:
 
 @pytest.mark.parametrize("programs", [small_programs.small, small_programs.large, split, wide])
 def test_no_consumer_begins_before_its_producers_have_stored(programs: Callable[[], Any]) -> None:
-    for name, program in programs(4):
+    for name, program in programs(8):
         table = step_of(program)
         tasks = ordered(program, table)
         assert (table.item_split >= 0).sum() > 1 or programs is not split

@@ -246,9 +246,9 @@ def _compile(**bucket: Any) -> Program:
     return compile_program(CONFIG, host(2), dtype=Dtype.F32, **bucket)
 
 
-def speculation(depth: int, guesses: Callable[[Any], Any], kind: Any = Speculation) -> Any:
-    """Return speculation of class `kind` that verifies up to `depth` proposed tokens per sequence in every step."""
-    return kind(depth, EvenTimes(), guesses)
+def speculation(depth: int, guesses: Callable[[Any], Any]) -> Any:
+    """Return speculation that verifies up to `depth` proposed tokens per sequence in every step."""
+    return Speculation(depth, EvenTimes(), guesses)
 
 
 def fake_engine(

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 from built_once import linked
+from launch_image import FLAGS, host_library
 from numpy.typing import NDArray
-from protocol import FLAGS, build_fibres
 from sizes import config_of
 
 from megakernel.isa import (
@@ -103,13 +103,13 @@ def _forks(module: Path, driver: Path) -> subprocess.Popen[str]:
     )
 
 
-def pretended(*, fibres: bool = False, **env: object) -> Callable[[Callable[[], None]], Callable[..., None]]:
+def pretended(*, host: bool = False, **env: object) -> Callable[[Callable[[], None]], Callable[..., None]]:
     """Return a decorator for tests, which makes the test's body run in a process that uses the fake driver. With
-    `fibres`, the environment variable FIBRES of that process is the path of the library for FibreKernel."""
+    `host`, the environment variable HOST of that process is the path of the library for HostKernel."""
 
     def test_of(body: Callable[[], None]) -> Callable[..., None]:
         def test() -> None:
-            run(body, **env | ({"FIBRES": build_fibres()._name} if fibres else {}))
+            run(body, **env | ({"HOST": host_library()._name} if host else {}))
 
         test.body = body  # type: ignore[attr-defined]
         return test
@@ -259,21 +259,18 @@ class PretendedKernel:
             raise self.errors[0]
 
 
-class FibreKernel:
-    """A fake kernel that runs the CUDA interpreter's own code on the CPU, each warp as a fibre (user-space thread).
-    Each launch switches between the fibres in a different random order."""
+class HostKernel:
+    """A fake kernel that runs the CUDA interpreter's own code on the CPU."""
 
-    def __init__(self, fibres: str) -> None:
-        self._fibres = ctypes.CDLL(fibres)
+    def __init__(self, library_path: str) -> None:
+        self._library = ctypes.CDLL(library_path)
         self.wrong: list[str] = []
-        self._seed = 0
         self._callback = _CALLBACK(self._run)
         library().fake_set_kernel(self._callback)
 
     def _run(self, pointer: Any, blocks: int, cooperative: int) -> None:
-        said = ctypes.create_string_buffer(16384)
-        self._seed += 1
-        self._fibres.mk_protocol_run(pointer, ctypes.c_uint64(self._seed), 0, -1, said, len(said))
+        said = ctypes.create_string_buffer(1024)
+        self._library.mk_host_run(pointer, said, len(said))
         if said.value:
             self.wrong.append(said.value.decode())
 

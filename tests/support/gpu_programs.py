@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 from compiled import compiled
+from launch_image import dims_words, host_library
 from numpy.typing import NDArray
-from protocol import LaunchImage, build_fibres, dims_words
 from tiny_llama import make_llama
 
 from megakernel import machine as machines
@@ -68,24 +68,6 @@ def make(
     return backend, program, table
 
 
-def results(image: LaunchImage) -> dict[str, Any]:
-    """Return copies of all buffers that the host or the next launch may read, by buffer name, rank and layer."""
-    d = image.dims
-    out: dict[str, Any] = {}
-    for rank in range(d.split.tp):
-        for buffer in (Buffer.HISTORY, Buffer.LOGITS, Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT, Buffer.X):
-            out[f"{buffer.name} {rank}"] = image.buffer(buffer, 0, rank).copy()
-        for layer in range(d.model.layers):
-            for buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
-                out[f"{buffer.name} {rank} {layer}"] = image.buffer(buffer, layer, rank).copy()
-    return out
-
-
-def same(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Return the names of the buffers that are not bit-identical in `a` and `b`."""
-    return [name for name in a if a[name].tobytes() != b[name].tobytes()]
-
-
 COLUMNS = ("page", "fill", "pieces", "buffer", "x", "y", "z", "place", "bytes", "item", "whole", "ahead")
 CAPACITY = 4096
 
@@ -95,7 +77,7 @@ def plan(forward: Forward, dims: Dims, table: StepTable, record: NDArray[np.int3
     array per name in COLUMNS, with one element per box, and one element for a page without boxes."""
     rows = np.zeros((CAPACITY, len(COLUMNS)), np.int32)
     words, record = dims_words(dims), np.ascontiguousarray(record)
-    n = build_fibres().mk_protocol_plan(
+    n = host_library().mk_host_plan(
         *(ctypes.c_void_p(a.ctypes.data) for a in (words, forward.words(dims), table.words, record)),
         1,
         ctypes.c_void_p(rows.ctypes.data),

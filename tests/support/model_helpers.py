@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from sizes import least_dims
+from tiny_llama import published
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig as HfConfig
@@ -70,10 +71,12 @@ def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permute
     writer.add_vocab_size(c.vocab_size)
     writer.add_key_length(c.head_dim)
     writer.add_value_length(c.head_dim)
-    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    rope = c.rope_parameters.get("full_attention", c.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if c.eos_token_id is not None:
+        writer.add_eos_token_id(c.eos_token_id)
     if getattr(c, "sliding_window", None):
         writer.add_sliding_window(c.sliding_window)
-    rope = c.rope_parameters
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -86,11 +89,25 @@ def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permute
         writer.add_residual_scale(c.residual_multiplier)
         writer.add_attention_scale(c.attention_multiplier)
         writer.add_logit_scale(c.logits_scaling)
-    for name, tensor in model.state_dict().items():
+    state = published(model)
+    experts = getattr(c, "num_local_experts", 0)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(c.num_experts_per_tok)
+        if hasattr(c, "moe_intermediate_size"):
+            writer.add_expert_feed_forward_length(c.moe_intermediate_size)
+        kinds = {"w1": "gate", "w3": "up", "w2": "down"} | {f"{k}_proj": k for k in ("gate", "up", "down")}
+        for name in [name for name in state if ".experts.0." in name]:
+            every = torch.stack([state.pop(name.replace(".experts.0.", f".experts.{e}.")) for e in range(experts)])
+            layer, part = name.split(".")[2], name.split(".")[-2]
+            writer.add_tensor(f"blk.{layer}.ffn_{kinds[part]}_exps.weight", every.detach().float().numpy())
+    for name, tensor in state.items():
         value = tensor.detach().float().numpy()
         if permuted and ("q_proj" in name or "k_proj" in name):
             pairs = value.reshape(-1, 2, c.head_dim // 2, *value.shape[1:])
             value = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(value.shape)
+        if architecture.startswith("gemma") and "norm" in name:
+            value = value + 1
         if name != "lm_head.weight" or not c.tie_word_embeddings:
             writer.add_tensor(names.get_name(name, (".weight", ".bias")), value)
     _finish(writer)

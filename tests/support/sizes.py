@@ -15,4 +15,7 @@ def least_dims(config: ModelConfig, dtype: Dtype) -> Dims:
 def config_of(d: Dims, **more: Any) -> ModelConfig:
     m = d.model
     sizes = (m.vocab, m.hidden, m.ffn, m.layers, m.heads, m.kv_heads, m.head_dim, d.bucket.max_context)
+    if m.experts:
+        more |= {"family": "mixtral", "experts": m.experts, "experts_per_token": m.experts_per_token}
+        more["normalised_routes"] = bool(m.normalised_routes)
     return ModelConfig(*sizes, **more)

@@ -26,6 +26,9 @@ SHAPE |= {"max_context": 512, "rms_eps": 1e-5, "tied": False, "rope": Rope()}
 # What a family needs besides SHAPE.
 OWN: dict[str, dict[str, Any]] = {
     "glm": {"eos_token_id": 0},
+    "glm4": {"eos_token_id": 0},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True, "intermediate_size": 1},
     "ministral3": {"rope": Rope(10000.0, RopeKind.YARN, 8.0, 1.0, 32.0, original_context=64, ends=True)},
 }
 ROPES = {
@@ -39,11 +42,27 @@ ROPES = {
 }
 
 
+def published(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the weights of a model under the names of published files, which have the matrices of each expert."""
+    out = {}
+    mixtral = model.config.model_type == "mixtral"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    for name, tensor in model.state_dict().items():
+        name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
+        stem, _, what = name.rpartition(".experts.")
+        for e, own in enumerate(tensor if stem else ()):
+            parts = zip((gate, up), own.chunk(2), strict=True) if what == "gate_up_proj" else [(down, own)]
+            out |= {f"{stem}.experts.{e}.{part}.weight": matrix for part, matrix in parts}
+        if not stem:
+            out[name] = tensor
+    return out
+
+
 class _StateDict:
     """Reads the weights of a transformers model through the interface TensorFile, as if they were in a file."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._tensors = {k: v.detach().numpy().astype(np.float32) for k, v in model.state_dict().items()}
+        self._tensors = {k: v.detach().numpy().astype(np.float32) for k, v in published(model).items()}
         if model.config.tie_word_embeddings:
             del self._tensors["lm_head.weight"]
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
@@ -67,6 +86,8 @@ class TinyCheckpoint(FileCheckpoint):
         # transformers replaces LongRoPE's short frequencies only when a text is long.
         # Its frequencies do not know of layers without RoPE and of multipliers of attention scores.
         self._own = config.rope.kind is RopeKind.LONGROPE or config.nope_layers or config.attention_multiplier
+        if self._own:
+            return
         rotary = model.model.rotary_emb
         self._rope = np.tile(np.array([[0], [1]], np.float32), config.head_dim // 2)
         pairs = len(rotary.inv_freq)
@@ -105,7 +126,7 @@ def make_llama(seed: int, family: str = "llama", **shape: Any) -> tuple[PreTrain
                 # This gain on Q and K gives attention scores a standard deviation of 2, so that a few tokens get most
                 # of the attention.
                 gain = 2**0.5 if "q_proj" in name or "k_proj" in name else 1.0
-                p.copy_(gain * noise / p.shape[1] ** 0.5)
+                p.copy_(gain * noise / p.shape[-1] ** 0.5)
     return hf, TinyCheckpoint(hf, config)
 
 
@@ -114,13 +135,22 @@ def _hf_config(kind: type[PretrainedConfig], shape: dict[str, Any], own: dict[st
     names |= {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
     names |= {"max_context": "max_position_embeddings", "rms_eps": "rms_norm_eps", "tied": "tie_word_embeddings"}
     no_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if hasattr(kind, "moe_intermediate_size"):
+        names["ffn"] = "moe_intermediate_size"
     fields = {name: shape[key] for key, name in names.items()} | no_tokens | own
-    return kind(**fields, attn_implementation="eager", **_rope_arguments(shape["rope"], shape["head_dim"], kind))
+    return kind(
+        **fields,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        **_rope_arguments(shape["rope"], shape["head_dim"], kind),
+    )
 
 
 def _rope_arguments(rope: Rope, head_dim: int, kind: type[PretrainedConfig]) -> dict[str, Any]:
     """Return the arguments that describe `rope` to a transformers configuration class. transformers 5 reads
     rope_parameters, and transformers 4 reads rope_theta and rope_scaling."""
+    if kind is transformers.Gemma3TextConfig:
+        return {}  # it has two tables, whose defaults differ
     scaling: dict[str, Any] = {"rope_type": rope.kind.value}
     if rope.kind is not RopeKind.DEFAULT:
         scaling["factor"] = rope.factor

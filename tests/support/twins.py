@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from cpu_support import FORWARD, PAGES, Item, RandomCheckpoint, make_table, set_items
 from handmade import record, segment
+from launch_image import LaunchImage
 from numpy.typing import NDArray
-from protocol import LaunchImage
 
 from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Forward, Space, StepTable, from_f32, to_f32
 from megakernel.isa.context import cache_bytes
@@ -76,10 +76,11 @@ class Twins(ABC):
         return self.reference.buffer(buffer, layer, rank)
 
     def fill_unused(self, table: StepTable, layer: int, value: float) -> None:
-        """Store `value` in those slots of the reference's KV cache that hold no token of the step's sequences."""
+        """Store `value` in those slots of the reference's KV cache that hold no token that the step's rows see."""
         unused = np.ones((PAGES, self.dims.bucket.kv_page), bool)
         for row in np.flatnonzero(table.row_seq >= 0):
-            token = np.arange(table.positions[row] + 1)
+            after = int(table.positions[row]) + 1
+            token = np.arange(max(after - self.dims.model.span(layer), 0), after)
             pages = table.block_tables[table.row_seq[row], token // self.dims.bucket.kv_page]
             unused[pages, token % self.dims.bucket.kv_page] = False
         for rank in range(self.dims.split.tp) if self.dims.model.quantised_kv else ():
@@ -153,9 +154,9 @@ class Twins(ABC):
             np.testing.assert_allclose(to_f32(got), to_f32(expected), rtol=rounded, atol=wide, err_msg=name)
 
 
-class FibreTwins(Twins):
-    """Compares the reference with the Hopper interpreter, which runs on the host, on fibres (user-space threads). There
-    is one counter per row block. Each call of `execute` sets the counters to zero first."""
+class HostTwins(Twins):
+    """Compares the reference with the Hopper interpreter, which runs on the host. There is one counter per row block. A
+    call of `execute` sets the counters to zero first."""
 
     def __init__(self, checkpoint: RandomCheckpoint, forward: Forward, dims: Dims, seed: int = 0) -> None:
         super().__init__(checkpoint, forward, dims, seed)
@@ -169,7 +170,7 @@ class FibreTwins(Twins):
     def execute(self, instruction: Records, layer: int, table: StepTable, rank: int) -> None:
         for each in range(self.dims.split.tp):
             self.image.counters(each)[:] = 0
-        self.image.execute(instruction, layer, rank, table=table)
+        self.image.execute(instruction, layer, rank, table)
 
 
 class CpuTwins(Twins):

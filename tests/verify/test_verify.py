@@ -57,8 +57,8 @@ def with_totals(program: Program, rank: int | slice, counter: int | slice, facto
 # -- good programs
 
 
-@pytest.mark.parametrize("workers", [1, 2, 5])
-@pytest.mark.parametrize("layers", [1, 2, 3, 5])
+@pytest.mark.parametrize("workers", [1, 5])
+@pytest.mark.parametrize("layers", [1, 3, 5])
 def test_accepts_programs_made_by_hand(workers: int, layers: int) -> None:
     program = handmade(small_dims(layers=layers), workers)
     report = verify(program)
@@ -69,10 +69,10 @@ def test_accepts_programs_made_by_hand(workers: int, layers: int) -> None:
 
 @pytest.mark.parametrize("queue", ["none", "attention", "body"])
 @pytest.mark.parametrize("lowering", LOWERINGS, ids=str)
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp", [2, 8])
 def test_accepts_ranks_and_queues_made_by_hand(tp: int, lowering: dict[str, int], queue: str) -> None:
     """The model has only three heads and three groups of FFN columns, so with 4 or 8 ranks, some ranks have none."""
-    program = handmade(rank_dims(tp, **lowering if tp > 1 else {}), workers=2, queue=queue)
+    program = handmade(rank_dims(tp, **lowering), workers=2, queue=queue)
     assert verify(program).violations == []
     assert tp == 8 or not unsafe(program, program, seed=tp, runs=2)
 
@@ -130,9 +130,11 @@ def test_accepts_a_real_shape_on_all_sms() -> None:
         (
             1,
             "mlp_norm",
-            {"result": Result.RESIDUAL},
-            "a matmul must have a result, and other operations must have none",
+            {"result": Result.STORED},
+            "it cannot have the result STORED",
         ),
+        (1, "mlp_norm", {"result": Result.RESIDUAL}, "its output H are"),
+        (2, "o_reduce", {"result": Result.RESIDUAL}, "it cannot have the result RESIDUAL"),
         (1, "o_proj", {"result": Result.PARTIAL}, "its output X are"),
         (1, "mlp_norm", {"weight_bits": 8.5}, "cannot have weights of 8.5 bits"),
         (1, "o_proj", {"weight_bits": 0.0}, "cannot have weights of 0.0 bits"),

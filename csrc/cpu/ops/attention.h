@@ -333,7 +333,7 @@ class CachedBlock {
   const int32_t* const pages_;  // the block's page numbers
 };
 
-// A float32 copy of the keys and values of a KV block's first `tokens` tokens, in scratch memory.
+// A float32 copy of the keys and values of tokens [first, tokens) of a KV block, in scratch memory.
 struct Widened {
   const Dims& d;
   const Scratch& scratch;
@@ -344,13 +344,13 @@ struct Widened {
   NearStrip key(int token) const { return {scratch.keys + token}; }
   NearStrip value(int token) const { return {scratch.values + token * value_stride()}; }
 
-  // Copies the first `tokens` tokens of the block `from`. Does not read later keys, because other threads may
-  // be storing them.
+  // Copies the tokens from the page of token `first` on. Does not read keys after token `tokens`, because
+  // other threads may be storing them.
   template <class T>
-  Widened(const Dims& dims, const CachedBlock<T>& from, const Scratch& to, int tokens)
+  Widened(const Dims& dims, const CachedBlock<T>& from, const Scratch& to, int first, int tokens)
       : d(dims), scratch(to) {
     const int n = d.head_dim;
-    for (int begin = 0; begin < tokens; begin += d.kv_page) {
+    for (int begin = first / d.kv_page * d.kv_page; begin < tokens; begin += d.kv_page) {
       const int rows = lower_of(tokens - begin, d.kv_page);
       for (int t = 0; t < rows; t += kLanes) {
         const auto column = from.key(begin + t);
@@ -394,21 +394,35 @@ inline void softmax_row(float* scores, int tokens, float scale, float& m, float&
   l = sum(total);
 }
 
+// Returns the first token of a KV block that the query at `position` sees, in a layer with the given span.
+inline int first_token(const Dims& d, int span, int position, int block) {
+  return higher_of(position + 1 - span - block * d.kv_block, 0);
+}
+
 // Computes the softmax state (m, l, o) of one KV block for query rows at ascending `positions`. Each row has
-// `group` query heads and attends to at least one token of the block.
+// `group` query heads and attends to the last `span` tokens up to its own, at least one of them in the block.
 template <class Kv>
 inline void attend_block(const Dims& d, const Kv& kv, int block, const int32_t* positions, int rows,
-                         int group, const float* queries, float* scores, float* m, float* l, float* out) {
+                         int group, int span, const float* queries, float* scores, float* m, float* l,
+                         float* out) {
   const float scale = 1.0f / sqrtf(static_cast<float>(d.head_dim));
   const int tokens = visible_tokens(d, positions[rows - 1], block), padded = padded_head(d);
-  dense(rows * group, tokens, queries, d.head_dim, Keys<Kv>{kv}, d.head_dim, scores, d.kv_block, false);
-  for (int j = 0; j < rows * group; ++j)
-    softmax_row(scores + int64_t{j} * d.kv_block, visible_tokens(d, positions[j / group], block), scale, m[j],
-                l[j]);
+  // No row sees the tokens before `oldest`. Scores are computed from the beginning of its SIMD vector on, and
+  // those that a row does not see get the weight 0.
+  const int oldest = first_token(d, span, positions[0], block), begin = oldest / kLanes * kLanes;
+  dense(rows * group, tokens, queries, d.head_dim, Keys<Kv>{kv}, d.head_dim, scores, d.kv_block, false,
+        begin);
+  for (int j = 0; j < rows * group; ++j) {
+    float* own = scores + int64_t{j} * d.kv_block;
+    const int first = first_token(d, span, positions[j / group], block);
+    for (int t = begin; t < first; ++t) own[t] = -INFINITY;
+    softmax_row(own + begin, visible_tokens(d, positions[j / group], block) - begin, scale, m[j], l[j]);
+  }
   // The values of the tokens that all rows attend to are multiplied for all rows together. Then each row's
   // remaining tokens are multiplied, row by row. They are few, because the rows have consecutive positions.
   const int common = visible_tokens(d, positions[0], block);
-  dense(rows * group, d.head_dim, scores, d.kv_block, TokenValues<Kv>{kv, 0}, common, out, padded, false);
+  dense(rows * group, d.head_dim, scores + oldest, d.kv_block, TokenValues<Kv>{kv, oldest}, common - oldest,
+        out, padded, false);
   for (int i = 1; i < rows; ++i) {
     const int64_t first = int64_t{i} * group;
     dense(group, d.head_dim, scores + first * d.kv_block + common, d.kv_block, TokenValues<Kv>{kv, common},
@@ -436,27 +450,34 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
     const int n = group * d.head_dim;
     for (int e = 0; e < n; e += kLanes) store(out + e, load(q + e, n - e), n - e);
   }
-  const int begin = s.item_block[item], end = begin + s.item_blocks[item];
+  const int span = d.span(call.layer), end = s.item_block[item] + s.item_blocks[item];
+  // The first of the item's KV blocks that row i sees.
+  const auto opening = [&](int i) {
+    return higher_of(s.item_block[item], first_token(d, span, positions[i], 0) / d.kv_block);
+  };
+  const int begin = lower_of(opening(0), end);
   const Cache<C> cache(call, s.block_tables + int64_t{s.item_seq[item]} * d.pages_per_seq(), head,
                        s.item_kv_head[item] + s.item_kv_heads[item], begin * d.kv_block,
                        lower_of(positions[rows - 1] + 1, end * d.kv_block), scratch.scales);
   for (int block = begin; block < end; ++block) {
     if (call.aborted()) return;
-    const int tokens = visible_tokens(d, positions[rows - 1], block);
-    if (tokens == 0) break;
-    int skip = 0;  // the number of rows whose positions are before this block
+    if (visible_tokens(d, positions[rows - 1], block) == 0) break;
+    int skip = 0, stop = rows;  // rows [skip, stop) see this block
     while (visible_tokens(d, positions[skip], block) == 0) ++skip;
-    const int from = skip * group;
+    while (opening(stop - 1) > block) --stop;
+    const int from = skip * group, to = stop * group;
     const auto attend_from = [&](const auto& kv) {
-      attend_block(d, kv, block, positions + skip, rows - skip, group, scratch.queries + from * d.head_dim,
-                   scratch.scores, block_m + from, block_l + from, scratch.block_out + from * padded);
+      attend_block(d, kv, block, positions + skip, stop - skip, group, span,
+                   scratch.queries + from * d.head_dim, scratch.scores, block_m + from, block_l + from,
+                   scratch.block_out + from * padded);
     };
+    const int tokens = visible_tokens(d, positions[stop - 1], block);
     const CachedBlock<C> cached(cache, block, tokens);
-    if (pairs - from > kDirectPairs)
-      attend_from(Widened(d, cached, scratch, tokens));
+    if (to - from > kDirectPairs)
+      attend_from(Widened(d, cached, scratch, first_token(d, span, positions[skip], block), tokens));
     else
       attend_from(cached);
-    for (int j = from; j < pairs; ++j) {
+    for (int j = from; j < to; ++j) {
       const float* o = scratch.block_out + int64_t{j} * padded;
       if (s.item_split[item] >= 0) {
         const int64_t entry = partial_index(s, item, first + j / group, kv_head) + block;
@@ -465,7 +486,7 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
         partial[0] = block_m[j];
         partial[1] = block_l[j];
         memcpy(partial + 2, o, d.head_dim * sizeof(float));
-      } else if (block == begin) {
+      } else if (block == opening(j / group)) {
         m[j] = block_m[j];
         l[j] = block_l[j];
         memcpy(scratch.merged_out + int64_t{j} * padded, o, d.head_dim * sizeof(float));
@@ -522,11 +543,12 @@ void attention_merge(const Call& call, const int32_t*) {
     for (int head = 0; head < s.item_kv_heads[item]; ++head) {
       const QueryHeads heads = query_heads(d, s.item_kv_head[item] + head);
       for (int g = 0; g < heads.count(); ++g) {
+        int block = first_visible(d, call.layer, s.positions[row]) / d.kv_block;
         const float* partial = call.at<float>(Buffer::PARTIALS) +
-                               (partial_index(s, item, r, head) * d.group_size() + g) * stride;
+                               ((partial_index(s, item, r, head) + block) * d.group_size() + g) * stride;
         float m = partial[0], l = partial[1];
         memcpy(o, partial + 2, d.head_dim * sizeof(float));
-        for (int block = 1; visible_tokens(d, s.positions[row], block) > 0; ++block) {
+        while (visible_tokens(d, s.positions[row], ++block) > 0) {
           partial += int64_t{d.group_size()} * stride;
           merge_block(m, l, o, partial[0], partial[1], partial + 2, d.head_dim);
         }

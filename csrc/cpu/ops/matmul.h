@@ -13,6 +13,12 @@ inline void add_residual(const Call& call, int r, int first, int n, float* t) {
   for (int i = 0; i < n; i += kLanes) store(x + i, load(x + i, n - i) + load(t + i, n - i), n - i);
 }
 
+// Stores the results as they are: output[r] = t.
+inline void store_float(const Call& call, int r, int first, int n, float* t) {
+  float* x = call.output<float>() + int64_t{r} * call.phase->width + first;
+  for (int i = 0; i < n; i += kLanes) store(x + i, load(t + i, n - i), n - i);
+}
+
 // Stores this rank's partial sums on each rank that has the residual of row r: output[this rank][r] = t.
 template <class T>
 inline void store_partial(const Call& call, int r, int first, int n, float* t) {
@@ -21,14 +27,21 @@ inline void store_partial(const Call& call, int r, int first, int n, float* t) {
            int64_t{d.reduce_row(d.rank, r)} * d.hidden + first, narrow(t, n, T{}), n);
 }
 
-// Stores output[r] = silu(gate) * up, where gate is the result of the first matrix and up that of the second.
-// Both are in `t`, kPanel floats apart.
-template <class T>
+// The functions whose results gates are multiplied by: sigmoid(gate) for SiLU, and for GELU, approximated by
+// tanh, that of a polynomial.
+inline F32 silu_exponent(F32 gate) { return gate; }
+inline F32 gelu_exponent(F32 gate) {
+  return (gate * gate * gate * 0.044715f + gate) * 1.5957691216057308f;  // 2 sqrt(2 / pi)
+}
+
+// Stores output[r] = gate * sigmoid(exponent(gate)) * up, where gate is the result of the first matrix and up
+// that of the second. Both are in `t`, kPanel floats apart.
+template <class T, F32 (*kExponent)(F32)>
 inline void store_gated(const Call& call, int r, int first, int n, float* t) {
   T* out = call.output<T>() + int64_t{r} * call.phase->width + first;
   for (int i = 0; i < n; i += kLanes) {
     const F32 gate = load(t + i, n - i), up = load(t + kPanel + i, n - i);
-    store(out + i, gate / (exp(-gate) + 1.0f) * up, n - i);
+    store(out + i, gate / (exp(-kExponent(gate)) + 1.0f) * up, n - i);
   }
 }
 
@@ -52,9 +65,13 @@ void matmul(const Call& call, const Tile& tile) {
     case Result::kPartial:
       return gemm<T, store_partial<T>>(call, tile);
     case Result::kGated:
-      return gemm<T, store_gated<T>>(call, tile);
+      return gemm<T, store_gated<T, silu_exponent>>(call, tile);
     case Result::kLogits:
       return gemm<T, store_logits>(call, tile);
+    case Result::kStored:
+      return gemm<T, store_float>(call, tile);
+    case Result::kGeluGated:
+      return gemm<T, store_gated<T, gelu_exponent>>(call, tile);
   }
 }
 

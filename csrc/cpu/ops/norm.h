@@ -19,9 +19,22 @@ inline void each_norm(const Call& call, const Run& op, const F& row) {
   }
 }
 
+// Adds the norm of each row to the residual, not rounded to the compute type.
+inline void add_norm(const Call& call, const Run& op) {
+  const int n = call.phase->inner;
+  for (int64_t r = op.row; r < op.row + op.rows; ++r) {
+    const float *x = call.inputs<float>() + r * n, *weight = call.weights<float>();
+    float* out = call.output<float>() + r * n;
+    const float scale = rms_scale(x, n, call.dims->rms_eps);
+    for (int i = 0; i < n; i += kLanes)
+      store(out + i, load(out + i, n - i) + normalised(x + i, weight + i, scale, n - i), n - i);
+  }
+}
+
 template <class T>
 void norm(const Call& call, const Run& op) {
   const int n = call.phase->inner;
+  if (call.phase->result == Result::kResidual) return add_norm(call, op);
   each_norm(call, op, [&](int64_t to, int64_t from) {
     T* out = call.output<T>() + to * n;
     if (from < 0)
@@ -34,6 +47,7 @@ void norm(const Call& call, const Run& op) {
 template <class T>
 void send_norm(const Call& call, const Run& op) {
   const int n = call.phase->inner;
+  if (call.phase->result == Result::kResidual) return;  // it is added only to the rank's own residual
   each_norm(call, op, [&](int64_t to, int64_t) {
     store_to(call, call.phase->output, norm_ranks(*call.dims), to * n, call.output<T>() + to * n, n);
   });

@@ -4,12 +4,14 @@
 namespace mk::MK_SIMD {
 
 // Adds the partial sums of all ranks, and the bias if there is one, to the residual, for the rows r of a
-// tile: output[r] += (inputs[0][r] + inputs[1][r] + ...) + bias.
+// tile: output[r] += (inputs[0][r] + inputs[1][r] + ...) + bias. If the phase stores its results, they
+// replace the output instead.
 template <class T>
 void reduce(const Call& call, const Tile& op) {
   const Dims& d = *call.dims;
   const T* partials = call.inputs<T>();
   const float* bias = call.bias();
+  const bool stored = call.phase->result == Result::kStored;
   for (int r = op.row; r < op.row + op.rows; ++r) {
     float* x = call.output<float>() + int64_t{r} * d.hidden + op.col;
     for (int i = 0; i < op.cols; i += kLanes) {
@@ -20,7 +22,7 @@ void reduce(const Call& call, const Tile& op) {
         sum = k == 0 ? part : sum + part;
       }
       if (bias) sum += load(bias + op.col + i, n);
-      store(x + i, load(x + i, n) + sum, n);
+      store(x + i, stored ? sum : load(x + i, n) + sum, n);
     }
   }
 }

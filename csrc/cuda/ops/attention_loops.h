@@ -33,12 +33,12 @@ class AttentionTile {
     }
   }
 
-  void softmax(float scale, int block) {
+  void softmax(float scale, int block, int span) {
     for (int i = 0; i < rows_; ++i) {
-      const int tokens = position_[i] + 1 - block * kKvBlock;
+      const int tokens = position_[i] + 1 - block * kKvBlock, before = tokens - span;
       float m = minus_infinity(), l = 0.0f;
       for (int t = 0; t < kKvBlock; ++t) {
-        score_[i][t] = t < tokens ? score_[i][t] * scale : minus_infinity();
+        score_[i][t] = t >= before && t < tokens ? score_[i][t] * scale : minus_infinity();
         m = fmaxf(m, score_[i][t]);
       }
       const float base = m == minus_infinity() ? 0.0f : m;
@@ -48,7 +48,7 @@ class AttentionTile {
         score = from_bf16(to_bf16(probability));
       }
       block_[i] = {m, l};
-      seen_[i] = tokens > 0;
+      seen_[i] = tokens > 0 && before < kKvBlock;
     }
   }
 

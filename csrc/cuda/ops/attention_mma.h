@@ -98,12 +98,20 @@ class AttentionTile {
     }
   }
 
-  // For each row, turns the scores of the block's tokens that the row sees into probabilities e^(score - m),
-  // rounded to bf16. m is the row's maximum score in the block. Also computes l, the sum of the row's
-  // e^(score - m) before rounding.
-  __device__ void softmax(float scale, int block) {
+  // For each row, turns the scores of the block's tokens that the row sees, `span` tokens up to its own, into
+  // probabilities e^(score - m), rounded to bf16. m is the row's maximum score in the block. Also computes l,
+  // the sum of the row's e^(score - m) before rounding.
+  __device__ void softmax(float scale, int block, int span) {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       const int seen = position_[half] + 1 - block * kKvBlock, tokens = seen - fragment_col(here(lane_));
+      const int before = seen - span, hidden = before - fragment_col(here(lane_));
+      if (before > 0) {  // a sliding window begins in this block, or after it
+        MK_UNROLL for (int n = 0; n < 16; ++n) {
+          MK_UNROLL for (int e = 2 * half; e < 2 * half + 2; ++e) {
+            if (8 * n + e % 2 < hidden) score_[n][e] = minus_infinity();
+          }
+        }
+      }
       float m = minus_infinity();
       MK_UNROLL for (int n = 0; n < 16; ++n) {
         MK_UNROLL for (int e = 2 * half; e < 2 * half + 2; ++e) {
@@ -128,7 +136,7 @@ class AttentionTile {
       }
       l += shuffle_xor(l, 1);
       block_[half] = {m, l + shuffle_xor(l, 2)};
-      seen_[half] = seen > 0;
+      seen_[half] = seen > 0 && before < kKvBlock;
     }
   }
 

@@ -54,7 +54,11 @@ class Norm {
         const auto scaled = [&](int k, const Eight& v, const Eight& w) {
           Eight y;
           MK_UNROLL for (int e = 0; e < 8; ++e) y.v[e] = v.v[e] * scale * w.v[e];
-          store(i, i - row, k, pack_eight(y));
+          if (call_.phase().result == Result::kResidual && !own_) {
+            add(i, k, y);
+          } else {
+            store(i, i - row, k, pack_eight(y));
+          }
         };
         MK_UNROLL for (int h = 0; h < kNormHeld; ++h) {
           if (first_ + h * kStep < width_)
@@ -105,6 +109,14 @@ class Norm {
     MK_LOOP for (int rank = ranks.begin; rank < ranks.end; ++rank) {
       store_words(call_.copy<uint16_t>(call_.phase().output, rank) + int64_t{i} * width_ + k, words);
     }
+  }
+
+  // Adds normalised columns to a row of the residual.
+  MK_FN void add(int row, int k, const Eight& y) const {
+    float* x = call_.at<float>(call_.phase().output) + int64_t{row} * width_ + k;
+    Eight sum = load_eight(x);
+    MK_UNROLL for (int e = 0; e < 8; ++e) sum.v[e] += y.v[e];
+    store_eight(x, sum);
   }
 
   const Call& call_;

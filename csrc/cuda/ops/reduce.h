@@ -6,7 +6,8 @@
 namespace mk {
 
 // For each row r of a tile: output[r] += (inputs[0][r] + inputs[1][r] + ...) + bias (if any). inputs[i] are
-// the partial sums of rank i. The tile's first column and width are multiples of eight.
+// the partial sums of rank i. If the phase stores its results, they replace the output. The tile's first
+// column and width are multiples of eight.
 template <class P>
 MK_FN void reduce(P& p, const Call& call, const Tile& op) {
   const Sizes& d = *call.dims;
@@ -20,7 +21,7 @@ MK_FN void reduce(P& p, const Call& call, const Tile& op) {
                i += kConsumerWarps * P::kLanes) {
     const int r = op.row + i / groups, k = op.col + i % groups * 8;
     float* x = call.at<float>(phase.output) + int64_t{r} * d.hidden + k;
-    const Eight before = load_eight(x);
+    const Eight before = phase.result == Result::kStored ? Eight{} : load_eight(x);
     const uint16_t* partial = partials + int64_t{d.reduce_place(r)} * d.hidden + k;
     Eight sum = load_eight(partial);
     MK_UNROLL_4 for (int rank = 1; rank < ranks; ++rank) {

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..access import EVERY, OWN, Access, Columns, Index, Kind, item_columns
 from ..buffers import Buffer, given, kv_bytes
 from ..context import F32, Context, product
-from ..dims import Dims, ModelSizes
+from ..dims import Dims, ModelSizes, ceil_div
 from ..phases import Phase
 from ..ragged import ragged
 from ..step import StepTable
@@ -56,6 +56,7 @@ def attention_cost(model: ModelSizes, row_kv_heads: int, kv_tokens: float) -> tu
 
 def item_work(view: StepTable) -> tuple[Floats, Floats]:
     """Return the FLOPs of each attention item of the view's rank, and the bytes of K and V that it reads: two [items].
+    Both are means over the layers, which differ in their spans.
 
     Both are zero for padding items. An item reads K and V once, however many rows it has.
     """
@@ -65,9 +66,14 @@ def item_work(view: StepTable) -> tuple[Floats, Floats]:
     begin = view.item_block[:n].astype(np.int64) * dims.bucket.kv_block
     end = begin + view.item_blocks[:n].astype(np.int64) * dims.bucket.kv_block
     of, nth = ragged(rows)
-    sees = np.clip(view.positions[row[of] + nth] + 1 - begin[of], 0, (end - begin)[of])
-    pairs = np.bincount(of, weights=sees, minlength=n)
-    tokens = np.maximum(np.minimum(view.positions[row + rows - 1].astype(np.int64) + 1, end) - begin, 0)
+    after = view.positions.astype(np.int64) + 1
+    pairs, tokens = np.zeros(n), np.zeros(n)
+    for span, layers in dims.model.spans.items():
+        first = np.maximum(after - span, 0)
+        sees = np.minimum(after[row[of] + nth], end[of]) - np.maximum(first[row[of] + nth], begin[of])
+        pairs += layers * np.bincount(of, weights=np.maximum(sees, 0), minlength=n)
+        tokens += layers * np.maximum(np.minimum(after[row + rows - 1], end) - np.maximum(first[row], begin), 0)
+    pairs, tokens = pairs / dims.model.layers, tokens / dims.model.layers
     per_pair, per_token = attention_cost(dims.model, 1, 1.0)
     first, heads = view.item_kv_head[:n].astype(np.int64), np.where(live, view.item_kv_heads[:n], 0)
     # Several ranks may use the same KV head, each for some of the query heads that share it. So only
@@ -78,8 +84,17 @@ def item_work(view: StepTable) -> tuple[Floats, Floats]:
     return per_pair * asked * pairs, per_token * heads.astype(np.float64) * tokens
 
 
+def read_blocks(view: StepTable, span: int) -> NDArray[np.int32]:
+    """Return the number of KV blocks of each item that its rows see in a layer with this span."""
+    first = np.maximum(view.positions[view.item_row] + 1 - span, 0) // view.dims.bucket.kv_block
+    end = view.item_block + view.item_blocks
+    blocks: NDArray[np.int32] = np.maximum(end - np.maximum(view.item_block, first), 0)
+    return blocks
+
+
 def slot_work(table: StepTable) -> Floats:
-    """Return (FLOPs, bytes of K and V read) of each attention slot's items in one layer: [ranks, slots, 2]."""
+    """Return (FLOPs, bytes of K and V read) of each attention slot's items in a layer, the mean over all layers:
+    [ranks, slots, 2]."""
     dims = table.dims
     out = np.zeros((dims.split.tp, dims.bucket.attention_slots, 2))
     for rank in range(dims.split.tp):
@@ -107,14 +122,17 @@ def attend(c: Context, item: int) -> bool:
         for head in heads:
             _store_heads(c, slice(rows.start, rows.stop), head, np.zeros((), np.float32))
         return True
-    found = {}
+    found, size = {}, d.bucket.kv_block
+    # The tokens [first, end) to which each row attends.
+    sees = {row: (max(t.positions[row] + 1 - d.model.span(c.layer), 0), t.positions[row] + 1) for row in rows}
+    begin = max(t.item_block[item], sees[rows[0]][0] // size)
     for head in heads:
-        for block in range(t.item_block[item], t.item_block[item] + t.item_blocks[item]):
-            keys, values = _keys_values(c, t.item_seq[item], head, block, t.positions[rows[-1]] + 1)
+        for block in range(begin, t.item_block[item] + t.item_blocks[item]):
+            keys, values = _keys_values(c, t.item_seq[item], head, block, sees[rows[-1]][1])
             for row in rows:
-                n = t.positions[row] + 1 - block * d.bucket.kv_block
-                if n > 0:
-                    found[row, head, block] = _partial(c, row, head, keys[:n], values[:n])
+                own = slice(*(max(token - block * size, 0) for token in sees[row]))
+                if len(keys[own]):
+                    found[row, head, block] = _partial(c, row, head, keys[own], values[own])
     if t.item_split[item] >= 0:
         for (row, head, block), partial in found.items():
             c.write(Buffer.PARTIALS, (_partial_index(t, item, row, head, block), slice(len(partial))), partial)
@@ -124,7 +142,7 @@ def attend(c: Context, item: int) -> bool:
             return False
         arrivals[t.item_split[item]] = 0
     for row in rows:
-        blocks = range(t.positions[row] // d.bucket.kv_block + 1)
+        blocks = range(sees[row][0] // size, ceil_div(sees[row][1], size))
         for head in heads:
             first, end = d.split.query_heads(head)
             if t.item_split[item] >= 0:
@@ -182,7 +200,8 @@ def _merge(partials: list[F32]) -> F32:
 
 
 ATTENTION = OperationSpec(
-    "for each attention item of the slot: softmax(Q K^T / sqrt(head_dim)) V over the item's KV blocks. Each block "
+    "for each attention item of the slot: softmax(Q K^T / sqrt(head_dim)) V over the item's KV blocks, and in layers "
+    "with a sliding window only over each row's last `window` tokens, its own included. Each block "
     "gives a maximum score m, a sum l of exponentials and an unnormalised output o, which are merged in ascending "
     "block order. If several items divide the blocks, the last to finish merges. An item's signal adds rows x KV "
     "heads. If every rank has all of W_O, the output is stored at each rank that keeps the row's residual",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -115,9 +116,23 @@ def _add_residual(c: Context, row: int, col: int, t: F32) -> None:
     c.write(c.output, at, c.read(c.output, at) + t)
 
 
+def gated(gate: F32, up: F32, result: Result = Result.GATED) -> F32:
+    """silu(gate) * up, or with GELU_GATED gelu(gate) * up"""
+    x = gate
+    if result is Result.GELU_GATED:
+        # (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z)), so GELU's approximation by tanh is SiLU with another exponent.
+        x = np.float32(2 * math.sqrt(2 / math.pi)) * (gate + np.float32(0.044715) * gate * gate * gate)
+    with np.errstate(over="ignore"):  # if a gate is a large negative number, exp overflows and the result is 0
+        out: F32 = gate / (1 + np.exp(-x)) * up
+    return out
+
+
 def _store_gated(c: Context, row: int, col: int, gate: F32, up: F32) -> None:
-    with np.errstate(over="ignore"):  # if a gate is a large negative number, exp overflows and SiLU is 0
-        c.write(c.output, _slices(c, row, col, gate), gate / (1 + np.exp(-gate)) * up)
+    c.write(c.output, _slices(c, row, col, gate), gated(gate, up, c.phase.result))
+
+
+def _store(c: Context, row: int, col: int, t: F32) -> None:
+    c.write(c.output, _slices(c, row, col, t), t)
 
 
 # -- PARTIAL
@@ -179,6 +194,18 @@ RESULTS: dict[Result, ResultSpec] = {
         lambda width, d: activations(d.bucket.tokens, width),
         _store_gated,
     ),
+    Result.GELU_GATED: ResultSpec(
+        "output[r] = gelu(t of the first matrix) * (t of the second), rounded once; gelu is approximated by tanh",
+        _tile_of(Kind.WRITE),
+        lambda width, d: activations(d.bucket.tokens, width),
+        _store_gated,
+    ),
+    Result.STORED: ResultSpec(
+        "output[r] = t, in float32",
+        _tile_of(Kind.WRITE),
+        lambda width, d: activations(d.bucket.tokens, width, Dtype.F32),
+        _store,
+    ),
     Result.LOGITS: ResultSpec(
         "output[i] = t in float32, for this rank's part of the vocabulary, at the rank that samples row i",
         _logits_accesses,
@@ -186,6 +213,9 @@ RESULTS: dict[Result, ResultSpec] = {
         _store_logits,
     ),
 }
+
+
+GATES = (Result.GATED, Result.GELU_GATED)
 
 
 # -- the matmul itself
@@ -222,7 +252,7 @@ def _buffers(p: Phase, d: Dims) -> dict[str, Contents]:
     rows = d.bucket.logit_rows if p.rows is Rows.LOGIT else d.bucket.tokens
     output = RESULTS[p.result].output(width, d)
     width = {Result.HEADS: d.split.qkv_cols, Result.LOGITS: d.split.rank_vocab}.get(p.result, width)
-    matrices = (2,) if p.result is Result.GATED else ()
+    matrices = (2,) if p.result in GATES else ()
     out = {
         "weights": weights(*matrices, width, inner),
         "inputs": activations(rows, inner, None if p.norm is None else Dtype.F32),
@@ -256,5 +286,6 @@ MATMUL = OperationSpec(
     _buffers,
     _matmul,
     rows=lambda p: (Rows.LOGIT,) if p.result is Result.LOGITS else (Rows.EVERY, Rows.OWN),
+    results=tuple(RESULTS),
     paged=True,
 )

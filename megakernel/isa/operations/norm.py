@@ -9,13 +9,16 @@ from ..buffers import given
 from ..context import F32, Context
 from ..dims import Dims
 from ..dtypes import Dtype
-from ..opcodes import Rows
+from ..opcodes import Result, Rows
 from ..phases import Phase
 from .spec import Cut, OperationSpec, activations, box, vector, work
 
 
 def _accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
     inputs, output = given(p.inputs), given(p.output)
+    if p.result is Result.RESIDUAL:
+        whole = (0, d.model.hidden)
+        return [box(inputs, Kind.READ, c, whole), box(output, Kind.UPDATE, c, whole)]
     rank = OWN if d.split.replicated_residual or d.split.tp == 1 else EVERY  # every rank needs each row
     if p.rows is not Rows.LOGIT:
         whole = (0, p.inner(d.split))
@@ -37,6 +40,10 @@ def rms_norm(x: F32, weight: F32, eps: float) -> F32:
 
 def _norm(c: Context, row: int, rows: int) -> None:
     d = c.dims
+    if c.phase.result is Result.RESIDUAL:
+        r = slice(row, row + rows)
+        c.write(c.output, r, c.read(c.output, r) + rms_norm(c.read(c.inputs, r), c.weights(), d.model.rms_eps))
+        return
     ranks = (d.split.rank,) if d.split.replicated_residual else range(d.split.tp)
     if c.phase.rows is not Rows.LOGIT:
         r = slice(row, row + rows)
@@ -52,15 +59,21 @@ def _norm(c: Context, row: int, rows: int) -> None:
 NORM = OperationSpec(
     "output[r] = inputs[r] / sqrt(mean(inputs[r]^2) + eps) * weights, rounded once. If only one rank keeps a row's "
     "residual, that rank computes the norm and stores it at every rank. For logit row i: output[i] = norm of "
-    "inputs[logit_rows[i]], or zeros for padding",
+    "inputs[logit_rows[i]], or zeros for padding. With the result RESIDUAL, the norm is not rounded, but added to "
+    "output[r] at the rank itself",
     Cut.RUNS,
     _accesses,
     cost=lambda p, c, d: work(c, vector=4.0 * c["rows"] * p.inner(d.split)),
     buffers=lambda p, d: {
         "weights": vector(p.inner(d.split)),
         "inputs": activations(d.bucket.tokens, p.inner(d.split), Dtype.F32),
-        "output": activations(d.bucket.logit_rows if p.rows is Rows.LOGIT else d.bucket.tokens, p.inner(d.split)),
+        "output": activations(
+            d.bucket.logit_rows if p.rows is Rows.LOGIT else d.bucket.tokens,
+            p.inner(d.split),
+            Dtype.F32 if p.result is Result.RESIDUAL else None,
+        ),
     },
     execute=_norm,
-    rows=lambda p: (Rows.EVERY, Rows.OWN, Rows.LOGIT),
+    rows=lambda p: (Rows.OWN,) if p.result is Result.RESIDUAL else (Rows.EVERY, Rows.OWN, Rows.LOGIT),
+    results=(Result.NONE, Result.RESIDUAL),
 )

@@ -18,7 +18,7 @@ from ..access import OWN, Access, Columns, Kind
 from ..buffers import BUFFERS, Buffer, Space
 from ..dims import Dims
 from ..dtypes import Dtype
-from ..opcodes import Rows
+from ..opcodes import Result, Rows
 from ..phases import Phase
 from ..record import Column
 
@@ -34,6 +34,7 @@ class Cut(Enum):
     ROWS   into single rows
     TILES  into tiles of rows x columns
     SLOTS  into the attention slots of the step table
+    PLACES  into tiles of columns of each place where rows have results of experts
     """
 
     NEVER = 0
@@ -41,6 +42,7 @@ class Cut(Enum):
     ROWS = 2
     TILES = 3
     SLOTS = 4
+    PLACES = 5
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class OperationSpec:
                 except those in OPTIONAL.
     `execute`   (context, *operands): what an instruction computes, in NumPy. It defines the results of the operation.
     `rows`      (p): the rows that a phase may have
+    `results`   what a phase may do with its results
     `paged`     whether the CUDA interpreter passes operands through shared-memory pages (`for_pages` in
                 csrc/cuda/plan.h)
     """
@@ -93,6 +96,7 @@ class OperationSpec:
     buffers: Callable[[Phase, Dims], dict[str, Contents]]
     execute: Callable[..., None]
     rows: Callable[[Phase], tuple[Rows, ...]] = lambda p: (Rows.EVERY, Rows.OWN)
+    results: tuple[Result, ...] = (Result.NONE,)
     paged: bool = False
 
 
@@ -143,6 +147,12 @@ def partial_sums(d: Dims, width: int) -> Contents:
     return activations(d.split.tp * d.own_rows, width)
 
 
+def summed_weights(p: Phase, d: Dims) -> Contents:
+    """The weights of a phase that adds products made with them, such as those of all experts."""
+    shape = () if p.weights is None else BUFFERS[p.weights].shape(d, 0)
+    return weights(*shape[:-2], weight_rows(p, d), p.inner(d.split))
+
+
 def weight_rows(p: Phase, d: Dims) -> int:
     """Return the rows of each weight matrix, which are output columns of the phase; 0 if the weights are a vector."""
     shape = () if p.weights is None else BUFFERS[p.weights].shape(d, 0)
@@ -153,12 +163,17 @@ def weight_rows(p: Phase, d: Dims) -> int:
 
 
 def box(
-    buffer: Buffer, kind: Kind, c: Columns, cols: tuple[Column | int, Column | int], rank: int | Column = OWN
+    buffer: Buffer,
+    kind: Kind,
+    c: Columns,
+    cols: tuple[Column | int, Column | int],
+    rank: int | Column = OWN,
+    share: float = 1.0,
 ) -> Access:
     """Return an access to the columns `cols` of `buffer`, and to the rows that the operands `row` and `rows` give."""
     row = c["row"]
     first, end = (np.full_like(row, col) if isinstance(col, int) else col for col in cols)
-    return Access(buffer, kind, row, row + c["rows"], first, end, rank=rank)
+    return Access(buffer, kind, row, row + c["rows"], first, end, rank=rank, share=share)
 
 
 def tile(c: Columns) -> tuple[Column, Column]:

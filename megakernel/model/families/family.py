@@ -15,12 +15,14 @@ class Weight:
     """The tensor names of a buffer in safetensors and GGUF files, in the order of its rows. `{}` is the layer's number.
     A name that is repeated is one tensor with the rows of several matrices.
 
-    The rows of the first `rotated` tensors form RoPE pairs.
+    The rows of the first `rotated` tensors form RoPE pairs. With `plus_one`, safetensors files have values that are 1
+    less than the weights.
     """
 
     safetensors: tuple[str, ...]
     gguf: tuple[str, ...]
     rotated: int = 0
+    plus_one: bool = False
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,11 @@ class Family:
 
     `weights` maps each buffer to its tensor names. `interleaved` says that the rows of a RoPE pair are adjacent in GGUF
     files. `read` returns the ModelConfig fields that follow from the family, or from the config.json keys that only
-    this family has, which `keys` lists. Its entry `window`, if any, is a sliding window in tokens. `defaults` has the
+    this family has, which `keys` lists. Its entry `longest`, if any, limits the context, in tokens. `defaults` has the
     values of other config.json keys that are absent, where they are not those of Llama; the key `partial_rotary_factor`
-    also says that the family supports it. `read_gguf` and `gguf_keys` are the same as `read` and `keys` for GGUF files.
+    also says that the family supports it. `read_gguf` and `gguf_keys` are `read` and `keys` for GGUF files. If
+    `read_gguf` returns no `window`, the window of a file limits the context. `activations` has the names of the MLP's
+    activation in config.json.
     """
 
     name: str
@@ -46,3 +50,4 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     read_gguf: Callable[[Keys], dict[str, Any]] = lambda keys: {}
     gguf_keys: frozenset[str] = frozenset()
+    activations: tuple[str, ...] = ("silu", "swish")

@@ -19,17 +19,16 @@ _MODELS = {
     "experts, and attention within chunks of a text": "llama4 llama4_text",
     "experts": """afmoe arctic bailing_moe bailingmoe bailingmoe2 dbrx deepseek dots1 ernie4_5-moe ernie4_5_moe
         exaone-moe exaone_moe glm4_moe glm4moe gpt-oss gpt_oss granitemoe granitemoeshared grok grovemoe hunyuan-moe
-        hunyuan_v1_moe minimax-m2 minimax_m2 mixtral olmoe phimoe qwen2_moe qwen2moe qwen3_moe qwen3_vl_moe qwen3moe
+        hunyuan_v1_moe minimax-m2 minimax_m2 olmoe phimoe qwen2_moe qwen2moe qwen3_vl_moe
         qwen3vlmoe smallthinker""",
     "embeddings of its own in each layer": "gemma3n gemma3n_text gemma4 gemma4_text",
     "attention scores capped by tanh": "gemma2",
-    "an MLP with a GELU gate": "gemma gemma-embedding gemma3 gemma3_text",
-    "norms of what a layer adds to the residual": "exaone4 glm4 olmo2 olmo3",
+    "layers that do not normalise their inputs": "exaone4 olmo2 olmo3",
     "norms that subtract the mean": """bloom codeshell cohere cohere2 command-r falcon gpt2 gpt_bigcode gpt_neox gptj
         gptneox mpt nemotron olmo opt persimmon phi phi2 stablelm starcoder starcoder2""",
     "an MLP without a gate": "apertus arcee",
     "RoPE over the rows and columns of images": "qwen2_5_vl qwen2_vl qwen2vl qwen3_vl qwen3vl",
-    "attention to later tokens": """bert dream eurobert llada llada-moe modern-bert modernbert neo-bert nomic-bert
-        nomic-bert-moe nomic_bert t5 t5encoder""",
+    "attention to later tokens": """bert dream eurobert gemma-embedding llada llada-moe modern-bert modernbert neo-bert
+        nomic-bert nomic-bert-moe nomic_bert t5 t5encoder""",
 }
 LACKING = {name: what for what, names in _MODELS.items() for name in names.split()}

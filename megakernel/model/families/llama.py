@@ -71,7 +71,7 @@ def read(config: Keys) -> dict[str, Any]:
     """Read the biases and the sliding window. Some programs apply the window and others ignore it, but they agree on
     contexts that are not longer.
     """
-    window = {"window": config.count("sliding_window")} if config.get("sliding_window") else {}
+    window = {"longest": config.count("sliding_window")} if config.get("sliding_window") else {}
     return biases(config) | window
 
 

@@ -8,6 +8,7 @@ from ...isa import Buffer
 from ..config import Keys
 from . import llama
 from .family import Family, Weight
+from .windows import read_gguf_window, windows
 
 WEIGHTS = llama.WEIGHTS | {
     Buffer.W_QKV: Weight(("model.layers.{}.self_attn.qkv_proj.weight",) * 3, ("blk.{}.attn_qkv.weight",) * 3, 2),
@@ -22,7 +23,7 @@ def read(config: Keys) -> dict[str, Any]:
     scaling = Keys(config.get("rope_parameters") or config.get("rope_scaling") or {}, config.source)
     for spelling in ("rope_type", "type"):
         scaling.only(spelling, "default", "longrope")
-    return {"window": config.count("sliding_window")} if config.get("sliding_window") else {}
+    return windows(config) if config.get("sliding_window") else {}
 
 
 PHI3 = Family(
@@ -36,4 +37,5 @@ PHI3 = Family(
     interleaved=False,
     defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
     | {"partial_rotary_factor": 1.0},
+    read_gguf=read_gguf_window,
 )

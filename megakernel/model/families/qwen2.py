@@ -8,16 +8,16 @@ from ...isa.record import MOST_LAYERS
 from ..config import Keys
 from .family import Family
 from .llama import WEIGHTS, forward
+from .windows import windows
 
 
 def read(config: Keys) -> dict[str, Any]:
     """Read the sliding window, which only the layers from `max_window_layers` on use, and only if it is turned on."""
     layers, first = config.count("num_hidden_layers"), config.count("max_window_layers", 28)
-    if not config.flag("use_sliding_window") or config.raw.get("sliding_window", 4096) is None:
-        first = layers
-    types = ["full_attention" if layer < first else "sliding_attention" for layer in range(min(layers, MOST_LAYERS))]
-    config.only("layer_types", types)
-    return {"qkv_bias": True} | ({"window": config.count("sliding_window", 4096)} if first < layers else {})
+    if not config.flag("use_sliding_window"):
+        config.only("layer_types", ["full_attention"] * min(layers, MOST_LAYERS))
+        return {"qkv_bias": True}
+    return {"qkv_bias": True} | windows(config, range(min(first, layers, MOST_LAYERS)))
 
 
 QWEN2 = Family(

@@ -28,6 +28,11 @@ def last_norm(name: str, inputs: Buffer, scale: Buffer, output: Buffer) -> Phase
     return Phase(name, Operation.NORM, Rows.LOGIT, scale, inputs, output)
 
 
+def add_norm(name: str, inputs: Buffer, scale: Buffer, output: Buffer) -> Phase:
+    """output[r] += RMS norm of inputs[r], times scale: a norm whose result is added to the residual"""
+    return Phase(name, Operation.NORM, weights=scale, inputs=inputs, output=output, result=Result.RESIDUAL)
+
+
 def qkv(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
     """q, k, v = inputs[r] weights^T + bias; rotates q and k, stores k and v in the KV cache, and output[r] = q"""
     return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.HEADS, bias)
@@ -46,6 +51,26 @@ def add_matmul(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias:
 def silu_matmul(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
     """gate, up = inputs[r] weights^T + bias; output[r] = silu(gate) * up"""
     return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.GATED, bias)
+
+
+def route(name: str, inputs: Buffer, router: Buffer, output: Buffer) -> Phase:
+    """output[r] = the experts of row r, which a softmax of inputs[r] router^T chooses; ROUTE_WEIGHTS[r] = its values"""
+    return Phase(name, Operation.ROUTE, Rows.OWN, router, inputs, output)
+
+
+def silu_experts(name: str, inputs: Buffer, weights: Buffer, output: Buffer) -> Phase:
+    """gate, up = inputs[r] weights[e]^T for the j-th expert e of row r; output[r, j] = silu(gate) * up"""
+    return Phase(name, Operation.EXPERTS, Rows.OWN, weights, inputs, output, Result.GATED)
+
+
+def experts(name: str, inputs: Buffer, weights: Buffer, output: Buffer) -> Phase:
+    """output[r, j] = inputs[r, j] weights[e]^T for the j-th expert e of row r"""
+    return Phase(name, Operation.EXPERTS, Rows.OWN, weights, inputs, output)
+
+
+def add_experts(name: str, inputs: Buffer, weights: Buffer, output: Buffer) -> Phase:
+    """output[r] += the sum over j of inputs[r, j], which `weights` made, times the weight of the j-th expert of r"""
+    return Phase(name, Operation.COMBINE, Rows.OWN, weights, inputs, output, Result.RESIDUAL)
 
 
 def logits(name: str, inputs: Buffer, weights: Buffer, output: Buffer) -> Phase:

@@ -35,14 +35,16 @@ class CPart(ctypes.Structure):
 class CMatrix(ctypes.Structure):
     """`mk::Matrix` of csrc/cpu/packing.h."""
 
-    _fields_ = (("matrices", _I64), ("rows", _I64), ("k", _I64), ("part_count", _I64), ("parts", _POINTER))
+    _fields_ = (
+        ("stacked", _I64), ("matrices", _I64), ("rows", _I64), ("k", _I64), ("part_count", _I64), ("parts", _POINTER)
+    )  # fmt: skip
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], parts: Sequence[tuple[Dtype, int, int]]) -> CMatrix:
-        """Describe matrices of `shape` [..., rows, k] by (type, number of rows, address) of each part."""
+    def of(cls, stack: int, shape: tuple[int, ...], parts: Sequence[tuple[Dtype, int, int]]) -> CMatrix:
+        """Describe matrices of `shape` [..., rows, k], `stack` times, by (type, rows, address) of each part."""
         matrices, rows, k = (1, *shape)[-3:]
         made = (CPart * len(parts))(*(CPart(*part) for part in parts))
-        matrix = cls(matrices, rows, k, len(parts), ctypes.addressof(made))
+        matrix = cls(stack, matrices, rows, k, len(parts), ctypes.addressof(made))
         matrix.held = made  # keeps the memory alive as long as the matrix
         return matrix
 

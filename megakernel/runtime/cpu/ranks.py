@@ -87,12 +87,14 @@ class CpuRanks:
         shape = self._shape(rank, buffer)
         parts = [WeightRows(dtype, np.ascontiguousarray(data)) for dtype, data in rows]
         ends = np.cumsum([len(data) for _, data in parts])
-        if (ends % shape[-2] % native.CPanel.COLUMNS).any():  # a panel of columns would mix rows of two parts
+        if (ends % max(shape[-2], 1) % native.CPanel.COLUMNS).any():  # a panel of columns would mix rows of two parts
             kinds = {part.dtype for part in parts}
             if len(kinds) > 1:
                 parts = converted(parts, shape[-1], Dtype.F32)
             parts = [WeightRows(parts[0].dtype, np.concatenate([data for _, data in parts]))]
-        matrix = native.CMatrix.of(shape, [(dtype, len(data), data.ctypes.data) for dtype, data in parts])
+        stack = self.dims.model.stack if BUFFERS[buffer].per_expert else ()
+        described = [(dtype, len(data), data.ctypes.data) for dtype, data in parts]
+        matrix = native.CMatrix.of(math.prod(stack), shape[len(stack) :], described)
         if self._lib.mk_pack(self._engine, rank, buffer, layer, ctypes.byref(matrix)):
             raise native.error()
 

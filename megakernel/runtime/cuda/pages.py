@@ -76,7 +76,7 @@ class Stream(Enum):
 
 # Matmuls on tensor cores store these results through pages, tile by tile. All other results of
 # matmuls are stored by the consumers, directly from registers.
-BY_PAGES = (Result.RESIDUAL, Result.PARTIAL, Result.GATED)
+BY_PAGES = (Result.RESIDUAL, Result.PARTIAL, Result.GATED, Result.STORED)
 
 
 def output_columns(phase: Phase, dims: Dims) -> int:

@@ -128,7 +128,7 @@ class ReferenceBackend:
             at = min(layer + ahead, self.dims.model.layers - 1) if BUFFERS[buffer].layered else 0
             return self._codes.get((rank, buffer, at), [])
 
-        return Context(phase, self._ranks[rank], table, own, send, own_codes)
+        return Context(phase, self._ranks[rank], table, own, send, own_codes, layer)
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
         for rank in range(self.dims.split.tp):

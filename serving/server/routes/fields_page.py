@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 from megakernel.serving.server.routes import anthropic, embeddings, fields, requests, responses
 
@@ -25,8 +22,13 @@ def _lines() -> Iterator[str]:
     yield "`python -m megakernel.serving.server.routes.fields_page` generates this page from the classes"
     yield "that check requests. A field that is refused or not listed causes an error, unless its value is null."
     yield "\n## Supported\n\n| where | fields |\n| --- | --- |"
+    generating = _BODIES[:4]
+    common = [name for name in generating[0].model_fields if all(name in body.model_fields for body in generating)]
+    yield f"| the next four | {_names(common)} |"
     for body in _BODIES:
-        yield f"| {body.where} | {', '.join(f'`{name}`' for name in body.model_fields)} |"
+        also = "also " if body in generating else ""
+        own = [name for name in body.model_fields if not (also and name in common)]
+        yield f"| {body.where} | {also}{_names(own)} |"
     yield "\n## Ignored\n\nThese fields change no answer.\n"
     yield from _table(fields.IGNORED)
     yield "\nFurther fields that are ignored in entries of `messages` and `input`, and in objects of requests:\n"
@@ -35,18 +37,19 @@ def _lines() -> Iterator[str]:
     yield f"\nEntries of `tools` with these types are left out, because no answer can call them: {kinds}."
     yield "\nFurther fields that are ignored in requests to `/v1/messages` and its `count_tokens`:\n"
     yield from _table(fields.OF_MESSAGES)
-    yield "\n## Refused\n\nValues in parentheses have no effect, so a refused field may have them.\n"
-    yield from _table(fields.REFUSED, fields.NEUTRAL)
+    yield "\n## Refused\n\nThese fields cause an error that says what to use instead, except at endpoints for which the"
+    yield "first table lists them. A value without effect, such as `n_predict: -1`, is accepted.\n"
+    yield _names(fields.REFUSED) + "."
 
 
-def _table(reasons: Mapping[str, str], neutral: Mapping[str, list[Any]] = MappingProxyType({})) -> Iterator[str]:
-    def described(name: str) -> str:
-        values = ", ".join(f"`{json.dumps(value)}`" for value in neutral.get(name, []))
-        return f"`{name}`" + (f" ({values})" if values else "")
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
+
+def _table(reasons: Mapping[str, str]) -> Iterator[str]:
     yield "| fields | reason |\n| --- | --- |"
     for why in dict.fromkeys(reasons.values()):
-        yield f"| {', '.join(described(name) for name, reason in reasons.items() if reason == why)} | {why} |"
+        yield f"| {_names(name for name, reason in reasons.items() if reason == why)} | {why} |"
 
 
 if __name__ == "__main__":

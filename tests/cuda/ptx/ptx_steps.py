@@ -37,6 +37,12 @@ _SHAPES: Sequence[dict[str, Any]] = (
     {"hidden": 256, "ffn": 256},
     {"hidden": 1032, "ffn": 72},
 )
+# What a third of the seeds has besides.
+_MORE: Sequence[dict[str, Any]] = (
+    {},
+    {"window": 20, "full_layers": (0,)},
+    {"window": 150, "family": "glm4", "post_norms": True},
+)
 _OPTIONS: dict[str, Sequence[dict[str, Any]]] = {
     "dots": ({}, {"norm": "inside"}, {"queue": "body"}),
     "tensor": ({}, {"queue": "attention"}, {"norm": "next", "interleave": False}),
@@ -75,6 +81,8 @@ def random_step(kind: str, seed: int, *, tp: int | None = None) -> Step:
     rng = np.random.default_rng(seed)
     shape = {"vocab": 139, "hidden": 104, "ffn": 136, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 64}
     config = ModelConfig(**shape | {"max_context": _CONTEXT} | dict(rng.choice(np.array(_SHAPES))))
+    more = _MORE[seed % len(_MORE)]
+    config = replace(config, **more | {"family": more.get("family", config.family)})
     chosen = dict(rng.choice(np.array(_OPTIONS[kind])))
     ranks = int(rng.choice([1, 1, 2, 4])) if tp is None else tp
     if ranks > 1:

@@ -165,6 +165,17 @@ def test_the_oldest_is_never_preempted() -> None:
     assert_at_rest(engine, backend)
 
 
+def test_a_page_is_kept_for_each_running_sequence_that_will_need_one() -> None:
+    """A request that would take the last free pages waits, because a running one would soon preempt it."""
+    engine, backend = fake_engine(None, pages=3, step_tokens=64)
+    old = engine.add([1] * 4, SamplingParams(seed=5, max_tokens=40, min_tokens=40))
+    engine.step()
+    young = engine.add([2] * 32, SamplingParams(seed=5, max_tokens=16, min_tokens=16))
+    finish(engine, backend)
+    assert engine.stats.preemptions == 0
+    assert_generated_alone(old, young)
+
+
 @pytest.mark.parametrize("phase", ["queued", "held", "prefilling", "decoding", "preempted", "done"])
 def test_cancel_in_every_phase(phase: str) -> None:
     engine, backend = fake_engine(None, max_seqs=4, pages=8, step_tokens=16)

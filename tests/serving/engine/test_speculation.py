@@ -22,9 +22,8 @@ from megakernel.serving.engine.tokens import Token
 from megakernel.serving.text.codec import Transcript
 from megakernel.serving.text.vllm import Completion, RequestOutput
 
-TINY = RandomCheckpoint(
-    "tiny", ModelConfig(vocab=98, hidden=32, ffn=48, layers=2, heads=4, kv_heads=2, head_dim=8, max_context=256), 0
-)
+_SHAPE = {"vocab": 98, "hidden": 32, "ffn": 48, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
+TINY = RandomCheckpoint("tiny", ModelConfig(**_SHAPE, max_context=256, window=64, full_layers=(0,)), 0)
 LIMITS: dict[str, Any] = {"max_context": 128, "max_seqs": 5, "step_tokens": 24, "threads": 1}
 
 

@@ -121,14 +121,14 @@ def asked(live: Live, path: str, body: dict[str, Any]) -> Callable[[Replay], tup
 @pytest.mark.parametrize("name", REQUESTS)
 def test_an_answer_goes_on_wherever_it_was_cut(name: str, replicas: tuple[Live, Live]) -> None:
     """Two replicas are lost, one after the other. The first one has sent so many bytes that it ends around a mark (of a
-    long answer, around one of at least 20 marks), or anywhere. The client gets what a replica that is not lost
+    long answer, around one of about 10 marks), or anywhere. The client gets what a replica that is not lost
     gives."""
     path, body = REQUESTS[name]
     first, second = (asked(live, path, body) for live in replicas)
     head, whole = first(Replay(0, 0))
     marks = list(MARK.finditer(whole))
-    around = {end + off for mark in marks[:: 1 + len(marks) // 40] for end in mark.span() for off in (-1, 0, 1)}
-    between = range(0, len(whole), 1 if name == "seeded" else max(61, len(whole) // 40))
+    around = {end + off for mark in marks[:: 1 + len(marks) // 10] for end in mark.span() for off in (-1, 0, 1)}
+    between = range(0, len(whole), 7 if name == "seeded" else max(61, len(whole) // 12))
     cuts = sorted({*around, *between, len(whole)})
 
     def cut_at(cut: int) -> Ask:

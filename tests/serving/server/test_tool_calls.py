@@ -438,26 +438,6 @@ CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_output_tokens": 900,
         },
     ),
-    "pydantic-ai, NativeOutput": (
-        "/v1/chat/completions",
-        {
-            "messages": MESSAGES,
-            "tool_choice": "auto",
-            "tools": [{"type": "function", "function": _FUNCTION}],
-            "response_format": {"type": "json_schema", "json_schema": _STRICT},
-            "max_completion_tokens": 900,
-        },
-    ),
-    "ai, Output.object": (
-        "/v1/chat/completions",
-        {
-            "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
-            "tool_choice": "auto",
-            "max_tokens": 900,
-            "tools": [{"type": "function", "function": _FUNCTION}],
-            "response_format": {"type": "json_schema", "json_schema": _STRICT},
-        },
-    ),
     "langgraph, after a cut call": (
         "/v1/chat/completions",
         {

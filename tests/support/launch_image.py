@@ -1,5 +1,5 @@
 """Runs the code of the Hopper interpreter's warps on the host, so that tests can launch programs without a GPU. A
-`LaunchImage` holds all memory that a launch accesses. The warps of a launch run on fibres."""
+`LaunchImage` holds all memory that a launch accesses."""
 
 import ctypes
 import functools
@@ -11,23 +11,21 @@ import numpy as np
 from built_once import WARNINGS, linked
 from numpy.typing import NDArray
 
-from megakernel.isa import BUFFERS, CONTROL, Buffer, Dims, Forward, Space, StepTable
-from megakernel.isa.record import Records, phase_number
+from megakernel.isa import BUFFERS, Buffer, Dims, Forward, Space, StepTable
+from megakernel.isa.record import Records
 from megakernel.program import Program
 from megakernel.runtime.cpu.native import CDims
 from megakernel.runtime.cuda import stall
 from megakernel.runtime.cuda.maps import MapLayout, map_bits, map_layouts
 from megakernel.runtime.cuda.pages import MAPS
-from megakernel.runtime.cuda.params import BODY, MAP_BYTES, STRUCTURES, WARPS, Ablation
+from megakernel.runtime.cuda.params import BODY, MAP_BYTES, STRUCTURES, WARPS
 from megakernel.runtime.reference import ReferenceBackend
 
 ROOT = Path(__file__).parents[2]
-BUGS = ("none", "dropped arrival", "never retired", "lost load", "lost input", "hanging")
-TIMEOUT_NS = 20_000_000_000
 HOST = ROOT / "tests" / "cuda" / "host"
 FLAGS = ["-O1", *WARNINGS, "-U_FORTIFY_SOURCE"]
 _ALIGNMENT = 1024
-_MESSAGE = 16384
+_MESSAGE = 1024
 MAP = np.dtype(
     [("base", "<i8"), ("strides", "<i8", 5), ("sizes", "<i4", 5), ("box", "<i4", 5)]
     + [(name, "<i4") for name in ("item", "swizzled")]
@@ -36,13 +34,11 @@ Array = NDArray[Any]
 
 
 @functools.cache
-def build_fibres(ablation: Ablation = Ablation.NONE, sms: int = 1) -> ctypes.CDLL:
-    """Build the library that runs launches on fibres, with `sms` SMs per worker. Launches with this library leave out
-    the work that `ablation` names."""
-    flags = [*FLAGS, f"-DMK_ABLATION={ablation:d}", f"-DMK_SMS={sms}", "-shared", "-fPIC"]
-    library = ctypes.CDLL(str(linked("protocol.so", HOST / "protocol.cpp", *flags)))
-    numbers = [ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32]
-    library.mk_protocol_run.argtypes = [ctypes.c_void_p, *numbers, ctypes.c_char_p, ctypes.c_int32]
+def host_library(sms: int = 1) -> ctypes.CDLL:
+    """Build the library that runs launches on the host, with `sms` SMs per worker."""
+    flags = [*FLAGS, f"-DMK_SMS={sms}", "-shared", "-fPIC"]
+    library = ctypes.CDLL(str(linked("host.so", HOST / "host.cpp", *flags)))
+    library.mk_host_run.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32]
     return library
 
 
@@ -138,47 +134,27 @@ class LaunchImage:
         """Restore the contents that the memory had before the first launch."""
         self.image.fill(self.memory)
 
-    def run(self, seed: int, bug: str = "none", block: int = -1, ablation: Ablation = Ablation.NONE) -> str:
-        """Run one launch on fibres, and return a description of what went wrong, or an empty string. `bug` is the bug
-        to plant in thread block number `block`, or in all thread blocks if `block` is -1."""
+    def run(self) -> str:
+        """Run one launch, and return a description of what went wrong, or an empty string."""
         self.params.launch += 1
+        return self._launch(self.memory.ctypes.data + self._params)
+
+    def _launch(self, params: int) -> str:
         message = ctypes.create_string_buffer(_MESSAGE)
-        address = self.memory.ctypes.data + self._params
-        build_fibres(ablation, self.dims.worker.sms).mk_protocol_run(
-            address, seed, BUGS.index(bug), block, message, _MESSAGE
-        )
+        host_library(self.dims.worker.sms).mk_host_run(params, message, _MESSAGE)
         return message.value.decode()
 
-    def run_in_sequence(self) -> None:
-        """Run all instructions one at a time, without waits and signals: by segment, then by layer, then by phase.
-        `join` and `drain`, which only control other instructions, are left out."""
-        control = [phase.number for phase in CONTROL]
-        for segment in range(3):
-            records, ranks = self.program.numbered(segment)
-            numbers = phase_number(records)
-            order = [i for i in np.argsort(numbers, kind="stable") if numbers[i] not in control]
-            for layer in range(self.dims.model.layers if segment == BODY else 1):
-                for i in order:
-                    self.execute(records[i], layer, int(ranks[i]), segment)
-
-    def execute(
-        self, words: Records, layer: int, rank: int, segment: int = BODY, table: StepTable | None = None
-    ) -> None:
-        """Run one record alone, as if it were in `segment`. Without `table`, the record neither waits nor signals. With
-        `table`, which replaces the step table, the record does both. Its waits end at once, because the counters
-        already have the totals of all launches so far."""
+    def execute(self, words: Records, layer: int, rank: int, table: StepTable) -> None:
+        """Run one record of the body alone, with another step table. Its waits end at once, because the
+        counters already have the totals of all launches so far."""
         params = STRUCTURES["Params"].from_buffer_copy(self.params)
         words, offsets = np.ascontiguousarray(words), (np.arange(self.program.ranks + 1) > rank).astype(np.int32)
-        params.records[segment], params.offsets[segment] = words.ctypes.data, offsets.ctypes.data
-        params.synchronise = table is not None
-        if table is not None:
-            params.step_words = table.words.ctypes.data
-        params.segments, params.first_rank, params.ranks, params.workers = 1 << segment, rank, 1, 1
+        params.records[BODY], params.offsets[BODY] = words.ctypes.data, offsets.ctypes.data
+        params.step_words = table.words.ctypes.data
+        params.segments, params.first_rank, params.ranks, params.workers = 1 << BODY, rank, 1, 1
         params.layer_begin, params.layer_end = layer, layer + 1
-        message = ctypes.create_string_buffer(_MESSAGE)
-        build_fibres(sms=self.dims.worker.sms).mk_protocol_run(ctypes.addressof(params), 0, 0, -1, message, _MESSAGE)
-        if message.value:
-            raise AssertionError(message.value.decode())
+        if said := self._launch(ctypes.addressof(params)):
+            raise AssertionError(said)
 
     def _add_params(self, table: StepTable) -> int:
         program, image, tp = self.program, self.image, self.program.ranks
@@ -207,7 +183,6 @@ class LaunchImage:
         }
         struct = STRUCTURES["Params"]
         params = struct()
-        params.timeout_ns = TIMEOUT_NS
         params.ranks, params.workers = tp, program.workers
         params.counters, params.queues = program.counters, program.rank_queues
         params.synchronise = params.pipelined = 1

@@ -1,0 +1,78 @@
+// Multiplies rows by the matrices of the experts that `route` has chosen for them, and adds the results.
+// Each row has as many rows of results as it has experts.
+#pragma once
+#include "matmul.h"
+
+namespace mk::MK_SIMD {
+
+// Stores output[r] = t.
+template <class T>
+inline void store_plain(const Call& call, int r, int first, int n, float* t) {
+  T* out = call.output<T>() + int64_t{r} * call.phase->width + first;
+  for (int i = 0; i < n; i += kLanes) store(out + i, load(t + i, n - i), n - i);
+}
+
+template <class T>
+void experts(const Call& call, const ExpertTile& op) {
+  const Dims& d = *call.dims;
+  const int count = d.experts_per_token;
+  const int32_t* const routes = call.at<int32_t>(Buffer::ROUTES);
+  const bool gated = call.phase->result == Result::kGated;
+  const int64_t panels = int64_t{panel_count(0, call.phase->width)} * call.phase->matrices;
+  int32_t tokens[kPassRows], results[kPassRows];  // the rows of inputs and of results to be multiplied next
+  int rows = 0;
+  const auto multiply = [&](int expert) {
+    const Tile tile{0, rows, op.col, op.cols};
+    const Panel* const weights = call.weights<Panel>() + expert * panels;
+    if (gated)
+      gemm<T, store_gated<T, silu_exponent>>(call, tile, weights, {tokens}, {results});
+    else
+      gemm<T, store_plain<T>>(call, tile, weights, {results}, {results});
+    rows = 0;
+  };
+  const auto add = [&](int r, int j) {
+    tokens[rows] = r;
+    results[rows++] = r * count + j;
+  };
+  for (int r = op.row; r < op.row + op.rows; ++r) {
+    const int32_t* const own = routes + int64_t{r} * count;
+    if (!d.by_expert()) {
+      add(r, op.place);
+      // No table of routes can make this read other memory than the experts' weights.
+      multiply(lower_of(higher_of(own[op.place], 0), d.experts - 1));
+      continue;
+    }
+    int j = 0;
+    while (j < count && own[j] != op.place) ++j;
+    if (j < count) add(r, j);
+    if (rows == kPassRows) multiply(op.place);
+  }
+  if (rows > 0) multiply(op.place);
+}
+
+// Adds the results of each row's experts, times their weights, in order.
+template <class T>
+void combine(const Call& call, const Run& op) {
+  constexpr int kColumns = 256;
+  const int count = call.dims->experts_per_token, hidden = call.dims->hidden;
+  const float* weights = call.at<float>(Buffer::ROUTE_WEIGHTS) + int64_t{op.row} * count;
+  for (int r = op.row; r < op.row + op.rows; ++r, weights += count) {
+    const T* const inputs = call.inputs<T>() + int64_t{r} * count * hidden;
+    for (int first = 0; first < hidden; first += kColumns) {
+      const int columns = lower_of(hidden - first, kColumns);
+      float sums[kColumns];
+      for (int i = 0; i < columns; i += kLanes) {
+        F32 sum{};
+        for (int j = 0; j < count; ++j)
+          sum += load(inputs + int64_t{j} * hidden + first + i, columns - i) * weights[j];
+        store(sums + i, sum);
+      }
+      if (call.phase->result == Result::kPartial)
+        store_partial<T>(call, r, first, columns, sums);
+      else
+        add_residual(call, r, first, columns, sums);
+    }
+  }
+}
+
+}  // namespace mk::MK_SIMD

@@ -1,0 +1,106 @@
+"""EXPERTS multiplies rows by the matrices of the experts that ROUTE has chosen for them.
+
+A row has k experts, and k rows of results: those of its best expert, of its second best, and so on. An instruction
+computes the results of one place. If a step has few rows (see `Dims.by_expert`), place j is a row's j-th expert, and an
+instruction finds the expert's number in ROUTES. If it has many, a place is an expert, and an instruction has all rows
+of which it is an expert, perhaps none. Both give the same bits.
+
+The columns of accesses are counted as if each row had results for every place. So the regions of instructions do not
+depend on the table, and what the verifier proves holds for every routing: a row's experts are different ones, so two
+places of a row are never stored at the same address. In the next layer, other places of the row may be stored there.
+ROUTE orders this: it overwrites the row's experts after all instructions that read them, and no instruction of the next
+layer uses a place before it has read the new ones.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..access import Access, Columns, Kind
+from ..buffers import Buffer, Space, given
+from ..context import Context
+from ..dims import Dims
+from ..opcodes import Result
+from ..phases import Phase
+from ..record import Column
+from .matmul import gated, weight_bytes
+from .spec import Contents, Cost, Cut, OperationSpec, activations, box, weight_rows, work
+
+
+def share(d: Dims) -> float:
+    """Return the part of an instruction's rows that has its place, on average if all experts are equally popular."""
+    return d.model.experts_per_token / max(d.places, 1)
+
+
+def _places(buffer: Buffer, kind: Kind, c: Columns, d: Dims, width: int, cols: tuple[Column | int, Column]) -> Access:
+    """Return an access to the columns `cols` of a buffer of experts' results, each of `width` columns, at the place."""
+    first = c["place"] * width
+    return box(buffer, kind, c, (first + cols[0], first + cols[1]), share=share(d))
+
+
+def _accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
+    inner, inputs = p.inner(d.split), given(p.inputs)
+    whole = np.full_like(c["row"], inner)
+    return [
+        box(Buffer.ROUTES, Kind.READ, c, (0, d.model.experts_per_token)),
+        box(inputs, Kind.READ, c, (0, whole), share=share(d))
+        if _of_tokens(p)
+        else _places(inputs, Kind.READ, c, d, inner, (0, whole)),
+        _places(given(p.output), Kind.WRITE, c, d, p.width(d.split), (c["col"], c["col"] + c["cols"])),
+    ]
+
+
+def _of_tokens(p: Phase) -> bool:
+    """Whether the inputs have a row for each token, which all its experts share, or one for each of its experts."""
+    return p.result is Result.GATED
+
+
+def _cost(p: Phase, c: Columns, d: Dims) -> Cost:
+    """Return the cost of instructions. Each reads the weights of one expert, so a step of B rows with k of E experts
+    each reads those of min(B k, E) experts: as many as it can need at most.
+    """
+    rows = c["rows"] * share(d) if d.by_expert else c["rows"].astype(np.float64)
+    memory = weight_bytes(p, c["cols"], d)
+    matrix = 2.0 * rows * c["cols"] * p.matrices(d.split) * p.inner(d.split)
+    return work(c, matrix=matrix, memory=memory if d.by_expert else memory * rows)
+
+
+def _buffers(p: Phase, d: Dims) -> dict[str, Contents]:
+    width, inner = weight_rows(p, d), p.inner(d.split)
+    rows = d.bucket.tokens * d.model.experts_per_token
+    return {
+        "weights": (Space.WEIGHT, None, (d.model.experts, *((2,) if _of_tokens(p) else ()), width, inner)),
+        "inputs": activations(d.bucket.tokens if _of_tokens(p) else rows, inner),
+        "output": activations(rows, width),
+    }
+
+
+def _experts(c: Context, row: int, rows: int, col: int, cols: int, place: int) -> None:
+    d, routes = c.dims, c.buffer(Buffer.ROUTES)[row : row + rows]
+    if d.by_expert:
+        of, nth = np.nonzero(routes == place)
+        experts = np.full(len(of), place)
+    else:
+        of, nth, experts = np.arange(rows), np.full(rows, place), routes[:, place]
+    token = row + of
+    at = token * d.model.experts_per_token + nth  # the rows of results
+    matrices = c.phase.matrices(d.split)
+    for expert in np.unique(experts):
+        mine = experts == expert
+        a = c.read(c.inputs, token[mine] if _of_tokens(c.phase) else at[mine])
+        t = [c.products(a, expert * matrices + m, col, cols) for m in range(matrices)]
+        c.write(c.output, (at[mine], slice(col, col + cols)), gated(t[0], t[1]) if _of_tokens(c.phase) else t[0])
+
+
+EXPERTS = OperationSpec(
+    "with k experts per row, for each row r and j < k: t = a weights[ROUTES[r][j]]^T. If the result is GATED, "
+    "a = inputs[r] and output[k r + j] = silu(t of the first matrix) * (t of the second); otherwise "
+    "a = inputs[k r + j] and output[k r + j] = t. In a step with more pairs (r, j) than experts, an instruction has "
+    "the pairs whose expert is `place`; in others, those with j = `place`",
+    Cut.PLACES,
+    _accesses,
+    _cost,
+    _buffers,
+    _experts,
+    results=(Result.GATED, Result.NONE),
+)

@@ -1,0 +1,65 @@
+"""ROUTE chooses the experts of each row.
+
+ROUTES and ROUTE_WEIGHTS have a row for each token row, and there an element for each of the row's experts, the best
+first. Which experts these are depends on nothing but the row, so neither do the results of EXPERTS and COMBINE.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..access import Columns, Kind
+from ..buffers import Buffer, given
+from ..context import F32, Context
+from ..dims import Dims
+from ..phases import Phase
+from .spec import Cost, Cut, OperationSpec, activations, box, contents, weights, work
+
+
+def chosen(logits: F32, count: int, *, normalised: bool) -> tuple[NDArray[np.intp], F32]:
+    """Return the `count` experts with the largest logits of each row, and their weights: softmax, divided by the sum
+    of the row's weights if `normalised`. Of equal logits, the expert with the lower number is better. NaN counts as
+    -infinity, so that the experts are different ones in any case.
+    """
+    logits = np.where(np.isnan(logits), -np.inf, logits)
+    experts = np.argsort(-logits, axis=1, kind="stable")[:, :count]
+    with np.errstate(invalid="ignore"):
+        every = np.exp(logits - logits.max(axis=1, keepdims=True))
+    best: F32 = np.take_along_axis(every, experts, axis=1)
+    return experts, best / (best if normalised else every).sum(axis=1, keepdims=True)
+
+
+def _route(c: Context, row: int, rows: int) -> None:
+    model, r = c.dims.model, slice(row, row + rows)
+    logits = c.products(c.read(c.inputs, r), 0, 0, model.experts)
+    experts, shares = chosen(logits, model.experts_per_token, normalised=bool(model.normalised_routes))
+    c.write(c.output, r, experts)
+    c.write(Buffer.ROUTE_WEIGHTS, r, shares)
+
+
+def _cost(p: Phase, c: Columns, d: Dims) -> Cost:
+    """Return the cost of runs of rows. Only the run that begins at row 0 reads the weights from memory."""
+    matrix = d.model.experts * p.inner(d.split)
+    bytes_ = matrix * p.stored_bits(d.model) / 8
+    return work(c, matrix=2.0 * c["rows"] * matrix, memory=np.where(c["row"] == 0, bytes_, 0.0))
+
+
+ROUTE = OperationSpec(
+    "t = inputs[r] weights^T; output[r] = the experts_per_token experts with the largest t, best first, and of equal t "
+    "the lower expert first. ROUTE_WEIGHTS[r] = the softmax of t at these experts, divided by its sum over them if the "
+    "model says so",
+    Cut.RUNS,
+    accesses=lambda p, c, d: [
+        box(given(p.inputs), Kind.READ, c, (0, p.inner(d.split))),
+        box(given(p.output), Kind.WRITE, c, (0, d.model.experts_per_token)),
+        box(Buffer.ROUTE_WEIGHTS, Kind.WRITE, c, (0, d.model.experts_per_token)),
+    ],
+    cost=_cost,
+    buffers=lambda p, d: {
+        "weights": weights(d.model.experts, p.inner(d.split)),
+        "inputs": activations(d.bucket.tokens, p.inner(d.split)),
+        "output": contents(Buffer.ROUTES, d),
+    },
+    execute=_route,
+)

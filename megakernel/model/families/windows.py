@@ -1,0 +1,35 @@
+"""Reads which layers of a model have a sliding window, and how wide it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ...errors import MegakernelError
+from ...isa.record import MOST_LAYERS
+from ..config import Keys, short
+
+
+def windows(config: Keys, full: Iterable[int] = ()) -> dict[str, Any]:
+    """Return the fields of ModelConfig for a model whose layers have windows. The layers without one are those that
+    `layer_types` names, or else `full`. A config.json without the key `sliding_window` means a window of 4,096 tokens,
+    and null means none.
+    """
+    layers = min(config.count("num_hidden_layers"), MOST_LAYERS)
+    types = config.names("layer_types", "full_attention", "sliding_attention")
+    if types and len(types) < layers:
+        raise MegakernelError(f"{config.source}: layer_types has {len(types)} entries for {layers} layers")
+    if types:
+        full = [layer for layer in range(layers) if types[layer] == "full_attention"]
+    full = tuple(full)
+    if config.raw.get("sliding_window", 4096) is None or len(full) >= layers:
+        return {}
+    if (window := config.count("sliding_window", 4096)) < 1:
+        raise MegakernelError(f"{config.source}: sliding_window is {short(window)}; it must be at least 1")
+    return {"window": window, "full_layers": full}
+
+
+def read_gguf_window(config: Keys) -> dict[str, Any]:
+    """Read the window of GGUF files in which all layers have it."""
+    window = config.count("attention.sliding_window", 0)
+    return {"window": window} if window > 0 else {}

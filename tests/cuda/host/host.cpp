@@ -1,0 +1,107 @@
+// Runs a launch on the CPU for tests, behind a C interface.
+#include <string.h>
+
+#include <memory>
+#include <vector>
+
+#include "../../../csrc/cuda/bodies.h"
+#include "../../../csrc/cuda/roles.h"
+#include "host_warp.h"
+
+namespace mk {
+namespace {
+
+void run(HostWarp& warp, Block<HostWarp>& block, const Params& params, int32_t index) {
+  set_up(warp, block, params, index);
+  if (warp.warp() < kConsumerWarp) {
+    serve(warp, block, params);
+  } else {
+    consume<HostWarp, Bodies>(warp, block, params);
+  }
+  report(warp, block, params);
+  if constexpr (kSms > 1) warp.sync_block();
+}
+
+// Returns what went wrong, or an empty string.
+std::string launch(const Params& params) {
+  const int32_t count = params.ranks * params.workers * kSms;
+  HostWorld world{params, Fibres(count * kWarps), false, ""};
+  std::vector<std::unique_ptr<Block<HostWarp>>> memory;
+  std::vector<HostBlock*> by_number(count);
+  std::deque<HostBlock> blocks;
+  std::deque<HostWarp> warps;
+  for (int32_t i = 0; i < count; ++i) {
+    Block<HostWarp>& block = *memory.emplace_back(std::make_unique<Block<HostWarp>>());
+    const std::string name = "block " + std::to_string(i);
+    by_number[i] = &blocks.emplace_back(world, block, &by_number[i / kSms * kSms], name);
+    for (int w = 0; w < kWarps; ++w) {
+      HostWarp& warp = warps.emplace_back(*by_number[i], w);
+      world.fibres.add([&warp, &block, &world, i] { run(warp, block, world.params, i); });
+    }
+  }
+  // The first time, all waits are recorded and the launch is aborted, as by the watchdog.
+  world.fibres.run([&] {
+    if (*params.abort)
+      world.leaving = true;
+    else
+      for (HostWarp& warp : warps) warp.note();
+    world.fail("deadlock");
+  });
+  for (const HostBlock& block : blocks)
+    if (world.wrong.empty() && !block.ahead.empty())
+      world.wrong = block.name + " prefetched a page that it did not load";
+  return world.wrong;
+}
+
+}  // namespace
+}  // namespace mk
+
+extern "C" {
+
+// Runs a launch and writes to `message` what went wrong.
+__attribute__((visibility("default"))) void mk_host_run(const mk::Params* params, char* message,
+                                                        int32_t size) {
+  strncpy(message, mk::launch(*params).c_str(), size - 1);
+  message[size - 1] = 0;
+}
+
+// Lists the copies that fill the pages of an instruction, given by its record. Each copy is a row of twelve
+// numbers: the page's number; `fill`, `pieces` and `buffer` of PageUse; the coordinates x, y and z; the byte
+// offset in the page; the size in bytes; `item` and `whole` of PageUse; and the result of ahead_cols if a
+// prefetch follows the copy, otherwise 0. Returns the number of rows. A page without copies has one row of 0
+// bytes.
+__attribute__((visibility("default"))) int32_t mk_host_plan(const mk::Dims* dims, const mk::Phase* phases,
+                                                            const int32_t* step_words, const int32_t* record,
+                                                            int32_t layer, int32_t* rows, int32_t capacity) {
+  mk::Task task{};
+  memcpy(task.record, record, sizeof task.record);
+  task.where.layer = layer;
+  task.phase = phases[mk::record_phase(record)];
+  const mk::StepView step = mk::step_view(step_words, *dims);
+  int32_t n = 0, page = 0;
+  mk::for_pages(mk::sizes_of(*dims), step, task, [&](const mk::PageUse& use) {
+    const auto add = [&](const mk::Box& box) {
+      if (n++ >= capacity) return;
+      const int32_t row[] = {page,
+                             static_cast<int32_t>(use.fill),
+                             use.pieces,
+                             static_cast<int32_t>(use.buffer),
+                             box.x,
+                             box.y,
+                             use.z,
+                             box.at,
+                             static_cast<int32_t>(box.bytes),
+                             use.item,
+                             use.whole,
+                             use.whole && use.pieces ? mk::ahead_cols(mk::matmul_of(task)) : 0};
+      memcpy(rows + 12 * (n - 1), row, sizeof row);
+    };
+    use.for_boxes(0, 1, add);
+    if (use.boxes == 0) add({});
+    ++page;
+    return n <= capacity;
+  });
+  return n < capacity ? n : capacity;
+}
+
+}  // extern "C"

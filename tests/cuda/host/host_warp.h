@@ -1,0 +1,278 @@
+// Implements the platform interface of csrc/cuda/platform.h on the CPU, for quick tests of what instructions
+// compute. Each warp is a fibre (a user-space thread); they take turns, always in the same order. Copies
+// happen at once. Interleavings, memory order, fences and misuse of the hardware are checked where the
+// interpreter's PTX is executed (tests/cuda/ptx).
+#pragma once
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <deque>
+#include <functional>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+#include "../../../csrc/cuda/watchdog.h"
+#include "accumulators.h"
+#include "tensor_map.h"
+
+namespace mk {
+
+class Fibres {
+ public:
+  explicit Fibres(size_t most) : size_(kStackBytes * most) {
+    void* memory =
+        mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) throw std::runtime_error("cannot allocate memory for the fibres' stacks");
+    stacks_ = static_cast<char*>(memory);
+  }
+  ~Fibres() { munmap(stacks_, size_); }
+
+  void add(std::function<void()> body) {
+    Fibre& fibre = fibres_.emplace_back();
+    fibre.body = std::move(body);
+    getcontext(&fibre.start);
+    fibre.start.uc_stack.ss_sp = stacks_ + (fibres_.size() - 1) * kStackBytes;
+    fibre.start.uc_stack.ss_size = kStackBytes;
+    fibre.start.uc_link = nullptr;
+    const uint64_t self = reinterpret_cast<uint64_t>(this);
+    makecontext(&fibre.start, reinterpret_cast<void (*)()>(enter), 2, static_cast<unsigned>(self >> 32),
+                static_cast<unsigned>(self));
+  }
+  // Runs until all fibres have ended. Calls `stuck` when every fibre waits.
+  void run(const std::function<void()>& stuck) {
+    for (bool any = true; any;) {
+      any = moved_ = false;
+      for (Fibre& fibre : fibres_) {
+        if (fibre.ended) continue;
+        resume(fibre);
+        moved_ |= fibre.ended;
+        any |= !fibre.ended;
+      }
+      if (any && !moved_) stuck();
+    }
+  }
+  // The running fibre waits: the others run before it looks again.
+  void pass() {
+    if (_setjmp(current_->here) == 0) _longjmp(home_, 1);
+  }
+  // Tells that something has changed for which others may wait.
+  void moved() { moved_ = true; }
+
+ private:
+  static constexpr size_t kStackBytes = 128 << 10;
+  struct Fibre {
+    jmp_buf here;
+    ucontext_t start;
+    std::function<void()> body;
+    bool begun = false, ended = false;
+  };
+  void resume(Fibre& fibre) {
+    current_ = &fibre;
+    if (_setjmp(home_) != 0) return;
+    if (fibre.begun) _longjmp(fibre.here, 1);
+    fibre.begun = moved_ = true;
+    setcontext(&fibre.start);
+  }
+  static void enter(unsigned high, unsigned low) {
+    auto* self = reinterpret_cast<Fibres*>(uint64_t{high} << 32 | low);
+    self->current_->body();
+    self->current_->ended = true;
+    _longjmp(self->home_, 1);
+  }
+
+  const size_t size_;
+  char* stacks_;
+  std::deque<Fibre> fibres_;
+  Fibre* current_ = nullptr;
+  jmp_buf home_;
+  bool moved_ = false;
+};
+
+struct HostBarrier {
+  int arrivals = 0, pending = 0;
+  int64_t bytes = 0;
+  uint32_t phase = 0;
+};
+
+// State that the warps of a launch share. `leaving`: no warp waits any more.
+struct HostWorld {
+  const Params& params;
+  Fibres fibres;
+  bool leaving = false;
+  std::string wrong;
+
+  // The first failure ends the launch.
+  void fail(const std::string& what) {
+    if (wrong.empty()) wrong = what;
+    *params.abort = 1;
+    fibres.moved();
+  }
+};
+
+// State that the warps of a block share, besides its memory. `sms` are the blocks of its worker.
+struct HostBlock {
+  struct Meeting {
+    int here = 0, times = 0;
+  };
+  HostWorld& world;
+  BlockMemory<HostBarrier>& memory;
+  HostBlock* const* sms;
+  std::string name;
+  std::set<std::tuple<const TensorMap*, int, int, int, int>> ahead;  // boxes prefetched but not loaded yet
+  Meeting all, consumers;
+
+  // Completes the barrier's phase if no arrivals and no bytes are missing.
+  void settle(HostBarrier& barrier) {
+    world.fibres.moved();
+    if (barrier.pending < 0) world.fail(name + ": too many arrivals at a barrier");
+    if (barrier.pending != 0 || barrier.bytes != 0) return;
+    ++barrier.phase;
+    barrier.pending = barrier.arrivals;
+  }
+};
+
+class HostWarp {
+ public:
+  using Barrier = HostBarrier;
+  using Accumulators = HostAccumulators;
+  static constexpr int kLanes = 1, kTrace = 0;
+
+  HostWarp(HostBlock& block, int warp) : block_(block), world_(block.world), warp_(warp) {}
+
+  int lane() const { return 0; }
+  int warp() const { return warp_; }
+  void forget() const {}
+
+  void init(Barrier& barrier, int arrivals) { barrier.arrivals = barrier.pending = arrivals; }
+  void sync_block() { meet(block_.sms[0]->all, kSms * kWarps); }
+  void consumer_sync() { meet(block_.consumers, kConsumerWarps); }
+  void sync_warp() {}
+
+  bool wait(Barrier& barrier, uint32_t parity, const Where& where) {
+    late_ = {&barrier, parity, where};
+    while (!aborted() && !passed(barrier, parity)) world_.fibres.pass();
+    if (!aborted()) late_ = {};
+    return !aborted();
+  }
+  bool wait_always(Barrier& barrier, uint32_t parity, const Where& where = between()) {
+    if (!aborted()) late_ = {&barrier, parity, where};
+    while (!passed(barrier, parity)) {
+      if (world_.leaving) return false;
+      world_.fibres.pass();
+    }
+    if (!aborted()) late_ = {};
+    return true;
+  }
+  void arrive(Barrier& barrier, int count = 1) { arrive_at(sm_of(block_.memory), barrier, count); }
+  void arrive_at(int sm, Barrier& barrier, int count = 1) {
+    Barrier& there = at_sm(sm, barrier);
+    there.pending -= count;
+    block_.sms[sm]->settle(there);
+  }
+  void hand_over_at(int sm, Barrier& barrier) { arrive_at(sm, barrier); }
+  template <class T>
+  T& at_sm(int sm, T& here) {
+    const auto offset = reinterpret_cast<char*>(&here) - reinterpret_cast<char*>(&block_.memory);
+    return *reinterpret_cast<T*>(reinterpret_cast<char*>(&block_.sms[sm]->memory) + offset);
+  }
+  void expect(Barrier& barrier, uint32_t bytes) {
+    barrier.bytes += bytes;
+    arrive(barrier);
+  }
+
+  void acquire_map(const TensorMap&) {}
+  void load_tile(void* to, const TensorMap& map, int x, int y, int z, Barrier& barrier) {
+    load_at(to, map, {{x, y, z}}, barrier, block_);
+  }
+  void load_tile_for_all(void* to, const TensorMap& map, int x, int y, int z, Barrier& barrier) {
+    for (int sm = 0; sm < kSms; ++sm)
+      load_at(&at_sm(sm, *static_cast<char*>(to)), map, {{x, y, z}}, at_sm(sm, barrier), *block_.sms[sm]);
+  }
+  void load_columns(void* to, const TensorMap& map, int piece, int a, int b, int z, Barrier& barrier) {
+    block_.ahead.erase({&map, piece, a, b, z});
+    load_at(to, map, {{0, piece, a, b, z}}, barrier, block_);
+  }
+  void prefetch_columns(const TensorMap& map, int piece, int a, int b, int z) {
+    if (!block_.ahead.insert({&map, piece, a, b, z}).second)
+      world_.fail(block_.name + " prefetches a page twice");
+  }
+  void load_bytes(void* to, const void* from, uint32_t bytes, Barrier& barrier) {
+    if (bytes % 16 || reinterpret_cast<uint64_t>(from) % 16)
+      world_.fail(block_.name + " has a load that is not 16-byte aligned");
+    memcpy(to, from, bytes);
+    barrier.bytes -= bytes;
+    block_.settle(barrier);
+  }
+  void store_tile(const TensorMap& map, int x, int y, int z, const void* from) {
+    store_box(host_map(map), {{x, y, z}}, from);
+  }
+  void add_tile(const TensorMap& map, int x, int y, int z, const void* from) {
+    add_box(host_map(map), {{x, y, z}}, from);
+  }
+  void commit() {}
+  void wait_read(int) {}
+  void wait_stores() {}
+  void fence_pages() {}
+  void fence_async() {}
+
+  template <class F>
+  bool wait_counters(int n, Scope, const Where& where, F need) {
+    for (int i = 0; i < n; ++i) {
+      const Need wanted = need(i);
+      if (wanted.value == nullptr) continue;
+      if (!aborted()) late_ = {wanted.value, 0, where};
+      while (!aborted() && static_cast<int32_t>(static_cast<uint32_t>(*wanted.value) - wanted.target) < 0)
+        world_.fibres.pass();
+      if (aborted()) return false;
+    }
+    late_ = {};
+    return true;
+  }
+  void signal(int32_t* counter, int count, Scope) {
+    *counter = static_cast<int32_t>(static_cast<uint32_t>(*counter) + static_cast<uint32_t>(count));
+    world_.fibres.moved();
+  }
+  int claim(int32_t* word, uint32_t base, int end) {
+    const int done = static_cast<int32_t>(static_cast<uint32_t>(*word) - base);
+    if (done >= end) return -1;
+    *word = static_cast<int32_t>(static_cast<uint32_t>(*word) + 1);
+    return done;
+  }
+  int arrive_acq_rel(int32_t* word) { return (*word)++; }
+  bool aborted() const { return *world_.params.abort != 0; }
+
+  uint64_t now() const { return 0; }
+  void trace(const Where&, Role, IntervalKind, uint64_t) {}
+  void stall(uint64_t) {}
+
+  // Does what the watchdog does for a waiting warp, except the abort.
+  void note() { block_.memory.late[warp_] = late_; }
+
+ private:
+  static bool passed(const Barrier& barrier, uint32_t parity) { return (barrier.phase & 1) != parity; }
+  void meet(HostBlock::Meeting& meeting, int warps) {
+    const int time = meeting.times;
+    if (++meeting.here == warps) {
+      meeting.here = 0;
+      ++meeting.times;
+      world_.fibres.moved();
+    }
+    while (meeting.times == time && !world_.leaving) world_.fibres.pass();
+  }
+  void load_at(void* to, const TensorMap& map, const Corner& corner, Barrier& barrier, HostBlock& block) {
+    const HostMap host = host_map(map);
+    load_box(to, host, corner);
+    barrier.bytes -= host.bytes();
+    block.settle(barrier);
+  }
+
+  HostBlock& block_;
+  HostWorld& world_;
+  const int warp_;
+  Late late_{};  // what the warp waits for now
+};
+
+}  // namespace mk

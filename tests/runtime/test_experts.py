@@ -1,0 +1,233 @@
+"""Tests of layers with experts: instructions, whole models against transformers, quantised experts, and what a wrong
+table of experts can do. That neither other rows nor the size of a step change bits is tested in test_invariance.py."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from compiled import compiled, small_machine
+from cpu_support import DIMS, WIDTHS, RandomCheckpoint, make_table, use
+from handmade import record
+from mutate import edit, rows_of
+from runner import Piece, Runner
+from stored_checkpoints import assert_close, logits
+from tiny_llama import error, hf_logits, make_llama
+from twins import CpuTwins
+
+from megakernel.errors import MegakernelError
+from megakernel.isa import Buffer, Dims, Dtype, Forward, Kind, Operation, Split, accesses, cost, to_f32
+from megakernel.isa.operations.route import chosen
+from megakernel.isa.record import WAIT_WORD, WAITS
+from megakernel.machine import host
+from megakernel.model import KNOWN_SHAPES, families
+from megakernel.model import RandomCheckpoint as Seeded
+from megakernel.model.stored import stored_as
+from megakernel.roofline.work import step_work
+from megakernel.runtime.cpu.backend import CpuBackend
+from megakernel.runtime.cuda.limits import model_refusal
+from megakernel.runtime.reference import ReferenceBackend
+from megakernel.scheduler import passes
+from megakernel.scheduler.verify import verify
+
+B = Buffer
+# No size is a multiple of a panel's 16 columns. 40 rows have more experts together than the 11 of a layer.
+EXPERTS = DIMS.changed(experts=11, experts_per_token=3, ffn=37)
+FEW = {"tokens": 3, "logit_rows": 3}
+
+
+def forward_of(dims: Dims) -> Forward:
+    return passes.apply(families.forward(RandomCheckpoint(dims).config), dims.split)
+
+
+@pytest.fixture(params=[(w, t) for w in WIDTHS for t in (Dtype.F32, Dtype.BF16)], ids=lambda p: f"{p[0]}-{p[1].name}")
+def dims(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dims]:
+    use(monkeypatch, request.param[0])
+    return EXPERTS.changed(dtype=int(request.param[1]))
+
+
+def routed(dims: Dims) -> CpuTwins:
+    """Interpreters whose buffers have random contents, and in ROUTES different experts for each row."""
+    twins = CpuTwins(RandomCheckpoint(dims, biased=False), forward_of(dims), dims)
+    rng, count = np.random.default_rng(1), dims.model.experts_per_token
+    twins.buffer(0, B.ROUTES)[:] = [rng.permutation(dims.model.experts)[:count] for _ in range(dims.bucket.tokens)]
+    return twins
+
+
+@pytest.mark.parametrize("normalised", [0, 1])
+def test_route(dims: Dims, normalised: int) -> None:
+    twins = routed(dims.changed(normalised_routes=normalised))
+    twins.compare(record(twins.forward.by_name["route"], 3, 30), 1, make_table(twins.dims, {0: (0, 40)}))
+    twins.backend.close()
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_experts_and_their_sum(dims: Dims, tokens: int) -> None:
+    """Steps with few rows have an instruction for each row and expert of the row, others one for each expert."""
+    twins = routed(dims.changed(tokens=tokens, logit_rows=3))
+    table, d = make_table(twins.dims, {0: (0, tokens)}), twins.dims
+    assert d.places == (11 if tokens > 3 else 3)
+    for name, width in (("experts_gate_up", d.model.ffn), ("experts_down", d.model.hidden)):
+        for place in range(d.places):
+            for col, cols in ((0, 16), (16, width - 16)):
+                twins.compare(
+                    record(twins.forward.by_name[name], 0, tokens, col, cols, place), 1, table, rtol=1e-4, atol=1e-4
+                )
+    twins.compare(record(twins.forward.by_name["combine"], 1, tokens - 1), 1, table, atol=1e-4)
+    twins.backend.close()
+
+
+def test_of_equal_logits_the_lower_expert_is_better() -> None:
+    tied = np.array([[1, 3, 2, 3, 3], [np.nan, 0, -np.inf, np.nan, 0]], np.float32)
+    experts, weights = chosen(tied, 4, normalised=False)
+    assert experts.tolist() == [[1, 3, 4, 2], [1, 4, 0, 2]]
+    np.testing.assert_allclose(weights[1], [0.5, 0.5, 0, 0])
+    twins = routed(EXPERTS)
+    h, router = twins.buffer(0, B.H), twins.reference.buffer(B.W_ROUTER, 1)
+    h[:8], h[8:12] = 0, np.nan
+    table = make_table(twins.dims, {0: (0, 40)})
+    twins.start_equal()
+    twins.execute_both(record(twins.forward.by_name["route"], 0, 40), 1, table, 0)
+    got = twins.other(0, B.ROUTES)
+    assert (got[:12] == [0, 1, 2]).all() and len(router) == 11
+    np.testing.assert_array_equal(got, twins.buffer(0, B.ROUTES))
+    twins.backend.close()
+
+
+@pytest.mark.parametrize("wrong", [-1, 11, 2**31 - 1, -(2**31)])
+def test_a_wrong_table_reads_nothing_outside(wrong: int) -> None:
+    """The CPU takes an expert that does not exist for one that does, or skips it."""
+    for tokens in (3, 40):
+        twins = routed(EXPERTS.changed(tokens=tokens, logit_rows=3))
+        twins.buffer(0, B.ROUTES)[:] = wrong
+        table = make_table(twins.dims, {0: (0, tokens)})
+        tile = record(twins.forward.by_name["experts_gate_up"], 0, tokens, 0, 37, 2)
+        found = to_f32(twins.run(tile, 1, table)[0, B.ACT, 0])
+        assert np.isfinite(found).all()
+        twins.backend.close()
+
+
+# -- whole models
+
+SHAPES = {
+    "mixtral": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 40, "ffn": 77},
+    "qwen3_moe": {"heads": 6, "kv_heads": 3, "head_dim": 40, "hidden": 56, "ffn": 83, "norm_topk_prob": False},
+}
+TOKENS = np.random.default_rng(8).integers(0, 101, 41).tolist()
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("family", SHAPES)
+def test_the_cpu_computes_what_transformers_does(family: str, tp: int) -> None:
+    model, checkpoint = make_llama(5, family, **SHAPES[family])
+    want = hf_logits(model, TOKENS)
+    runner = Runner(checkpoint, "cpu", tp=tp)
+    out = [
+        [o.tokens.copy(), o.logprobs.copy(), o.logits.copy()]
+        for start, end in ((0, 38), (38, 39), (39, 41))
+        for o in [runner.step([Piece(3, start, TOKENS[start:end])])]
+    ]
+    tokens, logprobs, got = map(np.concatenate, zip(*out, strict=True))
+    runner.close()
+    assert error(got, want) < 1e-4
+    assert (tokens == want.argmax(axis=1)).all()
+    np.testing.assert_allclose(logprobs, torch.log_softmax(torch.from_numpy(want), -1).max(-1).values, atol=1e-4)
+
+
+SMALL = replace(
+    KNOWN_SHAPES["qwen3-30b-a3b"], vocab=211, hidden=256, ffn=256, layers=2, heads=4, kv_heads=2, head_dim=32,
+    max_context=512, experts=9, experts_per_token=2,
+)  # fmt: skip
+KINDS = ("q8_0", "q4_0", "q5_1", "q4_k", "q5_k", "q6_k", "f16")
+
+
+@pytest.mark.parametrize("activations", ["float", "q8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_experts(kind: str, activations: str) -> None:
+    """The CPU agrees with the reference. A router is never quantised."""
+    whole = Seeded("random", SMALL)
+    whole.dtype = Dtype.F32
+    checkpoint = stored_as(whole, kind)
+    assert checkpoint.storage[B.W_ROUTER].layers[0][0].dtype is (Dtype.F16 if kind == "f16" else Dtype.F32)
+    q8 = activations == "q8" and kind != "f16"
+    for tp in (1, 2) if kind == "q8_0" and not q8 else (1,):
+        cpu, reference = (logits(b, checkpoint, 20, tp, q8=q8) for b in (CpuBackend, ReferenceBackend))
+        assert_close(cpu, reference, Dtype.BF16 if q8 else Dtype.F32)
+
+
+# -- programs
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5, 64])
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_programs_are_proved_and_their_waits_are_needed(tp: int, tokens: int) -> None:
+    config = replace(SMALL, hidden=64, ffn=96, experts=8)
+    program = compiled(config, small_machine(3), tokens=tokens, tp=tp)
+    assert verify(program).ok
+    for name in ("route", "experts_gate_up", "experts_down", "combine" if tp == 1 else "combine_partial"):
+        broken = program
+        for at in rows_of(program, "body", name):  # a stream's later instructions also wait for its earlier ones
+            broken = edit(broken, "body", at, list(range(WAIT_WORD, WAIT_WORD + WAITS)))
+        assert any(name in violation for violation in verify(broken).violations), name
+
+
+def test_tables_order_what_different_experts_store_in_one_place() -> None:
+    """In the next layer, another expert may store its results where this one did. That is proved to come later because
+    both read the table, which ROUTE overwrites in between (megakernel/isa/operations/experts.py)."""
+    program = compiled(replace(SMALL, hidden=64, ffn=96), small_machine(1), tokens=5)
+    for phase, d, _, columns in program.by_phase(1):
+        read = {a.buffer for a in accesses(phase, columns, d) if a.kind is Kind.READ}
+        if phase.operation is Operation.EXPERTS:
+            assert B.ROUTES in read
+        elif phase.operation is Operation.COMBINE:
+            assert B.ROUTE_WEIGHTS in read
+
+
+@pytest.mark.parametrize(
+    ("operand", "value", "message"),
+    [(4, 8, "rows have no such place"), (4, 0, "both write"), (3, 97, "outside the rank's part")],
+)
+def test_wrong_records_are_refused(operand: int, value: int, message: str) -> None:
+    program = compiled(replace(SMALL, hidden=64, ffn=96, experts=8), small_machine(1), tokens=5)
+    at = rows_of(program, "body", "experts_gate_up")[-1]
+    assert any(message in v for v in verify(edit(program, "body", at, 1 + operand, value)).violations)
+
+
+def test_costs_count_the_experts_that_a_step_needs_at_most() -> None:
+    config = KNOWN_SHAPES["qwen3-30b-a3b"]
+    one = 3 * config.hidden * config.ffn * 2  # bytes of an expert
+    forward, split = families.forward(config), Split(config.sizes(Dtype.BF16))
+    works = [step_work(forward, split, [1] * rows, [1] * rows, 0) for rows in (1, 3, 100)]
+    for work, experts in zip(works[1:], (24, 128), strict=True):
+        rest = (experts - 8) * one * config.layers
+        np.testing.assert_allclose(work.weight_bytes - works[0].weight_bytes, rest, rtol=1e-3)
+    np.testing.assert_allclose(works[1].flops / works[0].flops, 3)
+    for tokens, experts in ((1, 8), (3, 24), (100, 128)):
+        program = compiled(config, host(4), tokens=tokens)
+        read = sum(
+            float(cost(phase, columns, d).memory_bytes.sum())
+            for phase, d, _, columns in program.by_phase(1)
+            if phase.operation is Operation.EXPERTS
+        )
+        assert read == experts * one
+
+
+def test_gpus_refuse_experts() -> None:
+    assert "experts" in str(model_refusal(SMALL.sizes(Dtype.BF16)))
+
+
+def test_a_program_with_impossible_experts_is_refused() -> None:
+    program = compiled(replace(SMALL, hidden=64, ffn=96), small_machine(1), tokens=5)
+    impossible, flag = "are not possible", "a flag is out of range"
+    for change, what in (
+        ({"experts": 2, "experts_per_token": 3}, impossible),
+        ({"experts": 600}, impossible),
+        ({"experts_per_token": 0}, impossible),
+        ({"experts": 512, "hidden": 1 << 20}, "of 512 experts must be at most"),
+        ({"normalised_routes": 2}, flag),
+    ):
+        violations = verify(replace(program, dims=program.dims.changed(**change))).violations
+        assert any(what in violation for violation in violations), change
+    with pytest.raises(MegakernelError, match="experts"):
+        Runner(Seeded("x", SMALL), "cuda", Dtype.BF16)
