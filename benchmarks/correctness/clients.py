@@ -284,11 +284,12 @@ class Cases:
 
         client = anthropic.Anthropic(base_url=self.url.removesuffix("/v1"), api_key="none", max_retries=0)
         told: dict[str, Any] = {"model": self.model, "messages": MESSAGES, "max_tokens": 200, "system": "Be brief."}
-        whole = client.messages.create(**told, temperature=0)
-        with client.messages.stream(**told, temperature=0) as stream:
+        told["extra_body"] = {"temperature": 0}  # Version 2.14 has no such argument.
+        whole = client.messages.create(**told)
+        with client.messages.stream(**told) as stream:
             assert "".join(stream.text_stream) == whole.content[0].text
             assert stream.get_final_message().usage.output_tokens == whole.usage.output_tokens
-        ended = client.messages.create(**told, temperature=0, stop_sequences=[whole.content[0].text[3:9]])
+        ended = client.messages.create(**told, stop_sequences=[whole.content[0].text[3:9]])
         assert ended.stop_reason == "stop_sequence"
         assert ended.stop_sequence == whole.content[0].text[3:9]
         counted = client.messages.count_tokens(model=self.model, messages=MESSAGES, system="Be brief.")
