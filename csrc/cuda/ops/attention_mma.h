@@ -103,19 +103,15 @@ class AttentionTile {
   // the sum of the row's e^(score - m) before rounding.
   __device__ void softmax(float scale, int block, int span) {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
-      const int seen = position_[half] + 1 - block * kKvBlock, tokens = seen - fragment_col(here(lane_));
-      const int before = seen - span, hidden = before - fragment_col(here(lane_));
-      if (before > 0) {  // a sliding window begins in this block, or after it
-        MK_UNROLL for (int n = 0; n < 16; ++n) {
-          MK_UNROLL for (int e = 2 * half; e < 2 * half + 2; ++e) {
-            if (8 * n + e % 2 < hidden) score_[n][e] = minus_infinity();
-          }
-        }
-      }
+      const int seen = position_[half] + 1 - block * kKvBlock;
+      // The row sees column c of this lane if `offset` + c, which is negative before a sliding window, is in
+      // [0, span).
+      const unsigned offset = fragment_col(here(lane_)) + span - seen;
       float m = minus_infinity();
       MK_UNROLL for (int n = 0; n < 16; ++n) {
         MK_UNROLL for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          score_[n][e] = 8 * n + e % 2 < tokens ? score_[n][e] * scale : minus_infinity();
+          score_[n][e] = offset + (8 * n + e % 2) < static_cast<unsigned>(span) ? score_[n][e] * scale
+                                                                                : minus_infinity();
           m = fmaxf(m, score_[n][e]);
         }
       }
@@ -136,7 +132,7 @@ class AttentionTile {
       }
       l += shuffle_xor(l, 1);
       block_[half] = {m, l + shuffle_xor(l, 2)};
-      seen_[half] = seen > 0 && before < kKvBlock;
+      seen_[half] = seen > 0 && seen - span < kKvBlock;
     }
   }
 
