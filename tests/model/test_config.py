@@ -192,12 +192,12 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
         (MIXTRAL, {"experts": 8, "experts_per_token": 2, "normalised_routes": True}),
         (
             {**MIXTRAL, "sliding_window": 64},
-            {"experts": 8, "experts_per_token": 2, "normalised_routes": True, "max_context": 64},
+            {"experts": 8, "experts_per_token": 2, "normalised_routes": True, "window": 64},
         ),
         (MOE, {"ffn": 24, "experts": 8, "experts_per_token": 3}),
         (
             {**MOE, "num_local_experts": 8, "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 99},
-            {"ffn": 24, "experts": 8, "experts_per_token": 3, "normalised_routes": True, "max_context": 99},
+            {"ffn": 24, "experts": 8, "experts_per_token": 3, "normalised_routes": True, "window": 99},
         ),
         ({**SMOLLM3, "no_rope_layer_interval": 2}, {"nope_layers": (1,)}),
         ({**SMOLLM3, "no_rope_layers": [0, 1, 0], "layer_types": [FULL, FULL]}, {"nope_layers": (0,)}),
