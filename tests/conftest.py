@@ -5,7 +5,6 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import pytest
 
@@ -64,16 +63,6 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     named = config.option.markexpr == "gpu" or any(".py" in argument for argument in config.args)
     if not named and getattr(config.option, "numprocesses", 0) is None and not hasattr(config, "workerinput"):
         config.option.numprocesses, config.option.dist = "auto", "worksteal"
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run one part of the test files, if the environment asks for it. MEGAKERNEL_TEST_PART=5/3 divides them in three
-    parts and runs number 5 modulo 3, counted from 0."""
-    if asked := os.environ.get("MEGAKERNEL_TEST_PART"):
-        part, parts = map(int, asked.split("/"))
-        left_out = [item for item in items if crc32(item.path.stem.encode()) % parts != part % parts]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
 
 
 def pytest_sessionstart() -> None:

@@ -39,24 +39,9 @@ MK_DIMS_FN inline int32_t visible_tokens(const Dims& d, int32_t position, int32_
   return tokens < 0 ? 0 : tokens < d.kv_block ? tokens : d.kv_block;
 }
 
-// Returns the position of the first token that the query at `position` sees in a layer, which may have a
-// sliding window.
-template <class D>
-MK_DIMS_FN inline int32_t first_visible(const D& d, int32_t layer, int32_t position) {
-  return higher_of(position + 1 - d.span(layer), 0);
-}
-
-// KV blocks [begin, end).
-struct KvBlocks {
-  int32_t begin, end;
-};
-
-// Returns the KV blocks of an item that its rows see in a layer: those from the first row's first token on.
-template <class D>
-MK_DIMS_FN inline KvBlocks visible_blocks(const D& d, const StepView& s, int32_t item, int32_t layer) {
-  const int32_t begin = s.item_block[item], end = begin + s.item_blocks[item];
-  const int32_t first = first_visible(d, layer, s.positions[s.item_row[item]]) / d.kv_block;
-  return {lower_of(higher_of(begin, first), end), end};
+// Returns the position of the first of the last `span` tokens up to the query's own at `position`.
+MK_DIMS_FN inline int32_t first_visible(int32_t span, int32_t position) {
+  return higher_of(position + 1 - span, 0);
 }
 
 // Ranks [begin, end).

@@ -102,7 +102,8 @@ class Controller {
     if constexpr (kSms > 1) {
       if (record) operation = operation_of(record);
       if (operation == Operation::kAttention)
-        ahead = pages_ahead(block_.dims, block_.step, operands<Attention>(record).slot, where.layer);
+        ahead = pages_ahead(block_.dims, block_.step, operands<Attention>(record).slot,
+                            block_.dims.span(where.layer));
     }
     MK_LOOP for (int sm = 0; sm < kSms; ++sm) {
       Slot<P>& slot = block_.slots[slot_of(published_)];

@@ -311,6 +311,21 @@ MK_FN int32_t end_item(const StepView& s, const Task& task) {
   return s.slot_items[operands<Attention>(task.record).slot + 1];
 }
 
+constexpr int kKvBlock = 128;  // tokens per KV block, and per page of the KV cache
+
+// KV blocks [begin, end).
+struct KvBlocks {
+  int32_t begin, end;
+};
+
+// Returns the KV blocks of an item that its rows see, in a layer where a row attends to `span` tokens: those
+// from the first row's first token on.
+MK_FN KvBlocks visible_blocks(const StepView& s, int32_t item, int32_t span) {
+  const int32_t begin = s.item_block[item], end = begin + s.item_blocks[item];
+  const int32_t first = first_visible(span, s.positions[s.item_row[item]]) / kKvBlock;
+  return {lower_of(higher_of(begin, first), end), end};
+}
+
 // Lists the pages of an attention item. attention.h explains its units (tiles of query rows with one KV
 // head). In a pass, each consumer warp processes one unit. A pass goes through the KV blocks and, for each
 // block, through the pass's KV heads. For each head, the pages of keys come before those of values. Keys
@@ -324,7 +339,7 @@ MK_FN int32_t end_item(const StepView& s, const Task& task) {
 template <class Each>
 MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32_t item, Each&& each) {
   const bool behind = kSms > 1 && item >= end_item(s, task);
-  const KvBlocks own = behind ? KvBlocks{0, 0} : visible_blocks(d, s, item, task.where.layer);
+  const KvBlocks own = behind ? KvBlocks{0, 0} : visible_blocks(s, item, d.span(task.where.layer));
   const bool empty = own.begin == own.end;
   const int32_t tiles = empty ? 1 : ceil_div(s.item_rows[item] * d.group_size(), kQueryTile);
   const int32_t units = empty ? 1 : s.item_kv_heads[item] * tiles;
@@ -367,9 +382,9 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32
   return true;
 }
 
-// Returns the number of pages that `item_pages` lists for an item of the slot in a layer.
-MK_FN int32_t item_page_count(const Sizes& d, const StepView& s, int32_t item, int32_t layer) {
-  const KvBlocks own = visible_blocks(d, s, item, layer);
+// Returns the number of pages that `item_pages` lists for an item of the slot in a layer with this span.
+MK_FN int32_t item_page_count(const Sizes& d, const StepView& s, int32_t item, int32_t span) {
+  const KvBlocks own = visible_blocks(s, item, span);
   if (own.begin == own.end) return 1;
   const int32_t tiles = ceil_div(s.item_rows[item] * d.group_size(), kQueryTile);
   // `unit` is the first unit of the current KV head. `passes` sums, over the heads, the number of passes that
@@ -381,10 +396,10 @@ MK_FN int32_t item_page_count(const Sizes& d, const StepView& s, int32_t item, i
 }
 
 // Returns how many more pages the attention slot's items use on SM 0 of the worker than on SM 1.
-MK_FN int32_t pages_ahead(const Sizes& d, const StepView& s, int32_t slot, int32_t layer) {
+MK_FN int32_t pages_ahead(const Sizes& d, const StepView& s, int32_t slot, int32_t span) {
   int32_t ahead = 0, sign = 1;
   MK_LOOP for (int32_t item = s.slot_items[slot]; item < s.slot_items[slot + 1]; ++item, sign = -sign)
-      ahead += sign * item_page_count(d, s, item, layer);
+      ahead += sign * item_page_count(d, s, item, span);
   return ahead;
 }
 

@@ -167,7 +167,7 @@ def test_what_a_part_has_measured_outlives_it(gpu: Any, tmp_path: Path, monkeypa
         "time.sleep(60) if name == 'mixed-8b' else sys.exit('it broke' if name == 'numerics' else 0)\n"
     )
     monkeypatch.setattr(gpu, "__file__", str(script))
-    monkeypatch.setattr(gpu, "PART_LIMIT_S", 3.0)
+    monkeypatch.setattr(gpu, "PART_LIMIT_S", 6.0)
     saved: list[Any] = []
     gpu.run_all(["decode-1b", "numerics", "mixed-8b"], None, lambda out: saved.append(json.loads(json.dumps(out))))
     assert [len(out) for out in saved] == [1, 2, 3]

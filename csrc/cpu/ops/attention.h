@@ -543,7 +543,7 @@ void attention_merge(const Call& call, const int32_t*) {
     for (int head = 0; head < s.item_kv_heads[item]; ++head) {
       const QueryHeads heads = query_heads(d, s.item_kv_head[item] + head);
       for (int g = 0; g < heads.count(); ++g) {
-        int block = first_visible(d, call.layer, s.positions[row]) / d.kv_block;
+        int block = first_visible(d.span(call.layer), s.positions[row]) / d.kv_block;
         const float* partial = call.at<float>(Buffer::PARTIALS) +
                                ((partial_index(s, item, r, head) + block) * d.group_size() + g) * stride;
         float m = partial[0], l = partial[1];

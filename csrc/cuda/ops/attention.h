@@ -53,9 +53,9 @@ class AttentionItem {
  private:
   // The KV blocks that the item reads. A split has items without any if all their blocks come before the
   // window of the layer.
-  MK_FN KvBlocks blocks() const { return visible_blocks(d_, s_, item_, layer()); }
+  MK_FN KvBlocks blocks() const { return visible_blocks(s_, item_, span()); }
   MK_FN bool no_blocks() const { return blocks().begin == blocks().end; }
-  MK_FN int32_t layer() const { return call_.task->where.layer; }
+  MK_FN int32_t span() const { return d_.span(call_.task->where.layer); }
 
   MK_FN int tiles() const { return ceil_div(s_.item_rows[item_] * d_.group_size(), kQueryTile); }
   MK_FN int units() const { return s_.item_kv_heads[item_] * tiles(); }
@@ -78,6 +78,7 @@ class AttentionItem {
     const int heads = (end - 1) / tiles - begin / tiles + 1, before = own - begin / tiles;
     const float scale = 1.0f / sqrtf(static_cast<float>(d_.head_dim));
     AttentionTile<P> tile(p_, d_.head_dim);
+    bool started = false;
     for (int block = blocks().begin; block < s_.item_block[item_] + s_.item_blocks[item_]; ++block) {
       item_ = here(item_);
       if (last < block * kKvBlock) {
@@ -88,7 +89,8 @@ class AttentionItem {
       const unsigned char* keys = pages_.take();
       // The queries can be read only now: the input loader fills the item's pages after it has waited for the
       // item's counters, so a full page shows that the queries are written.
-      if (block == blocks().begin) start(tile, query_rows(own, first));
+      if (!started) start(tile, query_rows(own, first));
+      started = true;
       tile.template scores<0>(keys);
       if (!narrow()) {
         pages_.release();
@@ -96,7 +98,7 @@ class AttentionItem {
       }
       tile.template scores<1>(keys + (narrow() ? kPageBytes / 2 : 0));
       pages_.release();
-      tile.softmax(scale, block, d_.span(layer()));
+      tile.softmax(scale, block, span());
       if (!split) tile.merge();
       tile.template values<0>(pages_.take(), split);
       pages_.release();
@@ -159,7 +161,7 @@ class AttentionItem {
 
   MK_FN void merge_row(int row, int r, int head, int first_head, int g) {
     const Ranks ranks = output_ranks();
-    const int first = first_visible(d_, layer(), s_.positions[row]) / kKvBlock;
+    const int first = first_visible(span(), s_.positions[row]) / kKvBlock;
     for (int e = 2 * p_.lane(); e < d_.head_dim; e += 2 * P::kLanes) {
       Softmax sums;
       float a = 0.0f, b = 0.0f;

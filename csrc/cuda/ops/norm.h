@@ -51,20 +51,18 @@ class Norm {
       if (r >= 0) {
         const float scale =
             1.0f / sqrtf(sum_of_squares(held, r) / static_cast<float>(width_) + call_.dims->rms_eps);
+        const float* x = x_ + int64_t{r} * width_;
+        if (call_.phase().result == Result::kResidual && !own_) {
+          add(i, x, scale);
+          continue;
+        }
         const auto scaled = [&](int k, const Eight& v, const Eight& w) {
-          Eight y;
-          MK_UNROLL for (int e = 0; e < 8; ++e) y.v[e] = v.v[e] * scale * w.v[e];
-          if (call_.phase().result == Result::kResidual && !own_) {
-            add(i, k, y);
-          } else {
-            store(i, i - row, k, pack_eight(y));
-          }
+          store(i, i - row, k, pack_eight(times(v, scale, w)));
         };
         MK_UNROLL for (int h = 0; h < kNormHeld; ++h) {
           if (first_ + h * kStep < width_)
             scaled(first_ + h * kStep, held.part[h], read_eight(weight_ + first_ + h * kStep));
         }
-        const float* x = x_ + int64_t{r} * width_;
         MK_LOOP for (int k = first_ + kNormHeld * kStep; k < width_; k += kStep)
             scaled(k, load_eight(x + k), read_eight(weight_ + k));
       } else if (r == kNone) {
@@ -111,12 +109,22 @@ class Norm {
     }
   }
 
-  // Adds normalised columns to a row of the residual.
-  MK_FN void add(int row, int k, const Eight& y) const {
-    float* x = call_.at<float>(call_.phase().output) + int64_t{row} * width_ + k;
-    Eight sum = load_eight(x);
-    MK_UNROLL for (int e = 0; e < 8; ++e) sum.v[e] += y.v[e];
-    store_eight(x, sum);
+  static MK_FN Eight times(const Eight& v, float scale, const Eight& w) {
+    Eight y;
+    MK_UNROLL for (int e = 0; e < 8; ++e) y.v[e] = v.v[e] * scale * w.v[e];
+    return y;
+  }
+
+  // Adds the row x, normalised, to a row of the residual. It reads x again, because the code for columns in
+  // registers would be as long once more.
+  MK_FN void add(int row, const float* x, float scale) const {
+    float* residual = call_.at<float>(call_.phase().output) + int64_t{row} * width_;
+    MK_LOOP for (int k = first_; k < width_; k += kStep) {
+      const Eight y = times(load_eight(x + k), scale, read_eight(weight_ + k));
+      Eight sum = load_eight(residual + k);
+      MK_UNROLL for (int e = 0; e < 8; ++e) sum.v[e] += y.v[e];
+      store_eight(residual + k, sum);
+    }
   }
 
   const Call& call_;

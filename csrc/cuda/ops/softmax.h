@@ -6,7 +6,6 @@
 
 namespace mk {
 
-constexpr int kKvBlock = 128;  // tokens per KV block, and per page of the KV cache
 constexpr int kMaxHeadDim = 128;
 
 MK_FN float exp_fast(float x) {
