@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 from commands import fails, run, run_json
+from cpu_support import DIMS
 
 from megakernel import machine
 from megakernel.errors import MegakernelError
 from megakernel.machine import Core, busy
 from megakernel.machine.hardware import Hardware
-from megakernel.roofline import Ceilings, Measured, kept
+from megakernel.roofline import Ceilings, Measured, kept, plot
+from megakernel.roofline.program_step import rate_of
 from megakernel.scheduler.simulate.costs import costs_of
 from megakernel.serving.bench import calibration, ceilings
 
@@ -214,6 +216,12 @@ def test_only_matmuls_of_quantised_weights_have_the_rate_of_integers() -> None:
     assert unmeasured.of_integers == unmeasured
 
 
+@pytest.mark.parametrize(("q8", "rate", "name"), [(0, 3e11, "fp32"), (1, None, "fp32"), (1, 3e11, "int8")])
+def test_the_rate_of_integers_limits_matmuls_only_if_it_is_known(q8: int, rate: float | None, name: str) -> None:
+    model = DIMS.changed(q8_activations=q8).model
+    assert rate_of(model, machine.host_hardware(1e11, rate, 2e10)) == name
+
+
 def test_a_core_has_its_share_of_what_all_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_ROUNDS", 1)
     monkeypatch.setattr(calibration, "_arithmetic", lambda: ({1: 50.0}, {4: 60.0}, {96: 1.0}))
@@ -267,3 +275,8 @@ def test_the_warning_is_a_line_on_standard_error(probes: list[Measured], capsys:
     status, out, err = run(capsys, "roofline", "--model", "random:smollm2-135m")
     assert status == 0 and "warning" not in out.lower()
     assert err.count("\n") == 1 and err.startswith("megakernel: warning: other programs used 40% of")
+
+
+def test_large_rates_have_the_largest_prefix_that_fits() -> None:
+    values = {7e14: "700 TF", 1e15: "1 PF", 999e6: "999 MF", 2e9: "2 GF"}
+    assert {value: plot._si(value, "F") for value in values} == values
