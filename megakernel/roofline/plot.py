@@ -14,7 +14,7 @@ from ..isa import OperationFamily
 from ..machine import Hardware
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-_ROOFS = {"fp4": "fp4 matrix", "fp8": "fp8 matrix", "bf16": "bf16 matrix", "fp32": "fp32"}
+_ROOFS = {"fp4": "fp4 matrix", "fp8": "fp8 matrix", "int8": "8-bit integers", "bf16": "bf16 matrix", "fp32": "fp32"}
 _STYLE: Any = {
     **{"svg.fonttype": "none", "svg.hashsalt": "roofline", "font.size": 9.0, "font.family": "sans-serif"},
     "text.parse_math": False,  # names may contain dollar signs
