@@ -60,8 +60,7 @@ def split(forward: Forward, part: Split) -> Forward:
 
     def divided(phase: Phase) -> list[Phase]:
         whole = part.tp == 1 or (part.replicated_o and phase.inputs in attended)
-        adds = phase.is_matmul or phase.operation is Operation.COMBINE
-        if whole or not (adds and phase.result in _SUMMED):
+        if whole or not (phase.adds_products and phase.result in _SUMMED):
             return [replace(phase, rows=_rows(phase))]
         name = phase.name.removesuffix("_proj")
         partial = replace(phase, name=f"{name}_partial", output=Buffer.REDUCE, result=Result.PARTIAL, bias=None)

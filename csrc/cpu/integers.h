@@ -211,7 +211,7 @@ template <class K>
 constexpr auto kMultiplyUnits = multiply_units_of<K>(std::make_integer_sequence<int, kIntegerRows>{});
 
 // The panels that one row is multiplied with at once. One core reads memory faster as a few streams that are
-// far apart than as one: weights of four bits that are not in caches took a fifth less time.
+// far apart than as one: a Zen 3 multiplied 4-bit weights that are not in caches in a quarter less time.
 constexpr int kStreams = 4;
 
 // Computes c = x W^T, or adds to c with `resume`, for `rows` rounded rows and `count` panels, over the steps

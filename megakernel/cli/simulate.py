@@ -123,8 +123,8 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
         for setting in map(SETTINGS.__getitem__, STORED):
             if getattr(args, setting.flag.lstrip("-").replace("-", "_")) != setting.value():
                 raise MegakernelError(
-                    f"{args.file} is already compiled for one {setting.flag}: leave it out, or give --model instead of "
-                    "FILE"
+                    f"{setting.flag} cannot change {args.file}, which is already compiled: leave it out, or give "
+                    "--model instead of FILE"
                 )
         program, tied = load_program(args.file), True
         workers = args.workers or program.processors

@@ -75,6 +75,11 @@ class Phase:
         return self.operation in (Operation.MATMUL, Operation.GATHER, Operation.ROUTE, Operation.EXPERTS)
 
     @property
+    def adds_products(self) -> bool:
+        """Whether the phase adds products of its inputs and a weight matrix, of which each rank may have a part."""
+        return self.operation in (Operation.MATMUL, Operation.COMBINE)
+
+    @property
     def operands(self) -> tuple[str, ...]:
         return self.operation.layout.operands
 

@@ -105,8 +105,7 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
             buffer = getattr(p, field)
             if buffer is not None and (found := contents(buffer, d)) != wanted:
                 yield f"its {field} {buffer.name} are {_text(found)}, not {_text(wanted)} (rank {d.split.rank})"
-    adds = p.is_matmul or p.operation is Operation.COMBINE
-    if adds and p.result in (Result.RESIDUAL, Result.PARTIAL, Result.STORED):
+    if p.adds_products and p.result in (Result.RESIDUAL, Result.PARTIAL, Result.STORED):
         parts = [p.inner(d.split) for d in all_dims(dims)]
         whole = p.inner(dims.changed(tp=1).split)
         if sum(parts) != whole if p.result is Result.PARTIAL else set(parts) != {whole}:

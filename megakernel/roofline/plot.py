@@ -69,7 +69,7 @@ def write_plot(path: Path, hardware: Hardware, points: Sequence[Point], title: s
         axes = figure.add_subplot(xscale="log", yscale="log", xlabel="FLOPs per byte of memory")
         peak, bandwidth = hardware.flops_per_s(roof), hardware.chip.hbm_bytes_per_s
         flat = f"flat from {hardware.intensity(roof):.0f} FLOPs per byte"
-        subtitle = f"{hardware.name}: {_si(peak, 'FLOP/s')} {roof}, {_si(bandwidth, 'B/s')}, {flat}"
+        subtitle = f"{hardware.name}: {_si(peak, _unit(roof))} {roof}, {_si(bandwidth, 'B/s')}, {flat}"
         axes.set_title(f"{title}\n{subtitle}", loc="left")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
@@ -82,6 +82,10 @@ def write_plot(path: Path, hardware: Hardware, points: Sequence[Point], title: s
     svg = out.getvalue()
     with whole_file(path, f"plot {path}") as part:
         part.write_text(_PAGE + svg[svg.index("<svg") :] if path.suffix == ".html" else svg)
+
+
+def _unit(roof: str) -> str:
+    return "OP/s" if roof == "int8" else "FLOP/s"
 
 
 def _si(value: float, unit: str) -> str:
@@ -103,7 +107,7 @@ def _draw_roofs(axes: Any, hardware: Hardware, points: Sequence[Point], roof: st
             continue
         if name != roof:
             axes.plot([rate / bandwidth, right], [rate, rate], color="black", linewidth=0.8, linestyle="dashed")
-        words = f"{_ROOFS[name]}, {_si(rate, 'FLOP/s')}"
+        words = f"{_ROOFS[name]}, {_si(rate, _unit(name))}"
         axes.annotate(words, (right, rate), (0, 3), textcoords="offset points", ha="right", color="0.35")
     rates_seen = [*rates.values(), *(p.flops_per_s for p in points)]
     axes.set(xlim=(left, right), ylim=(min([left * bandwidth, *rates_seen]) / 2, max(rates_seen) * 2))

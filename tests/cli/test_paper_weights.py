@@ -65,3 +65,21 @@ def test_auto_is_the_type_of_the_file(capsys: pytest.CaptureFixture[str], tmp_pa
     (bare / "config.json").write_bytes((Path(model) / "config.json").read_bytes())
     for name, dtype in ((str(tmp_path / "a.gguf"), "fp32"), (model, "fp32"), (str(bare), "bf16")):
         assert run_json(capsys, "roofline", "--model", name, "--machine", CPU, "--context", "8")["dtype"] == dtype
+
+
+@pytest.mark.parametrize(("given", "rounded"), [([], 1), (["--activations", "float"], 0)])
+def test_a_compiled_program_is_of_the_class_that_a_run_has(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, given: list[str], rounded: int
+) -> None:
+    flags = ["--model", "random:smollm2-135m", "--weights", "q8_0", "--machine", CPU, "--kv-cache-dtype", "q8_0"]
+    run_json(capsys, "compile", *flags, *given, "-o", str(tmp_path / "a"))
+    model = load_program(tmp_path / "a").dims.model
+    assert (model.q8_activations, model.quantised_kv) == (rounded, 1)
+
+
+@pytest.mark.parametrize("flag", ["--weights", "--kv-cache-dtype", "--activations"])
+def test_a_compiled_program_keeps_its_types(capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str) -> None:
+    run_json(capsys, "compile", "--model", "random:smollm2-135m", "--machine", CPU, "-o", str(tmp_path / "a"))
+    value = "float" if flag == "--activations" else "q8_0"
+    error = fails(capsys, "simulate", str(tmp_path / "a"), "--machine", CPU, flag, value)
+    assert f"{flag} cannot change {tmp_path / 'a'}, which is already compiled" in error

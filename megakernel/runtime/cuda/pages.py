@@ -31,7 +31,6 @@ attention  An attention item has query rows of one sequence and a range of its K
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,14 +63,6 @@ UNITS = 8  # attention query tiles (units) that a thread block computes side by 
 QUERY_TILE = 16  # (query row, query head) pairs of a query tile
 
 Ints = NDArray[np.int64]
-
-
-class Stream(Enum):
-    """What a page is used for. The value names the warps that fill the page and the warps that release it."""
-
-    WEIGHTS = "weight loader", "consumers"
-    INPUTS = "input loader", "consumers"
-    OUTPUT = "consumers", "storer"
 
 
 # Matmuls on tensor cores store these results through pages, tile by tile. All other results of
