@@ -96,18 +96,18 @@ def _si(value: float, unit: str) -> str:
 
 
 def _draw_roofs(axes: Any, hardware: Hardware, points: Sequence[Point], roof: str) -> None:
-    """Draw the whole roofline of the rate `roof`, and a horizontal line for each other rate of the machine."""
+    """Draw the whole roofline of the rate `roof`, and a horizontal line for each other rate of the machine. Rates
+    that are equal share a line and a label."""
     bandwidth, peak = hardware.chip.hbm_bytes_per_s, hardware.flops_per_s(roof)
     rates = {name: rate for name in _ROOFS if (rate := getattr(hardware.rates, name))}
     right = max([p.flops_per_byte for p in points] + [max(rates.values()) / bandwidth]) * 5
     left = min([p.flops_per_byte for p in points] + [min(rates.values()) / bandwidth / 15]) / 2
     axes.plot([left, peak / bandwidth, right], [left * bandwidth, peak, peak], color="black")
-    for name, rate in rates.items():
-        if name != roof and rate == peak:
-            continue
-        if name != roof:
+    for rate in dict.fromkeys(rates.values()):
+        names = [roof] if rate == peak else [name for name in rates if rates[name] == rate]
+        if rate != peak:
             axes.plot([rate / bandwidth, right], [rate, rate], color="black", linewidth=0.8, linestyle="dashed")
-        words = f"{_ROOFS[name]}, {_si(rate, _unit(name))}"
+        words = f"{', '.join(_ROOFS[name] for name in names)}, {_si(rate, _unit(names[0]))}"
         axes.annotate(words, (right, rate), (0, 3), textcoords="offset points", ha="right", color="0.35")
     rates_seen = [*rates.values(), *(p.flops_per_s for p in points)]
     axes.set(xlim=(left, right), ylim=(min([left * bandwidth, *rates_seen]) / 2, max(rates_seen) * 2))

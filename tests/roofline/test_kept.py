@@ -3,6 +3,7 @@ Busy machines and damaged files are tested too."""
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -280,3 +281,17 @@ def test_the_warning_is_a_line_on_standard_error(probes: list[Measured], capsys:
 def test_large_rates_have_the_largest_prefix_that_fits() -> None:
     values = {7e14: "700 TF", 1e15: "1 PF", 999e6: "999 MF", 2e9: "2 GF"}
     assert {value: plot._si(value, "F") for value in values} == values
+
+
+@pytest.mark.parametrize(
+    ("roof", "labels"),
+    [
+        ("int8", {"8-bit integers, 300 GOP/s", "bf16 matrix, fp32, 100 GFLOP/s"}),
+        ("fp32", {"8-bit integers, 300 GOP/s", "fp32, 100 GFLOP/s"}),
+    ],
+)
+def test_equal_rates_share_a_label(tmp_path: Path, roof: str, labels: set[str]) -> None:
+    host = machine.host_hardware(1e11, 3e11, 2e10)
+    plot.write_plot(tmp_path / "a.svg", host, [plot.Point("x", 2.0, 4e10, plot.Mark.STEP)], "title", roof)
+    texts = re.findall(r">([^<>]+, [0-9]+ G[A-Z]+/s)<", (tmp_path / "a.svg").read_text())
+    assert set(texts) == labels and len(texts) == len(labels)
