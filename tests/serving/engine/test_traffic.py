@@ -84,14 +84,17 @@ class Traffic:
         """Check that each logit row has the parameters of its request, and that the step keeps to its limits."""
         slots, rows = self.engine._batch.slots, int((table.row_seq >= 0).sum())
         used = int((table.logit_rows >= 0).sum())
+        ended, generated = False, Counter[int]()  # rows of an ended sequence; of each slot, rows of generated tokens
         assert 0 < rows <= self.most["step_tokens"] and used <= max(self.most["max_seqs"], SCORED_ROWS)
         for i in range(used):
             row = int(table.logit_rows[i])
             slot, position = int(table.row_seq[row]), int(table.positions[row])
             sequence: Any = slots.sequence[slot]
             if sequence is None:  # its request was aborted after the step was planned
+                ended = True
                 continue
             request, params = sequence.request, sequence.request.params
+            generated[slot] += position >= len(request.prompt_ids)
             pairs = range(int(table.bias_begin[i]), int(table.bias_end[i]))
             bias = {int(table.bias_ids[j]): float(table.bias_values[j]) for j in pairs}
             if table.target[i] >= 0:
@@ -107,6 +110,9 @@ class Traffic:
             told = (table.top_k[i], table.choice[i], table.prompt_length[i], seed)
             assert told == (max(params.top_k, 0), sequence.choice, len(request.prompt_ids), request.seed)
             self.met["biased rows"] += bool(bias)
+        proposed = max(generated.values(), default=0) > 1
+        assert not (ended and proposed)  # a step that proposals lengthen leaves out what has ended
+        self.met["lengthened steps"] += proposed
         self.met["deferred tokens"] += int((table.token_ids < 0).sum())
 
     def step(self, failing: float) -> None:
@@ -143,11 +149,11 @@ def run(seed: int, steps: int) -> Counter[str]:
     """Run `steps` steps under random traffic, and then until all requests are answered."""
     traffic = Traffic(seed)
     rng, engine = traffic.rng, traffic.engine
-    busy, failing = rng.choice([0.05, 0.3, 0.6]), rng.choice([0.0, 0.02])
+    busy, failing, stopping = rng.choice([0.05, 0.3, 0.6]), rng.choice([0.0, 0.02]), rng.choice([0.03, 0.3])
     for _ in range(steps):
         while engine.idle or (engine.stats.waiting < 20 and rng.random() < busy):
             traffic.add()
-        if traffic.requests and rng.random() < 0.03:
+        if traffic.requests and rng.random() < stopping:
             traffic.stop()
         if rng.random() < 0.005:
             engine.reset_prefix_cache()
@@ -162,12 +168,21 @@ def run(seed: int, steps: int) -> Counter[str]:
 
 
 def test_the_traffic_meets_everything() -> None:
-    met = sum((run(seed, 50) for seed in range(6)), Counter[str]())
-    wanted = ("scored rows", "biased rows", "deferred tokens", "aborts", "interrupts", "preemptions", "hits")
+    met = sum((run(seed, 50) for seed in range(4, 10)), Counter[str]())
+    wanted = (
+        "scored rows",
+        "biased rows",
+        "deferred tokens",
+        "aborts",
+        "interrupts",
+        "preemptions",
+        "hits",
+        "lengthened steps",
+    )
     assert all(met[name] for name in (*wanted, "accepted", "generated alone")), met
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6, 12))
+@pytest.mark.parametrize("seed", range(10, 16))
 def test_every_request_gets_what_it_would_get_alone(seed: int) -> None:
     run(seed, 60)
