@@ -4,6 +4,12 @@
 
 namespace mk {
 
+// Code for any operation on rows reads its first two operands. NVRTC 13.0 has no offsetof.
+#ifndef __CUDACC_RTC__
+static_assert(__builtin_offsetof(Tile, row) == 0 && __builtin_offsetof(Tile, rows) == 4);
+static_assert(__builtin_offsetof(Run, row) == 0 && __builtin_offsetof(Run, rows) == 4);
+#endif
+
 // Returns the number of the phase to which the record belongs.
 MK_DIMS_FN inline int32_t record_phase(const int32_t* record) { return record[0] & 0xFF; }
 

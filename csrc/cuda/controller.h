@@ -136,8 +136,6 @@ class Controller {
   // describe only that SM's part of the rows.
   MK_FN static int32_t word_of(const int32_t* record, int i, Operation operation, int sm) {
     if constexpr (kSms == 1) return record[i];
-    static_assert(__builtin_offsetof(Tile, row) == 0 && __builtin_offsetof(Tile, rows) == 4 &&
-                  __builtin_offsetof(Run, row) == 0 && __builtin_offsetof(Run, rows) == 4);
     const bool rows = operation != Operation::kAttention && operation != Operation::kJoin;
     if (!rows || i < kOperandWord || i > kOperandWord + 1) return record[i];
     const int32_t all = record[kOperandWord + 1], unit = operation == Operation::kMatmul ? kBoxRows : 1;

@@ -151,18 +151,24 @@ class Device {
         "l"(&map), "r"(x), "r"(y), "r"(z), "r"(at(b)), "h"(static_cast<uint16_t>((1 << kSms) - 1))
         : "memory");
   }
+  // Each weight is read once per launch. Its lines in the L2 cache are therefore the first to be evicted, so
+  // that the machine code, the tables and the activations, which are few, stay there.
   MK_DEVICE void load_columns(void* to, const TensorMap& map, int piece, int a, int b, int z,
                               Barrier& barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(shared_address(to)),
+        "{ .reg .b64 once; createpolicy.fractional.L2::evict_first.b64 once;"
+        " cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%2, %3, %4, %5, %6}], [%7], once; }" ::"r"(shared_address(to)),
         "l"(&map), "r"(0), "r"(piece), "r"(a), "r"(b), "r"(z), "r"(at(barrier))
         : "memory");
   }
   MK_DEVICE void prefetch_columns(const TensorMap& map, int piece, int a, int b, int z) {
-    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];" ::"l"(&map),
-                 "r"(0), "r"(piece), "r"(a), "r"(b), "r"(z)
-                 : "memory");
+    asm volatile(
+        "{ .reg .b64 once; createpolicy.fractional.L2::evict_first.b64 once;"
+        " cp.async.bulk.prefetch.tensor.5d.L2.global.tile.L2::cache_hint [%0, {%1, %2, %3, %4, %5}], once; "
+        "}" ::"l"(&map),
+        "r"(0), "r"(piece), "r"(a), "r"(b), "r"(z)
+        : "memory");
   }
   MK_DEVICE void load_bytes(void* to, const void* from, uint32_t bytes, Barrier& b) {
     asm volatile(
@@ -205,7 +211,7 @@ class Device {
     __syncwarp();
   }
   MK_DEVICE void fence_pages() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-  MK_DEVICE void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+  MK_DEVICE void fence_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
   // Each poll is an acquire load, because after relaxed polls, acquiring would take a second access to the
   // cache. __all_sync does not order memory, so __syncwarp follows it. After __syncwarp, the lane that starts
@@ -291,16 +297,14 @@ class Device {
 #endif
 
  private:
-  // How long a try_wait may suspend the warp. The time is long, because the warp polls the abort flag after
-  // every try_wait that ends without success.
+  // The longest time that a try_wait may suspend the warp. An H100 resumes the warp after a fraction of a
+  // microsecond.
   static constexpr uint32_t kSuspendNs = 1'000'000;
   static constexpr int kTick = 20;  // a tick of the watchdog's clock is 2^kTick ns
 
   // After an abort, a warp abandons operations that are still outstanding after this many ticks, about a
   // second.
   static constexpr uint32_t kLeaveTicks = 1u << 10;
-  static constexpr uint32_t kBackOffNs = 32;
-  static constexpr int kSpins = 16, kPollsPerCheck = 64;
 
   MK_DEVICE static uint32_t at(const Barrier& b) { return shared_address(&b); }
 
@@ -330,11 +334,11 @@ class Device {
   template <int kBlocks>
   MK_DEVICE bool wait_for(Barrier& b, uint32_t parity, const Where& where) {
     bool held = try_wait<kBlocks>(b, parity);
-    if (!held && !aborted()) {
-      block_.late[warp_] = {&b, parity, where};  // all waiting lanes write the same values
+    if (!held) {
       uint32_t since = 0;
-      while (!(held = try_wait<kBlocks>(b, parity)) && !aborted()) check_time(since);
-      if (held) forget_late();
+      while (!(held = try_wait<kBlocks>(b, parity)) && still_wait(since, &b, parity, where)) {
+      }
+      if (since != 0) forget_late();
     }
     return __all_sync(0xFFFFFFFFu, held);  // lanes leave the loop one by one but must agree on the result
   }
@@ -350,8 +354,17 @@ class Device {
     return static_cast<uint32_t>(here(static_cast<int32_t>(params_.timeout_ns >> kTick)));
   }
 
-  MK_DEVICE void check_time(uint32_t& since) {
-    if (waited(since) > limit()) abort();
+  // Called again and again during a wait; `since` is 0 at first. Returns false if the launch was aborted. It
+  // reads the abort flag only once the wait has lasted a tick: if all waiting warps of the GPU read the same
+  // word all the time, every other access to memory would take longer. All waiting lanes of a warp write the
+  // same record, except for the addresses of counters, which do not matter.
+  MK_DEVICE bool still_wait(uint32_t& since, const void* what, uint32_t parity, const Where& where) {
+    const uint32_t ticks = waited(since);
+    if (ticks == 0) return true;
+    if (aborted()) return false;
+    block_.late[warp_] = {what, parity, where};
+    if (ticks > limit()) abort();
+    return true;
   }
   // Clears the warp's record of a late wait, if there is one. Called when a wait has ended. If another lane
   // is still waiting, that lane will record its own wait again.
@@ -359,23 +372,17 @@ class Device {
     if (block_.late[warp_].what && !aborted()) block_.late[warp_].what = nullptr;
   }
 
-  // Waits for one counter, on one lane. If several lanes of a warp wait long, each overwrites the warp's
-  // record in `late`. It does not matter which record remains: the records differ only in the counter's
-  // address.
+  // Waits for one counter, on one lane.
   MK_DEVICE bool wait_counter(const Need& need, Scope scope, const Where& where) {
     uint32_t since = 0;
-    for (int polls = 1;; ++polls) {
-      const int32_t value = load_acquire(need.value, scope);
-      if (static_cast<int32_t>(static_cast<uint32_t>(value) - need.target) >= 0) break;
-      if (polls > kSpins) __nanosleep(kBackOffNs);
-      if (polls % kPollsPerCheck != 0) continue;
-      if (aborted()) return false;
-      const uint32_t ticks = waited(since);
-      if (ticks > 0) block_.late[warp_] = {need.value, 0, where};
-      if (ticks > limit()) abort();
+    while (!reached(need, load_acquire(need.value, scope))) {
+      if (!still_wait(since, need.value, 0, where)) return false;
     }
     if (since != 0) forget_late();
     return true;
+  }
+  MK_DEVICE static bool reached(const Need& need, int32_t value) {
+    return static_cast<int32_t>(static_cast<uint32_t>(value) - need.target) >= 0;
   }
 
   MK_DEVICE void abort() { atomicExch(params_.abort, 1); }

@@ -11,7 +11,8 @@ from megakernel.roofline.work import model_weights
 
 log = logging.getLogger(__name__)
 
-KV_SHARE = 0.25  # the KV pool's fraction of the memory, unless one sequence needs more
+KV_SHARE = 0.25  # the KV pool's fraction of a host's memory, unless one sequence needs more
+GPU_SHARE = 0.85  # the fraction of a GPU's memory for weights and KV pool; the rest is for activations and the driver
 
 
 def weight_bytes(forward: Forward, split: Split, *, tied: bool) -> int:
@@ -28,17 +29,19 @@ def kv_capacity(
     max_seqs: int,
     tp: int = 1,
     quantised_kv: bool = False,
+    *,
+    pool_bytes: float,
 ) -> tuple[int, int]:
     """Return the maximum tokens of a sequence and the tokens of the KV pool, for `tp` ranks that share `memory_bytes`.
 
-    The pool has room for `max_seqs` sequences of maximum length, but uses at most KV_SHARE of the memory. It always has
-    room for one such sequence, even if that exceeds KV_SHARE. Without `max_context`, a sequence may have as many tokens
-    as the model allows and KV_SHARE of the memory holds. Raises MegakernelError if `max_context` exceeds the model's
-    limit, or if one such sequence exceeds the memory."""
+    The pool has room for `max_seqs` sequences of maximum length, but uses at most `pool_bytes` of the memory. It always has
+    room for one such sequence, even if that is more. Without `max_context`, a sequence may have as many tokens as the
+    model allows and the pool holds. Raises MegakernelError if `max_context` exceeds the
+    model's limit, or if one such sequence exceeds the memory."""
     split = Split(config.sizes(dtype, quantised_kv=quantised_kv), tp)
     heads = sum(part.rank_kv_heads for part in split.ranks)  # several ranks may have the same KV head
     per_token = config.layers * heads * kv_bytes(split.model)
-    room = int(KV_SHARE * memory_bytes / per_token)
+    room = int(pool_bytes / per_token)
     if max_context is None:
         context = min(config.max_context, room)
         if context < config.max_context:

@@ -24,7 +24,7 @@ from megakernel.scheduler import Options, step_seconds, with_matmul
 from megakernel.scheduler.tune import Fastest
 from megakernel.serving.engine.engine import Engine, Step
 from megakernel.serving.engine.grammars import Grammars
-from megakernel.serving.engine.memory import kv_capacity
+from megakernel.serving.engine.memory import GPU_SHARE, KV_SHARE, kv_capacity
 from megakernel.serving.engine.plan import VERIFIED_ROWS
 from megakernel.serving.engine.programs import Programs
 from megakernel.serving.engine.request import Request
@@ -119,12 +119,16 @@ class LLM:
         self.threads = machines.host(threads).workers
         memory = self.machine.memory_bytes * (tp if backend == "cuda" else 1)
         options = with_matmul(Options(), self.config, self.machine, tp=tp, tokens=step_tokens)
-        context, kv_tokens = kv_capacity(self.config, self.dtype, memory, max_context, max_seqs, tp, quantised)
         self.kv_cache = kv_cache_dtype if quantised else self.dtype.name.lower()
         kept = checkpoint.storage if registered(backend).stores else {}
         q8 = rounds_activations(activations, kept)
         self.activations = "q8" if q8 else self.dtype.name.lower()
         self.weight_bytes = bytes_by_type(self.config, self.dtype, kept)
+        # Other programs use a host's memory too, but nothing else should use a GPU's.
+        pool = GPU_SHARE * memory - sum(self.weight_bytes.values()) if backend == "cuda" else KV_SHARE * memory
+        context, kv_tokens = kv_capacity(
+            self.config, self.dtype, memory, max_context, max_seqs, tp, quantised, pool_bytes=max(pool, 0)
+        )
         programs = Programs(
             Fastest(
                 self.config,

@@ -147,8 +147,6 @@ MK_FN void prefetch_norm(P& p, const Call& call) {
 // Normalises the rows of a norm phase, or the input rows of a matmul with a norm.
 template <class P>
 MK_FN void norm(P& p, const Call& call) {
-  static_assert(__builtin_offsetof(Tile, row) == __builtin_offsetof(Run, row) &&
-                __builtin_offsetof(Tile, rows) == __builtin_offsetof(Run, rows));
   const Run& op = operands<Run>(call.task->record);
   const bool logits = call.task->is(Operation::kNorm) && call.phase().rows == Rows::kLogit;
   Norm<P>(p, call).rows(op.row, op.rows, [&](int i) {

@@ -149,11 +149,13 @@ class Thread {
   void barrier(uint32_t index, uint32_t threads);  // 0 threads: all of the block
   void arrive_cluster();
   void wait_cluster();
-  void sleep();
+  uint64_t wall_time();
   void set_registers(bool more, uint32_t count);
 
   void fence_barriers();
-  void fence_async(bool everywhere);  // otherwise only for shared memory
+  // Make both proxies see each other's earlier accesses to one kind of memory.
+  void fence_shared();
+  void fence_global();
   void acquire_map(uint64_t map, uint32_t bytes);
 
   void init(uint32_t barrier, uint32_t arrivals);

@@ -142,11 +142,8 @@ void Thread::fence_barriers() {
 }
 
 // Everything before the fence happens before asynchronous accesses after it.
-void Thread::fence_async(bool everywhere) {
-  const Known before = knows->publish();
-  knows->seen.shared = join(knows->seen.shared, before);
-  if (everywhere) knows->seen.global = join(knows->seen.global, before);
-}
+void Thread::fence_shared() { knows->seen.shared = join(knows->seen.shared, knows->publish()); }
+void Thread::fence_global() { knows->seen.global = join(knows->seen.global, knows->publish()); }
 
 void Thread::acquire_map(uint64_t map, uint32_t bytes) {
   if (map % 64 || bytes != mk::kMapBytes)

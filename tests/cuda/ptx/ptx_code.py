@@ -16,7 +16,7 @@ _SPECIAL = {
     "%tid.x": "T.tid",
     "%ctaid.x": "T.ctaid",
     "%laneid": "T.lane",
-    "%globaltimer": "T.time()",
+    "%globaltimer": "T.wall_time()",
     "%clock64": "T.time()",
     "memory": "T.shared_memory()",
     "megakernel_param_0": "T.parameters()",

@@ -79,11 +79,13 @@ data-movement-and-conversion-instructions
   prefetch.global.L2                 global         (void){0}
   shfl.sync.{mode:idx|bfly}.b32      * b32 b32 b32 b32  shuffle
   cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes  shared global u32 shared  T.load_bytes({0}, {1}, {2}, {3})
-  cp.async.bulk.tensor.{n:3d|5d}.shared::cluster.global.tile.mbarrier::complete_tx::bytes  shared box shared  T.load_box({0}, {1}, {2}, 0)
+  cp.async.bulk.tensor.{n:3d}.shared::cluster.global.tile.mbarrier::complete_tx::bytes  shared box shared  T.load_box({0}, {1}, {2}, 0)
+  cp.async.bulk.tensor.{n:5d}.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint  shared box shared u64  T.load_box({0}, {1}, {2}, 0)
   cp.async.bulk.tensor.{n:3d}.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster  shared box shared u16  T.load_box({0}, {1}, {2}, {3})
   cp.async.bulk.tensor.{n:3d}.global.shared::cta.tile.bulk_group  box shared  T.store_box({0}, {1}, false)
   cp.reduce.async.bulk.tensor.{n:3d}.global.shared::cta.add.tile.bulk_group  box shared  T.store_box({0}, {1}, true)
-  cp.async.bulk.prefetch.tensor.{n:5d}.L2.global.tile  box  T.prefetch_box({0})
+  cp.async.bulk.prefetch.tensor.{n:5d}.L2.global.tile.L2::cache_hint  box u64  T.prefetch_box({0})
+  createpolicy.fractional.L2::evict_first.b64  u64 =  0
   cp.async.bulk.commit_group         -              T.commit_bulk()
   cp.async.bulk.wait_group           u32            T.wait_bulk({0}, false)
   cp.async.bulk.wait_group.read      u32            T.wait_bulk({0}, true)
@@ -101,8 +103,8 @@ parallel-synchronization-and-communication-instructions
   atom{o:}{space:|.global|.shared}.{op:cas}.{t:b32}  * * * *  atomic
   red{o:|.relaxed.gpu|.relaxed.sys|.release.gpu|.release.sys}{space:.global}.{op:add}.{t:s32}  * *  reduce
   fence.mbarrier_init.release.cluster  -            T.fence_barriers()
-  fence.proxy.async                  -              T.fence_async(true)
-  fence.proxy.async.shared::cta      -              T.fence_async(false)
+  fence.proxy.async.global           -              T.fence_global()
+  fence.proxy.async.shared::cta      -              T.fence_shared()
   fence.proxy.tensormap::generic.acquire.sys  global u32  T.acquire_map({0}, {1})
   mbarrier.init.shared::cta.b64      shared u32     T.init({0}, {1})
   mbarrier.arrive.{o:release|relaxed}.{scope:cta|cluster}.shared::{to:cta|cluster}.b64  * shared  T.arrive({0}, 1, 0, {scope}, {o})
@@ -118,7 +120,6 @@ asynchronous-warpgroup-level-matrix-instructions
   wgmma.commit_group.sync.aligned    -              T.wgmma_commit()
   wgmma.wait_group.sync.aligned      u32            T.wgmma_wait({0}, results)
 miscellaneous-instructions
-  nanosleep.u32                      u32            T.sleep()
   setmaxnreg.{way:inc|dec}.sync.aligned.u32  u32    T.set_registers({way}, {0})
 """  # noqa: E501
 

@@ -1,4 +1,4 @@
-// What the threads of a warp, block or cluster do together: warp-wide exchanges, barriers, registers, sleep.
+// What the threads of a warp, block or cluster do together: warp-wide exchanges, barriers, registers, clock.
 #pragma once
 #include "world.h"
 
@@ -133,10 +133,11 @@ void Thread::wait_cluster() {
   knows->seen.join(c.done);
 }
 
-void Thread::sleep() {
-  world->time += 32;
+// Who reads the wall clock waits for something, so other threads run until a counter changes.
+uint64_t Thread::wall_time() {
   world->sleeping.push_back(this);
   world->block("a change of a counter");
+  return world->time += 32;
 }
 
 // The warps of a block share its registers: a request waits until others have given up enough.

@@ -290,13 +290,13 @@ def test_kv_capacity() -> None:
         *((1e9, None, (256, 1024)), (4 * 300 * per_token, None, (256, 300))),
         *((4 * 100 * per_token, None, (100, 100)), (4 * 100 * per_token, 200, (200, 200))),
     ):
-        assert kv_capacity(CONFIG, Dtype.F32, free, context, 4) == found
+        assert kv_capacity(CONFIG, Dtype.F32, free, context, 4, pool_bytes=free / 4) == found
     for free, context, message in (
         (1e9, 257, "model's limit of 256"),
         (100 * per_token, 200, "choose a shorter context"),
     ):
         with pytest.raises(MegakernelError, match=message):
-            kv_capacity(CONFIG, Dtype.F32, free, context, 4)
+            kv_capacity(CONFIG, Dtype.F32, free, context, 4, pool_bytes=free / 4)
 
 
 def test_weight_bytes_counts_every_weight_once() -> None:

@@ -255,7 +255,7 @@ def test_real_bits_do_not_show_prefix_hits_and_preemption(monkeypatch: pytest.Mo
         params.append(SamplingParams(**fixed, **varied, prompt_logprobs=1 if i == 3 else None))
     with LLM(TINY, **given, prefix_cache=False) as llm:
         expected = [llm.generate([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
-    monkeypatch.setattr(llm_module, "kv_capacity", lambda *_: (160, 20 * 16))
+    monkeypatch.setattr(llm_module, "kv_capacity", lambda *_, **__: (160, 20 * 16))
     for limits in ({"max_seqs": 10}, {"max_seqs": 6, "step_tokens": 13}):
         with LLM(TINY, **given, **limits) as llm:
             for _ in range(2):
