@@ -180,7 +180,7 @@ class Paths:
         """
         matmul = "gemm<P>(c, m, pages)" if self._units == Units.TENSOR else "dots(p, c, m, pages)"
         fence = self._at("consumer.h", "p.fence_async()")
-        poll = self._at("loaders.h", "wait_words(") & self._at("device.cuh", "value = load_acquire(need.value", "LDG")
+        poll = self._at("loaders.h", "wait_words(") & self._at("device.cuh", "load_acquire(need.value", "LDG")
         parts = {
             "the consumers' end": (fence, self._at("consumer.h", "p.arrive(slot.outputs)", "SYNCS")),
             "the storer": (
