@@ -627,7 +627,7 @@ def main() -> int:
     )
     parser.add_argument("-t", "--trace", type=Path, metavar="FILE", help="write the trace of a decode step to FILE")
     arguments = parser.parse_args()
-    from megakernel.runtime.cuda.availability import missing
+    from megakernel.runtime.cuda.availability import driver, missing
 
     lack = missing()
     if lack:
@@ -642,7 +642,7 @@ def main() -> int:
     last: Json = {}
 
     def save(parts: Json) -> None:
-        last.update(made(), parts=parts)
+        last.update(made(), gpus=[device.name for device in driver().devices], parts=parts)
         if arguments.output:
             put(arguments.output, last)
 

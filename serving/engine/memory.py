@@ -21,6 +21,14 @@ def weight_bytes(forward: Forward, split: Split, *, tied: bool) -> int:
     return sum(weights.values()) - (weights[Buffer.LM_HEAD] if tied else 0)
 
 
+def pool_bytes(memory_bytes: float, weights: int, *, gpu: bool) -> float:
+    """Return the most bytes of a machine's memory that the KV pool may use, beside `weights` bytes of weights.
+
+    Other programs use a host's memory too, but nothing else should use a GPU's.
+    """
+    return max(GPU_SHARE * memory_bytes - weights, 0.0) if gpu else KV_SHARE * memory_bytes
+
+
 def kv_capacity(
     config: ModelConfig,
     dtype: Dtype,
@@ -30,11 +38,11 @@ def kv_capacity(
     tp: int = 1,
     quantised_kv: bool = False,
     *,
-    pool_bytes: float,
+    pool: float,
 ) -> tuple[int, int]:
     """Return the maximum tokens of a sequence and the tokens of the KV pool, for `tp` ranks that share `memory_bytes`.
 
-    The pool has room for `max_seqs` sequences of maximum length, but uses at most `pool_bytes` of the memory. It always
+    The pool has room for `max_seqs` sequences of maximum length, but uses at most `pool` bytes of the memory. It always
     has room for one such sequence, even if that is more. Without `max_context`, a sequence may have as many tokens as
     the model allows and the pool holds. Raises MegakernelError if `max_context` exceeds the model's limit, or if one
     such sequence exceeds the memory.
@@ -42,7 +50,7 @@ def kv_capacity(
     split = Split(config.sizes(dtype, quantised_kv=quantised_kv), tp)
     heads = sum(part.rank_kv_heads for part in split.ranks)  # several ranks may have the same KV head
     per_token = config.layers * heads * kv_bytes(split.model)
-    room = int(pool_bytes / per_token)
+    room = int(pool / per_token)
     if max_context is None:
         context = min(config.max_context, room)
         if context < config.max_context:

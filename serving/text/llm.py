@@ -24,7 +24,7 @@ from megakernel.scheduler import Options, step_seconds, with_matmul
 from megakernel.scheduler.tune import Fastest
 from megakernel.serving.engine.engine import Engine, Step
 from megakernel.serving.engine.grammars import Grammars
-from megakernel.serving.engine.memory import GPU_SHARE, KV_SHARE, kv_capacity
+from megakernel.serving.engine.memory import kv_capacity, pool_bytes
 from megakernel.serving.engine.plan import VERIFIED_ROWS
 from megakernel.serving.engine.programs import Programs
 from megakernel.serving.engine.request import Request
@@ -124,10 +124,9 @@ class LLM:
         q8 = rounds_activations(activations, kept)
         self.activations = "q8" if q8 else self.dtype.name.lower()
         self.weight_bytes = bytes_by_type(self.config, self.dtype, kept)
-        # Other programs use a host's memory too, but nothing else should use a GPU's.
-        pool = GPU_SHARE * memory - sum(self.weight_bytes.values()) if backend == "cuda" else KV_SHARE * memory
+        pool = pool_bytes(memory, sum(self.weight_bytes.values()), gpu=backend == "cuda")
         context, kv_tokens = kv_capacity(
-            self.config, self.dtype, memory, max_context, max_seqs, tp, quantised, pool_bytes=max(pool, 0)
+            self.config, self.dtype, memory, max_context, max_seqs, tp, quantised, pool=pool
         )
         programs = Programs(
             Fastest(

@@ -240,7 +240,7 @@ def test_bytes_of_the_cache() -> None:
 def test_the_pool_holds_more_tokens() -> None:
     config = replace(TINY.config, head_dim=64)
     pool = 1000 * (2 * 2 * 2 * 64 * 2)  # enough for 1,000 tokens in bfloat16
-    bf16, q8 = (kv_capacity(config, Dtype.BF16, 4 * pool, 64, 64, 1, q, pool_bytes=pool)[1] for q in (False, True))
+    bf16, q8 = (kv_capacity(config, Dtype.BF16, 4 * pool, 64, 64, 1, q, pool=pool)[1] for q in (False, True))
     assert (bf16, q8) == (1000, 1000 * 128 // 68)
 
 

@@ -14,7 +14,7 @@ from megakernel.errors import MegakernelError
 from megakernel.model.families import forward
 from megakernel.scheduler import passes
 from megakernel.serving.engine.engine import Engine, top_logprobs
-from megakernel.serving.engine.memory import kv_capacity, weight_bytes
+from megakernel.serving.engine.memory import kv_capacity, pool_bytes, weight_bytes
 from megakernel.serving.engine.programs import bucket
 from megakernel.serving.engine.tokens import Token
 from megakernel.serving.text.codec import Transcript
@@ -282,6 +282,12 @@ def test_prompts_that_cannot_run(prompt: list[int], params: dict[str, Any], mess
 # -- memory
 
 
+def test_the_kv_pool_gets_what_weights_leave_of_a_gpu() -> None:
+    assert pool_bytes(80e9, 16_000_000_000, gpu=True) == pytest.approx(52e9)
+    assert pool_bytes(80e9, 80_000_000_000, gpu=True) == 0
+    assert pool_bytes(80e9, 16_000_000_000, gpu=False) == 20e9
+
+
 def test_kv_capacity() -> None:
     from megakernel.isa import Dtype
 
@@ -290,13 +296,13 @@ def test_kv_capacity() -> None:
         *((1e9, None, (256, 1024)), (4 * 300 * per_token, None, (256, 300))),
         *((4 * 100 * per_token, None, (100, 100)), (4 * 100 * per_token, 200, (200, 200))),
     ):
-        assert kv_capacity(CONFIG, Dtype.F32, free, context, 4, pool_bytes=free / 4) == found
+        assert kv_capacity(CONFIG, Dtype.F32, free, context, 4, pool=free / 4) == found
     for free, context, message in (
         (1e9, 257, "model's limit of 256"),
         (100 * per_token, 200, "choose a shorter context"),
     ):
         with pytest.raises(MegakernelError, match=message):
-            kv_capacity(CONFIG, Dtype.F32, free, context, 4, pool_bytes=free / 4)
+            kv_capacity(CONFIG, Dtype.F32, free, context, 4, pool=free / 4)
 
 
 def test_weight_bytes_counts_every_weight_once() -> None:
