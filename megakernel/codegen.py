@@ -77,8 +77,9 @@ def _constants(groups: tuple[tuple[ModuleType, str], ...]) -> list[str]:
     return lines
 
 
+# Methods of these records are translated from Python to C++, so that both compute the same sizes. C++ computes those in
+# _DERIVED once per program, and those in _FUNCTIONS, which have arguments, at each call.
 _RECORDS = (dims.ModelSizes, dims.Split, dims.Bucket, Dims)
-# Methods of these records that are translated from Python to C++. The sizes in _DERIVED are computed once per program.
 _DERIVED = (
     *("row_blocks", "pages_per_seq", "own_rows", "own_logit_rows", "mask_words", "kv_row", "group_size", "rank_heads"),
     *("first_head", "first_kv_head", "rank_kv_heads", "first_ffn", "rank_ffn", "first_vocab", "rank_vocab"),

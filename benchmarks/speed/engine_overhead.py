@@ -90,7 +90,9 @@ def flat(sequences: int, steps: int, runs: int) -> dict[str, Any]:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--steps", type=int, default=200, help="decode steps of each run (default 200)")
-    parser.add_argument("--runs", type=int, default=5, help="number of runs on the null backend (default 5)")
+    parser.add_argument(
+        "--runs", type=int, default=5, help="runs on the null backend, which does not compute (default 5)"
+    )
     parser.add_argument("--only-null", action="store_true", help="skip the runs of SmolLM2 on the CPU backend")
     args = parser.parse_args()
     result: dict[str, Any] = {} if args.only_null else {"share": share(args.steps)}

@@ -356,7 +356,8 @@ def copy(p: Probe) -> Json:
 def l2(p: Probe) -> Json:
     """Measure the read bandwidth of the L2.
 
-    The buffer takes only about a quarter of the L2, because an L2 with two partitions may hold a cache line twice.
+    The buffer takes only about a quarter of the L2: an L2 with two partitions may hold each line twice, and the rest of
+    that half is for other data.
     """
     kernel, out = p.kernel("read_l2"), {}
     for name, shared, passes in (("shared", 1, 4), ("sliced", 0, 400)):

@@ -22,7 +22,7 @@ def patch(file: str, good: str, source: str) -> bool:
     for old, new in pairs:
         assert old is not None and new is not None
         if not old.co_flags & inspect.CO_OPTIMIZED and _own(old) != _own(new):
-            return False  # this is the body of a module or class, which ran at load time
+            return False  # a body of a module or class, which ran only once, when the module was loaded
         if _whole(old) != _whole(new):
             key = old.co_qualname, old.co_firstlineno
             if keys[key] > 1:

@@ -25,9 +25,9 @@ class Placement {
  private:
   struct Place;
   std::vector<Place> places_;
-  // Limits the number of moves: each job adds 1 to the credit, up to kMostCredit, and a move costs kMoveCost.
-  // If threads have to wait in every job, the machine's other cores are busy with other work and moves do not
-  // help.
+  // Limits how often `separate` moves a thread to another core: each job adds 1 to the credit, up to
+  // kMostCredit, and a move costs kMoveCost. The limit is needed because moves do not help if the other cores
+  // are busy with other work, and then threads wait in every job.
   static constexpr int kMoveCost = 4, kMostCredit = 16;
   std::atomic<int> credit_{kMostCredit};
 };

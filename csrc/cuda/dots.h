@@ -127,8 +127,8 @@ MK_FN void store_dots(P& p, const Dots<P>& dots, const To& to, const Matmul& m, 
 template <class P>
 class DotHeads {
  public:
-  // Stores the warp's two outputs of each row, which belong to the unit of 16 columns that starts at column
-  // `unit` of the tile. For a normalised head, the outputs are kept until the head's last unit.
+  // Stores the two columns of each row that this warp has computed in the unit of 16 columns that starts at
+  // column `unit` of the tile. For a normalised head, they are kept until the head's last unit.
   MK_FN void store(P& p, const Call& c, const Dots<P>& dots, const Matmul& m, int unit) {
     ToHeads to(c);
     const bool normed = to.normed(m.tile.col + unit);

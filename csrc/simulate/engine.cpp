@@ -456,8 +456,8 @@ class Engine {
     schedule(now_ + task.ask_s * bytes / (task.weight_bytes + task.read_bytes),
              part == kHead ? &Engine::asked_head : &Engine::asked_body, w);
   }
-  // These events mean that all requests of a load have been issued, which takes time too. A load ends only
-  // after this.
+  // Issuing the requests of a load takes time, besides the transfer. These are the events at which all
+  // requests of a part have been issued. The part ends only when both are done.
   void asked_head(Worker& w) { flow_ended(w, kHead); }
   void asked_body(Worker& w) { flow_ended(w, kBodyPart); }
 

@@ -174,7 +174,7 @@ class Keys:
         return tuple(map(float, value))
 
     def names(self, key: str, *allowed: str) -> list[str]:
-        """The elements of a key whose value is null or a list of `allowed` names."""
+        """The list of names at a key, empty if its value is null. Raises an error for a name that is not `allowed`."""
         value = self.get(key) or []
         if not isinstance(value, list) or not all(name in allowed for name in value):
             raise self._wrong(key, "a list of " + " and ".join(allowed))

@@ -4,12 +4,13 @@ An event is one execution of an instruction, or a virtual event. It begins when 
 reached their totals, and it signals when it ends. The events of a stream begin in order and end in order, but an event
 may begin before the previous event of the stream ends.
 
-Two kinds of virtual events represent work that the step table assigns to instructions:
+The step table decides, for each step, which instruction does which part of attention, so a proof for all steps cannot
+know it. Two kinds of virtual events represent such work:
 
-item    the attention of one row block and KV-head group, in one layer and on one rank. The step table decides which
-        attention instruction does this work. It is certain only that the work follows the counters that the
-        instruction's indexed wait names. A signal at the row block's counter proves only that this event has ended. If
-        several work items divide the KV blocks of a row, only the item that ends last signals, for all of them.
+item    the attention of one row block and KV-head group, in one layer and on one rank. It begins after the counters
+        that the indexed wait of the attention instructions names. When it ends, it signals the row block's counter,
+        which proves nothing about other items. If several work items divide the KV blocks of a row, only the item that
+        ends last signals, for all of them.
 read    the read of one logit row in a row block, by a norm of logit rows on one rank. It follows the row block's
         counter.
 

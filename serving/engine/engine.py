@@ -344,8 +344,9 @@ class Engine:
     def _verify(
         self, part: PlannedRows, sampling: NDArray[np.bool_], tokens: NDArray[np.int32], now: float, results: _Results
     ) -> None:
-        """Do the work of `_advance` for a step with proposed or forced tokens. A row after such a token is ignored if a
-        row before it sampled another token, or ended the sequence."""
+        """Do the work of `_advance` for a step with proposed or forced tokens. The rows of a sequence assume that these
+        are right. So once a row samples a token that differs from the next one, or ends the sequence, the rows after it
+        are ignored."""
         turns, slots = part.turns, self._batch.slots
         position = part.start[turns.chunk] + turns.index + 1
         ended = np.zeros(len(turns.slot), np.int64)  # by chunk: an index into FINISH

@@ -264,8 +264,11 @@ class Speculation:
     def propose(
         self, part: PlannedRows, batch: Batch, forced: Mapping[int, list[int]], *, room: int
     ) -> dict[int, list[int]]:
-        """Return the proposed tokens that a planned step should verify, by chunk: at most `room` in total. The step
-        also gets the tokens `forced`. The proposed tokens have pages already."""
+        """Return the proposed tokens that a planned step should verify, by chunk: at most `room` in total.
+
+        `forced` are tokens to which a grammar leaves no alternative; the step computes them too. The returned tokens
+        have their KV pages already.
+        """
         more = sum(map(len, forced.values()))
         offers = self._offers(part, batch) if room > 0 else []
         if offers:

@@ -51,7 +51,8 @@ class ReplicaShare:
 @dataclass(frozen=True)
 class Plan:
     """What to deploy: the number of replicas, the resources of each, and the limits. `settings` holds the values of the
-    flags of `serve` by name. If `slack` is None, requests are not routed by prefix."""
+    flags of `serve` by name. Requests with the same prefix go to the same replica, unless it has over `slack` more
+    requests than the least busy one. If `slack` is None, prefixes do not matter."""
 
     replicas: int
     share: ReplicaShare

@@ -1,6 +1,6 @@
-"""Tests formulas of the roofline's questions, and figures of machines, that the worked questions alone do not show. The
-numbers in the test names are those of the questions in docs/roofline.md, which also says where the arithmetic of the
-book with these questions differs from ours. `test_ask.py` has the book's own answers."""
+"""Tests the formulas behind `megakernel roofline ask`, and the figures of machines. The questions come from the book
+*How to Scale Your Model*, and the numbers in the test names are those of docs/roofline.md, which also says where the
+book's arithmetic differs from ours. `test_ask.py` tests the book's own answers, which do not reach every formula."""
 
 from dataclasses import replace
 from typing import Any

@@ -32,7 +32,8 @@ from megakernel.scheduler import passes
 from megakernel.scheduler.verify import verify
 
 B = Buffer
-# No size is a multiple of a panel's 16 columns. 40 rows have more experts together than the 11 of a layer.
+# No size is a multiple of 16, the columns in a panel of packed weights. 40 rows choose 120 experts together, more than
+# the 11 of a layer, so experts serve several rows.
 EXPERTS = DIMS.changed(experts=11, experts_per_token=3, ffn=37)
 FEW = {"tokens": 3, "logit_rows": 3}
 

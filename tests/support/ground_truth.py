@@ -362,8 +362,8 @@ def unsafe(base: Program, program: Program, seed: int = 0, runs: int = 4) -> boo
 
 
 def _manner(explorer: Explorer, rng, number: int) -> dict[str, object]:
-    """Return the arguments that make a call of `run` adversarial. If `number` is odd, the run always prefers some
-    streams to others. If it is even, steps begin early at random."""
+    """Return the arguments that make run `number` adversarial. An odd run always prefers some streams to others. In an
+    even run, an instruction sometimes begins before the previous one of its stream has ended."""
     return {"favour": rng.permutation(len(explorer.lengths)).tolist()} if number % 2 else {"overlap": 0.3}
 
 

@@ -41,8 +41,9 @@ from .spec import (
 class ResultSpec:
     """What a matmul does with t, its products plus the bias.
 
-    `meaning`   for people
-    `accesses`  (p, c, d): the regions of buffers that the instructions access besides their inputs
+    `meaning`   a description for readers
+    `accesses`  (phase, columns of operands, dims): the regions of buffers that the instructions access besides their
+                inputs
     `output`    (width, d): the contents of the phase's output if its weights have `width` columns on this rank
     `store`     (context, row, col, *t): stores t, one array [rows, cols] per matrix
     """

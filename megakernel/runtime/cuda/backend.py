@@ -84,7 +84,7 @@ class CudaBackend:
     ) -> None:
         if dims.model.dtype != dtype:
             raise MegakernelError(
-                f"cannot create the cuda backend: dtype is {dtype.name}, but the program's sizes have "
+                f"cannot create the cuda backend for {dtype.name}: the program was compiled for "
                 f"{Dtype(dims.model.dtype).name}"
             )
         why = refusal(dims)
