@@ -52,7 +52,7 @@ def all_gather(machine: Hardware, bytes: float, gpus: int, inner: int = 1) -> Fi
 @question(
     "all-reduce",
     *(18, 19, 20, 38),
-    what="least time until each GPU has the sum of all arrays, by reduce-scatter and all-gather or by adding switches",
+    what="least time until each GPU has the sum of all arrays, by reduce-scatter and all-gather or in the switches",
     formula=f"twice {_GATHER}; if switches do the addition: B S / (max(Y, S) W)",
 )
 def all_reduce(machine: Hardware, bytes: float, gpus: int, inner: int = 1, in_network: bool = False) -> Figures:
