@@ -44,14 +44,19 @@ def kv_capacity(
 
     The pool has room for `max_seqs` sequences of maximum length, but uses at most `pool` bytes of the memory. It always
     has room for one such sequence, even if that is more. Without `max_context`, a sequence may have as many tokens as
-    the model allows and the pool holds. Raises MegakernelError if `max_context` exceeds the model's limit, or if one
-    such sequence exceeds the memory.
+    the model allows and the pool holds. Raises MegakernelError if `max_context` exceeds the model's limit, if one such
+    sequence exceeds the memory, or if without `max_context` the pool has no room for a token.
     """
     split = Split(config.sizes(dtype, quantised_kv=quantised_kv), tp)
     heads = sum(part.rank_kv_heads for part in split.ranks)  # several ranks may have the same KV head
     per_token = config.layers * heads * kv_bytes(split.model)
     room = int(pool / per_token)
     if max_context is None:
+        if room < 1:
+            raise MegakernelError(
+                f"the weights leave no room for a KV cache in {memory_bytes / 1e9:.1f} GB of memory: "
+                "use more ranks (--tp) or a smaller model"
+            )
         context = min(config.max_context, room)
         if context < config.max_context:
             log.info("context reduced from the model's %d tokens to %d to fit in memory", config.max_context, context)

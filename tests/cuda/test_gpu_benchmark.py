@@ -84,6 +84,7 @@ PARTS = (
     *("decode-1b", "torch-1b", "numerics", "mixed-8b", "partitions", "delay"),
     *("ablate-decode-1b", "ablate-mixed-8b"),
 )
+# Packages that a machine with a GPU may lack.
 ABSENT = ("gguf", "perfetto", "fastapi", "uvicorn", "httptools", "shtab", "pydantic")
 
 

@@ -303,6 +303,8 @@ def test_kv_capacity() -> None:
     ):
         with pytest.raises(MegakernelError, match=message):
             kv_capacity(CONFIG, Dtype.F32, free, context, 4, pool=free / 4)
+    with pytest.raises(MegakernelError, match=r"no room for a KV cache in 80\.0 GB of memory: use more ranks"):
+        kv_capacity(CONFIG, Dtype.F32, 80e9, None, 4, pool=0)
 
 
 def test_weight_bytes_counts_every_weight_once() -> None:
