@@ -36,7 +36,7 @@ class Trial:
 class Task:
     """The model and the work that a peer has to run. The peer gets as many threads as we use, or the GPU if we use one.
     `gguf` is the model file for peers that read GGUF, and `weights` the type of its weights. `dtype` is our own compute
-    type, bf16 or f32."""
+    type, bf16 or f32. `quantised_kv` says whether our KV cache is stored as q8_0."""
 
     model: str
     gguf: str | None
@@ -45,6 +45,7 @@ class Task:
     threads: int
     gpu: bool
     work: Trial
+    quantised_kv: bool = False
 
 
 class Peer(Protocol):

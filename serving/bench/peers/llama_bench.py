@@ -35,7 +35,7 @@ class LlamaBench:
     name = llama_cpp.NAME
 
     def __init__(self, path: Path, task: Task) -> None:
-        self.about: dict[str, Any] = {"program": path.name, "weights": task.weights, "kv_cache": "f16"}
+        self.about: dict[str, Any] = {"program": path.name, "weights": task.weights, "kv_cache": llama_cpp.kv_type(task)}
         self._path, self._task = path, task
 
     def settings(self, phase: Timed) -> tuple[Settings, list[Settings]]:
@@ -45,6 +45,7 @@ class LlamaBench:
         work = self._task.work
         command = [str(self._path), "-m", str(self._task.gguf), "-ngl", "99" if self._task.gpu else "0"]
         command += ["-t", str(settings["threads"]), "-fa", str(int(settings["flash_attention"]))]
+        command += ["-ctk", llama_cpp.kv_type(self._task), "-ctv", llama_cpp.kv_type(self._task)]
         command += ["-b", str(max(settings["ubatch"], 2048)), "-ub", str(settings["ubatch"])]
         if self._path.name == _BATCHED:
             command += ["-tb", str(settings["threads"]), "-c", str(llama_cpp.context(work)), "--output-format", "jsonl"]

@@ -9,6 +9,7 @@ from typing import Any
 from megakernel.serving.bench.peers.contest import Settings, Task, Timed, Trial
 
 NAME = "llama.cpp"
+_Q8_0 = 8  # its number of this type
 _UBATCHES = (128, 2048)  # values of n_ubatch (tokens computed at once) that the search tries besides the default
 _PADDING = 256
 
@@ -16,13 +17,19 @@ _PADDING = 256
 def settings(task: Task, phase: Timed) -> tuple[Settings, list[Settings]]:
     """See `Peer.settings`."""
     first = {"threads": task.threads, "flash_attention": True, "ubatch": 512}
-    changes: list[Settings] = [{"flash_attention": False}]
+    # llama.cpp computes with a quantised V only in flash attention.
+    changes: list[Settings] = [] if task.quantised_kv else [{"flash_attention": False}]
     if phase != "decode":
         tokens = task.work.tokens("prefill")
         changes += [{"ubatch": size} for size in _UBATCHES if size < 512 or tokens > 512]
     if task.threads > 1 and not task.gpu:
         changes.append({"threads": task.threads // 2})  # the two hardware threads of a core may slow each other down
     return first, changes
+
+
+def kv_type(task: Task) -> str:
+    """Return llama.cpp's name of the type of K and V: the same as ours if ours are quantised, otherwise its default."""
+    return "q8_0" if task.quantised_kv else "f16"
 
 
 def context(work: Trial) -> int:
@@ -35,7 +42,7 @@ def load(task: Task) -> tuple[Callable[[Timed, Settings], float], dict[str, Any]
     """Return the function that times a run, and the peer's description. `load` is called in the peer's own process (see
     `process`)."""
     model = _Model(task)
-    return model.seconds, {"program": f"llama-cpp-python {model.version}", "weights": task.weights, "kv_cache": "f16"}
+    return model.seconds, {"program": f"llama-cpp-python {model.version}", "weights": task.weights, "kv_cache": kv_type(task)}
 
 
 class _Model:
@@ -77,6 +84,8 @@ class _Model:
         params.n_ubatch = settings["ubatch"]
         self._size = params.n_batch = max(settings["ubatch"], 2048)
         params.n_threads = params.n_threads_batch = settings["threads"]
+        if self._task.quantised_kv:
+            params.type_k = params.type_v = _Q8_0
         params.flash_attn_type = int(settings["flash_attention"])
         self._context = self._c.llama_init_from_model(self._model, params)
         if not self._context:
