@@ -1,4 +1,4 @@
-"""Declares every buffer that a phase can name."""
+"""Declares every buffer that an operation can use: weights, activations, state and outputs, with shapes and types."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .dtypes import Dtype
 
 
 class Space(Enum):
-    """Who owns a buffer's bytes and how long they live."""
+    """The purpose of a buffer, which determines how long its contents are needed."""
 
-    WEIGHT = "weight"  # read-only, from the checkpoint; a backend may repack it
-    ACTIVATION = "activation"  # lives for one launch, in the symmetric heap (same offset on each rank)
-    STATE = "state"  # lives across launches: KV cache and token history
+    WEIGHT = "weight"  # read-only, from the checkpoint; a backend may store it in another layout
+    ACTIVATION = "activation"  # needed during one launch; in the symmetric heap, at the same offset on each rank
+    STATE = "state"  # kept from one launch to the next: the KV cache and the token history
     OUTPUT = "output"  # read by the host after a launch
 
 
@@ -66,14 +66,16 @@ Sizes = Callable[[ModelSizes, Split, Bucket], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """The shape of one rank's copy in elements, row-major. The dtype None means the compute dtype (f32 or bf16).
+    """Declares a buffer. `shape` is the shape of one rank's copy in elements, row-major. The dtype None means the
+    compute dtype (f32 or bf16).
 
-    A `layered` buffer has one copy per layer: the layer is a further axis in front of `shape`. The number of pages in
-    the KV pool is known only when a program is bound, so it is an argument of `shape`.
+    A `layered` buffer has a further axis for layers in front of `shape`. The second argument of `shape` is the number
+    of KV pages, which is known only when a backend is created.
 
-    Quantised K and V are Q8_0, and their shape is in bytes. In each KV page, the head_dim elements of a head are
-    divided into blocks of KV_UNIT elements; the last block may have fewer. A block has the scales of all tokens of the
-    page, then the values, ordered by element in K and by token in V.
+    K and V may be quantised as Q8_0; their shape is then in bytes. In each KV page, the head_dim elements of a head are
+    divided into blocks of KV_UNIT elements; the last block may have fewer. A block has first the scales of all tokens
+    of the page, and then their values: in K, all tokens' values of element 0, then of element 1, and so on; in V, all
+    values of token 0, then of token 1.
     """
 
     buffer: Buffer
@@ -82,12 +84,14 @@ class BufferSpec:
     shape: Callable[[Dims, int], tuple[int, ...]]
     what: str
     layered: bool = False
-    part: Part | None = None  # a weight's shape, of one expert if `per_expert`; depends on nothing but the split
-    per_expert: bool = False  # whether the experts of a layer, if it has any, have weights of their own
+    # The shape of a weight on one rank, for one expert if `per_expert`. It depends only on the model and the number of
+    # ranks.
+    part: Part | None = None
+    per_expert: bool = False  # in a layer with experts, each expert has its own weights
 
     @property
     def matrix(self) -> bool:
-        """Whether the buffer is one or several weight matrices, which a backend may repack or store in fewer bits."""
+        """Whether the buffer has weight matrices. A backend may store them in another layout or in fewer bits."""
         return self.space is Space.WEIGHT and self.dtype is None
 
     def resolve_dtype(self, model: ModelSizes) -> Dtype:
@@ -109,7 +113,7 @@ def _use(buffer: Buffer, space: Space, dtype: Dtype | None, shape: Sizes, what: 
 
 
 def _cache(buffer: Buffer, page: Callable[[ModelSizes, Bucket], tuple[int, int]], what: str) -> BufferSpec:
-    """Declare K or V, [pages, KV heads, *page]."""
+    """Declare the K or V cache, with the shape [pages, KV heads, *page]."""
     return BufferSpec(
         buffer, Space.STATE, None, lambda d, p: (p, d.split.rank_kv_heads, *page(d.model, d.bucket)), what, layered=True
     )
@@ -119,8 +123,8 @@ _A, _S, _O = Space.ACTIVATION, Space.STATE, Space.OUTPUT
 _F, _I = Dtype.F32, Dtype.I32
 _B = Buffer
 
-# The q and k rows of W_QKV and B_QKV are stored so that RoPE pairs are adjacent, as in GGUF files: row 2i of a head is
-# row i of Hugging Face's order, and row 2i+1 is row i + head_dim/2. Attention scores do not depend on this order.
+# In W_QKV and B_QKV, the two rows of a RoPE pair of q or k are adjacent, as in GGUF files: row 2i of a head is row i in
+# Hugging Face's order, and row 2i+1 is row i + head_dim/2. Attention scores do not depend on this order.
 _SPECS: tuple[BufferSpec, ...] = (
     # -- weights
     _weight(_B.EMBED, None, lambda m, s: (m.vocab, m.hidden), "token embeddings"),
@@ -183,7 +187,7 @@ _SPECS: tuple[BufferSpec, ...] = (
         lambda m, s, b: (b.tokens * m.experts_per_token, m.hidden),
         "results of experts; a row for each expert of a token",
     ),
-    # -- norms of what a layer adds to the residual
+    # -- buffers of models that normalise the outputs of attention and of the MLP before adding them to the residual
     _use(_B.SUBLAYER, _A, _F, lambda m, s, b: (b.tokens * m.post_norms, m.hidden), "result of attention or the MLP"),
     _weight(_B.POST_ATTN_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales of attention's result", True),
     _weight(_B.POST_MLP_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales of the MLP's result", True),
@@ -195,7 +199,7 @@ if list(BUFFERS) != list(Buffer):
 
 
 def given(buffer: Buffer | None) -> Buffer:
-    """Return the buffer that a phase names in a field where its operation needs one."""
+    """Return `buffer`, which is not None because the phase's operation requires it. This narrows the type for mypy."""
     assert buffer is not None
     return buffer
 
@@ -206,12 +210,12 @@ def itemsize(model: ModelSizes) -> int:
 
 
 def kv_bytes(model: ModelSizes) -> int:
-    """Return the number of bytes that K and V of one token and one KV head take in the cache."""
+    """Return the number of bytes that K and V of one token take in the cache, for one KV head of one layer."""
     return 2 * model.kv_row * BUFFERS[Buffer.K_CACHE].resolve_dtype(model).itemsize
 
 
 def weight_shape(buffer: Buffer, split: Split) -> tuple[int, ...]:
-    """The shape of a rank's part of a weight buffer, of one layer if it is layered."""
+    """Return the shape of a rank's part of a weight buffer, without the axis for layers."""
     spec = BUFFERS[buffer]
     assert spec.part is not None, f"{buffer.name} is not a weight"
     return (*(split.model.stack if spec.per_expert else ()), *spec.part(split.model, split))

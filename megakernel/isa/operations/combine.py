@@ -1,4 +1,4 @@
-"""COMBINE adds the results of a row's experts, each times the weight that ROUTE gave it."""
+"""COMBINE adds the outputs of a token's experts, each multiplied by the routing weight that ROUTE has computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ROPE computes the angles of rotary position embeddings, which matmuls with the result HEADS apply."""
+"""ROPE computes cosines and sines for rotary position embeddings. The QKV projection rotates q and k with them."""
 
 from __future__ import annotations
 
