@@ -176,8 +176,7 @@ def _family(raw: dict[str, Any], source: str) -> Family:
 
 
 def _global_rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
-    """If layers with and without a sliding window have different RoPE settings, return `raw` with those of the latter
-    only."""
+    """If layers with a sliding window have RoPE settings of their own, return `raw` with those of all other layers."""
     table = raw.get("rope_parameters")
     if "rope_local_base_freq" in family.keys and isinstance(table, dict) and "full_attention" in table:
         return raw | {"rope_parameters": table["full_attention"]}
