@@ -1,4 +1,5 @@
-"""Shows from a program and its trace where the time went: as metrics, an HTML page, a Perfetto file or a table."""
+"""Shows where the time of a step went, from a program and its trace: as figures, an HTML page, a Perfetto file or a
+table."""
 
 from .compare import compare, compare_launches
 from .html import page, write_html
