@@ -1,5 +1,4 @@
-"""Compiles a language model's forward pass into a program (a list of instructions for each SM or CPU core), and runs
-it."""
+"""Compiles a model's forward pass into a program (a list of instructions for each SM or CPU core), and runs it."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ _HOMES = dict.fromkeys(__all__, ".serving") | {"MegakernelError": ".errors"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use. Otherwise, importing any module of this package would load the inference
-    engine."""
+    """Import a public name on first use, so that importing a small module does not load the inference engine."""
     if name == "__version__":
         from importlib.metadata import version
 

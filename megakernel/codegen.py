@@ -97,8 +97,7 @@ _SIGNS: dict[type[ast.operator | ast.cmpop], str] = {
 
 
 def _c(node: ast.expr) -> str:
-    """Translate the syntax tree of a Python expression over non-negative integers to C++. Each case has an example in
-    Python."""
+    """Translate a Python expression over non-negative integers to C++. Each case has an example in Python."""
     match node:
         case ast.BinOp(left, op, right) | ast.Compare(left, [op], [right]):  # a + b, a < b
             return f"({_c(left)} {_SIGNS[type(op)]} {_c(right)})"

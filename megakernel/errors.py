@@ -1,5 +1,4 @@
-"""Defines the exception for all errors that users see. Its text says in one sentence what failed, where, and what to
-do."""
+"""Defines the exception for all errors that users see: a sentence that says what failed, where, and what to do."""
 
 from __future__ import annotations
 

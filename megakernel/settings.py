@@ -224,8 +224,7 @@ class Setting:
 
 
 def _setting(line: str) -> tuple[str, Setting]:
-    """Return the name and the setting that a line of _TABLE declares. The name is the flag's, with spaces instead of
-    hyphens."""
+    """Return the name and the setting in a line of _TABLE. The name is the flag's, with spaces for hyphens."""
     names, kind, default, what = line.split(" | ")
     flag, *aliases = [name for name in names.split() if name.startswith("--")] or [""]
     env = next((name for name in names.split() if name.isupper()), None)

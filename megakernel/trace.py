@@ -52,8 +52,7 @@ DTYPE = np.dtype([(name, kind) for name, kind, _ in FIELDS])
 PROLOGUE, EPILOGUE = 0xFFFE, 0xFFFF
 Intervals = NDArray[np.void]
 
-# Limits of the times in a header, in seconds. No clock ticks faster than the first, or takes longer to read than the
-# second.
+# Limits of times in a header, in seconds: no clock ticks faster than the first, or takes longer to read.
 _LEAST_TICK_S, _MOST_S = 1e-15, 1.0
 _MOST_WORK = 1e30  # limit of the FLOPs or bytes of an attention instruction, so that sums stay finite
 

@@ -94,8 +94,7 @@ def _on_interrupt(handler: Callable[..., None]) -> Iterator[None]:
 
 
 def _drop_output() -> None:
-    """Discard buffered output that cannot be written. Otherwise, Python would report an error when it flushes it at
-    exit."""
+    """Discard buffered output that cannot be written, because Python would report an error when it exits."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -118,8 +117,7 @@ def _fail(text: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of a whole command line. Its result `args` has a method `run`, which executes the command."""
-    # These modules are imported here and not at the top of the file, so that `main` can handle a Ctrl-C during the
-    # imports.
+    # These modules are imported here, not at the top, so that `main` can handle a Ctrl-C during the imports.
     from importlib.metadata import version
 
     from ..settings import SETTINGS

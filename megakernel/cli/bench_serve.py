@@ -160,8 +160,7 @@ async def _ceilings(args: argparse.Namespace, servers: list[ServerClient]) -> Ce
 
 
 def _checked(given: Any, url: str) -> Ceilings:
-    """Return the maximum hardware rates (ceilings) that the server at `url` reports as `given`. Raises MegakernelError
-    if they are malformed."""
+    """Return the maximum hardware rates that a server reports (`given`). Raises MegakernelError if malformed."""
     try:
         ceilings = msgspec.convert(given, Ceilings)
     except msgspec.ValidationError as e:

@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             from megakernel.serving import SamplingParams
 
-            # SamplingParams checks the value of --temperature. This happens before the model is loaded, so that a wrong
-            # value fails at once.
+            # SamplingParams checks the temperature. A wrong value should fail before the model is loaded.
             given = {} if args.temperature is None else {"temperature": args.temperature}
             SamplingParams(**given)
             llm = open_.enter_context(open_llm(args, max_seqs=1))

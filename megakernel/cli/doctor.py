@@ -26,8 +26,7 @@ _PACKAGES = (
     "megakernel", "numpy", "safetensors", "gguf", "tokenizers", "huggingface_hub", "perfetto", "torch", "cuda-bindings",
     "cupy-cuda13x",
 )  # fmt: skip
-# In the GPU check, each case runs with several random inputs, and repeatedly with each input. All runs with one input
-# must give the same bits.
+# For each case: the number of random inputs, and of runs with each input, which must all give the same bits.
 _SEEDS, _REPEATS = 3, 20
 _COMPILERS = ("c++", "g++", "clang++", "nvcc")
 

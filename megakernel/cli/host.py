@@ -38,8 +38,7 @@ def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
 
 
 def host_machine(program: Program) -> Machine:
-    """Describe the part of this machine that one rank of the program uses: its CPU cores, and its share of the
-    machine's measured rates."""
+    """Describe one rank's part of this machine: its CPU cores, and its share of the machine's measured rates."""
     from megakernel.serving.bench.ceilings import share_of
 
     ceilings = host_ceilings(min(program.workers * program.ranks, machines.cpu_count()))

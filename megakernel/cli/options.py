@@ -132,8 +132,7 @@ def fetch(model: str) -> None:
 
 
 def prompt_ids(llm: LLM, count: int) -> list[int]:
-    """Return `count` token ids for a measurement: the ids of an English text, or random ids if the model has no
-    tokenizer."""
+    """Return `count` token ids for a measurement: those of an English text, or random ids without a tokenizer."""
     if count >= llm.engine.dims.bucket.max_context:
         raise MegakernelError(
             f"a prompt of {count} tokens exceeds the context of {llm.engine.dims.bucket.max_context}: raise --context"

@@ -54,8 +54,7 @@ def speed(tokens: int | None, finish_reason: str | None, ttft_s: float | None, t
 
 
 def rates(figures: dict[str, Any]) -> str:
-    """Return a text with the achieved rates and the machine's maximum rates, in GB/s and in GFLOP/s (GOP/s for
-    integers)."""
+    """A text with the achieved rates and the machine's maximum rates, in GB/s and in GFLOP/s (GOP/s for integers)."""
     ceilings = figures["ceilings"]
     read = f"{figures['read_GBps']:.1f} of {ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s"
     return f"{read}, {figures['gflops']:.0f} of {ceilings['flops'] / 1e9:.0f} G{ceilings['unit']}"
@@ -118,8 +117,7 @@ def lowering_text(lowering: dict[str, str]) -> str:
 
 
 def workers_text(program: Program) -> str:
-    """Return a text with the number of workers (SMs or CPU cores) per rank. If a worker is a pair of SMs, the text says
-    so."""
+    """A text with the number of workers (SMs or CPU cores) per rank. If a worker is a pair of SMs, the text says so."""
     return f"{program.workers} workers" + (f" of {program.dims.worker.sms} SMs" if program.dims.worker.sms > 1 else "")
 
 

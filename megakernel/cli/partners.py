@@ -217,8 +217,7 @@ class RemoteModel:
 
 
 def _decoded(data: bytes, kind: type[T]) -> T:
-    """Decode JSON `data` as the type `kind`. Raises MegakernelError if it is invalid, nested too deeply, or of another
-    type."""
+    """Decode JSON as the type `kind`. Raises MegakernelError if it is invalid, too deep, or of another type."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:

@@ -16,8 +16,7 @@ from ..program import Program, load_program
 from . import output
 from .options import STORED, AddVerb, add_count, add_lowering, add_setting, lowering, paper_model
 
-# Unless a flag says otherwise, a program computes logits for at most this many rows, as many as an engine runs
-# sequences.
+# By default, programs compute logits for at most this many rows, as many as an engine runs sequences.
 _SEQUENCES = 64
 
 

@@ -83,8 +83,7 @@ def register(add: AddVerb) -> None:
 
 
 class _Config(argparse.Action):
-    """Reads flags from a configuration file. A flag on the command line takes precedence, whether it comes first or
-    last."""
+    """Reads flags from a configuration file. Flags on the command line take precedence, wherever they are."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, flag: str | None = None
@@ -101,8 +100,7 @@ def _flags(path: Path) -> list[str]:
 
     try:
         with file_errors(f"read {path}"):
-            # /dev/stdin is allowed although it is not a regular file, because a replica's server gets its flags through
-            # a pipe.
+            # /dev/stdin is no regular file, but a replica's server gets its flags through a pipe.
             content = yaml.safe_load((path if path == Path("/dev/stdin") else regular(path)).read_text())
     except (yaml.YAMLError, ValueError, RecursionError) as e:
         raise MegakernelError(f"{path} is not YAML: {' '.join(str(e).split()):.300}") from e
@@ -229,8 +227,7 @@ def _template(given: str) -> str:
 
 
 def _tls(certificate: str | None, key: str | None) -> tuple[str, str] | None:
-    """Return the paths of the private key and of the certificate, after checking that they belong together. None: no
-    TLS."""
+    """The paths of the private key and of the certificate, after checking that they belong together. None: no TLS."""
     import ssl
 
     if certificate is None:

@@ -1,5 +1,4 @@
-"""`megakernel timeline`: shows where the time of a step went, as an HTML page, a Perfetto file and tables, and compares
-two steps."""
+"""`megakernel timeline`: shows where the time of a step went, as a page and tables, and compares two steps."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ def add_files(parser: argparse.ArgumentParser) -> None:
 def write_files(
     args: argparse.Namespace, *shown: tuple[Resolved, Summary], comparison: Comparison | None = None
 ) -> None:
-    """Write the files that the flags name. The HTML page shows all traces in `shown`; every other file has only the
-    first."""
+    """Write the files that the flags name. Only the HTML page has all traces in `shown`; others have the first."""
     from ..timeline import write_html, write_perfetto
 
     step = shown[0][0]

@@ -70,8 +70,7 @@ def opened(
 
 
 def rows(vs: dict[str, Any]) -> list[tuple[str, str | Text]]:
-    """Return output rows, pairs (name, value), that compare our engine with each peer. `vs` is the result of a
-    comparison."""
+    """Return rows (name, value) of the output that compare our engine with each peer, as measured in `vs`."""
     lines: list[tuple[str, str | Text]] = []
     for name, other in vs.items():
         prefill = other.get("prefill")

@@ -84,8 +84,7 @@ class BufferSpec:
     shape: Callable[[Dims, int], tuple[int, ...]]
     what: str
     layered: bool = False
-    # The shape of a weight on one rank, for one expert if `per_expert`. It depends only on the model and the number of
-    # ranks.
+    # A weight's shape on one rank (for one expert if `per_expert`), which depends only on model and ranks.
     part: Part | None = None
     per_expert: bool = False  # in a layer with experts, each expert has its own weights
 

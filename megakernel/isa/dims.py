@@ -66,8 +66,7 @@ class ModelSizes:
     head_dim: int
     rms_eps: float
     dtype: int  # Dtype of activations, and of K and V unless they are quantised; sums are float32
-    # 1: K and V are stored as Q8_0. Each row (one token, one head) is quantised on its own. This changes the result's
-    # bits.
+    # 1: K and V are stored as Q8_0, each row (one token, one head) on its own. This changes results.
     quantised_kv: int = 0
     q8_activations: int = 0  # 1: inputs of quantised weights are rounded to 8 bits, which changes the result's bits
     embed_scale: float = 1.0  # multiplies embeddings
@@ -82,8 +81,7 @@ class ModelSizes:
 
     @property
     def stack(self) -> tuple[int, ...]:
-        """The further axis of a layer's weights, (experts,), in front of the axes of one expert; () for a model without
-        experts."""
+        """The axis of a layer's weights in front of the axes of one expert: (experts,), or () without experts."""
         return (self.experts,) if self.experts else ()
 
     def span(self, layer: int) -> int:
@@ -101,8 +99,7 @@ class ModelSizes:
 
     @property
     def kv_row(self) -> int:
-        """The length of one token's K (or V) of one head in the cache: in elements, or in bytes if the cache is
-        quantised."""
+        """The length of one token's K (or V) of one head in the cache, in elements, or if quantised in bytes."""
         return self.head_dim + self.quantised_kv * KV_SCALE * ceil_div(self.head_dim, KV_UNIT)
 
     @property
@@ -114,8 +111,7 @@ class ModelSizes:
 
     @cached_property
     def spans(self) -> dict[int, int]:
-        """For each attention span (the maximum number of tokens to which a token attends), the number of layers that
-        have it."""
+        """The number of layers for each maximum number of tokens to which a token attends (see `span`)."""
         return Counter(map(self.span, range(self.layers)))
 
 
@@ -197,8 +193,7 @@ class Split:
         return self.first_head * self.model.head_dim if self.replicated_o else 0
 
     def query_head(self, kv_head: int) -> int:
-        """Return the rank's first query head that uses the rank's KV head `kv_head`. Both are counted from the rank's
-        first head."""
+        """Return the rank's first query head that uses KV head `kv_head`. The rank's first heads have number 0."""
         return max((self.first_kv_head + kv_head) * self.model.group_size - self.first_head, 0)
 
     def query_head_end(self, kv_head: int) -> int:
@@ -275,8 +270,7 @@ class Dims:
 
     @property
     def own_rows(self) -> int:
-        """The maximum number of token rows that a rank owns. REDUCE has so many rows for the partial sums from each
-        rank."""
+        """The most token rows that a rank owns. REDUCE has so many rows for the partial sums of each rank."""
         if self.split.replicated_residual:
             return self.bucket.tokens
         return ceil_div(self.bucket.row_blocks, self.split.tp) * self.bucket.row_block
@@ -304,8 +298,7 @@ class Dims:
         return row // self.bucket.row_block % self.split.tp
 
     def reduce_place(self, row: Int) -> Int:
-        """Return the row of token row `row` among the `own_rows` rows of REDUCE that have the partial sums of one
-        rank."""
+        """The row of token row `row` among the `own_rows` rows of REDUCE that have the partial sums of one rank."""
         if self.split.replicated_residual:
             return row
         return row // self.bucket.row_block // self.split.tp * self.bucket.row_block + row % self.bucket.row_block
@@ -357,14 +350,12 @@ def ceil_div(a: Int, b: int) -> Int:
 
 
 def start(units: int, ranks: int, rank: int) -> int:
-    """Return the first unit that rank `rank` has if `units` units are divided among `ranks` ranks; `units` if rank =
-    ranks."""
+    """The first unit that rank `rank` has if `units` units are divided among `ranks` ranks; `units` if rank = ranks."""
     return rank * (units // ranks) + min(rank, units % ranks)
 
 
 def shard(columns: int, ranks: int, rank: int) -> int:
-    """Return the first column of a rank's shard of `columns` columns. For `rank` = `ranks`, return the number of
-    columns."""
+    """The first column of a rank's shard of `columns` columns. For `rank` = `ranks`, return the number of columns."""
     return min(columns, SHARD_UNIT * start(ceil_div(columns, SHARD_UNIT), ranks, rank))
 
 

@@ -1,5 +1,4 @@
-"""Types of stored numbers, and conversions. NumPy arrays store bfloat16 as uint16, and rows of quantised blocks as
-uint8."""
+"""Types of stored numbers, and conversions. In NumPy arrays, bfloat16 is uint16, and a quantised row is uint8."""
 
 from __future__ import annotations
 

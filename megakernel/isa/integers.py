@@ -23,8 +23,7 @@ F32 = NDArray[np.float32]
 
 
 class Rounded(NamedTuple):
-    """Rounded rows of activations. `values` [rows, units, UNIT] are integers from -127 to 127; `scale` is [rows,
-    units]."""
+    """Rounded activations: `values` [rows, units, UNIT] are integers from -127 to 127, `scale` is [rows, units]."""
 
     values: NDArray[np.int64]
     scale: F32
@@ -43,8 +42,7 @@ class Codes(NamedTuple):
 
 
 def rounded(a: F32) -> Rounded:
-    """Round float32 activations, [rows, inner], to 8-bit integers. A row is padded with zeros to whole units of 32
-    elements."""
+    """Round float32 activations [rows, inner] to 8-bit integers. Zeros fill up the last unit of 32 elements."""
     units = np.pad(a, [(0, 0), (0, -a.shape[1] % UNIT)]).reshape(len(a), -1, UNIT)
     largest = np.abs(units).max(axis=2)
     finite = np.isfinite(largest)
@@ -57,15 +55,13 @@ def rounded(a: F32) -> Rounded:
 
 
 def multiply(a: Rounded, w: Codes) -> F32:
-    """Return the dot products of all rows of activations with all rows of weights, as float32 [rows of a, rows of
-    w]."""
+    """The dot products of all rows of activations with all rows of weights, as float32 [rows of a, rows of w]."""
     each = w.values.shape[2]
     groups = a.values.reshape(len(a.values), -1, each)
     acc = np.zeros((len(groups), len(w.values)), np.float32)
     with np.errstate(invalid="ignore"):
         for g in range(min(groups.shape[1], w.values.shape[1])):
-            # The sums are below 2^53, so float64 represents them exactly. NumPy multiplies float64 much faster than
-            # integers.
+            # The sums are below 2^53, so float64 is exact. NumPy multiplies float64 much faster than integers.
             sums = groups[:, g].astype(np.float64) @ w.values[:, g].T.astype(np.float64)
             scale = a.scale[:, g * each // UNIT, None]
             acc = _fma(sums.astype(np.float32), w.scale[:, g] * scale, acc)
@@ -107,8 +103,7 @@ def _nibbles(packed: NDArray[Any], run: int) -> NDArray[Any]:
 
 
 def _bits(packed: NDArray[Any], width: int, run: int) -> NDArray[Any]:
-    """Unpack fields of `width` bits. Each run of `run` bytes gives first the lowest field of every byte, then the next,
-    ..."""
+    """Unpack fields of `width` bits. Each run of `run` bytes gives the lowest field of every byte, then the next."""
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     packed = packed.reshape(len(packed), -1, 1, run)
     return (packed >> shifts & (1 << width) - 1).reshape(len(packed), -1)
@@ -119,8 +114,7 @@ def _fifth(packed: NDArray[Any]) -> NDArray[Any]:
 
 
 def _k_scales(packed: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the scales and the minima of the eight groups of a Q4_K or Q5_K block, 6 bits each, packed into 12
-    bytes."""
+    """The scales and the minima of the eight groups of a Q4_K or Q5_K block, 6 bits each, packed into 12 bytes."""
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scale = np.concatenate([first & 63, third & 15 | first >> 2 & 48], axis=1)
     minimum = np.concatenate([second & 63, third >> 4 | second >> 2 & 48], axis=1)

@@ -71,14 +71,12 @@ class Phase:
 
     @property
     def reads_weights(self) -> bool:
-        """Whether the phase reads a weight matrix. REDUCE and COMBINE only add products that other phases have
-        computed."""
+        """Whether the phase reads a weight matrix. REDUCE and COMBINE only add products of other phases."""
         return self.operation in (Operation.MATMUL, Operation.GATHER, Operation.ROUTE, Operation.EXPERTS)
 
     @property
     def adds_products(self) -> bool:
-        """Whether the phase adds products of inputs and weights, so that several ranks may each compute a part of the
-        sum."""
+        """Whether the phase adds products of inputs and weights, of which each rank may compute a part."""
         return self.operation in (Operation.MATMUL, Operation.COMBINE)
 
     @property
@@ -86,8 +84,7 @@ class Phase:
         return self.operation.layout.operands
 
     def columns(self, records: Records) -> dict[str, Column]:
-        """Return the operands of instructions of this phase by name: one column, with an element per record, for each
-        operand."""
+        """Return the operands of this phase's records: for each name, a column with one element per record."""
         return {name: records[:, OPERAND_WORD + i] for i, name in enumerate(self.operands)}
 
     # -- The methods below return sizes of the part that rank `split.rank` has.
@@ -97,20 +94,17 @@ class Phase:
         return self._shape(split)[-1]
 
     def width(self, split: Split) -> int:
-        """Return the number of output columns of a matmul or of EXPERTS; 0 if the rank's part of the weights is
-        empty."""
+        """The number of output columns of a matmul or of EXPERTS; 0 if the rank's part of the weights is empty."""
         multiplies = self.is_matmul or self.operation is Operation.EXPERTS
         return self._shape(split)[-2] if multiplies and self.inner(split) else 0
 
     def matrices(self, split: Split) -> int:
-        """Return the number of matrices of a matmul or of an expert: 2 for gate and up, whose products form one
-        output."""
+        """The number of matrices of a matmul or of an expert: 2 for gate and up, whose products form one output."""
         shape = self._shape(split)
         return shape[0] if len(shape) == 3 else 1
 
     def whole_heads(self, model: ModelSizes) -> bool:
-        """Whether tiles must contain whole heads, because all elements of a head are needed to normalise or to quantise
-        it."""
+        """Whether tiles must contain whole heads, because a head is normalised or quantised as a whole."""
         return self.result is Result.HEADS and (self.head_norm is not None or model.quantised_kv > 0)
 
     def stored_bits(self, model: ModelSizes) -> float:
@@ -131,8 +125,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class PhaseField:
-    """A field of the C++ struct `Phase`, which describes a phase as one rank sees it. `kind` is the field's C++ type,
-    and `value` computes it."""
+    """A field of the C++ struct `Phase`, with its C++ type `kind`. `value` computes it as one rank sees it."""
 
     name: str
     kind: str
@@ -179,8 +172,7 @@ CONTROL = (JOIN, DRAIN)
 
 @dataclass(frozen=True)
 class Forward:
-    """The phases of a step, numbered in execution order: the prologue, the body (run once per layer) and the
-    epilogue."""
+    """A step's phases, numbered in execution order: prologue, body (run once per layer) and epilogue."""
 
     prologue: tuple[Phase, ...]
     body: tuple[Phase, ...]
@@ -237,8 +229,7 @@ class Forward:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Forward:
-        """Return the Forward that `to_json` has converted to `value`. Raises MegakernelError if `value` is
-        malformed."""
+        """The Forward that `to_json` has converted to `value`. Raises MegakernelError if `value` is malformed."""
         try:
             return Forward.of(*(tuple(map(_phase, value[name])) for name in ("prologue", "body", "epilogue")))
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as e:

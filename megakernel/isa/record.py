@@ -52,8 +52,7 @@ def signals(records: Records) -> Records:
 
 
 def encode(phase: int, operands: Sequence[int] = (), waits: ArrayLike = (), signals: ArrayLike = ()) -> Records:
-    """Return one record, [WORDS], of the phase with number `phase`. `counter_word` makes the elements of `waits` and
-    `signals`."""
+    """Return one record, [WORDS], of phase number `phase`. `counter_word` makes elements of `waits` and `signals`."""
     words = np.zeros(WORDS, dtype=np.int32)
     words[0] = phase
     for first, values in ((OPERAND_WORD, operands), (WAIT_WORD, waits), (SIGNAL_WORD, signals)):

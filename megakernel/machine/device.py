@@ -13,8 +13,7 @@ CPU = "cpu"  # the value of `target` for machines whose workers are CPU cores
 
 @dataclass(frozen=True)
 class Machine:
-    """One rank's device. Rates are for the whole device, in bytes or FLOPs per second; its workers share them
-    equally."""
+    """One rank's device. Rates are those of the whole device, per second; its workers share them equally."""
 
     name: str
     workers: int
@@ -77,8 +76,7 @@ MACHINES: dict[str, Machine] = {h.name: _machine(h) for h in map(read, names()) 
 
 
 def host(workers: int | None = None) -> Machine:
-    """Return this machine's CPU with `workers` cores (default: all). The rates are rough estimates; the compiler uses
-    them only to place work."""
+    """Return this machine's CPU with `workers` cores, with estimated rates, which only guide where work is placed."""
     return _machine(read(HOST, workers))
 
 

@@ -1,5 +1,4 @@
-"""Reads machine files, which describe hardware in TOML. A file with the key `base` extends the file of another
-machine."""
+"""Reads machine files, which describe hardware in TOML. With the key `base`, a file extends another one."""
 
 from __future__ import annotations
 

@@ -48,8 +48,7 @@ OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5, "fp32": 4.0}
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP/s by operand type. bf16, fp8 (or int8 on a GPU) and fp4 are rates of the matrix unit. None: the chip lacks
-    it."""
+    """FLOP/s by operand type; bf16, fp8 (or int8) and fp4 are rates of the matrix unit. None: not supported."""
 
     bf16: float
     fp32: float  # FLOP/s of float32 multiply-adds outside the matrix unit
@@ -198,8 +197,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A kind of machine: its chip, the node and the network that connect such chips, and the costs of the interpreter
-    on it."""
+    """A kind of machine: its chip, the node and network that connect chips, and the interpreter's costs on it."""
 
     name: str
     chip: Chip
@@ -225,8 +223,7 @@ class Hardware:
 
     @property
     def switch_bytes_per_s(self) -> float:
-        """The rate of a node's switches in one direction. Without switches, it is the rate at which all its GPUs
-        send."""
+        """The rate of a node's switches in one direction; without switches, the rate at which its GPUs send."""
         if not self.node.switches:
             return self.node.gpus * self.link.egress_bytes_per_s
         return self.node.switches * self.node.switch_ports * self.link.port_bytes_per_s
@@ -269,6 +266,5 @@ class Hardware:
         return tuple(out)
 
     def curve(self, collective: str, gpus: int) -> Curve | None:
-        """Return the measured bandwidths of a collective over this number of GPUs, or None if they were not
-        measured."""
+        """The measured bandwidths of a collective over this number of GPUs, or None if they were not measured."""
         return next((c for c in self.curves if (c.collective, c.gpus) == (collective, gpus)), None)

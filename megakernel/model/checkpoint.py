@@ -15,8 +15,7 @@ from ..isa import BUFFERS, Buffer, Dtype, Split, from_f32, to_f32
 from ..isa.dtypes import BLOCKS
 from .config import ModelConfig
 
-# The number of elements that are converted at a time. So few elements stay in a cache, and even a huge matrix needs
-# little extra memory.
+# Elements that are converted at a time: so few that they stay in a cache, and that little memory is needed.
 CHUNK = 1 << 15
 
 
@@ -48,8 +47,7 @@ class Storage:
     layers: tuple[tuple[StoredRows, ...], ...]
 
     def bits(self, inner: int) -> float:
-        """Return the mean number of bits per weight, if a row has `inner` weights. Padding of a row's last block counts
-        too."""
+        """The mean bits per weight if a row has `inner` weights. Padding of a row's last block counts too."""
         parts = [part for layer in self.layers for part in layer]
         size = sum(part.rows * part.dtype.row_bytes(inner) for part in parts)
         return 8 * size / (inner * sum(part.rows for part in parts))
@@ -145,8 +143,7 @@ def cut_columns(part: WeightRows, buffer: Buffer, split: Split) -> WeightRows:
 
 
 def column_bytes(dtype: Dtype, buffer: Buffer, split: Split) -> slice:
-    """Return which bytes of a row of type `dtype` a rank has. Raises MegakernelError if they begin inside a quantised
-    block."""
+    """Return the bytes of a row that a rank has. Raises MegakernelError if they begin inside a quantised block."""
     _, first, count = column_share(buffer, split)
     if count and dtype.quantised and first % BLOCKS[dtype].weights:
         raise MegakernelError(
@@ -158,8 +155,7 @@ def column_bytes(dtype: Dtype, buffer: Buffer, split: Split) -> slice:
 
 
 def rows_of(checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
-    """Return `checkpoint.rows(...)`. Raises MegakernelError if the number or length of the rows does not match the
-    sizes in `split`."""
+    """Return `checkpoint.rows(...)`. Raises MegakernelError if they do not have the sizes in `split`."""
     rows = checkpoint.rows(buffer, layer, split)
     count, inner = sum(share.size for share in row_shares(buffer, split)), column_share(buffer, split).size
     if sum(len(data) for _, data in rows) != count or any(d.shape[1] != t.row_bytes(inner) for t, d in rows):
@@ -197,8 +193,7 @@ def floats(parts: Iterable[WeightRows], shape: tuple[int, int], dtype: Dtype) ->
 
 
 def converted(rows: Sequence[WeightRows], inner: int, dtype: Dtype) -> list[WeightRows]:
-    """Return rows of `inner` weights each in the float type `dtype`. Parts that have this type already are not
-    copied."""
+    """Return rows of `inner` weights in the float type `dtype`. Parts that have this type are not copied."""
     return [
         part
         if part.dtype is dtype

@@ -109,8 +109,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
 
     def sizes(self, dtype: Dtype, *, quantised_kv: bool = False, q8_activations: bool = False) -> ModelSizes:
-        """Return the model's sizes for the compute type `dtype`, optionally with a quantised KV cache or 8-bit
-        activations."""
+        """The model's sizes for the compute type `dtype`, optionally with a quantised KV cache or 8-bit activations."""
         names = ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "experts", "experts_per_token")
         own = {name: getattr(self, name) for name in names}
         own["normalised_routes"] = int(self.normalised_routes)
@@ -135,8 +134,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class Keys:
-    """Reads the keys of a configuration file. If a value is invalid, a method raises a MegakernelError that names the
-    file and the key."""
+    """Reads the keys of a configuration file. For an invalid value, MegakernelError names the file and the key."""
 
     raw: dict[str, Any]
     source: str
@@ -162,8 +160,7 @@ class Keys:
         return float(value)
 
     def ids(self, key: str) -> tuple[int, ...]:
-        """Return the token ids at a key whose value is one id, a list of ids, or null. Some files contain -1 for no
-        id."""
+        """The token ids at a key whose value is one id, a list of ids, or null. Some files contain -1 for no id."""
         value = self.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) < 1 << 63 for i in ids):
@@ -177,8 +174,7 @@ class Keys:
         return tuple(map(float, value))
 
     def names(self, key: str, *allowed: str) -> list[str]:
-        """Return the list of names at a key; [] if its value is null. Raises MegakernelError for a name that is not
-        `allowed`."""
+        """Return the list of names at a key; [] if it is null. Raises MegakernelError for names not `allowed`."""
         value = self.get(key) or []
         if not isinstance(value, list) or not all(name in allowed for name in value):
             raise self._wrong(key, "a list of " + " and ".join(allowed))
@@ -190,8 +186,7 @@ class Keys:
         return default if value is None else value
 
     def only(self, key: str, *allowed: object, default: object = None) -> None:
-        """Raise MegakernelError unless the value at a key is null or in `allowed`. An absent key counts as
-        `default`."""
+        """Raise MegakernelError unless a key's value is null or in `allowed`. `default` is for an absent key."""
         value = self.raw.get(self.prefix + key, default)
         if value is not None and value not in allowed:
             known = " or ".join(map(short, allowed)) or "null"

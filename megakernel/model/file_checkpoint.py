@@ -34,8 +34,7 @@ from .rope import rope_table
 
 
 class TensorFile(Protocol):
-    """One or several files with named tensors. A tensor's last axis is the length of its rows; its other axes count
-    rows."""
+    """One or several files with named tensors. A tensor's last axis is a row; its other axes count rows."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
@@ -47,8 +46,7 @@ class TensorFile(Protocol):
         """Return the type of the elements or blocks that `rows` returns."""
 
     def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
-        """Return rows [start, end) as a 2-D array: bfloat16 as uint16, quantised blocks as bytes. A vector has one
-        column."""
+        """Return rows [start, end), 2-D: bfloat16 as uint16, quantised rows as bytes, a vector as one column."""
 
 
 @dataclass(frozen=True)
@@ -213,8 +211,7 @@ def _expected_buffers(config: ModelConfig) -> list[Buffer]:
 
 
 def _check(config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
-    """Raise MegakernelError unless the file has exactly the tensors that the configuration requires, in the right
-    shapes."""
+    """Raise MegakernelError unless the file has exactly the tensors that the configuration requires."""
     expected = expected_shapes(config, naming)
     biases = [p.bias for p in forward(config) if p.bias is not None]
     optional = {
@@ -241,8 +238,7 @@ def _check(config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:
-    """Map a file into memory, and return its bytes as an array; they are read when they are accessed. An empty file is
-    an error."""
+    """Map a file into memory and return its bytes, which are read on access. An empty file is an error."""
     try:
         with file_errors(f"read {path}"):
             return np.memmap(regular(path), dtype=np.uint8, mode="r").view(np.ndarray)
@@ -251,8 +247,7 @@ def map_file(path: Path) -> NDArray[np.uint8]:
 
 
 def check_ranges(path: Path, ranges: list[tuple[int, int, str]], start: int, end: int) -> None:
-    """Raise MegakernelError unless the byte ranges (begin, end, tensor) lie inside [start, end) of the file `path` and
-    do not overlap."""
+    """Raise MegakernelError unless byte ranges (begin, end, tensor) are disjoint and inside [start, end)."""
     last, previous = start, ""
     for begin, stop, name in sorted(ranges):
         if stop > end:

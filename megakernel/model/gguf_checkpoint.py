@@ -81,8 +81,7 @@ class _Cursor:
         return self.bytes(size).decode("utf-8")
 
     def count(self, number: int) -> int:
-        """Return `number`, a count of elements in the file. Raises MegakernelError if all counts together exceed the
-        limit."""
+        """Return `number`, a count of elements. Raises MegakernelError if the sum of counts exceeds the limit."""
         self._elements += number
         if self._elements > MOST_METADATA_ELEMENTS:
             raise MegakernelError(

@@ -115,8 +115,7 @@ def merges_of(ranked: Sequence[str], known: Collection[str], source: str) -> lis
 
 
 def _tokens(keys: Keys) -> tuple[list[str], list[int]]:
-    """Return the texts and the types of all tokens. A token with an empty text gets a name that does not occur in
-    texts."""
+    """The texts and the types of all tokens. A token with an empty text gets a name that does not occur in texts."""
     tokens, types = keys.get("tokens"), keys.get("token_type")
     if not _list_of(tokens, str):
         raise MegakernelError(f"{keys.source}: {keys.prefix}tokens is missing or is not a list of texts")

@@ -116,8 +116,7 @@ def _add_tokenizer(writer: Any, source: Path | None) -> None:
 
 
 def _rope_factors(config: ModelConfig) -> NDArray[np.float32] | None:
-    """Return the divisor of each RoPE pair's frequency. None means that all frequencies are divided by the same number,
-    or are not scaled."""
+    """The divisor of each RoPE pair's frequency; None if all have the same one, or none."""
     if config.rope.kind in (RopeKind.DEFAULT, RopeKind.LINEAR):
         return None
     rotated = config.rope.dims or config.head_dim

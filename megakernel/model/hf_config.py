@@ -146,8 +146,7 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
 
 
 def _text_part(raw: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return the settings of the language model inside a model that also sees images. For other models, return
-    `raw`."""
+    """The settings of the language model inside a model that also sees images. For other models, return `raw`."""
     if raw.get("architectures") != [_WITH_IMAGES]:
         return raw
     text = raw.get("text_config")
@@ -158,8 +157,7 @@ def _text_part(raw: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def _family(raw: dict[str, Any], source: str) -> Family:
-    """Return the model family that `architectures` and `model_type` in `raw` name. Raises MegakernelError if they
-    disagree."""
+    """The model family that `architectures` and `model_type` in `raw` name. Raises MegakernelError if they disagree."""
     architectures, model_type = raw.get("architectures"), raw.get("model_type")
     for family in FAMILIES.values():
         # Embedding models are saved without an LM head, and then the name of their architecture ends in "Model".
@@ -205,8 +203,7 @@ def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:
         raise MegakernelError(f"{where}: rope_type {name!r} is not supported, only {known}")
     if missing := sorted(_NEEDS[kind] - set(table)):
         raise MegakernelError(f"{where}: rope_type {name!r} needs {missing[0]}")
-    # Keys that only other kinds of RoPE scaling use are accepted, because some files contain them and they have no
-    # effect.
+    # Keys of other kinds of RoPE scaling are accepted, because some files contain them and they have no effect.
     known_keys = {"rope_type", "type", "rope_theta", "partial_rotary_factor", _ORIGINAL, *_MAY_HAVE.get(kind, ())}
     for extra in sorted(set(table) - known_keys.union(*_NEEDS.values())):
         if table[extra] is not None and table[extra] is not False:
@@ -252,8 +249,7 @@ def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:
 
 
 def _once(outer: Keys, inner: Keys, key: str, default: float) -> float:
-    """Return the number at a key that may be at the top level, among the RoPE settings, or in both with the same
-    value."""
+    """The number at a key that may be at the top level, among the RoPE settings, or in both with the same value."""
     values = {keys.number(key) for keys in (outer, inner) if keys.get(key) is not None}
     if len(values) > 1:
         raise MegakernelError(f"{inner.source}: {key} is {inner.get(key)}, but {outer.get(key)} at the top level")
@@ -266,8 +262,7 @@ _SAMPLING |= {"max_new_tokens": "max_tokens"}
 
 
 def read_sampling(folder: Path) -> dict[str, Any]:
-    """Return the sampling parameters in `folder/generation_config.json`, by their names in SamplingParams. Raises
-    MegakernelError."""
+    """Return the parameters in generation_config.json, as SamplingParams names them. Raises MegakernelError."""
     path = folder / "generation_config.json"
     keys = Keys(read_json(path), str(path))
     given = {key: name for key, name in _SAMPLING.items() if keys.get(key) is not None}

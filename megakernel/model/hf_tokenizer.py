@@ -19,8 +19,7 @@ from .hf_config import read_json
 from .limits import MOST_VOCABULARY
 from .tokenizer import Tokenizer, UnknownTokenizer, backend_errors, byte_alphabet
 
-# Test texts. A tokenizer of another kind, or with other rules for white space or similar characters, splits them
-# differently.
+# Test texts, which other kinds of tokenizers, or other rules for white space and similar characters, split differently.
 _SAMPLES = (
     "The capital of France  is\n\tParis, or x\u00bd \ufb01n\u00e9 \u4f60\u597d 12345",
     " a ",

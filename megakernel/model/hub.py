@@ -68,8 +68,7 @@ def fetch(spec: str, *, weights: bool) -> Path:
 
 
 def _check_weights(repo: str, sizes: dict[str, int]) -> None:
-    """Raise MegakernelError if the repository has no safetensors, or if the disk has no room for those not in the
-    cache."""
+    """Raise MegakernelError if the repository has no safetensors, or the disk no room for those not in the cache."""
     wanted = [name for name in sizes if re.fullmatch(r"model(-[^/]*)?\.safetensors", name)]
     if not wanted:
         raise MegakernelError(

@@ -33,8 +33,7 @@ class LimitedProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, values: object) -> tuple[str, str]:
-        """Send `values` to the process as a line of JSON, and return the kind and the text of its answer. Raises
-        Ended."""
+        """Send `values` to the process as JSON, and return the kind and the text of its answer. Raises Ended."""
         with self._lock:
             if self._process is None:
                 process = self._start()
@@ -60,8 +59,7 @@ class LimitedProcess:
         return process
 
     def _exchange(self, process: subprocess.Popen[str], values: object) -> tuple[str, str]:
-        """Send `values`, and return the answer. If the process ended or the exchange was interrupted, it is not used
-        again."""
+        """Send `values` and return the answer. A process that ended or was interrupted is not used again."""
         assert process.stdin is not None and process.stdout is not None
         self._process = None
         try:

@@ -13,8 +13,7 @@ _LARGEST = 2**31 - 1
 # The maximum number of tokens of a vocabulary, because there are arrays of this length, such as a row of logits. The
 # largest published vocabularies have 2^18 tokens.
 MOST_VOCABULARY = 1 << 24
-# The maximum length of a chat template. Jinja parses it in linear time. The longest published ones have 20,000
-# characters.
+# The maximum length of a chat template. Jinja parses in linear time. The longest published one has 20,000 characters.
 MOST_TEMPLATE_CHARACTERS = 1 << 20
 # The processor time, in seconds, of compiling or rendering a template once. It usually takes milliseconds. Processor
 # time, unlike elapsed time, does not depend on how busy the machine is.
@@ -39,8 +38,7 @@ MOST_SPLIT_CHARACTERS = 1 << 30
 
 
 def check_config(config: ModelConfig, source: str) -> ModelConfig:
-    """Return `config`. Raises a MegakernelError that names the first field with an impossible value, if there is
-    one."""
+    """Return `config`. Raises MegakernelError, which names the first field whose value is impossible."""
 
     def refuse(what: str) -> MegakernelError:
         return MegakernelError(f"{source}: {what}")

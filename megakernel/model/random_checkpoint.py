@@ -100,8 +100,7 @@ class RandomCheckpoint:
         return converted(rows, column_share(buffer, split).size, BUFFERS[buffer].resolve_dtype(split.model))
 
     def _whole(self, buffer: Buffer, layer: int, split: Split) -> WeightRows:
-        """Generate all rows of a buffer. If there are several ranks, the calling thread keeps the rows for the next
-        rank."""
+        """Generate all rows of a buffer. With several ranks, each thread keeps the rows for the next rank."""
         key = buffer, layer if BUFFERS[buffer].layered else 0
         made: tuple[object, WeightRows] | None = getattr(self._last, "made", None)
         if made is not None and made[0] == key:
@@ -122,8 +121,7 @@ def _draw(generator: np.random.Generator, count: int) -> NDArray[np.uint16]:
     out = np.empty(count, dtype=np.uint16)
     for start in range(0, count, 4 * _CHUNK):
         part = out[start : start + 4 * _CHUNK]
-        # For the full range of 64 bits, `integers` returns the same words as `random_raw`, but it releases Python's
-        # GIL.
+        # For all 64 bits, `integers` returns the same words as `random_raw`, but it releases Python's GIL.
         words = generator.integers(_ALL, size=-(-len(part) // 4), dtype=np.uint64, endpoint=True)
         words &= _KEEP
         words |= _SET

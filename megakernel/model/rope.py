@@ -79,8 +79,7 @@ def _yarn(rope: Rope, power: NDArray[np.float32]) -> NDArray[np.float32]:
     pairs = len(power)
 
     def pair(turns: float) -> float:
-        """Return the number of the RoPE pair, as a real number, that turns so many times within the original
-        context."""
+        """The number of the RoPE pair, as a real number, that turns so many times within the original context."""
         return pairs * math.log(rope.original_context / (turns * 2 * math.pi)) / math.log(rope.theta)
 
     low, high = pair(rope.high_freq_factor), pair(rope.low_freq_factor)
@@ -96,8 +95,7 @@ def _yarn(rope: Rope, power: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def yarn_attention(factor: float, mscale: float = 0.0, mscale_all_dim: float = 0.0) -> float:
-    """Return YaRN's factor of cosines and sines. `mscale` and `mscale_all_dim`, which are not negative, are DeepSeek's
-    generalisation."""
+    """Return YaRN's factor of cosines and sines. The two optional numbers (>= 0) are DeepSeek's generalisation."""
 
     def of(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

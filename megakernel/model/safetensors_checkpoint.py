@@ -40,8 +40,7 @@ class _Tensor(NamedTuple):
 
 
 class SafetensorsFiles:
-    """All safetensors files of a folder as a TensorFile. The constructor checks the headers and maps the files into
-    memory."""
+    """All safetensors files of a folder as a TensorFile. The constructor checks the headers and maps the files."""
 
     def __init__(self, folder: Path) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}

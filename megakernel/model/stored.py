@@ -33,8 +33,7 @@ KV_TYPES = {Dtype.Q8_0.name.lower(): Dtype.Q8_0}
 
 
 def quantised_kv(name: str) -> bool:
-    """Whether the value `name` of `--kv-cache-dtype` means a quantised cache. Raises MegakernelError for an unknown
-    value."""
+    """Whether `--kv-cache-dtype name` means a quantised cache. Raises MegakernelError for an unknown name."""
     if name != "auto" and name not in KV_TYPES:
         raise MegakernelError(f"cannot store K and V in {name!r}: choose from auto, {', '.join(KV_TYPES)}")
     return name in KV_TYPES
@@ -125,8 +124,7 @@ class _Stored:
 
 
 def for_contexts(checkpoint: Checkpoint, tokens: int) -> Checkpoint:
-    """Return `checkpoint` for contexts of up to `tokens` tokens. With LongRoPE, RoPE's frequencies depend on this
-    limit."""
+    """Return `checkpoint` for contexts of at most `tokens` tokens, which determine LongRoPE's frequencies."""
     rope = checkpoint.config.rope
     return _Shorter(checkpoint, tokens) if rope.short_factors and tokens <= rope.original_context else checkpoint
 

@@ -21,8 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class _Generation(jinja2.ext.Extension):
-    """Allows the tags `{% generation %}` and `{% endgeneration %}`, which mark a part for training. The part is
-    rendered as usual."""
+    """Renders the text between `{% generation %}` and `{% endgeneration %}` (marks for training) as usual."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 

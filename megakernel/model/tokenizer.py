@@ -53,8 +53,7 @@ class Tokenizer:
         self._bytes = [cache(partial(self.token_bytes, skip_special=skip)) for skip in (False, True)]
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Return the token ids of `text`, in which special tokens are recognised. With `add_special`, BOS is added if
-        the model requires it."""
+        """Return the ids of `text`, in which special tokens are recognised. `add_special` adds BOS if required."""
         # Encoding can fail, because a damaged tokenizer.json may refer to something that it does not define.
         with backend_errors("the model's tokenizer failed"):
             try:
@@ -120,8 +119,7 @@ class Tokenizer:
         return TextStream(self._bytes[skip_special], self._strip and starts)
 
     def token_bytes(self, token: int, *, skip_special: bool = False) -> bytes:
-        """Return the bytes that `token` adds to a text. They may end inside a character, which the next token
-        completes."""
+        """The bytes that `token` adds to a text. They may end inside a character, which the next token completes."""
         if (added := self._added.get(token)) is not None:
             if skip_special and added.special:
                 return b""
@@ -177,8 +175,7 @@ def _up_to_mark(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 class TextStream:
-    """Turns tokens into text as they arrive. Bytes of an incomplete character are kept until the character is
-    complete."""
+    """Turns tokens into text as they arrive. An incomplete character waits for its remaining bytes."""
 
     def __init__(self, token_bytes: Callable[[int], bytes], strip: bool) -> None:
         self._token_bytes = token_bytes

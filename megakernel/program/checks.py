@@ -24,8 +24,7 @@ from .program import SEGMENTS, TOTALS, Program, Segment
 
 # The maximum number of workers, because a trace stores a worker's number in 16 bits.
 MOST_WORKERS = 1 << 16
-# The maximum number of counters of a rank, all layers together. On a CPU, each counter has its own cache line, so they
-# take at most 1 GiB.
+# The maximum number of a rank's counters in all layers. On a CPU, each has a cache line, so they take up to 1 GiB.
 MOST_COUNTERS = 1 << 24
 # The maximum length of a step table in words (256 MiB), because every launch copies the table. The page lists of 64
 # sequences of a million tokens take 2^22 words.
@@ -48,8 +47,7 @@ class Checks:
 
     @cached_property
     def uses(self) -> list[Use]:
-        """The buffer regions that instructions access. They can be computed if all stages but the last have found no
-        violation."""
+        """The buffer regions that instructions access. All stages but the last must have passed."""
         return uses(self.parts)
 
     def stages(self, of_target: Callable[[list[Part]], Iterable[str]] = lambda parts: ()) -> Iterator[Iterable[str]]:
@@ -66,8 +64,7 @@ _FOUND: WeakKeyDictionary[Program, str | None] = WeakKeyDictionary()
 
 
 def violation(program: Program) -> str | None:
-    """Describe the first violation in a program, or return None if there is none. The result is kept for later
-    calls."""
+    """Describe a program's first violation, or return None. The result is kept for later calls."""
     if program not in _FOUND:
         _FOUND[program] = next((found for stage in Checks(program).stages() for found in stage), None)
     return _FOUND[program]
@@ -305,8 +302,7 @@ def _drains(program: Program, body: Part) -> Iterator[str]:
 
 
 def _boxes(found: list[Use]) -> Iterator[str]:
-    """Yield instructions whose accessed regions extend beyond their buffers, or which access residual rows of other
-    ranks."""
+    """Yield instructions whose accessed regions exceed their buffers, or that access other ranks' residual."""
     every = [(use, access) for use in found for access in use.accesses]
     if not every:
         return

@@ -17,8 +17,7 @@ from ..isa.record import WORDS
 from .checks import check
 from .program import ALIGNMENT, HASHED, MAGIC, SEGMENTS, START, TOTALS, VERSION, Program, Segment
 
-# The maximum length of the header in bytes. It takes about 10 kB for the sizes and 29 phases. A longer one is not
-# decoded.
+# The maximum length of the header in bytes, which needs about 10 kB. A longer one is not decoded.
 MOST_HEADER_BYTES = 1 << 20
 # The maximum length of the name of a machine or a phase, because tables print it. A machine's name may be a file name,
 # which has at most 255 bytes.
@@ -57,8 +56,7 @@ def program_from_bytes(data: bytes, name: str) -> Program:
 
 
 def _decode(data: bytes) -> Program:
-    """Decode a program whose checksum is right. Its arrays are views of `data`. Raises ValueError for malformed
-    fields."""
+    """Decode a program whose checksum is right. Its arrays are views of `data`. Raises ValueError."""
     size = int.from_bytes(data[HASHED:START], "little")
     if size > min(MOST_HEADER_BYTES, len(data) - START) or (START + size) % ALIGNMENT:
         raise ValueError(f"the file's header cannot have {size} bytes")

@@ -1,5 +1,4 @@
-"""Decodes a program's instruction records for the checks and the verifier, and finds the data that instructions
-access."""
+"""Decodes a program's instructions for the checks and the verifier, and finds the data that they access."""
 
 from __future__ import annotations
 
@@ -110,8 +109,7 @@ def extent(buffer: Buffer, dims: Dims) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Use:
-    """The instructions of one phase on one rank, with all buffer regions that they read or write. `rows` are their
-    indices."""
+    """The instructions (`rows`) of one phase on one rank, with all buffer regions that they read or write."""
 
     part: Part
     phase: Phase

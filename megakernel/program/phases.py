@@ -70,8 +70,7 @@ def phases_of(forward: Forward) -> Phases:
 
 @lru_cache(maxsize=64)
 def check_phases(forward: Forward, dims: Dims) -> tuple[str, ...]:
-    """Describe the first violation in each phase. If there is none, describe violations that concern several phases
-    together."""
+    """Describe the first violation in each phase or, without any, violations that concern several phases."""
     found = []
     for segment, phases in enumerate(forward.segments):
         for phase in phases:
@@ -114,8 +113,7 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
 
 
 def _place(p: Phase, segment: int, layers: int) -> Iterator[str]:
-    """Yield a violation if the phase may not be in this segment (prologue, body or epilogue), or has rows that are not
-    allowed there."""
+    """Yield a violation if the phase, or its kind of rows, is not allowed in this segment (prologue, body, ...)."""
     rows = OPERATIONS[p.operation].rows(p)
     if p.result is Result.HEADS or p.operation is Operation.ATTENTION:
         home = {_BODY}
@@ -163,8 +161,7 @@ def _together(forward: Forward) -> Iterator[str]:
 
 
 def _is_reduced(forward: Forward, p: Phase) -> bool:
-    """Whether the phase that last wrote the inputs of `p` stored partial sums, and computed them with the weights of
-    `p`."""
+    """Whether the phase that last wrote the inputs of `p` stored partial sums made with the weights of `p`."""
     segment = next(s for s in forward.segments if p in s)
     before = [q for q in segment[: segment.index(p)] if q.output is p.inputs]
     return bool(before) and before[-1].result is Result.PARTIAL and before[-1].weights is p.weights

@@ -86,8 +86,7 @@ class Program:
 
     @property
     def instructions(self) -> int:
-        """The number of instructions that all ranks execute in one launch. An instruction of the body counts once per
-        layer."""
+        """The number of instructions that all ranks execute per launch. Those of the body count once per layer."""
         body = len(self.body.records) + len(self.queues.records)
         return len(self.prologue.records) + self.dims.model.layers * body + len(self.epilogue.records)
 

@@ -13,8 +13,7 @@ _REPEATS = 3
 _PROBE_S = 0.25
 _CACHE_FACTOR = 8  # the measurement reads so many times the last-level cache's size, so that reads come from memory
 _UNKNOWN_CACHE = 32 << 20
-# The maximum number of bytes that the measurement reads. It is needed because some virtual machines report the cache of
-# a whole socket.
+# The maximum number of bytes to read, because some virtual machines report the cache of a whole socket.
 _LARGEST_READ = 2 << 30
 # The bytes that each thread reads to measure the last-level cache. They do not fit a core's own caches. If the
 # last-level cache is small, threads read less.
@@ -40,8 +39,7 @@ class Ceilings:
 
     @property
     def of_integers(self) -> Ceilings:
-        """Return the ceilings for steps that multiply quantised weights in 8-bit integers. All other arithmetic stays
-        in floats."""
+        """The ceilings for steps that multiply quantised weights in integers, and do all else in floats."""
         if self.integer_ops is None:
             return self
         return replace(self, flops=self.integer_ops, vector_flops=self.flops, unit="OP/s")
@@ -133,8 +131,7 @@ def machine_ceilings(machine: Machine) -> Ceilings:
 
 
 def last_level_cache(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Return the size in bytes of the largest cache that Linux reports for core 0, or a typical size if it reports
-    none."""
+    """The size in bytes of the largest cache that Linux reports for core 0, or a typical size if it reports none."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     sizes = []
     for file in root.glob("index*/size"):

@@ -25,8 +25,7 @@ def path() -> Path:
 
 
 def this_machine(simd: str) -> str:
-    """Return a name for this machine's processor and its instruction set `simd`, because several machines may share the
-    cache folder."""
+    """Return a name for this machine's processor and instruction set, because machines may share the folder."""
     return f"{processor()}, {cpu_count()} cores, {last_level_cache() >> 20} MiB of cache, {simd}"
 
 

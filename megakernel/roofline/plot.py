@@ -96,8 +96,7 @@ def _si(value: float, unit: str) -> str:
 
 
 def _draw_roofs(axes: Any, hardware: Hardware, points: Sequence[Point], roof: str) -> None:
-    """Draw the roofline of the rate `roof`, and a horizontal line for each other rate of the machine. Equal rates share
-    a line and a label."""
+    """Draw the roofline of the rate `roof`, and a horizontal line for each other rate. Equal rates share a line."""
     bandwidth, peak = hardware.chip.hbm_bytes_per_s, hardware.flops_per_s(roof)
     rates = {name: rate for name in _ROOFS if (rate := getattr(hardware.rates, name))}
     right = max([p.flops_per_byte for p in points] + [max(rates.values()) / bandwidth]) * 5
@@ -114,8 +113,7 @@ def _draw_roofs(axes: Any, hardware: Hardware, points: Sequence[Point], roof: st
 
 
 def _draw_points(axes: Any, points: Sequence[Point]) -> None:
-    """Draw the markers, a legend, and the labels to the right of the axes. A line connects each label with its
-    marker."""
+    """Draw markers, a legend, and labels to the right of the axes, each joined with its marker by a line."""
     groups: dict[tuple[Any, ...], list[Point]] = {}  # points at the same place share a marker and a label
     for point in points:
         place = f"{point.flops_per_byte:.2g}", f"{point.flops_per_s:.2g}"

@@ -1,5 +1,4 @@
-"""Computes the work that a step cannot avoid, the least time for it, and how close measured times come to this
-limit."""
+"""Computes the work that a step cannot avoid, the least time for it, and how close measured times come to it."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ class Achieved:
 
 
 def model_weights(phases: Iterable[Phase], split: Split) -> dict[Buffer, int]:
-    """Return the bytes in memory of each weight buffer that the phases use on rank `split.rank`, all layers
-    together."""
+    """The bytes in memory of each weight buffer that the phases use on rank `split.rank`, all layers together."""
     out: dict[Buffer, int] = {}
     for phase in phases:
         for buffer in (phase.weights, phase.norm, phase.bias):
@@ -149,8 +147,7 @@ def _link_bytes(split: Split, rows: int, logit_rows: int) -> float:
 
 
 def bound(work: StepWork, ceilings: Ceilings) -> float:
-    """Return the least time of a step in seconds: the longest of the times for arithmetic, memory and links, which
-    overlap."""
+    """The least time of a step in seconds: the longest of the times for arithmetic, memory and links, which overlap."""
     return max(_times(work, ceilings).values())
 
 

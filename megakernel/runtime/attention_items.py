@@ -78,8 +78,7 @@ def moves(dims: Dims, position: Ints) -> bool:
 
 
 def _seen(dims: Dims, first: Ints, last: Ints) -> tuple[Ints, Ints]:
-    """Return the KV blocks [begin, end) to which rows at positions `first` to `last` attend, in the layers with the
-    longest sliding window."""
+    """Return the KV blocks [begin, end) that rows at positions `first` to `last` see with the longest window."""
     begin = np.maximum(first + 1 - max(dims.model.spans), 0) // dims.bucket.kv_block
     return begin, last // dims.bucket.kv_block + 1
 
@@ -154,8 +153,7 @@ class _Parts:
 
 
 def _core_parts(dims: Dims, tiles: _Tiles) -> _Parts:
-    """Divide tiles into parts of one KV head, for CPU cores. The cost of a part is its number of (row, KV token)
-    pairs."""
+    """Divide tiles into parts of one KV head, for CPUs. A part costs its number of (row, KV token) pairs."""
     before = tiles.first * dims.bucket.kv_block
     cost = tiles.rows * np.where(tiles.seq < 0, 1, tiles.position + tiles.rows - before)
     share = dims.split.rank_kv_heads * int(cost.sum()) / dims.bucket.attention_slots
@@ -255,8 +253,7 @@ def _unsplit(dims: Dims, tiles: _Tiles, line: _Line, ends: _Ends) -> _Ends:
 
 
 def _pieces(dims: Dims, tiles: _Tiles, cut: _Cut) -> _Pieces:
-    """Divide the tiles into items: at the ends of shares, at borders of tiles, and around each part that contains an
-    end."""
+    """Divide tiles into items: at ends of shares, borders of tiles, and around each part that contains an end."""
     line = _Line(dims, tiles, cut)
     ends = _unsplit(dims, tiles, line, _ends(dims, line, cut))
     grains = line.grains[ends.tile]
@@ -286,8 +283,7 @@ def _items(dims: Dims, tiles: _Tiles, pieces: _Pieces) -> dict[str, Ints]:
     split_end = first + (pieces.grain + pieces.length) * divided.grain_blocks
     block_end = np.where(split, np.minimum(split_end, block_end), block_end)
 
-    # An item waits for q of its own row block (group of rows), and for the row blocks of this step whose K and V it
-    # reads.
+    # An item waits for its own row block (group of rows), and for those of this step whose K and V it reads.
     own = row // dims.bucket.row_block
     step_start = position - (row - tiles.chunk_row[of])  # position of the chunk's first row
     needed = tiles.chunk_row[of] + np.maximum(block * dims.bucket.kv_block - step_start, 0)

@@ -1,5 +1,4 @@
-"""Defines the interface of backends. A backend keeps a model's weights and KV cache, and runs each step as one
-launch."""
+"""The interface of backends. A backend has a model's weights and KV cache, and runs each step as one launch."""
 
 from __future__ import annotations
 

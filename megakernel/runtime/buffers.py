@@ -1,5 +1,4 @@
-"""Functions that all backends share: they allocate buffers, write the token history, and refuse programs and step
-tables that do not fit."""
+"""Shared by all backends: allocates buffers, writes the token history, refuses programs that do not fit."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from ..program import Program
 from ..settings import SETTINGS
 from .step_check import check_step
 
-# The sizes that may differ between programs of one backend. All others depend on the model, on its number formats, or
-# on the engine's limits.
+# The sizes that may differ between a backend's programs. All others depend on the model or on the engine's limits.
 _BUCKET = {
     "row_block", "tokens", "logit_rows", "items", "attention_slots", "partials", "bias_entries", "mask_rows",
     "replicated_residual",
@@ -21,23 +19,20 @@ _BUCKET = {
 
 
 def allocate(buffer: Buffer, dims: Dims, pages: int) -> NDArray[np.generic]:
-    """Return an array of zeros for a buffer, in its dtype (bfloat16 as uint16). A layered buffer has an axis for
-    layers."""
+    """Return zeros for a buffer, in its dtype (bfloat16 as uint16), with an axis for layers if layered."""
     spec = BUFFERS[buffer]
     layers = (dims.model.layers,) if spec.layered else ()
     return np.zeros(layers + spec.shape(dims, pages), dtype=spec.resolve_dtype(dims.model).numpy)
 
 
 def write_history(history: NDArray[np.int32], slot: int, start: int, tokens: NDArray[np.int32]) -> None:
-    """Set HISTORY[slot, start : start + len(tokens)]. Raises MegakernelError if `history` has no room for the
-    tokens."""
+    """Set HISTORY[slot, start : start + len(tokens)]. Raises MegakernelError if there is no room for them."""
     check_history(history.shape, slot, start, len(tokens))
     history[slot, start : start + len(tokens)] = tokens
 
 
 def check_history(shape: tuple[int, ...], slot: int, start: int, count: int) -> None:
-    """Raise MegakernelError if a token history of this shape has no room for `count` tokens of `slot` from `start`
-    on."""
+    """Raise MegakernelError if a HISTORY of this shape has no room for `count` tokens of `slot` at `start`."""
     if not (0 <= slot < shape[0] and 0 <= start <= shape[1] - count):
         raise MegakernelError(f"the history of slot {slot} has no room for {count} tokens from position {start} on")
 

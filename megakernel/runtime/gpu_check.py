@@ -30,8 +30,7 @@ _State = dict[_Key, NDArray[np.generic]]
 
 @dataclass(frozen=True)
 class PhaseDifference:
-    """A phase whose results are wrong. `what` describes the error, and the first instruction that is wrong when it runs
-    alone."""
+    """A phase with wrong results. `what` also describes the first instruction that is wrong when run alone."""
 
     phase: str
     layer: int
@@ -58,8 +57,7 @@ def prepare(reference: ReferenceBackend, seed: int) -> None:
 
 
 def _padding(d: Dims) -> NDArray[np.bool_]:
-    """Return a mask of those rows of REDUCE that belong to no token. A GPU stores zeros there, because it stores whole
-    boxes."""
+    """A mask of the rows of REDUCE that have no token. A GPU stores zeros there, because it stores whole boxes."""
     rows = np.arange(d.bucket.tokens)
     kept = rows if d.split.replicated_residual else rows[d.owner(rows) == d.split.rank]
     padding = np.ones(d.split.tp * d.own_rows, bool)
@@ -95,8 +93,7 @@ def check_instructions(
 
 
 class _Twins:
-    """The GPU backend, the reference, and a copy of what the GPU's buffers contain, so that equal buffers are not sent
-    again."""
+    """The GPU backend, the reference, and a copy of the GPU's buffers, so that equal ones are not sent again."""
 
     def __init__(self, gpu: CudaBackend, reference: ReferenceBackend, program: Program, table: StepTable) -> None:
         self._gpu, self._reference, self._program, self._table = gpu, reference, program, table
@@ -112,8 +109,7 @@ class _Twins:
             self._reference.buffer(*key)[:] = array
 
     def wrong(self, before: _State, index: int, layer: int, work: Segment, repeats: int) -> str | None:
-        """Run the instructions `work` on both backends, from the state `before`. Describe the first error, or return
-        None."""
+        """Run `work` on both backends from the state `before`. Describe the first error, or return None."""
         for stream in range(len(work.offsets) - 1):
             for words in work.stream(stream):
                 rank = stream // self._program.workers
@@ -163,8 +159,7 @@ def _keys(reference: ReferenceBackend) -> Iterator[_Key]:
 
 
 def _phases(program: Program) -> Iterator[tuple[int, int, Segment]]:
-    """Yield (segment, layer, phase) for every phase of a step, in order. A phase reads only what earlier ones have
-    written."""
+    """Yield (segment, layer, phase) for all phases of a step, in order: each needs only earlier ones."""
     for index in range(len(SEGMENTS)):
         phases = program.phases(index)
         for layer in range(program.dims.model.layers) if index == BODY else (0,):

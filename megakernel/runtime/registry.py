@@ -55,8 +55,7 @@ class Registered:
 
 
 def _host_share(threads: int | None, ranks: int) -> Machine:
-    """Return the part of this machine that one rank gets, with at most one worker per core: two would only wait for
-    each other."""
+    """One rank's part of this machine, with one worker per core at most: two would only wait for each other."""
     cores = cpu_count()
     return host(max(1, min(threads or cores, cores) // ranks))
 

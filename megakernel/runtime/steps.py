@@ -117,15 +117,13 @@ class StepRows:
 
 
 def fits(capacity: str, wanted: int, limit: int) -> None:
-    """Raise a MegakernelError that names `capacity` if a step needs `wanted`, and its program was compiled for at most
-    `limit`."""
+    """Raise MegakernelError, which names `capacity`, if a step needs more than its program's limit."""
     if wanted > limit:
         raise MegakernelError(f"the step needs {capacity} = {wanted}, but the program was compiled for at most {limit}")
 
 
 def fill_rows(table: StepTable, rows: StepRows, sampling: Sampling) -> None:
-    """Write all fields of a step table except KV pages and attention items. Raises MegakernelError if a capacity is
-    exceeded."""
+    """Write a step table's fields except pages and attention items. Raises MegakernelError if it is too small."""
     dims, live, lineup = table.dims, len(rows.tokens), rows.lineup
     fits("tokens", live, dims.bucket.tokens)
     fits("logit_rows", len(lineup.chunk), dims.bucket.logit_rows)
@@ -212,8 +210,7 @@ class Steps:
         self._turn = 0  # which of the two tables is written next: 0 or 1
 
     def build(self, dims: Dims, rows: StepRows) -> StepTable:
-        """Return the table of a step. It stays valid until the call after the next. Raises MegakernelError if a
-        capacity is exceeded."""
+        """Return a step's table, valid until the call after the next. Raises MegakernelError if it is too small."""
         last, kept = self._kept[1 - self._turn], self._kept[self._turn]
         changed = self._pages.changed[self._turn]
         if kept is None or kept.table.dims is not dims:

@@ -34,8 +34,7 @@ class Target:
     any_split: bool
 
     def chosen(self, name: str) -> Units:
-        """Return the units that `--matmul NAME` selects. If a target has only one kind of units, the name is
-        ignored."""
+        """The units that `--matmul NAME` selects. If a target has only one kind of units, the name is ignored."""
         return self.units[0] if len(self.units) == 1 else Units[name.upper()]
 
     def tile_rows(self, units: Units, inner: int) -> int:
@@ -43,13 +42,11 @@ class Target:
         return _ANY
 
     def norm_fits(self, rows: int, inner: int, dims: Dims) -> bool:
-        """Whether a matmul can normalise this many input rows of `inner` elements itself, so that no separate norm is
-        needed."""
+        """Whether a matmul can itself normalise this many input rows of `inner` elements."""
         return True
 
     def output_columns(self, phase: Phase, dims: Dims) -> int:
-        """Return a number of which the first columns of the phase's tiles must also be multiples; 0 if there is
-        none."""
+        """A number of which the first columns of the phase's tiles must also be multiples; 0 if there is none."""
         return 0
 
     def loads(self, phase: Phase, columns: Columns, dims: Dims) -> Loads:

@@ -24,8 +24,7 @@ from .summary import Summary
 
 @dataclass(frozen=True)
 class PhaseChange:
-    """The computing time of one phase's instructions that are in both traces: the mean in each trace, and second /
-    first."""
+    """The mean computing time of one phase's matching instructions in each trace, and second / first."""
 
     name: str
     count: int
@@ -113,8 +112,7 @@ def in_common(programs: Sequence[Program]) -> tuple[list[Phase], list[Ints]]:
 
 
 def match(one: Ints, two: Ints) -> tuple[Ints, Ints]:
-    """Return the indices, in each of two arrays, of the rows that are in both. Of equal rows in an array, the first
-    counts."""
+    """The indices, in each of two arrays, of the rows that are in both. Of equal rows in an array, the first counts."""
     both, at = np.unique(np.concatenate([one, two]), axis=0, return_inverse=True)
     found = np.full((2, len(both)), -1, dtype=np.int64)
     for side, ids in enumerate((at.ravel()[: len(one)], at.ravel()[len(one) :])):
@@ -180,8 +178,7 @@ def _ratio(first: float, second: float) -> float | None:
 
 @dataclass(frozen=True)
 class Difference:
-    """One bar of the waterfall chart in several launches, in seconds. `most_in` is the index of the launch where it is
-    longest."""
+    """A bar of the waterfall chart in several launches, in seconds. It is longest in launch `most_in`."""
 
     name: str
     median_s: float

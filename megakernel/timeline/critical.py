@@ -104,8 +104,7 @@ def critical_path(resolved: Resolved) -> CriticalPath:
 
 
 def _done(resolved: Resolved) -> Ints:
-    """Return when the worker can continue after each executed instruction: at its last end, without stores by the
-    storer warp."""
+    """Return when the worker continues after each execution: at its last end, without the storer warp's work."""
     done = np.full(resolved.executions, -1)
     inline = ~resolved.kind(IntervalKind.STORE) | (resolved.rows["role"] != Role.STORER)
     np.maximum.at(done, resolved.instance[inline], resolved.end[inline])
@@ -113,8 +112,7 @@ def _done(resolved: Resolved) -> Ints:
 
 
 def _starts(resolved: Resolved) -> Ints:
-    """Return when the COMPUTE interval of each executed instruction begins. Without one, return the begin of its last
-    interval."""
+    """Return when each execution's COMPUTE interval begins, or without any, its last interval."""
     begin = np.full(resolved.executions, np.iinfo(np.int64).max)
     compute = resolved.kind(IntervalKind.COMPUTE)
     np.minimum.at(begin, resolved.instance[compute], resolved.begin[compute])

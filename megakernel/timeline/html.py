@@ -84,8 +84,7 @@ def page(*shown: tuple[Resolved, Summary], comparison: Comparison | None = None)
         "columns": [[name, a.dtype.str[1:], a.size] for name, a in columns.items()],
         "comparison": asdict(comparison) if comparison else None,
     }
-    # `_columns` puts the columns with the widest elements first, so every column is aligned to the size of its
-    # elements.
+    # `_columns` puts columns with the widest elements first, so every column is aligned to its element size.
     packed = zlib.compress(b"".join(np.ascontiguousarray(a).tobytes() for a in columns.values()), 6)
     script = timeline_script()
     parts = {
@@ -153,8 +152,7 @@ def _moments(source: _Source, unit_s: float) -> tuple[float, int]:
 
 
 def _bins(resolved: Resolved) -> int:
-    """Return the number of bins (equal parts of the trace) of the curves. It is a power of two, and larger for longer
-    traces."""
+    """The number of bins (equal parts of the trace) of curves: a power of two, larger for longer traces."""
     wanted = 1 << max(len(resolved) // 32, 1).bit_length()
     return min(max(wanted, _MIN_BINS), _MAX_BINS)
 
@@ -180,8 +178,7 @@ def _join(sources: list[_Source], unit_s: float) -> Columns:
 
 
 def _columns(source: _Source, unit_s: float) -> Columns:
-    """Return a trace's columns in the page's order. In the page, word 0 of a record is its phase's index in the page's
-    list."""
+    """Return a trace's columns in the page's order. There, word 0 of a record is its phase's index in the page."""
     resolved, cause, rows = source.resolved, source.resolved.causes, source.resolved.rows
     factor = _moments(source, unit_s)[0]
     region_start, regions = _regions(resolved)

@@ -1,5 +1,4 @@
-"""Computes how well work overlaps in a trace. |S| means the total length of a set S of times. A measure is None if its
-divisor is 0."""
+"""Measures how well work overlaps in a trace. |S| is the total length of a set S of times. None: division by 0."""
 
 from __future__ import annotations
 
@@ -46,24 +45,21 @@ def inside_worker(resolved: Resolved) -> float | None:
 
 
 def loads_under_compute(resolved: Resolved) -> float | None:
-    """Return the fraction of loading time in which the worker computes any instruction, including the one that
-    loads."""
+    """The fraction of loading time in which the worker computes any instruction, including the one that loads."""
     load = resolved.kind(IntervalKind.LOAD)
     begin, end = resolved.begin[load], resolved.end[load]
     return _covered(resolved, load, begin, end, resolved.kind(IntervalKind.COMPUTE))
 
 
 def _covered(resolved: Resolved, chosen: Mask, begin: Ints, end: Ints, cover: Mask) -> float | None:
-    """Return the fraction of the times [begin, end), one for each interval in `chosen`, in which intervals `cover` run
-    on the same worker."""
+    """The fraction of times [begin, end), one per interval of `chosen`, in which the worker also runs `cover`."""
     total = int((end - begin).sum())
     base = resolved.lane[chosen] * resolved.period
     return float(lane_spans(resolved, cover).covered(base + begin, base + end).sum()) / total if total else None
 
 
 def exposed_communication(resolved: Resolved) -> float:
-    """Return |waits that another rank's signal ended, while the worker does not compute| / (workers x time of all
-    steps)."""
+    """Return |waits ended by another rank's signal, while the worker does not compute| / (workers x time)."""
     rank, releaser = resolved.rows["rank"], resolved.releaser
     remote = (releaser >= 0) & (rank[releaser] != rank)
     compute = resolved.kind(IntervalKind.COMPUTE)

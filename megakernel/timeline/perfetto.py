@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TracePacket
 
 _SEQUENCE = 1
-# Slices of a Perfetto track must nest. So the kinds of intervals that can overlap inside a worker have their own
-# tracks.
+# Slices of a Perfetto track must nest, so kinds of intervals that may overlap inside a worker have different tracks.
 _TRACKS: tuple[tuple[str, tuple[IntervalKind, ...]], ...] = (
     ("compute", (IntervalKind.COMPUTE,)),
     ("store", (IntervalKind.STORE,)),
@@ -69,8 +68,7 @@ def _packets(resolved: Resolved) -> Iterator[TracePacket]:
 
 
 def _tracks(resolved: Resolved, lane: int) -> Iterator[tuple[str, Ints]]:
-    """Yield the name and the intervals of each track of a worker: one per kind of interval, and on a GPU also per kind
-    of warp."""
+    """Yield the tracks (name, intervals) of a worker: one per kind of interval, on a GPU also per kind of warp."""
     first, end = np.searchsorted(resolved.lane, [lane, lane + 1])
     kind, roles = resolved.rows["kind"][first:end], resolved.rows["role"][first:end]
     for role in Role:
@@ -143,8 +141,7 @@ def _process(uuid: int, rank: int, ranks: int, clock_error_s: float) -> TracePac
 
 
 def _counter(resolved: Resolved, uuid: int, parent: int, resource: int, amount: Floats) -> Iterator[TracePacket]:
-    """Yield a counter track with a resource's rate. `amount` has the FLOPs or bytes in each of equal parts of the
-    trace."""
+    """Yield a track of a resource's rate. `amount` has the FLOPs or bytes in each of equal parts of the trace."""
     name, unit = RESOURCES[resource]
     track = _track(uuid, parent, name, resource)
     track.track_descriptor.counter.unit_name = unit

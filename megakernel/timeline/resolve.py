@@ -89,14 +89,12 @@ class Resolved:
 
     @cached_property
     def period(self) -> int:
-        """A number of ticks that exceeds every time in the trace. If all lanes are put on one line, lane n begins at n
-        x period."""
+        """A number of ticks above every time in the trace. On a line of all lanes, lane n begins at n x period."""
         return int(self.end.max()) + 1
 
     @cached_property
     def executions(self) -> int:
-        """The number of executions of instructions in all launches: the length of arrays that are indexed by
-        `instance`."""
+        """The number of executions of instructions in all launches, which `instance` numbers."""
         return self.launches * self.program.instructions
 
     @cached_property
@@ -131,8 +129,7 @@ class Resolved:
 
     @property
     def attention(self) -> tuple[Ints, Floats] | None:
-        """The intervals of attention instructions, and the FLOPs and the bytes of K and V of each, [n, 2]; None if not
-        recorded."""
+        """The attention intervals, and the FLOPs and bytes of K and V of each, [n, 2]; None if not recorded."""
         if self.trace.attention is None:
             return None
         i = self.of_attention
@@ -145,16 +142,14 @@ class Resolved:
 
     @cached_property
     def cause(self) -> Ints:
-        """For each wait for a counter, which phases can end it, as an index into `causes.names`; -1 for others and if
-        there are none."""
+        """For each counter wait, the phases that can end it, as an index into `causes.names`; otherwise -1."""
         word = self.record, self.rows["slot"] % rec.WAITS
         found = np.where((self.segment == 1) & (self.block > 0), self.causes.later[word], self.causes.first[word])
         return np.where(self.kind(IntervalKind.COUNTER_WAIT), found, -1)
 
     @cached_property
     def finish(self) -> Ints:
-        """For each execution of an instruction, its interval that ends last; -1 if the trace has none of its
-        intervals."""
+        """For each execution of an instruction, its interval that ends last; -1 if the trace has none."""
         order = np.lexsort((self.rows["kind"], self.end))
         last = np.full(self.executions, -1, dtype=np.int64)
         last[self.instance[order]] = order
@@ -204,8 +199,7 @@ class Resolved:
         return key[order], interval[order], signals.maybe[at][order]
 
     def _counter(self, i: Ints, rank: NDArray[np.integer], ahead: Ints, counter: Ints) -> Ints:
-        """Return a number for the counter that each of the intervals `i` waits for or signals. It differs between
-        launches."""
+        """A number for the counter that each of the intervals `i` waits for or signals. It differs between launches."""
         block = (
             (self.launch[i] * self.program.ranks + rank.astype(np.int64)) * (self.program.dims.model.layers + 1)
             + self.block[i]
@@ -229,8 +223,7 @@ class Resolved:
 
 
 def by_phase(program: Program) -> Iterator[tuple[Phase, Dims, Ints, dict[str, Column]]]:
-    """Yield what `Program.by_phase` yields, for all three segments. The indices of records refer to
-    `Resolved.records`."""
+    """Yield what `Program.by_phase` yields for each segment, with indices of records in `Resolved.records`."""
     start = 0
     for segment in range(3):
         for phase, dims, rows, columns in program.by_phase(segment):

@@ -1,5 +1,4 @@
-"""Computes how busy each resource was over time. Each instruction's declared work is spread over its intervals in the
-trace."""
+"""Computes how busy each resource was over time, by spreading instructions' declared work over their intervals."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ RESOURCES = (
     ("link out", "B/s"),
     ("link in", "B/s"),
 )
-# The resources that limit every program. The cache is not among them, because its use depends on the program's tile
-# sizes.
+# The resources that limit every program. The cache is not one: its use depends on the program's tile sizes.
 ROOFLINE = ("matrix", "vector", "memory", "link out", "link in")
 BINS = 96  # number of equal parts of the trace for which `Resource.curve` has a value
 
@@ -126,8 +124,7 @@ def _declared(resolved: Resolved) -> tuple[Floats, Floats]:
 
 
 def issue_seconds(resolved: Resolved) -> Floats:
-    """Return the seconds that each kind of warp (two loaders, consumers) takes to issue each record's work, [records,
-    3]; 0 if unknown."""
+    """Return the seconds that two loaders and consumers take to issue each record's work, [records, 3], or 0."""
     found, issue = np.zeros((len(resolved.records), 3)), resolved.machine.issue
     for phase, dims, rows, columns in by_phase(resolved.program):
         roles = issued(phase, columns, dims, issue) if issue else None
@@ -137,8 +134,7 @@ def issue_seconds(resolved: Resolved) -> Floats:
 
 
 def _or_else(resolved: Resolved, wanted: Mask, other: Mask) -> Mask:
-    """Return a mask of the intervals `wanted`, and for instructions that have none of these, of their intervals
-    `other`."""
+    """A mask of the intervals `wanted`, and for instructions that have none of these, of their intervals `other`."""
     has = np.zeros(resolved.executions, dtype=bool)
     has[resolved.instance[wanted]] = True
     chosen: Mask = wanted | (other & ~has[resolved.instance])

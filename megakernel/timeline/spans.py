@@ -1,5 +1,4 @@
-"""Computes with sets of disjoint half-open intervals of integers. All lanes (workers) are on one line: lane * period +
-tick."""
+"""Sets of disjoint half-open intervals of integers. All lanes (workers) are on one line: lane * period + tick."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ def active(groups: list[Spans], period: int) -> tuple[Ints, list[Ints]]:
 
 
 def disjoint(begin: Ints, end: Ints, what: Ints) -> tuple[Ints, Ints, Ints]:
-    """Sort intervals by their begin, and shorten each to the part that no earlier one covers. Empty ones are left
-    out."""
+    """Sort intervals by begin, and shorten each to what no earlier one covers. Empty ones are left out."""
     order = np.argsort(begin, kind="stable")
     begin, end, what = begin[order], end[order], what[order]
     reach = np.maximum.accumulate(end)

@@ -1,5 +1,4 @@
-"""Determines what each worker (SM or core) does at each moment of a step. Busy, waiting and idle times are computed
-from this."""
+"""Determines what each worker (SM or core) does at each moment: the basis of busy, waiting and idle times."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ class Pieces:
 
 
 def pieces(resolved: Resolved) -> Pieces:
-    """Divide the workers' time into pieces with one state each. Where intervals overlap, the first state in `_states`
-    counts."""
+    """Divide the workers' time into pieces with one state each. Of overlapping states, the first counts."""
     period = resolved.period
     base = resolved.lane * period
     first, last = resolved.launch_spans
@@ -135,8 +133,7 @@ def ranked(resolved: Resolved, rows: Ints, by: Floats) -> list[LanePlace]:
 
 
 def _interval_at(pieces: Pieces, row: int) -> int:
-    """Return the interval that contains a piece. If there is none, return the worker's next interval, or else the
-    previous one."""
+    """Return the interval that contains a piece, or else the worker's next interval or previous one."""
     for at in (row, row + 1, row - 1):
         if 0 <= at < len(pieces.lane) and pieces.lane[at] == pieces.lane[row] and pieces.interval[at] >= 0:
             return int(pieces.interval[at])

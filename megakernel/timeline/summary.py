@@ -173,8 +173,7 @@ def _instructions(resolved: Resolved, far: Outliers) -> list[PhaseTime]:
 
 
 def _blocked(resolved: Resolved, found: Pieces) -> tuple[Ints, list[str]]:
-    """Return the cause of each piece of time that is a wait, as an index into a list of names, which is also returned.
-    Other pieces get -1."""
+    """Return the cause of each piece, as an index into the names also returned; -1 if the piece is no wait."""
     names = [*resolved.causes.names, "a page", "a signal of no phase"]
     of_interval = resolved.cause.copy()
     of_interval[of_interval < 0] = len(names) - 1

@@ -12,14 +12,12 @@ _SCRIPTS = ("data", "rows", "detail", "paint", "layers", "curves", "overlay", "f
 
 
 def fill(template: str, parts: Mapping[str, str]) -> str:
-    """Replace each `@@NAME@@` in a template by the part NAME. The parts themselves are not changed, whatever they
-    contain."""
+    """Replace each `@@NAME@@` in a template by the part NAME. The contents of parts are not changed."""
     return re.sub("@@([A-Z]+)@@", lambda found: parts[found[1]], template)
 
 
 def policy(*scripts: str) -> str:
-    """Return the Content-Security-Policy of a page that runs only these scripts, and connects only to its own
-    server."""
+    """The Content-Security-Policy of a page that runs only these scripts, and connects only to its own server."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{one}'" for one in hashes)
     return (

@@ -60,8 +60,7 @@ def render_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def render_launches(launches: Launches, console: Console) -> None:
-    """Print the times of the launches, and those bars of the waterfall that differ by at least 1 % of the median
-    step."""
+    """Print the launches' times, and those waterfall bars that differ by at least 1 % of the median time."""
     steps = launches.step_s
     most, typical = max(range(len(steps)), key=lambda n: steps[n]), steps[launches.median]
     title = f"{len(steps)} launches; number {launches.median + 1}, the median, is shown"
@@ -103,8 +102,7 @@ def _headline(s: Summary) -> Text:
 
 
 def _map(resolved: Resolved, console_width: int) -> Text:
-    """Draw a row per lane (worker). A cell shows the kind of operation that took most of its time, or that the worker
-    waited."""
+    """Draw a row per lane (worker). A cell shows the operation that took most of its time, or a wait."""
     width = max(20, min(console_width, 160) - 14)
     edges = np.linspace(0, resolved.period, width + 1).astype(np.int64)
     families = list(OperationFamily)
@@ -193,8 +191,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def _resources(s: Summary, width: int) -> Table:
-    """Return a table of the resources, with rate, fraction of the peak, and a curve that is scaled to its own
-    maximum."""
+    """A table of the resources, with rate, fraction of the peak, and a curve that is scaled to its own maximum."""
     table = _table("Resources", "resource", "rate", "of peak", "highest", "over the trace")
     table.columns[-1].justify = "left"
     cells = max(16, min(width - 56, 96))

@@ -77,14 +77,12 @@ class Causes:
     later: NDArray[np.int16]
 
 
-# The counters of block 0, of the middle blocks and of the last block are signalled by different segments of the
-# program.
+# The counters of the first, the middle and the last block are signalled by different segments of the program.
 _FIRST, _MIDDLE, _LAST = range(3)
 
 
 def causes(program: Program) -> Causes:
-    """Return the causes of all waits of a program. Inside, a set of phases is an integer in which bit n stands for
-    phase n."""
+    """The causes of all waits of a program. Inside, a set of phases is an integer in which bit n stands for phase n."""
     numbered = [program.numbered(segment) for segment in range(3)]
     records, ranks = (np.concatenate(column) for column in zip(*numbered, strict=True))
     segment = np.repeat(np.arange(3), [len(own) for own, _ in numbered])

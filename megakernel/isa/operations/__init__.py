@@ -17,8 +17,7 @@ OPERATIONS: dict[Operation, OperationSpec] = {
 
 
 def accesses(phase: Phase, columns: Columns, dims: Dims) -> list[Access]:
-    """Return the buffer regions that instructions of `phase` with operands `columns` read and write on rank
-    `dims.rank`."""
+    """The buffer regions that instructions of `phase` with operands `columns` read and write on rank `dims.rank`."""
     return OPERATIONS[phase.operation].accesses(phase, columns, dims)
 
 

@@ -61,8 +61,7 @@ _WORD = 0xFFFFFFFF
 
 
 def philox(counter: Four, key: tuple[int, int]) -> Four:
-    """Return four random 32-bit numbers that depend only on a counter (four 32-bit numbers) and a key (two):
-    Philox4x32-10."""
+    """Return four random 32-bit numbers for a counter (four 32-bit numbers) and a key (two): Philox4x32-10."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -118,8 +117,7 @@ def kept(z: F32, *, min_p: float, top_k: int, top_p: float) -> NDArray[np.intp]:
 
 
 def draw(z: F32, ids: NDArray[np.intp], u: float) -> int:
-    """Return the first of `ids`, in ascending order, at which the cumulative softmax of the logits z exceeds u, a
-    random number in [0, 1)."""
+    """Return the first of `ids`, in ascending order, at which the cumulative softmax of z exceeds u (0 <= u < 1)."""
     ids = np.sort(ids)
     mass = np.cumsum(np.exp(z[ids] - z[ids].max()), dtype=np.float64)
     return int(ids[np.searchsorted(mass, u * mass[-1], side="right")])

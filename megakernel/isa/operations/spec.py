@@ -66,8 +66,7 @@ def work(
     vector: NDArray[Any] | float = 0.0,
     memory: NDArray[Any] | float = 0.0,
 ) -> Cost:
-    """Return the cost of the instructions with operands `c`. An argument is a column, or one number for every
-    instruction."""
+    """The cost of the instructions with operands `c`. An argument is a column, or one number for every instruction."""
     shape = np.shape(next(iter(c.values()), ()))
     return Cost(*(np.broadcast_to(np.asarray(v, dtype=np.float64), shape) for v in (matrix, vector, memory)))
 
@@ -156,8 +155,7 @@ def summed_weights(p: Phase, d: Dims) -> Contents:
 
 
 def weight_rows(p: Phase, d: Dims) -> int:
-    """Return the number of rows of each weight matrix, which is the number of output columns; 0 if the weights are a
-    vector."""
+    """The rows of each weight matrix, which are output columns of the phase; 0 if the weights are a vector."""
     shape = () if p.weights is None else BUFFERS[p.weights].shape(d, 0)
     return (0, 0, *shape)[-2]
 
@@ -173,8 +171,7 @@ def box(
     rank: int | Column = OWN,
     share: float = 1.0,
 ) -> Access:
-    """Return an access of instructions to columns [begin, end) = `cols` of `buffer`, and to the rows that their
-    operands give."""
+    """Return an access to columns [begin, end) = `cols` of `buffer`, and to the rows that the operands `c` give."""
     row = c["row"]
     first, end = (np.full_like(row, col) if isinstance(col, int) else col for col in cols)
     return Access(buffer, kind, row, row + c["rows"], first, end, rank=rank, share=share)

@@ -30,8 +30,7 @@ _FLOPS_PER_TOKEN = 6
 def data_parallel(
     machine: Hardware, tokens: int | None = None, gpus: int = 1024, ways: int = 1, experts: int = 1, active: int = 1
 ) -> Figures:
-    """The backward pass has 8 B D F / (X C) seconds of arithmetic, and exchanges the weights' gradients in 8 D F / W
-    seconds."""
+    """The backward pass computes for 8 B D F / (X C) seconds, and exchanges gradients in 8 D F / W seconds."""
     _experts(experts, active)
     members = gpus // ways
     if members < 2 or gpus % ways:

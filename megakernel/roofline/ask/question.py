@@ -24,8 +24,7 @@ NEEDED = inspect.Parameter.empty
 
 @dataclass(frozen=True)
 class Input:
-    """An argument of a question. It is required if it has no `default`. With the default None, the function chooses a
-    value."""
+    """An argument of a question. Without `default`, it is required. If that is None, the function chooses."""
 
     name: str
     kind: Kind
@@ -94,8 +93,7 @@ def question(name: str, *numbers: int, what: str, formula: str, source: str = BO
 
 
 def known(table: Mapping[str, float], machine: Hardware, what: str) -> Any:
-    """Return the value for `machine` in `table`. Raises MegakernelError if there is none; `what` describes the
-    value."""
+    """The value for `machine` in `table`. Raises MegakernelError if there is none; `what` describes the value."""
     if machine.name not in table:
         raise MegakernelError(f"{what} of {machine.name} is not known: use --machine {' or '.join(table)}")
     return table[machine.name]

@@ -115,8 +115,7 @@ class CpuBackend:
         self._ranks.close()
 
     def _load(self, program: Program) -> int:
-        """Return a program's handle. The first call for a program checks it, copies it, and enlarges buffers if
-        necessary."""
+        """A program's handle. The first call for a program checks it, copies it, and enlarges buffers if necessary."""
         if id(program) not in self._programs:
             self._ranks.fit(program.dims)
             self._programs[id(program)] = program, self._ranks.load(program)

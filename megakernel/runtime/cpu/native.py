@@ -117,8 +117,7 @@ def error() -> MegakernelError:
 
 
 def requested_simd() -> bytes:
-    """Return the value of MEGAKERNEL_SIMD: portable, avx2, avx512 or avx512bf16; empty means the widest that the CPU
-    has."""
+    """The value of MEGAKERNEL_SIMD: portable, avx2, avx512 or avx512bf16; empty means the widest that the CPU has."""
     return os.environ.get("MEGAKERNEL_SIMD", "").encode()
 
 
@@ -136,8 +135,7 @@ def clock_cost() -> float:
 
 
 def probe_read(threads: int, size: int, seconds: float = 1.0) -> float:
-    """Measure the bytes/s at which `threads` threads together read `size` bytes of memory, and return the best of
-    several passes."""
+    """Measure the bytes/s at which threads together read `size` bytes of memory, in the best of several passes."""
     return _checked(library().mk_probe_read(requested_simd(), threads, size, seconds))
 
 

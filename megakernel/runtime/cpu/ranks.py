@@ -1,5 +1,4 @@
-"""The Python side of the native library for CPUs: packs weights, allocates other buffers, loads programs, and starts
-launches."""
+"""The Python side of the native CPU library: packs weights, allocates buffers, loads and starts programs."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class CpuRanks:
         self._ranks = [dims.on(rank) for rank in self.ranks]
         self._model, self._storage = checkpoint.name, checkpoint.storage
         self._weights = families.weights(checkpoint.config)
-        # Whether the LM head shares the memory of the embedding table, because the two are equal and have the same
-        # type.
+        # Whether the LM head shares the memory of the embedding table: they are equal and have one type.
         self._tied = checkpoint.config.tied and self._storage.get(Buffer.LM_HEAD) == self._storage.get(Buffer.EMBED)
         self._arrays: dict[tuple[int, Buffer], NDArray[np.generic]] = {}
         self._programs: list[int] = []  # handles
@@ -85,8 +83,7 @@ class CpuRanks:
         self._lib.mk_bind(self._engine, rank, Buffer.LM_HEAD, 0, table + panels * ctypes.sizeof(native.CPanel))
 
     def _pack(self, rank: int, buffer: Buffer, layer: int, rows: Sequence[WeightRows]) -> None:
-        """Store the rank's part of a matrix in the layout that matmuls read fastest, and tell the native engine where
-        it is."""
+        """Store the rank's part of a matrix in the layout for matmuls, and give its address to the engine."""
         shape = self._shape(rank, buffer)
         parts = [WeightRows(dtype, np.ascontiguousarray(data)) for dtype, data in rows]
         ends = np.cumsum([len(data) for _, data in parts])
@@ -109,8 +106,7 @@ class CpuRanks:
         self._arrays[rank, buffer][layer] = array.reshape(shape)
 
     def _home(self, rank: int, buffer: Buffer) -> int:
-        """Return the rank whose copy of a buffer is used by `rank`: rank 0 if all ranks share one copy, otherwise
-        `rank` itself."""
+        """Return the rank whose copy of a buffer `rank` uses: 0 if all share one copy, otherwise `rank`."""
         return 0 if self._shared(buffer) else rank
 
     def _shared(self, buffer: Buffer) -> bool:
@@ -176,15 +172,13 @@ class CpuRanks:
                 self.bind(rank, buffer, _aligned(shape, kind) if own else self._arrays[0, buffer])
 
     def bind(self, rank: int, buffer: Buffer, array: NDArray[np.generic]) -> None:
-        """Use `array` as the rank's copy of a buffer, and tell the native engine where it is. Its first axis is the
-        layer."""
+        """Use `array` [layers, ...] as the rank's copy of a buffer, and give its address to the engine."""
         self._arrays[rank, buffer] = array
         for layer in _layers(buffer, self.dims):
             self._lib.mk_bind(self._engine, rank, buffer, layer, array[layer].ctypes.data)
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
-        """Return a view of a rank's copy of a buffer, perhaps with more rows than a program uses. Packed matrices have
-        no view."""
+        """A view of a rank's copy of a buffer, perhaps with more rows than needed. Packed matrices have none."""
         view: NDArray[Any] = self._arrays[rank, buffer][layer]
         return view
 
@@ -261,8 +255,7 @@ class CpuRanks:
         return int(self._lib.mk_link_bytes(self._engine, rank))
 
     def intervals(self) -> tuple[Intervals, int]:
-        """Return the intervals of the last trace, in ns, sorted by rank, worker and begin, and how many more did not
-        fit."""
+        """The intervals of the last trace, in ns, sorted by rank, worker and begin, and how many more did not fit."""
         dropped = ctypes.c_int64()
         count = self._lib.mk_intervals(self._engine, None, ctypes.byref(dropped))
         intervals = np.zeros(max(count, 0), dtype=DTYPE)

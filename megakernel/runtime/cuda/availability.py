@@ -25,8 +25,7 @@ _SMS, _MAJOR, _MINOR = 16, 75, 76
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU as the driver describes it. `ordinal` is its number among the GPUs that CUDA_VISIBLE_DEVICES makes
-    visible."""
+    """A GPU as the driver describes it. `ordinal` numbers the GPUs that CUDA_VISIBLE_DEVICES makes visible."""
 
     ordinal: int
     name: str
@@ -113,8 +112,7 @@ def require() -> None:
 
 
 def machine(ranks: int) -> Machine:
-    """Return the device that each of `ranks` ranks gets: a GPU if there are enough, otherwise a part of the first GPU's
-    SMs."""
+    """Return one rank's device: a GPU if there are enough, otherwise an equal part of the first GPU's SMs."""
     require()
     devices = driver().usable
     device = devices[0]

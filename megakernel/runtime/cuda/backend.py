@@ -1,5 +1,4 @@
-"""The CUDA backend, which runs all ranks on Hopper GPUs. A step is one cooperative launch, with one persistent thread
-block per SM."""
+"""The CUDA backend: all ranks on Hopper GPUs. A step is one cooperative launch with one thread block per SM."""
 
 from __future__ import annotations
 
@@ -115,8 +114,7 @@ class CudaBackend:
     # -- methods for tests and checks only
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0, dims: Dims | None = None) -> NDArray[Any]:
-        """Copy a rank's buffer to the host, in the shape that it has for the sizes `dims` (by default the
-        backend's)."""
+        """Copy a rank's buffer to the host, in its shape for the sizes `dims` (by default the backend's)."""
         return self._heap.read(rank, buffer, layer, dims or self.dims)
 
     def set_buffer(self, buffer: Buffer, array: NDArray[Any], layer: int = 0, rank: int = 0) -> None:
@@ -193,8 +191,7 @@ class CudaBackend:
                 )
 
     def _kernel(self, gpu: Gpu, dims: Dims, *, trace: bool) -> Kernel:
-        """Return the kernel for programs with the sizes `dims`. It depends on the units for matmuls and on the SMs per
-        worker."""
+        """The kernel for programs with the matmul units, and the number of SMs per worker, of `dims`."""
         build = compile.Build(trace, Units(dims.worker.units), dims.worker.sms, self.ablation)
         if (build, gpu.ordinal) not in self._kernels:
             if build not in self._codes:
@@ -253,8 +250,7 @@ class CudaBackend:
         return Output(tokens, logprobs, logits, hidden, seconds, trace)
 
     def _provide(self, gpu: Gpu, params: Any, blocks: int) -> None:
-        """Set those launch arguments that the backend provides: the watchdog's time limit, and scratch memory for
-        sampling."""
+        """Set the launch arguments for the watchdog's time limit, and for scratch memory of sampling."""
         params.timeout_ns = round(self.timeout_s * 1e9)
         need = blocks * 2 * self.dims.model.vocab * ctypes.sizeof(ctypes.c_float)
         address, have = self._scratch.get(gpu.ordinal, (0, 0))
@@ -349,8 +345,7 @@ class CudaLaunch:
         self._backend.ended(self._loaded, failed=True)
 
     def _answered(self, limit_s: float) -> bool:
-        """Wait until the launch ends, and return True, or return False if it has not ended `limit_s` seconds after its
-        start."""
+        """Wait for the launch's end; False if it does not come within `limit_s` seconds after the start."""
         while not self._loaded.answered():
             seconds = time.perf_counter() - self._begin
             if seconds > limit_s:

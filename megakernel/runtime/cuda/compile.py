@@ -66,8 +66,7 @@ class Compiler:
     nvcc: str | None = None
 
     def compile(self, build: Build) -> Cubin:
-        """Compile one variant. Raises MegakernelError with the compiler's first error, or with its note about slow
-        code."""
+        """Compile one variant. Raises MegakernelError for the first error, or for a note about slow code."""
         cubin = _with_nvcc(self.nvcc, build.defines) if self.nvcc else _with_nvrtc(build.defines)
         if slow := _SLOW.search(cubin.log):
             raise MegakernelError(f"{self.version} compiled csrc/cuda into slow code: {slow[0]}")
@@ -185,8 +184,7 @@ def _with_nvrtc(defines: list[str]) -> Cubin:
     try:
         options = [*_NVRTC_ARCH, *_FLAGS, *defines, f"-I{folder}"]
         status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        # NVRTC writes into this object. CPython shares one object for all single spaces, so it must have at least two
-        # bytes.
+        # NVRTC writes into this object, but CPython shares one object for all single bytes, so use at least two.
         log = b" " * max(2, check(nvrtc.nvrtcGetProgramLogSize(program)))
         check(nvrtc.nvrtcGetProgramLog(program, log))
         said = log.rstrip(b" \0").decode(errors="replace")

@@ -28,8 +28,7 @@ _NOT_READY, _OUT_OF_MEMORY, _PEER_ENABLED, _TOO_LARGE = 600, 2, 704, 720
 
 
 def check(what: str, answer: tuple[Any, ...]) -> Any:
-    """Return the value in the driver's answer. If the call failed, raise a MegakernelError that says what (`what`)
-    failed and why."""
+    """Return the value of a driver call. Raises MegakernelError, which says what (`what`) failed and why."""
     status, *values = answer
     if int(status) != 0:
         raise MegakernelError(f"{what} failed: the CUDA driver answers {status.name}{_remedy(int(status))}")
@@ -45,8 +44,7 @@ def _remedy(status: int) -> str:
 
 
 class Gpu:
-    """A GPU, with its primary CUDA context, which CuPy and torch use too. A thread must call `use` before other
-    methods."""
+    """A GPU with its primary CUDA context, as in CuPy and torch. A thread must call `use` before other methods."""
 
     def __init__(self, ordinal: int) -> None:
         from cuda.bindings import driver
@@ -66,14 +64,12 @@ class Gpu:
         self._one.view(np.int32)[:] = 1
 
     def use(self) -> None:
-        """Make this GPU the calling thread's current one. Raises MegakernelError if the GPU has been lost (see
-        `lose`)."""
+        """Make this GPU current in the calling thread. Raises MegakernelError if the GPU is lost (see `lose`)."""
         self.check()
         check("using the GPU", self.driver.cuCtxSetCurrent(self.context))
 
     def lose(self) -> None:
-        """Make every later use of the GPU raise an error, because most driver calls would wait for work that may never
-        end."""
+        """Make every later use of the GPU an error, because most driver calls would wait without end."""
         _lost.add(self.ordinal)
 
     def check(self) -> None:
@@ -162,21 +158,18 @@ class Gpu:
         check("copying to the GPU", answer)
 
     def fetch(self, array: NDArray[Any], address: int, stream: Any = None) -> None:
-        """Start a copy from the device, after the work that is already in `stream` (by default the stream of
-        launches)."""
+        """Start a copy from the device, after earlier work in `stream` (by default the stream of launches)."""
         answer = self.driver.cuMemcpyDtoHAsync(array.ctypes.data, address, array.nbytes, stream or self.stream)
         check("copying from the GPU", answer)
 
     def interrupt(self, address: int) -> None:
-        """Set an int32 to 1 while a kernel runs. A copy does this, because filling memory might need an SM, and none is
-        free."""
+        """Set an int32 to 1 while a kernel runs, by a copy: filling memory might need an SM, and none is free."""
         self.use()
         source = self._one.ctypes.data
         check("stopping the launch", self.driver.cuMemcpyHtoDAsync(address, source, self._one.nbytes, self._side))
 
     def peek(self, pinned: NDArray[np.uint8], address: int) -> None:
-        """Copy device memory to `pinned`, even while a kernel runs. If this takes more than a second, `pinned` stays
-        zero."""
+        """Copy device memory to `pinned`, even while a kernel runs. After a second without result, give up."""
         self.use()
         pinned[:] = 0
         self.fetch(pinned, address, self._side)
@@ -187,8 +180,7 @@ class Gpu:
     # -- order
 
     def mark(self) -> None:
-        """Record an event in `stream`. Then `done` says whether all work that was put into the stream before has
-        ended."""
+        """Record an event in `stream`. Then `done` says whether all earlier work in the stream has ended."""
         check("recording an event", self.driver.cuEventRecord(self._done, self.stream))
 
     def done(self) -> bool:
@@ -278,8 +270,7 @@ class Graph:
 
 
 class Kernel:
-    """The interpreter's kernel on one GPU. `blocks` is how many thread blocks can be resident at once, at most one per
-    SM."""
+    """The interpreter's kernel on one GPU. `blocks` thread blocks can be resident at once, at most one per SM."""
 
     def __init__(self, gpu: Gpu, code: bytes) -> None:
         gpu.use()
@@ -298,8 +289,7 @@ class Kernel:
 
 
 class Prepared:
-    """Launches a kernel with `blocks` thread blocks, as often as needed. Each launch uses the current contents of
-    `params`."""
+    """Launches a kernel with `blocks` thread blocks repeatedly, each time with the current contents of `params`."""
 
     def __init__(self, kernel: Kernel, blocks: int, params: ctypes.Structure) -> None:
         self._driver, self._stream = kernel.gpu.driver, kernel.gpu.stream
@@ -308,8 +298,7 @@ class Prepared:
         self._arguments = ctypes.addressof(self._held[1])
 
     def begin(self, *, together: bool) -> None:
-        """Start a launch. With `together`, all thread blocks are resident at once, so that they may wait for each
-        other."""
+        """Start a launch. If `together`, all blocks are resident at once and may wait for each other."""
         d, shape = self._driver, (self._blocks, 1, 1, THREADS, 1, 1)
         arguments = (self._function, *shape, SHARED_BYTES, self._stream, self._arguments)
         answer = d.cuLaunchCooperativeKernel(*arguments) if together else d.cuLaunchKernel(*arguments, 0)

@@ -31,8 +31,7 @@ def copy_bytes(buffer: Buffer, dims: Dims, pages: int) -> int:
 
 
 class Heap:
-    """All buffers of all ranks of a model. Activations and outputs are as large as the largest program so far
-    requires."""
+    """All buffers of all ranks of a model. Activations and outputs grow to fit the largest program so far."""
 
     def __init__(self, node: GpuNode, dims: Dims, pages: int) -> None:
         self.node, self.pages = node, pages
@@ -44,8 +43,7 @@ class Heap:
         self._kept: list[tuple[Gpu, int]] = []
         # The device addresses of tensor maps, by the GPU's number and the maps' contents.
         self._maps: dict[tuple[int, bytes], int] = {}
-        # For each rank, the address of STATUS_BYTES zeroed bytes on its GPU. The outputs TOKENS_OUT and LOGPROBS_OUT
-        # follow them.
+        # For each rank, the address of STATUS_BYTES zeroed bytes, which TOKENS_OUT and LOGPROBS_OUT follow.
         self.status: dict[int, int] = {}
         self._kept += self._place({b: self._most(b, dims) for b in _in(Space.STATE)})
         self.fit(dims)
@@ -55,8 +53,7 @@ class Heap:
         return layers(buffer, dims) * max(copy_bytes(buffer, d, self.pages) for d in dims.ranks)
 
     def _place(self, sizes: dict[Buffer, int], head: int = 0) -> list[tuple[Gpu, int]]:
-        """On each rank, allocate `head` bytes followed by buffers of these sizes. Return each rank's GPU and the
-        address."""
+        """On each rank, allocate `head` bytes and then buffers of these sizes. Return each GPU and address."""
         offsets, end = {}, head
         for buffer, size in sizes.items():
             offsets[buffer] = end
@@ -71,8 +68,7 @@ class Heap:
         return made
 
     def fit(self, dims: Dims) -> None:
-        """Make room for programs with the sizes `dims`. Activations and outputs may move, and their contents may be
-        lost."""
+        """Make room for programs with the sizes `dims`. Activations and outputs may move and be lost."""
         # The host reads these buffers after each launch. They come first, so that a single copy transfers them.
         buffers = (*_READ, *(b for b in _in(Space.ACTIVATION, Space.OUTPUT) if b not in _READ))
         sizes = {b: max(self._most(b, dims), self._sizes.get(b, 0)) for b in buffers}
@@ -99,8 +95,7 @@ class Heap:
         return self._address[rank, buffer] + layer * self.stride(rank, buffer)
 
     def stride(self, rank: int, buffer: Buffer) -> int:
-        """Return the distance in bytes between a buffer's data for two successive layers; 0 if the buffer is not
-        layered."""
+        """The distance in bytes between a buffer's data for two successive layers; 0 if the buffer is not layered."""
         if not BUFFERS[buffer].layered:
             return 0
         return copy_bytes(buffer, self._dims.on(rank), self.pages)

@@ -18,8 +18,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Roles:
-    """The time that each kind of warp needs for each instruction, in the unit of the Issue object used. They work in
-    parallel."""
+    """The time that each kind of warp needs for each instruction, in the Issue's unit. They work in parallel."""
 
     weight_loader: Floats
     input_loader: Floats
@@ -54,8 +53,7 @@ def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, issue: Is
 
 
 def sample_steps(dims: Dims, issue: Issue) -> int:
-    """Return the number of groups into which a row of logits is divided. `sample` loads a group while it processes the
-    previous."""
+    """The number of groups of a row's logits. `sample` loads a group while it processes the previous one."""
     return ceil_div(dims.model.vocab, int(issue.sample_entries))
 
 

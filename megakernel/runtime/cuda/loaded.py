@@ -58,8 +58,7 @@ class Tables:
 
 
 class Grid:
-    """The part of a program that one GPU runs, for all ranks on this GPU together. `params` are the arguments of its
-    launches."""
+    """The part of a program that one GPU runs, for all ranks on it. `params` are its launch arguments."""
 
     def __init__(self, heap: Heap, program: Program, gpu: Gpu, ranks: range, arrivals: Mapping[str, Any]) -> None:
         self.gpu, self.ranks, self._heap, self._program = gpu, ranks, heap, program
@@ -130,8 +129,7 @@ class Grid:
         return known or self._prepared.setdefault(id(kernel), Prepared(kernel, self.blocks, self.params))
 
     def waits(self) -> list[stall.Wait]:
-        """Return what each warp was waiting for when the last launch was aborted, as far as the watchdog has recorded
-        it."""
+        """Return what the watchdog has recorded: what each warp waited for when the launch was aborted."""
         self.gpu.peek(self._notes, self._tables["diagnoses"])
         return stall.waits_of(self._program, self._notes.view(stall.NOTE), self.ranks)
 
@@ -170,8 +168,7 @@ class Loaded:
         self._answers = self._answer_memory()
 
     def _answer_memory(self) -> list[NDArray[np.uint8]]:
-        """Allocate pinned host memory: for the status of each GPU, and on the first GPU also for the outputs, which
-        follow it."""
+        """Allocate pinned host memory for each GPU's status, which on the first GPU is followed by outputs."""
         heap, rows = self._heap, self.program.dims.bucket.logit_rows
         end = heap.address(0, Buffer.LOGPROBS_OUT) + rows * np.dtype(np.float32).itemsize
         sizes = [end - heap.status[0]] + [STATUS_BYTES] * (len(self.grids) - 1)
@@ -205,8 +202,7 @@ class Loaded:
             grid.send(pinned)
 
     def fetch(self) -> None:
-        """Start to copy the status and the outputs of a launch to the host. `answered` returns True when they have
-        arrived."""
+        """Start to copy a launch's status and outputs to the host. Then `answered` says whether they are there."""
         for grid, answer in zip(self.grids, self._answers, strict=True):
             grid.gpu.use()
             grid.gpu.fetch(answer, self._heap.status[grid.ranks.start])
@@ -220,8 +216,7 @@ class Loaded:
         return all(grid.gpu.idle() for grid in self.grids)
 
     def outputs(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Return the tokens and log-probabilities of the last launch, as views of pinned memory: two arrays
-        [logit_rows]."""
+        """The tokens and log-probabilities of the last launch, as views of pinned memory: two arrays [logit_rows]."""
         rows, base = self.program.dims.bucket.logit_rows, self._heap.status[0]
         tokens, logprobs = (
             self._answers[0][self._heap.address(0, b) - base :][: 4 * rows]
@@ -242,8 +237,7 @@ class Loaded:
         return stall.explain(self.program, table, waits) if waits else None
 
     def reset(self) -> None:
-        """Reset the program's counters and other state to what they were before its first launch. No launch may be
-        running."""
+        """Reset the counters and other state to what they were before the first launch. None may be running."""
         for rank, own in enumerate(self._own):
             own.clear()
             gpu = self._heap.node.gpu(rank)
@@ -270,8 +264,7 @@ def segments(program: Program) -> list[Segment]:
 
 
 def _check_records(program: Program) -> None:
-    """Raise MegakernelError if an instruction names a phase, counter or rank that does not exist, or exceeds a limit of
-    GPUs."""
+    """Raise MegakernelError if an instruction names something that does not exist, or exceeds a GPU's limits."""
 
     def bad(where: str, wrong: Any, what: str) -> None:
         if wrong.any():

@@ -29,8 +29,7 @@ def layers(buffer: Buffer, dims: Dims) -> int:
 
 
 def map_layouts(forward: Forward, dims: Dims, pages: int) -> dict[tuple[Buffer, int], MapLayout]:
-    """Return the layouts of all tensor maps of rank `dims.rank`, by (buffer, PARTS) for boxes and (buffer, PAGES) for
-    pages."""
+    """Return the layouts of rank `dims.rank`'s tensor maps, by (buffer, PARTS) or (buffer, PAGES)."""
     found = {}
 
     def add(kinds: tuple[int, ...], buffer: Buffer | None, per_layer: int = 1) -> None:
@@ -64,8 +63,7 @@ def map_bits(forward: Forward, dims: Dims) -> tuple[int, int]:
 
 
 def _tiles(buffer: Buffer, per_layer: int, rows_of_box: int, dims: Dims, pages: int) -> MapLayout:
-    """Return the map for tiles of a buffer that has `per_layer` matrices in each layer. A box has `rows_of_box`
-    rows."""
+    """The map for tiles of a buffer that has `per_layer` matrices in each layer. A box has `rows_of_box` rows."""
     spec = BUFFERS[buffer]
     shape, item = spec.shape(dims, pages), spec.resolve_dtype(dims.model).itemsize
     rows, columns = math.prod(shape[:-1]) // per_layer, shape[-1]

@@ -102,8 +102,7 @@ def _tensor(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> Pages:
 
 
 def first_rows(rows: Ints, dims: Dims) -> Ints:
-    """Return how many rows of a tile the worker's first SM computes. Of two SMs, it has half of the boxes of BOX_ROWS
-    rows."""
+    """How many rows of a tile the worker's first SM computes. Of two SMs, it has half of the boxes of BOX_ROWS rows."""
     return np.minimum(rows, BOX_ROWS * ceil_div(rows, dims.worker.sms * BOX_ROWS))
 
 
@@ -116,8 +115,7 @@ def computed_rows(rows: Ints, dims: Dims) -> Ints:
 
 
 def tile_work(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> tuple[Ints, Ints]:
-    """Return the FLOPs that tensor cores execute for each tile, including padding of rows and columns, and the bytes
-    loaded."""
+    """Return the FLOPs that tensor cores execute for each tile, with padding, and the bytes loaded."""
     inner, columns = phase.inner(dims.split), phase.matrices(dims.split) * cols
     computed = computed_rows(rows, dims) * phase.matrices(dims.split) * PAGE_ROWS * ceil_div(cols, PAGE_ROWS)
     loaded = columns + BOX_ROWS * ceil_div(rows, BOX_ROWS) * ceil_div(columns, CHUNK)
@@ -179,6 +177,5 @@ def attention_pages(item_rows: Column, item_kv_heads: Column, item_blocks: Colum
 
 
 def dot_rows(inner: int) -> int:
-    """Return the maximum number of rows of a matmul as dot products whose input rows have at most `inner` (> 0)
-    elements."""
+    """The maximum number of rows of a matmul as dot products whose input rows have at most `inner` (> 0) elements."""
     return DOT_INPUT_PAGES * PIECES // -(-inner // DOT_PIECE)

@@ -135,8 +135,7 @@ class _Rehearsal(ReferenceLaunch):
         self._clock = count()
 
     def run(self, order: None = None) -> dict[tuple[int, int], int]:  # type: ignore[override]
-        """Run as many instructions as possible. Return the position of each (segment, index of the record) in the order
-        found."""
+        """Run all instructions that can run. Return the position of each (segment, record) in the order found."""
         ended = object()
         for rank in range(self._program.ranks):
             self._ready.extend(self._worker(rank, worker) for worker in range(self._program.workers))

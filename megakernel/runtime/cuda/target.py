@@ -61,8 +61,7 @@ def _through_the_ring(phase: Phase, columns: Columns, dims: Dims) -> NDArray[np.
 
 
 def _pages(part: Part, dims: list[Dims]) -> Iterator[str]:
-    """Yield instructions that hold more shared-memory pages than an SM has, or whose tiles cannot be divided into
-    pages."""
+    """Yield instructions that need more shared-memory pages than an SM has, or whose tiles do not fit pages."""
     have = dims[0].worker.ring_pages
     if pages.kv_pages(dims[0]) > have:
         what = f"it holds {pages.kv_pages(dims[0])} pages at once, but the ring has {have}"
@@ -76,8 +75,7 @@ def _pages(part: Part, dims: list[Dims]) -> Iterator[str]:
 
 
 def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
-    """Yield instructions of one rank and matmul phase whose tiles cannot be divided into pages. `rows` are the indices
-    of their records."""
+    """Yield instructions (`rows`) of one rank's matmul phase whose tiles cannot be divided into pages."""
     c = phase.columns(part.records[rows])
     taken = pages.matmul_pages(phase, c["rows"], c["cols"], d)
     for at in np.nonzero(taken.held > d.worker.ring_pages)[0]:

@@ -26,8 +26,7 @@ _READ_CYCLES = 36  # cycles to read clock64, as benchmarks/speed/probe_gpu.py me
 
 
 class Tracing:
-    """Memory for the intervals of a launch on every GPU. Tests set `delay` = (segment, layer, record, ns) to delay an
-    instruction."""
+    """Memory for a launch's intervals on each GPU. Tests delay an instruction by (segment, layer, record, ns)."""
 
     def __init__(self, heap: Heap) -> None:
         self._heap = heap
@@ -85,8 +84,7 @@ class Tracing:
 
 
 def to_nanoseconds(intervals: Intervals, stamps: NDArray[np.uint64]) -> Intervals:
-    """Convert one block's intervals to nanoseconds of the GPU's global timer. `stamps` are the block's CLOCK_STAMPS
-    clock values."""
+    """Convert a block's intervals to nanoseconds of the GPU's global timer, by the block's clock values."""
     out = intervals.copy()
     cycles, ns = float(stamps[2] - stamps[0]), float(stamps[3] - stamps[1])
     for name in ("begin", "end"):
@@ -102,15 +100,13 @@ def cycles_per_ns(clocks: NDArray[np.uint64]) -> float:
 
 
 def timer_step(clocks: NDArray[np.uint64]) -> int:
-    """Return the step in ns by which the global timer advances, from an array [blocks, CLOCK_STAMPS] of clock
-    values."""
+    """The step in ns by which the global timer advances, from an array [blocks, CLOCK_STAMPS] of clock values."""
     stamps = clocks[:, 1::2].reshape(-1)
     return int(np.gcd.reduce(stamps - stamps.min())) or 1
 
 
 def _capacity(program: Program) -> int:
-    """Return the number of intervals for which each block gets room: enough for the longest stream and all of a rank's
-    queues."""
+    """The number of intervals for which a block has room, for the longest stream and all queues of a rank."""
     lists = segments(program)
     runs = (1, program.dims.model.layers, 1)
     lengths: Any = sum(np.diff(s.offsets) * n for s, n in zip(lists[:3], runs, strict=True))

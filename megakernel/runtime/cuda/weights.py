@@ -18,8 +18,7 @@ _THREADS = 8  # threads, each of which reads one tensor at a time
 
 
 def load_weights(heap: Heap, checkpoint: Checkpoint, dims: Dims) -> None:
-    """Copy all weights to the GPUs, and set their addresses. Ranks on one GPU that need a whole buffer share one
-    copy."""
+    """Copy all weights to the GPUs and set their addresses. Ranks on one GPU share what they all need."""
     ranks = dims.ranks
     weights = families.weights(checkpoint.config)
     own = [b for b in weights if not (b is Buffer.LM_HEAD and checkpoint.config.tied)]
@@ -46,8 +45,7 @@ def load_weights(heap: Heap, checkpoint: Checkpoint, dims: Dims) -> None:
 
 
 def _home(heap: Heap, ranks: list[Dims], d: Dims, buffer: Buffer) -> int:
-    """Return the rank whose copy of a weight buffer is used by rank `d.rank`: an earlier rank if it shares that rank's
-    copy."""
+    """Return the rank whose copy of a weight buffer rank `d.rank` uses: its own, or an earlier rank's."""
     shape, gpu = BUFFERS[buffer].shape, heap.node.gpu(d.split.rank)
     whole = shape(d.changed(tp=1, rank=0), 0)
     if shape(d, 0) != whole:

@@ -59,14 +59,12 @@ class ReferenceBackend:
         for buffer, spec in BUFFERS.items():
             if spec.space is Space.STATE:
                 self._allocate(buffer)
-        # The counters of each program, by the program's id(). An id stays valid, because Counters keeps its program
-        # alive.
+        # Each program's counters, by the program's id(), which stays valid because Counters keeps the program.
         self._counters: dict[int, Counters] = {}
         self._size_for(dims)
 
     def _load(self, checkpoint: Checkpoint, buffer: Buffer) -> None:
-        """Load a weight buffer. Matrices that the checkpoint keeps in the types of its file are converted to
-        float32."""
+        """Load a weight buffer. Matrices that are stored in the types of their file become float32."""
         spec = BUFFERS[buffer]
         kind = Dtype.F32 if buffer in checkpoint.storage else spec.resolve_dtype(self.dims.model)
         whole = spec.shape(self.dims.changed(tp=1, rank=0), 0)
@@ -102,8 +100,7 @@ class ReferenceBackend:
             self._allocate(buffer)
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
-        """Return a view of a rank's copy of a buffer (of one layer, if layered), in the shape and type it is declared
-        with."""
+        """A view of a rank's copy of a buffer (of one layer, if layered), in the shape and type it is declared with."""
         array = self._arrays[rank][buffer]
         view: NDArray[Any] = array[layer] if BUFFERS[buffer].layered else array
         return view
@@ -118,8 +115,7 @@ class ReferenceBackend:
         OPERATIONS[phase.operation].execute(self.context(phase, table.rank(rank), layer), *operands.tolist())
 
     def context(self, phase: Phase, table: StepTable, layer: int) -> Context:
-        """Return the data that an instruction of `phase` can access in a layer, on the rank to which the step table
-        belongs."""
+        """Return the data that an instruction of `phase` can access in a layer, on the step table's rank."""
         rank = table.dims.split.rank
 
         def send(buffer: Buffer, to: int, index: Any, values: NDArray[Any]) -> None:
@@ -162,8 +158,7 @@ class ReferenceBackend:
             counters.launch += 1
             launch.run(self._order)
         except BaseException:
-            # A failed launch has left the counters, and the arrivals in SPLITS, incomplete. So the next launch starts
-            # from zero.
+            # A failed launch leaves counters and the arrivals in SPLITS incomplete, so the next starts from 0.
             counters.reset()
             for rank in range(self.dims.split.tp):
                 self.buffer(Buffer.SPLITS, rank=rank).fill(0)

@@ -54,8 +54,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class StreamPlace:
-    """An instruction in a certain layer. `block` is the block of counters that it uses; each layer has its own
-    block."""
+    """An instruction in a certain layer, which has its own block of counters, number `block`."""
 
     rank: int
     worker: int
@@ -158,8 +157,7 @@ class ReferenceLaunch:
                 )
 
     def trace(self) -> Trace:
-        """Return the trace, with one COMPUTE interval for each attention item and for each other instruction except
-        drains."""
+        """The trace, with one COMPUTE interval for each attention item and for each other instruction except drains."""
         columns = np.array(self._intervals, np.int64).reshape(-1, 6).T
         intervals = np.zeros(len(self._intervals), tracing.DTYPE)
         for name, column in zip(("begin", "end", "instruction", "rank", "worker", "layer"), columns, strict=True):
@@ -201,8 +199,7 @@ class ReferenceLaunch:
         return self._timed(place, partial(attend, self._context(place.phase, self._tables[place.rank], layer), item))
 
     def _drain(self, place: StreamPlace) -> Iterator[Blocked | None]:
-        """Claim instructions from a queue and run them, until all workers together have claimed the first `end` in this
-        layer."""
+        """Claim instructions of a queue and run them, until its first `end` have been claimed in this layer."""
         while self._left(place):
             yield from self._run(self._claim(place))
 
@@ -220,8 +217,7 @@ class ReferenceLaunch:
         return drain.rank * self._program.rank_queues + drain.operand("queue")
 
     def _item_members(self, place: StreamPlace, item: int) -> list[int]:
-        """Return which counters of a grid [row block][group of KV heads] an attention item waits for, as offsets in the
-        grid."""
+        """Return which counters of [row block][group of KV heads] an item waits for, as offsets from the first."""
         t = self._tables[place.rank]
         first = int(t.item_kv_head[item])
         last = first + int(t.item_kv_heads[item]) - 1
@@ -230,8 +226,7 @@ class ReferenceLaunch:
         return [block * place.operand("groups") + group for block in blocks for group in groups]
 
     def _logit_row_members(self, place: StreamPlace) -> list[int]:
-        """Return the row blocks for which a norm of logit rows waits: those of the rank's own rows. [] for other
-        instructions."""
+        """Return the row blocks that a norm of logit rows waits for (of the rank's own rows); otherwise []."""
         if place.phase.operation is not Operation.NORM or place.phase.rows is not Rows.LOGIT:
             return []
         t, row = self._tables[place.rank], place.operand("row")
@@ -257,8 +252,7 @@ class ReferenceLaunch:
         return block * self._program.counters + (word & record.COUNTER_MASK) - 1
 
     def _wait(self, place: StreamPlace, words: list[int], members: Iterable[int] = (0,)) -> Iterator[Blocked]:
-        """Wait for the counter that each word names. If a word names a grid of counters, `members` are the offsets in
-        the grid."""
+        """Wait for each word's counter or, if the word names several, for those at the offsets `members`."""
         for counter in [self._counter(place, word) + member for word in words for member in members]:
             while not self._counters.met(place.rank, counter):
                 value = int(self._counters.values[place.rank, counter])
