@@ -21,7 +21,8 @@ from ..runtime import Chunk, SampleRow, build_step, rank_machine
 from ..runtime.cuda.availability import DRIVER_NAME, INSTALL, driver, missing
 
 _SMI = ("driver_version", "mig.mode.current", "memory.used", "memory.total", "compute_mode")
-_TIMEOUT_S = 2.0  # seconds that an instruction may wait for another, which takes less than a thousandth of this
+# The time in seconds that an instruction may wait for another. Each takes less than a thousandth of it.
+_TIMEOUT_S = 2.0
 # The maximum number of differences to find per case. Each may cost a failed launch, which takes 3 * _TIMEOUT_S.
 _MOST_DIFFERENCES = 8
 _BUSY_SHARE = 0.05  # no note is printed if other processes use at most this fraction of a GPU's memory

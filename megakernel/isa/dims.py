@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from .dtypes import BLOCKS, Dtype
 
 # The columns of the FFN and of the vocabulary are divided among ranks in multiples of SHARD_UNIT; only the last rank
-# may have a remainder. A group of quantised weights has 32 columns, and so have two panels of a packed CPU matrix.
+# may have a remainder. The unit is a whole block of quantised weights, and two column panels of a packed CPU matrix.
 SHARD_UNIT = 32
 
 # In a quantised KV cache (Q8_0), KV_UNIT elements of K or V share a scale, which takes KV_SCALE bytes.

@@ -107,19 +107,18 @@ class Issue:
     """The least number of cycles that the warps of an SM need to issue their work, read from the machine code.
 
     Loader warps fill pages of shared memory, and consumer warps compute on these pages, with matrix units or, for a few
-    rows, with dot products on CUDA cores. If warps of a kind share a warp scheduler, their cycles add up. A comment
-    says what happens in these cycles.
+    rows, with dot products on CUDA cores. If warps of a kind share a warp scheduler, their cycles add up.
     """
 
-    pass_page: float  # a loader skips a page that the other loader fills
-    weight_page: float  # a loader fills a page of weights, for dot products
-    input_page: float  # a loader fills a page of inputs, for dot products
-    tile_page: float  # a loader fills a page of a matmul on matrix units
-    dot_pair: float  # consumers multiply two weight pages by one row, for dot products
-    dot_pairs: float  # consumers multiply two weight pages by two rows, for dot products
-    dot_row: float  # consumers multiply two weight pages by each further row, for dot products
-    dot_unit: float  # consumers finish a unit of output columns, for dot products
-    k_step: float  # consumers multiply 64 elements of the inner dimension of a tile, on matrix units
+    pass_page: float  # cycles of a loader warp to skip a page that the other loader fills
+    weight_page: float  # cycles of a loader warp to fill a page of weights, for dot products
+    input_page: float  # cycles of a loader warp to fill a page of inputs, for dot products
+    tile_page: float  # cycles of a loader warp to fill a page, for matrix units
+    dot_pair: float  # cycles of consumer warps to multiply two weight pages by one row, as dot products
+    dot_pairs: float  # cycles of consumer warps to multiply two weight pages by two rows, as dot products
+    dot_row: float  # the further cycles of consumer warps for each row after the second
+    dot_unit: float  # cycles of consumer warps to finish a unit of output columns, as dot products
+    k_step: float  # cycles of matrix units for 64 elements of the inner dimension of a tile
 
     # The cycles from the end of an instruction's arithmetic to the start of an instruction that waits for its result.
     handoff: float

@@ -51,8 +51,8 @@ class Checks:
         return uses(self.parts)
 
     def stages(self, of_target: Callable[[list[Part]], Iterable[str]] = lambda parts: ()) -> Iterator[Iterable[str]]:
-        """Yield the violations of each stage. A stage may run only if the earlier ones have found none. `of_target`
-        checks what the kind of processor requires."""
+        """Yield the violations that each stage of checks finds. Run a stage only if the earlier ones found none.
+        `of_target` checks what the kind of processor requires."""
         yield _layout(self.program)
         yield check_phases(self.program.forward, self.program.dims)
         yield _records(self.program, self.parts)

@@ -54,8 +54,8 @@ class Phases:
         self.attention = next((phase for phase in forward if phase.operation is Operation.ATTENTION), None)
         # The phases that compute only the rows that get logits. They wait for the row blocks that contain these rows.
         self.logit_norms = [p.number for p in forward if p.operation is Operation.NORM and p.rows is Rows.LOGIT]
-        # The buffers that hold the residual, which these operations write. A rank has only its own row blocks of it,
-        # unless every rank keeps the whole residual.
+        # The buffers of the residual: the outputs of phases that look up embeddings or add to the residual. Unless
+        # every rank keeps the whole residual, a rank has only its own row blocks (groups of rows) in them.
         writers = (Operation.GATHER, Operation.REDUCE)
         self.residual = {
             p.output for p in forward if p.operation in writers or p.result in (Result.RESIDUAL, Result.STORED)

@@ -202,9 +202,9 @@ class _Ends:
     """The places where the shares of slots end, except the last slot's. Each array has one element per slot."""
 
     tile: Ints
-    part: Ints  # index of the part within its tile
-    grain: Ints  # index within the part of the first grain that belongs to the next share
-    border: Ints  # the border of the part that is nearer: 0, or the part's number of grains
+    part: Ints  # index in the tile of the part (group of KV heads) where the share ends
+    grain: Ints  # index in the part of the first grain (row or run of KV blocks) of the next share
+    border: Ints  # the nearer border of the part: 0, or its number of grains
 
 
 @dataclass(frozen=True)
@@ -213,8 +213,8 @@ class _Pieces:
 
     slot: Ints  # in ascending order
     tile: Ints
-    part: Ints  # index within the tile of the first part of the item
-    grain: Ints  # index within the part of the first grain of the item
+    part: Ints  # index in the tile of the item's first part (group of KV heads)
+    grain: Ints  # index in this part of the item's first grain (row or run of KV blocks)
     length: Ints  # in grains
     line: _Line
 

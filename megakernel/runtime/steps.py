@@ -131,7 +131,7 @@ def fill_rows(table: StepTable, rows: StepRows, sampling: Sampling) -> None:
     table.positions[live:] = table.token_ids[live:] = 0
     slot = lineup.slot[lineup.chunk]
     first = np.cumsum(lineup.count) - lineup.count
-    place = _padded(lineup.place, dims.bucket.logit_rows)  # padding rows get -1, the last place
+    place = _padded(lineup.place, dims.bucket.logit_rows)  # -1 for padding: the last place
     for name, column in sampling.columns.items():
         getattr(table, name)[:] = column[place]
     table.logit_rows[:] = _padded(first[lineup.chunk] + lineup.index, dims.bucket.logit_rows)

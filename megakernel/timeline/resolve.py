@@ -23,7 +23,7 @@ from .waits import Causes, Signals, Waits, causes
 
 _SLOT = rec.OPERAND_WORD + Operation.ATTENTION.layout.operands.index("slot")
 WORK = (IntervalKind.COMPUTE, IntervalKind.STORE)
-MOST_TICKS = 1 << 48  # three days in nanoseconds; times the number of lanes, it still fits int64
+MOST_TICKS = 1 << 48  # three days in nanoseconds; multiplied by the number of workers, it fits int64
 WAIT = (IntervalKind.COUNTER_WAIT, IntervalKind.PAGE_WAIT)
 
 

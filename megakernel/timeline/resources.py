@@ -124,7 +124,7 @@ def _declared(resolved: Resolved) -> tuple[Floats, Floats]:
 
 
 def issue_seconds(resolved: Resolved) -> Floats:
-    """Return the seconds that two loaders and consumers take to issue each record's work, [records, 3], or 0."""
+    """Return the seconds that two loaders and consumers take to issue each record's machine code, [records, 3]."""
     found, issue = np.zeros((len(resolved.records), 3)), resolved.machine.issue
     for phase, dims, rows, columns in by_phase(resolved.program):
         roles = issued(phase, columns, dims, issue) if issue else None

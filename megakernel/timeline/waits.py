@@ -45,7 +45,7 @@ class Signals:
     record: Ints
     rank: Ints
     counter: Ints
-    ahead: Ints  # 1: a counter in the next layer's block; 0: in the own block
+    ahead: Ints  # 1 if the counter is in the next layer's block, else 0
     maybe: Mask  # whether the step table selects the counter among several
 
     @staticmethod

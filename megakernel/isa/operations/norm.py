@@ -19,7 +19,7 @@ def _accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
     if p.result is Result.RESIDUAL:
         whole = (0, d.model.hidden)
         return [box(inputs, Kind.READ, c, whole), box(output, Kind.UPDATE, c, whole)]
-    rank = OWN if d.split.replicated_residual or d.split.tp == 1 else EVERY  # one rank computes it for all
+    rank = OWN if d.split.replicated_residual or d.split.tp == 1 else EVERY  # a row is normalised once, for all ranks
     if p.rows is not Rows.LOGIT:
         whole = (0, p.inner(d.split))
         return [box(inputs, Kind.READ, c, whole), box(output, Kind.WRITE, c, whole, rank)]

@@ -133,7 +133,7 @@ def switches(machine: Hardware, gpus: int) -> Figures:
     leaves = units * known(LEAF_SWITCHES_PER_UNIT, machine, "the number of leaf switches")
     spines = cores = 0
     if units > 1:
-        spines = leaves // 2  # a spine switch connects to every leaf switch, with all of its ports
+        spines = leaves // 2  # half of a leaf's ports lead up, and all of a spine's ports lead down
         cores = spines if leaves > SWITCH_PORTS else 0
         spines += cores
     found = {

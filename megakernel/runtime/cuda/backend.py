@@ -28,7 +28,7 @@ from .tracing import Tracing
 from .weights import load_weights
 
 _TIMEOUT_S = 10.0
-_SPIN_S = 2e-3  # for so long, which covers a decode step, the host polls without pauses; then with pauses
+_SPIN_S = 2e-3  # the host polls without pauses for this time, which covers a decode step
 _NAP_S = 50e-6
 _STOP_S = 5.0
 # The host gives up after this multiple of the time limit of the watchdog on the GPU. The watchdog notices only waits,

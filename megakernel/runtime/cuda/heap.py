@@ -39,7 +39,7 @@ class Heap:
         self._dims = dims
         self._sizes: dict[Buffer, int] = {}  # bytes of each activation and output buffer
         self._address: dict[tuple[int, Buffer], int] = {}
-        self._grown: list[tuple[Gpu, int]] = []  # of each rank: GPU, and memory that `fit` may replace
+        self._grown: list[tuple[Gpu, int]] = []  # of each rank: GPU, address that `fit` may free
         self._kept: list[tuple[Gpu, int]] = []
         # The device addresses of tensor maps, by the GPU's number and the maps' contents.
         self._maps: dict[tuple[int, bytes], int] = {}

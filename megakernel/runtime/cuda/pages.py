@@ -53,10 +53,10 @@ PIECES = PAGE_BYTES // (2 * DOT_PIECE)  # pieces in a page
 # products. All SMs together then fill half of the 50 MB of L2.
 AHEAD_PAGES = 12
 DOT_UNIT = 8  # column tiles of matmuls as dot products start at multiples of this number of columns
-DOT_INPUT_PAGES = 4  # the maximum number of input pages in a lap (one filling of the ring)
-NORM_BYTES = 16384  # maximum number of input pages that a matmul as dot products holds in the ring
-UNITS = 8  # shared memory for input rows that a matmul as dot products normalises itself
-QUERY_TILE = 16  # query tiles of attention (units) that a thread block computes at the same time
+DOT_INPUT_PAGES = 4  # maximum number of input pages that a matmul as dot products holds in the ring
+NORM_BYTES = 16384  # shared memory for input rows that a matmul as dot products normalises itself
+UNITS = 8  # query tiles of attention (units) that a thread block computes at the same time
+QUERY_TILE = 16  # (query row, query head) pairs of a query tile
 
 Ints = NDArray[np.int64]
 

@@ -217,7 +217,7 @@ class ReferenceLaunch:
         return drain.rank * self._program.rank_queues + drain.operand("queue")
 
     def _item_members(self, place: StreamPlace, item: int) -> list[int]:
-        """Return which counters of [row block][group of KV heads] an item waits for, as offsets from the first."""
+        """Return which counters of the grid [row block][KV head group] an item waits for, as offsets in it."""
         t = self._tables[place.rank]
         first = int(t.item_kv_head[item])
         last = first + int(t.item_kv_heads[item]) - 1
