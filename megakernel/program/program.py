@@ -37,12 +37,13 @@ from ..errors import whole_file
 from ..isa import Column, Dims, Forward, Phase
 from ..isa.record import WORDS, Records, phase_number
 
-# The format of a program file:
-#
-#     7 bytes  MAGIC                    1 byte   VERSION
-#     32       SHA-256 of everything that follows
-#     8        length of the header     then the header: JSON, and spaces up to a multiple of ALIGNMENT
-#     then the arrays, int32, in the order in which the header lists them with their lengths
+# The format of a program file, with lengths in bytes:
+#   7   MAGIC
+#   1   VERSION
+#   32  SHA-256 of everything that follows
+#   8   length of the header
+#   ..  the header: JSON, and spaces up to a multiple of ALIGNMENT
+#   ..  the arrays, int32, in the order in which the header lists their names and lengths
 MAGIC = b"MKPROG\0"
 VERSION = 7
 HASHED = 40  # the SHA-256 covers all bytes of the file from this offset on
