@@ -1,4 +1,4 @@
-"""Defines the exception for all errors that users see: a sentence that says what failed, where, and what to do."""
+"""The exception for all errors that users see. Its text says what failed, where, and what to do about it."""
 
 from __future__ import annotations
 

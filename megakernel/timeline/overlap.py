@@ -110,7 +110,7 @@ def _phases_together(resolved: Resolved, busy: Spans) -> float | None:
     phases. A lane is a worker or a rank."""
     compute = resolved.kind(IntervalKind.COMPUTE)
     phase = ((resolved.segment * (resolved.program.dims.model.layers + 1) + resolved.block) << 8) + resolved.number
-    # `lane_spans` separates its lanes, so each (layer, phase) pair counts as a lane of its own here.
+    # `lane_spans` puts lanes on one line, one after another. Here, each (layer, phase) pair counts as a lane.
     by_phase = lane_spans(resolved, compute, np.unique(phase, return_inverse=True)[1])
     length, (kinds, who) = active([by_phase, busy], resolved.period)
     total = int(length[who > 0].sum())

@@ -237,7 +237,7 @@ class Loaded:
         return stall.explain(self.program, table, waits) if waits else None
 
     def reset(self) -> None:
-        """Reset the counters and other state to what they were before the first launch. None may be running."""
+        """Reset counters and other state as before the first launch. No launch may be running."""
         for rank, own in enumerate(self._own):
             own.clear()
             gpu = self._heap.node.gpu(rank)
