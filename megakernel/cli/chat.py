@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _HELP = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 _COMMAND = re.compile(r"/[a-z]+")
-# If a conversation becomes too long, its oldest messages are left out until this part of the context is free.
+# If a conversation becomes too long, its oldest messages are left out until this fraction of the context is free.
 _KEPT_FOR_ANSWERS = 0.25
 
 # Replaces the characters that would control a terminal, except line ends and tabs.

@@ -26,8 +26,7 @@ _PACKAGES = (
     "megakernel", "numpy", "safetensors", "gguf", "tokenizers", "huggingface_hub", "perfetto", "torch", "cuda-bindings",
     "cupy-cuda13x",
 )  # fmt: skip
-# For each case: the number of random inputs, and of runs with each input, which must all give the same bits.
-_SEEDS, _REPEATS = 3, 20
+_SEEDS, _REPEATS = 3, 20  # per checked case: random inputs, and runs with each, which must give the same bits
 _COMPILERS = ("c++", "g++", "clang++", "nvcc")
 
 

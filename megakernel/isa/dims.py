@@ -66,8 +66,7 @@ class ModelSizes:
     head_dim: int
     rms_eps: float
     dtype: int  # Dtype of activations, and of K and V unless they are quantised; sums are float32
-    # 1: K and V are stored as Q8_0, each row (one token, one head) on its own. This changes results.
-    quantised_kv: int = 0
+    quantised_kv: int = 0  # 1: K and V are Q8_0, each row of a token and head on its own, which changes results
     q8_activations: int = 0  # 1: inputs of quantised weights are rounded to 8 bits, which changes the result's bits
     embed_scale: float = 1.0  # multiplies embeddings
     experts: int = 0  # number of experts (MLPs) of a layer, of which a token uses some; 0: one MLP for all tokens
@@ -229,8 +228,7 @@ class Bucket:
     max_context: int  # the maximum number of tokens in a sequence
     items: int  # maximum number of attention items (units of attention work) of a step
     attention_slots: int  # attention instructions per layer
-    # Maximum number of partial attention results, one per (query row, KV head, KV block) whose attention is divided.
-    partials: int
+    partials: int  # maximum number of partial attention results, one per (query row, KV head, KV block)
     bias_entries: int  # maximum number of (token, bias) pairs of a step's logit biases
     mask_rows: int = 0  # maximum number of logit rows with a mask of allowed tokens
 

@@ -36,8 +36,7 @@ class Machine:
     signal_s: float  # time from an instruction's signal until a worker that waits for it continues
     remote_signal_s: float  # the same time if the worker is on another device of the node
     dispatch_s: float  # time to fetch and decode one instruction
-    # The least times to issue an instruction's work, in seconds. None: unknown, or included in the rates above.
-    issue: Issue | None = None
+    issue: Issue | None = None  # least issue times in seconds; None if unknown, or included in the rates above
     core: Core | None = None  # measured rates of a CPU core; None if there are none
 
 

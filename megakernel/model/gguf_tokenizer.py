@@ -24,7 +24,7 @@ _ENDS = {
     "<|calls|>", "<|flush|>", "<|tool_response>", "<turn|>", "<end_of_turn>", "<end_of_utterance>", "<eos>", "</s>",
     "<EOT>", "_<EOT>", "▁<EOT>", "[EOT]", "[EOS]", "<｜end▁of▁sentence｜>", "[e~[",
 }  # fmt: skip
-# Exceptions: such a token does not end a turn in a vocabulary that also has all tokens of one of these sets.
+# These texts do not end a turn in a vocabulary that also has all tokens of one of the sets.
 _NO_ENDS = {"<|end|>": ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"}), "</s>": ({"<|tool_response>"},)}
 # The names of special tokens in chat templates, and in GGUF's metadata keys.
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "cls": "cls"}

@@ -17,8 +17,7 @@ from .question import Figures, question
 
 _DAY_S = 86400.0
 _STATE_BYTES = 10.0  # bytes per parameter in training: bf16 weights, and Adam's two moments in fp32
-# FLOPs per token and parameter in training: two in the forward pass, and four in the backward pass.
-_FLOPS_PER_TOKEN = 6
+_FLOPS_PER_TOKEN = 6  # FLOPs per token and parameter in training: two forward, four backward
 
 
 @question(
