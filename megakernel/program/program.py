@@ -56,7 +56,7 @@ TOTALS = ("totals_first", "totals_middle", "totals_last")
 
 @dataclass(frozen=True)
 class Segment:
-    """The streams of all ranks. Stream s = r * workers per rank + w, of worker w of rank r, is
+    """The streams of all ranks. Worker w of rank r has stream s = r * (workers per rank) + w, which is
     records[offsets[s]:offsets[s+1]]."""
 
     records: Records

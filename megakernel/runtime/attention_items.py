@@ -243,7 +243,7 @@ def _ends(dims: Dims, line: _Line, cut: _Cut) -> _Ends:
 
 
 def _unsplit(dims: Dims, tiles: _Tiles, line: _Line, ends: _Ends) -> _Ends:
-    """Where there is no room for more partial results, move ends of shares to borders of their parts."""
+    """Where there is no room for more partial results, end shares at borders of parts instead of inside."""
     number = line.first_part[ends.tile] + ends.part
     split = (ends.grain > 0) & (ends.grain < line.grains[ends.tile]) & line.divided.by_blocks[ends.tile]
     numbers = np.unique(number[split])

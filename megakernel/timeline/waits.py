@@ -93,7 +93,7 @@ def causes(program: Program) -> Causes:
 
     def waited(block: Ints, stands: Ints) -> Ints:
         """Return the set of phases that can end each wait, [records, WAITS]. `block` has the counter block of each
-        record, and `stands` the set of phases for which each record's signals stand."""
+        record, and `stands` the set of phases that each record's signals stand for."""
         sets = np.zeros((3, program.ranks, program.counters), dtype=np.int64)
         for signalled, some in zip(sets, into, strict=True):
             np.bitwise_or.at(signalled, (signals.rank[some], signals.counter[some]), stands[signals.record[some]])
@@ -104,8 +104,9 @@ def causes(program: Program) -> Causes:
             found[r, w] = np.bitwise_or.reduce(sets[block[r], ranks[r], counters])
         return found
 
-    # The signals of a record stand for its phase. But those of a join stand for what the join waits for, perhaps other
-    # joins. So the sets of joins are empty at first, and are extended until none changes.
+    # A wait for a signal is a wait for the phase that sends it. But a join only passes signals on, so a wait for a join
+    # is a wait for what the join waits for, perhaps other joins. So joins begin with empty sets, which grow until none
+    # changes.
     number = rec.phase_number(records)
     phase, relays = np.int64(1) << number.astype(np.int64), (number == JOIN.number) & (waits.first >= 0).any(axis=1)
     in_layer_0, in_later = (np.array(blocks)[segment] for blocks in ((_FIRST, _FIRST, _LAST), (_FIRST, _MIDDLE, _LAST)))

@@ -127,8 +127,8 @@ def waterfall(
 
 
 def _issue(resolved: Resolved, rows: Ints) -> tuple[Floats, float]:
-    """Return the seconds to issue each of the intervals `rows`, and the seconds per launch in which a worker's busiest
-    kind of warp issues instructions, as the mean over the busiest rank's workers."""
+    """Return the seconds to issue the machine code of each interval in `rows`, and the seconds per launch in which a
+    worker's busiest kind of warp issues instructions, as the mean over the busiest rank's workers."""
     seconds = issue_seconds(resolved)[resolved.record[rows]]
     once = np.unique(resolved.instance[rows], return_index=True)[1]  # an instruction may have several intervals
     rank = resolved.rows["rank"][rows[once]]

@@ -47,8 +47,8 @@ class Ablation(IntEnum):
     """The work that a variant of the kernel leaves out, so that a benchmark can time the rest."""
 
     NONE = 0
-    COPIES = 1  # without the loaders' copies into pages
-    COMPUTE = 2  # without the consumers' arithmetic
+    COPIES = 1  # leaves out copies into shared memory
+    COMPUTE = 2  # leaves out all arithmetic
 
 
 _SCALARS: dict[str, tuple[str, Any]] = {

@@ -226,7 +226,7 @@ class ReferenceLaunch:
         return [block * place.operand("groups") + group for block in blocks for group in groups]
 
     def _logit_row_members(self, place: StreamPlace) -> list[int]:
-        """Return the row blocks that a norm of logit rows waits for (of the rank's own rows); otherwise []."""
+        """Return the row blocks with the logit rows that a norm instruction reads; [] for other instructions."""
         if place.phase.operation is not Operation.NORM or place.phase.rows is not Rows.LOGIT:
             return []
         t, row = self._tables[place.rank], place.operand("row")
